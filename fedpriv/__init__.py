@@ -7,8 +7,8 @@
     run = fedpriv.simulate(people, task, mechanism, local=fedpriv.SGD(0.5, epochs=1))
     run.epsilon, run.accuracy, run.rounds, run.model, run.to_pandas(), run.report()
 
-`simulate` and `compare` run things; the other names are the values that they take. Names are loaded
-when they are first used: importing fedpriv loads neither torch nor numpy.
+`simulate`, `compare` and `tune` run things; the other names are the values that they take or
+return. Names are loaded when they are first used: importing fedpriv loads neither torch nor numpy.
 """
 
 from importlib import import_module
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fedpriv.run.projection import Projection
     from fedpriv.run.run import Run
     from fedpriv.run.simulate import simulate
+    from fedpriv.run.tune import Tuning, tune
     from fedpriv.trackers import EndedRun, MLflow, StartedRun, TensorBoard, Tracker, WandB
     from fedpriv.training.optimizers import (
         CosineDecay,
@@ -49,8 +50,8 @@ __all__ = [
     "Evaluation", "ExponentialDecay", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedYogi",
     "Flat", "Grouped", "Joint", "MLflow", "Mechanism", "Part", "PerLayer", "Poisson",
     "PolynomialDecay", "Population", "PowerDecay", "Projection", "RoundResult", "Run", "Scaffold",
-    "StartedRun", "StepDecay", "Stopping", "Task", "TensorBoard", "Tracker", "WandB", "__version__",
-    "compare", "epsilon", "simulate",
+    "StartedRun", "StepDecay", "Stopping", "Task", "TensorBoard", "Tracker", "Tuning", "WandB",
+    "__version__", "compare", "epsilon", "simulate", "tune",
 ]
 # fmt: on
 
@@ -66,6 +67,7 @@ _NAMES_IN = {
     "run.projection": "Projection",
     "run.run": "Run",
     "run.simulate": "simulate",
+    "run.tune": "Tuning tune",
     "trackers": "EndedRun MLflow StartedRun TensorBoard Tracker WandB",
     "training.optimizers": (
         "CosineDecay ExponentialDecay FedAdagrad FedAdam FedAvg FedAvgM FedYogi PolynomialDecay "

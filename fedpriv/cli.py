@@ -224,6 +224,24 @@ def suggest(
 
 
 @app.command()
+def tune(
+    file: ExperimentFile,
+    on: Annotated[
+        Literal["public", "users"],
+        typer.Option("--on", help="people who are not enrolled, or the users, at a price"),
+    ],
+    assignments: Assignments = None,
+    out: Annotated[Path | None, _option("folder of the search", default="tuning/NAME-…")] = None,
+    synthetic: Annotated[bool, _option("on invented people; with --on public")] = False,
+    price: Annotated[bool, _option("print the price of --on users, and stop")] = False,
+) -> None:
+    """Search learning rates, clipping norm, sampling and rounds."""
+    from fedpriv.run.tune import tune_file
+
+    tune_file(file, assignments or [], out, on=on, synthetic=synthetic, price_only=price)
+
+
+@app.command()
 def epsilon(
     ledgers: Annotated[
         list[Path],

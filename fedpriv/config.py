@@ -79,6 +79,8 @@ def with_paths(table: Mapping[str, Any], move: Callable[[str], str]) -> dict[str
     }
     if isinstance(table.get("data"), Mapping):
         moved["data"] = _with_data_paths(table["data"], "name", move)
+    if isinstance(tune := table.get("tune"), Mapping) and isinstance(tune.get("public"), Mapping):
+        moved["tune"] = {**tune, "public": _with_data_paths(tune["public"], "name", move)}
     return {**table, **moved}
 
 
@@ -136,6 +138,11 @@ Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
 Options = dict[str, object]
+
+# What an experiment does that names none of it; `simulations.defaults` is the study behind them.
+DEFAULT_ROUNDS, DEFAULT_PROBABILITY = 100, 0.3
+DEFAULT_LOCAL_LEARNING_RATE, DEFAULT_BATCH = 0.3, 32  # the batch without the section local
+DEFAULT_NORM, DEFAULT_OPTIMIZER = 0.1, "fedadam"  # a pair: step sizes belong to a norm
 
 _ALGORITHM = Choice("local.algorithm", ALGORITHMS, LocalTraining)
 _LOCAL_RATE = Choice("local.learning_rate.schedule", SCHEDULES, Schedule)
@@ -210,7 +217,7 @@ class LocalSection(Section):
     """
 
     algorithm: Annotated[str, _one_of(_ALGORITHM)] = "sgd"
-    learning_rate: Positive | Options
+    learning_rate: Positive | Options = DEFAULT_LOCAL_LEARNING_RATE
     batch_size: Count | Literal["all"] = "all"
     epochs: Count | None = None
     steps: Count | None = None
@@ -218,6 +225,13 @@ class LocalSection(Section):
     proximal: NonNegative = 0.0
     max_examples: Count | None = None
     options: Options = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_epoch(cls, table: object) -> object:
+        if isinstance(table, Mapping) and not {"epochs", "steps"} & table.keys():
+            return {**table, "epochs": 1}
+        return table
 
     @model_validator(mode="after")
     def _must_know_schedules(self) -> Self:
@@ -476,6 +490,33 @@ class CallbacksSection(Section):
     trackers: Annotated[tuple[str, ...], Field(strict=False)] = ()
 
 
+class RangeSection(Section):
+    """Numbers from `low` to `high`, evenly on a logarithmic scale; whole ones if both ends are."""
+
+    low: int | float
+    high: int | float
+
+    @model_validator(mode="after")
+    def _must_have_room(self) -> Self:
+        if not 0.0 < self.low < self.high:
+            raise ValueError(f"low is {self.low} and high is {self.high}; 0 < low < high must hold")
+        return self
+
+
+class TuneSection(Section):
+    """What `fedpriv tune` searches, on whom, and for what; see docs/choosing-settings.md."""
+
+    trials: Count = 30  # on users, where the number is random and secret, its mean
+    law: Literal["negative-binomial", "poisson"] = "negative-binomial"  # of that number
+    shape: Positive = 1.0  # η of the truncated negative binomial; 1 is geometric
+    objective: str = "accuracy"  # or "loss", of the held-out rows, or "private:NAME" of a metric
+    held_out_is_public: bool = False  # needed where trials on users are told apart by it
+    public: DataSection | None = None  # people who are not enrolled
+    synthetic: Options = {}  # or invented ones: options of the population `synthetic`
+    users: Count | None = None  # N enrolled, so that averages are as noisy as theirs
+    space: dict[str, RangeSection | list[Any]] = {}  # by key; a list has equally likely values
+
+
 class FederationSection(Section):
     """Where real nodes take part, for what purpose, and how long the server waits for them.
 
@@ -518,7 +559,7 @@ class Config(Section):
     """One experiment."""
 
     name: Name
-    rounds: Count
+    rounds: Count = DEFAULT_ROUNDS
     run: Name | None = None  # in the ledger; made up from the name if absent
     seed: Seed | None = None  # no guarantee holds against those who know it
     data: DataSection | None = None  # needed where users are simulated
@@ -527,7 +568,7 @@ class Config(Section):
     local: LocalSection | None = None  # needed where users train; other units give a gradient
     privacy: PrivacySection
     sampling: SamplingSection = SamplingSection()
-    clipping: ClippingSection
+    clipping: ClippingSection = ClippingSection(norm=DEFAULT_NORM)
     server: ServerSection = ServerSection()
     noise: NoiseSection = NoiseSection()
     metrics: MetricsSection = MetricsSection()
@@ -538,7 +579,13 @@ class Config(Section):
     engine: EngineSection = EngineSection()
     output: OutputSection = OutputSection()
     callbacks: CallbacksSection = CallbacksSection()
+    tune: TuneSection | None = None  # for `fedpriv tune` alone
     federation: FederationSection | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _left_out(cls, table: object) -> object:
+        return with_defaults(table) if isinstance(table, Mapping) else table
 
     @model_validator(mode="after")
     def _must_fit_the_unit(self) -> Self:
@@ -548,8 +595,6 @@ class Config(Section):
                 f"evaluation is given and privacy.unit is {unit!r}; it must be 'user', since "
                 "others have no examples of their own to keep from training"
             )
-        if self.local is None and unit == "user":
-            raise ValueError("key local is absent; it says how each user trains")
         if unit != "user":
             refuse_training_of(unit, self.local, self.averaging.weights)
         return self
@@ -584,6 +629,33 @@ class Config(Section):
             contributors_share=self.metrics.contributors_share,
             **self.privacy.model_dump(include=_MECHANISM_KEYS),
         )
+
+
+def with_defaults(table: Mapping[str, Any]) -> dict[str, Any]:
+    """An experiment's table with what depends on other keys: how users train, q, norm, optimiser.
+
+    Without a norm, the norm and the optimiser that goes with it; with one, the optimiser stays
+    `fedavg`.
+    """
+    filled = dict(table)
+
+    def section(name: str) -> Mapping[str, Any] | None:
+        found = table.get(name, {})
+        return found if isinstance(found, Mapping) else None  # refused where it is checked
+
+    privacy, clipping, server = section("privacy"), section("clipping"), section("server")
+    if privacy is not None and "privacy" in table:
+        if privacy.get("unit", "user") == "user":
+            filled.setdefault("local", {"batch_size": DEFAULT_BATCH})
+        sampling = section("sampling")
+        if sampling is not None and sampling.get("policy", "poisson") in SAMPLING_POLICIES:
+            filled["privacy"] = {"sampling_probability": DEFAULT_PROBABILITY, **privacy}
+    flat = clipping is not None and not {"norm", "groups"} & clipping.keys()
+    if clipping is not None and flat and clipping.get("strategy", "flat") in CLIPPINGS:
+        filled["clipping"] = {**clipping, "norm": DEFAULT_NORM}
+        if server is not None:
+            filled["server"] = {"optimizer": DEFAULT_OPTIMIZER, **server}
+    return filled
 
 
 def refuse_training_of(unit: str, local: LocalSection | None, weights: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
+from fedpriv import SGD, FedAdam, FedAvg, FedAvgM, Flat, Joint, Poisson
 from fedpriv.config import Config, load_config, parse_config
 from fedpriv.errors import InvalidValueError
 
@@ -44,12 +45,52 @@ def test_a_good_table_is_read_with_defaults() -> None:
     assert config.seed is None
 
 
+BARE = {
+    "name": "bare",
+    "data": "digits",
+    "model": {"name": "softmax"},
+    "privacy": {"epsilon": 2.0, "delta": 1e-3},
+}
+
+
+def test_data_model_epsilon_and_delta_are_an_experiment() -> None:
+    config = parse_config(BARE, "test")
+    assert config.rounds == 100
+    assert config.training() == SGD(0.3, batch_size=32, epochs=1)
+    assert config.mechanism().clipping == Flat(0.1)
+    assert config.mechanism().sampling == Poisson(0.3)
+    assert config.server.build() == FedAdam(0.03)
+    # What is written down after a run says it all.
+    assert parse_config(config.model_dump(exclude_none=True), "plan") == config
+
+
+def test_the_optimiser_belongs_to_the_norm() -> None:
+    with_norm = parse_config({**BARE, "clipping": {"norm": 0.5}}, "test")
+    assert with_norm.server.build() == FedAvg()
+    rest = {"name": "rest", "tensors": ["*"], "norm": 0.5}
+    with_groups = parse_config({**BARE, "clipping": {"groups": [rest]}}, "test")
+    assert with_groups.server.build() == FedAvg()
+    assert with_groups.clipping.norm is None
+    named = parse_config({**BARE, "server": {"optimizer": "fedavgm"}}, "test")
+    assert (named.clipping.norm, named.server.build()) == (0.1, FedAvgM())
+    slower = parse_config({**BARE, "server": {"options": {"learning_rate": 0.01}}}, "test")
+    assert slower.server.build() == FedAdam(0.01)
+    joint = parse_config({**BARE, "clipping": {"strategy": "joint"}}, "test")
+    assert joint.mechanism().clipping == Joint(0.1)
+
+
+def test_what_is_given_of_local_training_stays() -> None:
+    steps = parse_config({**BARE, "local": {"steps": 3}}, "test")
+    assert steps.training() == SGD(0.3, steps=3)
+    examples = parse_config({**BARE, "privacy": {**BARE["privacy"], "unit": "example"}}, "test")
+    assert examples.local is None
+
+
 @pytest.mark.parametrize(
     ("assignments", "message"),
     [
         ({"nmae": "x"}, "unknown key nmae; did you mean 'name'"),
         ({"privacy__detla": 0.1}, "unknown key privacy.detla; did you mean 'delta'"),
-        ({"clipping": None}, "key clipping is absent"),
         ({"privacy__delta": None}, "key privacy.delta is absent"),
         ({"privacy__epsilon": None}, "epsilon is absent"),
         ({"privacy__sampling_probability": 0.0}, "privacy.sampling_probability is 0.0"),

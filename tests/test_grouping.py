@@ -97,7 +97,6 @@ def test_one_group_of_everything_is_flat_clipping() -> None:
             {"groups": [REST, {**REST, "name": "late", "tensors": ["fc*"]}]},
             "group 'late' has no tensor",
         ),
-        ({}, "norm is absent"),
         ({"groups": [REST], "norm": 1.0}, "norm is given beside groups"),
         ({"groups": [REST], "strategy": "joint"}, "strategy is given beside groups"),
         ({"groups": [REST, REST]}, "names must be unique"),

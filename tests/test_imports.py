@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 BELOW = {  # what each package may import of the library, besides errors and itself
     "ledger": "",
-    "accounting": "ledger",
+    "selection": "",
+    "accounting": "ledger selection",
     "importing logs": "",
     "privacy": "ledger",
     "training": "ledger privacy",
@@ -33,7 +34,7 @@ BELOW = {  # what each package may import of the library, besides errors and its
     ),
     "run": (
         "accounting analytics build config data engine evaluation importing ledger local mechanism "
-        "models privacy report studies trackers training"
+        "models privacy report selection studies trackers training"
     ),
     "flower": "accounting importing ledger local logs mechanism privacy training wire",
 }
@@ -50,6 +51,7 @@ ENDS = {"fedpriv.clients", "fedpriv.server"}
 REACH_ENDS = {"simulations"}
 FOREIGN = {
     "fedpriv.ledger": {"numpy", "sqlite3"},
+    "fedpriv.selection": {"numpy", "scipy"},
     "fedpriv.accounting": {"numpy", "scipy", "sqlite3"},
     "fedpriv.privacy": {"numpy", "scipy", "cryptography", "mpmath", "torch"},
     "fedpriv.training": {"numpy", "safetensors", "scipy"},

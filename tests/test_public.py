@@ -65,8 +65,8 @@ FACE = """
     AdamW AdaptiveClipping Averaging Comparison CosineDecay EndedRun Evaluation ExponentialDecay
     FedAdagrad FedAdam FedAvg FedAvgM FedYogi Flat Grouped Joint MLflow Mechanism Part PerLayer
     Poisson PolynomialDecay Population PowerDecay Projection RoundResult Run SGD Scaffold
-    StartedRun StepDecay Stopping Task TensorBoard Tracker WandB __version__ compare epsilon
-    simulate
+    StartedRun StepDecay Stopping Task TensorBoard Tracker Tuning WandB __version__ compare
+    epsilon simulate tune
 """
 
 

@@ -21,8 +21,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
+from functools import partial, reduce
 from types import MappingProxyType
+
+import numpy as np
 
 from fedpriv.accounting import classical, contour, gaussian, pld, rdp
 from fedpriv.accounting.pld.dominating_pairs import (
@@ -51,10 +53,12 @@ from fedpriv.ledger.events import (
     NeighbouringRelation,
     RoundEvent,
     SamplingPolicy,
+    Selection,
     Unit,
     check_delta,
     kinds_text,
 )
+from fedpriv.selection import selected_rdp
 
 ADD_OR_REMOVE, REPLACE = NeighbouringRelation
 
@@ -329,7 +333,8 @@ class IntervalAccountant(Accountant):
 class RDPAccountant(Accountant):
     """Upper bounds by the moments accountant (`rdp`), at the best of the orders α > 1.
 
-    Cohorts of a fixed size have an interval, whose lower end is that of `pld`.
+    The only one that prices searches: `Selection`s, of which each trial costs as much as the
+    dearest. Cohorts of a fixed size have an interval, whose lower end is that of `pld`.
     """
 
     name: str = field(default="rdp", init=False)
@@ -366,9 +371,19 @@ class RDPAccountant(Accountant):
     def _rdp(self, events: Sequence[RoundEvent]) -> Vector:
         """[orders] RDP of all events together."""
         fixed = [each for each in events if each.sampling.policy is SamplingPolicy.FIXED_SIZE]
-        others = [each for each in events if each.sampling.policy is not SamplingPolicy.FIXED_SIZE]
-        sampled = rdp.composed_rdp(compose(others), self.orders)
+        others = [e for e in events if e.sampling.policy is not SamplingPolicy.FIXED_SIZE]
+        sampled = rdp.composed_rdp(compose(e for e in others if not e.selection), self.orders)
+        for each in others:
+            if each.selection is not None:
+                sampled = sampled + each.count * self._selected(each.selection)
         return sampled + rdp.composed_rdp(compose(fixed), self.orders, rdp.fixed_size_gaussian_rdp)
+
+    def _selected(self, search: Selection) -> Vector:
+        """[orders] RDP of the best of K trials."""
+        each = [{(t.sampling_probability, t.noise_multiplier): t.rounds} for t in search.trials]
+        most = reduce(np.maximum, [rdp.composed_rdp(rounds, self.orders) for rounds in each])
+        deltas = partial(rdp.delta_from_rdp, self.orders, most)
+        return selected_rdp(self.orders, most, deltas, search.mean, search.shape)
 
 
 @dataclass(frozen=True)
@@ -421,6 +436,11 @@ def _checked(
                 f"the {name} accountant has no analysis of {sampling.policy} sampling with "
                 f"{sampling.relation} neighbours; legal is: {kinds_text(legal)}"
             )
+    if name != "rdp" and any(event.selection is not None for event in kept):
+        raise UnsupportedEventError(
+            f"the {name} accountant has no analysis of the best of several trials; rdp has one, so "
+            "privacy.accountant must be 'rdp' on a ledger that paid for a search"
+        )
     for kind in ("relation", "unit"):
         found = dict.fromkeys(getattr(event.sampling, kind) for event in kept)
         if len(found) > 1:

@@ -234,16 +234,6 @@ class EpsilonCurve:
 
 
 @dataclass(frozen=True)
-class DeltaCurve:
-    """δ of a whole ledger by ε, by one accountant; of an interval, its upper end."""
-
-    accountant: str
-    bound: Bound
-    epsilon: tuple[float, ...]  # [n] growing from 0
-    delta: tuple[float, ...]  # [n] in [0, 1]
-
-
-@dataclass(frozen=True)
 class Cost:
     """What a ledger costs by rounds, and what that means for a test."""
 
@@ -258,18 +248,6 @@ def cost_of(ledger: LedgerContent, delta: float) -> Cost:
     losses, basis = _finite_losses(ledger, delta)
     by_rounds = tuple(_epsilon_curve(ledger, each) for each in losses)
     return Cost(basis.epsilon, delta, by_rounds, trade_off(ledger.events, basis.accountant))
-
-
-def delta_curves(ledger: LedgerContent, cost: Cost) -> list[DeltaCurve]:
-    """δ by ε up to 1.5 times that of the whole ledger, at 30 points for each accountant."""
-    events, least = merge_equal(ledger.events), 1.5 * cost.epsilon or 1.0
-    epsilons = tuple(float(x) for x in least * np.linspace(0.0, 1.0, _POINTS) ** 2)
-    curves = []
-    for curve in cost.by_rounds:
-        accountant = accountant_named(curve.accountant)
-        deltas = tuple(accountant.delta(events, epsilon) for epsilon in epsilons)
-        curves.append(DeltaCurve(curve.accountant, curve.bound, epsilons, deltas))
-    return curves
 
 
 def _finite_losses(ledger: LedgerContent, delta: float) -> tuple[list[PrivacyLoss], PrivacyLoss]:

@@ -12,7 +12,9 @@ from fedpriv.ledger.events import (
     SamplingEvent,
     SamplingPolicy,
     Schedule,
+    Selection,
     SumQueryEvent,
+    Trial,
     Unit,
 )
 from fedpriv.ledger.ledger import Charge, ChargedRow, ExportedLedger, Ledger, ProposedCharge
@@ -33,6 +35,8 @@ __all__ = [
     "SamplingEvent",
     "SamplingPolicy",
     "Schedule",
+    "Selection",
     "SumQueryEvent",
+    "Trial",
     "Unit",
 ]

@@ -195,6 +195,50 @@ class SumQueryEvent:
 
 
 @dataclass(frozen=True)
+class Trial:
+    """What one trial of a search may be: Poisson-sampled rounds, each with fresh noise."""
+
+    sampling_probability: float  # q in (0, 1]
+    noise_multiplier: float  # z > 0 of each round
+    rounds: int  # T ≥ 1
+
+    def __post_init__(self) -> None:
+        q, z, t = self.sampling_probability, self.noise_multiplier, self.rounds
+        require(0.0 < q <= 1.0, f"sampling_probability of a trial is {q}; it must be in (0, 1]")
+        legal = "it must be positive and finite"
+        require(0.0 < z < math.inf, f"noise_multiplier of a trial is {z}; {legal}")
+        whole = isinstance(t, int) and t >= 1
+        require(whole, f"rounds of a trial is {t}; it must be a whole number of at least 1")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A whole search: of K trials the best is released; nothing of the others is, nor K.
+
+    K and what each trial is, one of `trials`, are drawn independently, whatever the data and the
+    other trials. The best is told by what the trials themselves would have released. K has Poisson
+    law with this mean, or with a shape η the truncated negative binomial law of Papernot & Steinke
+    2022, Definition 1: P[K = k] ∝ (1 − γ)^k·Π_{l<k} (l + η)/(l + 1) for k ≥ 1, with the γ that
+    gives the mean.
+    """
+
+    trials: tuple[Trial, ...]  # at least one, all different
+    mean: float  # E[K] ≥ 1, above 1 with a shape
+    shape: float | None = None  # η > 0; None: Poisson
+
+    def __post_init__(self) -> None:
+        kinds, mean, shape = self.trials, self.mean, self.shape
+        found = f"a selection has {len(kinds)} kinds of trials"
+        distinct = len(set(kinds)) == len(kinds) > 0
+        require(distinct, f"{found}; there must be at least one, and all must differ")
+        proper = 1.0 <= mean < math.inf and (shape is None or mean > 1.0)
+        legal = "it must be finite and at least 1, and above 1 with a shape"
+        require(proper, f"the mean number of trials is {mean}; {legal}")
+        legal = "it must be positive and finite, or None"
+        require(shape is None or 0.0 < shape < math.inf, f"the shape is {shape}; {legal}")
+
+
+@dataclass(frozen=True)
 class RoundEvent:
     """One cohort and all sum queries over it, repeated `count` times with fresh cohorts.
 
@@ -208,11 +252,15 @@ class RoundEvent:
     queries: tuple[SumQueryEvent, ...]  # at least one; all of one round see the *same* cohort
     count: int = 1  # how many such events happened, each of one round unless there is a schedule
     strategy: tuple[float, ...] = (1.0,)
+    # The event is a whole search; sampling and queries are those of one round of its first trial.
+    selection: Selection | None = None
 
     def __post_init__(self) -> None:
         strategy, policy, schedule = self.strategy, self.sampling.policy, self.sampling.schedule
         require(self.queries != (), "a round event has no sum query; it must have at least one")
         require(self.count >= 1, f"count is {self.count}; it must be at least 1")
+        if self.selection is not None:
+            self._check_selection(self.selection)
         if strategy == (1.0,):
             return
         found = f"the strategy has {len(strategy)} coefficients"
@@ -225,6 +273,16 @@ class RoundEvent:
         legal = "its first coefficient must be positive and all must be finite"
         proper = strategy[0] > 0.0 and all(map(math.isfinite, strategy))
         require(proper, f"the strategy begins with {strategy[0]}; {legal}")
+
+    def _check_selection(self, selection: Selection) -> None:
+        kind = self.sampling.policy, self.sampling.relation
+        legal = (SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE)
+        found = f"a selection has {kinds_text([kind])}; legal is: {kinds_text([legal])}"
+        require(kind == legal, found)
+        first, z = selection.trials[0], self.noise_multiplier
+        same = self.sampling.sampling_probability == first.sampling_probability
+        same = same and math.isclose(z, first.noise_multiplier, rel_tol=2.0**-40)
+        require(same, f"the round of a selection has z = {z}; it must be one of its first trial")
 
     @property
     def noise_multiplier(self) -> float:

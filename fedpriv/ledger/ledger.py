@@ -32,7 +32,9 @@ from fedpriv.ledger.events import (
     SamplingEvent,
     SamplingPolicy,
     Schedule,
+    Selection,
     SumQueryEvent,
+    Trial,
     Unit,
     repeated,
     require,
@@ -161,6 +163,11 @@ class ChargedRow:
                 **({} if sampling.unit is Unit.USER else {"unit": sampling.unit}),
                 "schedule": schedule and {name: int(n) for name, n in asdict(schedule).items()},
                 "strategy": [float(c) for c in self.event.strategy],
+                **(
+                    {}
+                    if self.event.selection is None
+                    else {"selection": asdict(self.event.selection)}
+                ),
                 "sum_queries": [
                     {
                         "group": str(query.group),
@@ -545,7 +552,11 @@ def _row(fields: dict[str, Any]) -> ChargedRow:
     schedule = None if found is None else Schedule(**found)
     sampling = SamplingEvent(policy, q, population, relation, schedule, unit)
     queries = tuple(SumQueryEvent(**query) for query in fields.pop("sum_queries"))
-    event = RoundEvent(sampling, queries, strategy=tuple(fields.pop("strategy")))
+    strategy, searched = tuple(fields.pop("strategy")), fields.pop("selection", None)
+    if searched is not None:
+        trials = tuple(Trial(**trial) for trial in searched.pop("trials"))
+        searched = Selection(trials, **searched)
+    event = RoundEvent(sampling, queries, strategy=strategy, selection=searched)
     randomness = Randomness(fields.pop("randomness"))
     place = {name: fields.pop(name) for name in ("position", "charged_at", "previous_hash")}
     _check_name("charged_at", place["charged_at"])

@@ -3,7 +3,7 @@
 import csv
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, Context
 from pathlib import Path
 
@@ -19,10 +19,8 @@ from fedpriv.accounting.accountants import (
 from fedpriv.accounting.fdp import TradeOff, gaussian_trade_off
 from fedpriv.accounting.pricing import (
     Cost,
-    DeltaCurve,
     LedgerContent,
     cost_of,
-    delta_curves,
     weakest_arithmetic,
     weakest_randomness,
 )
@@ -43,7 +41,18 @@ from fedpriv.report.tables import (
 _FALSE_ALARMS = 0.05
 _READ_AT = (0.001, 0.01, 0.05, 0.1)  # rates of false alarms at which a trade-off is read
 _LONG = 10**6  # numbers from here on are powers of ten
+_DELTAS = 30  # points of δ by ε
 _ERRORS, _WIDEST = 121, 4.0  # type I errors of a trade-off, up to so many standard deviations
+
+
+@dataclass(frozen=True)
+class _DeltaCurve:
+    """δ of a whole ledger by ε, by one accountant; of an interval, its upper end."""
+
+    accountant: str
+    bound: Bound
+    epsilon: tuple[float, ...]  # [n] growing from 0
+    delta: tuple[float, ...]  # [n] in [0, 1]
 
 
 def users_of(ledger: LedgerContent) -> int:
@@ -162,7 +171,7 @@ def _epsilon_chart(cost: Cost, unit: Unit) -> Chart:
     return declared("epsilon", series, {"delta": cost.delta, "unit": unit})
 
 
-def _delta_chart(cost: Cost, curves: Sequence[DeltaCurve], unit: Unit) -> Chart:
+def _delta_chart(cost: Cost, curves: Sequence[_DeltaCurve], unit: Unit) -> Chart:
     reported = f"reported: ε = {format_epsilon(cost.epsilon)} at δ = {cost.delta:g}"
     series = [
         Series(f"{c.accountant}: {c.bound}", c.epsilon, c.delta, dashed=c.bound is Bound.ESTIMATE)
@@ -218,6 +227,18 @@ def trade_off_summary(off: TradeOff) -> dict[str, object]:
     }
 
 
+def _delta_curves(ledger: LedgerContent, cost: Cost) -> list[_DeltaCurve]:
+    """δ by ε up to 1.5 times that of the whole ledger, at 30 points for each accountant."""
+    events, least = merge_equal(ledger.events), 1.5 * cost.epsilon or 1.0
+    epsilons = tuple(float(x) for x in least * np.linspace(0.0, 1.0, _DELTAS) ** 2)
+    curves = []
+    for curve in cost.by_rounds:
+        accountant = accountant_named(curve.accountant)
+        deltas = tuple(accountant.delta(events, epsilon) for epsilon in epsilons)
+        curves.append(_DeltaCurve(curve.accountant, curve.bound, epsilons, deltas))
+    return curves
+
+
 def write_curves(ledger: LedgerContent, delta: float, folder: Path, suffix: str) -> list[Path]:
     """Write each curve of a ledger as a figure, "png" or "svg", and as CSV, and return the files.
 
@@ -226,7 +247,7 @@ def write_curves(ledger: LedgerContent, delta: float, folder: Path, suffix: str)
     `type_two_gaussian` that of G_μ, empty without μ. `trade_off.json` is its `trade_off_summary`.
     """
     cost, unit = cost_of(ledger, delta), unit_of(ledger)
-    curves = delta_curves(ledger, cost)
+    curves = _delta_curves(ledger, cost)
     by_rounds = [
         (curve.accountant, curve.bound, curve.delta, *point)
         for curve in cost.by_rounds

@@ -272,6 +272,8 @@ def print_ledger(path: Path, last: int | None) -> None:
         drawn += "" if sampling.unit is Unit.USER else f" {sampling.unit}"
         if schedule is not None:
             drawn += f", {schedule.participations} of {schedule.rounds} rounds"
+        if (search := event.selection) is not None:
+            drawn += f", the best of about {search.mean:g} trials"
         rows.append((*place, drawn, *sampled, queries, z, source))
     title = f"{content.population}: {len(content.charges)} charges"
     columns = [Column(name, "text") for name in (*names, "randomness")]

@@ -203,7 +203,7 @@ class FedAvg(ServerOptimizer):
 class FedAvgM(ServerOptimizer):
     """m ← β·m + Δ;  x ← x + η·m (Hsu et al. 2019)."""
 
-    learning_rate: Rate = 1.0
+    learning_rate: Rate = 0.3  # 1 overshoots under noise: docs/choosing-settings.md
     momentum: float = 0.9
 
     def __post_init__(self) -> None:
@@ -223,7 +223,7 @@ class FedAvgM(ServerOptimizer):
 class _Adaptive(ServerOptimizer):
     """m ← β₁·m + (1 − β₁)·Δ;  x ← x + η·m / (√v + τ), with v starting at τ²."""
 
-    learning_rate: Rate = 0.1  # η ≥ 0
+    learning_rate: Rate = 0.03  # η ≥ 0; chosen in docs/choosing-settings.md
     beta1: float = 0.9  # decay of m in [0, 1)
     tau: float = field(default=1e-3, kw_only=True)  # degree of adaptivity τ > 0
 
@@ -263,6 +263,8 @@ class FedAdam(_Adaptive):
 @dataclass(frozen=True)
 class FedAdagrad(_Adaptive):
     """FedAdam with v ← v + Δ²."""
+
+    learning_rate: Rate = 0.1
 
     def _second(self, v: Array, square: Array) -> Array:
         return v + square

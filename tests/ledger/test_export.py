@@ -20,7 +20,14 @@ from hypothesis import strategies as st
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.policies import poisson_gaussian, separated_gaussian, shuffled_gaussian
 from fedpriv.errors import LedgerError
-from fedpriv.ledger.events import NeighbouringRelation, Randomness, RoundEvent, SumQueryEvent
+from fedpriv.ledger.events import (
+    NeighbouringRelation,
+    Randomness,
+    RoundEvent,
+    Selection,
+    SumQueryEvent,
+    Trial,
+)
 from fedpriv.ledger.ledger import MAX_LINE, ExportedLedger, Head, Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
 from tests.commandline import fedpriv, printed, refused
@@ -35,6 +42,11 @@ EVENTS = (
     separated_gaussian((1.0, 0.5, 1 / 3), 9, 3, 2, 2.0, RELATION),
     shuffled_gaussian(2.0, RELATION, batches=7),
     poisson_gaussian(0.1, 0.0, population=300),
+    RoundEvent(
+        poisson_gaussian(0.1, 1.5, population=300).sampling,
+        poisson_gaussian(0.1, 1.5, population=300).queries,
+        selection=Selection((Trial(0.1, 1.5, 20), Trial(0.3, 1 / 3, 9)), 20.0, 0.5),
+    ),
 )
 LAST = len(EVENTS) + 2
 """Number of the last line, which has the head."""
@@ -231,11 +243,11 @@ class TestChangedLines:
             "does not follow the text that identifies the ledger: one of them was replaced"
         )
 
-    @pytest.mark.parametrize(("name", "value"), [("hash", "0" * 64), ("count", 2), ("count", 5.0)])
+    @pytest.mark.parametrize(("name", "value"), [("hash", "0" * 64), ("count", 2), ("count", 6.0)])
     def test_the_head(self, lines, name, value):
         head = json.loads(lines[-1])
         head["head"][name] = value
-        assert "the head is not 5 charges" in complaint([*lines[:-1], json.dumps(head)], LAST)
+        assert "the head is not 6 charges" in complaint([*lines[:-1], json.dumps(head)], LAST)
 
     @pytest.mark.parametrize(
         "written",

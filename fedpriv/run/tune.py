@@ -1,0 +1,773 @@
+"""Search settings: on public or synthetic users free of charge, or on the users at a price.
+
+On public users Optuna searches, and learns from trial to trial. On the enrolled users the search is
+one event of their ledger (`Selection`): a random, secret number of trials, whose settings are drawn
+independently, and of which only the best leaves this module. See `fedpriv.selection`.
+"""
+
+import itertools
+import json
+import logging
+import math
+import os
+import random
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+import tomli_w
+from rich import box
+from rich.console import Console
+
+from fedpriv.accounting.accountants import accountant_named, format_epsilon
+from fedpriv.accounting.calibration import smallest_noise
+from fedpriv.build import Experiment, Method, on_population, settings_of
+from fedpriv.config import (
+    Config,
+    DataSection,
+    Options,
+    RangeSection,
+    TuneSection,
+    assign,
+    for_folder,
+    parse_config,
+    plain,
+    read_experiment,
+    with_defaults,
+)
+from fedpriv.data.population import Population, load_population
+from fedpriv.engine.task import Task, evaluate
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.errors import InvalidValueError, RunError, known_names, writing
+from fedpriv.ledger.events import (
+    PrivacyBudget,
+    RoundEvent,
+    Selection,
+    SumQueryEvent,
+    Trial,
+)
+from fedpriv.ledger.ledger import ProposedCharge
+from fedpriv.ledger.participation import beside
+from fedpriv.mechanism import Mechanism
+from fedpriv.privacy.round import LocalTraining, PrivacyRecords
+from fedpriv.report.tables import Column, Table, print_table
+from fedpriv.run.folder import RunFolder
+from fedpriv.run.run import RunSetup
+from fedpriv.run.simulate import FEDAVG, training_of
+from fedpriv.selection import number_of_trials
+from fedpriv.training.optimizers import ServerOptimizer
+from fedpriv.training.rounds import (
+    RoundResult,
+    ServerState,
+    released_model,
+    train,
+    write_atomically,
+)
+
+if TYPE_CHECKING:
+    import optuna
+
+Settings = Mapping[str, Any]
+"""Values by key of an experiment."""
+
+Prepare = Callable[[Settings, float | None, str], tuple[Experiment, InProcessTransport]]
+"""The experiment with these settings and this noise, calibrated if None, under a name."""
+
+_RATE, _LOCAL, _NORM = "server.options.learning_rate", "local.learning_rate", "clipping.norm"
+_Q, _ROUNDS = "privacy.sampling_probability", "rounds"
+DEFAULT_SPACE: Mapping[str, RangeSection | list[Any]] = {
+    _RATE: RangeSection(low=0.01, high=1.0),
+    _LOCAL: RangeSection(low=0.05, high=1.0),
+    _NORM: RangeSection(low=0.05, high=1.0),
+    _Q: [0.1, 0.3, 0.6],
+    _ROUNDS: [50, 100, 200],
+}
+# What a trial may not change: who trains, what is measured, and what it may cost.
+_FIXED = ("data", "engine", "name", "output", "run", "seed", "tune", "federation", "callbacks")
+_PRIVATE = "private:"
+_MARGIN = 1.0 - 2.0**-30  # of noise multipliers: what rounding may take from them
+_UNLIMITED = PrivacyBudget(math.inf, 0.5, lambda _events, _delta: math.inf)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A trial on public users."""
+
+    settings: Settings
+    score: float | None  # None: the trial failed
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What a search found. On users it is all that the search releases."""
+
+    folder: Path  # of experiment.toml; with a model and the ledger's charge if it was on users
+    settings: Settings  # the best ones; empty if there was no trial that ended
+    score: float | None  # of the objective, with the best settings
+    tried: tuple[Tried, ...] = ()  # every trial, on public users alone
+    epsilon: float = (
+        0.0  # that the ledger's charges cost, this search among them; 0 on public users
+    )
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # for `simulate`, from `tune` alone
+
+
+def tune(
+    population: Population,
+    task: Task,
+    mechanism: Mechanism,
+    *,
+    on: Literal["public", "users"],
+    local: LocalTraining | None = None,
+    server: ServerOptimizer = FEDAVG,
+    space: Mapping[str, Sequence[Any] | tuple[float, float]] | None = None,
+    trials: int = 30,
+    law: Literal["negative-binomial", "poisson"] = "negative-binomial",
+    shape: float = 1.0,
+    objective: str = "accuracy",
+    held_out_is_public: bool = False,
+    users: int | None = None,
+    seed: int | None = None,
+    ledger: Path | str | None = None,
+    out: Path | str | None = None,
+    name: str = "tuning",
+    quiet: bool = False,
+) -> Tuning:
+    """Search learning rates, clipping norm, q and rounds for `simulate`.
+
+    With `on="public"`, `population` are people who are not enrolled, such as public or synthetic
+    ones; the search costs no privacy, and Optuna does it (`pip install 'fedpriv[tune]'`). With
+    `on="users"`, they are the enrolled users: the whole search, with the model it finds, costs the
+    mechanism's (ε, δ), and is charged before it begins. Settings are then drawn at random, since
+    the price holds for trials that do not learn from each other, and how many trials there are is
+    random and secret. Only the best is returned, with the model that it trained.
+
+    >>> import tempfile, numpy as np, torch, fedpriv
+    >>> x, y = np.eye(4, dtype=np.float32).repeat(50, 0), np.arange(4).repeat(50)
+    >>> people = fedpriv.Population.from_arrays(x, y, np.arange(200), held_out=(x, y))
+    >>> mechanism = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(1.0))
+    >>> mechanism = mechanism.calibrate(epsilon=8.0, delta=1e-3, rounds=2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     found = fedpriv.tune(
+    ...         people, fedpriv.Task(torch.nn.Linear(4, 4)), mechanism, on="public",
+    ...         local=fedpriv.SGD(1.0, epochs=1), space={"clipping.norm": (0.1, 1.0)}, trials=2,
+    ...         seed=0, out=f"{folder}/tuning", quiet=True,
+    ...     )
+    ...     sorted(found.arguments), 0.1 <= found.settings["clipping.norm"] <= 1.0
+    (['local', 'mechanism', 'server'], True)
+
+    Beside the arguments that `simulate` also has:
+
+    * mechanism: calibrated; its (ε, δ) are those of each trial on public users, and of the whole
+      search on users.
+    * space: by key, a pair (low, high) of numbers, searched on a logarithmic scale, or a list of
+      values. Keys are rounds, privacy.sampling_probability, and fields under local., clipping. and
+      server.options.; by default learning rates, norm, q and rounds.
+    * trials: how many; on users their mean.
+    * law, shape: of the number of trials on users.
+    * objective: "accuracy" or "loss" of the held-out rows, or on public users "private:NAME" of a
+      private metric.
+    * held_out_is_public: whether the held-out rows are; on users they must be, as trials are
+      compared by them.
+    * users: on public users, N of those who are enrolled; averages are made as noisy as theirs.
+    * seed: makes the search repeatable; on users the guarantee does then not hold against those who
+      know it.
+    """
+    method = Method(task, mechanism, training_of(mechanism, local), server)
+    if mechanism.epsilon is None or mechanism.rounds is None:
+        raise InvalidValueError("the mechanism has no budget; calibrate it, as for simulate")
+    for key in space or ():
+        if not _takes(method, key):
+            legal = "rounds, privacy.sampling_probability, local.…, clipping.… and server.options.…"
+            raise InvalidValueError(f"space has {key!r}, which is no field; legal is: {legal}")
+    table = {
+        key: {"low": part[0], "high": part[1]} if isinstance(part, tuple) else list(part)
+        for key, part in (space or {}).items()
+    }
+    section = {
+        "trials": trials, "law": law, "shape": shape, "objective": objective, "users": users,
+        "held_out_is_public": held_out_is_public, "space": table,
+    }  # fmt: skip
+    privacy = {"ledger": str(ledger) if ledger else None}
+    config = settings_of(
+        name, population, method, seed=seed, tune=section, privacy=privacy,
+        engine={"device": "auto"},
+    )  # fmt: skip
+    space_of_method = {
+        key: part for key, part in DEFAULT_SPACE.items() if _takes(method, key)
+    } if space is None else None  # fmt: skip
+
+    def prepare(
+        settings: Settings, noise: float | None, run: str
+    ) -> tuple[Experiment, InProcessTransport]:
+        chosen, rounds = _applied(method, settings)
+        planned = rounds if noise is None else None  # given noise is not made to fit the budget
+        mechanism = replace(chosen.mechanism, noise_multiplier=noise, rounds=planned)
+        of_trial = config.model_copy(update={"rounds": rounds, "run": None})
+        return on_population(of_trial, run, population, method=replace(chosen, mechanism=mechanism))
+
+    def arguments(settings: Settings) -> dict[str, Any]:
+        chosen, rounds = _applied(method, settings)
+        budget = {"epsilon": mechanism.epsilon, "delta": mechanism.delta, "rounds": rounds}
+        calibrated = replace(chosen.mechanism, noise_multiplier=None).calibrate(**cast(Any, budget))
+        return {"mechanism": calibrated, "local": chosen.local, "server": chosen.server}
+
+    search = _Search(
+        config,
+        Path(out) if out else None,
+        prepare,
+        Console(quiet=quiet),
+        space_of_method,
+        lambda key: _value_of(method, key),
+    )
+    found = search.on_users() if on == "users" else search.on_public()
+    return replace(found, arguments=arguments(found.settings) if found.settings else {})
+
+
+def tune_file(
+    file: Path,
+    assignments: Sequence[str],
+    out: Path | None,
+    *,
+    on: Literal["public", "users"],
+    synthetic: bool = False,
+    price_only: bool = False,
+) -> Tuning | None:
+    """Search for an experiment in a file, print what was found, and write it to a folder.
+
+    On public users the enrolled ones of the section `data` are never loaded.
+    """
+    table = read_experiment(file)
+    for assignment in assignments:
+        assign(table, assignment)
+    table = with_defaults(table)  # before a trial's own norm decides what goes with it
+    config = parse_config(table, str(file))
+    section = config.tune or TuneSection()
+    if config.projection:
+        raise InvalidValueError("projection is given; fedpriv tune cannot search with it")
+    if on == "users":
+        data = config.simulated_data
+        if synthetic:
+            raise InvalidValueError("--synthetic is given with --on users; it is for --on public")
+    else:
+        data = _public_data(config, section, synthetic=synthetic)
+    population = load_population(data.name, data.options)
+
+    def prepare(
+        settings: Settings, noise: float | None, run: str
+    ) -> tuple[Experiment, InProcessTransport]:
+        of_trial = _with(table, settings)
+        of_trial.pop("run", None)
+        chosen = parse_config(of_trial, str(file))
+        if noise is not None:
+            chosen = chosen.with_noise(noise)
+        return on_population(chosen, run, population)
+
+    search = _Search(
+        config, out, prepare, Console(), None, lambda key: _at(config.model_dump(), key), table
+    )
+    if on == "users":
+        return search.on_users(price_only=price_only)
+    if price_only:
+        raise InvalidValueError("--price is given with --on public, which costs nothing")
+    return search.on_public()
+
+
+def _public_data(config: Config, section: TuneSection, *, synthetic: bool) -> DataSection:
+    """Who takes part instead of the enrolled users."""
+    if not synthetic:
+        if section.public is None:
+            raise InvalidValueError(
+                "tune.public is absent; it must name people who are not enrolled, or give "
+                "--synthetic"
+            )
+        return section.public
+    known: Options = {}
+    if isinstance(inputs := config.model.options.get("inputs"), int):
+        known["shape"] = [inputs]
+    if "classes" in config.model.options:
+        known["classes"] = config.model.options["classes"]
+    options = {"seed": config.seed or 0, **known, **section.synthetic}
+    if "shape" not in options or "classes" not in options:
+        raise InvalidValueError(
+            "--synthetic needs the shape and the classes of examples: give them as "
+            "tune.synthetic = { shape = [64], classes = 10 }"
+        )
+    return DataSection(name="synthetic", options=options)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """One search, on public users or on the enrolled ones."""
+
+    config: Config
+    out: Path | None
+    prepare: Prepare
+    console: Console
+    given_space: Mapping[str, RangeSection | list[Any]] | None
+    value_of: Callable[[str], Any]  # what the experiment has for a key, or None
+    table: Mapping[str, Any] | None = None  # of the experiment's file
+
+    @property
+    def section(self) -> TuneSection:
+        return self.config.tune or TuneSection()
+
+    @property
+    def space(self) -> Mapping[str, RangeSection | list[Any]]:
+        """What is searched."""
+        space = self.section.space or self.given_space
+        if space is None:
+            space = {k: v for k, v in DEFAULT_SPACE.items() if _searchable(self.config, k)}
+        for key, values in space.items():
+            if key.split(".")[0] in _FIXED or (key.startswith("privacy.") and key != _Q):
+                raise InvalidValueError(f"tune.space has {key}, which no trial may change")
+            if values == []:
+                raise InvalidValueError(f"tune.space.{key} is empty; it must have a value")
+        return space
+
+    @contextmanager
+    def _folder(self) -> Iterator[RunFolder]:
+        suffix = os.urandom(4).hex() if self.config.seed is None else f"seed{self.config.seed}"
+        path = self.out or Path("tuning") / f"{self.config.name}-{suffix}"
+        if (path / "experiment.toml").exists() or (path / "ledger.sqlite").exists():
+            raise InvalidValueError(f"{path} holds a search already; choose another folder")
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
+        yield RunFolder(path)
+
+    def on_public(self) -> Tuning:
+        """Search on people who are not enrolled; it costs nothing."""
+        if find_spec("optuna") is None:
+            raise InvalidValueError(
+                "optuna cannot be imported; pip install 'fedpriv[tune]' installs it"
+            )
+        section, space = self.section, self.space
+        known = {key: self.value_of(key) for key in space}
+        first, _ = self.prepare({}, None, "trial")
+        ratio = first.plan.sampling.population / (section.users or first.plan.sampling.population)
+        score = _scorer(section.objective, first)
+        sign = -1.0 if section.objective == "loss" else 1.0
+        tried, last = list[Tried](), ""
+        with self._folder() as folder, _optuna_study(self.config.seed) as study:
+            if all(_holds(space[key], value) for key, value in known.items()):
+                study.enqueue_trial(known, skip_if_exists=True)
+            for number in range(section.trials):
+                trial = study.ask()
+                settings = {key: _suggested(trial, key, each) for key, each in space.items()}
+                found = None
+                try:
+                    experiment, transport = self.prepare(settings, None, f"trial-{number}")
+                    if ratio != 1.0:
+                        noise = experiment.plan.noise_multiplier * ratio
+                        experiment, transport = self.prepare(settings, noise, f"trial-{number}")
+                    found = score(*_trained(experiment, transport))
+                except Exception as error:  # a trial that fails is no reason to lose the others
+                    last = f"{type(error).__name__}: {error}"
+                    _log.warning("trial %d failed: %s", number, last)
+                study.tell(trial, -math.inf if found is None else sign * found)
+                tried.append(Tried(settings, found))
+                said = "failed" if found is None else f"{section.objective} {found:.4f}"
+                self.console.print(
+                    f"trial {number + 1} of {section.trials}: {said}  {_words(settings)}",
+                    highlight=False, markup=False, soft_wrap=True,
+                )  # fmt: skip
+            ended = [(sign * each.score, each) for each in tried if each.score is not None]
+            if not ended:
+                raise RunError(f"none of {len(tried)} trials ended; the last one raised {last}")
+            best = max(ended, key=lambda pair: pair[0])[1]
+            lines = [json.dumps({**each.settings, "score": each.score}) for each in tried]
+            write_atomically(folder.path / "trials.jsonl", "\n".join([*lines, ""]).encode())
+            self._write_experiment(folder, best.settings)
+        self._print(folder, best.settings, best.score, "no enrolled user's data was read")
+        return Tuning(folder.path, best.settings, best.score, tuple(tried))
+
+    def on_users(self, *, price_only: bool = False) -> Tuning:
+        """Search on the enrolled users: say the price, charge it, try, and release the best."""
+        section, privacy, space = self.section, self.config.privacy, self.space
+        self._check_on_users(space)
+        first, _ = self.prepare({}, None, "trial")
+        score, sign = (
+            _scorer(section.objective, first),
+            -1.0 if section.objective == "loss" else 1.0,
+        )
+        setup = RunSetup.at(
+            self.config, self.out or Path("tuning") / self.config.name, resume=False
+        )
+        spent = setup.spent
+        event, kinds = self._event(spent)
+        limit, delta = cast(float, privacy.epsilon), privacy.delta
+        budget = PrivacyBudget(limit, delta, accountant_named("rdp").upper_epsilon)
+        price = budget.epsilon_of([*spent, event])
+        self._print_price(event, budget, price, setup.ledger)
+        if not price <= limit:
+            raise InvalidValueError(
+                f"the search would bring ε to {price:.4g} at delta {delta}; privacy.epsilon is "
+                f"{limit} and must be larger, or the noise must be"
+            )
+        if price_only:
+            return Tuning(setup.folder.path, {}, None, epsilon=price)
+        run, entropy = f"{setup.run}-tune", first.entropy
+        seed = self.config.seed
+        secret = random.SystemRandom() if seed is None else random.Random(seed)
+        users = np.arange(first.plan.sampling.population)
+        with self._folder() as folder:
+            ledger = Path(privacy.ledger) if privacy.ledger else folder.ledger
+            files = ledger, beside(ledger)
+            with PrivacyRecords.open(*files, first.plan.population, budget) as records:
+                # Who is in any trial stays secret; all may be.
+                attempt = records.next_attempt(run, 1)
+                commitment = records.participation.record(run, 1, attempt, users)
+                asked = ProposedCharge(run, 1, attempt, entropy.randomness, event, commitment)
+                charge = records.ledger.charge(asked, budget)
+                records.participation.keep_head(records.ledger.head)
+                price = records.ledger.epsilon(budget)
+                self.console.print("charged; searching, without a word until it ends")
+                shape = None if section.law == "poisson" else section.shape
+                count = number_of_trials(secret.getrandbits(52), section.trials, shape)
+                best = self._best_of(count, secret, space, kinds, score, sign)
+                charge.redeem()
+            if best is None:
+                self.console.print("no trial ended; the charge stays, and nothing is released")
+                return Tuning(folder.path, {}, None, epsilon=price)
+            result = replace(best.result, run=run, epsilon=price, delta=delta, charge=charge.hash)
+            write_atomically(folder.model, released_model(best.state, [result]))
+            self._write_experiment(folder, best.settings)
+        about = f"ε = {format_epsilon(price)} at δ = {delta:g}, the model included"
+        self._print(folder, best.settings, best.score, about)
+        return Tuning(folder.path, best.settings, best.score, epsilon=price)
+
+    def _check_on_users(self, space: Mapping[str, RangeSection | list[Any]]) -> None:
+        section = self.section
+        if section.objective not in ("accuracy", "loss"):
+            raise InvalidValueError(
+                f"tune.objective is {section.objective!r}; on users it must be accuracy or loss, "
+                "of public held-out rows, since what selects must be free of users' data"
+            )
+        if not section.held_out_is_public:
+            raise InvalidValueError(
+                "tune.held_out_is_public is false; on users it must be true, since trials are "
+                "compared on the held-out rows, and comparing them on private rows has no price"
+            )
+        for key in (_Q, _ROUNDS):
+            if isinstance(space.get(key), RangeSection):
+                raise InvalidValueError(
+                    f"tune.space.{key} is a range; on users it must be a list, since each value is "
+                    "priced before the first trial"
+                )
+
+    def _event(self, spent: Sequence[RoundEvent]) -> tuple[RoundEvent, Mapping[Any, Trial]]:
+        """The search as an event, and what trials are by their q and rounds.
+
+        The noise of all kinds of trials is scaled alike, to the least for which the search fits.
+        """
+        section, privacy = self.section, self.config.privacy
+        keys = [key for key in (_Q, _ROUNDS) if key in self.space]
+        values = [cast(list[Any], self.space[key]) for key in keys]
+        alone = dict[tuple[Any, ...], Trial]()
+        for chosen in itertools.product(*values):
+            settings = dict(zip(keys, chosen, strict=True))
+            plan = self.prepare(settings, privacy.noise_multiplier, "trial")[0].plan
+            q, z = plan.sampling.sampling_probability, plan.noise_multiplier
+            alone[chosen] = Trial(q, z * _MARGIN, plan.rounds)
+        first, _ = self.prepare(dict(zip(keys, next(iter(alone)), strict=True)), None, "trial")
+        sampling = first.plan.mechanism.event.sampling
+        shape = None if section.law == "poisson" else section.shape
+
+        def scaled(scale: float) -> dict[tuple[Any, ...], Trial]:
+            return {
+                each: replace(trial, noise_multiplier=trial.noise_multiplier * scale)
+                for each, trial in alone.items()
+            }
+
+        def event(scale: float) -> RoundEvent:
+            kinds = tuple(dict.fromkeys(scaled(scale).values()))
+            one = replace(sampling, sampling_probability=kinds[0].sampling_probability)
+            # In units of clipping norms, whose steps are 2⁻²⁴ or half of that.
+            queries = (SumQueryEvent("update", 1.0, kinds[0].noise_multiplier, 2.0**-24),)
+            return RoundEvent(
+                one, queries, selection=Selection(kinds, float(section.trials), shape)
+            )
+
+        scale = 1.0
+        if privacy.noise_multiplier is None:
+            limit = cast(float, privacy.epsilon)
+            scale = smallest_noise(limit, privacy.delta, lambda s: [*spent, event(s)], "rdp")
+        return event(scale), scaled(scale)
+
+    def _best_of(
+        self,
+        count: int,
+        secret: random.Random,
+        space: Mapping[str, RangeSection | list[Any]],
+        kinds: Mapping[Any, Trial],
+        score: "_Score",
+        sign: float,
+    ) -> "_Released | None":
+        """The best of so many independent trials; of those with equal scores the first.
+
+        Trials are alike, so which of equals is first says nothing. What fails counts as worst: it
+        may have failed because of somebody's data.
+        """
+        best: _Released | None = None
+        keys = [key for key in (_Q, _ROUNDS) if key in space]
+        with _silent():
+            for number in range(count):
+                settings = {key: _drawn(secret, each) for key, each in space.items()}
+                kind = kinds[tuple(settings[key] for key in keys)]
+                try:
+                    noise = kind.noise_multiplier / _MARGIN
+                    experiment, transport = self.prepare(settings, noise, f"trial-{number}")
+                    _check_kind(experiment, kind)
+                    state, result = _trained(experiment, transport)
+                    found = score(state, result)
+                except Exception:  # no word of it may leave
+                    continue
+                if best is None or sign * found > sign * best.score:
+                    best = _Released(settings, found, state, result)
+        return best
+
+    def _print_price(
+        self, event: RoundEvent, budget: PrivacyBudget, price: float, ledger: Path
+    ) -> None:
+        search, section = cast(Selection, event.selection), self.section
+        one = [
+            budget.epsilon_of(
+                [RoundEvent(replace(event.sampling, sampling_probability=t.sampling_probability),
+                            (SumQueryEvent("update", 1.0, t.noise_multiplier),), t.rounds)]
+            )
+            for t in search.trials
+        ]  # fmt: skip
+        law = "Poisson" if search.shape is None else f"negative binomial, shape {search.shape:g}"
+        for line in (
+            f"The search will cost ε = {format_epsilon(price)} at δ = {budget.delta:g}, with what "
+            f"the ledger {ledger} holds already and with the model that it finds; one trial alone "
+            f"would cost {format_epsilon(max(one))}.",
+            f"How many trials there are is random ({law}, {section.trials} on average) and stays "
+            "secret, as does every trial but the best. How long the search takes says something of "
+            "it: do not publish when it began and ended.",
+        ):
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if self.config.seed is not None:
+            self.console.print(
+                "warning: seed is given; the guarantee does not hold against those who know it",
+                style="yellow", markup=False,
+            )  # fmt: skip
+
+    def _write_experiment(self, folder: RunFolder, settings: Settings) -> None:
+        """The experiment with these settings, which `fedpriv simulate` runs."""
+        table = _with(self.table or self.config.model_dump(exclude_none=True), settings)
+        table.pop("tune", None)
+        text = tomli_w.dumps(plain(for_folder(folder.path, table)))
+        write_atomically(folder.path / "experiment.toml", text.encode())
+
+    def _print(self, folder: RunFolder, settings: Settings, score: float | None, cost: str) -> None:
+        rows = [(key, str(value)) for key, value in settings.items()]
+        rows += [
+            (self.section.objective, "" if score is None else f"{score:.4f}"),
+            ("what it cost", cost),
+            ("folder", str(folder.path)),
+        ]
+        table = Table(self.config.name, [Column("", "text"), Column("", "text")], rows)
+        print_table(table, self.console, box.HEAVY_HEAD)
+
+
+@dataclass(frozen=True)
+class _Released:
+    settings: Settings
+    score: float
+    state: ServerState
+    result: RoundResult
+
+
+_Score = Callable[[ServerState, RoundResult], float]
+
+
+def _trained(
+    experiment: Experiment, transport: InProcessTransport
+) -> tuple[ServerState, RoundResult]:
+    """Train to the last round; the records are a trial's own, and are thrown away."""
+    plan = experiment.plan
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = Path(folder) / "ledger.sqlite"
+        with PrivacyRecords.open(ledger, beside(ledger), plan.population, _UNLIMITED) as records:
+            state, result = experiment.initial_state, None
+            for each in train(plan, state, transport, records, experiment.entropy):
+                state, result = each
+    if result is None:
+        raise RunError("no round was released")
+    return state, result
+
+
+def _scorer(objective: str, first: Experiment) -> _Score:
+    """What tells how good a trial is: a finite number."""
+    device, held_out, task = first.device, first.held_out, first.task
+
+    def of_held_out(state: ServerState, _result: RoundResult) -> float:
+        found = evaluate(task, held_out, device, state.model)
+        return _finite(found.loss if objective == "loss" else found.accuracy)
+
+    def of_metric(_state: ServerState, result: RoundResult) -> float:
+        return _finite(result.metrics[objective.removeprefix(_PRIVATE)])
+
+    if objective in ("accuracy", "loss"):
+        return of_held_out
+    names = [f"{_PRIVATE}{metric.name}" for metric in first.plan.metrics]
+    if objective not in names:
+        known = known_names(objective, ["accuracy", "loss", *names])
+        raise InvalidValueError(f"tune.objective is {objective!r}; {known}")
+    return of_metric
+
+
+def _finite(score: Any) -> float:
+    if not (isinstance(score, float) and math.isfinite(score)):
+        raise RunError(f"the score is {score}; it must be one finite number")
+    return score
+
+
+def _check_kind(experiment: Experiment, kind: Trial) -> None:
+    """Refuse to train what is not priced."""
+    plan = experiment.plan
+    event, rounds = plan.mechanism.event, plan.rounds
+    priced = (
+        event.sampling.sampling_probability == kind.sampling_probability
+        and event.noise_multiplier >= kind.noise_multiplier
+        and rounds == kind.rounds
+    )
+    if not priced:
+        raise InvalidValueError("a trial differs from what was charged")
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without logs and warnings, which could tell of trials that are not released."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def _optuna_study(seed: int | None) -> Iterator["optuna.Study"]:
+    import optuna  # noqa: PLC0415 - an extra
+
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        sampler = optuna.samplers.TPESampler(seed=seed)
+        yield optuna.create_study(direction="maximize", sampler=sampler)
+    finally:
+        optuna.logging.set_verbosity(before)
+
+
+def _suggested(trial: "optuna.Trial", key: str, values: RangeSection | list[Any]) -> Any:
+    if isinstance(values, list):
+        return trial.suggest_categorical(key, values)
+    if isinstance(values.low, int) and isinstance(values.high, int):
+        return trial.suggest_int(key, values.low, values.high, log=True)
+    return trial.suggest_float(key, values.low, values.high, log=True)
+
+
+def _drawn(secret: random.Random, values: RangeSection | list[Any]) -> Any:
+    if isinstance(values, list):
+        return secret.choice(values)
+    low, high = math.log(values.low), math.log(values.high)
+    found = math.exp(secret.uniform(low, high))
+    found = min(max(found, values.low), values.high)
+    return round(found) if isinstance(values.low, int) and isinstance(values.high, int) else found
+
+
+def _holds(values: RangeSection | list[Any], value: Any) -> bool:
+    if isinstance(values, list):
+        return value in values
+    return isinstance(value, int | float) and values.low <= value <= values.high
+
+
+def _words(settings: Settings) -> str:
+    return ", ".join(
+        f"{key} = {value:.3g}" if isinstance(value, float) else f"{key} = {value}"
+        for key, value in settings.items()
+    )
+
+
+def _with(table: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """An experiment's table with other values."""
+    copied = deepcopy(dict(table))
+    for key, value in settings.items():
+        *path, last = key.split(".")
+        inner = copied
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return copied
+
+
+def _at(table: Mapping[str, Any], key: str) -> Any:
+    """A value of a table by its key, or None."""
+    found: Any = table
+    for part in key.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def _searchable(config: Config, key: str) -> bool:
+    """Whether a key of the default space means something in an experiment."""
+    rate = config.server.options.get("learning_rate")
+    return {
+        _RATE: not isinstance(rate, Mapping),
+        _LOCAL: config.privacy.unit == "user",
+        _NORM: not config.clipping.groups,
+        _Q: config.sampling.policy == "poisson",
+        _ROUNDS: True,
+    }[key]
+
+
+def _parts(method: Method) -> dict[str, Any]:
+    mechanism = method.mechanism
+    return {
+        "local": method.local, "clipping": mechanism.clipping, "server.options": method.server,
+        "privacy": mechanism.sampling,
+    }  # fmt: skip
+
+
+def _place(key: str) -> tuple[str, str]:
+    """The part of a method that a key is of, and its field there."""
+    part, _, name = key.rpartition(".")
+    return part, "probability" if key == _Q else name
+
+
+def _takes(method: Method, key: str) -> bool:
+    part, name = _place(key)
+    found = _parts(method).get(part)
+    return key == _ROUNDS or (found is not None and name in {each.name for each in fields(found)})
+
+
+def _value_of(method: Method, key: str) -> Any:
+    part, name = _place(key)
+    return method.mechanism.rounds if key == _ROUNDS else getattr(_parts(method)[part], name, None)
+
+
+def _applied(method: Method, settings: Settings) -> tuple[Method, int]:
+    """A method with other settings, and its rounds."""
+    parts, rounds = _parts(method), cast(int, method.mechanism.rounds)
+    for key, value in settings.items():
+        part, name = _place(key)
+        if key == _ROUNDS:
+            rounds = value
+        else:
+            parts[part] = replace(parts[part], **{name: value})
+    mechanism = replace(method.mechanism, clipping=parts["clipping"], sampling=parts["privacy"])
+    changed = replace(
+        method, mechanism=mechanism, local=parts["local"], server=parts["server.options"]
+    )
+    return changed, rounds

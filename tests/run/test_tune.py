@@ -1,0 +1,396 @@
+"""Searching settings: free of charge on public people, at the price that is charged on users."""
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedpriv
+from fedpriv import SGD, FedAvg, Flat, Mechanism, Population, Task
+from fedpriv.accounting.accountants import ACCOUNTANTS
+from fedpriv.errors import InvalidValueError, RunError
+from fedpriv.ledger.events import PrivacyBudget, Randomness, RoundEvent
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.run import tune as module
+from tests.commandline import fedpriv as command
+from tests.commandline import printed, refused
+
+Y = np.arange(4).repeat(30)
+X = np.eye(4, dtype=np.float32)[Y]
+FILE = """
+name = "small"
+rounds = 4
+data = "mine:enrolled"
+[model]
+name = "softmax"
+options = { inputs = 4, classes = 4 }
+[local]
+learning_rate = 0.5
+epochs = 1
+[clipping]
+norm = 0.5
+[privacy]
+sampling_probability = 0.5
+epsilon = 4.0
+delta = 1e-3
+[engine]
+processes = 1
+[tune]
+trials = 3
+held_out_is_public = true
+[tune.public]
+name = "mine:public"
+[tune.space]
+"clipping.norm" = { low = 0.1, high = 1.0 }
+rounds = [2, 4]
+"""
+MINE = """
+import numpy as np
+from fedpriv import Population
+
+def public():
+    y = np.arange(4).repeat(30)
+    x = np.eye(4, dtype=np.float32)[y]
+    return Population.from_arrays(x, y, np.arange(120), held_out=(x, y), name="public")
+
+def enrolled():
+    open("opened", "w").close()
+    return public()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "small.toml").write_text(FILE, encoding="utf-8")
+    (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
+    return tmp_path
+
+
+def people(**others: object) -> Population:
+    return Population.from_arrays(X, Y, np.arange(120), held_out=(X, Y), name="people")
+
+
+def calibrated(epsilon: float = 4.0) -> Mechanism:
+    mechanism = Mechanism.poisson(q=0.5, clipping=Flat(0.5))
+    return mechanism.calibrate(epsilon=epsilon, delta=1e-3, rounds=2)
+
+
+def searched(out: Path, on: str = "users", model: nn.Module | None = None, **others: object):
+    arguments = {
+        "local": SGD(0.5, epochs=1),
+        "space": {"local.learning_rate": (0.1, 1.0)},
+        "held_out_is_public": True,
+        "trials": 3,
+        "quiet": True,
+        "out": out,
+    } | others
+    mechanism = arguments.pop("mechanism", None) or calibrated()
+    users = arguments.pop("population", None) or people()
+    return fedpriv.tune(users, Task(model or nn.Linear(4, 4)), mechanism, on=on, **arguments)
+
+
+def events(path: Path) -> list[RoundEvent]:
+    with Ledger.open(path) as ledger:
+        ledger.verify()
+        return [row.event for row in ledger.charges()]
+
+
+class TestOnPublicUsers:
+    def test_enrolled_users_are_never_opened(self, folder: Path) -> None:
+        for synthetic in ([], ["--synthetic"]):
+            out = folder / f"found{len(synthetic)}"
+            printed("tune", "small.toml", "--on", "public", *synthetic, "--out", out, cwd=folder)
+            assert not (folder / "opened").exists()
+        printed("tune", "small.toml", "--on", "users", "--price", cwd=folder)
+        assert (folder / "opened").exists()
+
+    def test_a_seed_repeats_the_search(self, folder: Path) -> None:
+        found = []
+        for name in "ab":
+            options = ("--on", "public", "--set", "seed=3", "--out", folder / name)
+            printed("tune", "small.toml", *options, cwd=folder)
+            found.append((folder / name / "trials.jsonl").read_text("utf-8"))
+        assert found[0] == found[1]
+
+    def test_the_best_is_the_one_with_the_highest_score(self, folder: Path) -> None:
+        printed("tune", "small.toml", "--on", "public", "--out", folder / "a", cwd=folder)
+        rows = [
+            json.loads(line)
+            for line in (folder / "a" / "trials.jsonl").read_text("utf-8").splitlines()
+        ]
+        # The first trial is the experiment as it is.
+        assert (rows[0]["clipping.norm"], rows[0]["rounds"]) == (0.5, 4)
+        best = max(rows, key=lambda row: row["score"])
+        written = tomllib.loads((folder / "a" / "experiment.toml").read_text("utf-8"))
+        assert written["clipping"]["norm"] == best["clipping.norm"]
+        assert written["rounds"] == best["rounds"]
+        assert "tune" not in written
+        for row in rows:
+            assert 0.1 <= row["clipping.norm"] <= 1.0
+            assert row["rounds"] in (2, 4)
+
+    def test_the_loss_is_made_small(self, tmp_path: Path) -> None:
+        found = searched(tmp_path / "a", "public", objective="loss", trials=4, seed=0)
+        assert found.score == min(each.score for each in found.tried)
+        assert found.score < max(each.score for each in found.tried)
+
+    def test_a_private_metric_can_be_the_objective(self, tmp_path: Path) -> None:
+        mechanism = Mechanism.poisson(q=0.5, clipping=Flat(0.5), metrics={"accuracy": {}})
+        mechanism = mechanism.calibrate(epsilon=8.0, delta=1e-3, rounds=2)
+        found = searched(
+            tmp_path / "a", "public", objective="private:accuracy", mechanism=mechanism, seed=0
+        )
+        assert found.score == max(each.score for each in found.tried)
+        with pytest.raises(InvalidValueError, match=r"tune\.objective is 'private:loss'"):
+            searched(tmp_path / "b", "public", objective="private:loss", mechanism=mechanism)
+
+    def test_noise_is_that_of_as_many_users_as_are_enrolled(self, tmp_path, monkeypatch) -> None:
+        noise = []
+        trained = module._trained
+
+        def watched(experiment, transport):
+            noise.append(experiment.plan.noise_multiplier)
+            return trained(experiment, transport)
+
+        monkeypatch.setattr(module, "_trained", watched)
+        searched(tmp_path / "a", "public", trials=1)
+        searched(tmp_path / "b", "public", trials=1, users=1200)
+        # The noise on an average is z·S/(q·N).
+        assert noise[1] == pytest.approx(noise[0] / 10)
+
+    def test_trials_that_fail_are_worst_and_stop_nothing(self, tmp_path, monkeypatch) -> None:
+        trained, calls = module._trained, []
+
+        def failing(experiment, transport):
+            calls.append(1)
+            if len(calls) < 3:
+                raise RuntimeError("no")
+            return trained(experiment, transport)
+
+        monkeypatch.setattr(module, "_trained", failing)
+        found = searched(tmp_path / "a", "public", trials=4)
+        assert [each.score is None for each in found.tried] == [True, True, False, False]
+        assert found.settings in [each.settings for each in found.tried[2:]]
+        calls.clear()
+        with pytest.raises(RunError, match="none of 2 trials ended; the last one raised Runtime"):
+            searched(tmp_path / "b", "public", trials=2)
+
+    def test_what_was_found_goes_into_simulate(self, tmp_path: Path) -> None:
+        space = {"server.options.learning_rate": (0.5, 1.0), "rounds": [3], "clipping.norm": [0.3]}
+        found = searched(tmp_path / "a", "public", space=space, server=FedAvg(0.7))
+        assert found.tried[0].settings["server.options.learning_rate"] != 0.7  # 3 is not its T
+        run = fedpriv.simulate(
+            people(), Task(nn.Linear(4, 4)), out=tmp_path / "run", quiet=True, **found.arguments
+        )
+        assert len(run.rounds) == 3
+        assert run.rounds[0].clipping_norms == {"update": 0.3}
+        assert run.epsilon <= 4.0
+
+
+class TestOnUsers:
+    def test_one_charge_is_made_before_the_first_trial(self, tmp_path, monkeypatch) -> None:
+        seen = []
+        trained = module._trained
+
+        def watched(experiment, transport):
+            seen.append(events(tmp_path / "a" / "ledger.sqlite"))
+            return trained(experiment, transport)
+
+        monkeypatch.setattr(module, "_trained", watched)
+        found = searched(tmp_path / "a", space={"rounds": [2, 3], "local.learning_rate": (0.1, 1)})
+        charged = events(tmp_path / "a" / "ledger.sqlite")
+        assert len(charged) == 1
+        assert all(each == charged for each in seen)
+        assert seen
+        (event,) = charged
+        assert [trial.rounds for trial in event.selection.trials] == [2, 3]
+        assert (event.selection.mean, event.selection.shape) == (3.0, 1.0)
+        price = ACCOUNTANTS["rdp"].epsilon(charged, 1e-3).epsilon
+        assert found.epsilon == price <= 4.0
+        # No noise is wasted: a hundredth less would pass the budget.
+        trials = tuple(
+            replace(trial, noise_multiplier=trial.noise_multiplier * 0.99)
+            for trial in event.selection.trials
+        )
+        query = replace(event.queries[0], noise_stddev=event.queries[0].noise_stddev * 0.99)
+        cheaper = replace(
+            event, queries=(query,), selection=replace(event.selection, trials=trials)
+        )
+        assert ACCOUNTANTS["rdp"].epsilon([cheaper], 1e-3).epsilon > 4.0
+
+    def test_trials_have_the_noise_that_was_charged(self, tmp_path, monkeypatch) -> None:
+        plans = []
+        trained = module._trained
+
+        def watched(experiment, transport):
+            plans.append(experiment.plan)
+            return trained(experiment, transport)
+
+        monkeypatch.setattr(module, "_trained", watched)
+        monkeypatch.setattr(module, "number_of_trials", lambda *_: 8)
+        searched(tmp_path / "a", space={"rounds": [2, 3]})
+        (event,) = events(tmp_path / "a" / "ledger.sqlite")
+        charged = {trial.rounds: trial for trial in event.selection.trials}
+        assert len(plans) == 8
+        for plan in plans:
+            trial = charged[plan.rounds]
+            z = plan.mechanism.event.noise_multiplier
+            assert trial.noise_multiplier <= z <= trial.noise_multiplier * (1 + 1e-6)
+            assert plan.sampling.sampling_probability == trial.sampling_probability
+        # Each trial draws cohorts and noise of its own.
+        assert len({plan.run for plan in plans}) == 8
+
+    def test_only_the_best_is_released(self, tmp_path, monkeypatch, capfd) -> None:
+        scores = iter([0.2, 0.9, 0.4, 0.9, 0.1])
+        states = []
+
+        def score(state, _result):
+            states.append(state)
+            return next(scores)
+
+        monkeypatch.setattr(module, "_scorer", lambda *_: score)
+        monkeypatch.setattr(module, "number_of_trials", lambda *_: 5)
+        found = searched(tmp_path / "a", quiet=False)
+        assert found.score == 0.9
+        assert found.tried == ()
+        from safetensors.numpy import load_file
+
+        model = load_file(tmp_path / "a" / "model.safetensors")
+        for name, tensor in states[1].model.items():
+            np.testing.assert_array_equal(model[name], tensor)
+        files = {path.name for path in (tmp_path / "a").iterdir()}
+        assert files == {
+            "experiment.toml",
+            "ledger.participation.sqlite",
+            "ledger.sqlite",
+            "model.safetensors",
+        }
+        told = capfd.readouterr()
+        text = (tmp_path / "a" / "experiment.toml").read_text("utf-8") + told.out + told.err
+        for said in ("0.2000", "0.4000", "0.1000", "trial 1", "of 5", "5 trials"):
+            assert said not in text
+
+    def test_trials_that_crash_count_as_worst_and_say_nothing(
+        self, tmp_path, monkeypatch, capfd
+    ) -> None:
+        calls = []
+
+        def failing(experiment, transport):
+            calls.append(1)
+            raise ValueError("user 7 has cancer")
+
+        monkeypatch.setattr(module, "_trained", failing)
+        monkeypatch.setattr(module, "number_of_trials", lambda *_: 3)
+        found = searched(tmp_path / "a", quiet=False)
+        assert len(calls) == 3
+        assert (found.settings, found.score, found.arguments) == ({}, None, {})
+        told = capfd.readouterr()
+        assert "cancer" not in told.out + told.err
+        assert len(events(tmp_path / "a" / "ledger.sqlite")) == 1
+
+    def test_settings_do_not_depend_on_scores(self, tmp_path, monkeypatch) -> None:
+        """Adaptive searchers have no price: two searches with other scores draw the same."""
+        drawn = []
+        for first in (1.0, -1.0):
+            settings, prepared = [], module.on_population
+
+            def watched(config, run, population, spent=(), method=None, _s=settings, _p=prepared):
+                if run.startswith("trial-"):
+                    _s.append(method.local.learning_rate)
+                return _p(config, run, population, spent, method)
+
+            scores = iter([first, 0.0, 0.0, 0.0])
+            with monkeypatch.context() as patch:
+                patch.setattr(module, "on_population", watched)
+                patch.setattr(module, "_scorer", lambda *_, s=scores: lambda *_: next(s))
+                patch.setattr(module, "number_of_trials", lambda *_: 4)
+                searched(tmp_path / str(first), seed=5)
+            drawn.append(settings)
+        assert len(set(drawn[0])) == 4
+        assert drawn[0] == drawn[1]
+
+    def test_a_seed_is_recorded_and_warned_of(self, folder: Path) -> None:
+        options = ("--on", "users", "--set", "seed=1", "--out", folder / "a")
+        done = command("tune", "small.toml", *options, cwd=folder)
+        assert "warning: seed is given" in done.stdout
+        with Ledger.open(folder / "a" / "ledger.sqlite") as ledger:
+            assert [row.randomness for row in ledger.charges()] == [Randomness.SEEDED]
+
+    def test_the_price_alone_charges_nothing(self, folder: Path) -> None:
+        out = folder / "a"
+        said = printed("tune", "small.toml", "--on", "users", "--price", "--out", out, cwd=folder)
+        assert "The search will cost ε = 4.000 at δ = 0.001" in said or "ε = 3.99" in said
+        assert not out.exists()
+
+    def test_what_a_shared_ledger_holds_counts(self, folder: Path) -> None:
+        shared = folder / "shared.sqlite"
+        settings = ("--set", f"privacy.ledger={shared}", "--set", "privacy.accountant=rdp")
+        alone = ("--set", "privacy.epsilon=1.0")
+        printed("simulate", "small.toml", *settings, *alone, "--out", folder / "run", cwd=folder)
+        printed("tune", "small.toml", *settings, "--on", "users", "--out", folder / "a", cwd=folder)
+        charged = events(shared)
+        assert [each.selection is None for each in charged] == [True] * 4 + [False]
+        budget = PrivacyBudget(4.0, 1e-3, ACCOUNTANTS["rdp"].upper_epsilon)
+        assert 3.9 < budget.epsilon_of(charged) <= 4.0
+        # The default accountant has no analysis of what was charged.
+        tight = ("--set", f"privacy.ledger={shared}", "--set", "privacy.epsilon=9")
+        sentence = refused("simulate", "small.toml", *tight, "--out", folder / "b", cwd=folder)
+        assert "privacy.accountant must be 'rdp'" in sentence
+        listed = printed("ledger", "show", shared)
+        assert "trials" in listed
+
+
+@pytest.mark.parametrize(
+    ("on", "settings", "said"),
+    [
+        ("users", ["tune.held_out_is_public=false"], "comparing them on private rows has no price"),
+        ("users", ["tune.objective=private:accuracy"], "what selects must be free of users' data"),
+        ("users", ["tune.space={rounds={low=2,high=9}}"], "rounds is a range; on users it must be"),
+        ("users", ["privacy.noise_multiplier=0.5"], "privacy.epsilon is 4.0 and must be larger"),
+        ("users", ["tune.trials=1"], "the mean number of trials is 1.0; it must be finite and"),
+        ("public", ["tune.objective=auc"], "tune.objective is 'auc'"),
+        ("public", ["tune.space={rounds=[]}"], "tune.space.rounds is empty"),
+        ("public", ["tune.space={rounds={low=9,high=2}}"], "low is 9 and high is 2"),
+        ("public", ['tune.space={"privacy.epsilon"=[1,2]}'], "which no trial may change"),
+        ("public", ["tune.space={seed=[1,2]}"], "tune.space has seed, which no trial may change"),
+        ("public", ['tune.public.name="mine:nobody"'], "nobody"),
+    ],
+)
+def test_bad_input_is_one_sentence_before_anything_is_spent(
+    folder: Path, on: str, settings: list[str], said: str
+) -> None:
+    given = [word for setting in settings for word in ("--set", setting)]
+    out = folder / "out"
+    assert said in refused("tune", "small.toml", "--on", on, *given, "--out", out, cwd=folder)
+    assert not out.exists()
+
+
+def test_options_that_do_not_go_together_are_refused(folder: Path) -> None:
+    both = ("tune", "small.toml", "--on")
+    assert "--synthetic" in refused(*both, "users", "--synthetic", cwd=folder)
+    assert "costs nothing" in refused(*both, "public", "--price", cwd=folder)
+    model = ("--set", 'model={name="mlp"}')
+    assert "--synthetic needs" in refused(*both, "public", "--synthetic", *model, cwd=folder)
+    (folder / "bare.toml").write_text(FILE.partition("[tune]")[0], encoding="utf-8")
+    assert "tune.public is absent" in refused("tune", "bare.toml", "--on", "public", cwd=folder)
+
+
+def test_a_folder_that_holds_a_search_is_not_used_again(folder: Path) -> None:
+    for on in ("public", "users"):
+        printed("tune", "small.toml", "--on", on, "--out", folder / on, cwd=folder)
+        sentence = refused("tune", "small.toml", "--on", on, "--out", folder / on, cwd=folder)
+        assert "holds a search already" in sentence
+    assert len(events(folder / "users" / "ledger.sqlite")) == 1
+
+
+def test_python_refuses_what_is_no_setting(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValueError, match=r"space has 'local\.nothing'"):
+        searched(tmp_path / "a", "public", space={"local.nothing": [1]})
+    with pytest.raises(InvalidValueError, match="the mechanism has no budget"):
+        searched(tmp_path / "a", mechanism=Mechanism.poisson(q=0.5, clipping=Flat(0.5)))
+    torch.manual_seed(0)
