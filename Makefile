@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: simulate federation test test-slow test-search test-mutants lint format bench bench-rivals proto clean
 
 simulate: .venv/installed
-	$(BIN)/fedpriv simulate simulations/digits.toml
+	$(BIN)/fedpriv simulate digits
 
 # One server and three nodes on loopback, with certificates.
 federation: .venv/installed

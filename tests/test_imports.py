@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 BELOW = {  # what each package may import of the library, besides errors and itself
     "ledger": "",
     "accounting": "ledger",
-    "importing logs": "",
+    "experiments importing logs": "",
     "privacy": "ledger",
     "training": "ledger privacy",
     "data": "importing",

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fedpriv.experiments import NAMES
+
 ROOT = Path(__file__).parents[2]
 BUILD = """
 import sys
@@ -25,7 +27,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with both, built from what the repository tracks."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--", "pyproject.toml", "README.md", "LICENSE", *PACKAGES],
+        [
+            "git",
+            "ls-files",
+            "-z",
+            "--",
+            "pyproject.toml",
+            "README.md",
+            "LICENSE",
+            "simulations/*.toml",
+            *PACKAGES,
+        ],
         cwd=ROOT,
         capture_output=True,
         check=True,
@@ -62,6 +74,7 @@ def test_the_wheel_holds_one_name(built: Path) -> None:
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"fedpriv"}
     assert modules(names) == expected()
+    assert {f"fedpriv/experiments/{name}.toml" for name in NAMES} <= names
     templates = {path.name for path in (ROOT / "fedpriv/report/templates").iterdir()}
     assert {Path(name).name for name in names if "/templates/" in name} == templates
 
@@ -71,4 +84,6 @@ def test_the_source_archive_holds_files_in_place_of_links(built: Path) -> None:
     with tarfile.open(archive) as file:
         members = [member for member in file.getmembers() if not member.isdir()]
     assert all(member.isfile() for member in members)
-    assert modules(member.name.partition("/")[2] for member in members) == expected()
+    names = {member.name.partition("/")[2] for member in members}
+    assert modules(names) == expected()
+    assert {f"fedpriv/experiments/{name}.toml" for name in NAMES} <= names
