@@ -31,11 +31,15 @@ def _option(text: str, *names: str, default: str | None = None, **more: Any) -> 
     return typer.Option(*names, help=text, show_default=default or True, **more)
 
 
+def _file_of(given: Path) -> Path:
+    return experiment_file(given)
+
+
 ExperimentFile = Annotated[
     Path,
     typer.Argument(
         help=f"the experiment, TOML, or one that comes with fedpriv: {', '.join(NAMES)}",
-        callback=experiment_file,
+        callback=_file_of,
     ),
 ]
 Assignments = Annotated[

@@ -21,7 +21,7 @@ BELOW = {  # what each package may import of the library, besides errors and its
     "local": "privacy",
     "mechanism": "accounting ledger privacy",
     "config": "importing local mechanism privacy training",
-    "studies": "config",
+    "studies": "config experiments",
     "analytics": "data ledger privacy",
     "report": "accounting ledger studies training",
     "wire": "data privacy",

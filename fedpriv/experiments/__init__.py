@@ -7,16 +7,16 @@ from fedpriv.errors import InvalidValueError, known_names
 NAMES = tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.toml")))
 
 
-def experiment_file(given: Path) -> Path:
-    """The file that was given, or that of the experiment with this name.
+def experiment_file(given: Path, folder: Path = Path()) -> Path:
+    """The file that was given, relative to a folder, or that of the experiment with this name.
 
-    A file in the working folder comes first. What has a suffix or lies in a folder is no name.
+    A file in the folder comes first. What has a suffix or lies elsewhere is no name.
 
     Raises:
         InvalidValueError: there is neither a file nor an experiment; the sentence lists all names.
     """
-    if given.suffix or given.name != str(given) or given.is_file():
-        return given
+    if given.suffix or given.name != str(given) or (folder / given).is_file():
+        return folder / given
     if given.name not in NAMES:
         raise InvalidValueError(
             f"experiment {given.name!r} is neither a file here nor one that comes with fedpriv; "
