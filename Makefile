@@ -2,14 +2,23 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: simulate federation test test-slow test-search test-mutants lint format bench bench-rivals proto clean
+.PHONY: simulate federation docs docs-build test test-slow test-search test-mutants lint format bench bench-rivals proto clean
 
 simulate: .venv/installed
-	$(BIN)/fedpriv simulate simulations/digits.toml
+	$(BIN)/fedpriv simulate digits
 
 # One server and three nodes on loopback, with certificates.
 federation: .venv/installed
 	$(BIN)/python -m simulations.federation
+
+# The documentation on http://127.0.0.1:8000, built anew when a page is changed.
+docs: .venv/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict --dev-addr 127.0.0.1:8000
+
+# The same as files in build/site, with both notebooks executed; a warning is an error.
+docs-build: .venv/installed-docs
+	rm -rf build/notebooks
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Files of tests side by side, one on each core.
 test: lint
@@ -66,6 +75,10 @@ clean:
 
 .venv/installed-test: .venv/installed
 	PYTHONWARNINGS="ignore:Editable" $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+.venv/installed-docs: .venv/installed
+	PYTHONWARNINGS="ignore:Editable" $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 RIVALS := --constraint simulations/benchmarks/constraints.txt

@@ -23,6 +23,7 @@ from fedpriv.errors import (
     sentence_of,
     writing,
 )
+from fedpriv.experiments import NAMES, experiment_file
 from fedpriv.logs import one_line
 
 
@@ -30,7 +31,17 @@ def _option(text: str, *names: str, default: str | None = None, **more: Any) -> 
     return typer.Option(*names, help=text, show_default=default or True, **more)
 
 
-ExperimentFile = Annotated[Path, typer.Argument(help="the experiment, TOML")]
+def _file_of(given: Path) -> Path:
+    return experiment_file(given)
+
+
+ExperimentFile = Annotated[
+    Path,
+    typer.Argument(
+        help=f"the experiment, TOML, or one that comes with fedpriv: {', '.join(NAMES)}",
+        callback=_file_of,
+    ),
+]
 Assignments = Annotated[
     list[str] | None, _option("replace a key, e.g. clipping.norm=0.3; may be repeated", "--set")
 ]

@@ -1,6 +1,7 @@
 """What README and docs say can be done, can be done."""
 
 import ast
+import json
 import re
 import shlex
 import subprocess
@@ -14,20 +15,27 @@ from typing import get_args, get_origin
 
 import pytest
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from typer.main import get_command
 
+import fedpriv
 from fedpriv.cli import app
 from fedpriv.config import Config
 from fedpriv.report.records import Trouble
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted(DOCS.rglob("*.md")),
+]
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 MAKE_TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
 
 
 def commands(page: Path) -> list[list[str]]:
     """Commands of indented and fenced blocks and of code spans, as words."""
-    text = page.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     lines = re.findall(
         r"^(?: {4}|)\$? ?((?:[A-Z_]+=\S+ )?(?:fedpriv|make|python -m) .*)$", text, re.M
     )
@@ -35,7 +43,7 @@ def commands(page: Path) -> list[list[str]]:
     return [shlex.split(c, comments=True) for c in (*lines, *spans)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_commands_exist(page: Path) -> None:
     for words in commands(page):
         match words:
@@ -61,7 +69,7 @@ def check_command(arguments: list[str]) -> None:
             assert (ROOT / argument).exists(), argument
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_links_and_pictures_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", text):
@@ -110,6 +118,56 @@ def test_every_key_is_documented_and_every_documented_key_exists() -> None:
     assert documented == keys_of(Config)
 
 
+def field_of(key: str) -> FieldInfo:
+    """The field of the configuration with a dotted key."""
+    section: type[BaseModel] = Config
+    *sections, name = key.split(".")
+    for each in sections:
+        annotation = section.model_fields[each].annotation
+        kinds = (annotation, *get_args(annotation))
+        (section,) = (k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel))
+    return section.model_fields[name]
+
+
+def test_defaults_in_the_table_of_keys_are_those_of_the_configuration() -> None:
+    table = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z_.]+)` \| .* \| `([^`]*)`(?: \||;)", table, re.MULTILINE)
+    rows = [(key, text) for key, text in rows if key in keys_of(Config)]
+    assert len(rows) > 30
+    for key, text in rows:
+        try:
+            stated = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            stated = text
+        default = field_of(key).get_default(call_default_factory=True)
+        assert stated == (list(default) if isinstance(default, tuple) else default), key
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    page = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^::: fedpriv\.([A-Za-z]+)$", page, re.MULTILINE)
+    packages = {"data", "analytics", "accounting", "ledger", "studies"}
+    assert sorted(listed) == sorted({*fedpriv.__all__, *packages} - {"__version__"})
+
+
+def test_every_page_has_its_place_in_the_site() -> None:
+    places = re.findall(
+        r"- (?:[^:\n]+: )?([a-z_/-]+\.(?:md|ipynb))", (ROOT / "mkdocs.yml").read_text()
+    )
+    pages = [*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")]
+    assert sorted(places) == sorted(str(page.relative_to(DOCS)) for page in pages)
+
+
+def test_notebooks_are_kept_without_what_they_printed() -> None:
+    notebooks = sorted((DOCS / "notebooks").glob("*.ipynb"))
+    assert len(notebooks) == 2
+    for path in notebooks:
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        run = [cell for cell in cells if cell["cell_type"] == "code"]
+        assert run
+        assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in run)
+
+
 def logged(path: Path) -> set[str]:
     """The longest part without a field of each line that a module logs as a warning or error."""
     parts = set()
@@ -156,8 +214,8 @@ def test_the_figure_of_the_guide_to_extending_can_be_computed() -> None:
 
 
 def test_the_version_is_one() -> None:
-    import fedpriv
-
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"version: {fedpriv.__version__}\n" in citation
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert fedpriv.__version__ == project["version"]
 

@@ -32,6 +32,7 @@ from fedpriv.config import (
     with_paths,
 )
 from fedpriv.errors import InvalidValueError, known_names
+from fedpriv.experiments import experiment_file
 
 RUNS = "runs"
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -201,13 +202,14 @@ def _levels(key: str, axis: object) -> list[Arm]:
 def load_study(path: Path) -> Study:
     """Read a study from TOML and check it as far as that goes without data and models.
 
-    `base` may be a file beside it, and `axes` may stand in place of arms: an arm for each
-    combination of a level of every axis, named by its levels in order.
+    `base` may be a file beside it or the name of an experiment that comes with fedpriv. `axes` may
+    stand in place of arms: an arm for each combination of a level of every axis, named by its
+    levels in order.
     """
     table = read_toml(path)
     base, axes = table.get("base"), table.pop("axes", {})
     if isinstance(base, str):
-        table["base"] = read_experiment(path.parent / base)
+        table["base"] = read_experiment(experiment_file(Path(base), path.parent))
     elif isinstance(base, dict):
         table["base"] = from_folder(path.parent, spelled_out(base))
     if not isinstance(axes, dict) or bool(axes) == bool(table.get("arms")):

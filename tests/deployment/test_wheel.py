@@ -1,13 +1,19 @@
 """The wheel and the source archive hold one package, with server and clients inside it."""
 
+import re
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
 from collections.abc import Iterable
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from fedpriv.experiments import NAMES
 
 ROOT = Path(__file__).parents[2]
 BUILD = """
@@ -25,7 +31,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with both, built from what the repository tracks."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--", "pyproject.toml", "README.md", "LICENSE", *PACKAGES],
+        [
+            "git",
+            "ls-files",
+            "-z",
+            "--",
+            "pyproject.toml",
+            "README.md",
+            "LICENSE",
+            "simulations/*.toml",
+            *PACKAGES,
+        ],
         cwd=ROOT,
         capture_output=True,
         check=True,
@@ -62,6 +78,7 @@ def test_the_wheel_holds_one_name(built: Path) -> None:
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"fedpriv"}
     assert modules(names) == expected()
+    assert {f"fedpriv/experiments/{name}.toml" for name in NAMES} <= names
     templates = {path.name for path in (ROOT / "fedpriv/report/templates").iterdir()}
     assert {Path(name).name for name in names if "/templates/" in name} == templates
 
@@ -71,4 +88,81 @@ def test_the_source_archive_holds_files_in_place_of_links(built: Path) -> None:
     with tarfile.open(archive) as file:
         members = [member for member in file.getmembers() if not member.isdir()]
     assert all(member.isfile() for member in members)
-    assert modules(member.name.partition("/")[2] for member in members) == expected()
+    names = {member.name.partition("/")[2] for member in members}
+    assert modules(names) == expected()
+    assert {f"fedpriv/experiments/{name}.toml" for name in NAMES} <= names
+
+
+def needed(wheel: Path) -> list[Distribution]:
+    """The installed packages that a wheel requires, and those that they require, without extras."""
+    with zipfile.ZipFile(wheel) as file:
+        (metadata,) = (name for name in file.namelist() if name.endswith("/METADATA"))
+        text = file.read(metadata).decode()
+    found: dict[str, Distribution] = {}
+    waiting = re.findall(r"^Requires-Dist: (.*)$", text, re.MULTILINE)
+    for required in map(Requirement, waiting):
+        wanted = required.marker is None or required.marker.evaluate({"extra": ""})
+        if wanted and required.name.lower() not in found:
+            found[required.name.lower()] = package = distribution(required.name)
+            assert required.specifier.contains(package.version, prereleases=True), required
+            waiting += package.requires or []
+    return list(found.values())
+
+
+@pytest.fixture(scope="module")
+def clean(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment with the wheel and what it requires, and nothing else."""
+    (wheel,) = built.glob("*.whl")
+    home = tmp_path_factory.mktemp("clean")
+    venv.create(home, symlinks=True)
+    python = home / "bin" / "python"
+    (packages,) = home.glob("lib/python*/site-packages")
+    for package in needed(wheel):
+        tops = {file.parts[0] for file in package.files or [] if file.parts[0] != ".."}
+        for top in tops - {"__pycache__"}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(Path(str(package.locate_file(top))).resolve())
+    install = ["-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel]
+    subprocess.run([sys.executable, *install], check=True, capture_output=True)
+    return python
+
+
+def says(clean: Path, folder: Path, *arguments: str | Path) -> str:
+    """What a program of the environment prints in a folder; it must succeed."""
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "COLUMNS": "120"}
+    done = subprocess.run(
+        [clean.with_name(str(arguments[0])), *arguments[1:]],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_wheel_alone_simulates_digits(clean: Path, tmp_path: Path) -> None:
+    place = says(clean, tmp_path, "python", "-c", "import fedpriv; print(fedpriv.__file__)")
+    assert Path(place.strip()).is_relative_to(clean.parents[1])
+    printed = says(clean, tmp_path, "fedpriv", "simulate", "digits", "--out", "run")
+    accuracy = re.search(r"accuracy on held-out rows │ ([0-9.]+)%", printed)
+    assert accuracy
+    assert float(accuracy[1]) > 80
+    assert re.search(r"user-level \(ε, δ\) +│ \((2\.000|1\.99\d), 0\.001\)", printed)
+    assert "intact: 100 charges" in says(
+        clean, tmp_path, "fedpriv", "ledger", "verify", "run/ledger.sqlite"
+    )
+
+
+@pytest.mark.slow
+def test_the_page_start_works_with_the_wheel_alone(clean: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    (tmp_path / "mine.py").write_text(code, encoding="utf-8")
+    last = says(clean, tmp_path, "python", "mine.py").splitlines()[-1]
+    accuracy = re.fullmatch(r"accuracy ([0-9.]+)% at ε = 2\.00", last)
+    assert accuracy
+    assert float(accuracy[1]) > 80
+    assert "report.html" in says(clean, tmp_path, "fedpriv", "report", "runs/first")

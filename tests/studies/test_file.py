@@ -97,7 +97,6 @@ def test_the_noise_of_the_base_is_replaced(tmp_path: Path) -> None:
 def test_the_example_of_the_guide_is_a_study(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "studies.md").read_text()
     example, arms = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
-    (tmp_path / "digits.toml").write_text((ROOT / "simulations" / "digits.toml").read_text())
     (tmp_path / "axes.toml").write_text(example)
     assert len(load_study(tmp_path / "axes.toml").arms) == 6
     before, _, _ = re.sub("baseline.*", "", example).partition("[axes]")

@@ -1,0 +1,51 @@
+"""Experiments that come with the package, by name, wherever the command is given."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fedpriv.config import load_config
+from fedpriv.experiments import NAMES, experiment_file
+from tests.commandline import printed, refused
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_experiment_has_its_name_and_can_be_planned_anywhere(name: str, tmp_path: Path) -> None:
+    config = load_config(experiment_file(Path(name)))
+    assert config.name == name
+    expected = f"q = {config.privacy.sampling_probability:g} of N ="
+    assert expected in printed("plan", name, cwd=tmp_path)
+
+
+def test_digits_is_one_of_them_and_is_the_file_among_the_simulations() -> None:
+    assert "digits" in NAMES
+    for name in NAMES:
+        link = ROOT / "simulations" / f"{name.replace('-', '_')}.toml"
+        assert link.resolve() == experiment_file(Path(name)).resolve()
+
+
+def test_a_file_comes_before_a_name_and_a_folder_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "digits").mkdir()
+    assert experiment_file(Path("digits")).is_file()
+    (tmp_path / "digits").rmdir()
+    shutil.copy(experiment_file(Path("digits")), "digits")
+    assert experiment_file(Path("digits")) == Path("digits")
+
+
+@pytest.mark.parametrize("path", ["digits.toml", "folder/digits", "."])
+def test_a_path_is_no_name(path: str) -> None:
+    assert experiment_file(Path(path)) == Path(path)
+
+
+@pytest.mark.parametrize("command", ["simulate", "plan", "suggest"])
+def test_an_unknown_name_is_refused_with_all_names(command: str, tmp_path: Path) -> None:
+    line = refused(command, "digist", cwd=tmp_path)
+    assert "did you mean 'digits'?" in line
+    assert line.endswith(f"known are: {', '.join(NAMES)}")
+    assert list(tmp_path.iterdir()) == []
