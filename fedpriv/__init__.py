@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedpriv.accounting.accountants import epsilon
     from fedpriv.data.population import Population
     from fedpriv.engine.task import Task
-    from fedpriv.evaluation import Evaluation
+    from fedpriv.federated_evaluation import FederatedEvaluation
     from fedpriv.local import SGD
     from fedpriv.mechanism import Flat, Grouped, Joint, Mechanism, Part, PerLayer, Poisson
     from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 # fmt: off
 __all__ = [
-    "SGD", "AdaptiveClipping", "Averaging", "Comparison", "Evaluation", "ExponentialDecay",
-    "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedYogi", "Flat", "Grouped", "Joint",
+    "SGD", "AdaptiveClipping", "Averaging", "Comparison", "ExponentialDecay", "FedAdagrad",
+    "FedAdam", "FedAvg", "FedAvgM", "FedYogi", "FederatedEvaluation", "Flat", "Grouped", "Joint",
     "Mechanism", "Part", "PerLayer", "Poisson", "PolynomialDecay", "Population", "PowerDecay",
     "Projection", "RoundResult", "Run", "StepDecay", "Stopping", "Task", "__version__", "compare",
     "epsilon", "simulate",
@@ -55,7 +55,7 @@ _NAMES_IN = {
     "accounting.accountants": "epsilon",
     "data.population": "Population",
     "engine.task": "Task",
-    "evaluation": "Evaluation",
+    "federated_evaluation": "FederatedEvaluation",
     "local": "SGD",
     "mechanism": "Flat Grouped Joint Mechanism Part PerLayer Poisson",
     "privacy.gaussian_mechanism": "AdaptiveClipping Averaging",

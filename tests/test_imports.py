@@ -25,14 +25,14 @@ BELOW = {  # what each package may import of the library, besides errors and its
     "analytics": "data ledger privacy",
     "report": "accounting ledger studies training",
     "wire": "data privacy",
-    "evaluation": "analytics data engine ledger privacy training",
+    "federated_evaluation": "analytics data engine ledger privacy training",
     "build": (
-        "accounting config data engine evaluation importing ledger logs mechanism models privacy "
-        "training"
+        "accounting config data engine federated_evaluation importing ledger logs mechanism "
+        "models privacy training"
     ),
     "run": (
-        "accounting analytics build config data engine evaluation importing ledger local mechanism "
-        "models privacy report studies training"
+        "accounting analytics build config data engine federated_evaluation importing ledger local "
+        "mechanism models privacy report studies training"
     ),
     "flower": "accounting importing ledger local logs mechanism privacy training wire",
 }

@@ -62,10 +62,10 @@ def test_there_are_examples() -> None:
 
 
 FACE = """
-    AdaptiveClipping Averaging Comparison Evaluation ExponentialDecay FedAdagrad FedAdam FedAvg
-    FedAvgM FedYogi Flat Grouped Joint Mechanism Part PerLayer Poisson PolynomialDecay Population
-    PowerDecay Projection RoundResult Run SGD StepDecay Stopping Task __version__ compare epsilon
-    simulate
+    AdaptiveClipping Averaging Comparison ExponentialDecay FedAdagrad FedAdam FedAvg FedAvgM FedYogi
+    FederatedEvaluation Flat Grouped Joint Mechanism Part PerLayer Poisson PolynomialDecay
+    Population PowerDecay Projection RoundResult Run SGD StepDecay Stopping Task __version__ compare
+    epsilon simulate
 """
 
 
