@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedpriv.accounting.accountants import epsilon
     from fedpriv.data.population import Population
     from fedpriv.engine.task import Task
-    from fedpriv.evaluation import Evaluation
+    from fedpriv.federated_evaluation import FederatedEvaluation
     from fedpriv.local import SGD, AdamW, Scaffold
     from fedpriv.mechanism import Flat, Grouped, Joint, Mechanism, Part, PerLayer, Poisson
     from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
@@ -47,11 +47,11 @@ __version__ = "0.1.0"
 # fmt: off
 __all__ = [
     "SGD", "AdamW", "AdaptiveClipping", "Averaging", "Comparison", "CosineDecay", "EndedRun",
-    "Evaluation", "ExponentialDecay", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedYogi",
-    "Flat", "Grouped", "Joint", "MLflow", "Mechanism", "Part", "PerLayer", "Poisson",
-    "PolynomialDecay", "Population", "PowerDecay", "Projection", "RoundResult", "Run", "Scaffold",
-    "StartedRun", "StepDecay", "Stopping", "Task", "TensorBoard", "Tracker", "Tuning", "WandB",
-    "__version__", "compare", "epsilon", "simulate", "tune",
+    "ExponentialDecay", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedYogi",
+    "FederatedEvaluation", "Flat", "Grouped", "Joint", "MLflow", "Mechanism", "Part", "PerLayer",
+    "Poisson", "PolynomialDecay", "Population", "PowerDecay", "Projection", "RoundResult", "Run",
+    "Scaffold", "StartedRun", "StepDecay", "Stopping", "Task", "TensorBoard", "Tracker", "Tuning",
+    "WandB", "__version__", "compare", "epsilon", "simulate", "tune",
 ]
 # fmt: on
 
@@ -59,7 +59,7 @@ _NAMES_IN = {
     "accounting.accountants": "epsilon",
     "data.population": "Population",
     "engine.task": "Task",
-    "evaluation": "Evaluation",
+    "federated_evaluation": "FederatedEvaluation",
     "local": "SGD AdamW Scaffold",
     "mechanism": "Flat Grouped Joint Mechanism Part PerLayer Poisson",
     "privacy.gaussian_mechanism": "AdaptiveClipping Averaging",

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from fedpriv.config import Config, EvaluationSection, parse_config, plain, tables_of
+from fedpriv.config import Config, FederatedEvaluationSection, parse_config, plain, tables_of
 from fedpriv.data.population import Population, cut_up, load_population
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics
 from fedpriv.engine.task import (
@@ -23,7 +23,7 @@ from fedpriv.engine.task import (
 from fedpriv.engine.trainer import SimulationOnlyDropped
 from fedpriv.engine.transport import InProcessTransport, device_named
 from fedpriv.errors import InvalidValueError, known_names
-from fedpriv.evaluation import Evaluation, UserEvaluation, kept_apart
+from fedpriv.federated_evaluation import FederatedEvaluation, UserEvaluation, kept_apart
 from fedpriv.importing import Choice, import_function, path_of
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent, Unit
 from fedpriv.logs import one_line
@@ -103,10 +103,10 @@ def on_population(
     """
     mechanism = method.mechanism if method else config.mechanism()
     population, evaluation = records_of(population, mechanism), None
-    if config.evaluation is not None:
+    if config.federated_evaluation is not None:
         method = method or method_of(config)
         evaluation, population = _evaluation(
-            config, config.evaluation, run, population, method.task
+            config, config.federated_evaluation, run, population, method.task
         )
         asked, before = evaluation.events(config.rounds), spent
         spent = [*before, asked]
@@ -115,7 +115,7 @@ def on_population(
             raise InvalidValueError(
                 f"the evaluations would bring ε to {budget.epsilon_of(spent):.4g} at delta "
                 f"{budget.delta} without a round; privacy.epsilon is {budget.epsilon} and must be "
-                "larger, or evaluation.noise_multiplier must be"
+                "larger, or federated_evaluation.noise_multiplier must be"
             )
     engine, name, users = config.engine, population.name, population.users.population
     experiment = build(config, run, name, users, population.test, spent, method)
@@ -137,10 +137,14 @@ def on_population(
 
 
 def _evaluation(
-    config: Config, section: EvaluationSection, run: str, population: Population, task: Task
+    config: Config,
+    section: FederatedEvaluationSection,
+    run: str,
+    population: Population,
+    task: Task,
 ) -> tuple[UserEvaluation, Population]:
     """What users will be asked, and the population with what they train on."""
-    asked = Evaluation(**section.model_dump())
+    asked = FederatedEvaluation(**section.model_dump())
     metrics = tuple(_metric(*named, task, None) for named in asked.report.items())
     trained, kept = kept_apart(population.users, asked.held_out)
     evaluation = UserEvaluation(asked, f"{config.run or run}-evaluation", kept, task, metrics)
@@ -239,7 +243,7 @@ def build(
     )
     if metrics:
         check_metrics(task, metrics, plan.mechanism.clipping, few)
-    _check_stopping(config, plan)
+    _check_stopping(config, plan, task)
     if mechanism.rounds == plan.rounds:
         plan = plan.within(budget, spent)
     config = config.with_noise(plan.noise_multiplier).model_copy(update={"run": plan.run})
@@ -255,18 +259,15 @@ def build(
     )
 
 
-def _check_stopping(config: Config, plan: TrainingPlan) -> None:
+def _check_stopping(config: Config, plan: TrainingPlan, task: Task) -> None:
     """Refuse to stop by what is not released, or not a number, or not released often enough."""
     if config.stopping is None:
         return
-    name, asked = config.stopping.build().metric, config.evaluation
+    name, asked = config.stopping.build().metric, config.federated_evaluation
     known = [metric.name for metric in plan.reported if metric.shape == ()]
     if asked is not None and asked.every is not None:
-        known += [
-            EVALUATION_PREFIX + each
-            for each, numbers in asked.report.items()
-            if "shape" not in numbers
-        ]
+        evaluated = (_metric(*named, task, None) for named in asked.report.items())
+        known += [EVALUATION_PREFIX + each.name for each in evaluated if each.shape == ()]
     if name not in known:
         raise InvalidValueError(
             f"stopping.metric is {name!r}, which no round releases as one number; "
@@ -289,7 +290,7 @@ def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
 def method_of(config: Config) -> Method:
     """How a configuration says that its model is trained, without a projection."""
     model = config.model
-    asked = config.evaluation.report if config.evaluation else {}
+    asked = config.federated_evaluation.report if config.federated_evaluation else {}
     task = build_task(
         model.name,
         model.options,
@@ -299,7 +300,7 @@ def method_of(config: Config) -> Method:
         inputs=model.inputs,
         targets=model.targets,
         ignore_index=model.ignore_index,
-        figures=config.held_out.figures,
+        figures=config.evaluation.figures,
     )
     return Method(task, config.mechanism(), config.training(), config.server.build())
 

@@ -406,7 +406,16 @@ class MetricsSection(Section):
 
 
 class EvaluationSection(Section):
-    """What users are asked of the released model, on examples kept from training; `Evaluation`."""
+    """Figures of models on held-out rows, by names of one's own; users are asked for nothing.
+
+    Each is a name, an import path, or a table with one of these as `figure`, and its options.
+    """
+
+    figures: Options = {}
+
+
+class FederatedEvaluationSection(Section):
+    """What users are asked of released models, on examples that are kept from training."""
 
     noise_multiplier: Positive
     report: dict[str, dict[str, int | float | list[int | float]]] = {"accuracy": {}}
@@ -426,15 +435,6 @@ class StoppingSection(Section):
     def build(self) -> Stopping:
         """The rule with these settings."""
         return Stopping(**self.model_dump())
-
-
-class HeldOutSection(Section):
-    """Figures of models on held-out rows, by names of one's own; users are asked for nothing.
-
-    Each is a name, an import path, or a table with one of these as `figure`, and its options.
-    """
-
-    figures: Options = {}
 
 
 class AveragingSection(Section):
@@ -572,10 +572,11 @@ class Config(Section):
     server: ServerSection = ServerSection()
     noise: NoiseSection = NoiseSection()
     metrics: MetricsSection = MetricsSection()
-    evaluation: EvaluationSection | None = None  # where users train in one process only
+    # Where users train in one process only.
+    federated_evaluation: FederatedEvaluationSection | None = None
     stopping: StoppingSection | None = None
     averaging: AveragingSection = AveragingSection()
-    held_out: HeldOutSection = HeldOutSection()
+    evaluation: EvaluationSection = EvaluationSection()
     engine: EngineSection = EngineSection()
     output: OutputSection = OutputSection()
     callbacks: CallbacksSection = CallbacksSection()
@@ -590,10 +591,10 @@ class Config(Section):
     @model_validator(mode="after")
     def _must_fit_the_unit(self) -> Self:
         unit = self.privacy.unit
-        if unit != "user" and self.evaluation is not None:
+        if unit != "user" and self.federated_evaluation is not None:
             raise ValueError(
-                f"evaluation is given and privacy.unit is {unit!r}; it must be 'user', since "
-                "others have no examples of their own to keep from training"
+                f"federated_evaluation is given and privacy.unit is {unit!r}; it must be 'user', "
+                "since others have no examples of their own to keep from training"
             )
         if unit != "user":
             refuse_training_of(unit, self.local, self.averaging.weights)

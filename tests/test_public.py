@@ -62,9 +62,9 @@ def test_there_are_examples() -> None:
 
 
 FACE = """
-    AdamW AdaptiveClipping Averaging Comparison CosineDecay EndedRun Evaluation ExponentialDecay
-    FedAdagrad FedAdam FedAvg FedAvgM FedYogi Flat Grouped Joint MLflow Mechanism Part PerLayer
-    Poisson PolynomialDecay Population PowerDecay Projection RoundResult Run SGD Scaffold
+    AdamW AdaptiveClipping Averaging Comparison CosineDecay EndedRun ExponentialDecay FedAdagrad
+    FedAdam FedAvg FedAvgM FedYogi FederatedEvaluation Flat Grouped Joint MLflow Mechanism Part
+    PerLayer Poisson PolynomialDecay Population PowerDecay Projection RoundResult Run SGD Scaffold
     StartedRun StepDecay Stopping Task TensorBoard Tracker Tuning WandB __version__ compare
     epsilon simulate tune
 """

@@ -341,26 +341,26 @@ def _measured(
 def mean_metric(
     measuring: Measuring, fields: Mapping[str, npt.NDArray[np.generic]], metric: Metric
 ) -> npt.NDArray[np.float64]:
-    """A metric of the examples of one user: [1, *shape], or [0, *shape] if none counts.
+    """A metric of the examples of one user: [1, *shape], or [0, *shape] if there are none.
 
     An `InvalidValueError` says that it is of updates.
     """
     kind = _kind_of(metric.name, measuring.task.metrics)
     if kind.of_examples is None:
         raise InvalidValueError(f"metric {metric.name!r} is of updates; it must be of examples")
-    task, size = measuring.task, 0.0
-    total = torch.zeros(metric.shape, dtype=torch.float64)
-    for start in range(0, len(fields[task.targets]), _ROWS):
+    task, shape = measuring.task, metric.shape
+    examples = len(fields[task.targets])
+    total = torch.zeros((min(1, examples), *shape), dtype=torch.float64)
+    size = torch.zeros((len(total), *[1] * len(shape)), dtype=torch.float64)
+    for start in range(0, examples, _ROWS):
         rows = slice(start, start + _ROWS)
         x, y = task.given({name: torch.tensor(fields[name][rows]) for name in task.fields})
-        value = _of_examples(measuring.seen(x, y, 1), metric, kind)
         weights = kind.weigh(task.shares(y, kind=torch.float64))
-        total += value[weights > 0.0].sum(0)
-        size += float(weights.sum())
-    if not size:
-        return np.empty((0, *metric.shape))
-    sizes = torch.full((1, *[1] * len(metric.shape)), size, dtype=torch.float64)
-    return kind.of_users(total[None], sizes, metric).numpy()
+        each = _of_examples(measuring.seen(x, y, 1), metric, kind)
+        real = (weights > 0.0).view(-1, *[1] * len(shape))
+        total += torch.where(real, each, 0.0).sum(0)
+        size += weights.sum()
+    return kind.of_users(total, size, metric).numpy()
 
 
 def _of_examples(seen: _Seen, metric: Metric, kind: _Kind) -> Tensor:

@@ -226,7 +226,7 @@ class RoundParameters:
 
 
 @dataclass(frozen=True)
-class HeldOutEvaluation:
+class Evaluation:
     """A model on held-out rows; figures that could not be computed are NaN."""
 
     loss: float  # mean over targets that count
@@ -243,7 +243,7 @@ def evaluate(
     rows: HeldOut,
     device: torch.device,
     parameters: Mapping[str, npt.NDArray[np.float32]],
-) -> HeldOutEvaluation:
+) -> Evaluation:
     """Loss, accuracy and the task's figures of a model without dropout, over all held-out rows."""
     tensors = task.constants(device)
     tensors |= {name: torch.tensor(p, device=device) for name, p in parameters.items()}
@@ -296,7 +296,7 @@ def evaluate(
     known = {name: math.nan if name in failed else values[name] for name in figures}
     told = {n: each for n, each in by_user.items() if HELD_OUT_USER in rows and n not in failed}
     spreads = {name: spread(each) for name, each in told.items()}
-    return HeldOutEvaluation(values["loss"], values.get("accuracy"), known, spreads, failed)
+    return Evaluation(values["loss"], values.get("accuracy"), known, spreads, failed)
 
 
 def _loss_sums(seen: Seen) -> Tensor:

@@ -146,10 +146,10 @@ class RunSetup:
                 f"privacy.unit is {self.config.privacy.unit!r}; {where} it must be 'user', since "
                 "only a simulation in one process has the data of all users"
             )
-        if self.config.evaluation is not None:
+        if self.config.federated_evaluation is not None:
             raise InvalidValueError(
-                f"evaluation is given; {where} it must be absent, since surveys reach users only "
-                "where they train in the process of fedpriv simulate"
+                f"federated_evaluation is given; {where} it must be absent, since surveys reach "
+                "users only where they train in the process of fedpriv simulate"
             )
         local = self.config.local
         if local is not None and local.algorithm not in ALGORITHMS:

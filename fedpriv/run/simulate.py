@@ -19,7 +19,7 @@ from fedpriv.engine.metrics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
-from fedpriv.evaluation import Evaluation
+from fedpriv.federated_evaluation import FederatedEvaluation
 from fedpriv.importing import path_of
 from fedpriv.ledger.events import RoundEvent, Unit
 from fedpriv.ledger.participation import beside
@@ -48,7 +48,7 @@ def simulate(
     local: LocalTraining | None = None,
     server: ServerOptimizer = FEDAVG,
     projection: Projection | None = None,
-    evaluation: Evaluation | None = None,
+    federated_evaluation: FederatedEvaluation | None = None,
     stopping: Stopping | None = None,
     rounds: int | None = None,
     out: Path | str | None = None,
@@ -90,8 +90,8 @@ def simulate(
     * local: how users train; left out with another unit, whose update is one gradient.
     * projection: of the inputs, which the model then sees in their place. Its query is charged
       first; a calibrated mechanism is calibrated again to what is left of the budget.
-    * evaluation: users evaluate released models on examples that are kept from training. Its
-      queries are charged too; a calibrated mechanism is calibrated again to what is left.
+    * federated_evaluation: users evaluate released models on examples that are kept from training.
+      Its queries are charged too; a calibrated mechanism is calibrated again to what is left.
     * stopping: ends the run when a private metric gets no better.
     * rounds: T; by default what the mechanism was calibrated for.
     * out: folder of the run; by default a new one under runs/.
@@ -119,8 +119,8 @@ def simulate(
     }
     if projection:
         others["projection"] = asdict(projection)
-    if evaluation:
-        others["evaluation"] = asdict(evaluation)
+    if federated_evaluation:
+        others["federated_evaluation"] = asdict(federated_evaluation)
     if stopping:
         others["stopping"] = asdict(stopping)
     config = settings_of(name, population, method, rounds=rounds, seed=seed, **others)
@@ -128,13 +128,13 @@ def simulate(
     if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
         begun = setup.config.privacy.noise_multiplier
         mechanism = replace(mechanism, noise_multiplier=begun, rounds=None)
-    elif (projection or evaluation) and mechanism.rounds:
+    elif (projection or federated_evaluation) and mechanism.rounds:
         mechanism = replace(mechanism, noise_multiplier=None)
     method, console = replace(method, mechanism=mechanism), Console(quiet=quiet)
     if projection:
         experiment, transport = projected(setup, population, console, method)
     else:
-        spent = setup.spent if evaluation else ()
+        spent = setup.spent if federated_evaluation else ()
         config, run = setup.config, setup.run
         experiment, transport = on_population(config, run, population, spent, method)
     callbacks = {f"{number}: {path_of(each)}": each for number, each in enumerate(on_round)}

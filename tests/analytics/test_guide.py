@@ -50,3 +50,19 @@ def test_the_example_of_components_trains_on_the_same_ledger(tmp_path: Path) -> 
         runs = [charge.run for charge in ledger.charges()]
     assert runs[0] == "pixels"
     assert len(runs) == 51
+
+
+def test_the_example_of_evaluation_asks_users_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "evaluated.py").write_text(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)[2])
+    done = subprocess.run(
+        [sys.executable, "evaluated.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    mean, low, middle = map(float, re.findall(r"[\d.]+", done.stdout))
+    # Noise of 0.025 on the mean; thresholds are a quarter apart.
+    assert 0.6 < mean < 1.1
+    assert 0.0 <= low <= middle <= 1.0
+    with Ledger.open(tmp_path / "evaluated.sqlite") as ledger:
+        runs = [charge.run for charge in ledger.charges()]
+    assert runs[-1] == "evaluated"
+    assert len(runs) == 21

@@ -157,7 +157,7 @@ sampling_probability = 0.5
 epsilon = 8.0
 delta = 1e-3
 
-[held_out.figures]
+[evaluation.figures]
 area = "auc"
 worst = {{ figure = "{__name__}:worst_class", classes = 3 }}
 """
@@ -178,10 +178,10 @@ def test_figures_are_named_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ('held_out.figures.area="acu"', "figure 'area' is 'acu', which is unknown"),
-        ("held_out.figures.area=3", "figure 'area' is 3; it must be a name, a table"),
-        ('held_out.figures.area="rmse"', "figure 'area' cannot be computed on the held-out rows"),
-        ('held_out.figures.loss="auc"', "figure 'loss' is measured in any case"),
+        ('evaluation.figures.area="acu"', "figure 'area' is 'acu', which is unknown"),
+        ("evaluation.figures.area=3", "figure 'area' is 3; it must be a name, a table"),
+        ('evaluation.figures.area="rmse"', "figure 'area' cannot be computed on the held-out rows"),
+        ('evaluation.figures.loss="auc"', "figure 'loss' is measured in any case"),
         ('evaluation.figure.a="auc"', "unknown key evaluation.figure; did you mean 'figures'"),
         ("model.inputs=[]", "inputs are (); there must be at least one"),
         ('model.inputs="z"', "the data have no field 'z'"),

@@ -165,6 +165,10 @@ def test_a_file_asks_for_it_and_the_result_says_why(tmp_path: Path) -> None:
         ('stopping={metric="loss", patience=0}', "stopping.patience is 0"),
         ('stopping={metric="evaluation/accuracy", patience=1}', "no round releases as one number"),
         (
+            'stopping={metric="label-counts", patience=1, better="larger"}',
+            "stopping.metric is 'label-counts', which no round releases as one number",
+        ),
+        (
             'stopping={metric="contributors", patience=1}',
             "better of stopping is None for metric 'contributors'",
         ),
@@ -173,6 +177,7 @@ def test_a_file_asks_for_it_and_the_result_says_why(tmp_path: Path) -> None:
 def test_bad_input_is_refused_before_anything_is_spent(
     setting: str, message: str, tmp_path: Path
 ) -> None:
-    given = ("--set", setting, "--set", "metrics.report.loss={bound=3.0}")
+    metrics = "metrics.report={loss={bound=3.0}, label-counts={classes=10, bound=5.0}}"
+    given = ("--set", setting, "--set", metrics)
     assert message in refused("simulate", FILE, *given, "--out", tmp_path / "run")
     assert list(tmp_path.iterdir()) == []

@@ -36,7 +36,7 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class FederatedEvaluation:
     """What users are asked of the released model, how often, and with how much noise.
 
     Each query draws its users by coins of its own, and is one more charge on the budget of the run.
@@ -64,9 +64,9 @@ class Measured(VectorQuestion):
     metric: Metric
 
     @property
-    def width(self) -> int:
-        """A user has one value, of all components."""
-        return math.prod(self.metric.shape)
+    def width(self) -> int | None:
+        """A user has one value: a number, or of all components."""
+        return math.prod(self.metric.shape) if self.metric.shape else None
 
     @property
     def clipping_norm(self) -> float:
@@ -76,12 +76,13 @@ class Measured(VectorQuestion):
     @property
     def dimension(self) -> int:
         """Components of the metric."""
-        return self.width
+        return math.prod(self.metric.shape)
 
     def contributions(self, held: UserValues) -> FloatMatrix:
         """Values minus the centre: [users, d]."""
-        vectors, some = np.zeros((len(held.offsets) - 1, self.width)), np.diff(held.offsets) > 0
-        vectors[some] = held.values[held.offsets[:-1][some]] - self.metric.centre
+        vectors, some = np.zeros((len(held.offsets) - 1, self.dimension)), np.diff(held.offsets) > 0
+        values = held.values[held.offsets[:-1][some]].reshape(-1, self.dimension)
+        vectors[some] = values - self.metric.centre
         return vectors
 
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
@@ -102,10 +103,10 @@ def questions_about(
     """
     measuring = _measuring(task, model)
 
-    def values(metric: Metric, fields: Fields) -> FloatMatrix:
+    def values(metric: Metric, fields: Fields) -> npt.NDArray[np.float64]:
         with plain_arithmetic(_CPU):
             found = mean_metric(measuring, fields, metric)
-        return found.reshape(-1, math.prod(metric.shape))
+        return found.reshape(len(found), -1) if metric.shape else found
 
     return tuple(Measured(EVALUATION_PREFIX + m.name, partial(values, m), m) for m in metrics)
 
@@ -140,7 +141,7 @@ def kept_apart(users: UserStore, share: float) -> tuple[UserStore, UserStore]:
 class UserEvaluation:
     """The queries of a run."""
 
-    asked: Evaluation
+    asked: FederatedEvaluation
     run: str  # name in the ledger
     users: UserStore  # with the examples that are kept from training
     task: Task
@@ -149,12 +150,16 @@ class UserEvaluation:
     def __post_init__(self) -> None:
         asked = self.asked
         if not asked.noise_multiplier > 0.0:
-            found = f"noise_multiplier of evaluation is {asked.noise_multiplier}"
+            found = f"noise_multiplier of federated_evaluation is {asked.noise_multiplier}"
             raise InvalidValueError(f"{found}; it must be positive")
         if asked.every is not None and asked.every < 1:
-            raise InvalidValueError(f"every of evaluation is {asked.every}; it must be at least 1")
+            raise InvalidValueError(
+                f"every of federated_evaluation is {asked.every}; it must be at least 1"
+            )
         if not self.metrics:
-            raise InvalidValueError("evaluation.report names no metric; it must name at least one")
+            raise InvalidValueError(
+                "federated_evaluation.report names no metric; it must name at least one"
+            )
 
     def survey(self, number: int, model: Parameters) -> Survey:
         """What is asked after a round."""
@@ -178,7 +183,7 @@ class UserEvaluation:
                 raise
             except Exception as error:
                 raise ModelError(
-                    f"metric {metric.name!r} of evaluation cannot be computed: {error}"
+                    f"metric {metric.name!r} of federated_evaluation cannot be computed: {error}"
                 ) from error
 
     @property

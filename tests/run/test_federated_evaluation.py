@@ -17,7 +17,7 @@ from fedpriv.analytics.survey import collect
 from fedpriv.data.population import UserStore
 from fedpriv.engine.metrics import metric
 from fedpriv.errors import InvalidValueError, ModelError
-from fedpriv.evaluation import UserEvaluation, kept_apart, questions_about
+from fedpriv.federated_evaluation import UserEvaluation, kept_apart, questions_about
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.sampling import PoissonSampling
@@ -149,12 +149,12 @@ def population() -> fedpriv.Population:
     return fedpriv.Population.from_arrays(x, y, np.repeat(np.arange(20), 5), held_out=(x, y))
 
 
-ASKED = fedpriv.Evaluation(
+ASKED = fedpriv.FederatedEvaluation(
     noise_multiplier=8.0, report={"accuracy": {}, "loss": {"bound": 3.0}}, every=2, held_out=0.4
 )
 
 
-def run(folder: Path, evaluation: fedpriv.Evaluation | None, **others: object) -> Run:
+def run(folder: Path, evaluation: fedpriv.FederatedEvaluation | None, **others: object) -> Run:
     mechanism = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(1.0))
     mechanism = mechanism.calibrate(epsilon=4.0, delta=1e-2, rounds=5)
     given = {"mechanism": mechanism, "seed": 1, "out": folder, "quiet": True}
@@ -162,7 +162,7 @@ def run(folder: Path, evaluation: fedpriv.Evaluation | None, **others: object) -
         population(),
         task(),
         local=fedpriv.SGD(0.1, epochs=1),
-        evaluation=evaluation,
+        federated_evaluation=evaluation,
         **{**given, **others},
     )
 
@@ -205,13 +205,13 @@ def test_a_run_that_is_resumed_repeats_and_pays_for_nothing_more(tmp_path: Path)
     again = run(tmp_path / "run", ASKED, resume=True)
     assert again.rounds == whole.rounds
     assert len(charged(tmp_path / "run")) == 8
-    other = fedpriv.Evaluation(noise_multiplier=8.0, every=2, held_out=0.2)
+    other = fedpriv.FederatedEvaluation(noise_multiplier=8.0, every=2, held_out=0.2)
     with pytest.raises(InvalidValueError, match="only be resumed with the plan it began with"):
         run(tmp_path / "run", other, resume=True)
 
 
 def test_once_means_after_the_last_round_whichever_that_is(tmp_path: Path) -> None:
-    once = fedpriv.Evaluation(noise_multiplier=8.0, held_out=0.4)
+    once = fedpriv.FederatedEvaluation(noise_multiplier=8.0, held_out=0.4)
     whole = run(tmp_path / "whole", once)
     asked = [each.round for each in whole.rounds if "evaluation/accuracy" in each.metrics]
     assert asked == [5]
@@ -234,7 +234,7 @@ def test_a_query_beyond_the_budget_is_not_asked(
 ) -> None:
     mechanism = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(1.0))
     mechanism = mechanism.with_noise(2.0, epsilon=2.0, delta=1e-2)
-    greedy = fedpriv.Evaluation(noise_multiplier=2.5, every=1, held_out=0.4)
+    greedy = fedpriv.FederatedEvaluation(noise_multiplier=2.5, every=1, held_out=0.4)
     with caplog.at_level(logging.WARNING):
         found = run(tmp_path / "run", greedy, mechanism=mechanism, rounds=50)
     assert found.stop is Stop.BUDGET
@@ -245,7 +245,7 @@ def test_a_query_beyond_the_budget_is_not_asked(
 
 def test_users_do_not_train_on_what_is_kept(tmp_path: Path) -> None:
     table = {"noise_multiplier": 8.0, "held_out": 0.4}
-    config = fedpriv.config.load_config(FILE, [f"evaluation={{{_inline(table)}}}"])
+    config = fedpriv.config.load_config(FILE, [f"federated_evaluation={{{_inline(table)}}}"])
     experiment, transport = fedpriv.build.simulated(config, "run")
     evaluation = experiment.evaluation
     assert isinstance(evaluation, UserEvaluation)
@@ -264,7 +264,10 @@ def _inline(table: dict[str, object]) -> str:
 
 def test_a_file_asks_for_it(tmp_path: Path) -> None:
     given = [
-        *("--set", "evaluation={noise_multiplier=10.0, every=2, report={loss={bound=3}}}"),
+        *(
+            "--set",
+            "federated_evaluation={noise_multiplier=10.0, every=2, report={loss={bound=3}}}",
+        ),
         *("--set", "rounds=3", "--set", "seed=1"),
     ]
     assert "3 rounds and the evaluation cost" in printed("plan", FILE, *given)
@@ -276,28 +279,39 @@ def test_a_file_asks_for_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("assignments", "message"),
     [
-        (["evaluation={noise_multiplier=0.0}"], "evaluation.noise_multiplier is 0.0"),
-        (["evaluation={noise_multiplier=5.0, held_out=1.0}"], "evaluation.held_out is 1.0"),
-        (["evaluation={noise_multiplier=5.0, report={}}"], "names no metric"),
-        (["evaluation={noise_multiplier=5.0, report={acuracy={}}}"], "did you mean 'accuracy'"),
         (
-            ["evaluation={noise_multiplier=5.0, report={'update-norms:update'={thresholds=[1]}}}"],
+            ["{noise_multiplier=0.0}"],
+            "noise_multiplier is 0.0",
+        ),
+        (
+            ["{noise_multiplier=5.0, held_out=1.0}"],
+            "held_out is 1.0",
+        ),
+        (["{noise_multiplier=5.0, report={}}"], "names no metric"),
+        (
+            ["{noise_multiplier=5.0, report={acuracy={}}}"],
+            "did you mean 'accuracy'",
+        ),
+        (
+            ["{noise_multiplier=5.0, report={'update-norms:update'={thresholds=[1]}}}"],
             "metric 'update-norms:update' is of updates; it must be of examples",
         ),
         (
-            ["evaluation={noise_multiplier=0.5}"],
+            ["{noise_multiplier=0.5}"],
             "without a round; privacy.epsilon is 2.0 and must",
         ),
         (
-            ["evaluation={noise_multiplier=5.0}", "privacy.unit=example"],
-            "evaluation is given and privacy.unit is 'example'",
+            ["{noise_multiplier=5.0}", "privacy.unit=example"],
+            "federated_evaluation is given and privacy.unit is 'example'",
         ),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_spent(
     assignments: list[str], message: str, tmp_path: Path
 ) -> None:
-    given = [part for each in assignments for part in ("--set", each)]
+    section, *others = assignments
+    settings = (f"federated_evaluation={section}", *others)
+    given = [part for each in settings for part in ("--set", each)]
     assert message in refused("simulate", FILE, *given, "--out", tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
 
@@ -307,15 +321,15 @@ def test_a_metric_that_fails_is_found_on_public_rows(tmp_path: Path) -> None:
         raise ValueError("of no use")
 
     own = fedpriv.Task(nn.Linear(5, 3), metrics={"mine": failing})
-    asked = fedpriv.Evaluation(noise_multiplier=8.0, report={"mine": {"radius": 1.0}})
+    asked = fedpriv.FederatedEvaluation(noise_multiplier=8.0, report={"mine": {"radius": 1.0}})
     mechanism = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(1.0))
-    with pytest.raises(ModelError, match="metric 'mine' of evaluation cannot be computed: of no"):
+    with pytest.raises(ModelError, match="metric 'mine' of federated_evaluation cannot be"):
         fedpriv.simulate(
             population(),
             own,
             mechanism.calibrate(epsilon=4.0, delta=1e-2, rounds=2),
             local=fedpriv.SGD(0.1, epochs=1),
-            evaluation=asked,
+            federated_evaluation=asked,
             out=tmp_path / "run",
         )
     assert list(tmp_path.iterdir()) == []
@@ -323,9 +337,9 @@ def test_a_metric_that_fails_is_found_on_public_rows(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["on nodes", "on workers"])
 def test_it_does_not_reach_nodes(where: str, tmp_path: Path) -> None:
-    config = fedpriv.config.load_config(FILE, ["evaluation={noise_multiplier=5.0}"])
+    config = fedpriv.config.load_config(FILE, ["federated_evaluation={noise_multiplier=5.0}"])
     setup = RunSetup.at(config, tmp_path / "run", resume=False)
-    with pytest.raises(InvalidValueError, match=f"evaluation is given; {where} it must be absent"):
+    with pytest.raises(InvalidValueError, match=f"evaluation is given; {where} it must be"):
         setup.refuse_true_figures(where)
 
 
