@@ -44,6 +44,7 @@ def test_subjects_are_users_of_windows_in_units_of_gravity_and_half_turns(tmp_pa
     assert users.examples_of(1)["y"].tolist() == [4, 3]
     np.testing.assert_allclose(population.test["x"], [windows[2]], rtol=1e-6)
     assert population.test["y"].tolist() == [2]
+    assert population.test["held_out_user"].tolist() == [19]
     kinds = {name: field.dtype for name, field in users.fields.items()}
     assert kinds == {"x": np.float32, "y": np.int64}
     assert population.name == "har: 2 subjects"
@@ -74,6 +75,7 @@ def test_patients_are_users_and_every_fifth_is_held_out(tmp_path):
     np.testing.assert_allclose(x[1, :12] - x[0, :12], np.log(1.5), rtol=1e-4)
     np.testing.assert_allclose(x[0, 0], np.log(0.02 / 0.0104), rtol=1e-5)
     assert x.shape == (3, 19)
+    assert population.test["held_out_user"].tolist() == [5] * 3 + [10] * 3
 
 
 @pytest.mark.parametrize(("target", "tens"), [("motor_UPDRS", 0.4), ("total_UPDRS", 0.0)])
