@@ -250,7 +250,7 @@ def tune_file(
     table = with_defaults(table)  # before a trial's own norm decides what goes with it
     config = parse_config(table, str(file))
     section = config.tune or TuneSection()
-    for name in ("projection", "evaluation", "stopping"):
+    for name in ("projection", "federated_evaluation", "stopping"):
         if getattr(config, name) is not None:
             raise InvalidValueError(
                 f"{name} is given; it must be absent, as a trial is priced by its rounds alone"
