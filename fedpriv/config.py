@@ -217,7 +217,7 @@ class LocalSection(Section):
     """
 
     algorithm: Annotated[str, _one_of(_ALGORITHM)] = "sgd"
-    learning_rate: Positive | Options = DEFAULT_LOCAL_LEARNING_RATE
+    learning_rate: Positive | Options  # by default that of SGD, which others cannot share
     batch_size: Count | Literal["all"] = "all"
     epochs: Count | None = None
     steps: Count | None = None
@@ -228,10 +228,13 @@ class LocalSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_epoch(cls, table: object) -> object:
-        if isinstance(table, Mapping) and not {"epochs", "steps"} & table.keys():
-            return {**table, "epochs": 1}
-        return table
+    def _left_out(cls, table: object) -> object:
+        if not isinstance(table, Mapping):
+            return table
+        length = {} if {"epochs", "steps"} & table.keys() else {"epochs": 1}
+        sgd = table.get("algorithm", "sgd") == "sgd"
+        rate = {"learning_rate": DEFAULT_LOCAL_LEARNING_RATE} if sgd else {}
+        return {**rate, **length, **table}
 
     @model_validator(mode="after")
     def _must_know_schedules(self) -> Self:

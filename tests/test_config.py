@@ -80,6 +80,8 @@ def test_the_optimiser_belongs_to_the_norm() -> None:
 
 
 def test_what_is_given_of_local_training_stays() -> None:
+    with pytest.raises(InvalidValueError, match=r"key local\.learning_rate is absent"):
+        parse_config({**BARE, "local": {"algorithm": "adamw"}}, "test")
     steps = parse_config({**BARE, "local": {"steps": 3}}, "test")
     assert steps.training() == SGD(0.3, steps=3)
     examples = parse_config({**BARE, "privacy": {**BARE["privacy"], "unit": "example"}}, "test")

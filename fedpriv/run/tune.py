@@ -250,8 +250,11 @@ def tune_file(
     table = with_defaults(table)  # before a trial's own norm decides what goes with it
     config = parse_config(table, str(file))
     section = config.tune or TuneSection()
-    if config.projection:
-        raise InvalidValueError("projection is given; fedpriv tune cannot search with it")
+    for name in ("projection", "federated_evaluation", "stopping"):
+        if getattr(config, name) is not None:
+            raise InvalidValueError(
+                f"{name} is given; it must be absent, as a trial is priced by its rounds alone"
+            )
     if on == "users":
         data = config.simulated_data
         if synthetic:
@@ -725,7 +728,7 @@ def _searchable(config: Config, key: str) -> bool:
     rate = config.server.options.get("learning_rate")
     return {
         _RATE: not isinstance(rate, Mapping),
-        _LOCAL: config.privacy.unit == "user",
+        _LOCAL: config.local is not None and not isinstance(config.local.learning_rate, Mapping),
         _NORM: not config.clipping.groups,
         _Q: config.sampling.policy == "poisson",
         _ROUNDS: True,

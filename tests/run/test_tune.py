@@ -353,6 +353,7 @@ class TestOnUsers:
         ("users", ["tune.space={rounds={low=2,high=9}}"], "rounds is a range; on users it must be"),
         ("users", ["privacy.noise_multiplier=0.5"], "privacy.epsilon is 4.0 and must be larger"),
         ("users", ["tune.trials=1"], "the mean number of trials is 1.0; it must be finite and"),
+        ("users", ["federated_evaluation={noise_multiplier=9.0}"], "federated_evaluation is given"),
         ("public", ["tune.objective=auc"], "tune.objective is 'auc'"),
         ("public", ["tune.space={rounds=[]}"], "tune.space.rounds is empty"),
         ("public", ["tune.space={rounds={low=9,high=2}}"], "low is 9 and high is 2"),
