@@ -222,7 +222,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
                 f"server_rates_{task}",
                 f"The server's learning rate, {named}",
                 "Flat clipping to 0.3, q = 0.3, 100 rounds, one seed.",
-                Axis("server's learning rate", "no unit", log=True),
+                Axis("server's learning rate", log=True),
                 Axis("accuracy on held-out rows", "%"),
                 series,
             )

@@ -79,9 +79,7 @@ def charts(runs: list[list[Row]], title: str) -> tuple[Chart, Chart]:
             "what it cost, from the ledger",
             "",
             ROUNDS,
-            Axis(
-                f"{runs[0][0]['unit']}-level ε spent, at δ = {delta:g}", "no unit", from_zero=True
-            ),
+            Axis(f"{runs[0][0]['unit']}-level ε spent, at δ = {delta:g}", from_zero=True),
             [Series("ε", numbers, epsilon, colour=1)],
         ),
     )

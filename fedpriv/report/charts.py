@@ -39,18 +39,25 @@ _TEMPLATES = files("fedpriv.report") / "templates"
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a chart: a quantity and its unit, "no unit" for a pure number."""
+    """One axis of a chart: a quantity and its unit, empty for a pure number."""
 
     name: str
-    unit: str
+    unit: str = ""
     log: bool = False
     ends: tuple[float, float] | None = None  # None: as far as the data go
     from_zero: bool = False  # of a linear scale without ends
     ticks: tuple[tuple[float, str], ...] = ()  # values and their text; none: round numbers
 
     def __post_init__(self) -> None:
-        if not self.name or not self.unit:
-            raise InvalidValueError(f"axis {self.name!r} has unit {self.unit!r}; it must have both")
+        if not self.name:
+            raise InvalidValueError(
+                f"an axis with unit {self.unit!r} has no name; it must have one"
+            )
+
+    @property
+    def title(self) -> str:
+        """The quantity with its unit, if it has one."""
+        return f"{self.name} ({self.unit})" if self.unit else self.name
 
 
 @dataclass(frozen=True)
@@ -156,7 +163,7 @@ def embedded(chart: Chart) -> dict[str, Any]:
     faded = alt.when(chosen).then(alt.value(1.0)).otherwise(alt.value(0.1))
     tips = [alt.Tooltip("series:N")]
     for name, axis in (("x", chart.x), ("y", chart.y)):
-        tips.append(alt.Tooltip(f"{name}:Q", title=f"{axis.name} ({axis.unit})", format=".4~g"))
+        tips.append(alt.Tooltip(f"{name}:Q", title=axis.title, format=".4~g"))
     if any(each.low for each in chart.series):
         tips += [alt.Tooltip(f"{end}:Q", format=".4~g") for end in ("low", "high")]
     base, _ = _encoded(chart)
@@ -256,9 +263,9 @@ def _shown(value: float | None, axis: Axis) -> float | None:
 
 
 def _drawn(axis: Axis, scale: str) -> dict[str, Any]:
-    title: str | list[str] = [axis.name, f"({axis.unit})"]
-    if len(axis.name) + len(axis.unit) <= _BREAK:
-        title = " ".join(title)
+    title: str | list[str] = axis.title
+    if axis.unit and len(axis.name) + len(axis.unit) > _BREAK:
+        title = [axis.name, f"({axis.unit})"]
     scaled = alt.Scale(type="log" if axis.log else "linear", padding=6, nice=False)
     if not axis.log:
         scaled.zero = axis.from_zero

@@ -36,6 +36,7 @@ class Section:
     paragraphs: Sequence[str] = ()
     answers: int = 0  # how many of the first paragraphs are the main result, in larger type
     warnings: Sequence[str] = ()
+    first: Sequence[Chart] = ()  # charts that are seen first, below the main result
     cards: Sequence[Card] = ()
     tables: Sequence[Table] = ()
     terms: Mapping[str, str] = field(default_factory=dict)  # with their meanings
@@ -46,7 +47,8 @@ class Section:
     @property
     def empty(self) -> bool:
         """Whether there is nothing below its heading."""
-        content = (self.paragraphs, self.warnings, self.cards, self.tables, self.terms, self.charts)
+        text = (self.paragraphs, self.warnings, self.cards, self.tables, self.terms)
+        content = (*text, self.first, self.charts)
         return not (self.listing or any(content))
 
 

@@ -44,7 +44,6 @@ def page_of_run(record: RunRecord) -> Page:
         _summary(record, loss),
         *([assumptions(loss, record.ledger)] if loss else []),
         Section("accuracy", "How good the model is", nothing, charts=round_charts(record.rounds)),
-        Section("front", "Accuracy and privacy", charts=_front_charts(record)),
         *privacy_sections(record),
         Section("norms", "Clipping", charts=norms),
         _ledger_section(record),
@@ -95,7 +94,15 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> Section:
     ]
     warned = warnings(record.delta, record.ledger)
     answer = [_statement(record, loss)]
-    return Section("summary", "Summary", answer, answers=1, warnings=warned, cards=cards)
+    return Section(
+        "summary",
+        "Summary",
+        answer,
+        answers=1,
+        warnings=warned,
+        first=_front_charts(record),
+        cards=cards,
+    )
 
 
 def _contributors(record: RunRecord) -> list[Card]:

@@ -12,7 +12,7 @@ from fedpriv.errors import DataError, writing
 from fedpriv.report.charts import Axis, Chart, Series, declared, save, spans_decades, texts
 from fedpriv.report.tables import Column, Table, fitted, json_text, print_table
 from fedpriv.studies import ArmSummary, Interval, ReadStudy, Study, Target
-from fedpriv.studies.results import ACCURACY, LOSS, Measure, verdict
+from fedpriv.studies.results import ACCURACY, LOSS, Measure, best_of, verdict
 from fedpriv.studies.study import Line, NumericAxis, numeric_axes
 from fedpriv.training.rounds import RoundResult
 
@@ -21,12 +21,12 @@ _NAMES = {
     "data.options.users": ("users enrolled", "count"),
     "rounds": ("rounds", "count"),
     "clipping.norm": ("clipping norm", "scaled L2"),
-    "privacy.sampling_probability": ("sampling probability", "no unit"),
+    "privacy.sampling_probability": ("sampling probability", ""),
     "local.epochs": ("local epochs", "count"),
-    "local.learning_rate": ("local learning rate", "no unit"),
+    "local.learning_rate": ("local learning rate", ""),
 }
 _WIDTH = 0.6  # of the distance between two ε that points of several arms take
-_NONE = "–"
+_NONE, _BEST = "–", "★"
 _Of = Callable[[ArmSummary], Interval | None]
 _Labelled = tuple[str, Line, Target]  # a label, what it names, and where
 
@@ -64,7 +64,7 @@ def front_chart(arms: Sequence[ArmSummary]) -> Chart:
         x = [arm.epsilon for arm in own]
         series.append(line_of(name, x, [*map(measure.end, own)], bars=True))
     spent = [arm.epsilon for arm in arms]
-    axis = _axis(f"ε at δ = {arms[0].target.delta:g}", "no unit", spent)
+    axis = _axis(f"ε at δ = {arms[0].target.delta:g}", "", spent)
     return measure_chart("study-front", measure, series, "front", axis)
 
 
@@ -157,6 +157,8 @@ def results_table(read: ReadStudy, target: Target) -> Table:
     """How arms compare at a target."""
     study, arms = read.study, [arm for arm in read.arms if arm.target == target]
     measure, seeds = measure_of(arms), len(study.seeds)
+    best = best_of(arms, measure) if len(arms) > 1 else None
+    extreme = "highest" if measure is ACCURACY else "lowest"
     end = "accuracy\n(%)" if measure is ACCURACY else "loss"
     levels = [Column(f"rounds\nto {100 * level:g}%", spare=2) for level in study.accuracies]
     spent = [Column("noise\nz", spare=3), Column("ε\nspent", spare=1)]
@@ -167,10 +169,15 @@ def results_table(read: ReadStudy, target: Target) -> Table:
         against = "baseline" if arm.arm == study.baseline else _text(measure.difference(arm), "+")
         reached = [_rounds(arm, level) for level in study.accuracies]
         cost = (f"{arm.noise_multiplier:.4g}", format_epsilon(arm.epsilon))
-        rows.append((f"{arm.arm}{some}", _text(measure.end(arm)), against, *reached, *cost))
+        mark = f" {_BEST}" if arm.arm == best else ""
+        name = f"{arm.arm}{some}{mark}"
+        rows.append((name, _text(measure.end(arm)), against, *reached, *cost))
+    means = f"means over {seeds} seeds ± Student's 95% interval"
+    if seeds == 1:
+        means = "one seed, so no interval"
     caption = (
-        f"At ε = {target.epsilon:g}, δ = {target.delta:g}: means over {seeds} seeds ± "
-        f"Student's 95% interval, differences from {study.baseline} paired by seed"
+        f"At ε = {target.epsilon:g}, δ = {target.delta:g}: {means}, differences from "
+        f"{study.baseline} paired by seed; {_BEST} marks the {extreme} mean"
     )
     return Table(caption, [Column("arm", "text"), *numbers], rows)
 
@@ -290,7 +297,7 @@ def _beside(names: Sequence[str], arms: Sequence[ArmSummary], of: _Of) -> list[S
 def _targets_axis(targets: Sequence[Target]) -> Axis:
     return Axis(
         f"ε of each run at δ = {targets[0].delta:g}",
-        "no unit",
+        "",
         ends=(-0.5, len(targets) - 0.5),
         ticks=tuple((float(n), f"{target.epsilon:g}") for n, target in enumerate(targets)),
     )

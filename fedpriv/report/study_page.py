@@ -38,10 +38,9 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
     by_round = [_by_round_chart(_at(arms, t), t, f"accuracy-{n}") for n, t in enumerate(targets)]
     front = studies.front_chart(read.arms) if len(targets) > 1 else _spent_chart(arms, targets[0])
     sections = [
-        _summary(read, arms, targets),
+        _summary(read, arms, targets, front),
         Section("differences", "Against the baseline", charts=[compared] if compared else []),
         Section("accuracy", "How good the models are", charts=by_round),
-        Section("front", "Accuracy and privacy", charts=[front]),
         Section("varied", "What was varied", charts=studies.varied_charts(read.study, read.arms)),
         *_privacy(arms),
         _clipping(read, arms, targets),
@@ -79,7 +78,9 @@ def _who(arms: Sequence[_Arm]) -> str:
     return min(names) if len(names) == 1 else f"{len(names)} populations"
 
 
-def _summary(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -> Section:
+def _summary(
+    read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target], front: Chart
+) -> Section:
     study = read.study
     users = {users_of(record.ledger) for arm in arms for record in arm.records}
     said = verdict(study, read.arms)
@@ -91,6 +92,7 @@ def _summary(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -
         "Summary",
         [*said, studies.CAVEAT],
         answers=len(said),
+        first=[front],
         warnings=[f"{read.missing} runs of the study are not finished."] if read.missing else [],
         cards=[
             Card("arms", str(len(names)), f"against {study.baseline}"),

@@ -309,7 +309,8 @@ def verdict(study: Study, arms: Sequence[ArmSummary]) -> tuple[str, ...]:
     """For each target, which arm is best, and which arms are better or worse than the baseline.
 
     An arm is if the interval of its paired differences excludes zero. Arms that share fewer than
-    two seeds with the baseline are left out, and so are targets with no other arms. Each interval
+    two seeds with the baseline are left out, and so are targets with no other arms; where no arm
+    shares two, the best is named without an interval. Each interval
     is for one arm alone: of twenty equal arms, one is expected to seem different.
     """
     said = []
@@ -326,7 +327,7 @@ def _compared(arms: Sequence[ArmSummary], baseline: str) -> str:
     gaps = {arm.arm: measure.difference(arm) for arm in arms}
     known = {arm: gap for arm, gap in gaps.items() if gap and gap.half_width is not None}
     if not known:
-        return ""
+        return _without_interval(arms, gaps, measure, baseline)
     found = {arm.arm: measure.end(arm) for arm in arms if arm.arm in {*known, baseline}}
     scores = {arm: sign * end.mean for arm, end in found.items() if end}
     ranked = sorted(scores, key=lambda arm: (math.isnan(scores[arm]), -scores[arm]))
@@ -352,6 +353,35 @@ def _compared(arms: Sequence[ArmSummary], baseline: str) -> str:
         parts += [f"{word}: {named}{more}"] if alike else []
     against = f" Against {baseline}, with {CONFIDENCE:.0%} intervals, {'; '.join(parts)}."
     return said + against if parts else said
+
+
+def best_of(arms: Sequence[ArmSummary], measure: Measure) -> str | None:
+    """The arm with the best mean; None if none is finite."""
+    sign = 1.0 if measure is ACCURACY else -1.0
+    ends = {arm.arm: measure.end(arm) for arm in arms}
+    scores = {arm: sign * end.mean for arm, end in ends.items() if end and math.isfinite(end.mean)}
+    return max(scores, key=scores.__getitem__, default=None)
+
+
+def _without_interval(
+    arms: Sequence[ArmSummary],
+    gaps: Mapping[str, Interval | None],
+    measure: Measure,
+    baseline: str,
+) -> str:
+    """Which arm is best by what no interval says is more than chance; empty of a single arm."""
+    best = best_of(arms, measure)
+    ends = {arm.arm: measure.end(arm) for arm in arms}
+    end = ends.get(best or "")
+    if len(arms) < 2 or best is None or end is None:
+        return ""
+    percent = measure is ACCURACY
+    said = f"{best} has the {'highest' if percent else 'lowest'} {measure.name}, "
+    said += f"{end.mean:.2f}%" if percent else f"{end.mean:.4g}"
+    if (gap := gaps.get(best)) is not None:
+        points = " points" if percent else ""
+        said += f", {abs(gap.mean):.{measure.digits}f}{points} from {baseline}"
+    return f"{said} (one seed: no interval, so chance may have decided)."
 
 
 def _told(gap: Interval, sign: float) -> str:

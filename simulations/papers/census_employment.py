@@ -405,7 +405,7 @@ def coefficient_chart(study: Study) -> Chart:
         "coefficients",
         "Who is employed: exact and private coefficients, with 95% intervals",
         f"How much each fact adds to the log odds; δ = {DELTA:g}.",
-        Axis("what is true of a person", "no unit", ends=(0.5, len(TERMS) - 0.5), ticks=ticks),
+        Axis("what is true of a person", ends=(0.5, len(TERMS) - 0.5), ticks=ticks),
         Axis("coefficient", "log odds"),
         series,
     )
@@ -427,8 +427,8 @@ def reliability_chart(study: Study) -> Chart:
         "Calibration on people who were held out",
         f"Bins of width {1 / BINS:g} that at least 1% of people are in. Below the diagonal, "
         "too many people are said to be employed.",
-        Axis("predicted share of employed people", "no unit", ends=whole),
-        Axis("true share", "no unit", ends=whole),
+        Axis("predicted share of employed people", ends=whole),
+        Axis("true share", ends=whole),
         series,
     )
 

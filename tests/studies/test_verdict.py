@@ -97,7 +97,8 @@ def cell_rounds(cell: Cell) -> int:
 
 def test_one_seed_tells_nothing_and_each_target_has_a_sentence(tmp_path: Path) -> None:
     one = read(tmp_path, accuracy, seeds=1)
-    assert verdict(one.study, one.arms) == ()
+    (alone,) = verdict(one.study, one.arms)
+    assert "(one seed: no interval" in alone
     two = read(tmp_path, accuracy, target={"epsilon": [1, 8.0], "delta": 1e-2})
     assert [text.partition(",")[0] for text in verdict(two.study, two.arms)] == [
         "At ε = 1",
