@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fedpriv.data.arrays import from_arrays
 from fedpriv.data.files import find_file, read_csv, read_npz
-from fedpriv.data.population import Array, Population, check_count
+from fedpriv.data.population import HELD_OUT_USER, Array, Population, check_count
 from fedpriv.errors import DataError, InvalidValueError, known_names
 
 Floats = NDArray[np.float64]
@@ -172,7 +172,9 @@ def load_census(
     y = (columns["employed"] == 1.0 if target == "employed" else above).astype(np.int64)
     x = census_facts(columns, [name for name in YES_OR_NO if name != target])
     made = _population("census", "people", path, x, y, np.arange(people), held_out)
-    return Population(f"{made.name}, seed {seed}", made.users, made.test)
+    # A figure of one person's one row says nothing.
+    test = {field: rows for field, rows in made.test.items() if field != HELD_OUT_USER}
+    return Population(f"{made.name}, seed {seed}", made.users, test)
 
 
 def census_facts(
@@ -205,7 +207,7 @@ def _population(
     if held_out.all() or not held_out.any():
         raise DataError(f"{path} must hold {called} who are users and {called} who are held out")
     users = from_arrays({"x": x[~held_out], "y": y[~held_out]}, person[~held_out])
-    test = {"x": x[held_out], "y": y[held_out]}
+    test = {"x": x[held_out], "y": y[held_out], HELD_OUT_USER: person[held_out]}
     return Population(f"{name}: {users.population} {called}", users, test)
 
 
