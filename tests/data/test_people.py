@@ -70,6 +70,7 @@ def test_patients_are_users_and_every_fifth_is_held_out(tmp_path):
     # Ages are 60 and the patient's number, and age is the fifth from last of 19 inputs.
     ages = np.round(65 + 10 * population.test["x"][:, 16]).tolist()
     assert ages == [65] * 3 + [70] * 3
+    assert population.test["held_out_user"].tolist() == [5] * 3 + [10] * 3
     # Patient 1 has measures of 0.02 in the first row, and of 0.03 in the second.
     x = users.examples_of(0)["x"]
     np.testing.assert_allclose(x[1, :12] - x[0, :12], np.log(1.5), rtol=1e-4)
@@ -110,6 +111,7 @@ def test_people_are_users_of_one_row_whose_facts_do_not_tell_the_target(tmp_path
         assert mine["x"].sum() == len(facts) == 2 + len(asked)
         assert mine["y"][0] == (row["employed"] if target == "employed" else row["income"] > 50_000)
     assert len(population.test["y"]) == 4
+    assert population.test.keys() == {"x", "y"}
 
 
 def test_who_is_held_out_depends_on_the_seed_and_not_on_what_is_asked(tmp_path):

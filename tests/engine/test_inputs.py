@@ -144,7 +144,7 @@ def test_a_population_of_several_inputs_is_simulated(tmp_path: Path) -> None:
         out=tmp_path / "run",
         quiet=True,
     )
-    assert [set(each.metrics) for each in run.rounds] == [{"accuracy"}] * 2
+    assert [set(each.metrics) for each in run.rounds] == [{"accuracy", "contributors"}] * 2
     assert 'inputs = [\n    "input_ids",\n    "attention_mask",\n]' in (
         tmp_path / "run" / "plan.toml"
     ).read_text(encoding="utf-8")
