@@ -99,22 +99,11 @@ def keys_of(section: type[BaseModel]) -> set[str]:
 
 
 def test_every_key_is_documented_and_every_documented_key_exists() -> None:
-    table = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    page = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    table = page.partition("\n## ")[0]  # tables after it are of other things
     documented = set()
     for cell in re.findall(r"^\| (`[^|]*`) \|", table, re.MULTILINE):
         documented |= set(re.findall(r"`([a-z_.]+)`", cell))
-    files = (
-        ".html",
-        ".json",
-        ".jsonl",
-        ".npz",
-        ".png",
-        ".safetensors",
-        ".sha256",
-        ".sqlite",
-        ".toml",
-    )
-    documented = {name for name in documented if not name.endswith(files)}
     assert documented == keys_of(Config)
 
 

@@ -1,13 +1,21 @@
 """What mkdocs is told beside its plugins; `make docs-build` builds the site itself."""
 
 import doctest
+import functools
+import http.server
 import importlib.util
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.report.browser import browsing
+
 pytestmark = pytest.mark.slow  # CI builds the site first, which installs mkdocs
-HOOKS = Path(__file__).parents[1] / "docs" / "hooks.py"
+ROOT = Path(__file__).parents[1]
+HOOKS = ROOT / "docs" / "hooks.py"
+SITE = ROOT / "build" / "site"
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +68,38 @@ def test_every_command_is_in_the_reference(hooks: object) -> None:
     text = hooks.commands()
     for name in ("simulate", "compare", "serve", "join", "ledger verify", "certs sign"):
         assert f"`fedpriv {name}`" in text
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    """Files of a folder, without a line for each request."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Where the site that was built last is served."""
+    if not (SITE / "index.html").exists():
+        pytest.skip("the site was not built; `make docs-build` does")
+    handler = functools.partial(Quiet, directory=SITE)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{serving.server_port}"
+        serving.shutdown()
+
+
+def test_search_finds_pages_on_a_phone_without_another_host(address: str, tmp_path: Path) -> None:
+    with browsing(tmp_path) as tab:
+        size = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+        tab.call("Emulation.setDeviceMetricsOverride", **size)
+        tab.call("Page.navigate", url=f"{address}/index.html?q=clipping+norm")
+        tab.wait_for("document.querySelectorAll('.md-search-result__item').length > 3")
+        for page in ("start", "notebooks/clippings", "reference/api", "configuration"):
+            tab.call("Page.navigate", url=f"{address}/{page}.html")
+            there = f"location.pathname == '/{page}.html' && document.readyState == 'complete'"
+            tab.wait_for(there)
+            assert tab.evaluate("document.documentElement.scrollWidth") == 390, page
+        assert tab.complaints() == []
+        asked = [url for url in tab.requested() if not url.startswith("data:")]
+        assert [url for url in asked if not url.startswith(address)] == []
