@@ -315,7 +315,7 @@ def conduct(
     before = (each for each in folder.results() if each.round <= state.round)
     values = [value for each in before for value in _read(section, each)]
     rounds = train(plan, state, transport, records, experiment.entropy)
-    stop = Stop.NO_GAIN
+    stop, latest, figures = Stop.NO_GAIN, None, dict[str, Any]()
     while stopping is None or state.round == plan.rounds or not stopping.reached(values):
         began = clock() if clock else 0.0
         try:
@@ -326,7 +326,8 @@ def conduct(
         seconds = clock() - began if clock else None
         result = replace(result, simulation_only_seconds=seconds)
         if state.round % output.evaluate_every == 0 or state.round == plan.rounds:
-            result = replace(result, **measured())
+            latest, figures = state, measured()
+            result = replace(result, **figures)
         if evaluation is not None:
             ends = stopping is not None and stopping.reached([*values, *_read(section, result)])
             if evaluation.due(state.round, last=ends or state.round == plan.rounds):
@@ -339,7 +340,8 @@ def conduct(
     keep()
     model = released_model(state, folder.results())
     with_room(lambda: write_atomically(folder.model, model))
-    return Run(folder.path, experiment.task, stop, state, **measured())
+    figures = figures if latest is state else measured()
+    return Run(folder.path, experiment.task, stop, state, **figures)
 
 
 def _read(section: StoppingSection | None, result: RoundResult) -> list[float]:
