@@ -274,7 +274,7 @@ def _check_schedule(key: str, value: object) -> None:
     """Refuse a table that names no schedule."""
     name = value.get("schedule") if isinstance(value, Mapping) else next(iter(SCHEDULES))
     if name not in SCHEDULES and ":" not in str(name):
-        hint = f"{known_names(str(name), SCHEDULES)}, or package.module:Class"
+        hint = f"{known_names(str(name or ''), SCHEDULES)}, or package.module:Class"
         raise ValueError(f"{key}.schedule is {name!r}; {hint}")
 
 

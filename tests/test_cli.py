@@ -51,6 +51,8 @@ def test_simulate_writes_the_run_folder(run_folder: Path) -> None:
         "epsilon.svg",
         "loss.png",
         "loss.svg",
+        "metric-contributors.png",
+        "metric-contributors.svg",
     }
     assert (run_folder / "ledger.participation.sqlite").stat().st_mode & 0o777 == 0o600
 
@@ -215,7 +217,9 @@ def test_clippings_differ_by_one_key(strategy: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
         (event,) = {row.event for row in ledger.charges()}
-    assert len(event.queries) == (2 if strategy == "per-layer" else 1)
+    (*groups, counting) = event.queries
+    assert len(groups) == (2 if strategy == "per-layer" else 1)
+    assert counting.group == "metrics/contributors"
     assert event.noise_multiplier == pytest.approx(4.0)
 
 

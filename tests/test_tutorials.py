@@ -83,6 +83,14 @@ def free_port() -> int:
         return int(listening.getsockname()[1])
 
 
+@pytest.fixture(autouse=True)
+def modules_of_a_page(tmp_path: Path) -> Iterator[None]:
+    """Other pages and tests have others of the same names."""
+    yield
+    for path in tmp_path.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_tells_to_type_works(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

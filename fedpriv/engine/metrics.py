@@ -37,7 +37,7 @@ from fedpriv.errors import FedprivError, InvalidValueError, ModelError, known_na
 from fedpriv.importing import check_options, import_function
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates, rows_of
-from fedpriv.privacy.gaussian_mechanism import METRIC_PREFIX, Metric
+from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, METRIC_PREFIX, Metric
 from fedpriv.privacy.layout import Layout, VectorGroup, layers, per_layer
 from fedpriv.privacy.round import RoundRequest
 
@@ -453,7 +453,7 @@ def diagnose_chunk(
 
     Columns: mean loss; per group whether it was clipped; norms of groups; norms of layers.
     """
-    groups = request.clipping.sent
+    groups = _clipped_groups(request)
     norms = torch.stack([*group_norms(tensors, groups).values()], 1)
     bounds = norms.new_tensor([group.clipping_norm * _ROUNDING for group in groups])
     by_layer = torch.stack([*group_norms(tensors, _layers_of(request)).values()], 1)
@@ -470,7 +470,7 @@ def diagnose_round(
     request: RoundRequest, chunks: Sequence[npt.NDArray[np.float64]]
 ) -> SimulationOnlyDiagnostics:
     """Diagnostics of a round from those of its chunks."""
-    groups = [group.name for group in request.clipping.sent]
+    groups = [group.name for group in _clipped_groups(request)]
     by_layer = [layer.name for layer in _layers_of(request)]
     rows = np.concatenate([np.empty((0, 1 + 2 * len(groups) + len(by_layer))), *chunks])
     # Exact sums, whatever chunks users were in.
@@ -487,6 +487,11 @@ def diagnose_round(
         simulation_only_group_norms=dict(zip(groups, norms.tolist(), strict=True)),
         simulation_only_update_norms=dict(zip(by_layer, lengths.tolist(), strict=True)),
     )
+
+
+def _clipped_groups(request: RoundRequest) -> list[VectorGroup]:
+    """Groups that may be clipped: that a user contributes is always 1."""
+    return [group for group in request.clipping.sent if group != CONTRIBUTORS.group]
 
 
 def _layers_of(request: RoundRequest) -> tuple[VectorGroup, ...]:

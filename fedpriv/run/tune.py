@@ -435,7 +435,6 @@ class _Search:
                 shape = None if section.law == "poisson" else section.shape
                 count = number_of_trials(secret.getrandbits(52), section.trials, shape)
                 best = self._best_of(count, secret, space, kinds, score, sign)
-                charge.redeem()
             if best is None:
                 self.console.print("no trial ended; the charge stays, and nothing is released")
                 return Tuning(folder.path, {}, None, epsilon=price)

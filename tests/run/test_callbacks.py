@@ -64,6 +64,7 @@ def test_the_example_of_the_guide_is_told_what_metrics_say(
             "unclipped/1.weight": row["unclipped"]["1.weight"],
             "unclipped/1.bias": row["unclipped"]["1.bias"],
             "metric/accuracy": row["metrics"]["accuracy"],
+            "metric/contributors": row["metrics"]["contributors"],
         }
 
 
@@ -119,6 +120,8 @@ def test_nothing_that_is_not_released_has_a_place() -> None:
         "metrics_noise_stddev",
         "loss",
         "accuracy",
+        "figures",
+        "held_out_users",
         "simulation_only_seconds",  # None for callbacks
         "unit",
     ]

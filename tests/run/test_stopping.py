@@ -118,18 +118,13 @@ def test_resuming_stops_in_the_same_round_and_can_go_on_without_the_rule(tmp_pat
     stopped = run(tmp_path / "stopped", rule)
     end = len(stopped.rounds)
 
-    class CutShortError(Exception):
-        pass
-
     def interrupt(result: fedpriv.RoundResult) -> None:
         if result.round == end - 1:
-            raise CutShortError
+            raise KeyboardInterrupt
 
     folder = tmp_path / "interrupted"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedpriv.run.run._tell", lambda _, result: interrupt(result))
-        with pytest.raises(CutShortError):
-            run(folder, rule)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, rule, on_round=[interrupt])
     resumed = run(folder, rule, resume=True)
     # Losses of before the interruption count.
     assert resumed.stop is Stop.NO_GAIN

@@ -186,7 +186,7 @@ def test_lots_are_poisson_samples_of_examples_over_their_expected_size(tmp_path:
     found = run(people, noiseless("example", q), tmp_path / "run", seed=5)
     sampling, entropy = PoissonSampling(len(records), q), SeededEntropy(5)
     lots = [
-        sampling.draw(entropy.key(f"sampling/run-seed5/{number}/0")).tolist()
+        sampling.draw(entropy.key(f"sampling//{number}/0")).tolist()
         for number in range(1, ROUNDS + 1)
     ]
     assert len({len(lot) for lot in lots}) > 1
