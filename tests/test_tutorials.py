@@ -25,10 +25,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 START = ROOT / "docs" / "start.md"
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
-SLOW = {"clippings", "three-sites"}
+FAST = {"start", "arrays"}
 INSTALLATION = re.compile(r"^(python3 -m venv .*|\. .*/activate|pip install .*)$", re.MULTILINE)
 PAGES = [
-    pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else [])
+    pytest.param(page, id=page.stem, marks=[] if page.stem in FAST else [pytest.mark.slow])
     for page in (START, *TUTORIALS)
 ]
 

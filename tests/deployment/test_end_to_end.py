@@ -74,6 +74,7 @@ def test_without_noise_the_model_is_that_of_the_simulator(
         np.testing.assert_array_equal(deployed[name], tensor)
 
 
+@pytest.mark.slow
 def test_a_node_fetches_the_model_that_was_released(tmp_path: Path) -> None:
     loopback.lay_out_digits(tmp_path)
     with loopback.server(tmp_path, federation.FILE, "--set=rounds=2") as server:

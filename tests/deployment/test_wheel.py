@@ -147,7 +147,7 @@ def test_the_wheel_alone_simulates_digits(clean: Path, tmp_path: Path) -> None:
     place = says(clean, tmp_path, "python", "-c", "import fedpriv; print(fedpriv.__file__)")
     assert Path(place.strip()).is_relative_to(clean.parents[1])
     printed = says(clean, tmp_path, "fedpriv", "simulate", "digits", "--out", "run")
-    accuracy = re.search(r"accuracy on held-out rows │ ([0-9.]+)%", printed)
+    accuracy = re.search(r"accuracy on held-out rows +│ ([0-9.]+)%", printed)
     assert accuracy
     assert float(accuracy[1]) > 80
     assert re.search(r"user-level \(ε, δ\) +│ \((2\.000|1\.99\d), 0\.001\)", printed)
