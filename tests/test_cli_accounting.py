@@ -127,6 +127,7 @@ def test_every_accountant_speaks_for_itself(folder: Path) -> None:
             assert row[4].startswith(("upper bound", "certified interval"))
 
 
+@pytest.mark.slow
 def test_an_accountant_without_an_analysis_says_so(folder: Path, tmp_path: Path) -> None:
     fixed = replaced(SamplingPolicy.FIXED_SIZE, 0.1)
     ledger = ledger_of(tmp_path / "fixed.sqlite", {"fixed": [fixed] * 3}, "fixed")

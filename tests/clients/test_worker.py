@@ -212,6 +212,7 @@ def test_a_user_that_hangs_counts_as_zero(
     assert_equal(runner.run(train_past_hangs(worker, names, mark)), of_good(names))
 
 
+@pytest.mark.slow
 def test_who_is_done_before_another_hangs_counts_and_trains_no_more(
     runner: asyncio.Runner, mark: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,6 +361,7 @@ def test_one_user_sends_a_sum_and_nothing_is_left_after_close(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_users_side_by_side_end_no_more_than_themselves(
     runner: asyncio.Runner, worker: Worker, mark: Path
 ) -> None:

@@ -54,6 +54,7 @@ def test_a_federation_trains_within_its_budget_and_its_nodes_check_it(tmp_path: 
     [(96, 96, 95), pytest.param((1, 1, 285), marks=pytest.mark.slow)],
     ids=["silos", "nodes of one user"],
 )
+@pytest.mark.slow
 def test_without_noise_the_model_is_that_of_the_simulator(
     tmp_path: Path, sizes: tuple[int, ...]
 ) -> None:

@@ -28,7 +28,7 @@ def total_of(task: Task, *, broken: bool, numpy: bool) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", sorted(MODELS))
-@pytest.mark.parametrize("broken", [True, False])
+@pytest.mark.parametrize("broken", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_sums_are_the_same_by_either_library(kind: str, *, broken: bool) -> None:
     torch.manual_seed(0)
     task = Task(MODELS[kind](), cross_entropy)

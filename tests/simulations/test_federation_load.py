@@ -8,6 +8,7 @@ from fedpriv.errors import InvalidValueError
 from simulations.federation_load import Found, Load, measure, summary
 
 
+@pytest.mark.slow
 def test_a_small_load_is_measured() -> None:
     load = Load(nodes=6, sampled=4, parameters=300_007, rounds=2)
     found = measure(load)
