@@ -308,10 +308,8 @@ class Trainer:
         updates = self._train(request, start, chunk, examples)
         reported = TorchTensors()
         if request.measured:
-            measuring, groups = (
-                Measuring(self.evaluated, start, self.measured),
-                request.clipping.groups,
-            )
+            measuring = Measuring(self.evaluated, start, self.measured)
+            groups = request.clipping.groups
             reported = user_metrics(measuring, examples, request.measured, updates, groups)
         if CONTRIBUTORS in request.metrics:
             reported[CONTRIBUTORS.tensor] = torch.ones(chunk.lanes, device=self.device)

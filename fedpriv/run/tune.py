@@ -113,9 +113,8 @@ class Tuning:
     settings: Settings  # the best ones; empty if there was no trial that ended
     score: float | None  # of the objective, with the best settings
     tried: tuple[Tried, ...] = ()  # every trial, on public users alone
-    epsilon: float = (
-        0.0  # that the ledger's charges cost, this search among them; 0 on public users
-    )
+    # That all charges of the ledger cost, this search among them; 0 on public users.
+    epsilon: float = 0.0
     arguments: Mapping[str, Any] = field(default_factory=dict)  # for `simulate`, from `tune` alone
 
 
@@ -396,10 +395,8 @@ class _Search:
         section, privacy, space = self.section, self.config.privacy, self.space
         self._check_on_users(space)
         first, _ = self.prepare({}, None, "trial")
-        score, sign = (
-            _scorer(section.objective, first),
-            -1.0 if section.objective == "loss" else 1.0,
-        )
+        score = _scorer(section.objective, first)
+        sign = -1.0 if section.objective == "loss" else 1.0
         setup = RunSetup.at(
             self.config, self.out or Path("tuning") / self.config.name, resume=False
         )
