@@ -1,6 +1,7 @@
 """Searching settings: free of charge on public people, at the price that is charged on users."""
 
 import json
+import logging
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -276,12 +277,13 @@ class TestOnUsers:
             assert said not in text
 
     def test_trials_that_crash_count_as_worst_and_say_nothing(
-        self, tmp_path, monkeypatch, capfd
+        self, tmp_path, monkeypatch, capfd, caplog
     ) -> None:
         calls = []
 
         def failing(experiment, transport):
             calls.append(1)
+            logging.getLogger("fedpriv.engine").warning("user 7 has cancer")
             raise ValueError("user 7 has cancer")
 
         monkeypatch.setattr(module, "_trained", failing)
@@ -290,7 +292,7 @@ class TestOnUsers:
         assert len(calls) == 3
         assert (found.settings, found.score, found.arguments) == ({}, None, {})
         told = capfd.readouterr()
-        assert "cancer" not in told.out + told.err
+        assert "cancer" not in told.out + told.err + caplog.text
         assert len(events(tmp_path / "a" / "ledger.sqlite")) == 1
 
     def test_settings_do_not_depend_on_scores(self, tmp_path, monkeypatch) -> None:
