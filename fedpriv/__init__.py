@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from fedpriv.data.population import Population
     from fedpriv.engine.task import Task
     from fedpriv.federated_evaluation import FederatedEvaluation
-    from fedpriv.local import SGD, AdamW, Scaffold
+    from fedpriv.local import SGD, AdamW, FedRecon, Scaffold
     from fedpriv.mechanism import Flat, Grouped, Joint, Mechanism, Part, PerLayer, Poisson
+    from fedpriv.personalisation import Personalisation
     from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
     from fedpriv.run.compare import Comparison, compare
     from fedpriv.run.projection import Projection
@@ -47,11 +48,11 @@ __version__ = "0.1.0"
 # fmt: off
 __all__ = [
     "SGD", "AdamW", "AdaptiveClipping", "Averaging", "Comparison", "CosineDecay", "EndedRun",
-    "ExponentialDecay", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedYogi",
+    "ExponentialDecay", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedRecon", "FedYogi",
     "FederatedEvaluation", "Flat", "Grouped", "Joint", "MLflow", "Mechanism", "Part", "PerLayer",
-    "Poisson", "PolynomialDecay", "Population", "PowerDecay", "Projection", "RoundResult", "Run",
-    "Scaffold", "StartedRun", "StepDecay", "Stopping", "Task", "TensorBoard", "Tracker", "Tuning",
-    "WandB", "__version__", "compare", "epsilon", "simulate", "tune",
+    "Personalisation", "Poisson", "PolynomialDecay", "Population", "PowerDecay", "Projection",
+    "RoundResult", "Run", "Scaffold", "StartedRun", "StepDecay", "Stopping", "Task", "TensorBoard",
+    "Tracker", "Tuning", "WandB", "__version__", "compare", "epsilon", "simulate", "tune",
 ]
 # fmt: on
 
@@ -60,8 +61,9 @@ _NAMES_IN = {
     "data.population": "Population",
     "engine.task": "Task",
     "federated_evaluation": "FederatedEvaluation",
-    "local": "SGD AdamW Scaffold",
+    "local": "SGD AdamW FedRecon Scaffold",
     "mechanism": "Flat Grouped Joint Mechanism Part PerLayer Poisson",
+    "personalisation": "Personalisation",
     "privacy.gaussian_mechanism": "AdaptiveClipping Averaging",
     "run.compare": "Comparison compare",
     "run.projection": "Projection",

@@ -26,9 +26,11 @@ from fedpriv.errors import InvalidValueError, known_names
 from fedpriv.federated_evaluation import FederatedEvaluation, UserEvaluation, kept_apart
 from fedpriv.importing import Choice, import_function, path_of
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent, Unit
+from fedpriv.local import FedRecon
 from fedpriv.logs import one_line
 from fedpriv.mechanism import Mechanism
 from fedpriv.models import build_model
+from fedpriv.personalisation import HeldOutUsers, Personalisation
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
@@ -72,6 +74,7 @@ class Experiment:
     device: torch.device
     on_round: Mapping[str, OnRound] = field(default_factory=dict)  # called with each release
     evaluation: UserEvaluation | None = None  # what users are asked of released models
+    personalised: HeldOutUsers | None = None  # who make released models their own
     trackers: Mapping[str, Tracker] = field(default_factory=dict)  # told from the start to the end
 
     @property
@@ -147,9 +150,17 @@ def _evaluation(
     asked = FederatedEvaluation(**section.model_dump())
     metrics = tuple(_metric(*named, task, None) for named in asked.report.items())
     trained, kept = kept_apart(population.users, asked.held_out)
-    evaluation = UserEvaluation(asked, f"{config.run or run}-evaluation", kept, task, metrics)
+    how = _personalisation(config)
+    users, name = population.users if how else kept, f"{config.run or run}-evaluation"
+    evaluation = UserEvaluation(asked, name, users, task, metrics, how)
     evaluation.check(population.test)
     return evaluation, replace(population, users=trained)
+
+
+def _personalisation(config: Config) -> Personalisation | None:
+    if (section := config.personalisation) is None:
+        return None
+    return Personalisation(section.local.build(), section.parameters, section.share)
 
 
 def _naming_the_first(
@@ -207,10 +218,17 @@ def build(
         method, origin = method_of(config), repr(config.model)
     kinds = [path_of(type(part)) for part in (method.local, method.mechanism.sampling)]
     task, device = method.task, device_named(config.engine.device)
+    _check_personal(method)
+    how, personalised = _personalisation(config), None
+    if how is not None:
+        personalised = HeldOutUsers(how, task, held_out, device)
+        held_out = personalised.rows
     few = {name: column[:4] for name, column in held_out.items()}
     if held_out:
         check_task(task, few)
         check_held_out(task, held_out, device)
+        if personalised is not None:
+            personalised.check()
     elif method.mechanism.metrics:
         raise InvalidValueError(
             "metrics.report asks for metrics; they are checked on held-out rows, so that "
@@ -255,8 +273,43 @@ def build(
     trackers = {name: kind() for name, kind in TRACKERS.items() if getattr(config.output, name)}
     trackers |= {path: _TRACKER.build(path, {}, {}) for path in config.callbacks.trackers}
     return Experiment(
-        config, held_out, task, plan, budget, entropy, device, callbacks, None, trackers
+        config,
+        held_out,
+        task,
+        plan,
+        budget,
+        entropy,
+        device,
+        callbacks,
+        None,
+        personalised,
+        trackers,
     )
+
+
+def _check_personal(method: Method) -> None:
+    """Refuse what does not fit with personal parameters, or without."""
+    local, personal = method.local, method.task.personal
+    kind = type(local).__name__
+    if isinstance(local, FedRecon) and not personal:
+        raise InvalidValueError(
+            f"local training is {kind} and the task has no personal parameters; model.personal, "
+            "in Python Task(personal=...), must name some"
+        )
+    if not personal:
+        return
+    if local.control is not None:
+        raise InvalidValueError(
+            f"the task has personal parameters and local training is {kind}, whose control "
+            "variates are of what all send; it must be another"
+        )
+    for name in method.mechanism.metrics:
+        if name in ("loss", "accuracy", *method.task.metrics):
+            raise InvalidValueError(
+                f"metrics.report asks for {name!r}, which users measure at the start of a round, "
+                "with personal parameters untrained; it must be left out (federated_evaluation "
+                "with personalisation measures trained ones)"
+            )
 
 
 def _check_stopping(config: Config, plan: TrainingPlan, task: Task) -> None:
@@ -300,6 +353,7 @@ def method_of(config: Config) -> Method:
         inputs=model.inputs,
         targets=model.targets,
         ignore_index=model.ignore_index,
+        personal=model.personal,
         figures=config.evaluation.figures,
     )
     return Method(task, config.mechanism(), config.training(), config.server.build())
@@ -379,6 +433,7 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
             "inputs": task.inputs,
             "targets": task.targets,
             "ignore_index": task.ignore_index,
+            "personal": task.personal,
         },
         **tables_of(mechanism, method.local, method.server),
     }
@@ -391,7 +446,7 @@ def _origin(task: Task) -> str:
     """What decides the result of a task beside the plan; checkpoints hold trained parameters."""
     moved, constants = task.statistics(), task.constants(torch.device("cpu")).items()
     frozen = {name: tensor.numpy() for name, tensor in constants if name not in moved}
-    read = f"{task.inputs} {task.targets} {task.ignore_index}"
+    read = f"{task.inputs} {task.targets} {task.ignore_index} {task.personal}"
     return f"{task.model} {_digest(frozen)} {path_of(task.loss)} {read}"
 
 

@@ -197,6 +197,8 @@ class ModelSection(Section):
     inputs: str | Annotated[tuple[str, ...], Field(strict=False)] = "x"
     targets: str = "y"
     ignore_index: int = -100  # targets of this class count nowhere
+    # Names of parameters, or patterns of them, that stay with users.
+    personal: Annotated[tuple[str, ...], Field(strict=False)] = ()
 
 
 class ProjectionSection(Section):
@@ -427,6 +429,14 @@ class FederatedEvaluationSection(Section):
     held_out: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.2
 
 
+class PersonalisationSection(Section):
+    """How users make released models their own; see `Personalisation`."""
+
+    local: LocalSection = LocalSection.model_validate({})
+    parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+
+
 class StoppingSection(Section):
     """When a private metric says that a run is as good as it gets; see `Stopping`."""
 
@@ -577,6 +587,7 @@ class Config(Section):
     metrics: MetricsSection = MetricsSection()
     # Where users train in one process only.
     federated_evaluation: FederatedEvaluationSection | None = None
+    personalisation: PersonalisationSection | None = None
     stopping: StoppingSection | None = None
     averaging: AveragingSection = AveragingSection()
     evaluation: EvaluationSection = EvaluationSection()
@@ -598,6 +609,12 @@ class Config(Section):
             raise ValueError(
                 f"federated_evaluation is given and privacy.unit is {unit!r}; it must be 'user', "
                 "since others have no examples of their own to keep from training"
+            )
+        if unit != "user" and (self.model.personal or self.personalisation):
+            key = "model.personal" if self.model.personal else "personalisation"
+            raise ValueError(
+                f"{key} is given and privacy.unit is {unit!r}; it must be 'user', since others "
+                "have no model of their own"
             )
         if unit != "user":
             refuse_training_of(unit, self.local, self.averaging.weights)
@@ -687,20 +704,12 @@ def tables_of(
 ) -> dict[str, Any]:
     """What the sections of a configuration say of values."""
     averaging, adaptive, sampling = mechanism.averaging, mechanism.adaptive, mechanism.sampling
-    common = {name: getattr(local, name) for name in COMMON}
-    if isinstance(local.learning_rate, Schedule):
-        common["learning_rate"] = _schedule_table(local.learning_rate)
     numbers = {k: v for k, v in _scalars(optimizer).items() if not isinstance(v, str)}
     schedules = {name: _schedule_table(each) for name, each in optimizer.schedules.items()}
     clipping = _clipping_table(mechanism.clipping) | {"adaptive": adaptive and asdict(adaptive)}
     policy, weights = _POLICY.name_of(sampling), "equal" if averaging.cap is None else "examples"
     return {
-        "local": {
-            **common,
-            "algorithm": _ALGORITHM.name_of(local),
-            "batch_size": local.batch_size or "all",
-            "options": _scalars(local, common),
-        },
+        "local": local_table(local),
         "server": {"optimizer": _OPTIMIZER.name_of(optimizer), "options": numbers | schedules},
         "sampling": {"policy": policy, "options": _scalars(sampling, ("probability",))},
         "privacy": {
@@ -718,6 +727,19 @@ def tables_of(
             "report": mechanism.metrics,
         },
         "averaging": {**asdict(averaging), "weights": weights},
+    }
+
+
+def local_table(local: LocalTraining) -> dict[str, Any]:
+    """What a section says of local training."""
+    common = {name: getattr(local, name) for name in COMMON}
+    if isinstance(local.learning_rate, Schedule):
+        common["learning_rate"] = _schedule_table(local.learning_rate)
+    return {
+        **common,
+        "algorithm": _ALGORITHM.name_of(local),
+        "batch_size": local.batch_size or "all",
+        "options": _scalars(local, common),
     }
 
 

@@ -7,7 +7,7 @@ are released with noise, on the ledger of the run.
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,13 +17,14 @@ import torch
 
 from fedpriv.analytics import Answer, Survey, VectorQuestion, ask
 from fedpriv.analytics.questions import FloatMatrix, UserValues, sampling_spread
-from fedpriv.data.population import Fields, UserStore, offsets_of
+from fedpriv.data.population import Fields, UserStore, offsets_of, spread_over
 from fedpriv.engine.metrics import Measuring, mean_metric
 from fedpriv.engine.task import RoundParameters, Task, plain_arithmetic
 from fedpriv.errors import BudgetExceededError, FedprivError, InvalidValueError, ModelError
 from fedpriv.ledger.events import RoundEvent
+from fedpriv.personalisation import FineTuning, Personalisation
 from fedpriv.privacy.gaussian_mechanism import Metric
-from fedpriv.privacy.layout import FloatVector
+from fedpriv.privacy.layout import FloatVector, Tensors
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
@@ -92,7 +93,10 @@ class Measured(VectorQuestion):
 
 
 def questions_about(
-    task: Task, model: Parameters, metrics: Sequence[Metric]
+    task: Task,
+    model: Parameters,
+    metrics: Sequence[Metric],
+    personal: Callable[[Fields], tuple[Tensors, Fields]] = lambda fields: ({}, fields),
 ) -> tuple[Measured, ...]:
     """Questions for a survey: what the metrics of a model are on users' own data.
 
@@ -100,12 +104,17 @@ def questions_about(
         task: whose model gets the parameters.
         model: all tensors that training moves, such as `Run.state.model`.
         metrics: of examples, from `fedpriv.engine.metrics.metric`.
+        personal: from a user's examples, tensors of its own in the place of the model's, and those
+            examples that it measures them on.
     """
     measuring = _measuring(task, model)
 
     def values(metric: Metric, fields: Fields) -> npt.NDArray[np.float64]:
+        own, measured = personal(fields)
+        constants = measuring.start.constants | {n: torch.tensor(t) for n, t in own.items()}
+        start = replace(measuring.start, constants=constants)
         with plain_arithmetic(_CPU):
-            found = mean_metric(measuring, fields, metric)
+            found = mean_metric(replace(measuring, start=start), measured, metric)
         return found.reshape(len(found), -1) if metric.shape else found
 
     return tuple(Measured(EVALUATION_PREFIX + m.name, partial(values, m), m) for m in metrics)
@@ -126,8 +135,7 @@ def kept_apart(users: UserStore, share: float) -> tuple[UserStore, UserStore]:
     """
     if share == 0.0:
         return users, users
-    within = np.arange(users.rows) - np.repeat(users.offsets[:-1], users.sizes)
-    kept = np.floor((within + 1) * share) > np.floor(within * share)
+    kept = spread_over(users.offsets, share)
     before = np.concatenate([[0], np.cumsum(kept)])
     sizes = np.diff(before[users.offsets])
 
@@ -143,9 +151,12 @@ class UserEvaluation:
 
     asked: FederatedEvaluation
     run: str  # name in the ledger
-    users: UserStore  # with the examples that are kept from training
+    # With the examples that are kept from training; with all, where they personalise the model on
+    # the others.
+    users: UserStore
     task: Task
     metrics: tuple[Metric, ...]
+    personalisation: Personalisation | None = None
 
     def __post_init__(self) -> None:
         asked = self.asked
@@ -160,12 +171,37 @@ class UserEvaluation:
             raise InvalidValueError(
                 "federated_evaluation.report names no metric; it must name at least one"
             )
+        if self.personalisation is None and self.task.personal:
+            raise InvalidValueError(
+                "federated_evaluation is given with personal parameters, which begin untrained; "
+                "personalisation must say how users train them before they measure"
+            )
+        if self.personalisation is not None and asked.held_out == 0.0:
+            raise InvalidValueError(
+                "held_out of federated_evaluation is 0; it must be positive where users "
+                "personalise the model on what is not held out"
+            )
 
     def survey(self, number: int, model: Parameters) -> Survey:
         """What is asked after a round."""
         sampling = PoissonSampling(self.users.population, self.asked.sampling_probability)
-        questions = questions_about(self.task, model, self.metrics)
+        questions = questions_about(self.task, model, self.metrics, self._personal(model))
         return Survey(self.run, questions, sampling, self.asked.noise_multiplier, round=number)
+
+    def _personal(self, model: Parameters) -> Callable[[Fields], tuple[Tensors, Fields]]:
+        """How one user makes a model its own on what was not kept, to measure it on what was."""
+        if self.personalisation is None:
+            return lambda fields: ({}, fields)
+        tuning = FineTuning(self.personalisation, self.task, self.users, _CPU)
+
+        def personal(fields: Fields) -> tuple[Tensors, Fields]:
+            offsets = offsets_of([len(fields[self.task.targets])])
+            one = UserStore({name: fields[name] for name in self.task.fields}, offsets)
+            trained, kept = kept_apart(one, self.asked.held_out)
+            ((_, own),) = tuning.models(model, trained)
+            return own, kept.fields
+
+        return personal
 
     def events(self, rounds: int) -> RoundEvent:
         """What all queries of a run are charged as."""

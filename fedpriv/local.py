@@ -116,11 +116,56 @@ class Scaffold(LocalTraining):
         return step.gradient - change, (change,)
 
 
+@dataclass(frozen=True)
+class FedRecon(LocalTraining):
+    """Federated reconstruction (Singhal et al. 2021, algorithm 1) on all of a user's examples.
+
+    In the first `personal_steps` of the steps, a user trains the personal parameters of the task
+    at `personal_rate`, from the values with which everyone begins, and the others stand still. In
+    the rest it trains the others, and its own stand still. The paper does the two on two halves of
+    a user's examples, and says that all of them may serve for both.
+
+    Privacy: personal parameters are no part of the update, and no user keeps them: each round they
+    are found anew from the user's own examples and the round's parameters. So the update, which is
+    clipped like any other, depends on the user's own data and the model alone; and a model that a
+    user makes its own afterwards is a function of what was released and of that user's data.
+    """
+
+    personal_steps: int = field(kw_only=True)  # from 1 to steps − 1
+    personal_rate: float = field(kw_only=True)  # step size > 0 of the personal parameters
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps is None:
+            raise InvalidValueError(
+                f"epochs of FedRecon is {self.epochs}; steps must be given in its place, of which "
+                "the first are of the personal parameters"
+            )
+        if self.personal_steps not in range(1, self.steps):
+            found = f"personal_steps is {self.personal_steps} of {self.steps} steps"
+            raise InvalidValueError(f"{found}; it must be a whole number from 1 to steps - 1")
+        if not 0.0 < self.personal_rate < math.inf:
+            found = f"personal_rate is {self.personal_rate}"
+            raise InvalidValueError(f"{found}; it must be positive")
+
+    def direction(self, step: LocalStep) -> tuple["Tensor", tuple["Tensor", ...]]:
+        """That of SGD, where it is the parameter's turn, and else zero."""
+        if step.personal != (step.number < self.personal_steps):
+            return step.gradient.new_zeros(step.gradient.shape), step.memory
+        way, memory = super().direction(step)
+        return way * (self.personal_rate / self.rate) if step.personal else way, memory
+
+
 GRADIENT = SGD(1.0, steps=1)
 """The update is minus the gradient of the mean loss: the only training of an example's or of a
 microbatch's, whose step size is the server's (Abadi et al. 2016, Algorithm 1)."""
 
-ALGORITHMS: Mapping[str, type[LocalTraining]] = {"sgd": SGD, "adamw": AdamW, "scaffold": Scaffold}
+ALGORITHMS: Mapping[str, type[LocalTraining]] = {
+    "sgd": SGD,
+    "adamw": AdamW,
+    "scaffold": Scaffold,
+    "fedrecon": FedRecon,
+}
 """The values of local.algorithm in a configuration; nodes know these."""
 
 COMMON = tuple(each.name for each in fields(LocalTraining))

@@ -38,6 +38,7 @@ def task_of(config: Config) -> wire.TaskDescription:
         model.inputs,
         model.targets,
         model.ignore_index,
+        model.personal,
     )
 
 

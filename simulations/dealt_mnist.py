@@ -22,4 +22,5 @@ def people(users: int, seed: int = 0, folder: str | None = None) -> Population:
     """
     writers = load_mnist_writers(folder)
     dealt = partition(writers.users.fields, iid(writers.users.rows, users, seed))
-    return Population(f"mnist: {users} users, iid, seed {seed}", dealt, writers.test)
+    test = {name: writers.test[name] for name in ("x", "y")}
+    return Population(f"mnist: {users} users, iid, seed {seed}", dealt, test)

@@ -17,7 +17,7 @@ from torch import nn
 from fedpriv.data.population import Population, UserStore
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.task import Task, cross_entropy, running_norms
-from fedpriv.local import AdamW, Scaffold
+from fedpriv.local import AdamW, FedRecon, Scaffold
 from fedpriv.models import build_model
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging, Metric
 from fedpriv.privacy.layout import (
@@ -51,6 +51,10 @@ class Own(nn.Module):
         return torch.sigmoid(x.flatten(1) @ self.w) * self.scale
 
 
+def _mlp() -> nn.Module:
+    return build_model("mlp", {"inputs": 36, "hidden": 8, "classes": CLASSES}, 0)
+
+
 def _cnn() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 3, 3, padding=1),
@@ -81,20 +85,23 @@ def _transformer() -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: build_model("softmax", {"inputs": 36, "classes": CLASSES}, 0),
-    "mlp": lambda: build_model("mlp", {"inputs": 36, "hidden": 8, "classes": CLASSES}, 0),
+    "mlp": _mlp,
     "cnn": _cnn,
     "transformer": _transformer,
     "own": Own,
     "dropout": _dropping,
     "batch-norm": _normalised,
+    "mlp, personal head": _mlp,
+    "own, personal scale": Own,
 }
+PERSONAL = {"mlp, personal head": ("3.*",), "own, personal scale": ("scale",)}
 
 
 @cache
 def task_of(kind: str) -> Task:
     """The task of a kind of model; the same one each time."""
     torch.manual_seed(0)
-    return Task(MODELS[kind](), cross_entropy)
+    return Task(MODELS[kind](), cross_entropy, personal=PERSONAL.get(kind, ()))
 
 
 USERS = (
@@ -223,6 +230,7 @@ LOCALS = (
     LocalTraining(3.0, batch_size=1, epochs=1, max_examples=9),
     AdamW(0.02, batch_size=4, epochs=2),
     Scaffold(0.3, epochs=3, control_norm=0.4),
+    FedRecon(0.3, batch_size=4, steps=5, momentum=0.5, personal_steps=3, personal_rate=0.2),
 )
 
 plans = st.builds(

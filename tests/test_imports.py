@@ -26,15 +26,16 @@ BELOW = {  # what each package may import of the library, besides errors and its
     "analytics": "data ledger privacy",
     "report": "accounting ledger studies training",
     "wire": "data local privacy",
-    "federated_evaluation": "analytics data engine ledger privacy training",
+    "personalisation": "data engine local privacy",
+    "federated_evaluation": "analytics data engine ledger personalisation privacy training",
     "trackers": "config importing training",
     "build": (
-        "accounting config data engine federated_evaluation importing ledger logs mechanism "
-        "models privacy trackers training"
+        "accounting config data engine federated_evaluation importing ledger local logs mechanism "
+        "models personalisation privacy trackers training"
     ),
     "run": (
         "accounting analytics build config data engine federated_evaluation importing ledger local "
-        "mechanism models privacy report selection studies trackers training"
+        "mechanism models personalisation privacy report selection studies trackers training"
     ),
     "flower": "accounting importing ledger local logs mechanism privacy training wire",
 }

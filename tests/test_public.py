@@ -63,10 +63,10 @@ def test_there_are_examples() -> None:
 
 FACE = """
     AdamW AdaptiveClipping Averaging Comparison CosineDecay EndedRun ExponentialDecay FedAdagrad
-    FedAdam FedAvg FedAvgM FedYogi FederatedEvaluation Flat Grouped Joint MLflow Mechanism Part
-    PerLayer Poisson PolynomialDecay Population PowerDecay Projection RoundResult Run SGD Scaffold
-    StartedRun StepDecay Stopping Task TensorBoard Tracker Tuning WandB __version__ compare
-    epsilon simulate tune
+    FedAdam FedAvg FedAvgM FedRecon FedYogi FederatedEvaluation Flat Grouped Joint MLflow
+    Mechanism Part PerLayer Personalisation Poisson PolynomialDecay Population PowerDecay
+    Projection RoundResult Run SGD Scaffold StartedRun StepDecay Stopping Task TensorBoard
+    Tracker Tuning WandB __version__ compare epsilon simulate tune
 """
 
 

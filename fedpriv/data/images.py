@@ -11,18 +11,17 @@ from numpy.typing import NDArray
 from fedpriv.data import partition as partitioners
 from fedpriv.data.arrays import from_arrays
 from fedpriv.data.files import find_folder, read_npz
-from fedpriv.data.population import Array, Population, UserStore
+from fedpriv.data.population import HELD_OUT_USER, Array, Fields, Population, UserStore
 from fedpriv.errors import DataError, InvalidValueError, known_names
 
 _TEST_EVERY = 5
 _TRAIN = ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz")
 _TEST = ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz")
 _WRITERS = "mnist_writers.npz"
-_QMNIST_LABELS = "qmnist-train-labels-idx2-int.gz"
 _WRITER_COLUMN = 2  # of QMNIST's labels
 _IDX_DTYPES = {0x08: ">u1", 0x0C: ">i4"}
 _MNIST_SOURCE = "MNIST's four idx files are at https://ossci-datasets.s3.amazonaws.com/mnist/"
-_QMNIST_SOURCE = f"{_QMNIST_LABELS} is at https://github.com/facebookresearch/qmnist"
+_QMNIST_SOURCE = "QMNIST's labels are at https://github.com/facebookresearch/qmnist"
 _MEAN, _STDDEV = 0.1307, 0.3081
 
 
@@ -71,27 +70,29 @@ def load_digits(
 def load_mnist_writers(folder: str | Path | None = None) -> Population:
     """Load MNIST, each training writer a user: 539 users of 19 to 131 images.
 
-    The test rows are MNIST's 10,000 test images; their 297 writers are none of the users. User ids
-    are NIST's numbers of writers as QMNIST has them (Yadav and Bottou 2019, arXiv:1905.10498).
+    The test rows are MNIST's 10,000 test images, held out by their 297 writers, who are none of the
+    users. User ids are NIST's numbers of writers as QMNIST has them (Yadav and Bottou 2019,
+    arXiv:1905.10498).
 
     The folder (None: FEDPRIV_DATA), or one `mnist` in it, holds MNIST's four idx .gz files, and
-    mnist_writers.npz (train_writer, integers [60000]) or qmnist-train-labels-idx2-int.gz. Pixels
-    are scaled to [0, 1], less 0.1307, divided by 0.3081: x is float32 [rows, 1, 28, 28].
+    mnist_writers.npz (train_writer and test_writer, integers [60000] and [10000]), or QMNIST's
+    qmnist-train-labels-idx2-int.gz and qmnist-test-labels-idx2-int.gz. Pixels are scaled to [0, 1],
+    less 0.1307, divided by 0.3081: x is float32 [rows, 1, 28, 28].
     """
     place = find_folder(folder, "MNIST", _TRAIN[0], _MNIST_SOURCE)
     for name in (*_TRAIN, *_TEST):
         if not (place / name).is_file():
             raise DataError(f"{name} is absent from {place}; {_MNIST_SOURCE}")
     images, labels = _read_pair(place, _TRAIN)
-    writers = _read_train_writers(place)
-    if len(writers) != len(images):
-        raise DataError(f"{place} has {len(writers)} writers for {len(images)} training images")
+    writers = _read_writers(place, "train", len(images))
     grouped = from_arrays({"x": images, "y": labels}, writers)
     x, y = grouped.fields["x"], grouped.fields["y"]
     users = UserStore({"x": _normalised(x), "y": y}, grouped.offsets, grouped.user_ids)
     images, labels = _read_pair(place, _TEST)
+    writers = _read_writers(place, "test", len(images))
     name = f"mnist-writers: {users.population} writers"
-    return Population(name, users, {"x": _normalised(images), "y": labels})
+    test: Fields = {"x": _normalised(images), "y": labels, HELD_OUT_USER: writers}
+    return Population(name, users, test)
 
 
 def _read_pair(place: Path, files: tuple[str, str]) -> tuple[Array, NDArray[np.int64]]:
@@ -121,21 +122,26 @@ def _read_idx(path: Path, dimensions: int) -> NDArray[np.integer]:
         raise DataError(f"{path} cannot be read; it must be {legal}") from error
 
 
-def _read_train_writers(folder: Path) -> NDArray[np.integer]:
-    """NIST writer of each training image, from mnist_writers.npz or else from QMNIST's labels."""
-    derived, original = folder / _WRITERS, folder / _QMNIST_LABELS
+def _read_writers(folder: Path, part: str, images: int) -> NDArray[np.int64]:
+    """NIST writer of each image, from mnist_writers.npz or else from QMNIST's labels."""
+    derived, original = folder / _WRITERS, folder / f"qmnist-{part}-labels-idx2-int.gz"
     if derived.is_file():
-        writers = read_npz(derived).get("train_writer")
+        writers = read_npz(derived).get(f"{part}_writer")
         if writers is None or writers.ndim != 1 or writers.dtype.kind not in "iu":
-            raise DataError(f"{derived} holds no list of integers train_writer")
-        return writers.astype(np.int64)
-    if not original.is_file():
-        both = f"{_WRITERS} and {_QMNIST_LABELS}"
+            raise DataError(f"{derived} holds no list of integers {part}_writer")
+    elif original.is_file():
+        columns = _read_idx(original, dimensions=2)
+        if columns.shape[1] <= _WRITER_COLUMN:
+            found = f"{original} has {columns.shape[1]} columns"
+            raise DataError(f"{found}; the writer is column 2 of 8")
+        # QMNIST has 50,000 test images more, which come after MNIST's.
+        writers = columns[: images if part == "test" else None, _WRITER_COLUMN]
+    else:
+        both = f"{_WRITERS} and {original.name}"
         raise DataError(f"{both} are absent from {folder}; {_QMNIST_SOURCE}")
-    columns = _read_idx(original, dimensions=2)
-    if columns.shape[1] <= _WRITER_COLUMN:
-        raise DataError(f"{original} has {columns.shape[1]} columns; the writer is column 2 of 8")
-    return columns[:, _WRITER_COLUMN]
+    if len(writers) != images:
+        raise DataError(f"{folder} has {len(writers)} writers for {images} {part} images")
+    return writers.astype(np.int64)
 
 
 def _normalised(pixels: Array) -> NDArray[np.float32]:

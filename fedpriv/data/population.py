@@ -305,6 +305,15 @@ def offsets_of(sizes: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
+def spread_over(offsets: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
+    """A share of each user's rows, spread over them: [rows].
+
+    Of a user's rows j = 0, 1, … those at which ⌊(j + 1)·share⌋ steps up.
+    """
+    within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
+    return np.floor((within + 1) * share) > np.floor(within * share)
+
+
 def as_id_array(ids: Sequence[object] | Array) -> IdArray:
     """Turn user ids [n] into an array of strings or of integers; DataError if they are neither.
 

@@ -8,7 +8,7 @@ each user's own key.
 What a step does with a gradient is up to the `direction` of the round's `LocalTraining`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -252,11 +252,16 @@ class Descent:
     """How far C users have moved from the same parameters, which are never written to."""
 
     def __init__(
-        self, start: TorchTensors, local: LocalTraining, control: TorchTensors | None = None
+        self,
+        start: TorchTensors,
+        local: LocalTraining,
+        control: TorchTensors | None = None,
+        personal: Collection[str] = (),
     ) -> None:
         self.displacement: TorchTensors = {}  # [C, *shape]; empty before the first step
         self.memory: dict[str, tuple[Tensor, ...]] = {}
         self._start, self._local, self._control = start, local, control or {}
+        self._personal = personal
         self._parameters: TorchTensors = {}
         self._rate, self._steps = local.rate, 0
 
@@ -286,7 +291,8 @@ class Descent:
             if memory is None:
                 memory = tuple(torch.zeros_like(gradient) for _ in range(local.memories))
             control = self._control.get(name, gradient.new_zeros(()))
-            begun = LocalStep(self._steps, gradient, self._parameters[name], memory, control)
+            own = self._parameters[name], memory, control, name in self._personal
+            begun = LocalStep(self._steps, gradient, *own)
             direction, self.memory[name] = local.direction(begun)
             if active is not None:
                 has_step = active.view(-1, *[1] * (direction.dim() - 1))
@@ -295,8 +301,8 @@ class Descent:
             self.displacement[name] = way if moved is None else moved.add_(way)
         self._steps += 1
 
-    def sent(self) -> TorchTensors:
-        """What users send: their displacements, and the changes of control variates."""
+    def moved(self) -> TorchTensors:
+        """All displacements, and the changes of control variates."""
         changes = {CONTROL_PREFIX + name: self.memory[name][0] for name in self._control}
         return {**self.displacement, **changes}
 
@@ -320,8 +326,8 @@ def train_chunk(
     """Train the users of a chunk side by side by `torch.func`, whatever the model is made of.
 
     Training draws no random numbers, unless one user trains `alone`, as the model itself would.
-    Returns updates (trained minus initial parameters), each tensor [L, *shape], and changes of
-    control variates where the algorithm has some.
+    Returns updates (trained minus initial parameters), each tensor [L, *shape], personal ones
+    included, and changes of control variates where the algorithm has some.
     """
 
     def mean_loss(parameters: TorchTensors, x: Inputs, y: Tensor, weights: Tensor) -> Tensor:
@@ -338,13 +344,13 @@ def train_chunk(
     # In the first step, too, each user has parameters of its own: one product for all users would
     # round a user's numbers according to their place in it.
     gradient = of_one if alone else vmap(grad(mean_loss), randomness="error")
-    descent = Descent(start.parameters, local, start.control)
+    descent = Descent(start.parameters, local, start.control, start.personal)
     lanes, steps, _ = batches.weights.shape
     for step in range(steps):
         x = each_input(lambda t, step=step: t[:, step], batches.x)  # type: ignore[misc]
         y, weights = batches.y[:, step], batches.weights[:, step]
         descent.step(gradient(descent.parameters(lanes), x, y, weights), batches.active(step))
-    return descent.sent()
+    return descent.moved()
 
 
 def _one_if_none(counted: Tensor) -> Tensor:
@@ -377,7 +383,7 @@ def train_layers_chunk(
         for n, p in parameters.items()
         if n not in shared
     }
-    descent = Descent(own, local, start.control)
+    descent = Descent(own, local, start.control, start.personal)
     coefficients = Descent({"": batches.weights.new_zeros(steps)}, local)
     # A mean over each user's real targets; users are apart in the sum, so are its gradients.
     counted = (batches.weights * task.shares(batches.y, axes=3)).sum(2, keepdim=True)
@@ -401,7 +407,7 @@ def train_layers_chunk(
         coefficients.step({"": unit}, active)
         for layer in low_rank.values():
             layer.learn(coefficients.displacement[""])
-    learnt: dict[str, Tensor | OuterProducts] = {**descent.sent()}
+    learnt: dict[str, Tensor | OuterProducts] = {**descent.moved()}
     for name, layer in low_rank.items():
         learnt |= zip(model.keys[name], layer.updates(), strict=True)
     return {name: learnt.pop(name) for name in parameters} | learnt

@@ -7,9 +7,10 @@ mix; the server moves the statistics by a private metric, "batch-norm".
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Literal, cast, get_args
 
 import numpy as np
@@ -24,6 +25,7 @@ from fedpriv.engine.figures import ALWAYS, Collected, Figure, Seen, Sums, figure
 from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.importing import import_function
 from fedpriv.privacy.clipping_torch import TorchTensors
+from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import RoundRequest
 
 HeldOut = Mapping[str, npt.NDArray[np.generic]]
@@ -98,6 +100,9 @@ class Task:
             your own: a name of `engine.figures.FIGURES`, a table of one as `figure` and its
             options, "package.module:function", or a function of outputs and targets of all rows
             to a number. None is asked of users.
+        personal: names of trainable parameters, or patterns such as "head.*", that stay with users.
+            Each user begins every round with them as the model has them, trains them beside the
+            others, and sends nothing of them; how is up to the algorithm, such as `FedRecon`.
     """
 
     model: nn.Module
@@ -107,9 +112,13 @@ class Task:
     metrics: Mapping[str, MetricFunction] = field(default_factory=dict)
     ignore_index: int = _IGNORED
     figures: Mapping[str, object] = field(default_factory=dict)  # of `Figure`, once it is made
+    personal: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", without_batch_norm(self.model))
+        object.__setattr__(self, "personal", matching(self.personal, self.trainable()))
+        if self.personal and not self.parameters():
+            raise ModelError("personal names all parameters of the model; users must send some")
         if isinstance(self.loss, str):
             object.__setattr__(self, "loss", find_loss(self.loss))
         if not isinstance(self.inputs, str):
@@ -145,8 +154,9 @@ class Task:
         return replace(self, model=copy.deepcopy(self.model).eval())
 
     def parameters(self) -> dict[str, npt.NDArray[np.float32]]:
-        """Copy of the trainable parameters, in the order of the model: the update's layout."""
-        return {n: p.to("cpu", torch.float32).numpy().copy() for n, p in self.trainable().items()}
+        """Copy of the parameters that users send updates of, in the order of the model."""
+        sent = {n: p for n, p in self.trainable().items() if n not in self.personal}
+        return {n: p.to("cpu", torch.float32).numpy().copy() for n, p in sent.items()}
 
     def statistics(self) -> dict[str, npt.NDArray[np.float32]]:
         """Copy of the running statistics of normalisations, by name, in the order of the model."""
@@ -157,14 +167,14 @@ class Task:
         }
 
     def trainable(self) -> TorchTensors:
-        """Trainable parameters, where the model has them."""
+        """Trainable parameters, personal ones included, where the model has them."""
         return {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
 
     def constants(self, device: torch.device) -> TorchTensors:
-        """Frozen parameters and buffers, which no user changes."""
-        trained = self.trainable()
+        """All that no update is of: frozen and personal parameters as they begin, and buffers."""
+        sent = self.trainable().keys() - set(self.personal)
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        return {n: t.detach().to(device) for n, t in tensors.items() if n not in trained}
+        return {n: t.detach().to(device) for n, t in tensors.items() if n not in sent}
 
     def losses_of(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Loss of each example [B] from the model's outputs [B, …] and targets [B, …].
@@ -213,16 +223,23 @@ class RoundParameters:
     constants: TorchTensors  # frozen parameters and buffers
     # The server's control variates, where the local algorithm has some.
     control: TorchTensors = field(default_factory=dict)
+    personal: tuple[str, ...] = ()  # names of the parameters of which nothing is sent
 
     @classmethod
     def of(
-        cls, request: RoundRequest, constants: TorchTensors, device: torch.device
+        cls,
+        request: RoundRequest,
+        constants: TorchTensors,
+        device: torch.device,
+        personal: tuple[str, ...] = (),
     ) -> "RoundParameters":
         """Copy a request's tensors to a device; its statistics replace those of the constants."""
         parameters = {n: torch.tensor(p, device=device) for n, p in request.parameters.items()}
         statistics = {n: torch.tensor(s, device=device) for n, s in request.statistics.items()}
         control = {n: torch.tensor(c, device=device) for n, c in request.control.items()}
-        return cls(parameters, constants | statistics, control)
+        parameters |= {name: constants[name] for name in personal}
+        constants = {n: t for n, t in constants.items() if n not in personal}
+        return cls(parameters, constants | statistics, control, personal)
 
 
 @dataclass(frozen=True)
@@ -242,9 +259,13 @@ def evaluate(
     task: Task,
     rows: HeldOut,
     device: torch.device,
-    parameters: Mapping[str, npt.NDArray[np.float32]],
+    parameters: Tensors,
+    personal: Iterable[tuple[npt.NDArray[np.int64], Tensors]] | None = None,
 ) -> Evaluation:
-    """Loss, accuracy and the task's figures of a model without dropout, over all held-out rows."""
+    """Loss, accuracy and the task's figures of a model without dropout, over all held-out rows.
+
+    Or over the rows [k] that `personal` names, with tensors of their user in the model's place.
+    """
     tensors = task.constants(device)
     tensors |= {name: torch.tensor(p, device=device) for name, p in parameters.items()}
     figures = cast(Mapping[str, Figure], task.figures)
@@ -258,11 +279,11 @@ def evaluate(
     was_training = task.model.training
     task.model.eval()
     try:
-        for start in range(0, len(owners), _ROWS):
-            piece = slice(start, start + _ROWS)
+        for piece, replaced in _pieces(len(owners), personal):
             columns = {n: torch.tensor(rows[n][piece], device=device) for n in task.fields}
             x, y = task.given(columns)
-            outputs, counts = called(task.model, tensors, x), task.counts(y)
+            put_in = tensors | {n: torch.tensor(p, device=device) for n, p in replaced.items()}
+            outputs, counts = called(task.model, put_in, x), task.counts(y)
             counts = torch.ones_like(y, dtype=torch.bool) if counts is None else counts
             seen = Seen(outputs, y, counts, task.losses_of(outputs, y))
             own = torch.tensor(owners[piece], device=device)
@@ -297,6 +318,14 @@ def evaluate(
     told = {n: each for n, each in by_user.items() if HELD_OUT_USER in rows and n not in failed}
     spreads = {name: spread(each) for name, each in told.items()}
     return Evaluation(values["loss"], values.get("accuracy"), known, spreads, failed)
+
+
+def _pieces(
+    rows: int, personal: Iterable[tuple[npt.NDArray[np.int64], Tensors]] | None
+) -> Iterator[tuple[npt.NDArray[np.int64], Tensors]]:
+    for some, own in [(np.arange(rows), {})] if personal is None else personal:
+        for start in range(0, len(some), _ROWS):
+            yield some[start : start + _ROWS], own
 
 
 def _loss_sums(seen: Seen) -> Tensor:
@@ -440,6 +469,15 @@ def called(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor
         else model(*unnamed, **named)
     )
     return outputs
+
+
+def matching(patterns: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
+    """The names, in their order, that some pattern matches; a `ModelError` if one matches none."""
+    patterns, names = [patterns] if isinstance(patterns, str) else list(patterns), list(names)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ModelError(f"{pattern!r} matches no trainable parameter; they are {names}")
+    return tuple(n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns))
 
 
 class RunningNorm(nn.Module):

@@ -291,6 +291,17 @@ class Trainer:
                 reason = f"its field {name!r} holds NaN or infinity"
         return SimulationOnlyDropped(user, reason)
 
+    def begin(self, request: RoundRequest) -> RoundParameters:
+        """What users of a round begin with."""
+        return RoundParameters.of(request, self.constants, self.device, self.task.personal)
+
+    def trained(
+        self, request: RoundRequest, start: RoundParameters, chunk: Chunk, store: UserStore
+    ) -> Updates:
+        """How far each lane, users of a store, moves from the start, in personal parameters too."""
+        with self.lock, plain_arithmetic(self.device):
+            return self._train(request, start, chunk, self._examples(request, chunk, store))
+
     def sent(
         self,
         request: RoundRequest,
@@ -305,7 +316,8 @@ class Trainer:
     def _sent(
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
     ) -> Updates:
-        updates = self._train(request, start, chunk, examples)
+        moved = self._train(request, start, chunk, examples)
+        updates = {name: t for name, t in moved.items() if name not in start.personal}
         reported = TorchTensors()
         if request.measured:
             measuring = Measuring(self.evaluated, start, self.measured)

@@ -114,7 +114,7 @@ class InProcessTransport(Transport):
         """Users of chunks and their sums, in the order of chunks."""
         if request.measured:  # before any user's data are touched
             check_metrics(self.task, request.measured, request.clipping, blank(self.users))
-        start = RoundParameters.of(request, self._trainer.constants, self.device)
+        start = self._trainer.begin(request)
         with computing_with(self._threads):
             with plain_arithmetic(self.device):
                 refuse_flushing_threads()
@@ -279,7 +279,7 @@ def _serve(trainer: Trainer, connection: Connection, threads: int) -> None:
             answer: ChunkSum | Exception
             if packed is not None:
                 request: RoundRequest = pickle.loads(packed)
-                start = RoundParameters.of(request, trainer.constants, trainer.device)
+                start = trainer.begin(request)
             try:
                 answer = trainer.sum_of(request, start, chunk)
             except Exception as error:  # not of a user's training, which is caught there

@@ -65,6 +65,7 @@ class LocalStep(NamedTuple):
     # What the step before returned, [C, *shape] each and free to be overwritten; at first zeros.
     memory: tuple["Tensor", ...]
     control: "Tensor"  # the server's control variate, [*shape]; 0 where the algorithm has none
+    personal: bool  # whether the parameter stays with the user: nothing of it is sent
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,13 @@ from fedpriv.build import Experiment, build, check_budget
 from fedpriv.config import Config, FederationSection, StoppingSection, for_folder, load_config
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import load_population
-from fedpriv.engine.task import HeldOut, Task, evaluate, running_norms
+from fedpriv.engine.task import Evaluation, HeldOut, Task, evaluate, running_norms
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import beside
 from fedpriv.local import ALGORITHMS
+from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PrivacyRecords, Transport, with_room
 from fedpriv.report.records import versions
 from fedpriv.report.run_page import write_run_figures
@@ -298,14 +299,6 @@ def conduct(
     """
     plan, output = experiment.plan, experiment.config.output
 
-    def measured() -> dict[str, Any]:
-        if not experiment.held_out:
-            return {"loss": None, "accuracy": None}
-        found = evaluate(experiment.task, experiment.held_out, experiment.device, state.model)
-        for name, reason in found.failed.items():  # what was spent must not be lost for it
-            _log.warning("figure %s cannot be computed: %s", name, reason)
-        return {name: getattr(found, name) for name in _MEASURED}
-
     def keep() -> None:
         checkpoint = Checkpoint(state, plan.digest, records.ledger.head)
         with_room(lambda: save_checkpoint(folder.checkpoints, checkpoint))
@@ -326,7 +319,7 @@ def conduct(
         seconds = clock() - began if clock else None
         result = replace(result, simulation_only_seconds=seconds)
         if state.round % output.evaluate_every == 0 or state.round == plan.rounds:
-            latest, figures = state, measured()
+            latest, figures = state, _measured(experiment, state.model)
             result = replace(result, **figures)
         if evaluation is not None:
             ends = stopping is not None and stopping.reached([*values, *_read(section, result)])
@@ -340,8 +333,37 @@ def conduct(
     keep()
     model = released_model(state, folder.results())
     with_room(lambda: write_atomically(folder.model, model))
-    figures = figures if latest is state else measured()
+    figures = figures if latest is state else _measured(experiment, state.model)
     return Run(folder.path, experiment.task, stop, state, **figures)
+
+
+def _measured(experiment: Experiment, model: Tensors) -> dict[str, Any]:
+    """What a model is worth on held-out rows, as it is and as their users make it their own.
+
+    What was spent must not be lost for a figure that cannot be computed.
+    """
+    task, users = experiment.task, experiment.personalised
+    general, personal = dict[str, Any](), dict[str, Any]()
+    if experiment.held_out and not task.personal:
+        general = _figures(evaluate(task, experiment.held_out, experiment.device, model))
+    if users is not None:
+        try:
+            personal = _figures(users.evaluate(model))
+        except Exception as error:
+            _log.warning("held-out users cannot personalise the model: %s", error)
+    if task.personal or not personal:
+        return general or personal or {"loss": None, "accuracy": None}
+    own = {"accuracy": personal["accuracy"], "loss": personal["loss"], **personal["figures"]}
+    more = {name: value for name, value in own.items() if value is not None}
+    for key, found in (("figures", more), ("held_out_users", personal["held_out_users"])):
+        general[key] = general[key] | {f"personalised_{n}": value for n, value in found.items()}
+    return general
+
+
+def _figures(found: Evaluation) -> dict[str, Any]:
+    for name, reason in found.failed.items():
+        _log.warning("figure %s cannot be computed: %s", name, reason)
+    return {name: getattr(found, name) for name in _MEASURED}
 
 
 def _read(section: StoppingSection | None, result: RoundResult) -> list[float]:
@@ -532,6 +554,12 @@ def _warn(experiment: Experiment, console: Console) -> None:
             "which costs accuracy; a private metric moves them: metrics.report.batch-norm = "
             "{ bound = 4.0 }, in Python Mechanism.poisson(..., metrics={'batch-norm': "
             "{'bound': 4.0}})",
+            style="yellow",
+        )
+    if experiment.task.personal and experiment.personalised is None and experiment.held_out:
+        console.print(
+            "warning: held-out rows are not evaluated, since the model's personal parameters are "
+            "untrained; personalisation says how held-out users train them",
             style="yellow",
         )
     if experiment.config.privacy.unsafe_no_privacy:

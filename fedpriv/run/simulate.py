@@ -13,7 +13,7 @@ from rich.console import Console
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.build import Experiment, Method, on_population, settings_of, simulated
-from fedpriv.config import load_config
+from fedpriv.config import load_config, local_table
 from fedpriv.data.population import Population, load_population
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
@@ -25,6 +25,7 @@ from fedpriv.ledger.events import RoundEvent, Unit
 from fedpriv.ledger.participation import beside
 from fedpriv.local import GRADIENT
 from fedpriv.mechanism import Mechanism
+from fedpriv.personalisation import Personalisation
 from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import LocalTraining, PartialSum, PrivacyRecords, RoundRequest, Transport
@@ -49,6 +50,7 @@ def simulate(
     server: ServerOptimizer = FEDAVG,
     projection: Projection | None = None,
     federated_evaluation: FederatedEvaluation | None = None,
+    personalisation: Personalisation | None = None,
     stopping: Stopping | None = None,
     rounds: int | None = None,
     out: Path | str | None = None,
@@ -92,6 +94,8 @@ def simulate(
       first; a calibrated mechanism is calibrated again to what is left of the budget.
     * federated_evaluation: users evaluate released models on examples that are kept from training.
       Its queries are charged too; a calibrated mechanism is calibrated again to what is left.
+    * personalisation: held-out users make released models their own before they measure them, and
+      so do users in a federated evaluation.
     * stopping: ends the run when a private metric gets no better.
     * rounds: T; by default what the mechanism was calibrated for.
     * out: folder of the run; by default a new one under runs/.
@@ -121,6 +125,12 @@ def simulate(
         others["projection"] = asdict(projection)
     if federated_evaluation:
         others["federated_evaluation"] = asdict(federated_evaluation)
+    if personalisation:
+        others["personalisation"] = {
+            "local": local_table(personalisation.local),
+            "parameters": personalisation.parameters,
+            "share": personalisation.share,
+        }
     if stopping:
         others["stopping"] = asdict(stopping)
     config = settings_of(name, population, method, rounds=rounds, seed=seed, **others)

@@ -63,7 +63,7 @@ class Welcome(_message.Message):
     def __init__(self, population_name: _Optional[str] = ..., population: _Optional[int] = ..., users: _Optional[_Iterable[int]] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., purpose: _Optional[str] = ..., certificate_end: _Optional[int] = ...) -> None: ...
 
 class Task(_message.Message):
-    __slots__ = ("model", "options", "seed", "loss", "metrics", "inputs", "targets", "ignore_index")
+    __slots__ = ("model", "options", "seed", "loss", "metrics", "inputs", "targets", "ignore_index", "personal")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class Task(_message.Message):
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     TARGETS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    PERSONAL_FIELD_NUMBER: _ClassVar[int]
     model: str
     options: str
     seed: int
@@ -80,7 +81,8 @@ class Task(_message.Message):
     inputs: _containers.RepeatedScalarFieldContainer[str]
     targets: str
     ignore_index: int
-    def __init__(self, model: _Optional[str] = ..., options: _Optional[str] = ..., seed: _Optional[int] = ..., loss: _Optional[str] = ..., metrics: _Optional[_Iterable[str]] = ..., inputs: _Optional[_Iterable[str]] = ..., targets: _Optional[str] = ..., ignore_index: _Optional[int] = ...) -> None: ...
+    personal: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, model: _Optional[str] = ..., options: _Optional[str] = ..., seed: _Optional[int] = ..., loss: _Optional[str] = ..., metrics: _Optional[_Iterable[str]] = ..., inputs: _Optional[_Iterable[str]] = ..., targets: _Optional[str] = ..., ignore_index: _Optional[int] = ..., personal: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RoundId(_message.Message):
     __slots__ = ("run", "round", "attempt", "nonce")

@@ -87,6 +87,7 @@ class TaskDescription(Checked):
     inputs: str | tuple[str, ...] = "x"  # fields that the model reads; several are named arguments
     targets: Name = "y"  # the field that the loss reads
     ignore_index: Annotated[int, Legal(_fits_int64, "be a whole number of 63 bits")] = _IGNORED
+    personal: tuple[str, ...] = ()  # names of parameters, or patterns, that stay with users
 
     @property
     def imports(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpriv.data import load_mnist_writers
+from fedpriv.data.population import HELD_OUT_USER
 from fedpriv.errors import DataError
 
 NAMES = {
@@ -20,6 +21,7 @@ NAMES = {
     "t10k-labels-idx1-ubyte.gz",
 }
 WRITERS = np.array([300, 7, 300, 7, 7, 12], dtype=np.int16)
+HELD_OUT = np.array([4001, 4000, 4001], dtype=np.int16)
 RNG = np.random.default_rng(0)
 TRAIN = RNG.integers(0, 256, size=(6, 28, 28), dtype=np.uint8), np.array([5, 0, 4, 1, 9, 2], "u1")
 TEST = RNG.integers(0, 256, size=(3, 28, 28), dtype=np.uint8), np.array([7, 2, 1], "u1")
@@ -37,13 +39,15 @@ def write_images(folder, train, test=TEST):
 
 
 def write_writers(folder, writers=WRITERS):
-    np.savez(folder / "mnist_writers.npz", train_writer=writers, test_writer=np.array([1, 2, 3]))
+    np.savez(folder / "mnist_writers.npz", train_writer=writers, test_writer=HELD_OUT)
 
 
 def write_qmnist(folder):
-    columns = np.zeros((6, 8), np.int32)
-    columns[:, 2] = WRITERS
-    (folder / "qmnist-train-labels-idx2-int.gz").write_bytes(idx(columns, 0x0C, ">i4"))
+    # Of the test part, QMNIST has more images than MNIST.
+    for part, writers in (("train", WRITERS), ("test", [*HELD_OUT, 5000, 5001])):
+        columns = np.zeros((len(writers), 8), np.int32)
+        columns[:, 2] = writers
+        (folder / f"qmnist-{part}-labels-idx2-int.gz").write_bytes(idx(columns, 0x0C, ">i4"))
 
 
 @pytest.fixture
@@ -70,6 +74,7 @@ def check_made_up(population):
     expected = (TEST[0] / 255.0 - 0.1307) / 0.3081
     np.testing.assert_allclose(population.test["x"][:, 0], expected, atol=1e-6)
     assert population.test["y"].tolist() == [7, 2, 1]
+    assert population.test[HELD_OUT_USER].tolist() == HELD_OUT.tolist()
 
 
 def test_writers_are_users(folder):
@@ -125,6 +130,10 @@ def test_absent_writers_are_named_with_their_source(folder):
     (folder / "mnist_writers.npz").unlink()
     with pytest.raises(DataError, match=r"^mnist_writers.npz and qmnist-train-labels.* absent"):
         load_mnist_writers(folder)
+    write_qmnist(folder)
+    (folder / "qmnist-test-labels-idx2-int.gz").unlink()
+    with pytest.raises(DataError, match=r"^mnist_writers.npz and qmnist-test-labels.* absent"):
+        load_mnist_writers(folder)
 
 
 TRAIN_IMAGES = "train-images-idx3-ubyte.gz"
@@ -161,7 +170,9 @@ def test_a_damaged_file_is_named(folder, name, content, message):
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"train_writer": WRITERS[:5]}, "has 5 writers for 6 training images"),
+        ({"train_writer": WRITERS[:5]}, "has 5 writers for 6 train images"),
+        ({"train_writer": WRITERS, "test_writer": WRITERS}, "has 6 writers for 3 test images"),
+        ({"train_writer": WRITERS}, "no list of integers test_writer"),
         ({"train_writer": WRITERS.astype(float)}, "no list of integers train_writer"),
         ({"test_writer": WRITERS}, "no list of integers train_writer"),
     ],
@@ -219,11 +230,13 @@ def test_real_test_images_are_by_unseen_writers(real, real_folder):
 
 
 def test_real_writers_are_those_of_qmnist(real, real_folder, tmp_path):
-    for name in NAMES | {"qmnist-train-labels-idx2-int.gz"}:
+    for name in NAMES | {f"qmnist-{part}-labels-idx2-int.gz" for part in ("train", "test")}:
         if not (real_folder / name).is_file():
             pytest.skip(f"{name} is absent")
         shutil.copyfile(real_folder / name, tmp_path / name)
-    other = load_mnist_writers(tmp_path).users
+    other = load_mnist_writers(tmp_path)
+    np.testing.assert_array_equal(other.test[HELD_OUT_USER], real.test[HELD_OUT_USER])
+    other = other.users
     np.testing.assert_array_equal(other.user_ids, real.users.user_ids)
     np.testing.assert_array_equal(other.offsets, real.users.offsets)
     np.testing.assert_array_equal(other.fields["y"], real.users.fields["y"])

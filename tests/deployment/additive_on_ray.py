@@ -21,6 +21,7 @@ from fedpriv.server.ray_engine import run_on_ray
 from fedpriv.wire import TaskDescription, Welcome, encode_welcome, flower_messages
 from tests.isolation import (
     LOCALS,
+    PERSONAL,
     USERS,
     Plan,
     User,
@@ -62,7 +63,8 @@ def on_workers(grid: Grid, plan: Plan) -> GridTransport:
     }
     store, stopping = crowd(**options).users, threading.Event()
     present = simulated_workers(grid, "people", store, 2, loaded, stopping)
-    task = TaskDescription("tests.isolation:model", {"kind": plan.model}, 0, "cross-entropy")
+    kind, own = {"kind": plan.model}, PERSONAL.get(plan.model, ())
+    task = TaskDescription("tests.isolation:model", kind, 0, "cross-entropy", personal=own)
     welcome = Welcome("people", len(USERS), np.empty(0, np.int64), task)
     headers = loaded | {flower_messages.WELCOME: encode_welcome(welcome).SerializeToString()}
     return GridTransport(

@@ -18,6 +18,7 @@ from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.wire import federation_pb2 as pb
 from tests.engine.everyone import torch_threads
 from tests.isolation import (
+    LOCALS,
     USERS,
     Plan,
     User,
@@ -81,9 +82,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Site, Hos
         yield made, hosts
 
 
-def of_everyone(local: LocalTraining) -> tuple[Plan, list[User]]:
+def of_everyone(local: LocalTraining, model: str = "mlp") -> tuple[Plan, list[User]]:
     """A round with this local training, of users of all kinds but one."""
-    plan = Plan("mlp", "per-layer", "weights", local, adaptive=True, measured=False, norm=0.3)
+    plan = Plan(model, "per-layer", "weights", local, adaptive=True, measured=False, norm=0.3)
     sizes = (3, 8, 3, 1, 8, 3, 0, 3, 8)
     return plan, [User(*each, 0) for each in zip(USERS, sizes, strict=False)]
 
@@ -92,6 +93,7 @@ def of_everyone(local: LocalTraining) -> tuple[Plan, list[User]]:
 @given(plans, users_at_nodes)
 @example(*of_everyone(AdamW(0.02, batch_size=4, epochs=2)))
 @example(*of_everyone(Scaffold(0.3, epochs=3, control_norm=0.4)))
+@example(*of_everyone(LOCALS[-1], "mlp, personal head"))
 def test_over_grpc(served: tuple[Site, Hosts], plan: Plan, users: list[User]) -> None:
     made, hosts = served
     hosts.give(plan, users)

@@ -13,7 +13,7 @@ from fedpriv.engine.local_training import by_rung, schedule
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
-from fedpriv.local import SGD, AdamW, Scaffold
+from fedpriv.local import SGD, AdamW, FedRecon, Scaffold
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import LocalStep, LocalTraining, RoundRequest
 from fedpriv.training.optimizers import PolynomialDecay
@@ -32,18 +32,20 @@ class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.randn(6, 3) / 3)
+        self.b = nn.Parameter(torch.randn(3) / 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.w
+        return x @ self.w + self.b
 
 
 def known() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def task_with(model: type[nn.Module]) -> Task:
+def task_with(model: type[nn.Module], *, personal: bool = False) -> Task:
     torch.manual_seed(0)
-    return Task(Own() if model is Own else known(), cross_entropy)
+    own = (("b",) if model is Own else ("2.*",)) if personal else ()
+    return Task(Own() if model is Own else known(), cross_entropy, personal=own)
 
 
 def request_to(task: Task, local: LocalTraining, control: float = 0.0) -> RoundRequest:
@@ -100,8 +102,13 @@ def contribution(task: Task, request: RoundRequest, user: int) -> dict[str, np.n
         )
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=local.rate, momentum=local.momentum)
-    for x, y in batches(request, user):
+    for number, (x, y) in enumerate(batches(request, user)):
         optimizer.zero_grad()
+        if isinstance(local, FedRecon):
+            turn = number < local.personal_steps
+            for name, p in model.named_parameters():
+                p.requires_grad_((name in task.personal) == turn)
+            optimizer.param_groups[0]["lr"] = local.personal_rate if turn else local.rate
         cross_entropy(model(x), y).mean().backward()
         if (
             isinstance(local, Scaffold) and not corrections
@@ -110,11 +117,13 @@ def contribution(task: Task, request: RoundRequest, user: int) -> dict[str, np.n
                 changes[f"control/{name}"] = (p.grad - server[name]).numpy()
                 corrections[name] = server[name] - p.grad
         for name, p in model.named_parameters():
+            if p.grad is None:
+                continue
             p.grad += local.proximal * (p.detach() - start[name])
             p.grad += corrections.get(name, torch.zeros(()))
         optimizer.step()
     update = {n: (p.detach() - start[n]).numpy() for n, p in model.named_parameters()}
-    return {**update, **changes}
+    return {n: t for n, t in {**update, **changes}.items() if n not in task.personal}
 
 
 @pytest.mark.parametrize("model", [nn.Linear, Own], ids=["batched", "by torch.func"])
@@ -143,6 +152,42 @@ def test_users_train_as_they_would_in_a_plain_loop(
     for name, tensor in expected.items():
         np.testing.assert_allclose(found[name], tensor, atol=3e-5)
         assert np.abs(tensor).max() > 1e-2
+
+
+@pytest.mark.parametrize("model", [nn.Linear, Own], ids=["batched", "by torch.func"])
+@pytest.mark.parametrize(
+    "local",
+    [
+        SGD(0.1, epochs=6),
+        SGD(0.1, batch_size=4, epochs=2, momentum=0.9, proximal=0.5),
+        AdamW(0.02, batch_size=4, steps=7),
+        FedRecon(0.1, steps=7, personal_steps=4, personal_rate=0.3),
+        FedRecon(0.1, batch_size=4, steps=9, momentum=0.8, personal_steps=2, personal_rate=0.02),
+    ],
+    ids=repr,
+)
+def test_personal_parameters_are_trained_and_stay(
+    model: type[nn.Module], local: LocalTraining
+) -> None:
+    task, users = task_with(model, personal=True), users_of(SIZES)
+    request = request_to(task, local)
+    transport = InProcessTransport(task, users, CPU, 10**6, processes=1)
+    found = request.clipping.layout.unflatten(total_of(transport, request) * request.clipping.steps)
+    expected = slowly(task, request)
+    shared = {"w"} if model is Own else {"0.weight", "0.bias"}
+    assert set(found) == set(expected) == set(request.parameters) == shared
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(found[name], tensor, atol=3e-5)
+        assert np.abs(tensor).max() > 1e-2
+    # The next round begins with the same personal parameters, whatever users made of them.
+    np.testing.assert_array_equal(total_of(transport, request), total_of(transport, request))
+    # They matter: what is sent would be another with all of them frozen.
+    frozen = replace(task, model=copy.deepcopy(task.model), personal=())
+    for name, p in frozen.model.named_parameters():
+        p.requires_grad_(name in shared)
+    if not isinstance(local, FedRecon):
+        still = InProcessTransport(frozen, users, CPU, 10**6, processes=1)
+        assert not np.array_equal(total_of(still, request), total_of(transport, request))
 
 
 def test_a_control_variate_makes_the_first_step_that_of_the_server() -> None:
@@ -202,6 +247,10 @@ def test_where_no_server_says_otherwise_the_control_variate_is_zero() -> None:
     assert set(seen) == {0.0}
 
 
+def recon(**others: float) -> FedRecon:
+    return FedRecon(0.1, **{"personal_steps": 1, "personal_rate": 0.1, **others})
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -214,6 +263,11 @@ def test_where_no_server_says_otherwise_the_control_variate_is_zero() -> None:
         (lambda: Scaffold(0.1, steps=2, control_norm=1.0, control_rate=0.0), "control_rate is 0"),
         (lambda: Scaffold(0.1, steps=2, control_norm=1.0, batch_size=4), "batch_size is 4; with"),
         (lambda: Scaffold(0.1, steps=2, control_norm=1.0, momentum=0.5), "momentum of Scaffold"),
+        (lambda: recon(epochs=2), "epochs of FedRecon is 2; steps must be given in its place"),
+        (lambda: recon(steps=2, personal_steps=2), "personal_steps is 2 of 2 steps; it must be"),
+        (lambda: recon(steps=2, personal_steps=0), "personal_steps is 0 of 2 steps; it must be"),
+        (lambda: recon(steps=3, personal_steps=1.5), "personal_steps is 1.5 of 3 steps"),
+        (lambda: recon(steps=2, personal_rate=0.0), "personal_rate is 0.0; it must be positive"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(make: object, message: str) -> None:

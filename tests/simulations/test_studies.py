@@ -36,7 +36,8 @@ def mnist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             head = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes()
             path = tmp_path / f"{part}-{name}-ubyte.gz"
             path.write_bytes(gzip.compress(head + array.tobytes(), 1))
-    np.savez(tmp_path / "mnist_writers.npz", train_writer=np.arange(ROWS) % 8)
+    writers = {"train_writer": np.arange(ROWS) % 8, "test_writer": 8 + np.arange(ROWS) % 5}
+    np.savez(tmp_path / "mnist_writers.npz", **writers)
 
 
 @pytest.mark.parametrize("name", STUDIES)

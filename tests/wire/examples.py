@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedpriv.local import AdamW, Scaffold
+from fedpriv.local import AdamW, FedRecon, Scaffold
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, VectorGroup, flat
@@ -89,6 +89,9 @@ def make_local(kind: type[LocalTraining], passes: bool, number: int, *rest, **ot
     others["epochs" if passes else "steps"] = number
     if kind is Scaffold:  # on all examples at once
         return Scaffold(rest[0], **{**others, "momentum": 0.0}, control_norm=0.7, control_rate=0.2)
+    if kind is FedRecon:  # some of the steps
+        steps = {"epochs": None, "steps": 2 + number % 100}
+        return FedRecon(*rest, **{**others, **steps}, personal_steps=1, personal_rate=0.5)
     if kind is AdamW:
         return AdamW(*rest, **{**others, "momentum": 0.0}, weight_decay=0.3, beta1=0.7)
     return kind(*rest, **others)
@@ -96,7 +99,7 @@ def make_local(kind: type[LocalTraining], passes: bool, number: int, *rest, **ot
 
 locals_ = st.builds(
     make_local,
-    st.sampled_from([LocalTraining, AdamW, Scaffold]),
+    st.sampled_from([LocalTraining, AdamW, Scaffold, FedRecon]),
     st.booleans(),
     st.integers(1, 2**32 - 1),
     positive,

@@ -1,0 +1,138 @@
+"""Personal models: a user makes a released model its own, and sends nothing of it.
+
+Privacy: such a model is a function of what was released and of its own user's examples. As long as
+it stays with that user, others see no more than what was released (joint differential privacy by
+the billboard lemma: Hsu et al. 2014, lemma 3). Publishing it, or what it scores, is another matter:
+held-out users belong to no enrolled population, and users can be asked by `FederatedEvaluation`.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from operator import itemgetter
+
+import numpy as np
+import torch
+
+from fedpriv.data.population import HELD_OUT_USER, UserStore, offsets_of, spread_over
+from fedpriv.engine.local_training import by_rung
+from fedpriv.engine.task import Evaluation, HeldOut, RoundParameters, Task, evaluate, matching
+from fedpriv.engine.trainer import Isolation, Trainer
+from fedpriv.errors import InvalidValueError, ModelError
+from fedpriv.local import FedRecon
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, Tensors, flat
+from fedpriv.privacy.round import LocalTraining, RoundRequest
+
+_MEMORY = 2**28  # bytes that users who train together may take, roughly
+
+
+@dataclass(frozen=True)
+class Personalisation:
+    """How users make a released model their own, and on which of their examples.
+
+    >>> from fedpriv import SGD
+    >>> Personalisation(SGD(0.1, steps=10), parameters=("head.*",)).share
+    0.5
+    """
+
+    local: LocalTraining  # how each trains, from the released model
+    # Names of what it trains, or patterns of them; the rest stays as released. Without any, the
+    # personal parameters of the task, or all where it has none.
+    parameters: tuple[str, ...] = ()
+    # In (0, 1), of each held-out user's rows: on these it trains, and it is measured on the others.
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if isinstance(self.local, FedRecon) or self.local.control is not None:
+            kind = type(self.local).__name__
+            raise InvalidValueError(f"personalisation.local is {kind}, which needs a server")
+        _ = self.local.rate  # which must be a number, as there are no rounds
+        if not 0.0 < self.share < 1.0:
+            found = f"share of personalisation is {self.share}"
+            raise InvalidValueError(f"{found}; it must be between 0 and 1")
+
+    def models(self, task: Task, model: Tensors, users: UserStore) -> dict[str, Tensors]:
+        """What users make of the tensors that they train, by user id and name of tensor.
+
+        `model` is what was released, such as `Run.state.model`. A user without examples keeps it as
+        it is. What a user gets depends on the model and its own examples alone.
+        """
+        found = FineTuning(self, task, users, torch.device("cpu")).models(model, users)
+        return {users.id_of(user): own for user, own in sorted(found, key=itemgetter(0))}
+
+
+class FineTuning:
+    """Trains users side by side, each from the same model."""
+
+    def __init__(
+        self, how: Personalisation, task: Task, users: UserStore, device: torch.device
+    ) -> None:
+        """`users` have the fields of all to come."""
+        trainable = task.trainable()
+        own = matching(how.parameters or task.personal or trainable, trainable)
+        tuned = copy.deepcopy(task.model)
+        for name, parameter in tuned.named_parameters():
+            parameter.requires_grad_(name in own)
+        self._task = replace(task, model=tuned, personal=(), metrics={}, figures={})
+        self._own, self._local, self._device = own, how.local, device
+        self._constants = task.constants(device)
+        self._trainer = Trainer(self._task, users, None, device, _MEMORY, "float32", observed=False)
+        self._isolation = Isolation(self._trainer)
+
+    def models(self, model: Tensors, users: UserStore) -> Iterator[tuple[int, Tensors]]:
+        """Users and what they have made of the tensors that they train; not in their order."""
+        device, everyone = self._device, np.arange(users.population)
+        tensors = self._constants | {n: torch.tensor(t, device=device) for n, t in model.items()}
+        begun = {name: tensors.pop(name) for name in self._own}
+        start = RoundParameters(begun, tensors)
+        layout = Layout.of(self._task.parameters())
+        clipping = Clipping(layout, flat(layout, 1.0))  # of which nothing is used
+        request = RoundRequest("", 1, 0, {}, clipping, self._local, everyone, bytes(32))
+        for user in np.flatnonzero(users.sizes == 0).tolist():
+            yield user, {name: t.cpu().numpy() for name, t in begun.items()}
+        for rung, some in by_rung(users.sizes, self._local, measured=False):
+            for chunk in self._isolation.chunks(request, start, rung, some, 1):
+                moved = self._trainer.trained(request, start, chunk, users)
+                for lane, user in enumerate(chunk.users.tolist()):
+                    own = {n: begun[n] + moved[n][lane : lane + 1][0] for n in self._own}
+                    yield user, {name: t.cpu().numpy() for name, t in own.items()}
+
+
+class HeldOutUsers:
+    """Held-out users, who make models their own on part of their rows, and measure them."""
+
+    def __init__(
+        self, how: Personalisation, task: Task, rows: HeldOut, device: torch.device
+    ) -> None:
+        """InvalidValueError if the rows do not say whose they are."""
+        if HELD_OUT_USER not in rows:
+            raise InvalidValueError(
+                "personalisation is given, and held-out rows have no users; give their ids as "
+                f"held_out_users, the field {HELD_OUT_USER!r}"
+            )
+        ids, owners = np.unique(rows[HELD_OUT_USER], return_inverse=True)
+        order = np.argsort(owners, kind="stable")
+        sizes = np.bincount(owners, minlength=len(ids))
+        trained = spread_over(offsets_of(sizes), how.share)
+        own = {name: rows[name][order[trained]] for name in task.fields}
+        counts = np.bincount(owners[order[trained]], minlength=len(ids))
+        self.users, self._device, self._task = UserStore(own, offsets_of(counts)), device, task
+        kept = order[~trained]  # at least one of each user
+        # Rows that are measured, and by whom.
+        self.rows: HeldOut = {name: column[kept] for name, column in rows.items()}
+        self._of_users = np.split(np.arange(len(kept)), np.cumsum(sizes - counts)[:-1])
+        self._tuning = FineTuning(how, task, self.users, device)
+
+    def check(self) -> None:
+        """Refuse users who cannot train or measure the initial model, before anything is spent."""
+        try:
+            self.evaluate(self._task.parameters() | self._task.statistics())
+        except Exception as error:
+            raise ModelError(f"held-out users cannot personalise the model: {error}") from error
+
+    def evaluate(self, model: Tensors) -> Evaluation:
+        """Personal models on their users' rows: figures of all rows together, and by user."""
+        models = self._tuning.models(model, self.users)
+        personal = ((self._of_users[user], own) for user, own in models)
+        return evaluate(self._task, self.rows, self._device, model, personal)
