@@ -218,17 +218,16 @@ def build(
         method, origin = method_of(config), repr(config.model)
     kinds = [path_of(type(part)) for part in (method.local, method.mechanism.sampling)]
     task, device = method.task, device_named(config.engine.device)
-    _check_personal(method)
+    few = {name: column[:4] for name, column in held_out.items()}
     how, personalised = _personalisation(config), None
+    _check_personal(method)
+    if held_out:
+        check_task(task, few)
     if how is not None:
         personalised = HeldOutUsers(how, task, held_out, device)
         held_out = personalised.rows
-    few = {name: column[:4] for name, column in held_out.items()}
     if held_out:
-        check_task(task, few)
         check_held_out(task, held_out, device)
-        if personalised is not None:
-            personalised.check()
     elif method.mechanism.metrics:
         raise InvalidValueError(
             "metrics.report asks for metrics; they are checked on held-out rows, so that "

@@ -105,7 +105,10 @@ class HeldOutUsers:
     def __init__(
         self, how: Personalisation, task: Task, rows: HeldOut, device: torch.device
     ) -> None:
-        """InvalidValueError if the rows do not say whose they are."""
+        """Refuse rows that do not say whose they are, and users who cannot train the initial model.
+
+        InvalidValueError or ModelError.
+        """
         if HELD_OUT_USER not in rows:
             raise InvalidValueError(
                 "personalisation is given, and held-out rows have no users; give their ids as "
@@ -123,11 +126,8 @@ class HeldOutUsers:
         self.rows: HeldOut = {name: column[kept] for name, column in rows.items()}
         self._of_users = np.split(np.arange(len(kept)), np.cumsum(sizes - counts)[:-1])
         self._tuning = FineTuning(how, task, self.users, device)
-
-    def check(self) -> None:
-        """Refuse users who cannot train or measure the initial model, before anything is spent."""
-        try:
-            self.evaluate(self._task.parameters() | self._task.statistics())
+        try:  # before anything is spent
+            self.evaluate(task.parameters() | task.statistics())
         except Exception as error:
             raise ModelError(f"held-out users cannot personalise the model: {error}") from error
 
