@@ -216,30 +216,69 @@ def build(
         )
     else:
         method, origin = method_of(config), repr(config.model)
-    kinds = [path_of(type(part)) for part in (method.local, method.mechanism.sampling)]
-    task, device = method.task, device_named(config.engine.device)
-    few = {name: column[:4] for name, column in held_out.items()}
-    how, personalised = _personalisation(config), None
     _check_personal(method)
-    if held_out:
-        check_task(task, few)
-    if how is not None:
-        personalised = HeldOutUsers(how, task, held_out, device)
-        held_out = personalised.rows
-    if held_out:
-        check_held_out(task, held_out, device)
-    elif method.mechanism.metrics:
+    device, mechanism = device_named(config.engine.device), method.mechanism
+    personalised, rows = _measured_by(config, method, held_out, device)
+    budget = mechanism.budget
+    mechanism = _calibrated(mechanism, budget, config.rounds, spent)
+    plan = _plan(config, run, population, users, replace(method, mechanism=mechanism), origin)
+    if plan.metrics:
+        few = {name: column[:4] for name, column in held_out.items()}
+        check_metrics(method.task, plan.metrics, plan.mechanism.clipping, few)
+    _check_stopping(config, plan, method.task)
+    if mechanism.rounds == plan.rounds:
+        plan = plan.within(budget, spent)
+    config = config.with_noise(plan.noise_multiplier).model_copy(update={"run": plan.run})
+    callbacks = {
+        path: cast(OnRound, import_function(f"callback {path!r}", path, InvalidValueError))
+        for path in config.callbacks.on_round
+    }
+    trackers = {name: kind() for name, kind in TRACKERS.items() if getattr(config.output, name)}
+    trackers |= {path: _TRACKER.build(path, {}, {}) for path in config.callbacks.trackers}
+    return Experiment(
+        config=config,
+        held_out=rows,
+        task=method.task,
+        plan=plan,
+        budget=budget,
+        entropy=OperatingSystemEntropy() if config.seed is None else SeededEntropy(config.seed),
+        device=device,
+        on_round=callbacks,
+        personalised=personalised,
+        trackers=trackers,
+    )
+
+
+def _measured_by(
+    config: Config, method: Method, held_out: HeldOut, device: torch.device
+) -> tuple[HeldOutUsers | None, HeldOut]:
+    """Who makes models their own before they measure them, and the rows that are measured."""
+    if not held_out and method.mechanism.metrics:
         raise InvalidValueError(
             "metrics.report asks for metrics; they are checked on held-out rows, so that "
             "federation.held_out or data must be given"
         )
-    budget = method.mechanism.budget
-    mechanism = _calibrated(method.mechanism, budget, config.rounds, spent)
-    layout = Layout.of(task.parameters())
+    if held_out:
+        check_task(method.task, {name: column[:4] for name, column in held_out.items()})
+    how, personalised = _personalisation(config), None
+    if how is not None:
+        personalised = HeldOutUsers(how, method.task, held_out, device)
+        held_out = personalised.rows
+    if held_out:
+        check_held_out(method.task, held_out, device)
+    return personalised, held_out
+
+
+def _plan(
+    config: Config, run: str, population: str, users: int, method: Method, origin: str
+) -> TrainingPlan:
+    """The plan of a run by a calibrated mechanism; `origin` says what else decides its result."""
+    mechanism, layout = method.mechanism, Layout.of(method.task.parameters())
+    kinds = [path_of(type(part)) for part in (method.local, mechanism.sampling)]
     grouping = mechanism.clipping.grouping(layout, mechanism.allocation)
-    statistics = _statistics(mechanism, task)
-    metrics = tuple(_metric(*named, task, statistics) for named in mechanism.metrics.items())
-    plan = TrainingPlan(
+    statistics = _statistics(mechanism, method.task)
+    metrics = tuple(_metric(*named, method.task, statistics) for named in mechanism.metrics.items())
+    return TrainingPlan(
         run=config.run or run,
         population=population,
         rounds=config.rounds,
@@ -257,32 +296,6 @@ def build(
         adaptive=mechanism.adaptive,
         averaging=mechanism.averaging,
         statistics=statistics,
-    )
-    if metrics:
-        check_metrics(task, metrics, plan.mechanism.clipping, few)
-    _check_stopping(config, plan, task)
-    if mechanism.rounds == plan.rounds:
-        plan = plan.within(budget, spent)
-    config = config.with_noise(plan.noise_multiplier).model_copy(update={"run": plan.run})
-    entropy = OperatingSystemEntropy() if config.seed is None else SeededEntropy(config.seed)
-    callbacks = {
-        path: cast(OnRound, import_function(f"callback {path!r}", path, InvalidValueError))
-        for path in config.callbacks.on_round
-    }
-    trackers = {name: kind() for name, kind in TRACKERS.items() if getattr(config.output, name)}
-    trackers |= {path: _TRACKER.build(path, {}, {}) for path in config.callbacks.trackers}
-    return Experiment(
-        config,
-        held_out,
-        task,
-        plan,
-        budget,
-        entropy,
-        device,
-        callbacks,
-        None,
-        personalised,
-        trackers,
     )
 
 
