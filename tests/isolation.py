@@ -91,10 +91,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "own": Own,
     "dropout": _dropping,
     "batch-norm": _normalised,
-    "mlp, personal head": _mlp,
-    "own, personal scale": Own,
+    "personal-head": _mlp,
+    "personal-scale": Own,
 }
-PERSONAL = {"mlp, personal head": ("3.*",), "own, personal scale": ("scale",)}
+PERSONAL = {"personal-head": ("3.*",), "personal-scale": ("scale",)}
 
 
 @cache

@@ -93,7 +93,7 @@ def of_everyone(local: LocalTraining, model: str = "mlp") -> tuple[Plan, list[Us
 @given(plans, users_at_nodes)
 @example(*of_everyone(AdamW(0.02, batch_size=4, epochs=2)))
 @example(*of_everyone(Scaffold(0.3, epochs=3, control_norm=0.4)))
-@example(*of_everyone(LOCALS[-1], "mlp, personal head"))
+@example(*of_everyone(LOCALS[-1], "personal-head"))
 def test_over_grpc(served: tuple[Site, Hosts], plan: Plan, users: list[User]) -> None:
     made, hosts = served
     hosts.give(plan, users)

@@ -32,7 +32,13 @@ def close(parameters, head):
 """
 
 
-KINDS = ["own", "transformer", "dropout", "batch-norm"]  # all are tried in one process
+KINDS = [
+    "own",
+    "transformer",
+    "dropout",
+    "batch-norm",
+    "personal-head",
+]  # all are tried in one process
 # Images of DIGITS saved as a dataset, whose partitioner makes users of unequal size.
 DEALT = """
 [data]

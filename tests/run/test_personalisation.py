@@ -278,6 +278,7 @@ def test_users_are_asked_of_what_they_have_made_of_the_model(tmp_path: Path) -> 
 def test_one_user_more_adds_what_it_measures_alone_within_the_radius(user: int) -> None:
     users, task = store(), network()
     users.fields["x"][users.rows_of(4)] = np.nan
+    users.fields["y"][users.rows_of(5)] = 99  # training raises
     sampling = PoissonSampling(users.population, 1.0)
     asked = fedpriv.FederatedEvaluation(noise_multiplier=1.0, held_out=0.5)
     metrics = (metric("accuracy"), metric("loss", bound=3.0))
