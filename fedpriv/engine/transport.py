@@ -84,7 +84,7 @@ class InProcessTransport(Transport):
     activations: Activations = "float32"  # of the model while users train
     # How many train side by side on a CPU, with an equal share of torch's threads each; None: one
     # for each thread. They are forked from this one before the first round that has work for two,
-    # and end with the transport. If it is 1, on a GPU and not on Linux, this process trains.
+    # and end when it rests, or with it. If it is 1, on a GPU and not on Linux, this process trains.
     processes: int | None = None
 
     def __post_init__(self) -> None:
@@ -98,6 +98,10 @@ class InProcessTransport(Transport):
         """Yield the sum of the contributions of each chunk."""
         for _, partial in self.by_chunk(request):
             yield partial
+
+    def rest(self) -> None:
+        """End its processes."""
+        self._idle.clear()
 
     def by_chunk(self, request: RoundRequest) -> Iterator[tuple[Integers, PartialSum]]:
         """Yield the users of each chunk, as positions in the population, and their sum."""

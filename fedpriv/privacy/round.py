@@ -215,6 +215,9 @@ class Transport(ABC):
         DeclinedError, and no round takes place.
         """
 
+    def rest(self) -> None:  # noqa: B027 - most need nothing
+        """Let go of what waits for the next round, which may come all the same."""
+
 
 def merged(node: str, partials: Iterable[PartialSum], dimension: int) -> PartialSum:
     """One partial sum of disjoint ones over `dimension` numbers; there may be none."""

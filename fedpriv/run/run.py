@@ -330,6 +330,7 @@ def conduct(
         if state.round % output.checkpoint_every == 0:
             keep()
         on_round(result)
+    transport.rest()
     keep()
     model = released_model(state, folder.results())
     with_room(lambda: write_atomically(folder.model, model))

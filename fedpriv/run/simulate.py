@@ -203,6 +203,10 @@ class ObservedTransport(Transport):
         ratios = _signal_to_noise(self._plan, request, total)
         self._tell(asdict(self._diagnosed.pop()) | {"simulation_only_signal_to_noise": ratios})
 
+    def rest(self) -> None:
+        """As the simulation's transport."""
+        self._transport.rest()
+
 
 def _signal_to_noise(
     plan: TrainingPlan, request: RoundRequest, total: IntegerVector

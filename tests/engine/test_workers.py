@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+import fedpriv
 from fedpriv.data.population import UserStore
 from fedpriv.engine import transport as module
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics
@@ -105,6 +106,31 @@ def test_a_process_that_is_killed_is_an_error_of_the_round() -> None:
         os.kill(child.pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match="exit code -9; where memory was short"):
         list(transport.collect(request))
+
+
+def test_none_outlives_a_run_that_something_still_refers_to(tmp_path: Path) -> None:
+    x, y = np.eye(4, dtype=np.float32).repeat(60, 0), np.arange(4).repeat(60)
+    people = fedpriv.Population.from_arrays(x, y, np.arange(240) // 6, held_out=(x, y))
+    mechanism = fedpriv.Mechanism.poisson(q=1.0, clipping=fedpriv.Flat(1.0))
+    mechanism = mechanism.with_noise(1.0, epsilon=20.0, delta=1e-3)
+    seen = []
+    gc.collect()
+    gc.disable()  # figures leave frames behind that refer to each other, and so to the transport
+    try:
+        fedpriv.simulate(
+            people,
+            fedpriv.Task(nn.Linear(4, 4)),
+            mechanism,
+            local=fedpriv.SGD(0.1, batch_size=1, epochs=3),
+            rounds=1,
+            out=tmp_path / "run",
+            on_round=[lambda _: seen.extend(multiprocessing.active_children())],
+            quiet=True,
+        )
+        assert seen
+        assert not multiprocessing.active_children()
+    finally:
+        gc.enable()
 
 
 def test_what_they_log_is_logged_here(caplog: pytest.LogCaptureFixture) -> None:
