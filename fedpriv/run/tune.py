@@ -37,6 +37,7 @@ from fedpriv.config import (
     TuneSection,
     assign,
     for_folder,
+    method_left_out,
     parse_config,
     plain,
     read_experiment,
@@ -60,7 +61,6 @@ from fedpriv.privacy.round import LocalTraining, PrivacyRecords
 from fedpriv.report.tables import Column, Table, print_table
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import RunSetup
-from fedpriv.run.simulate import FEDAVG, training_of
 from fedpriv.selection import number_of_trials
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.rounds import (
@@ -125,7 +125,7 @@ def tune(
     *,
     on: Literal["public", "users"],
     local: LocalTraining | None = None,
-    server: ServerOptimizer = FEDAVG,
+    server: ServerOptimizer | None = None,
     space: Mapping[str, Sequence[Any] | tuple[float, float]] | None = None,
     trials: int = 30,
     law: Literal["negative-binomial", "poisson"] = "negative-binomial",
@@ -179,7 +179,7 @@ def tune(
     * seed: makes the search repeatable; on users the guarantee does then not hold against those who
       know it.
     """
-    method = Method(task, mechanism, training_of(mechanism, local), server)
+    method = Method(task, mechanism, *method_left_out(mechanism, local, server))
     if mechanism.epsilon is None or mechanism.rounds is None:
         raise InvalidValueError("the mechanism has no budget; calibrate it, as for simulate")
     for key in space or ():
