@@ -46,6 +46,7 @@ from fedpriv.studies.results import (
     verdict,
 )
 from fedpriv.studies.study import load_study, study_of_settings, study_toml
+from fedpriv.trackers import Tracker, named
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.rounds import write_atomically
 
@@ -108,6 +109,7 @@ def compare(
     out: Path | str | None = None,
     name: str = "study",
     evaluate_every: int = 1,
+    trackers: Sequence[Tracker] = (),
     device: str = "auto",
     quiet: bool = False,
 ) -> Comparison:
@@ -141,6 +143,7 @@ def compare(
     * seeds: the seeds, or how many from 0.
     * baseline: the arm to compare with; by default the first.
     * accuracies: levels; the first round in which an arm reached them is reported.
+    * trackers: told of every run, one after another, under its study, arm and seed.
     * out: folder of the study; by default studies/NAME, where `name` is that of the study.
 
     A FedprivError says which arms do not fit together or differ in privacy.
@@ -180,7 +183,8 @@ def compare(
     def prepared(cell: Cell) -> tuple[Experiment, InProcessTransport]:
         with _naming_arm(cell.arm.name):
             of_cell = method(cell.arm.name, cell.seed)
-            return on_population(study.config_of(cell), "", population, method=of_cell)
+            made = on_population(study.config_of(cell), "", population, method=of_cell)
+        return replace(made[0], trackers=named(trackers)), made[1]
 
     def start(missing: Sequence[Cell]) -> Generator[Ended]:
         for cell in study.cells[: len(study.arms)]:
