@@ -16,6 +16,9 @@ from fedpriv.local import ALGORITHMS, COMMON, GRADIENT
 from fedpriv.mechanism import (
     CLIPPINGS,
     CONTRIBUTORS_SHARE,
+    DEFAULT_CLIPPING,
+    DEFAULT_PROBABILITY,
+    DEFAULT_ROUNDS,
     SAMPLING_POLICIES,
     ClippingPolicy,
     Grouped,
@@ -140,9 +143,9 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
 Options = dict[str, object]
 
 # What an experiment does that names none of it; `simulations.defaults` is the study behind them.
-DEFAULT_ROUNDS, DEFAULT_PROBABILITY = 100, 0.3
+# Those of `Mechanism` are in fedpriv/mechanism.py.
 DEFAULT_LOCAL_LEARNING_RATE, DEFAULT_BATCH = 0.3, 32  # the batch without the section local
-DEFAULT_NORM, DEFAULT_OPTIMIZER = 0.1, "fedadam"  # a pair: step sizes belong to a norm
+DEFAULT_OPTIMIZER = "fedadam"  # at the norm of DEFAULT_CLIPPING, to which its step size belongs
 
 _ALGORITHM = Choice("local.algorithm", ALGORITHMS, LocalTraining)
 _LOCAL_RATE = Choice("local.learning_rate.schedule", SCHEDULES, Schedule)
@@ -522,7 +525,8 @@ class TuneSection(Section):
     trials: Count = 30  # on users, where the number is random and secret, its mean
     law: Literal["negative-binomial", "poisson"] = "negative-binomial"  # of that number
     shape: Positive = 1.0  # η of the truncated negative binomial; 1 is geometric
-    objective: str = "accuracy"  # or "loss", of the held-out rows, or "private:NAME" of a metric
+    objective: str = "accuracy"  # a figure of the held-out rows, or "private:NAME" of a metric
+    better: Literal["larger", "smaller"] | None = None  # None: as the objective's name says
     held_out_is_public: bool = False  # needed where trials on users are told apart by it
     public: DataSection | None = None  # people who are not enrolled
     synthetic: Options = {}  # or invented ones: options of the population `synthetic`
@@ -581,7 +585,7 @@ class Config(Section):
     local: LocalSection | None = None  # needed where users train; other units give a gradient
     privacy: PrivacySection
     sampling: SamplingSection = SamplingSection()
-    clipping: ClippingSection = ClippingSection(norm=DEFAULT_NORM)
+    clipping: ClippingSection = ClippingSection(norm=DEFAULT_CLIPPING.norm)
     server: ServerSection = ServerSection()
     noise: NoiseSection = NoiseSection()
     metrics: MetricsSection = MetricsSection()
@@ -673,10 +677,26 @@ def with_defaults(table: Mapping[str, Any]) -> dict[str, Any]:
             filled["privacy"] = {"sampling_probability": DEFAULT_PROBABILITY, **privacy}
     flat = clipping is not None and not {"norm", "groups"} & clipping.keys()
     if clipping is not None and flat and clipping.get("strategy", "flat") in CLIPPINGS:
-        filled["clipping"] = {**clipping, "norm": DEFAULT_NORM}
+        filled["clipping"] = {**clipping, "norm": DEFAULT_CLIPPING.norm}
         if server is not None:
             filled["server"] = {"optimizer": DEFAULT_OPTIMIZER, **server}
     return filled
+
+
+def method_left_out(
+    mechanism: Mechanism, local: LocalTraining | None, server: ServerOptimizer | None
+) -> tuple[LocalTraining, ServerOptimizer]:
+    """How users train and the server steps where it is None: what a file gets that leaves it out.
+
+    A policy with the default norm is taken for one whose norm was left out.
+    """
+    clipping = _clipping_table(mechanism.clipping)
+    if clipping.get("norm") == DEFAULT_CLIPPING.norm:
+        del clipping["norm"]
+    table = with_defaults({"privacy": {"unit": str(mechanism.unit)}, "clipping": clipping})
+    if local is None:
+        local = LocalSection(**table["local"]).build() if "local" in table else GRADIENT
+    return local, server or ServerSection(**table.get("server", {})).build()
 
 
 def refuse_training_of(unit: str, local: LocalSection | None, weights: str) -> None:

@@ -29,6 +29,7 @@ from fedpriv.privacy.sampling import PoissonSampling
 # Noise on the update grows by 1/√(1 − ω), half a per cent. That on the count is z/√ω = 10·z users,
 # much in one round of a small cohort; the mean over T rounds has 1/√T of it.
 CONTRIBUTORS_SHARE = 0.01
+DEFAULT_PROBABILITY, DEFAULT_ROUNDS = 0.3, 100  # `simulations.defaults` is the study behind them
 Allocation = Literal["proportional", "dimension"] | Mapping[str, float]
 """How vector groups share the noise: by clipping norm, by dimension, or by given weights."""
 
@@ -209,6 +210,8 @@ class Grouped(ClippingPolicy):
         return layouts
 
 
+DEFAULT_CLIPPING = Flat(0.1)
+
 CLIPPINGS: dict[str, type[ClippingPolicy]] = {"flat": Flat, "per-layer": PerLayer, "joint": Joint}
 """The values of clipping.strategy in a configuration."""
 
@@ -255,8 +258,8 @@ class Mechanism:
     @classmethod
     def poisson(
         cls,
-        q: float,
-        clipping: ClippingPolicy,
+        q: float = DEFAULT_PROBABILITY,
+        clipping: ClippingPolicy = DEFAULT_CLIPPING,
         *,
         allocation: Allocation = "proportional",
         adaptive: AdaptiveClipping | None = None,
@@ -289,7 +292,12 @@ class Mechanism:
         )
 
     def calibrate(
-        self, *, epsilon: float, delta: float, rounds: int, spent: Iterable[RoundEvent] = ()
+        self,
+        *,
+        epsilon: float,
+        delta: float,
+        rounds: int = DEFAULT_ROUNDS,
+        spent: Iterable[RoundEvent] = (),
     ) -> Self:
         """The mechanism with the least noise for which all rounds cost at most (ε, δ).
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Self, cast
+from typing import Literal, NamedTuple, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,11 @@ from fedpriv.importing import call_imported, check_options, import_function, rai
 FigureFunction = Callable[[Tensor, Tensor], float | Tensor]
 """Maps outputs and targets of all held-out rows [n, …], on the CPU, to a number."""
 ALWAYS = ("accuracy", "loss")  # what is measured without being asked for
+# Which way is better, of those and of `FIGURES`.
+BETTER: Mapping[str, Literal["larger", "smaller"]] = {
+    **dict.fromkeys(("accuracy", "auc", "top-k"), "larger"),
+    **dict.fromkeys(("brier", "calibration-error", "loss", "mae", "perplexity", "rmse"), "smaller"),
+}
 
 
 class Seen(NamedTuple):

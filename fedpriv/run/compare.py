@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 from fedpriv.build import Experiment, Method, on_population, settings_of
-from fedpriv.config import DataSection
+from fedpriv.config import DataSection, method_left_out
 from fedpriv.data.population import Population, load_population
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport, computing_with
@@ -33,7 +33,7 @@ from fedpriv.privacy.round import LocalTraining
 from fedpriv.report.studies import print_study, results_json
 from fedpriv.run.folder import RunFolder, held, write_report
 from fedpriv.run.run import Run, RunSetup, displayed, run_rounds
-from fedpriv.run.simulate import FEDAVG, ObservedTransport, training_of
+from fedpriv.run.simulate import ObservedTransport
 from fedpriv.studies import Arm, ArmSummary, Cell, ReadStudy, RunResult, Study, Target, read_study
 from fedpriv.studies.results import (
     ALL_RESULTS,
@@ -46,6 +46,7 @@ from fedpriv.studies.results import (
     verdict,
 )
 from fedpriv.studies.study import load_study, study_of_settings, study_toml
+from fedpriv.trackers import Tracker, named
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.rounds import write_atomically
 
@@ -101,13 +102,14 @@ def compare(
     arms: Mapping[str, Mapping[str, Any]],
     *,
     local: LocalTraining | None = None,
-    server: ServerOptimizer = FEDAVG,
+    server: ServerOptimizer | None = None,
     seeds: int | Sequence[int] = 5,
     baseline: str | None = None,
     accuracies: Sequence[float] = (),
     out: Path | str | None = None,
     name: str = "study",
     evaluate_every: int = 1,
+    trackers: Sequence[Tracker] = (),
     device: str = "auto",
     quiet: bool = False,
 ) -> Comparison:
@@ -137,13 +139,16 @@ def compare(
     * task: model and loss, or a function that makes them of a seed.
     * mechanism: calibrated; arms with mechanisms of their own have the same (ε, δ).
     * arms: by name, the arguments among task, mechanism, local and server that an arm replaces.
+      Without a server all arms have the default that goes with `mechanism`, whatever their norms.
     * seeds: the seeds, or how many from 0.
     * baseline: the arm to compare with; by default the first.
     * accuracies: levels; the first round in which an arm reached them is reported.
+    * trackers: told of every run, one after another, under its study, arm and seed.
     * out: folder of the study; by default studies/NAME, where `name` is that of the study.
 
     A FedprivError says which arms do not fit together or differ in privacy.
     """
+    _, server = method_left_out(mechanism, local, server)
     given = {"task": task, "mechanism": mechanism, "local": local, "server": server}
     for arm, changes in arms.items():
         for key in changes:
@@ -154,7 +159,7 @@ def compare(
         chosen: dict[str, Any] = {**given, **arms[arm]}
         if not isinstance(chosen["task"], Task):
             chosen["task"] = chosen["task"](seed)
-        chosen["local"] = training_of(chosen["mechanism"], chosen["local"])
+        chosen["local"], _ = method_left_out(chosen["mechanism"], chosen["local"], server)
         return Method(**chosen)
 
     numbers = tuple(range(seeds) if isinstance(seeds, int) else seeds)
@@ -178,7 +183,8 @@ def compare(
     def prepared(cell: Cell) -> tuple[Experiment, InProcessTransport]:
         with _naming_arm(cell.arm.name):
             of_cell = method(cell.arm.name, cell.seed)
-            return on_population(study.config_of(cell), "", population, method=of_cell)
+            made = on_population(study.config_of(cell), "", population, method=of_cell)
+        return replace(made[0], trackers=named(trackers)), made[1]
 
     def start(missing: Sequence[Cell]) -> Generator[Ended]:
         for cell in study.cells[: len(study.arms)]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.build import Experiment, Method, on_population, settings_of, simulated
-from fedpriv.config import load_config, local_table
+from fedpriv.config import load_config, local_table, method_left_out
 from fedpriv.data.population import Population, load_population
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
@@ -21,9 +21,8 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.federated_evaluation import FederatedEvaluation
 from fedpriv.importing import path_of
-from fedpriv.ledger.events import RoundEvent, Unit
+from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.participation import beside
-from fedpriv.local import GRADIENT
 from fedpriv.mechanism import Mechanism
 from fedpriv.personalisation import Personalisation
 from fedpriv.privacy.clipping import IntegerVector
@@ -34,11 +33,9 @@ from fedpriv.run.projection import Projection, planned, projected
 from fedpriv.run.run import Run, RunSetup, carry_out
 from fedpriv.trackers import Tracker, named
 from fedpriv.training.norm_search import NormQuantile, find_quantiles
-from fedpriv.training.optimizers import FedAvg, ServerOptimizer
+from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.rounds import OnRound, TrainingPlan
 from fedpriv.training.stopping import Stopping
-
-FEDAVG = FedAvg()
 
 
 def simulate(
@@ -47,7 +44,7 @@ def simulate(
     mechanism: Mechanism,
     *,
     local: LocalTraining | None = None,
-    server: ServerOptimizer = FEDAVG,
+    server: ServerOptimizer | None = None,
     projection: Projection | None = None,
     federated_evaluation: FederatedEvaluation | None = None,
     personalisation: Personalisation | None = None,
@@ -89,7 +86,10 @@ def simulate(
 
     * mechanism: with noise, from `Mechanism.calibrate` or `Mechanism.with_noise`. Its unit is what
       the guarantee protects: each user, each example or each microbatch of the population.
-    * local: how users train; left out with another unit, whose update is one gradient.
+    * local: how users train, by default SGD(0.3, batch_size=32, epochs=1); left out with another
+      unit, whose update is one gradient.
+    * server: how the server steps, by default FedAdam(0.03) with the mechanism's own norm of 0.1,
+      and FedAvg() with another. All defaults are those of a file, see docs/choosing-settings.md.
     * projection: of the inputs, which the model then sees in their place. Its query is charged
       first; a calibrated mechanism is calibrated again to what is left of the budget.
     * federated_evaluation: users evaluate released models on examples that are kept from training.
@@ -114,7 +114,7 @@ def simulate(
     """
     if resume and out is None:
         raise InvalidValueError("resume is true; out must then be given")
-    method = Method(task, mechanism, training_of(mechanism, local), server)
+    method = Method(task, mechanism, *method_left_out(mechanism, local, server))
     output = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     others: dict[str, object] = {
         "privacy": {"ledger": str(ledger) if ledger else None},
@@ -150,13 +150,6 @@ def simulate(
     callbacks = {f"{number}: {path_of(each)}": each for number, each in enumerate(on_round)}
     followed = replace(experiment, on_round=callbacks, trackers=named(trackers))
     return _run(setup, followed, transport, console)
-
-
-def training_of(mechanism: Mechanism, local: LocalTraining | None) -> LocalTraining:
-    """The local training that was given; without it one gradient, where no users train."""
-    if local is None and mechanism.unit is Unit.USER:
-        raise InvalidValueError("local is absent; it says how each user trains")
-    return local or GRADIENT
 
 
 def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> None:

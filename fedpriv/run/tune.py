@@ -37,12 +37,14 @@ from fedpriv.config import (
     TuneSection,
     assign,
     for_folder,
+    method_left_out,
     parse_config,
     plain,
     read_experiment,
     with_defaults,
 )
 from fedpriv.data.population import Population, load_population
+from fedpriv.engine.figures import ALWAYS, BETTER
 from fedpriv.engine.task import Task, evaluate
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, RunError, known_names, writing
@@ -60,7 +62,6 @@ from fedpriv.privacy.round import LocalTraining, PrivacyRecords
 from fedpriv.report.tables import Column, Table, print_table
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import RunSetup
-from fedpriv.run.simulate import FEDAVG, training_of
 from fedpriv.selection import number_of_trials
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.rounds import (
@@ -125,12 +126,13 @@ def tune(
     *,
     on: Literal["public", "users"],
     local: LocalTraining | None = None,
-    server: ServerOptimizer = FEDAVG,
+    server: ServerOptimizer | None = None,
     space: Mapping[str, Sequence[Any] | tuple[float, float]] | None = None,
     trials: int = 30,
     law: Literal["negative-binomial", "poisson"] = "negative-binomial",
     shape: float = 1.0,
     objective: str = "accuracy",
+    better: Literal["larger", "smaller"] | None = None,
     held_out_is_public: bool = False,
     users: int | None = None,
     seed: int | None = None,
@@ -171,15 +173,17 @@ def tune(
       server.options.; by default learning rates, norm, q and rounds.
     * trials: how many; on users their mean.
     * law, shape: of the number of trials on users.
-    * objective: "accuracy" or "loss" of the held-out rows, or on public users "private:NAME" of a
-      private metric.
+    * objective: "accuracy", "loss" or a figure of the task, by its name there, of the held-out
+      rows; on public users also "private:NAME" of a private metric.
+    * better: whether a "larger" or a "smaller" objective is; needed if its name is neither
+      accuracy, loss nor that of a built-in figure.
     * held_out_is_public: whether the held-out rows are; on users they must be, as trials are
       compared by them.
     * users: on public users, N of those who are enrolled; averages are made as noisy as theirs.
     * seed: makes the search repeatable; on users the guarantee does then not hold against those who
       know it.
     """
-    method = Method(task, mechanism, training_of(mechanism, local), server)
+    method = Method(task, mechanism, *method_left_out(mechanism, local, server))
     if mechanism.epsilon is None or mechanism.rounds is None:
         raise InvalidValueError("the mechanism has no budget; calibrate it, as for simulate")
     for key in space or ():
@@ -191,7 +195,8 @@ def tune(
         for key, part in (space or {}).items()
     }
     section = {
-        "trials": trials, "law": law, "shape": shape, "objective": objective, "users": users,
+        "trials": trials, "law": law, "shape": shape, "objective": objective, "better": better,
+        "users": users,
         "held_out_is_public": held_out_is_public, "space": table,
     }  # fmt: skip
     privacy = {"ledger": str(ledger) if ledger else None}
@@ -355,7 +360,7 @@ class _Search:
         first, _ = self.prepare({}, None, "trial")
         ratio = first.plan.sampling.population / (section.users or first.plan.sampling.population)
         score = _scorer(section.objective, first)
-        sign = -1.0 if section.objective == "loss" else 1.0
+        sign = _sign(section)
         tried, last = list[Tried](), ""
         with self._folder() as folder, _optuna_study(self.config.seed) as study:
             if all(_holds(space[key], value) for key, value in known.items()):
@@ -396,7 +401,7 @@ class _Search:
         self._check_on_users(space)
         first, _ = self.prepare({}, None, "trial")
         score = _scorer(section.objective, first)
-        sign = -1.0 if section.objective == "loss" else 1.0
+        sign = _sign(section)
         setup = RunSetup.at(
             self.config, self.out or Path("tuning") / self.config.name, resume=False
         )
@@ -444,10 +449,10 @@ class _Search:
 
     def _check_on_users(self, space: Mapping[str, RangeSection | list[Any]]) -> None:
         section = self.section
-        if section.objective not in ("accuracy", "loss"):
+        if section.objective.startswith(_PRIVATE):
             raise InvalidValueError(
-                f"tune.objective is {section.objective!r}; on users it must be accuracy or loss, "
-                "of public held-out rows, since what selects must be free of users' data"
+                f"tune.objective is {section.objective!r}; on users it must be a figure of public "
+                "held-out rows, since what selects must be free of users' data"
             )
         if not section.held_out_is_public:
             raise InvalidValueError(
@@ -610,18 +615,29 @@ def _scorer(objective: str, first: Experiment) -> _Score:
 
     def of_held_out(state: ServerState, _result: RoundResult) -> float:
         found = evaluate(task, held_out, device, state.model)
-        return _finite(found.loss if objective == "loss" else found.accuracy)
+        always = {"accuracy": found.accuracy, "loss": found.loss}
+        return _finite({**found.figures, **always}[objective])
 
     def of_metric(_state: ServerState, result: RoundResult) -> float:
         return _finite(result.metrics[objective.removeprefix(_PRIVATE)])
 
-    if objective in ("accuracy", "loss"):
-        return of_held_out
+    figures = [*ALWAYS, *task.figures]
     names = [f"{_PRIVATE}{metric.name}" for metric in first.plan.metrics]
-    if objective not in names:
-        known = known_names(objective, ["accuracy", "loss", *names])
+    if objective not in [*figures, *names]:
+        known = known_names(objective, [*figures, *names])
         raise InvalidValueError(f"tune.objective is {objective!r}; {known}")
-    return of_metric
+    return of_held_out if objective in figures else of_metric
+
+
+def _sign(section: TuneSection) -> float:
+    """What makes the objective one whose largest value is best."""
+    better = section.better or BETTER.get(section.objective.removeprefix(_PRIVATE))
+    if better is None:
+        raise InvalidValueError(
+            "tune.better is absent; it must be larger or smaller, which the name of tune.objective "
+            f"{section.objective!r} does not say"
+        )
+    return 1.0 if better == "larger" else -1.0
 
 
 def _finite(score: Any) -> float:

@@ -13,7 +13,7 @@ from sklearn import metrics as known
 from torch import Tensor, nn
 
 from fedpriv.data.population import HELD_OUT_USER
-from fedpriv.engine.figures import FIGURES
+from fedpriv.engine.figures import ALWAYS, BETTER, FIGURES
 from fedpriv.engine.task import Task, check_held_out, evaluate, squared_error
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError
 
@@ -201,6 +201,10 @@ def test_users_for_whom_a_figure_is_no_number_are_left_out() -> None:
 def test_figures_that_cannot_be_made_are_refused(figures: dict[str, object], message: str) -> None:
     with pytest.raises(FedprivError, match=message):
         Task(nn.Identity(), "cross-entropy", figures=figures)
+
+
+def test_it_is_known_which_way_each_is_better() -> None:
+    assert BETTER.keys() == {*ALWAYS, *FIGURES}
 
 
 def test_what_is_measured_in_any_case_may_be_named() -> None:

@@ -4,15 +4,19 @@ import json
 import logging
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fedpriv as library
 from fedpriv.config import parse_config
 from fedpriv.errors import InvalidValueError
+from fedpriv.run.folder import RunFolder
 from fedpriv.run.simulate import run_simulation
 from fedpriv.trackers import EndedRun, StartedRun, Tracker, shown_settings
 from fedpriv.training.rounds import RoundResult, Stop
@@ -101,9 +105,6 @@ class Breaking(Tracker):
 def test_a_tracker_that_fails_is_named_once_and_left_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:
-    import numpy as np
-    import torch
-
     x, y = np.eye(4, dtype=np.float32).repeat(10, 0), np.arange(4).repeat(10)
     people = library.Population.from_arrays(x, y, np.arange(40), held_out=(x, y))
     mechanism = library.Mechanism.poisson(q=0.5, clipping=library.Flat(1.0))
@@ -127,6 +128,65 @@ def test_a_tracker_that_fails_is_named_once_and_left_alone(
         if where == "nowhere"
         else [f"{expected}the run goes on without it, and metrics.jsonl has every round"]
     )
+
+
+class Noting(Tracker):
+    """Notes what it is told, and of which run."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.failing, self.told, self.run = failing, dict[str, list[Any]](), ""
+        self.started = list[StartedRun]()
+
+    def on_start(self, run: StartedRun) -> None:
+        self.started.append(run)
+        self.run = run.name
+        self.told[run.name] = []
+        if run.name == self.failing:
+            raise ConnectionError("no network")
+
+    def on_round(self, result: RoundResult) -> None:
+        self.told[self.run].append(result)
+
+    def on_end(self, run: EndedRun) -> None:
+        self.told[self.run].append(run.stop)
+
+
+def test_a_comparison_tells_arms_and_seeds_apart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    x, y = np.eye(4, dtype=np.float32).repeat(10, 0), np.arange(4).repeat(10)
+    people = library.Population.from_arrays(x, y, np.arange(40), held_out=(x, y))
+    mechanism = library.Mechanism.poisson(q=0.5, clipping=library.Flat(1.0))
+    mechanism = mechanism.calibrate(epsilon=8.0, delta=1e-2, rounds=2)
+    arms = {"average": {}, "adam": {"server": library.FedAdam(0.1)}}
+    torch.manual_seed(0)
+    given = (people, library.Task(torch.nn.Linear(4, 4)), mechanism, arms)
+    more = {"seeds": (3, 5), "out": tmp_path / "study", "name": "both", "quiet": True}
+    sound, failing = Noting(), Noting("both-adam-seed3")
+    with caplog.at_level(logging.WARNING):
+        study = library.compare(*given, **more, trackers=[sound, failing, library.TensorBoard()])
+    names = [f"both-{arm}-seed{seed}" for seed in (3, 5) for arm in arms]
+    assert [run.name for run in sound.started] == names
+    assert [run.group for run in sound.started] == ["both-average", "both-adam"] * 2
+    assert len({run.key for run in sound.started}) == 4
+    for run, seed in zip(sound.started, (3, 3, 5, 5), strict=True):
+        *rounds, stop = sound.told[run.name]
+        assert (run.released, run.settings["seed"]) == (0, seed)
+        assert rounds == [
+            replace(each, simulation_only_seconds=None) for each in RunFolder(run.folder).results()
+        ]
+        assert stop is Stop.ROUNDS
+        assert EventAccumulator(str(run.folder / "tensorboard")).Reload().Tags()["scalars"]
+    assert sound.started[0].settings["server.optimizer"] == "fedavg"
+    assert sound.started[1].settings["server.optimizer"] == "fedadam"
+    # One that fails is left alone for that run, and told of the next.
+    assert failing.told == {**sound.told, "both-adam-seed3": []}
+    (message,) = caplog.messages
+    assert "Noting raised ConnectionError at the start" in message
+    # Finished runs are not run again, so nobody is told of them.
+    again = Noting()
+    assert library.compare(*given, **more, trackers=[again]).arms == study.arms
+    assert again.started == []
 
 
 def test_settings_say_nothing_of_machines() -> None:

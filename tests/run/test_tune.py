@@ -3,6 +3,7 @@
 import json
 import logging
 import tomllib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +55,9 @@ MINE = """
 import numpy as np
 from fedpriv import Population
 
+def widest(outputs, targets):
+    return float(outputs.abs().max())
+
 def public():
     y = np.arange(4).repeat(30)
     x = np.eye(4, dtype=np.float32)[y]
@@ -92,7 +96,29 @@ def searched(out: Path, on: str = "users", model: nn.Module | None = None, **oth
     } | others
     mechanism = arguments.pop("mechanism", None) or calibrated()
     users = arguments.pop("population", None) or people()
-    return fedpriv.tune(users, Task(model or nn.Linear(4, 4)), mechanism, on=on, **arguments)
+    task = Task(model or nn.Linear(4, 4), figures=arguments.pop("figures", {}))
+    return fedpriv.tune(users, task, mechanism, on=on, **arguments)
+
+
+def widest(outputs: torch.Tensor, targets: torch.Tensor) -> float:
+    """A figure of one's own: the largest score."""
+    del targets
+    return float(outputs.abs().max())
+
+
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The figure `widest` of every trial, computed from its model."""
+    found, trained = [], module._trained
+
+    def watched(experiment, transport):
+        state, result = trained(experiment, transport)
+        scores = X @ state.model["weight"].T + state.model["bias"]
+        found.append(float(np.abs(scores).max()))
+        return state, result
+
+    monkeypatch.setattr(module, "_trained", watched)
+    return found
 
 
 def events(path: Path) -> list[RoundEvent]:
@@ -149,6 +175,41 @@ class TestOnPublicUsers:
         assert found.score == max(each.score for each in found.tried)
         with pytest.raises(InvalidValueError, match=r"tune\.objective is 'private:loss'"):
             searched(tmp_path / "b", "public", objective="private:loss", mechanism=mechanism)
+
+    def test_a_private_loss_is_made_small(self, tmp_path: Path) -> None:
+        mechanism = Mechanism.poisson(q=0.5, clipping=Flat(0.5), metrics={"loss": {"bound": 5.0}})
+        mechanism = mechanism.calibrate(epsilon=8.0, delta=1e-3, rounds=2)
+        given = {"objective": "private:loss", "mechanism": mechanism, "seed": 0}
+        found = searched(tmp_path / "a", "public", **given)
+        assert found.score == min(each.score for each in found.tried)
+        assert found.score < max(each.score for each in found.tried)
+
+    @pytest.mark.parametrize(("better", "best"), [("larger", max), ("smaller", min)])
+    def test_a_figure_of_ones_own_can_be_the_objective(
+        self, tmp_path: Path, by_hand: list[float], better: str, best: Callable[..., float]
+    ) -> None:
+        given = {"figures": {"widest": widest}, "objective": "widest", "better": better}
+        given["space"] = {"clipping.norm": (0.1, 1.0)}
+        found = searched(tmp_path / "a", "public", seed=0, **given)
+        assert [each.score for each in found.tried] == pytest.approx(by_hand, rel=1e-5)
+        assert len(set(by_hand)) == 3
+        assert found.score == pytest.approx(best(by_hand), rel=1e-5)
+
+    def test_a_figure_of_a_file_can_be_the_objective(self, folder: Path) -> None:
+        for objective, better, best in (("widest", "larger", max), ("brier", None, min)):
+            settings = [
+                'evaluation.figures={widest="mine:widest",brier="brier"}',
+                f"tune.objective={objective}",
+                *([f"tune.better={better}"] if better else []),
+            ]
+            given = [word for setting in settings for word in ("--set", setting)]
+            out = folder / objective
+            said = printed("tune", "small.toml", "--on", "public", *given, "--out", out, cwd=folder)
+            rows = [json.loads(line) for line in (out / "trials.jsonl").read_text().splitlines()]
+            chosen = best(rows, key=lambda row: row["score"])
+            written = tomllib.loads((out / "experiment.toml").read_text("utf-8"))
+            assert written["clipping"]["norm"] == chosen["clipping.norm"]
+            assert f"{objective} {chosen['score']:.4f}" in said
 
     def test_noise_is_that_of_as_many_users_as_are_enrolled(self, tmp_path, monkeypatch) -> None:
         noise = []
@@ -245,6 +306,19 @@ class TestOnUsers:
             assert plan.sampling.sampling_probability == trial.sampling_probability
         # Each trial draws cohorts and noise of its own.
         assert len({plan.run for plan in plans}) == 8
+
+    def test_a_figure_of_public_rows_can_be_the_objective(
+        self, tmp_path: Path, by_hand: list[float], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "number_of_trials", lambda *_: 4)
+        given = {"figures": {"widest": widest}, "objective": "widest", "better": "smaller"}
+        given["space"] = {"clipping.norm": (0.1, 1.0)}
+        found = searched(tmp_path / "a", **given)
+        assert len(set(by_hand)) == 4
+        assert found.score == pytest.approx(min(by_hand), rel=1e-5)
+        with pytest.raises(InvalidValueError, match="held_out_is_public is false"):
+            searched(tmp_path / "b", held_out_is_public=False, **given)
+        assert not (tmp_path / "b").exists()
 
     def test_only_the_best_is_released(self, tmp_path, monkeypatch, capfd) -> None:
         scores = iter([0.2, 0.9, 0.4, 0.9, 0.1])
@@ -357,6 +431,17 @@ class TestOnUsers:
         ("users", ["tune.trials=1"], "the mean number of trials is 1.0; it must be finite and"),
         ("users", ["federated_evaluation={noise_multiplier=9.0}"], "federated_evaluation is given"),
         ("public", ["tune.objective=auc"], "tune.objective is 'auc'"),
+        (
+            "public",
+            ["tune.objective=mine", 'evaluation.figures={mine="mine:widest"}'],
+            "tune.better is absent; it must be larger or smaller, which the name of tune.objective",
+        ),
+        (
+            "users",
+            ["tune.objective=mine", 'evaluation.figures={mine="mine:widest"}'],
+            "tune.better is absent",
+        ),
+        ("public", ["tune.better=higher"], "tune.better is 'higher'"),
         ("public", ["tune.space={rounds=[]}"], "tune.space.rounds is empty"),
         ("public", ["tune.space={rounds={low=9,high=2}}"], "low is 9 and high is 2"),
         ("public", ['tune.space={"privacy.epsilon"=[1,2]}'], "which no trial may change"),

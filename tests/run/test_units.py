@@ -531,8 +531,6 @@ def test_nodes_and_workers_have_users_alone(tmp_path: Path) -> None:
 def test_python_refuses_what_a_file_does(tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match=r"local\.epochs is 2 and privacy\.unit"):
         run(population(), private("example"), tmp_path / "a", local=fedpriv.SGD(1.0, epochs=2))
-    with pytest.raises(InvalidValueError, match="local is absent; it says how each user trains"):
-        run(population(), private("user"), tmp_path / "b")
     with pytest.raises(InvalidValueError, match="unit is 'rows'"):
         fedpriv.Mechanism.poisson(0.5, fedpriv.Flat(1.0), unit="rows")
     with pytest.raises(InvalidValueError, match="microbatch is None and unit is 'microbatch'"):
