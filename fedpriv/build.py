@@ -9,7 +9,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from fedpriv.config import Config, FederatedEvaluationSection, parse_config, plain, tables_of
+from fedpriv.config import (
+    Config,
+    FederatedEvaluationSection,
+    local_table,
+    parse_config,
+    plain,
+    tables_of,
+)
 from fedpriv.data.population import Population, cut_up, load_population
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics
 from fedpriv.engine.task import (
@@ -161,6 +168,14 @@ def _personalisation(config: Config) -> Personalisation | None:
     if (section := config.personalisation) is None:
         return None
     return Personalisation(section.local.build(), section.parameters, section.share)
+
+
+def personalisation_table(how: Personalisation | None) -> dict[str, Any] | None:
+    """What the section `personalisation` says of a value."""
+    if how is None:
+        return None
+    table = {"parameters": how.parameters, "share": how.share}
+    return table | {"local": local_table(how.local)}
 
 
 def _naming_the_first(

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from rich.console import Console
 
-from fedpriv.build import Experiment, Method, on_population, settings_of
+from fedpriv.build import Experiment, Method, on_population, personalisation_table, settings_of
 from fedpriv.config import DataSection, method_left_out
 from fedpriv.data.population import Population, load_population
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport, computing_with
 from fedpriv.errors import FedprivError, InvalidValueError, WorkerError, known_names, writing
 from fedpriv.mechanism import Mechanism
+from fedpriv.personalisation import Personalisation
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.report.studies import print_study, results_json
 from fedpriv.run.folder import RunFolder, held, write_report
@@ -109,6 +110,7 @@ def compare(
     out: Path | str | None = None,
     name: str = "study",
     evaluate_every: int = 1,
+    personalisation: Personalisation | None = None,
     trackers: Sequence[Tracker] = (),
     device: str = "auto",
     quiet: bool = False,
@@ -143,6 +145,7 @@ def compare(
     * seeds: the seeds, or how many from 0.
     * baseline: the arm to compare with; by default the first.
     * accuracies: levels; the first round in which an arm reached them is reported.
+    * personalisation: as of `simulate`, for all arms, which may differ in what is personal.
     * trackers: told of every run, one after another, under its study, arm and seed.
     * out: folder of the study; by default studies/NAME, where `name` is that of the study.
 
@@ -162,13 +165,16 @@ def compare(
         chosen["local"], _ = method_left_out(chosen["mechanism"], chosen["local"], server)
         return Method(**chosen)
 
+    personal = personalisation_table(personalisation)
     numbers = tuple(range(seeds) if isinstance(seeds, int) else seeds)
 
     def settings(arm: str) -> dict[str, object]:
         output, engine = {"evaluate_every": evaluate_every}, {"device": device}
         with _naming_arm(arm):
             of_arm = method(arm, next(iter(numbers), 0))
-            config = settings_of("arm", population, of_arm, output=output, engine=engine)
+            config = settings_of(
+                "arm", population, of_arm, output=output, engine=engine, personalisation=personal
+            )
         return config.model_dump(exclude_none=True, exclude={"name"})
 
     study = study_of_settings(

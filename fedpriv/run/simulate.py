@@ -12,8 +12,15 @@ from rich.console import Console
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.accountants import format_epsilon
-from fedpriv.build import Experiment, Method, on_population, settings_of, simulated
-from fedpriv.config import load_config, local_table, method_left_out
+from fedpriv.build import (
+    Experiment,
+    Method,
+    on_population,
+    personalisation_table,
+    settings_of,
+    simulated,
+)
+from fedpriv.config import load_config, method_left_out
 from fedpriv.data.population import Population, load_population
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
@@ -120,17 +127,12 @@ def simulate(
         "privacy": {"ledger": str(ledger) if ledger else None},
         "engine": {"device": device},
         "output": output | {"simulation_only": simulation_only},
+        "personalisation": personalisation_table(personalisation),
     }
     if projection:
         others["projection"] = asdict(projection)
     if federated_evaluation:
         others["federated_evaluation"] = asdict(federated_evaluation)
-    if personalisation:
-        others["personalisation"] = {
-            "local": local_table(personalisation.local),
-            "parameters": personalisation.parameters,
-            "share": personalisation.share,
-        }
     if stopping:
         others["stopping"] = asdict(stopping)
     config = settings_of(name, population, method, rounds=rounds, seed=seed, **others)

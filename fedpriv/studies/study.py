@@ -230,7 +230,7 @@ def study_of_settings(settings: Mapping[str, Mapping[str, Any]], **others: objec
         raise InvalidValueError("arms are none; there must be at least one")
     base = next(iter(settings.values()))
     arms = [
-        Arm(name=arm, set=tuple(f"{k}={_inline(v)}" for k, v in table.items() if base[k] != v))
+        {"name": arm, "set": [f"{k}={_inline(v)}" for k, v in table.items() if base.get(k) != v]}
         for arm, table in settings.items()
     ]
     target = {key: base["privacy"].get(key) for key in ("epsilon", "delta")}

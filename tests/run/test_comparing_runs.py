@@ -21,7 +21,7 @@ from fedpriv.run.folder import RunFolder
 from fedpriv.run.simulate import run_simulation
 from fedpriv.studies import Cell, RunResult, Study
 from fedpriv.studies.results import RESULT, read_results
-from fedpriv.studies.study import load_study
+from fedpriv.studies.study import load_study, study_of_settings
 from tests.studies.studying import BASE, study_file
 
 
@@ -176,3 +176,8 @@ def test_arms_that_cannot_be_built_or_calibrated_are_refused_by_name(tmp_path: P
     study = load_study(study_file(tmp_path, target={"epsilon": 1e-9, "delta": 1e-9}))
     with pytest.raises(InvalidValueError, match=r"arm 'flat': .* no noise multiplier"):
         calibrated(study)
+
+
+def test_a_name_that_cannot_be_one_of_a_folder_is_refused_in_one_sentence() -> None:
+    with pytest.raises(InvalidValueError, match="name is 'one model'; string should match pattern"):
+        study_of_settings({"one model": {"privacy": {"epsilon": 1.0, "delta": 1e-3}}}, name="s")

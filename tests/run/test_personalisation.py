@@ -406,3 +406,24 @@ def test_a_file_that_cannot_be_is_refused_in_one_sentence(
     file.write_text(FILE, encoding="utf-8")
     assert sentence in refused("simulate", file, "--set", assignment, "--out", tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_arms_of_a_comparison_may_differ_in_what_is_personal(tmp_path: Path) -> None:
+    mechanism = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(0.5))
+    recon = FedRecon(0.3, steps=6, personal_steps=3, personal_rate=0.5)
+    study = fedpriv.compare(
+        people(),
+        network(),
+        mechanism.calibrate(epsilon=100.0, delta=1e-2, rounds=4),
+        {"one-model": {}, "personal-head": {"task": network(own=("2.*",)), "local": recon}},
+        local=SGD(0.3, epochs=2),
+        seeds=1,
+        personalisation=Personalisation(SGD(0.5, steps=30)),
+        out=tmp_path / "study",
+        quiet=True,
+    )
+    one, personal = study.runs
+    assert (one.arm, personal.arm) == ("one-model", "personal-head")
+    assert one.accuracy < 0.5 < one.figures["personalised_accuracy"]
+    assert personal.accuracy > 0.5
+    assert personal.held_out_users["accuracy"]["users"] == 15
