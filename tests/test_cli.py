@@ -21,7 +21,6 @@ from tests.commandline import fedpriv, refused
 ROOT = Path(__file__).parents[1]
 DIGITS = ROOT / "simulations" / "digits.toml"
 SHORT = ["--set", "rounds=6", "--set", "privacy.noise_multiplier=4.0"]
-pytestmark = pytest.mark.usefixtures("undrawn")  # but for the fixture of the whole module
 
 
 @pytest.fixture(scope="module")
