@@ -104,9 +104,7 @@ def transport_with(processes: int | None) -> InProcessTransport:
     """One for all rounds of all tests, as shapes are tried before the first."""
     users = make_users()
     users.fields["y"][users.rows_of(len(SIZES) - 1)] = 99
-    return InProcessTransport(
-        make_task(), users, torch.device("cpu"), 100_000, processes=processes
-    )
+    return InProcessTransport(make_task(), users, torch.device("cpu"), 100_000, processes=processes)
 
 
 class TestInProcessTransport(TransportConformance):
