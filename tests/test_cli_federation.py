@@ -350,6 +350,13 @@ def test_options_that_do_not_fit_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def _no_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logging as in a process of its own, which commands configure."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+
+
+@pytest.mark.usefixtures("_no_handlers")
 def test_a_plan_in_which_one_user_can_take_all_the_time_of_a_node_is_not_served(
     tmp_path: Path,
 ) -> None:
@@ -359,20 +366,11 @@ def test_a_plan_in_which_one_user_can_take_all_the_time_of_a_node_is_not_served(
     experiment.write_text(text.replace(*bounded, ""), encoding="utf-8")
     enrolment = tmp_path / "enrolment.toml"
     enrolment.write_text(f'population = "{"5f" * 16}"\n[nodes.a]\nusers = ["ann"]\n')
-    # In a process of its own, as serving configures logging.
-    code = "from fedpriv.cli import main; main()"
-    command = [sys.executable, "-c", code, "serve", experiment, "--insecure"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = fedpriv("serve", experiment, "--insecure", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     *_, line = done.stderr.splitlines()
     assert line.startswith("error: local.max_examples is absent; on nodes it must be given")
     assert sorted(tmp_path.iterdir()) == [experiment, enrolment]
-
-
-@pytest.fixture
-def _no_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logging as in a process of its own, which commands configure."""
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
 
 
 def passed_on(

@@ -80,6 +80,7 @@ def test_plan_shows_every_group_and_spends_nothing(file: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_run_releases_metrics_with_their_noise_at_one_epsilon(file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     printed("simulate", file, "--out", run)
