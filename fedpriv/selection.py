@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import nbinom, poisson
 
 Vector = NDArray[np.float64]
 
@@ -80,6 +79,8 @@ def number_of_trials(word: int, mean: float, shape: float | None = None) -> int:
     >>> number_of_trials(2**51, 20.0), number_of_trials(2**51, 20.0, 1.0)
     (20, 14)
     """
+    from scipy.stats import nbinom, poisson  # noqa: PLC0415 - slow, and only searches draw K
+
     share = (word + 0.5) * 2.0**-_BITS
     if shape is None:
         return int(poisson.isf(share, mean))

@@ -2,7 +2,11 @@
 
 import logging
 import os
+import shutil
+import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -10,6 +14,11 @@ from hypothesis import settings
 
 # In the forked processes of other tests gRPC would begin threads, and abort for want of its files.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+# Every charge waits for the disk, and tests make thousands; files in memory keep nobody waiting.
+with suppress(OSError):
+    if "TMPDIR" not in os.environ and shutil.disk_usage("/dev/shm").free > 2**32:
+        os.environ["TMPDIR"] = tempfile.tempdir = "/dev/shm"
 
 # Test models are tiny: threads only wait for each other, and for other tests.
 torch.set_num_threads(1)
@@ -22,9 +31,16 @@ settings.load_profile("same")
 
 
 @pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run draws no figures, which take longer than tiny runs do."""
-    monkeypatch.setattr("fedpriv.run.run.write_run_figures", lambda *_: None)
+def drawn() -> None:
+    """Runs of this test draw their figures."""
+
+
+@pytest.fixture(autouse=True)
+def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run draws no figures, which take longer than tiny runs do, unless `drawn` is asked for."""
+    module = sys.modules.get("fedpriv.run.run")
+    if module is not None and "drawn" not in request.fixturenames:
+        monkeypatch.setattr(module, "write_run_figures", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """Commands of a deployment: certificates, where a run stands, and options that do not fit."""
 
 import json
+import logging
 import socket
 import subprocess
 import sys
@@ -349,6 +350,13 @@ def test_options_that_do_not_fit_are_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture
+def _no_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logging as in a process of its own, which commands configure."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+
+
+@pytest.mark.usefixtures("_no_handlers")
 def test_a_plan_in_which_one_user_can_take_all_the_time_of_a_node_is_not_served(
     tmp_path: Path,
 ) -> None:
@@ -358,63 +366,60 @@ def test_a_plan_in_which_one_user_can_take_all_the_time_of_a_node_is_not_served(
     experiment.write_text(text.replace(*bounded, ""), encoding="utf-8")
     enrolment = tmp_path / "enrolment.toml"
     enrolment.write_text(f'population = "{"5f" * 16}"\n[nodes.a]\nusers = ["ann"]\n')
-    # In a process of its own, as serving configures logging.
-    code = "from fedpriv.cli import main; main()"
-    command = [sys.executable, "-c", code, "serve", experiment, "--insecure"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = fedpriv("serve", experiment, "--insecure", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     *_, line = done.stderr.splitlines()
     assert line.startswith("error: local.max_examples is absent; on nodes it must be given")
     assert sorted(tmp_path.iterdir()) == [experiment, enrolment]
 
 
-# What a command calls is replaced by what prints its arguments, in a process of its own, as
-# commands configure logging for the whole process.
-STAND_IN = """
-import json, logging, sys
-from importlib import import_module
+def passed_on(
+    monkeypatch: pytest.MonkeyPatch, called: str, *arguments: str
+) -> tuple[list[object], dict[str, object], str]:
+    """What a command gives to what it calls, and what formats its log."""
+    told = []
 
-def plain_of(value):
-    return getattr(value, "__dict__", None) or str(value)
+    def plain_of(value: object) -> object:
+        return getattr(value, "__dict__", None) or str(value)
 
-def say(*arguments, **named):
-    (handler,) = logging.getLogger().handlers
-    print(json.dumps([arguments, named, type(handler.formatter).__name__], default=plain_of))
+    def say(*arguments: object, **named: object) -> None:
+        (handler,) = logging.getLogger().handlers
+        found = [arguments, named, type(handler.formatter).__name__]
+        told.append(json.loads(json.dumps(found, default=plain_of)))
 
-module = import_module(sys.argv.pop(1))
-module.serve, module.join = say, say
-from fedpriv.cli import main
-main()
-"""
-
-
-def passed_on(module: str, *arguments: str) -> tuple[list[object], dict[str, object], str]:
-    command = [sys.executable, "-c", STAND_IN, module, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    positional, named, formatter = json.loads(done.stdout)
+    monkeypatch.setattr(called, say)
+    logging.getLogger().handlers.clear()
+    printed(*arguments)
+    ((positional, named, formatter),) = told
     for settings in positional:
         if isinstance(settings, dict):
             del settings["backoff"]  # no option sets it
     return positional, named, formatter
 
 
-def test_serve_passes_its_options_on() -> None:
-    module = "fedpriv.server.deployment"
-    positional, named, formatter = passed_on(module, "serve", "f.toml")
+@pytest.mark.usefixtures("_no_handlers")
+def test_serve_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = "fedpriv.server.deployment.serve"
+    positional, named, formatter = passed_on(monkeypatch, serve, "serve", "f.toml")
     assert positional == ["f.toml", [], None]
     assert named == {"resume": False, "insecure": False, "leave": False}
     assert formatter == "TextFormatter"
     options = ["--set", "a=1", "--set", "b=2", "--out", "o", "--log-format", "json"]
     flags = ["--resume", "--insecure", "--exit"]
-    positional, named, formatter = passed_on(module, "serve", "f.toml", *options, *flags)
+    positional, named, formatter = passed_on(
+        monkeypatch, serve, "serve", "f.toml", *options, *flags
+    )
     assert positional == ["f.toml", ["a=1", "b=2"], "o"]
     assert named == {"resume": True, "insecure": True, "leave": True}
     assert formatter == "JsonFormatter"
 
 
-def test_join_passes_its_options_on() -> None:
-    module = "fedpriv.clients.membership"
-    (settings,), _, formatter = passed_on(module, "join", *plain("localhost:1"), "--users", "u")
+@pytest.mark.usefixtures("_no_handlers")
+def test_join_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    join = "fedpriv.clients.membership.join"
+    (settings,), _, formatter = passed_on(
+        monkeypatch, join, "join", *plain("localhost:1"), "--users", "u"
+    )
     host = {"users": "u", "device": "auto", "chunk_mebibytes": 128, "activations": "float32"}
     assert settings == dict.fromkeys(["certificates", "consent", "state"]) | {
         "server": "localhost:1",
@@ -431,7 +436,7 @@ def test_join_passes_its_options_on() -> None:
         "--activations bfloat16 --processes 3 --id-key k "
         "--log-format json"
     )
-    (settings,), _, formatter = passed_on(module, "join", *options.split())
+    (settings,), _, formatter = passed_on(monkeypatch, join, "join", *options.split())
     assert settings == {
         "server": "[::1]:7443",
         "host": {

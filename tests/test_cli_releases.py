@@ -80,6 +80,7 @@ def test_plan_shows_every_group_and_spends_nothing(file: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_run_releases_metrics_with_their_noise_at_one_epsilon(file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     printed("simulate", file, "--out", run)
@@ -102,7 +103,6 @@ def test_a_run_releases_metrics_with_their_noise_at_one_epsilon(file: Path, tmp_
     assert len({round(event.noise_multiplier, 9) for event in events}) == 1
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_suggestions_are_charged_and_training_gets_what_is_left(file: Path, tmp_path: Path) -> None:
     ledger = tmp_path / "shared.sqlite"
     text = printed("suggest", file, "--ledger", ledger, "--rounds", "2")
@@ -122,7 +122,6 @@ def test_suggestions_are_charged_and_training_gets_what_is_left(file: Path, tmp_
     assert "privacy.epsilon is 1.0 and must be larger" in refused("simulate", file, *less)
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_resuming_keeps_the_noise_that_was_calibrated_at_first(file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     printed("simulate", file, "--out", run)
@@ -162,7 +161,6 @@ def test_bad_input_is_refused(arguments: list[str], message: str, file: Path) ->
     assert message in refused(command, file, *rest, cwd=file.parent)
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_weights_by_examples_and_a_floor_run(file: Path, tmp_path: Path) -> None:
     settings = ['weights="examples"', "cap=20", "total_weight=60.0", "floor=0.5"]
     assignments = [part for each in settings for part in ("--set", f"averaging.{each}")]
@@ -182,7 +180,6 @@ def both(outputs, targets):
 """
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_a_vector_is_asked_for_in_the_file(file: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN, encoding="utf-8")
     tables = """
@@ -217,7 +214,6 @@ def normalised():
 """
 
 
-@pytest.mark.usefixtures("undrawn")
 def test_statistics_of_batch_normalisation_are_released_and_kept(
     file: Path, tmp_path: Path
 ) -> None:

@@ -18,7 +18,6 @@ from typing import Literal, NamedTuple, Self, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.stats import rankdata
 from torch import Tensor
 from torch.nn import functional
 
@@ -236,8 +235,9 @@ def _area(scores: Tensor, positive: Tensor) -> float:
     pairs = n1 * (len(positive) - n1)
     if not pairs or bool(scores.isnan().any()):
         return math.nan
-    ranks = rankdata(scores.numpy())[positive.numpy()].sum()
-    return float(ranks - n1 * (n1 + 1) / 2.0) / pairs
+    _, places, counts = np.unique(scores.numpy(), return_inverse=True, return_counts=True)
+    ranks = np.cumsum(counts) - (counts - 1) / 2.0  # of equal scores, their mean
+    return float(ranks[places[positive.numpy()]].sum() - n1 * (n1 + 1) / 2.0) / pairs
 
 
 FIGURES: Mapping[str, Callable[..., Figure]] = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar, Self
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
-from scipy import stats
+from scipy.special import stdtrit
 
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.studies.study import RUNS, Cell, Study, Target, load_study
@@ -42,7 +42,7 @@ class Interval:
         if count == 1:
             return cls(mean, None, 1)
         variance = sum((value - mean) ** 2 for value in values) / (count - 1)
-        quantile = float(stats.t.ppf((1.0 + CONFIDENCE) / 2.0, count - 1))
+        quantile = float(stdtrit(count - 1, (1.0 + CONFIDENCE) / 2.0))  # of Student's t
         return cls(mean, quantile * math.sqrt(variance / count), count)
 
     @property

@@ -107,7 +107,7 @@ def test_three_rounds_are_a_double_integral(z: float) -> None:
     enclosed(AllocationPair(3, z), three_rounds(z), 0.02)
 
 
-@pytest.mark.parametrize(("n", "z"), [(20, 1.5), (64, 2.0), (300, 4.0)])
+@pytest.mark.parametrize(("n", "z"), [(20, 1.5), (300, 4.0)])
 def test_many_rounds_are_a_power_of_a_transform(n: int, z: float) -> None:
     truth = by_even_grid(n, z, 0.002, 1 << 20)
     pair = AllocationPair(n, z)

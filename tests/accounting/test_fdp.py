@@ -112,7 +112,7 @@ def symmetrised(q: float, z: float) -> np.ndarray:
     return np.interp(ERRORS, *zip(*hull, strict=True))
 
 
-@pytest.mark.parametrize(("q", "z"), [(0.03, 0.8), (0.5, 0.5), (0.9, 2.0)])
+@pytest.mark.parametrize(("q", "z"), [(0.03, 0.8), (0.9, 2.0)])
 def test_one_sampled_round_is_the_exact_formula(q: float, z: float) -> None:
     found, truth = trade_off([poisson_gaussian(q, z)]).type_two(ERRORS), symmetrised(q, z)
     assert np.all(found <= truth + 1e-12)
@@ -145,7 +145,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(EVENTS)
 def test_a_trade_off_is_a_symmetric_trade_off_function(events: list[RoundEvent]) -> None:
     found = trade_off(events)

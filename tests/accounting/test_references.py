@@ -5,6 +5,7 @@ under 1e-10. Both, and RDP, are asked only where an answer takes a moment.
 """
 
 import math
+from functools import cache
 
 import dp_accounting
 import pytest
@@ -20,6 +21,7 @@ from simulations.references import REFERENCES, Reference
 named = pytest.mark.parametrize("reference", REFERENCES, ids=str)
 
 
+@cache
 def tight(reference: Reference) -> PrivacyLoss:
     return epsilon([reference.event], reference.delta, accountant="tight")
 

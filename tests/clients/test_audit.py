@@ -5,11 +5,8 @@ Servers here are real ledgers; what a node gets is their export.
 
 import io
 import math
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -422,20 +419,3 @@ def test_extreme_prices_give_a_number(both, q, z, delta):
     offered = offer("r", 1, event=extreme, delta=delta)
     confirm(examined, both.journal, offered)
     assert price_with(examined, offered) >= examined.epsilon * (1.0 - 1e-3)
-
-
-@pytest.mark.parametrize(
-    ("name", "heavy"),
-    [
-        ("audit", {"torch", "flwr", "altair"}),
-        ("consent", {"torch", "grpc", "flwr", "altair"}),
-        ("journal", {"torch", "grpc", "flwr", "altair"}),
-    ],
-)
-def test_importing_loads_nothing_heavy(name, heavy):
-    check = f"import sys, fedpriv.clients.{name}; print(*({heavy!r} & set(sys.modules)))"
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", check], cwd=root, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == ""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -45,7 +46,9 @@ def make_users() -> UserStore:
     return users
 
 
+@cache
 def make_nodes() -> Nodes:
+    """The same for all tests, as each node tries a shape before it first trains in it."""
     users, task = make_users(), make_task()
     parts = [np.array([0, 4, 5, 11]), np.array([1, 2, 3]), np.array([6, 7, 8, 9, 10])]
     return Nodes(

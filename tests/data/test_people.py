@@ -230,7 +230,7 @@ def test_options_that_do_not_fit_are_one_sentence(tmp_path, monkeypatch, name, o
         load_population(name, options)
 
 
-def test_the_ten_lines_of_the_guide_run(tmp_path, monkeypatch, undrawn, capsys):
+def test_the_ten_lines_of_the_guide_run(tmp_path, monkeypatch, capsys):
     guide = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     (lines,) = re.findall(r"```python\n([^`]*load_har[^`]*)```", guide)
     assert len(lines.splitlines()) == 10

@@ -20,7 +20,7 @@ def total_of(task: Task, *, broken: bool, numpy: bool) -> np.ndarray:
     users = users_of(SIZES, (1, 28, 28), 10)
     if broken:
         users.fields["x"][SIZES[0] : SIZES[0] + SIZES[1]] = 1e38
-    transport = InProcessTransport(task, users, torch.device("cpu"), 2**27)
+    transport = InProcessTransport(task, users, torch.device("cpu"), 2**23, processes=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers, "numpy_is_faster", lambda: numpy)
         sums = transport.collect(request_under(task, LOCAL, len(SIZES), 0.5))

@@ -103,7 +103,7 @@ def test_one_user_of_hundreds_moves_its_own_vector(plan: Plan, users: list[User]
     assert_bounded(request, own)
 
 
-@pytest.mark.parametrize("model", ["mlp", "cnn", "own", "dropout"])
+@pytest.mark.parametrize("model", ["mlp", "own", "dropout"])
 def test_processes_give_the_same_sums(model: str) -> None:
     users = [User("normal", n, i) for i, n in enumerate([5, 1, 30, 8, 8, 8, 17, 2, 0] * 2)]
     users[7], users[12] = User("nan", 9, 0), User("illegal", 5, 0)
@@ -230,8 +230,7 @@ def test_an_illegal_label_moves_nothing() -> None:
     np.testing.assert_array_equal(total_of(transport, request), expected)
 
 
-@pytest.mark.parametrize("learning_rate", [3.0, 30.0])
-def test_chaotic_training_moves_one_vector(learning_rate: float) -> None:
+def test_chaotic_training_moves_one_vector() -> None:
     # Raw pixels from 0 to 16 and hundreds of epochs: rounding alone leads elsewhere.
     rng = np.random.default_rng(0)
     sizes = [5] * 20 + [7]
@@ -239,7 +238,7 @@ def test_chaotic_training_moves_one_vector(learning_rate: float) -> None:
     store = UserStore({"x": x, "y": rng.integers(0, 10, len(x))}, np.cumsum([0, *sizes]))
     torch.manual_seed(0)
     task = Task(nn.Sequential(nn.Linear(64, 10)), cross_entropy)
-    local = LocalTraining(learning_rate, batch_size=5, epochs=100)
+    local = LocalTraining(30.0, batch_size=5, epochs=100)
     request = request_under(task, local, len(sizes), 0.5)
     transport = InProcessTransport(task, store, CPU, 2**24, processes=1)
     assert_own_vector(transport, request, 20)

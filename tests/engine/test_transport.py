@@ -1,7 +1,7 @@
 """The engine against the obvious: one user at a time, with torch's own optimiser."""
 
 import copy
-from functools import cached_property
+from functools import cache
 
 import numpy as np
 import pytest
@@ -99,21 +99,21 @@ def one_at_a_time(task: Task, users: UserStore, request: RoundRequest) -> np.nda
     return total
 
 
+@cache
+def transport_with(processes: int | None) -> InProcessTransport:
+    """One for all rounds of all tests, as shapes are tried before the first."""
+    users = make_users()
+    users.fields["y"][users.rows_of(len(SIZES) - 1)] = 99
+    return InProcessTransport(make_task(), users, torch.device("cpu"), 100_000, processes=processes)
+
+
 class TestInProcessTransport(TransportConformance):
     """The last user's class is out of range, which makes the loss raise."""
 
     processes: int | None = None
 
     def transport(self) -> InProcessTransport:
-        return self.kept
-
-    @cached_property
-    def kept(self) -> InProcessTransport:
-        """One for all rounds of a test, as shapes are tried before the first."""
-        users = make_users()
-        users.fields["y"][users.rows_of(len(SIZES) - 1)] = 99
-        device = torch.device("cpu")
-        return InProcessTransport(make_task(), users, device, 100_000, processes=self.processes)
+        return transport_with(self.processes)
 
     def request(self) -> RoundRequest:
         local = LocalTraining(0.1, batch_size=4, epochs=2)

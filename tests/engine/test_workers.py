@@ -32,16 +32,16 @@ from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, merged
 from tests.engine.everyone import make_task, request_under, torch_threads, users_of
 from tests.engine.test_transport import TestInProcessTransport as InOneProcess
+from tests.engine.test_transport import transport_with
 
 SIZES = [3, 8, 8, 8, 3, 8, 8, 8, 3, 8, 8, 8]
 
 
-@pytest.fixture(autouse=True)
-def two_of_them(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.fixture(scope="class", autouse=True)  # of a function that is in no class: for itself
+def two_of_them() -> Iterator[None]:
     with torch_threads(2):
         yield
-    if request.instance is not None:
-        vars(request.instance).clear()  # and its transport
+    transport_with.cache_clear()
     gc.collect()
     assert not multiprocessing.active_children()
 

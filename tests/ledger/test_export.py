@@ -476,7 +476,8 @@ class TestCommandLine:
             assert "a: 1, 2; exact: B = 281474976710656, σ/γ = 3.355e+07" in shown
             assert "0.5, 4; floating-point noise" in shown
 
-    def test_an_export_has_curves(self, folder):
+    def test_an_export_has_curves(self, folder, monkeypatch):
+        monkeypatch.setattr("fedpriv.report.guarantee._DELTAS", 2)  # the others take seconds
         printed("curves", folder / "ledger.jsonl", "--out", folder, "--delta", "1e-5")
         with (folder / "epsilon_by_rounds.csv").open() as table:
             found = [row for row in csv.DictReader(table) if row["accountant"] == "tight"]

@@ -15,7 +15,6 @@ from fedpriv.training.rounds import RoundResult
 from tests.commandline import fedpriv, printed, refused
 from tests.studies.studying import BASE
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 DOCS = Path(__file__).parents[2] / "docs"
 RELEASING = BASE | {
     "rounds": 3,

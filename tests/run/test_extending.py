@@ -36,8 +36,6 @@ from fedpriv.training.optimizers import (
 )
 from tests.commandline import printed, refused
 
-pytestmark = pytest.mark.usefixtures("undrawn")
-
 
 @dataclass(frozen=True)
 class SignSGD(LocalTraining):

@@ -25,7 +25,6 @@ from fedpriv.run.run import Run, RunSetup
 from fedpriv.training.rounds import Stop
 from tests.commandline import printed, refused
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 FILE = Path(__file__).parents[2] / "simulations" / "digits.toml"
 # Of users: ordinary, without rows, with NaN, an illegal label, and enormous numbers.
 SIZES = [4, 1, 0, 3, 2, 5, 6]

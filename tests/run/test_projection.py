@@ -22,7 +22,6 @@ from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import RunSetup
 from tests.commandline import fedpriv, printed, refused
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 SIMULATIONS = Path(__file__).parents[2] / "simulations"
 FILE = SIMULATIONS / "digits_projection.toml"
 SHORT = ("--set", "rounds=2", "--set", "data.options.users=40", "--set", "engine.processes=1")

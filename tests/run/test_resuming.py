@@ -19,7 +19,6 @@ from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.flower_runs import GridSimulation
 from tests.commandline import fedpriv, refused
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 SIMULATIONS = Path(__file__).parents[2] / "simulations"
 DIGITS = SIMULATIONS / "digits.toml"
 SETTINGS = ("--set", "rounds=3", "--set", "data.options.users=40")

@@ -20,7 +20,6 @@ from fedpriv.training.rounds import Stop
 from fedpriv.training.stopping import Stopping
 from tests.commandline import printed, refused
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 FILE = Path(__file__).parents[2] / "simulations" / "digits.toml"
 ROUNDS, PATIENCE = 12, 2
 

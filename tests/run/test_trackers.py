@@ -24,7 +24,6 @@ from tests.commandline import fedpriv, printed, refused
 from tests.run.test_callbacks import experiment, rows
 from tests.studies.studying import BASE
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 NOTEBOOK = """
 import dataclasses, json
 from fedpriv import Tracker

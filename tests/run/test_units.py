@@ -34,7 +34,6 @@ from fedpriv.run.run import Run, RunSetup
 from tests.commandline import printed, refused
 from tests.engine.everyone import request_under, total_of
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 SIMULATIONS = Path(__file__).parents[2] / "simulations"
 
 NORM, RATE, ROUNDS = 1.0, 0.7, 3

@@ -21,6 +21,7 @@ from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.server import deployment
+from fedpriv.server import service as service_module
 from fedpriv.server.deployment import GrpcTransport
 from fedpriv.training.rounds import RoundResult, ServerState, Stop, initial_state, train
 from fedpriv.wire import Decline, Vote
@@ -45,6 +46,7 @@ def there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> Iterator[Site]:
     monkeypatch.setattr(deployment, "_FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(service_module, "_RECHECK_SECONDS", 0.2)
     caplog.set_level(logging.INFO)
     with site(tmp_path, USERS) as made:
         yield made

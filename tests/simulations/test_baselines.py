@@ -26,7 +26,7 @@ def rows_of(page: str) -> list[list[str]]:
 
 
 def test_the_command_runs_a_task_scaled_down_and_keeps_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = Outcome(18, "softmax, 205 parameters", 0.5, (Row(("a=1",), 2.0, 1e-3, (0.6, 0.7)),))
     baselines.write({"har": kept}, tmp_path / "baselines.json", tmp_path / "page.md")
@@ -52,7 +52,7 @@ def test_the_command_runs_a_task_scaled_down_and_keeps_the_others(
 
 @pytest.mark.parametrize("task", ["har", "parkinsons", "employment", "income"])
 def test_each_experiment_fits_its_data(
-    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = {"employment": "census", "income": "census"}.get(task, task)
     write(name, tmp_path / "data")
