@@ -193,7 +193,7 @@ def copied_while_written(tmp_path, copies):
 
 @pytest.fixture
 def on_disk():
-    """A folder whose files are not in memory: there, hardly a copy would be ready between charges."""
+    """A folder that is not in memory, where hardly a copy would be ready between charges."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         yield Path(folder)
 
