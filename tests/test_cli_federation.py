@@ -352,7 +352,8 @@ def test_options_that_do_not_fit_are_refused(
 
 @pytest.fixture
 def _no_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logging as in a process of its own, which commands configure."""
+    """Logging as in a process of its own, which commands configure, and that of gRPC."""
+    monkeypatch.setenv("GRPC_VERBOSITY", "NONE")
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
 
 
