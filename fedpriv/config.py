@@ -518,6 +518,11 @@ class RangeSection(Section):
             raise ValueError(f"low is {self.low} and high is {self.high}; 0 < low < high must hold")
         return self
 
+    @property
+    def whole(self) -> bool:
+        """Whether its numbers are whole."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
 
 class TuneSection(Section):
     """What `fedpriv tune` searches, on whom, and for what; see docs/choosing-settings.md."""
@@ -839,9 +844,17 @@ def assign(table: dict[str, object], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
-    for key in keys[:-1]:
-        inner = table.setdefault(key, {})
-        if not isinstance(inner, dict):
-            raise InvalidValueError(f"--set {override!r}: {key} is not a table")
-        table = inner
-    table[keys[-1]] = value
+    try:
+        put(table, keys, value)
+    except InvalidValueError as error:
+        raise InvalidValueError(f"--set {override!r}: {error}") from error
+
+
+def put(table: dict[str, Any], path: Sequence[str], value: object) -> None:
+    """Replace a key of a table in place, given the keys that lead to it."""
+    *sections, last = path
+    for key in sections:
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise InvalidValueError(f"{key} is not a table")
+    table[last] = value

@@ -36,7 +36,7 @@ class Section:
     paragraphs: Sequence[str] = ()
     answers: int = 0  # how many of the first paragraphs are the main result, in larger type
     warnings: Sequence[str] = ()
-    first: Sequence[Chart] = ()  # charts that are seen first, below the main result
+    first: Sequence[Chart] = ()  # charts that are seen first, above the main result
     cards: Sequence[Card] = ()
     tables: Sequence[Table] = ()
     terms: Mapping[str, str] = field(default_factory=dict)  # with their meanings

@@ -55,7 +55,7 @@ def line_of(
     return Series(name, x, means, low if known else (), high if known else (), bars=bars)
 
 
-def front_chart(arms: Sequence[ArmSummary]) -> Chart:
+def front_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart:
     """Accuracy in the end against ε spent, a line for each arm with all its targets."""
     measure = measure_of(arms)
     series = []
@@ -64,15 +64,15 @@ def front_chart(arms: Sequence[ArmSummary]) -> Chart:
         x = [arm.epsilon for arm in own]
         series.append(line_of(name, x, [*map(measure.end, own)], bars=True))
     spent = [arm.epsilon for arm in arms]
-    axis = _axis(f"ε at δ = {arms[0].target.delta:g}", "", spent)
+    axis = _axis(f"{study.unit}-level ε at δ = {arms[0].target.delta:g}", "", spent)
     return measure_chart("study-front", measure, series, "front", axis)
 
 
-def arms_chart(arms: Sequence[ArmSummary]) -> Chart:
+def arms_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart:
     """Accuracy in the end, arms beside each other at each target."""
     measure = measure_of(arms)
     series = _beside(_names(arms), arms, measure.end)
-    return measure_chart("arms", measure, series, x=_targets_axis(_targets(arms)))
+    return measure_chart("arms", measure, series, x=_targets_axis(study, _targets(arms)))
 
 
 def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
@@ -87,7 +87,7 @@ def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
     zero, ends = f"{study.baseline}, the baseline", [-0.5, len(targets) - 0.5]
     series[names.index(study.baseline)] = Series(zero, ends, [0.0, 0.0], dashed=True, marked=False)
     y = Axis(f"{measure.name} minus baseline's", measure.unit)
-    x = _targets_axis(targets)
+    x = _targets_axis(study, targets)
     return measure_chart("differences", measure, series, x=x, y=y, baseline=study.baseline)
 
 
@@ -146,7 +146,7 @@ def write_study_figures(read: ReadStudy, folder: Path) -> list[Path]:
         raise DataError(f"no run of the study in {read.folder} is finished; run it first")
     end = front_chart if len(_targets(read.arms)) > 1 else arms_chart
     compared = differences_chart(read.study, read.arms)
-    charts = [end(read.arms), *([compared] if compared else [])]
+    charts = [end(read.study, read.arms), *([compared] if compared else [])]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         charts += varied_charts(read.study, read.arms)
@@ -294,9 +294,9 @@ def _beside(names: Sequence[str], arms: Sequence[ArmSummary], of: _Of) -> list[S
     return series
 
 
-def _targets_axis(targets: Sequence[Target]) -> Axis:
+def _targets_axis(study: Study, targets: Sequence[Target]) -> Axis:
     return Axis(
-        f"ε of each run at δ = {targets[0].delta:g}",
+        f"{study.unit}-level ε at δ = {targets[0].delta:g}",
         "",
         ends=(-0.5, len(targets) - 0.5),
         ticks=tuple((float(n), f"{target.epsilon:g}") for n, target in enumerate(targets)),

@@ -12,7 +12,7 @@ from fedpriv.report.guarantee import assumptions, loss_of, privacy_sections, use
 from fedpriv.report.page import Card, Page, Section
 from fedpriv.report.records import RunRecord
 from fedpriv.report.tables import Column, Table, plural
-from fedpriv.studies import ArmSummary, Cell, Interval, ReadStudy, Target
+from fedpriv.studies import ArmSummary, Cell, Interval, ReadStudy, Study, Target
 from fedpriv.studies.results import STUDY, Measure, verdict
 
 # Policies under which a round costs the same among any number of users.
@@ -36,7 +36,10 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
     compared = studies.differences_chart(read.study, read.arms)
     text = (read.folder / STUDY).read_text(encoding="utf-8")
     by_round = [_by_round_chart(_at(arms, t), t, f"accuracy-{n}") for n, t in enumerate(targets)]
-    front = studies.front_chart(read.arms) if len(targets) > 1 else _spent_chart(arms, targets[0])
+    if len(targets) > 1:
+        front = studies.front_chart(read.study, read.arms)
+    else:
+        front = _spent_chart(read.study, arms, targets[0])
     sections = [
         _summary(read, arms, targets, front),
         Section("differences", "Against the baseline", charts=[compared] if compared else []),
@@ -117,14 +120,16 @@ def _by_round_chart(arms: Sequence[_Arm], target: Target, name: str) -> Chart:
     return studies.measure_chart("study-rounds", measure, series, name, epsilon=target.epsilon)
 
 
-def _spent_chart(arms: Sequence[_Arm], target: Target) -> Chart:
+def _spent_chart(study: Study, arms: Sequence[_Arm], target: Target) -> Chart:
     measure = studies.measure_of([arm.summary for arm in arms])
     series = []
     for arm in arms:
         rounds, found = _over_seeds(arm, measure)
         spent = {each.round: each.epsilon for each in arm.records[0].rounds}
         series.append(studies.line_of(arm.summary.arm, [spent[each] for each in rounds], found))
-    return studies.measure_chart("study-spent", measure, series, "front", delta=target.delta)
+    return studies.measure_chart(
+        "study-spent", measure, series, "front", unit=study.unit, delta=target.delta
+    )
 
 
 def _over_seeds(arm: _Arm, measure: Measure) -> tuple[list[int], list[Interval]]:

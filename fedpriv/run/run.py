@@ -94,12 +94,14 @@ class RunSetup:
         return cls.at(load_config(file, assignments), out, resume=resume)
 
     @classmethod
-    def at(cls, config: Config, out: Path | None, *, resume: bool) -> Self:
-        """Start or `resume` the run in `out`, by default a new folder under runs/."""
+    def at(
+        cls, config: Config, out: Path | None, *, resume: bool, home: Path = Path("runs")
+    ) -> Self:
+        """Start or `resume` the run in `out`, by default a new folder in `home`."""
         # A seeded run can be repeated, so its name is the same each time.
         suffix = os.urandom(4).hex() if config.seed is None else f"seed{config.seed}"
         run = config.run or f"{config.name}-{suffix}"
-        folder = RunFolder(out or Path("runs") / run)
+        folder = RunFolder(out or home / run)
         ledger = Path(config.privacy.ledger) if config.privacy.ledger else folder.ledger
         resuming = resume and folder.plan.exists()
         if resuming:

@@ -9,15 +9,16 @@ import itertools
 import json
 import logging
 import math
-import os
 import random
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
+from functools import cached_property, partial
 from importlib.util import find_spec
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -28,6 +29,7 @@ from rich.console import Console
 
 from fedpriv.accounting.accountants import accountant_named, format_epsilon
 from fedpriv.accounting.calibration import smallest_noise
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.build import Experiment, Method, on_population, settings_of
 from fedpriv.config import (
     Config,
@@ -40,7 +42,9 @@ from fedpriv.config import (
     method_left_out,
     parse_config,
     plain,
+    put,
     read_experiment,
+    tables_of,
     with_defaults,
 )
 from fedpriv.data.population import Population, load_population
@@ -48,13 +52,7 @@ from fedpriv.engine.figures import ALWAYS, BETTER
 from fedpriv.engine.task import Task, evaluate
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, RunError, known_names, writing
-from fedpriv.ledger.events import (
-    PrivacyBudget,
-    RoundEvent,
-    Selection,
-    SumQueryEvent,
-    Trial,
-)
+from fedpriv.ledger.events import PrivacyBudget, RoundEvent, Selection, SumQueryEvent, Trial
 from fedpriv.ledger.ledger import ProposedCharge
 from fedpriv.ledger.participation import beside
 from fedpriv.mechanism import Mechanism
@@ -78,12 +76,14 @@ if TYPE_CHECKING:
 Settings = Mapping[str, Any]
 """Values by key of an experiment."""
 
-Prepare = Callable[[Settings, float | None, str], tuple[Experiment, InProcessTransport]]
+Values = RangeSection | list[Any]
+Prepared = tuple[Experiment, InProcessTransport]
+Prepare = Callable[[Settings, float | None, str], Prepared]
 """The experiment with these settings and this noise, calibrated if None, under a name."""
 
 _RATE, _LOCAL, _NORM = "server.options.learning_rate", "local.learning_rate", "clipping.norm"
 _Q, _ROUNDS = "privacy.sampling_probability", "rounds"
-DEFAULT_SPACE: Mapping[str, RangeSection | list[Any]] = {
+DEFAULT_SPACE: Mapping[str, Values] = {
     _RATE: RangeSection(low=0.01, high=1.0),
     _LOCAL: RangeSection(low=0.05, high=1.0),
     _NORM: RangeSection(low=0.05, high=1.0),
@@ -95,6 +95,7 @@ _FIXED = ("data", "engine", "name", "output", "run", "seed", "tune", "federation
 _PRIVATE = "private:"
 _MARGIN = 1.0 - 2.0**-30  # of noise multipliers: what rounding may take from them
 _UNLIMITED = PrivacyBudget(math.inf, 0.5, lambda _events, _delta: math.inf)
+_HOME = Path("tuning")  # of folders without a name
 _log = logging.getLogger(__name__)
 
 
@@ -184,55 +185,47 @@ def tune(
       know it.
     """
     method = Method(task, mechanism, *method_left_out(mechanism, local, server))
+    if on not in ("public", "users"):
+        raise InvalidValueError(f"on is {on!r}; it must be 'public' or 'users'")
     if mechanism.epsilon is None or mechanism.rounds is None:
         raise InvalidValueError("the mechanism has no budget; calibrate it, as for simulate")
     for key in space or ():
         if not _takes(method, key):
             legal = "rounds, privacy.sampling_probability, local.…, clipping.… and server.options.…"
             raise InvalidValueError(f"space has {key!r}, which is no field; legal is: {legal}")
-    table = {
+    searched = {
         key: {"low": part[0], "high": part[1]} if isinstance(part, tuple) else list(part)
         for key, part in (space or {}).items()
     }
     section = {
         "trials": trials, "law": law, "shape": shape, "objective": objective, "better": better,
-        "users": users,
-        "held_out_is_public": held_out_is_public, "space": table,
+        "users": users, "held_out_is_public": held_out_is_public, "space": searched,
     }  # fmt: skip
     privacy = {"ledger": str(ledger) if ledger else None}
-    config = settings_of(
-        name, population, method, seed=seed, tune=section, privacy=privacy,
-        engine={"device": "auto"},
-    )  # fmt: skip
-    space_of_method = {
-        key: part for key, part in DEFAULT_SPACE.items() if _takes(method, key)
-    } if space is None else None  # fmt: skip
+    others: dict[str, Any] = {"tune": section, "privacy": privacy, "engine": {"device": "auto"}}
+    config = settings_of(name, population, method, seed=seed, **others)
 
-    def prepare(
-        settings: Settings, noise: float | None, run: str
-    ) -> tuple[Experiment, InProcessTransport]:
-        chosen, rounds = _applied(method, settings)
+    def prepare(settings: Settings, noise: float | None, run: str) -> Prepared:
+        chosen = _applied(method, settings)
+        rounds = cast(int, chosen.mechanism.rounds)
         planned = rounds if noise is None else None  # given noise is not made to fit the budget
         mechanism = replace(chosen.mechanism, noise_multiplier=noise, rounds=planned)
         of_trial = config.model_copy(update={"rounds": rounds, "run": None})
         return on_population(of_trial, run, population, method=replace(chosen, mechanism=mechanism))
 
-    def arguments(settings: Settings) -> dict[str, Any]:
-        chosen, rounds = _applied(method, settings)
-        budget = {"epsilon": mechanism.epsilon, "delta": mechanism.delta, "rounds": rounds}
-        calibrated = replace(chosen.mechanism, noise_multiplier=None).calibrate(**cast(Any, budget))
-        return {"mechanism": calibrated, "local": chosen.local, "server": chosen.server}
-
-    search = _Search(
-        config,
-        Path(out) if out else None,
-        prepare,
-        Console(quiet=quiet),
-        space_of_method,
-        lambda key: _value_of(method, key),
-    )
+    setup = RunSetup.at(config, Path(out) if out else None, resume=False, home=_HOME)
+    table, value_of = config.model_dump(exclude_none=True), partial(_value_of, method)
+    search = _Search(setup, prepare, Console(quiet=quiet), value_of, table)
     found = search.on_users() if on == "users" else search.on_public()
-    return replace(found, arguments=arguments(found.settings) if found.settings else {})
+    if not found.settings:
+        return found
+    chosen = _applied(method, found.settings)
+    budget = {"epsilon": mechanism.epsilon, "delta": mechanism.delta}
+    calibrated = chosen.mechanism.calibrate(
+        **cast(Any, budget | {"rounds": chosen.mechanism.rounds})
+    )
+    arguments = {"mechanism": calibrated, "local": chosen.local, "server": chosen.server}
+    return replace(found, arguments=arguments)
 
 
 def tune_file(
@@ -253,42 +246,33 @@ def tune_file(
         assign(table, assignment)
     table = with_defaults(table)  # before a trial's own norm decides what goes with it
     config = parse_config(table, str(file))
-    section = config.tune or TuneSection()
     for name in ("projection", "federated_evaluation", "stopping"):
         if getattr(config, name) is not None:
             raise InvalidValueError(
                 f"{name} is given; it must be absent, as a trial is priced by its rounds alone"
             )
-    if on == "users":
-        data = config.simulated_data
-        if synthetic:
-            raise InvalidValueError("--synthetic is given with --on users; it is for --on public")
-    else:
-        data = _public_data(config, section, synthetic=synthetic)
+    if on == "users" and synthetic:
+        raise InvalidValueError("--synthetic is given with --on users; it is for --on public")
+    if on == "public" and price_only:
+        raise InvalidValueError("--price is given with --on public, which costs nothing")
+    data = config.simulated_data if on == "users" else _public_data(config, synthetic=synthetic)
     population = load_population(data.name, data.options)
 
-    def prepare(
-        settings: Settings, noise: float | None, run: str
-    ) -> tuple[Experiment, InProcessTransport]:
-        of_trial = _with(table, settings)
-        of_trial.pop("run", None)
-        chosen = parse_config(of_trial, str(file))
-        if noise is not None:
-            chosen = chosen.with_noise(noise)
+    def prepare(settings: Settings, noise: float | None, run: str) -> Prepared:
+        chosen = parse_config(_with(table, settings) | {"run": run}, str(file))
+        chosen = chosen if noise is None else chosen.with_noise(noise)
         return on_population(chosen, run, population)
 
-    search = _Search(
-        config, out, prepare, Console(), None, lambda key: _at(config.model_dump(), key), table
-    )
-    if on == "users":
-        return search.on_users(price_only=price_only)
-    if price_only:
-        raise InvalidValueError("--price is given with --on public, which costs nothing")
-    return search.on_public()
+    setup = RunSetup.at(config, out, resume=False, home=_HOME)
+    of_values = tables_of(config.mechanism(), config.training(), config.server.build())
+    value_of = partial(_at, config.model_dump() | of_values)  # with what options leave out
+    search = _Search(setup, prepare, Console(), value_of, table)
+    return search.on_users(price_only=price_only) if on == "users" else search.on_public()
 
 
-def _public_data(config: Config, section: TuneSection, *, synthetic: bool) -> DataSection:
+def _public_data(config: Config, *, synthetic: bool) -> DataSection:
     """Who takes part instead of the enrolled users."""
+    section = config.tune or TuneSection()
     if not synthetic:
         if section.public is None:
             raise InvalidValueError(
@@ -314,24 +298,40 @@ def _public_data(config: Config, section: TuneSection, *, synthetic: bool) -> Da
 class _Search:
     """One search, on public users or on the enrolled ones."""
 
-    config: Config
-    out: Path | None
+    setup: RunSetup
     prepare: Prepare
     console: Console
-    given_space: Mapping[str, RangeSection | list[Any]] | None
     value_of: Callable[[str], Any]  # what the experiment has for a key, or None
-    table: Mapping[str, Any] | None = None  # of the experiment's file
+    table: Mapping[str, Any]  # of the experiment
 
     @property
     def section(self) -> TuneSection:
-        return self.config.tune or TuneSection()
+        return self.setup.config.tune or TuneSection()
 
     @property
-    def space(self) -> Mapping[str, RangeSection | list[Any]]:
-        """What is searched."""
-        space = self.section.space or self.given_space
-        if space is None:
-            space = {k: v for k, v in DEFAULT_SPACE.items() if _searchable(self.config, k)}
+    def shape(self) -> float | None:
+        """That of the law of the number of trials; None for Poisson."""
+        return None if self.section.law == "poisson" else self.section.shape
+
+    @property
+    def sign(self) -> float:
+        """What makes the objective one whose largest value is best."""
+        objective = self.section.objective
+        better = self.section.better or BETTER.get(objective.removeprefix(_PRIVATE))
+        if better is None:
+            raise InvalidValueError(
+                "tune.better is absent; it must be larger or smaller, which the name of "
+                f"tune.objective {objective!r} does not say"
+            )
+        return 1.0 if better == "larger" else -1.0
+
+    @cached_property
+    def space(self) -> Mapping[str, Values]:
+        """What is searched: by default what is a number in the experiment."""
+        numbers = {
+            k: v for k, v in DEFAULT_SPACE.items() if isinstance(self.value_of(k), int | float)
+        }
+        space = self.section.space or numbers
         for key, values in space.items():
             if key.split(".")[0] in _FIXED or (key.startswith("privacy.") and key != _Q):
                 raise InvalidValueError(f"tune.space has {key}, which no trial may change")
@@ -339,15 +339,18 @@ class _Search:
                 raise InvalidValueError(f"tune.space.{key} is empty; it must have a value")
         return space
 
-    @contextmanager
-    def _folder(self) -> Iterator[RunFolder]:
-        suffix = os.urandom(4).hex() if self.config.seed is None else f"seed{self.config.seed}"
-        path = self.out or Path("tuning") / f"{self.config.name}-{suffix}"
-        if (path / "experiment.toml").exists() or (path / "ledger.sqlite").exists():
-            raise InvalidValueError(f"{path} holds a search already; choose another folder")
-        with writing(path):
-            path.mkdir(parents=True, exist_ok=True)
-        yield RunFolder(path)
+    @property
+    def priced(self) -> list[str]:
+        """The keys by which trials differ in price."""
+        return [key for key in (_Q, _ROUNDS) if key in self.space]
+
+    def _make_folder(self) -> RunFolder:
+        folder = self.setup.folder
+        if (folder.path / "experiment.toml").exists() or folder.ledger.exists():
+            raise InvalidValueError(f"{folder.path} holds a search already; choose another folder")
+        with writing(folder.path):
+            folder.path.mkdir(parents=True, exist_ok=True)
+        return folder
 
     def on_public(self) -> Tuning:
         """Search on people who are not enrolled; it costs nothing."""
@@ -359,10 +362,10 @@ class _Search:
         known = {key: self.value_of(key) for key in space}
         first, _ = self.prepare({}, None, "trial")
         ratio = first.plan.sampling.population / (section.users or first.plan.sampling.population)
-        score = _scorer(section.objective, first)
-        sign = _sign(section)
-        tried, last = list[Tried](), ""
-        with self._folder() as folder, _optuna_study(self.config.seed) as study:
+        score, sign = _scorer(section.objective, first), self.sign
+        tried, why = list[Tried](), ""
+        folder = self._make_folder()
+        with _optuna_study(self.setup.config.seed) as study:
             if all(_holds(space[key], value) for key, value in known.items()):
                 study.enqueue_trial(known, skip_if_exists=True)
             for number in range(section.trials):
@@ -376,41 +379,32 @@ class _Search:
                         experiment, transport = self.prepare(settings, noise, f"trial-{number}")
                     found = score(*_trained(experiment, transport))
                 except Exception as error:  # a trial that fails is no reason to lose the others
-                    last = f"{type(error).__name__}: {error}"
-                    _log.warning("trial %d failed: %s", number, last)
+                    why = f"{type(error).__name__}: {error}"
+                    _log.warning("trial %d failed: %s", number, why)
                 study.tell(trial, -math.inf if found is None else sign * found)
                 tried.append(Tried(settings, found))
                 said = "failed" if found is None else f"{section.objective} {found:.4f}"
-                self.console.print(
-                    f"trial {number + 1} of {section.trials}: {said}  {_words(settings)}",
-                    highlight=False, markup=False, soft_wrap=True,
-                )  # fmt: skip
-            ended = [(sign * each.score, each) for each in tried if each.score is not None]
-            if not ended:
-                raise RunError(f"none of {len(tried)} trials ended; the last one raised {last}")
-            best = max(ended, key=lambda pair: pair[0])[1]
-            lines = [json.dumps({**each.settings, "score": each.score}) for each in tried]
-            write_atomically(folder.path / "trials.jsonl", "\n".join([*lines, ""]).encode())
-            self._write_experiment(folder, best.settings)
-        self._print(folder, best.settings, best.score, "no enrolled user's data was read")
-        return Tuning(folder.path, best.settings, best.score, tuple(tried))
+                self._say(f"trial {number + 1} of {section.trials}: {said}  {_words(settings)}")
+        ended = [(sign * each.score, each) for each in tried if each.score is not None]
+        if not ended:
+            raise RunError(f"none of {len(tried)} trials ended; the last one raised {why}")
+        best = max(ended, key=itemgetter(0))[1]
+        lines = [json.dumps({**each.settings, "score": each.score}) for each in tried]
+        write_atomically(folder.path / "trials.jsonl", "\n".join([*lines, ""]).encode())
+        result = Tuning(folder.path, best.settings, best.score, tuple(tried))
+        return self._told(result, "no enrolled user's data was read")
 
     def on_users(self, *, price_only: bool = False) -> Tuning:
         """Search on the enrolled users: say the price, charge it, try, and release the best."""
-        section, privacy, space = self.section, self.config.privacy, self.space
-        self._check_on_users(space)
+        setup, privacy = self.setup, self.setup.config.privacy
+        self._check_on_users()
         first, _ = self.prepare({}, None, "trial")
-        score = _scorer(section.objective, first)
-        sign = _sign(section)
-        setup = RunSetup.at(
-            self.config, self.out or Path("tuning") / self.config.name, resume=False
-        )
-        spent = setup.spent
-        event, kinds = self._event(spent)
+        score, sign = _scorer(self.section.objective, first), self.sign
+        event, kinds = self._event(setup.spent)
         limit, delta = cast(float, privacy.epsilon), privacy.delta
         budget = PrivacyBudget(limit, delta, accountant_named("rdp").upper_epsilon)
-        price = budget.epsilon_of([*spent, event])
-        self._print_price(event, budget, price, setup.ledger)
+        price = budget.epsilon_of([*setup.spent, event])
+        self._print_price(event, budget, price)
         if not price <= limit:
             raise InvalidValueError(
                 f"the search would bring ε to {price:.4g} at delta {delta}; privacy.epsilon is "
@@ -418,36 +412,20 @@ class _Search:
             )
         if price_only:
             return Tuning(setup.folder.path, {}, None, epsilon=price)
-        run, entropy = f"{setup.run}-tune", first.entropy
-        seed = self.config.seed
-        secret = random.SystemRandom() if seed is None else random.Random(seed)
-        users = np.arange(first.plan.sampling.population)
-        with self._folder() as folder:
-            ledger = Path(privacy.ledger) if privacy.ledger else folder.ledger
-            files = ledger, beside(ledger)
-            with PrivacyRecords.open(*files, first.plan.population, budget) as records:
-                # Who is in any trial stays secret; all may be.
-                attempt = records.next_attempt(run, 1)
-                commitment = records.participation.record(run, 1, attempt, users)
-                asked = ProposedCharge(run, 1, attempt, entropy.randomness, event, commitment)
-                charge = records.ledger.charge(asked, budget)
-                records.participation.keep_head(records.ledger.head)
-                price = records.ledger.epsilon(budget)
-                self.console.print("charged; searching, without a word until it ends")
-                shape = None if section.law == "poisson" else section.shape
-                count = number_of_trials(secret.getrandbits(52), section.trials, shape)
-                best = self._best_of(count, secret, space, kinds, score, sign)
-            if best is None:
-                self.console.print("no trial ended; the charge stays, and nothing is released")
-                return Tuning(folder.path, {}, None, epsilon=price)
-            result = replace(best.result, run=run, epsilon=price, delta=delta, charge=charge.hash)
-            write_atomically(folder.model, released_model(best.state, [result]))
-            self._write_experiment(folder, best.settings)
+        run, folder = f"{setup.run}-tune", self._make_folder()
+        with self._charged(run, event, budget, first) as (charge, price):
+            self._say("charged; searching, without a word until it ends")
+            best = self._best_of(kinds, score, sign)
+        if best is None:
+            self._say("no trial ended; the charge stays, and nothing is released")
+            return Tuning(folder.path, {}, None, epsilon=price)
+        settings, found, state, last = best
+        result = replace(last, run=run, epsilon=price, delta=delta, charge=charge)
+        write_atomically(folder.model, released_model(state, [result]))
         about = f"ε = {format_epsilon(price)} at δ = {delta:g}, the model included"
-        self._print(folder, best.settings, best.score, about)
-        return Tuning(folder.path, best.settings, best.score, epsilon=price)
+        return self._told(Tuning(folder.path, settings, found, epsilon=price), about)
 
-    def _check_on_users(self, space: Mapping[str, RangeSection | list[Any]]) -> None:
+    def _check_on_users(self) -> None:
         section = self.section
         if section.objective.startswith(_PRIVATE):
             raise InvalidValueError(
@@ -459,72 +437,75 @@ class _Search:
                 "tune.held_out_is_public is false; on users it must be true, since trials are "
                 "compared on the held-out rows, and comparing them on private rows has no price"
             )
-        for key in (_Q, _ROUNDS):
-            if isinstance(space.get(key), RangeSection):
+        for key in self.priced:
+            if isinstance(self.space[key], RangeSection):
                 raise InvalidValueError(
                     f"tune.space.{key} is a range; on users it must be a list, since each value is "
                     "priced before the first trial"
                 )
+
+    @contextmanager
+    def _charged(
+        self, run: str, event: RoundEvent, budget: PrivacyBudget, first: Experiment
+    ) -> Iterator[tuple[str, float]]:
+        """Charge the search, and keep its ledger open; the charge's hash and the ledger's ε."""
+        files = self.setup.ledger, beside(self.setup.ledger)
+        with PrivacyRecords.open(*files, first.plan.population, budget) as records:
+            # Who is in any trial stays secret; all may be.
+            users, attempt = first.plan.sampling.population, records.next_attempt(run, 1)
+            commitment = records.participation.record(run, 1, attempt, np.arange(users))
+            randomness = first.entropy.randomness
+            asked = ProposedCharge(run, 1, attempt, randomness, event, commitment)
+            charge = records.ledger.charge(asked, budget)
+            records.participation.keep_head(records.ledger.head)
+            yield charge.hash, records.ledger.epsilon(budget)
 
     def _event(self, spent: Sequence[RoundEvent]) -> tuple[RoundEvent, Mapping[Any, Trial]]:
         """The search as an event, and what trials are by their q and rounds.
 
         The noise of all kinds of trials is scaled alike, to the least for which the search fits.
         """
-        section, privacy = self.section, self.config.privacy
-        keys = [key for key in (_Q, _ROUNDS) if key in self.space]
-        values = [cast(list[Any], self.space[key]) for key in keys]
-        alone = dict[tuple[Any, ...], Trial]()
-        for chosen in itertools.product(*values):
-            settings = dict(zip(keys, chosen, strict=True))
+        privacy, alone = self.setup.config.privacy, dict[tuple[Any, ...], Trial]()
+        for chosen in itertools.product(*(cast(list[Any], self.space[k]) for k in self.priced)):
+            settings = dict(zip(self.priced, chosen, strict=True))
             plan = self.prepare(settings, privacy.noise_multiplier, "trial")[0].plan
             q, z = plan.sampling.sampling_probability, plan.noise_multiplier
             alone[chosen] = Trial(q, z * _MARGIN, plan.rounds)
-        first, _ = self.prepare(dict(zip(keys, next(iter(alone)), strict=True)), None, "trial")
-        sampling = first.plan.mechanism.event.sampling
-        shape = None if section.law == "poisson" else section.shape
+        sampling = plan.mechanism.event.sampling
 
-        def scaled(scale: float) -> dict[tuple[Any, ...], Trial]:
-            return {
-                each: replace(trial, noise_multiplier=trial.noise_multiplier * scale)
-                for each, trial in alone.items()
-            }
+        def scaled(scale: float) -> list[Trial]:
+            every = alone.values()
+            return [replace(t, noise_multiplier=t.noise_multiplier * scale) for t in every]
 
         def event(scale: float) -> RoundEvent:
-            kinds = tuple(dict.fromkeys(scaled(scale).values()))
+            kinds = tuple(dict.fromkeys(scaled(scale)))
             one = replace(sampling, sampling_probability=kinds[0].sampling_probability)
             # In units of clipping norms, whose steps are 2⁻²⁴ or half of that.
             queries = (SumQueryEvent("update", 1.0, kinds[0].noise_multiplier, 2.0**-24),)
-            return RoundEvent(
-                one, queries, selection=Selection(kinds, float(section.trials), shape)
-            )
+            selection = Selection(kinds, float(self.section.trials), self.shape)
+            return RoundEvent(one, queries, selection=selection)
 
         scale = 1.0
         if privacy.noise_multiplier is None:
             limit = cast(float, privacy.epsilon)
             scale = smallest_noise(limit, privacy.delta, lambda s: [*spent, event(s)], "rdp")
-        return event(scale), scaled(scale)
+        return event(scale), dict(zip(alone, scaled(scale), strict=True))
 
     def _best_of(
-        self,
-        count: int,
-        secret: random.Random,
-        space: Mapping[str, RangeSection | list[Any]],
-        kinds: Mapping[Any, Trial],
-        score: "_Score",
-        sign: float,
-    ) -> "_Released | None":
-        """The best of so many independent trials; of those with equal scores the first.
+        self, kinds: Mapping[Any, Trial], score: "_Score", sign: float
+    ) -> tuple[Settings, float, ServerState, RoundResult] | None:
+        """The best of a random number of independent trials; of those with equal scores the first.
 
         Trials are alike, so which of equals is first says nothing. What fails counts as worst: it
         may have failed because of somebody's data.
         """
-        best: _Released | None = None
-        keys = [key for key in (_Q, _ROUNDS) if key in space]
+        seed, best = self.setup.config.seed, None
+        secret = random.SystemRandom() if seed is None else random.Random(seed)
+        count = number_of_trials(secret.getrandbits(52), self.section.trials, self.shape)
         with _silent():
             for number in range(count):
-                settings = {key: _drawn(secret, each) for key, each in space.items()}
-                kind = kinds[tuple(settings[key] for key in keys)]
+                settings = {key: _drawn(secret, each) for key, each in self.space.items()}
+                kind = kinds[tuple(settings[key] for key in self.priced)]
                 try:
                     noise = kind.noise_multiplier / _MARGIN
                     experiment, transport = self.prepare(settings, noise, f"trial-{number}")
@@ -533,61 +514,49 @@ class _Search:
                     found = score(state, result)
                 except Exception:  # no word of it may leave
                     continue
-                if best is None or sign * found > sign * best.score:
-                    best = _Released(settings, found, state, result)
+                if best is None or sign * found > sign * best[1]:
+                    best = settings, found, state, result
         return best
 
-    def _print_price(
-        self, event: RoundEvent, budget: PrivacyBudget, price: float, ledger: Path
-    ) -> None:
-        search, section = cast(Selection, event.selection), self.section
-        one = [
-            budget.epsilon_of(
-                [RoundEvent(replace(event.sampling, sampling_probability=t.sampling_probability),
-                            (SumQueryEvent("update", 1.0, t.noise_multiplier),), t.rounds)]
-            )
-            for t in search.trials
-        ]  # fmt: skip
+    def _print_price(self, event: RoundEvent, budget: PrivacyBudget, price: float) -> None:
+        search = cast(Selection, event.selection)
+        alone = [poisson_gaussian(*astuple(trial)) for trial in search.trials]
+        dearest = max(budget.epsilon_of([rounds]) for rounds in alone)
         law = "Poisson" if search.shape is None else f"negative binomial, shape {search.shape:g}"
-        for line in (
+        self._say(
             f"The search will cost ε = {format_epsilon(price)} at δ = {budget.delta:g}, with what "
-            f"the ledger {ledger} holds already and with the model that it finds; one trial alone "
-            f"would cost {format_epsilon(max(one))}.",
-            f"How many trials there are is random ({law}, {section.trials} on average) and stays "
-            "secret, as does every trial but the best. How long the search takes says something of "
-            "it: do not publish when it began and ended.",
-        ):
-            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
-        if self.config.seed is not None:
-            self.console.print(
-                "warning: seed is given; the guarantee does not hold against those who know it",
-                style="yellow", markup=False,
-            )  # fmt: skip
+            f"the ledger {self.setup.ledger} holds already and with the model that it finds; one "
+            f"trial alone would cost {format_epsilon(dearest)}."
+        )
+        self._say(
+            f"How many trials there are is random ({law}, {self.section.trials} on average) and "
+            "stays secret, as does every trial but the best. How long the search takes says "
+            "something of it: do not publish when it began and ended."
+        )
+        if self.setup.config.seed is not None:
+            warning = (
+                "warning: seed is given; the guarantee does not hold against those who know it"
+            )
+            self._say(warning, "yellow")
 
-    def _write_experiment(self, folder: RunFolder, settings: Settings) -> None:
-        """The experiment with these settings, which `fedpriv simulate` runs."""
-        table = _with(self.table or self.config.model_dump(exclude_none=True), settings)
+    def _say(self, line: str, style: str | None = None) -> None:
+        self.console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    def _told(self, found: Tuning, cost: str) -> Tuning:
+        """Write the experiment that `fedpriv simulate` runs, and print what was found."""
+        table = _with(self.table, found.settings)
         table.pop("tune", None)
-        text = tomli_w.dumps(plain(for_folder(folder.path, table)))
-        write_atomically(folder.path / "experiment.toml", text.encode())
-
-    def _print(self, folder: RunFolder, settings: Settings, score: float | None, cost: str) -> None:
-        rows = [(key, str(value)) for key, value in settings.items()]
+        text = tomli_w.dumps(plain(for_folder(found.folder, table)))
+        write_atomically(found.folder / "experiment.toml", text.encode())
+        rows = [(key, str(value)) for key, value in found.settings.items()]
         rows += [
-            (self.section.objective, "" if score is None else f"{score:.4f}"),
+            (self.section.objective, f"{found.score:.4f}"),
             ("what it cost", cost),
-            ("folder", str(folder.path)),
+            ("folder", str(found.folder)),
         ]
-        table = Table(self.config.name, [Column("", "text"), Column("", "text")], rows)
-        print_table(table, self.console, box.HEAVY_HEAD)
-
-
-@dataclass(frozen=True)
-class _Released:
-    settings: Settings
-    score: float
-    state: ServerState
-    result: RoundResult
+        columns = [Column("", "text"), Column("", "text")]
+        print_table(Table(self.setup.config.name, columns, rows), self.console, box.HEAVY_HEAD)
+        return found
 
 
 _Score = Callable[[ServerState, RoundResult], float]
@@ -613,49 +582,32 @@ def _scorer(objective: str, first: Experiment) -> _Score:
     """What tells how good a trial is: a finite number."""
     device, held_out, task = first.device, first.held_out, first.task
 
-    def of_held_out(state: ServerState, _result: RoundResult) -> float:
-        found = evaluate(task, held_out, device, state.model)
-        always = {"accuracy": found.accuracy, "loss": found.loss}
-        return _finite({**found.figures, **always}[objective])
-
-    def of_metric(_state: ServerState, result: RoundResult) -> float:
-        return _finite(result.metrics[objective.removeprefix(_PRIVATE)])
-
-    figures = [*ALWAYS, *task.figures]
-    names = [f"{_PRIVATE}{metric.name}" for metric in first.plan.metrics]
-    if objective not in [*figures, *names]:
-        known = known_names(objective, [*figures, *names])
+    metrics = {f"{_PRIVATE}{metric.name}": metric.name for metric in first.plan.metrics}
+    names = [*ALWAYS, *task.figures, *metrics]
+    if objective not in names:
+        known = known_names(objective, names)
         raise InvalidValueError(f"tune.objective is {objective!r}; {known}")
-    return of_held_out if objective in figures else of_metric
 
+    def score(state: ServerState, result: RoundResult) -> float:
+        found: object
+        if objective in metrics:
+            found = result.metrics[metrics[objective]]
+        else:
+            measured = evaluate(task, held_out, device, state.model)
+            found = {**vars(measured), **measured.figures}[objective]
+        if not (isinstance(found, float) and math.isfinite(found)):
+            raise RunError(f"the score is {found}; it must be one finite number")
+        return found
 
-def _sign(section: TuneSection) -> float:
-    """What makes the objective one whose largest value is best."""
-    better = section.better or BETTER.get(section.objective.removeprefix(_PRIVATE))
-    if better is None:
-        raise InvalidValueError(
-            "tune.better is absent; it must be larger or smaller, which the name of tune.objective "
-            f"{section.objective!r} does not say"
-        )
-    return 1.0 if better == "larger" else -1.0
-
-
-def _finite(score: Any) -> float:
-    if not (isinstance(score, float) and math.isfinite(score)):
-        raise RunError(f"the score is {score}; it must be one finite number")
     return score
 
 
 def _check_kind(experiment: Experiment, kind: Trial) -> None:
     """Refuse to train what is not priced."""
-    plan = experiment.plan
-    event, rounds = plan.mechanism.event, plan.rounds
-    priced = (
-        event.sampling.sampling_probability == kind.sampling_probability
-        and event.noise_multiplier >= kind.noise_multiplier
-        and rounds == kind.rounds
-    )
-    if not priced:
+    event, rounds = experiment.plan.mechanism.event, experiment.plan.rounds
+    kept = event.sampling.sampling_probability, rounds
+    priced = kind.sampling_probability, kind.rounds
+    if kept != priced or not event.noise_multiplier >= kind.noise_multiplier:
         raise InvalidValueError("a trial differs from what was charged")
 
 
@@ -665,8 +617,7 @@ def _silent() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(before)
@@ -685,24 +636,22 @@ def _optuna_study(seed: int | None) -> Iterator["optuna.Study"]:
         optuna.logging.set_verbosity(before)
 
 
-def _suggested(trial: "optuna.Trial", key: str, values: RangeSection | list[Any]) -> Any:
+def _suggested(trial: "optuna.Trial", key: str, values: Values) -> Any:
     if isinstance(values, list):
         return trial.suggest_categorical(key, values)
-    if isinstance(values.low, int) and isinstance(values.high, int):
-        return trial.suggest_int(key, values.low, values.high, log=True)
-    return trial.suggest_float(key, values.low, values.high, log=True)
+    suggest: Any = trial.suggest_int if values.whole else trial.suggest_float
+    return suggest(key, values.low, values.high, log=True)
 
 
-def _drawn(secret: random.Random, values: RangeSection | list[Any]) -> Any:
+def _drawn(secret: random.Random, values: Values) -> Any:
     if isinstance(values, list):
         return secret.choice(values)
-    low, high = math.log(values.low), math.log(values.high)
-    found = math.exp(secret.uniform(low, high))
+    found = math.exp(secret.uniform(math.log(values.low), math.log(values.high)))
     found = min(max(found, values.low), values.high)
-    return round(found) if isinstance(values.low, int) and isinstance(values.high, int) else found
+    return round(found) if values.whole else found
 
 
-def _holds(values: RangeSection | list[Any], value: Any) -> bool:
+def _holds(values: Values, value: Any) -> bool:
     if isinstance(values, list):
         return value in values
     return isinstance(value, int | float) and values.low <= value <= values.high
@@ -719,39 +668,23 @@ def _with(table: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     """An experiment's table with other values."""
     copied = deepcopy(dict(table))
     for key, value in settings.items():
-        *path, last = key.split(".")
-        inner = copied
-        for part in path:
-            inner = inner.setdefault(part, {})
-        inner[last] = value
+        put(copied, key.split("."), value)
     return copied
 
 
-def _at(table: Mapping[str, Any], key: str) -> Any:
+def _at(table: Any, key: str) -> Any:
     """A value of a table by its key, or None."""
-    found: Any = table
     for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
-
-
-def _searchable(config: Config, key: str) -> bool:
-    """Whether a key of the default space means something in an experiment."""
-    rate = config.server.options.get("learning_rate")
-    return {
-        _RATE: not isinstance(rate, Mapping),
-        _LOCAL: config.local is not None and not isinstance(config.local.learning_rate, Mapping),
-        _NORM: not config.clipping.groups,
-        _Q: config.sampling.policy == "poisson",
-        _ROUNDS: True,
-    }[key]
+        table = table.get(part) if isinstance(table, Mapping) else None
+    return table
 
 
 def _parts(method: Method) -> dict[str, Any]:
+    """What has the fields that keys name, by all of a key but its last word."""
     mechanism = method.mechanism
     return {
-        "local": method.local, "clipping": mechanism.clipping, "server.options": method.server,
-        "privacy": mechanism.sampling,
+        "": mechanism, "local": method.local, "clipping": mechanism.clipping,
+        "server.options": method.server, "privacy": mechanism.sampling,
     }  # fmt: skip
 
 
@@ -763,26 +696,20 @@ def _place(key: str) -> tuple[str, str]:
 
 def _takes(method: Method, key: str) -> bool:
     part, name = _place(key)
-    found = _parts(method).get(part)
-    return key == _ROUNDS or (found is not None and name in {each.name for each in fields(found)})
+    found = _parts(method).get(part) if part or key == _ROUNDS else None
+    return found is not None and name in {each.name for each in fields(found)}
 
 
 def _value_of(method: Method, key: str) -> Any:
     part, name = _place(key)
-    return method.mechanism.rounds if key == _ROUNDS else getattr(_parts(method)[part], name, None)
+    return getattr(_parts(method)[part], name, None)
 
 
-def _applied(method: Method, settings: Settings) -> tuple[Method, int]:
-    """A method with other settings, and its rounds."""
-    parts, rounds = _parts(method), cast(int, method.mechanism.rounds)
+def _applied(method: Method, settings: Settings) -> Method:
+    """A method with other settings; the mechanism's rounds are those of the run."""
+    parts = _parts(method)
     for key, value in settings.items():
         part, name = _place(key)
-        if key == _ROUNDS:
-            rounds = value
-        else:
-            parts[part] = replace(parts[part], **{name: value})
-    mechanism = replace(method.mechanism, clipping=parts["clipping"], sampling=parts["privacy"])
-    changed = replace(
-        method, mechanism=mechanism, local=parts["local"], server=parts["server.options"]
-    )
-    return changed, rounds
+        parts[part] = replace(parts[part], **{name: value})
+    mechanism = replace(parts[""], clipping=parts["clipping"], sampling=parts["privacy"])
+    return Method(method.task, mechanism, parts["local"], parts["server.options"])

@@ -53,7 +53,7 @@ def curve_chart() -> Chart:
         "What 400 epochs cost (q = 0.01, σ = 4)",
         "Abadi et al. 2016, Figure 2, and the exact ε of the same mechanism beside it.",
         Axis("epochs", "count", from_zero=True),
-        Axis(f"ε at δ = {EXAMPLE.delta:g}", from_zero=True),
+        Axis(f"example-level ε at δ = {EXAMPLE.delta:g}", from_zero=True),
         [
             Series("strong composition, as published", EPOCHS, strong, dashed=True),
             Series("moments accountant of the paper", EPOCHS, [moments(s) for s in settings]),

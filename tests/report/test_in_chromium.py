@@ -81,6 +81,25 @@ def test_it_is_drawn_without_a_complaint(
         assert [text for text in cut_off if HOSTILE not in text] == [], name
 
 
+@pytest.mark.parametrize(("width", "height"), [(390, 844), (DESKTOP, 900)])
+@pytest.mark.parametrize("which", ["report", "study_report"])
+def test_accuracy_against_epsilon_is_whole_on_the_first_screen(
+    tab: Tab, request: pytest.FixtureRequest, which: str, width: int, height: int
+) -> None:
+    tab.open(request.getfixturevalue(which), width, height)
+    assert tab.evaluate("window.scrollY") == 0
+    top, bottom, right = tab.evaluate("""(() => {
+        const plot = document.querySelector(".plot[data-chart=front]");
+        const at = plot.getBoundingClientRect(), drawn = plot.querySelector("svg.marks");
+        const { bottom } = drawn.getBoundingClientRect();
+        return [at.top, Math.max(at.bottom, bottom), at.right];
+    })()""")
+    assert 0 < top < bottom <= height
+    assert right <= width
+    axis = "document.querySelector('[data-chart=front] .role-axis-title text').textContent"
+    assert tab.evaluate(axis).startswith("user-level ε")
+
+
 def test_names_are_shown_as_they_are(tab: Tab, hostile: Path) -> None:
     tab.open(hostile, DESKTOP)
     assert tab.evaluate("document.querySelector('h1').textContent") == HOSTILE

@@ -95,7 +95,7 @@ def test_every_chart_names_its_axes_and_units(page: str) -> None:
     for chart in charts.values():
         for axis in (chart.x, chart.y):
             # A pure number has no unit, and says none.
-            pure = re.match(r"ε |(user-level )?ε|signal to noise", axis)
+            pure = re.match(r"user-level ε|signal to noise", axis)
             assert pure or re.fullmatch(r".*\w.* \(.+\)", axis), axis
             assert "no unit" not in axis
     plots = [e.get("data-chart") for e in document.iter("div") if e.get("class") == "plot"]

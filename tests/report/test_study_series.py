@@ -37,7 +37,8 @@ def made(folder: Path, of: Callable[[Cell], float], **changes: object) -> ReadSt
 
 
 def test_the_front_has_a_line_for_each_arm_on_a_log_axis(tmp_path: Path) -> None:
-    chart = front_chart(made(tmp_path, accuracy).arms)
+    read = made(tmp_path, accuracy)
+    chart = front_chart(read.study, read.arms)
     assert [each.name for each in chart.series][:2] == ["users-1000_flat", "users-1000_joint"]
     first = chart.series[0]
     assert first.x == [0.5, 2.0, 8.0]
@@ -49,9 +50,21 @@ def test_the_front_has_a_line_for_each_arm_on_a_log_axis(tmp_path: Path) -> None
     assert chart.x.ticks == ((0.5, "0.5"), (2.0, "2"), (8.0, "8"))
 
 
+@pytest.mark.parametrize("unit", ["user", "example"])
+def test_the_axis_of_epsilon_says_whom_it_protects(tmp_path: Path, unit: str) -> None:
+    read = made(tmp_path, accuracy)
+    privacy = {**read.study.base["privacy"], "unit": unit}
+    base = {key: value for key, value in read.study.base.items() if key != "local"}
+    study = read.study.model_copy(update={"base": base | {"privacy": privacy}})
+    drawn = (front_chart, arms_chart, differences_chart)
+    titles = {chart(study, read.arms).x.title for chart in drawn}
+    assert titles == {f"{unit}-level ε at δ = {study.target.delta:g}"}
+
+
 def test_page_and_files_draw_the_same(tmp_path: Path) -> None:
     """All points with their bars, ticks where they are asked for, in the same marks and colours."""
-    chart = front_chart(made(tmp_path, accuracy).arms)
+    read = made(tmp_path, accuracy)
+    chart = front_chart(read.study, read.arms)
     page, whole = embedded(chart), figure(chart).to_dict()
     (document,) = whole["hconcat"]
     (rows,), (written,) = page["datasets"].values(), whole["datasets"].values()
@@ -141,7 +154,8 @@ def test_arms_keep_their_place_among_the_series_of_all_charts(tmp_path: Path) ->
     """Colours and markers go by place."""
     read = made(tmp_path, accuracy, baseline="users-40_flat")
     places = [
-        [each.name for each in d.series] for d in (front_chart(read.arms), arms_chart(read.arms))
+        [each.name for each in d.series]
+        for d in (front_chart(read.study, read.arms), arms_chart(read.study, read.arms))
     ]
     zero = [each.name for each in differences_chart(read.study, read.arms).series]
     assert places[0] == places[1]
@@ -154,8 +168,8 @@ TEXT = {f"{{http://www.w3.org/2000/svg}}{name}" for name in ("text", "tspan")}
 def test_a_figure_has_its_title_axes_and_legend(tmp_path: Path) -> None:
     read = made(tmp_path, accuracy)
     for chart in (
-        front_chart(read.arms),
-        arms_chart(read.arms),
+        front_chart(read.study, read.arms),
+        arms_chart(read.study, read.arms),
         *varied_charts(read.study, read.arms),
     ):
         png, svg = save(chart, tmp_path)
@@ -168,7 +182,8 @@ def test_a_figure_has_its_title_axes_and_legend(tmp_path: Path) -> None:
 
 
 def test_bars_at_the_same_place_are_drawn_beside_each_other(tmp_path: Path) -> None:
-    (rows,) = figure(front_chart(made(tmp_path, accuracy).arms)).to_dict()["datasets"].values()
+    read = made(tmp_path, accuracy)
+    (rows,) = figure(front_chart(read.study, read.arms)).to_dict()["datasets"].values()
     at_two = [row["place"] for row in rows if row["x"] == 2.0]
     assert at_two == sorted(set(at_two))
     assert max(abs(math.log(place / 2.0)) for place in at_two) < 0.05 * math.log(8.0 / 0.5)

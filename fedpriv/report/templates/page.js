@@ -18,6 +18,8 @@
   const draw = (plot) => {
     const { chart } = plot.dataset;
     const figure = JSON.parse(document.getElementById(`data-${chart}`).textContent);
+    // On a phone the first chart is seen whole, below what warns of it.
+    if (window.innerWidth < 600) figure.height *= 0.75;
     return vegaEmbed(plot, figure, { ...options, downloadFileName: chart });
   };
   const plots = [...document.querySelectorAll(".plot")];
