@@ -161,6 +161,13 @@ class TestOnPublicUsers:
             assert 0.1 <= row["clipping.norm"] <= 1.0
             assert row["rounds"] in (2, 4)
 
+    def test_the_first_trial_has_the_rate_that_the_file_leaves_out(self, folder: Path) -> None:
+        space = 'tune.space={"server.options.learning_rate"={low=0.5,high=2.0}}'
+        given = ("--set", space, "--set", "tune.trials=1", "--out", folder / "a")
+        printed("tune", "small.toml", "--on", "public", *given, cwd=folder)
+        first = json.loads((folder / "a" / "trials.jsonl").read_text("utf-8"))
+        assert first["server.options.learning_rate"] == 1.0
+
     def test_the_loss_is_made_small(self, tmp_path: Path) -> None:
         found = searched(tmp_path / "a", "public", objective="loss", trials=4, seed=0)
         assert found.score == min(each.score for each in found.tried)
@@ -479,6 +486,8 @@ def test_a_folder_that_holds_a_search_is_not_used_again(folder: Path) -> None:
 def test_python_refuses_what_is_no_setting(tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match=r"space has 'local\.nothing'"):
         searched(tmp_path / "a", "public", space={"local.nothing": [1]})
+    with pytest.raises(InvalidValueError, match="on is 'user'; it must be 'public' or 'users'"):
+        searched(tmp_path / "a", "user")
     with pytest.raises(InvalidValueError, match="the mechanism has no budget"):
         searched(tmp_path / "a", mechanism=Mechanism.poisson(q=0.5, clipping=Flat(0.5)))
     torch.manual_seed(0)

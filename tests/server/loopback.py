@@ -131,6 +131,7 @@ def site(
     transfers: TransferLimits = TRANSFERS,
     calls_per_minute: int = 100_000,
     ledger: LedgerSince = ledger_since,
+    task: TaskDescription = TASK,
 ) -> Iterator[Site]:
     """A server for these users, whose nodes have certificates."""
     certs = folder / "certs"
@@ -140,7 +141,7 @@ def site(
     identify = by_certificate(EnrolledCertificates(enrol(certs, users)))
     rates = RateLimit(calls_per_minute)
     with serving(
-        certs, users, identify, tls_credentials(certs / "server"), transfers, rates, ledger
+        certs, users, identify, tls_credentials(certs / "server"), transfers, rates, ledger, task
     ) as made:
         yield made
 
@@ -154,6 +155,7 @@ def serving(
     transfers: TransferLimits = TRANSFERS,
     rates: RateLimit = NO_LIMIT,
     ledger: LedgerSince = ledger_since,
+    task: TaskDescription = TASK,
 ) -> Iterator[Site]:
     """A server that knows its callers so."""
     enrolment = Enrolment(POPULATION_ID, users)
@@ -162,7 +164,7 @@ def serving(
     )
 
     def welcome_of(node: str) -> Welcome:
-        return Welcome(POPULATION_ID, enrolment.population, enrolment.users_of(node).copy(), TASK)
+        return Welcome(POPULATION_ID, enrolment.population, enrolment.users_of(node).copy(), task)
 
     authentication = Authentication(identify, enrolment, rates, Monitor())
     service = Service(authentication, welcome_of, ledger, status, transfers)
@@ -210,6 +212,7 @@ class TestNode:
             for message in stream:
                 match message.WhichOneof("what"):
                     case "welcome":
+                        self.welcome = wire.decode_welcome(message.welcome)
                         self.welcomed.set()
                     case "proposal":
                         at = wire.decode_proposal(message.proposal).id

@@ -4,25 +4,35 @@ import math
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
+import torch
 from transport_conformance import TransportConformance
 
 from fedpriv import wire
+from fedpriv.build import build_task
+from fedpriv.clients.training import Host
+from fedpriv.clients.worker import HostSettings
+from fedpriv.data.population import UserStore
+from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import StoppedError
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport, add_up
 from fedpriv.server.collection import End
-from fedpriv.wire import Decline, SummedUpdates
+from fedpriv.wire import Decline, SummedUpdates, TaskDescription
 from fedpriv.wire import federation_pb2 as pb
+from tests.engine import words
+from tests.engine.everyone import request_under
 from tests.server.loopback import (
     LEDGER,
     MODEL,
     PATIENCE,
+    Answering,
     Site,
     TestNode,
     clipped,
@@ -109,6 +119,63 @@ class TestGrpcTransport(TransportConformance):
         for drawn in ([0, 5], [4], [1, 2], [0, 1, 2, 3, 4, 5, 6]):
             total = collected(self.transport(), request_to(drawn))
             np.testing.assert_array_equal(total, of_users(drawn))
+
+
+COLUMNS, ROWS = words.columns_of(14), {"a": range(5), "b": range(5, 8), "c": range(8, 14)}
+
+
+def worded(*ids: str) -> UserStore:
+    """Users whose examples have two inputs."""
+    rows = [row for name in ids for row in ROWS[name]]
+    ends = np.cumsum([0, *(len(ROWS[name]) for name in ids)])
+    return UserStore({name: column[rows] for name, column in COLUMNS.items()}, ends, list(ids))
+
+
+def of_silo() -> UserStore:
+    return worded("a", "b")
+
+
+def of_one_user() -> UserStore:
+    return worded("c")
+
+
+def masked() -> torch.nn.Module:
+    return words.Masked()
+
+
+def test_a_model_with_several_inputs_is_trained_as_in_process(tmp_path: Path) -> None:
+    """Nodes learn the inputs from their welcome, and read them from their own users."""
+    here = "tests.server.test_grpc_transport"
+    task = TaskDescription(f"{here}:masked", {}, 5, "cross-entropy", inputs=words.NAMES)
+    users = {"silo": ["a", "b"], "one": ["c"]}
+    sources = {"silo": f"{here}:of_silo", "one": f"{here}:of_one_user"}
+    connected: dict[str, TestNode] = {}
+
+    def trained(node: str) -> Answering:
+        def answer(offer: wire.RoundOffer, request: RoundRequest) -> Iterator[pb.UploadPart]:
+            trainer = Host.of(HostSettings(sources[node], "cpu", processes=1)).trainer(
+                connected[node].welcome
+            )
+            return summed(offer, trainer.answer(request))
+
+        return answer
+
+    with site(tmp_path, users, task=task) as made:
+        ids = np.concatenate([made.enrolment.users_of(node) for node in users])
+        built = build_task(**vars(task))
+        local = LocalTraining(0.5, batch_size=2, epochs=2, max_examples=9)
+        request = replace(request_under(built, local, 10, 0.5), users=np.sort(ids))
+        with nodes(made, {node: trained(node) for node in users}) as opened:
+            connected |= opened
+            partials = list(made.transport().collect(request))
+    assert sum(partial.users for partial in partials) == 3
+    store = worded("a", "b", "c")
+    engine = InProcessTransport(built, store, torch.device("cpu"), 10**6, hosted=ids, processes=1)
+    expected = add_up(engine.collect(request), request.clipping, 3)
+    assert expected.total.any()
+    found = add_up(partials, request.clipping, 3)
+    np.testing.assert_array_equal(found.total, expected.total)
+    assert (found.users, found.weight) == (expected.users, expected.weight)
 
 
 @pytest.fixture
