@@ -130,6 +130,7 @@ def test_a_torn_copy_says_what_it_is(states, tmp_path):
 WRITER = """
 import sys
 from pathlib import Path
+from time import sleep
 import numpy as np
 from test_copies import propose
 from fedpriv.ledger.ledger import Ledger
@@ -142,6 +143,7 @@ with Ledger.open(path) as ledger, ParticipationRecord.open(beside(path)) as reco
         ledger.charge(propose(number, commitment, queries=1 + number % 60))
         record.keep_head(ledger.head)
         print(number, flush=True)
+        sleep(0.005)  # rounds take time; in a file in memory nothing else would
 """
 
 
