@@ -132,6 +132,7 @@ WRITER = """
 import sys
 import tempfile
 from pathlib import Path
+from time import sleep
 import numpy as np
 from test_copies import propose
 from fedpriv.ledger.ledger import Ledger
@@ -144,6 +145,7 @@ with Ledger.open(path) as ledger, ParticipationRecord.open(beside(path)) as reco
         ledger.charge(propose(number, commitment, queries=1 + number % 60))
         record.keep_head(ledger.head)
         print(number, flush=True)
+        sleep(0.005)  # rounds take time; in a file in memory nothing else would
 """
 
 
