@@ -4,7 +4,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import tempfile
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -130,7 +129,6 @@ def test_a_torn_copy_says_what_it_is(states, tmp_path):
 
 WRITER = """
 import sys
-import tempfile
 from pathlib import Path
 from time import sleep
 import numpy as np
@@ -193,17 +191,10 @@ def copied_while_written(tmp_path, copies):
     return whole
 
 
-@pytest.fixture
-def on_disk():
-    """A folder that is not in memory, where hardly a copy would be ready between charges."""
-    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
-        yield Path(folder)
-
-
-def test_copies_made_while_charges_are_made_are_whole_or_refused(on_disk):
-    assert copied_while_written(on_disk, 20) > 0
+def test_copies_made_while_charges_are_made_are_whole_or_refused(tmp_path):
+    assert copied_while_written(tmp_path, 20) > 0
 
 
 @pytest.mark.slow
-def test_many_copies_made_while_charges_are_made_are_whole_or_refused(on_disk):
-    assert copied_while_written(on_disk, 150) > 30
+def test_many_copies_made_while_charges_are_made_are_whole_or_refused(tmp_path):
+    assert copied_while_written(tmp_path, 150) > 30
