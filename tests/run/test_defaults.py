@@ -13,7 +13,6 @@ from fedpriv.data import load_digits
 from fedpriv.mechanism import ClippingPolicy
 from fedpriv.models import softmax_regression
 
-pytestmark = pytest.mark.usefixtures("undrawn")
 BUDGET = {"epsilon": 2.0, "delta": 1e-3}
 
 
