@@ -1,10 +1,11 @@
 """A whole run of DP-SGD beside Opacus: lots drawn, noise added, ε known, accuracy measured.
 
-The first row of Bu et al. 2020, Table 1 (lots of 256 images, σ = 1.3), for some epochs. Opacus is
+The first row of Bu et al. 2020, Table 1 (lots of 256 images, σ = 1.3), for some epochs; or the same
+with other lots, as the larger they are, the less counts what a round costs besides. Opacus is
 used as its tutorials do: `make_private` with Poisson sampling. Times are from data in memory to the
 accuracy on the test images, imports left out. Each run has a process of its own, in turn.
 
-    .venv-rivals/bin/python -m simulations.benchmarks.whole_run --json FILE
+    .venv-rivals/bin/python -m simulations.benchmarks.whole_run [--lot 256] --json FILE
 
 Data: MNIST's files, in a folder named by FEDPRIV_DATA.
 """
@@ -27,9 +28,7 @@ from torch.nn import functional
 import fedpriv
 from fedpriv.report.tables import Column, Table, print_table
 from simulations.benchmarks.machine import machine, versions
-from simulations.papers.bu_mnist import DELTA, IMAGES, ROWS, mnist, trained
-
-_ROW = ROWS[0]
+from simulations.papers.bu_mnist import DELTA, IMAGES, ROWS, Row, mnist, trained
 
 
 @dataclass(frozen=True)
@@ -41,15 +40,15 @@ class Trained:
     epsilon: float  # as the library says
 
 
-def ours(people: fedpriv.Population, epochs: float) -> Trained:
+def ours(people: fedpriv.Population, row: Row) -> Trained:
     """`fedpriv.simulate`, its ledger on disk included."""
     with tempfile.TemporaryDirectory() as folder:
         began = perf_counter()
-        run = trained(replace(_ROW, epochs=epochs), people, 0, Path(folder))
+        run = trained(row, people, 0, Path(folder))
         return Trained(perf_counter() - began, run.accuracy or 0.0, run.epsilon)
 
 
-def opacus(people: fedpriv.Population, epochs: float) -> Trained:
+def opacus(people: fedpriv.Population, row: Row) -> Trained:
     """Opacus with its own sampler, optimiser and accountant."""
     from opacus import PrivacyEngine  # noqa: PLC0415 - of the rivals' environment
     from torch.utils.data import DataLoader, TensorDataset  # noqa: PLC0415
@@ -57,16 +56,16 @@ def opacus(people: fedpriv.Population, epochs: float) -> Trained:
     torch.manual_seed(0)
     x, y = (torch.from_numpy(people.users.fields[name]) for name in ("x", "y"))
     began = perf_counter()
-    model = _ROW.build()
+    model = row.build()
     engine = PrivacyEngine()
     model, optimizer, lots = engine.make_private(
         module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=_ROW.learning_rate),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=_ROW.lot),
-        noise_multiplier=_ROW.noise_multiplier,
-        max_grad_norm=_ROW.clipping_norm,
+        optimizer=torch.optim.SGD(model.parameters(), lr=row.learning_rate),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=row.lot),
+        noise_multiplier=row.noise_multiplier,
+        max_grad_norm=row.clipping_norm,
     )
-    left = replace(_ROW, epochs=epochs).rounds
+    left = row.rounds
     while left:
         for images, labels in lots:
             optimizer.zero_grad()
@@ -82,20 +81,20 @@ def opacus(people: fedpriv.Population, epochs: float) -> Trained:
     return Trained(perf_counter() - began, accuracy, float(epsilon))
 
 
-_LIBRARIES: Mapping[str, Callable[[fedpriv.Population, float], Trained]] = {
+_LIBRARIES: Mapping[str, Callable[[fedpriv.Population, Row], Trained]] = {
     "fedpriv": ours,
     "Opacus": opacus,
 }
 
 
-def results_table(runs: Mapping[str, Sequence[Trained]], epochs: float) -> Table:
+def results_table(runs: Mapping[str, Sequence[Trained]], row: Row) -> Table:
     """Medians of the runs of each library."""
     seconds = {name: median(run.seconds for run in of_one) for name, of_one in runs.items()}
     rows = [
         (
             name,
             f"{seconds[name]:.1f}",
-            f"{epochs * IMAGES / seconds[name]:,.0f}",
+            f"{row.epochs * IMAGES / seconds[name]:,.0f}",
             f"{median(run.accuracy for run in of_one):.1%}",
             f"{of_one[0].epsilon:.3f}",
             f"{seconds['Opacus'] / seconds[name]:.1f} ×",
@@ -104,37 +103,43 @@ def results_table(runs: Mapping[str, Sequence[Trained]], epochs: float) -> Table
     ]
     names = "seconds", "images/s", "accuracy", "ε as it says", "Opacus's time over its"
     columns = [Column("", "text"), *map(Column, names)]
-    return Table(f"DP-SGD, CNN on MNIST, {epochs:g} epochs, a whole run", columns, rows)
+    title = f"DP-SGD, CNN on MNIST, {row.epochs:g} epochs in lots of {row.lot}, a whole run"
+    return Table(title, columns, rows)
 
 
 def main() -> None:
     """Run both in turn; print, and write the numbers if asked to."""
     parser = argparse.ArgumentParser(description="a whole run of DP-SGD beside Opacus")
     parser.add_argument("--epochs", type=float, default=2.0)
+    parser.add_argument("--lot", type=int, default=ROWS[0].lot, help="expected images of a round")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", choices=list(_LIBRARIES), help="one run, as JSON")
     given = parser.parse_args()
+    row = replace(ROWS[0], epochs=given.epochs, lot=given.lot)
     if given.only:
         torch.set_num_threads(given.threads)
-        print(json.dumps(asdict(_LIBRARIES[given.only](mnist(), given.epochs))))
+        print(json.dumps(asdict(_LIBRARIES[given.only](mnist(), row))))
         return
-    options = "--epochs", str(given.epochs), "--threads", str(given.threads)
+    options = *("--epochs", str(row.epochs), "--lot", str(row.lot)), "--threads", str(given.threads)
     runs: dict[str, list[Trained]] = {name: [] for name in _LIBRARIES}
     for _ in range(given.repeats):
         for name, of_one in runs.items():
             command = [sys.executable, "-m", "simulations.benchmarks.whole_run", "--only", name]
             done = subprocess.run([*command, *options], stdout=subprocess.PIPE, check=True)
             of_one.append(Trained(**json.loads(done.stdout.splitlines()[-1])))
-    print_table(results_table(runs, given.epochs))
+    print_table(results_table(runs, row))
     if given.json:
         kept = {name: [asdict(run) for run in of_one] for name, of_one in runs.items()}
         about = {
             "machine": machine("cpu", given.threads),
             "versions": versions(["fedpriv", "torch", "opacus"]),
         }
-        text = json.dumps(about | {"epochs": given.epochs, "runs": kept}, indent=1) + "\n"
+        text = (
+            json.dumps(about | {"epochs": row.epochs, "lot": row.lot, "runs": kept}, indent=1)
+            + "\n"
+        )
         given.json.write_text(text, encoding="utf-8")
 
 
