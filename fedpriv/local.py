@@ -122,8 +122,8 @@ class FedRecon(LocalTraining):
 
     In the first `personal_steps` of the steps, a user trains the personal parameters of the task
     at `personal_rate`, from the values with which everyone begins, and the others stand still. In
-    the rest it trains the others, and its own stand still. The paper does the two on two halves of
-    a user's examples, and says that all of them may serve for both.
+    the rest it trains the others, and its own stand still. The paper splits a user's examples
+    into a support and a query set, one for each part; here all of them serve for both.
 
     Privacy: personal parameters are no part of the update, and no user keeps them: each round they
     are found anew from the user's own examples and the round's parameters. So the update, which is

@@ -2,11 +2,12 @@
 
 Privacy: such a model is a function of what was released and of its own user's examples. As long as
 it stays with that user, others see no more than what was released (joint differential privacy by
-the billboard lemma: Hsu et al. 2014, lemma 3). Publishing it, or what it scores, is another matter:
+the billboard lemma of Hsu et al. 2014). Publishing it, or what it scores, is another matter:
 held-out users belong to no enrolled population, and users can be asked by `FederatedEvaluation`.
 """
 
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -56,7 +57,8 @@ class Personalisation:
         """What users make of the tensors that they train, by user id and name of tensor.
 
         `model` is what was released, such as `Run.state.model`. A user without examples keeps it as
-        it is. What a user gets depends on the model and its own examples alone.
+        it is. What a user gets depends on the model and its own examples alone: to publish it is
+        to publish something of that user's, without noise.
         """
         found = FineTuning(self, task, users, torch.device("cpu")).models(model, users)
         return {users.id_of(user): own for user, own in sorted(found, key=itemgetter(0))}
@@ -127,9 +129,15 @@ class HeldOutUsers:
         self._of_users = np.split(np.arange(len(kept)), np.cumsum(sizes - counts)[:-1])
         self._tuning = FineTuning(how, task, self.users, device)
         try:  # before anything is spent
-            self.evaluate(task.parameters() | task.statistics())
+            loss = self.evaluate(task.parameters() | task.statistics()).loss
         except Exception as error:
             raise ModelError(f"held-out users cannot personalise the model: {error}") from error
+        if not math.isfinite(loss):
+            raise ModelError(
+                f"the mean loss of held-out users' personal models is {loss} from the start; it "
+                "must be finite, so lower the learning rate of personalisation, or leave out rows "
+                "with NaN or infinite numbers"
+            )
 
     def evaluate(self, model: Tensors) -> Evaluation:
         """Personal models on their users' rows: figures of all rows together, and by user."""

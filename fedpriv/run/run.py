@@ -332,10 +332,10 @@ def conduct(
         if state.round % output.checkpoint_every == 0:
             keep()
         on_round(result)
-    transport.rest()
     keep()
     model = released_model(state, folder.results())
     with_room(lambda: write_atomically(folder.model, model))
+    transport.rest()
     figures = figures if latest is state else _measured(experiment, state.model)
     return Run(folder.path, experiment.task, stop, state, **figures)
 

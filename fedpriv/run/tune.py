@@ -580,7 +580,12 @@ def _trained(
 
 def _scorer(objective: str, first: Experiment) -> _Score:
     """What tells how good a trial is: a finite number."""
-    device, held_out, task = first.device, first.held_out, first.task
+    device, held_out, task, users = first.device, first.held_out, first.task, first.personalised
+    if task.personal and users is None:
+        raise InvalidValueError(
+            "the model has personal parameters, which begin untrained, so no trial can be scored; "
+            "personalisation must say how held-out users train them"
+        )
 
     metrics = {f"{_PRIVATE}{metric.name}": metric.name for metric in first.plan.metrics}
     names = [*ALWAYS, *task.figures, *metrics]
@@ -593,7 +598,10 @@ def _scorer(objective: str, first: Experiment) -> _Score:
         if objective in metrics:
             found = result.metrics[metrics[objective]]
         else:
-            measured = evaluate(task, held_out, device, state.model)
+            if users is not None and task.personal:
+                measured = users.evaluate(state.model)
+            else:
+                measured = evaluate(task, held_out, device, state.model)
             found = {**vars(measured), **measured.figures}[objective]
         if not (isinstance(found, float) and math.isfinite(found)):
             raise RunError(f"the score is {found}; it must be one finite number")

@@ -13,6 +13,8 @@ from torch import nn
 
 import fedpriv
 from fedpriv.analytics.survey import collect
+from fedpriv.build import Method, on_population, settings_of
+from fedpriv.config import local_table
 from fedpriv.data.population import HELD_OUT_USER, UserStore
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.task import Task, check_task, evaluate
@@ -22,6 +24,7 @@ from fedpriv.local import SGD, AdamW, FedRecon, Scaffold
 from fedpriv.personalisation import HeldOutUsers, Personalisation
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.run.run import Run
+from fedpriv.run.tune import _scorer
 from tests.commandline import printed, refused
 
 CPU = torch.device("cpu")
@@ -161,6 +164,27 @@ def test_held_out_users_measure_what_they_did_not_train_on(own: tuple[str, ...])
 def test_what_cannot_be_is_refused_in_one_sentence(make: object, message: str) -> None:
     with pytest.raises(FedprivError, match=message):
         make()  # type: ignore[operator]
+
+
+def test_held_out_users_whose_models_diverge_are_refused_at_the_start() -> None:
+    with pytest.raises(ModelError, match=r"personal models is (nan|inf) from the start"):
+        HeldOutUsers(Personalisation(SGD(1e38, steps=9)), network(), held_out(store()), CPU)
+
+
+def test_a_search_scores_personal_models_or_refuses(tmp_path: Path) -> None:
+    mechanism = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(0.5))
+    mechanism = mechanism.calibrate(epsilon=8.0, delta=1e-2, rounds=2)
+    with pytest.raises(InvalidValueError, match="so no trial can be scored; personalisation must"):
+        fedpriv.tune(
+            people(), network(own=("2.*",)), mechanism, on="public", out=tmp_path, quiet=True
+        )
+    how, task = Personalisation(SGD(0.5, steps=30)), network(own=("2.*",))
+    settings = {"local": local_table(SGD(0.5, steps=30)), "share": 0.5}
+    method = Method(task, mechanism, SGD(0.1, epochs=1), fedpriv.FedAvg())
+    config = settings_of("run", people(), method, personalisation=settings)
+    experiment, _ = on_population(config, "run", people(), method=method)
+    expected = HeldOutUsers(how, task, people().test, CPU).evaluate(task.parameters())
+    assert _scorer("accuracy", experiment)(experiment.initial_state, None) == expected.accuracy
 
 
 def test_a_task_sends_what_is_not_personal() -> None:
