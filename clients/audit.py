@@ -13,15 +13,14 @@ from datetime import UTC, datetime, timedelta
 
 from fedpriv.accounting.accountants import PrivacyLoss
 from fedpriv.accounting.accountants import epsilon as priced
-from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.clients.connection import Backoff, FederationStub, persist
 from fedpriv.clients.consent import Consent, misfit
-from fedpriv.clients.journal import Journal, Remembered, TakenPart
+from fedpriv.clients.journal import Journal, Remembered, Series, TakenPart
 from fedpriv.errors import AuditError, LedgerError, UnsupportedEventError, WireError
 from fedpriv.ledger import Head, events
-from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy, Unit
-from fedpriv.ledger.ledger import ChargedRow, ExportedLedger
-from fedpriv.wire import Proposal, RoundOffer, Terms, Welcome
+from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, Unit
+from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, SeriesBook, paid_events
+from fedpriv.wire import Proposal, RoundId, RoundOffer, Terms, Welcome
 
 DISBELIEF = (AuditError, LedgerError, WireError)  # raised when a ledger cannot be believed
 _ROUNDING = 1e-9  # relative difference by which the same noise may be computed in two ways
@@ -37,6 +36,7 @@ class Examined:
     ledger: ExportedLedger
     delta: float
     epsilon: float  # at delta, of all its charges, by the accountant `tight`; may be inf
+    relation: NeighbouringRelation  # under which all its charges are priced
 
 
 def examine(ledger: ExportedLedger, welcome: Welcome, known: Remembered, delta: float) -> Examined:
@@ -50,7 +50,8 @@ def examine(ledger: ExportedLedger, welcome: Welcome, known: Remembered, delta: 
     head = known.head
     if head is not None and not ledger.contains(head):
         raise _set_back(head)
-    return Examined(ledger, delta, _loss(ledger.rows, delta).epsilon)
+    loss = _loss(ledger.rows, delta)
+    return Examined(ledger, delta, loss.epsilon, loss.relation)
 
 
 def _set_back(head: Head) -> AuditError:
@@ -66,7 +67,10 @@ def confirm(examined: Examined, known: Remembered, offer: Terms | None = None) -
     * Every round that a run has gone on from was charged, whether or not users of the node were in
       it, in each run that the node was offered a round of.
     * Of an attempt that the node took part in, the round was charged by this attempt, or a later
-      one where it was abandoned, with the N that was offered, at most its q and at least its z.
+      one where it was abandoned, as that part of such an event as was offered, with at most its q
+      and at least its z.
+    * A round that is offered as a part of an event that was charged before is the next part of the
+      last one that its run has charged.
     * The ε that is offered is not below the least that the charges which the offer counts and the
       offered round can cost at its δ; among them are all that this run made before this attempt.
 
@@ -89,15 +93,23 @@ def confirm(examined: Examined, known: Remembered, offer: Terms | None = None) -
         for number in range(1, reached[run]):
             if (run, number) not in charges:
                 raise AuditError(f"round {number} of run {run!r} went on without a charge")
+    attempts: dict[tuple[str, int, int], list[TakenPart]] = {}
     for part in taken:
-        rows = charges.get((part.run, part.round), [])
-        if part.round < reached[part.run] and not any(_fits(row, part) for row in rows):
+        attempts.setdefault((part.run, part.round, part.attempt), []).append(part)
+    for (run, number, attempt), parts in attempts.items():
+        rows = charges.get((run, number), [])
+        # Where the offers of an attempt differed, the node has agreed to each.
+        charged = any(_fits(row, each) for row in rows for each in parts)
+        if number < reached[run] and not charged:
+            event, which = parts[-1].event, parts[-1].part
             raise AuditError(
-                f"attempt {part.attempt} at round {part.round} of run {part.run!r} was offered with"
-                f" q = {part.sampling_probability}, N = {part.population}, "
-                f"z = {part.noise_multiplier}; neither it nor one after it was charged so"
+                f"attempt {attempt} at round {number} of run {run!r} was offered with "
+                f"{event.sampling.text}, N = {event.sampling.population}, "
+                f"z = {event.noise_multiplier}, as part {which} of its event; neither it nor one "
+                "after it was charged so"
             )
     if offer is not None:
+        _check_offered_part(examined, offer)
         _check_offered_epsilon(examined, offer)
 
 
@@ -119,15 +131,38 @@ def price_with(examined: Examined, offer: Terms) -> float:
 
 def _fits(row: ChargedRow, part: TakenPart) -> bool:
     """Whether a charge of the round is by this attempt or a later one, and as it was offered."""
-    event, sampling = row.event, row.event.sampling
+    charged, offered = row.event, part.event
+    q, most = charged.sampling.sampling_probability, offered.sampling.sampling_probability
     return (
         row.attempt >= part.attempt
-        and sampling.policy is SamplingPolicy.POISSON
-        and sampling.relation is NeighbouringRelation.ADD_OR_REMOVE_ONE
-        and sampling.population == part.population
-        and sampling.sampling_probability <= part.sampling_probability * (1.0 + _ROUNDING)
-        and event.noise_multiplier >= part.noise_multiplier * (1.0 - _ROUNDING)
+        and row.part == part.part
+        and _kind(charged) == _kind(offered)
+        and q <= most * (1.0 + _ROUNDING)
+        and charged.noise_multiplier >= offered.noise_multiplier * (1.0 - _ROUNDING)
     )
+
+
+def _kind(event: RoundEvent) -> tuple[object, ...]:
+    """All that decides what an event costs, but q and z."""
+    of = event.sampling
+    drawn = of.policy, of.relation, of.population, of.schedule, of.unit
+    return *drawn, event.strategy, event.selection
+
+
+def _check_offered_part(examined: Examined, offer: Terms) -> None:
+    """A part after the first costs nothing more, so it must be one that was paid and not used."""
+    if offer.price.part:
+        _paid(examined.ledger.rows, offer)
+
+
+def _paid(rows: Sequence[ChargedRow], offer: Terms) -> ChargedRow:
+    """The charge of the event that a round is a later part of."""
+    price, at = offer.price, offer.id
+    found = SeriesBook(_before(rows, offer)).last_of(at.run)
+    if found is None or (found.paid.event, found.part) != (price.event, price.part):
+        said = f"round {at.round} of run {at.run!r} is offered as part {price.part} of an event"
+        raise AuditError(f"{said} that was charged before; no such part is left in the ledger")
+    return found.paid
 
 
 def _check_offered_epsilon(examined: Examined, offer: Terms) -> None:
@@ -155,13 +190,14 @@ def _before(rows: Sequence[ChargedRow], offer: Terms) -> Sequence[ChargedRow]:
 
 
 def _loss_with(rows: Iterable[ChargedRow], offer: Terms, delta: float) -> PrivacyLoss:
-    q, z = offer.price.sampling_probability, offer.price.noise_multiplier
-    return _loss(rows, delta, poisson_gaussian(q, z, population=offer.price.population))
+    # What belongs to an event that was charged before costs nothing more.
+    more = [offer.price.event] if offer.price.part == 0 else []
+    return _loss(rows, delta, *more)
 
 
 def _loss(rows: Iterable[ChargedRow], delta: float, *more: RoundEvent) -> PrivacyLoss:
     try:
-        loss = priced(events.merge_equal([*(row.event for row in rows), *more]), delta)
+        loss = priced(events.merge_equal([*paid_events(rows), *more]), delta)
     except UnsupportedEventError as error:
         raise AuditError(f"what the ledger charges has no ε: {error}") from error
     if loss.unit is not Unit.USER:
@@ -206,6 +242,19 @@ class LedgerAudit:
         self._verified = found.ledger
         return found
 
+    def series_of(self, offer: RoundOffer) -> Series | None:
+        """The series that an offer belongs to which was checked before; None: it is one round.
+
+        AuditError where it would be the part of a series that is not in the ledger.
+        """
+        schedule, at = offer.price.event.sampling.schedule, offer.id
+        if schedule is None:
+            return None
+        first: ChargedRow | RoundId = at
+        if offer.price.part:
+            first = _paid(() if self._verified is None else self._verified.rows, offer)
+        return Series(at.run, first.round, first.attempt, schedule)
+
 
 @dataclass(eq=False)
 class OfferPolicy:
@@ -214,6 +263,7 @@ class OfferPolicy:
     Guarantees:
         * An offer is held to all that the proposal of its round was held to: it has the same terms
           in the same connection and is the first since the node agreed, or all is checked again.
+        * With the ledger, no user is in more rounds of a series than was charged, or sooner again.
         * What is said to a proposal of an honest server depends on no user, draw or earlier answer.
     """
 
@@ -244,7 +294,26 @@ class OfferPolicy:
             return unfit
         if self.journal.answered(welcome.population_name, offer):
             return "this offer was answered before"
-        return self.consent.objection_today(self.journal.answers_since(datetime.now(UTC) - _DAY))
+        today = self.journal.answers_since(datetime.now(UTC) - _DAY)
+        return self.consent.objection_today(today) or self._objection_to_users(welcome, offer)
+
+    def _objection_to_users(self, welcome: Welcome, offer: RoundOffer) -> str | None:
+        """Why a series cannot ask these users, after which nobody is asked more than was charged.
+
+        This part of what was charged a node can see for itself, and need not believe.
+        """
+        try:
+            series = None if self.audit is None else self.audit.series_of(offer)
+        except AuditError as error:
+            _log.error("the ledger cannot be believed: %.400s", error)
+            return "the ledger cannot be believed"
+        if series is None:
+            return None
+        name, part = welcome.population_name, offer.price.part
+        if self.journal.admit(name, series, part, offer.users):
+            return None
+        _log.error("the server asks users more often than it has charged: %s", series)
+        return "users would take part more often, or sooner again, than the event says"
 
     async def _objection_to_terms(self, welcome: Welcome, offer: Terms) -> str | None:
         if unfit := misfit(welcome, offer) or self.consent.objection_to_names(welcome, offer):
@@ -260,7 +329,8 @@ class OfferPolicy:
             except DISBELIEF as error:
                 _log.error("the ledger cannot be believed: %.400s", error)
                 return "the ledger cannot be believed"
-            _log.info("after this round ε would be %.6g at δ = %g", epsilon, examined.delta)
+            of = epsilon, examined.delta, offer.price.event.sampling.relation
+            _log.info("after this round ε would be %.6g at δ = %g, for %s neighbours", *of)
         return self.consent.objection(offer, epsilon)
 
     async def report(self, welcome: Welcome) -> None:
@@ -268,5 +338,5 @@ class OfferPolicy:
         if self.audit is None:
             return
         found = await self.audit.examined(welcome, self.consent.delta_for(welcome.population))
-        held = len(found.ledger.rows), found.epsilon, found.delta
-        _log.info("the ledger holds %d charges: ε = %.6g at δ = %g", *held)
+        held = len(found.ledger.rows), found.epsilon, found.delta, found.relation
+        _log.info("the ledger holds %d charges: ε = %.6g at δ = %g, for %s neighbours", *held)

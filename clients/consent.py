@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from fedpriv.accounting.pricing import delta_below
 from fedpriv.config import NonNegative, Positive, Section, checked, read_toml
+from fedpriv.ledger.events import Unit
 from fedpriv.wire import Price, RoundOffer, Terms, Welcome
 
 _ROUNDING = 1e-9  # relative; splitting a norm or the noise among groups may make such a difference
@@ -122,6 +123,9 @@ def misfit(welcome: Welcome, offer: Terms) -> str | None:
     if offer.price.population != welcome.population:
         offered = f"the offer is of a population of {offer.price.population}"
         return f"{offered}; the node was welcomed to one of {welcome.population}"
+    unit = offer.price.event.sampling.unit
+    if unit is not Unit.USER:
+        return f"the offer protects each {unit}; a node takes part where each user is protected"
     if isinstance(offer, RoundOffer) and not np.all(np.isin(offer.users, welcome.users)):
         return "the offer is to users that the node was not welcomed with"
     if offer.local.max_examples is None:

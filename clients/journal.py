@@ -9,10 +9,15 @@ from pathlib import Path
 from sqlite3 import Row
 from typing import Self
 
+import numpy as np
+
 from fedpriv.errors import InvalidValueError, LedgerError
 from fedpriv.ledger import Head
 from fedpriv.ledger.database import Database, FileFormat
+from fedpriv.ledger.events import RoundEvent, Schedule
+from fedpriv.ledger.ledger import event_from, event_text
 from fedpriv.wire import RoundOffer, encode_offer
+from fedpriv.wire.messages import Positions
 
 _SCHEMA = """
 CREATE TABLE answers (
@@ -21,13 +26,22 @@ CREATE TABLE answers (
     run TEXT NOT NULL,
     round INTEGER NOT NULL,
     attempt INTEGER NOT NULL,
-    population INTEGER NOT NULL,
-    sampling_probability REAL NOT NULL,
-    noise_multiplier REAL NOT NULL,
+    event BLOB NOT NULL,
+    part INTEGER NOT NULL,
     at TEXT NOT NULL,
     PRIMARY KEY (population_name, digest)
 ) WITHOUT ROWID;
 CREATE INDEX answers_by_time ON answers (at);
+CREATE TABLE events (digest BLOB PRIMARY KEY, text TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE asked (
+    population_name TEXT NOT NULL,
+    run TEXT NOT NULL,
+    round INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    part INTEGER NOT NULL,
+    users BLOB NOT NULL,
+    PRIMARY KEY (population_name, run, round, attempt, part, users)
+) WITHOUT ROWID;
 CREATE TABLE ledgers (
     ledger_id TEXT PRIMARY KEY,
     population_name TEXT NOT NULL UNIQUE,
@@ -38,14 +52,14 @@ CREATE TABLE ledgers (
 _FORMAT = FileFormat("journal", 0x66707064, _SCHEMA, 0o600)
 _RECORD = """
 INSERT INTO answers VALUES (
-    :population_name, :digest, :run, :round, :attempt,
-    :population, :sampling_probability, :noise_multiplier, :at
+    :population_name, :digest, :run, :round, :attempt, :event, :part, :at
 )
 """
-# Where an attempt was answered several times, the loosest offer counts: the node agreed to it.
+# Once for all rounds that have it: with a strategy it is as long as the run.
+_RECORD_EVENT = "INSERT OR IGNORE INTO events VALUES (:event, :text)"
 _TAKEN_PART = """
-SELECT run, round, attempt, max(population), max(sampling_probability), min(noise_multiplier)
-FROM answers WHERE population_name = ? GROUP BY run, round, attempt ORDER BY run, round, attempt
+SELECT DISTINCT run, round, attempt, event, part FROM answers WHERE population_name = ?
+ORDER BY run, round, attempt, event, part
 """
 _REMEMBER = """
 INSERT INTO ledgers VALUES (:ledger_id, :population_name, :count, :hash)
@@ -61,9 +75,18 @@ class TakenPart:
     run: str
     round: int
     attempt: int
-    population: int  # N
-    sampling_probability: float  # q; the largest, if the attempt was offered several times
-    noise_multiplier: float  # z; the smallest, likewise
+    event: RoundEvent  # as which the round was to be charged
+    part: int  # which round of the event it was, from 0
+
+
+@dataclass(frozen=True)
+class Series:
+    """An event of several rounds, by the attempt with which it was charged, or is to be."""
+
+    run: str
+    round: int
+    attempt: int
+    schedule: Schedule
 
 
 @dataclass(frozen=True)
@@ -72,13 +95,14 @@ class Remembered:
 
     ledger_id: str | None  # of its ledger, if a head of one was remembered
     head: Head | None  # the newest that was verified
-    taken_part: tuple[TakenPart, ...]
+    taken_part: tuple[TakenPart, ...]  # of an attempt several, if its offers differed in them
 
 
 class Journal:
     """A SQLite file of a node, made if there is none, with mode 0600.
 
-    It says when users of the node were drawn, though not which: keep it as secret as their data.
+    It says when users of the node were drawn and, of a series of rounds that is under way, which:
+    keep it as secret as their data.
 
     Guarantees:
         * what is recorded or remembered is durable (fsync) when the call returns;
@@ -95,8 +119,12 @@ class Journal:
 
     def record(self, population_name: str, offer: RoundOffer, now: datetime) -> None:
         """Record that an offer is answered; if that raises, the node must not answer it."""
+        text, part = event_text(offer.price.event), offer.price.part
+        event = hashlib.sha256(text.encode()).digest()
         row = {"population_name": population_name, "digest": _digest_of(offer), "at": _text(now)}
-        self._write(_RECORD, vars(offer.price) | vars(offer.id) | row)
+        with _refusing(), self._database.transaction():
+            self._database.write(_RECORD_EVENT, {"event": event, "text": text})
+            self._database.write(_RECORD, vars(offer.id) | row | {"event": event, "part": part})
 
     def answered(self, population_name: str, offer: RoundOffer) -> bool:
         """Whether this offer was recorded."""
@@ -108,9 +136,42 @@ class Journal:
         (row,) = self._read("SELECT count(*) FROM answers WHERE at >= ?", _text(moment))
         return int(row[0])
 
+    def admit(self, population_name: str, series: Series, part: int, users: Positions) -> bool:
+        """Record whom a part of a series asks, unless its schedule does not allow it; whether so.
+
+        A user may be asked again in the same part, as after a stop of the server. Other series of
+        the run are forgotten at the second part of this one, which is charged by then.
+        """
+        of_run, key = (population_name, series.run), (series.round, series.attempt)
+        where = "WHERE population_name = ? AND run = ? AND (round, attempt)"
+        with _refusing(), self._database.transaction():
+            if part:
+                self._database.write(f"DELETE FROM asked {where} <> (?, ?)", (*of_run, *key))
+            before: dict[int, list[Positions]] = {}
+            known = f"SELECT part, users FROM asked {where} = (?, ?) AND part <> ?"
+            for other, there in self._database.read(known, (*of_run, *key, part)):
+                before.setdefault(other, []).append(np.frombuffer(there, "<i8"))
+            times, schedule = np.ones(users.size, np.int64), series.schedule
+            for other, there in before.items():
+                again = np.isin(users, np.concatenate(there))
+                times += again
+                if again.any() and abs(other - part) < schedule.separation:
+                    return False
+            if times.max(initial=0) > schedule.participations:
+                return False
+            row = (*of_run, *key, part, users.astype("<i8").tobytes())
+            self._database.write("INSERT OR IGNORE INTO asked VALUES (?, ?, ?, ?, ?, ?)", row)
+            return True
+
     def taken_part(self, population_name: str) -> tuple[TakenPart, ...]:
         """What was recorded of a population, by run, round and attempt."""
-        return tuple(TakenPart(*row) for row in self._read(_TAKEN_PART, population_name))
+        rows = self._read(_TAKEN_PART, population_name)  # first: their events are there by now
+        texts = self._read("SELECT digest, text FROM events")
+        events = {digest: event_from(text) for digest, text in texts}
+        return tuple(
+            TakenPart(run, number, attempt, events[event], part)
+            for run, number, attempt, event, part in rows
+        )
 
     def remembered(self, population_name: str) -> Remembered:
         """All that is remembered of a population now."""

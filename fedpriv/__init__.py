@@ -17,10 +17,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fedpriv.accounting.accountants import epsilon
     from fedpriv.data.population import Population
+    from fedpriv.engine.adapters import merge_adapters, with_adapters
     from fedpriv.engine.task import Task
     from fedpriv.federated_evaluation import FederatedEvaluation
     from fedpriv.local import SGD, AdamW, FedRecon, Scaffold
-    from fedpriv.mechanism import Flat, Grouped, Joint, Mechanism, Part, PerLayer, Poisson
+    from fedpriv.mechanism import (
+        BandedNoise,
+        BandedPoisson,
+        BufferedNoise,
+        EveryUser,
+        FixedSize,
+        Flat,
+        Grouped,
+        Joint,
+        Mechanism,
+        Part,
+        PerLayer,
+        Poisson,
+        PoissonExamples,
+        RandomAllocation,
+        Separated,
+    )
     from fedpriv.personalisation import Personalisation
     from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
     from fedpriv.run.compare import Comparison, compare
@@ -47,22 +64,28 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 # fmt: off
 __all__ = [
-    "SGD", "AdamW", "AdaptiveClipping", "Averaging", "Comparison", "CosineDecay", "EndedRun",
-    "ExponentialDecay", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedRecon", "FedYogi",
-    "FederatedEvaluation", "Flat", "Grouped", "Joint", "MLflow", "Mechanism", "Part", "PerLayer",
-    "Personalisation", "Poisson", "PolynomialDecay", "Population", "PowerDecay", "Projection",
-    "RoundResult", "Run", "Scaffold", "StartedRun", "StepDecay", "Stopping", "Task", "TensorBoard",
-    "Tracker", "Tuning", "WandB", "__version__", "compare", "epsilon", "simulate", "tune",
+    "SGD", "AdamW", "AdaptiveClipping", "Averaging", "BandedNoise", "BandedPoisson",
+    "BufferedNoise", "Comparison", "CosineDecay", "EndedRun", "EveryUser", "ExponentialDecay",
+    "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedRecon", "FedYogi", "FederatedEvaluation",
+    "FixedSize", "Flat", "Grouped", "Joint", "MLflow", "Mechanism", "Part", "PerLayer",
+    "Personalisation", "Poisson", "PoissonExamples", "PolynomialDecay", "Population", "PowerDecay",
+    "Projection", "RandomAllocation", "RoundResult", "Run", "Scaffold", "Separated", "StartedRun",
+    "StepDecay", "Stopping", "Task", "TensorBoard", "Tracker", "Tuning", "WandB", "__version__",
+    "compare", "epsilon", "merge_adapters", "simulate", "tune", "with_adapters",
 ]
 # fmt: on
 
 _NAMES_IN = {
     "accounting.accountants": "epsilon",
     "data.population": "Population",
+    "engine.adapters": "merge_adapters with_adapters",
     "engine.task": "Task",
     "federated_evaluation": "FederatedEvaluation",
     "local": "SGD AdamW FedRecon Scaffold",
-    "mechanism": "Flat Grouped Joint Mechanism Part PerLayer Poisson",
+    "mechanism": (
+        "BandedNoise BandedPoisson BufferedNoise EveryUser FixedSize Flat Grouped Joint Mechanism "
+        "Part PerLayer Poisson PoissonExamples RandomAllocation Separated"
+    ),
     "personalisation": "Personalisation",
     "privacy.gaussian_mechanism": "AdaptiveClipping Averaging",
     "run.compare": "Comparison compare",

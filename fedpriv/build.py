@@ -4,6 +4,8 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +19,9 @@ from fedpriv.config import (
     plain,
     tables_of,
 )
+from fedpriv.data.places import in_places, refuse_shared
 from fedpriv.data.population import Population, cut_up, load_population
+from fedpriv.engine.adapters import with_adapters
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics
 from fedpriv.engine.task import (
     LOSSES,
@@ -29,19 +33,27 @@ from fedpriv.engine.task import (
 )
 from fedpriv.engine.trainer import SimulationOnlyDropped
 from fedpriv.engine.transport import InProcessTransport, device_named
-from fedpriv.errors import InvalidValueError, known_names
+from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.federated_evaluation import FederatedEvaluation, UserEvaluation, kept_apart
-from fedpriv.importing import Choice, import_function, path_of
+from fedpriv.importing import (
+    Choice,
+    call_imported,
+    check_options,
+    import_function,
+    path_of,
+    raised_with,
+)
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent, Unit
 from fedpriv.local import FedRecon
 from fedpriv.logs import one_line
-from fedpriv.mechanism import Mechanism
+from fedpriv.mechanism import Mechanism, given
 from fedpriv.models import build_model
 from fedpriv.personalisation import HeldOutUsers, Personalisation
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import LocalTraining
+from fedpriv.privacy.sampling import ExampleSampling
 from fedpriv.trackers import TRACKERS, Tracker
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.rounds import (
@@ -135,12 +147,15 @@ def on_population(
         plan = replace(experiment.plan, description=kept)
         experiment = replace(experiment, plan=plan, evaluation=evaluation)
         check_budget(experiment, [*before, replace(asked, count=1)])
+    sampling, store = experiment.plan.sampling, population.users
+    if isinstance(sampling, ExampleSampling):
+        store = in_places(store, sampling.examples_per_user)
     return experiment, InProcessTransport(
         experiment.task,
-        population.users,
+        store,
         experiment.device,
         engine.chunk_mebibytes * 2**20,
-        on_dropped=_naming_the_first(population, mechanism.unit),
+        on_dropped=_naming_the_first(population, mechanism.unit, store.population // users),
         activations=engine.activations,
         processes=engine.processes,
     )
@@ -179,18 +194,22 @@ def personalisation_table(how: Personalisation | None) -> dict[str, Any] | None:
 
 
 def _naming_the_first(
-    population: Population, unit: Unit
+    population: Population, unit: Unit, places: int
 ) -> Callable[[SimulationOnlyDropped], None]:
-    """Name the first user, or record of another unit, that counts as zero in a simulation."""
+    """Name the first user, or record of another unit, that counts as zero in a simulation.
+
+    Where each has several places, that is an example of theirs.
+    """
     named = list[SimulationOnlyDropped]()
+    what = str(unit) if places == 1 else f"an example of {unit}"
 
     def warn(dropped: SimulationOnlyDropped) -> None:
         if not named:
             named.append(dropped)
             _log.warning(
                 "simulation only, not private: %s %s counts as zero: %s; others are not named",
-                unit,
-                population.users.id_of(dropped.user),
+                what,
+                population.users.id_of(dropped.user // places),
                 one_line(dropped.reason),
             )
 
@@ -200,6 +219,10 @@ def _naming_the_first(
 def records_of(population: Population, mechanism: Mechanism) -> Population:
     """A population of what the mechanism protects."""
     if mechanism.unit is Unit.USER:
+        if not isinstance(
+            mechanism.sampling.of(population.users.population, mechanism.unit), ExampleSampling
+        ):
+            refuse_shared(population.users, "whole users are drawn")
         return population
     size = f" of {mechanism.microbatch}" if mechanism.microbatch else ""
     return cut_up(population, mechanism.microbatch or 1, f"unit {mechanism.unit}{size}")
@@ -235,7 +258,9 @@ def build(
     device, mechanism = device_named(config.engine.device), method.mechanism
     personalised, rows = _measured_by(config, method, held_out, device)
     budget = mechanism.budget
-    mechanism = _calibrated(mechanism, budget, config.rounds, spent)
+    strategy = mechanism.noise.strategy(mechanism.sampling.of(users, mechanism.unit).event())
+    mechanism = replace(mechanism, noise=given(strategy))
+    mechanism = _calibrated(mechanism, budget, config.rounds, users, spent)
     plan = _plan(config, run, population, users, replace(method, mechanism=mechanism), origin)
     if plan.metrics:
         few = {name: column[:4] for name, column in held_out.items()}
@@ -243,7 +268,8 @@ def build(
     _check_stopping(config, plan, method.task)
     if mechanism.rounds == plan.rounds:
         plan = plan.within(budget, spent)
-    config = config.with_noise(plan.noise_multiplier).model_copy(update={"run": plan.run})
+    config = config.with_noise(plan.noise_multiplier, mechanism.noise)
+    config = config.model_copy(update={"run": plan.run})
     callbacks = {
         path: cast(OnRound, import_function(f"callback {path!r}", path, InvalidValueError))
         for path in config.callbacks.on_round
@@ -291,6 +317,7 @@ def _plan(
     mechanism, layout = method.mechanism, Layout.of(method.task.parameters())
     kinds = [path_of(type(part)) for part in (method.local, mechanism.sampling)]
     grouping = mechanism.clipping.grouping(layout, mechanism.allocation)
+    sampling = mechanism.sampling.of(users, mechanism.unit)
     statistics = _statistics(mechanism, method.task)
     metrics = tuple(_metric(*named, method.task, statistics) for named in mechanism.metrics.items())
     return TrainingPlan(
@@ -301,7 +328,7 @@ def _plan(
         groups=grouping.groups,
         noise_shares=grouping.shares,
         noise_multiplier=mechanism.noise_multiplier or 0.0,
-        sampling=replace(mechanism.sampling.of(users), unit=mechanism.unit),
+        sampling=sampling,
         local=method.local,
         optimizer=method.server,
         description=f"{origin} {kinds} seed={config.seed}",
@@ -311,6 +338,7 @@ def _plan(
         adaptive=mechanism.adaptive,
         averaging=mechanism.averaging,
         statistics=statistics,
+        strategy=mechanism.noise.strategy(sampling.event()),
     )
 
 
@@ -381,13 +409,20 @@ def method_of(config: Config) -> Method:
         targets=model.targets,
         ignore_index=model.ignore_index,
         personal=model.personal,
+        trained=model.trained,
+        frozen=model.frozen,
+        adapters=model.adapters.model_dump(exclude_none=True) if model.adapters else {},
         figures=config.evaluation.figures,
     )
     return Method(task, config.mechanism(), config.training(), config.server.build())
 
 
 def _calibrated(
-    mechanism: Mechanism, budget: PrivacyBudget, rounds: int, spent: Sequence[RoundEvent]
+    mechanism: Mechanism,
+    budget: PrivacyBudget,
+    rounds: int,
+    users: int,
+    spent: Sequence[RoundEvent],
 ) -> Mechanism:
     """The mechanism with the least noise within the budget, unless its noise is given."""
     epsilon, delta = mechanism.epsilon, budget.delta
@@ -398,7 +433,9 @@ def _calibrated(
             f"the ledger holds ε = {budget.epsilon_of(spent):.4g} at delta {delta} already; "
             f"privacy.epsilon is {epsilon} and must be larger"
         )
-    return mechanism.calibrate(epsilon=epsilon, delta=delta, rounds=rounds, spent=spent)
+    return mechanism.calibrate(
+        epsilon=epsilon, delta=delta, rounds=rounds, users=users, spent=spent
+    )
 
 
 def _metric(
@@ -429,14 +466,21 @@ def build_task(
     seed: int,
     loss: str,
     metrics: Iterable[str] = (),
+    adapters: Mapping[str, object] = MappingProxyType({}),
     **others: Any,
 ) -> Task:
     """The task of these names, with equal initial and frozen parameters wherever it is built.
 
-    Metrics that are import paths become its own; `others` are further fields of `Task`. The model's
-    function may raise an OSError.
+    Metrics that are import paths become its own; `adapters` are options of `with_adapters`, which
+    draws by the same seed, and `others` further fields of `Task`. The model's function may raise an
+    OSError.
     """
-    return Task(build_model(model, options, seed), loss, metrics=own_metrics(metrics), **others)
+    built = build_model(model, options, seed)
+    if adapters:
+        adapt = partial(with_adapters, built, seed=seed)
+        check_options("model.adapters", adapt, adapters, ModelError)
+        built = call_imported("model.adapters", adapt, adapters, ModelError, raised_with)
+    return Task(built, loss, metrics=own_metrics(metrics), **others)
 
 
 def settings_of(name: str, population: Population, method: Method, **others: object) -> Config:
@@ -461,6 +505,8 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
             "targets": task.targets,
             "ignore_index": task.ignore_index,
             "personal": task.personal,
+            "trained": task.trained,
+            "frozen": task.frozen,
         },
         **tables_of(mechanism, method.local, method.server),
     }

@@ -19,10 +19,12 @@ from fedpriv.mechanism import (
     DEFAULT_CLIPPING,
     DEFAULT_PROBABILITY,
     DEFAULT_ROUNDS,
+    NOISE_POLICIES,
     SAMPLING_POLICIES,
     ClippingPolicy,
     Grouped,
     Mechanism,
+    NoisePolicy,
     Part,
     SamplingPolicy,
     check_private,
@@ -148,6 +150,7 @@ DEFAULT_LOCAL_LEARNING_RATE, DEFAULT_BATCH = 0.3, 32  # the batch without the se
 DEFAULT_OPTIMIZER = "fedadam"  # at the norm of DEFAULT_CLIPPING, to which its step size belongs
 
 _ALGORITHM = Choice("local.algorithm", ALGORITHMS, LocalTraining)
+_CORRELATION = Choice("noise.correlation", NOISE_POLICIES, NoisePolicy)
 _LOCAL_RATE = Choice("local.learning_rate.schedule", SCHEDULES, Schedule)
 _OPTIMIZER = Choice("server.optimizer", SERVER_OPTIMIZERS, ServerOptimizer)
 _POLICY = Choice("sampling.policy", SAMPLING_POLICIES, SamplingPolicy)
@@ -187,6 +190,14 @@ class DataSection(Section):
     options: Options = {}
 
 
+class AdaptersSection(Section):
+    """Low-rank adapters of the layers that these patterns name; the model itself is frozen."""
+
+    rank: Count
+    alpha: Positive | None = None  # by default the rank
+    layers: Annotated[tuple[str, ...], Field(strict=False)] = ("*",)
+
+
 class ModelSection(Section):
     """What is trained: a model by name or import path, its options, seed and loss.
 
@@ -200,8 +211,11 @@ class ModelSection(Section):
     inputs: str | Annotated[tuple[str, ...], Field(strict=False)] = "x"
     targets: str = "y"
     ignore_index: int = -100  # targets of this class count nowhere
-    # Names of parameters, or patterns of them, that stay with users.
+    # Names of parameters, or patterns of them: what stays with users, what is trained, what is not.
     personal: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    trained: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    frozen: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    adapters: AdaptersSection | None = None
 
 
 class ProjectionSection(Section):
@@ -303,7 +317,7 @@ class SamplingSection(Section):
 
     def build(self, probability: float | None) -> SamplingPolicy:
         """The policy, with q where it takes one."""
-        if probability is None and self.policy in SAMPLING_POLICIES:
+        if probability is None and _has_probability(self.policy):
             raise InvalidValueError("key privacy.sampling_probability is absent")
         given = {} if probability is None else {"probability": probability}
         policy = _POLICY.build(self.policy, self.options, given)
@@ -313,6 +327,12 @@ class SamplingSection(Section):
                 f"sampling.policy {self.policy!r} has no field probability"
             )
         return policy
+
+
+def _has_probability(policy: object) -> bool:
+    """Whether a policy of this name is built in, and drawn with a probability that is set."""
+    known = SAMPLING_POLICIES.get(str(policy))
+    return "probability" in getattr(known, "__dataclass_fields__", ())
 
 
 class PrivacySection(Section):
@@ -474,9 +494,18 @@ class AveragingSection(Section):
 
 
 class NoiseSection(Section):
-    """How the noise is shared among vector groups; a table gives a weight to each group."""
+    """How the noise is shared among vector groups, and correlated over the rounds of a series.
+
+    A table of the allocation gives a weight to each group; `options` are fields of the correlation.
+    """
 
     allocation: Literal["proportional", "dimension"] | dict[str, float] = "proportional"
+    correlation: Annotated[str, _one_of(_CORRELATION)] = "independent"
+    options: Options = {}
+
+    def build(self) -> NoisePolicy:
+        """The policy with these options."""
+        return _CORRELATION.build(self.correlation, self.options, {})
 
 
 class EngineSection(Section):
@@ -613,26 +642,41 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _must_fit_the_unit(self) -> Self:
-        unit = self.privacy.unit
-        if unit != "user" and self.federated_evaluation is not None:
+        if self.whole_users:
+            return self
+        drawn, must_be = self.not_whole
+        if self.federated_evaluation is not None:
             raise ValueError(
-                f"federated_evaluation is given and privacy.unit is {unit!r}; it must be 'user', "
-                "since others have no examples of their own to keep from training"
+                f"federated_evaluation is given and {drawn}; it must be {must_be}, since others "
+                "have no examples of their own to keep from training"
             )
-        if unit != "user" and (self.model.personal or self.personalisation):
+        if self.model.personal or self.personalisation:
             key = "model.personal" if self.model.personal else "personalisation"
             raise ValueError(
-                f"{key} is given and privacy.unit is {unit!r}; it must be 'user', since others "
-                "have no model of their own"
+                f"{key} is given and {drawn}; it must be {must_be}, since others have no model of "
+                "their own"
             )
-        if unit != "user":
-            refuse_training_of(unit, self.local, self.averaging.weights)
+        refuse_training_of(drawn, self.local, self.averaging.weights)
         return self
 
-    def with_noise(self, noise_multiplier: float) -> Self:
-        """The configuration with another noise multiplier."""
+    @property
+    def whole_users(self) -> bool:
+        """Whether users take part as a whole: they train, and no examples or microbatches do."""
+        return self.privacy.unit == "user" and self.sampling.policy != "poisson-examples"
+
+    @property
+    def not_whole(self) -> tuple[str, str]:
+        """What says that users do not take part as a whole, and what it must be so that they do."""
+        unit = self.privacy.unit
+        if unit != "user":
+            return f"privacy.unit is {unit!r}", "'user'"
+        return f"sampling.policy is {self.sampling.policy!r}", "'poisson'"
+
+    def with_noise(self, noise_multiplier: float, noise: NoisePolicy | None = None) -> Self:
+        """The configuration with noise that was found, so that a run is resumed with the same."""
         privacy = self.privacy.model_copy(update={"noise_multiplier": noise_multiplier})
-        return self.model_copy(update={"privacy": privacy})
+        found = self.noise if noise is None else self.noise.model_copy(update=_noise_table(noise))
+        return self.model_copy(update={"privacy": privacy, "noise": found})
 
     def training(self) -> LocalTraining:
         """How the data of a record are turned into its update."""
@@ -652,6 +696,7 @@ class Config(Section):
             sampling=self.sampling.build(self.privacy.sampling_probability),
             clipping=self.clipping.build(),
             allocation=self.noise.allocation,
+            noise=self.noise.build(),
             adaptive=AdaptiveClipping(**adaptive.model_dump()) if adaptive else None,
             averaging=Averaging(**self.averaging.model_dump(exclude={"weights"})),
             metrics=self.metrics.report,
@@ -675,10 +720,11 @@ def with_defaults(table: Mapping[str, Any]) -> dict[str, Any]:
 
     privacy, clipping, server = section("privacy"), section("clipping"), section("server")
     if privacy is not None and "privacy" in table:
-        if privacy.get("unit", "user") == "user":
-            filled.setdefault("local", {"batch_size": DEFAULT_BATCH})
         sampling = section("sampling")
-        if sampling is not None and sampling.get("policy", "poisson") in SAMPLING_POLICIES:
+        policy = "" if sampling is None else sampling.get("policy", "poisson")
+        if privacy.get("unit", "user") == "user" and policy != "poisson-examples":
+            filled.setdefault("local", {"batch_size": DEFAULT_BATCH})
+        if sampling is not None and _has_probability(policy):
             filled["privacy"] = {"sampling_probability": DEFAULT_PROBABILITY, **privacy}
     flat = clipping is not None and not {"norm", "groups"} & clipping.keys()
     if clipping is not None and flat and clipping.get("strategy", "flat") in CLIPPINGS:
@@ -698,14 +744,20 @@ def method_left_out(
     clipping = _clipping_table(mechanism.clipping)
     if clipping.get("norm") == DEFAULT_CLIPPING.norm:
         del clipping["norm"]
-    table = with_defaults({"privacy": {"unit": str(mechanism.unit)}, "clipping": clipping})
+    sampling = {"policy": _POLICY.name_of(mechanism.sampling)}
+    table = with_defaults(
+        {"privacy": {"unit": str(mechanism.unit)}, "clipping": clipping, "sampling": sampling}
+    )
     if local is None:
         local = LocalSection(**table["local"]).build() if "local" in table else GRADIENT
     return local, server or ServerSection(**table.get("server", {})).build()
 
 
-def refuse_training_of(unit: str, local: LocalSection | None, weights: str) -> None:
-    """Refuse what a record that is no user may not have: its update is one gradient, unweighted."""
+def refuse_training_of(drawn: str, local: LocalSection | None, weights: str) -> None:
+    """Refuse what a record that is no user may not have: its update is one gradient, unweighted.
+
+    `drawn` says what makes it so, as "privacy.unit is 'example'".
+    """
     given = local.model_dump() if local else {}
     legal = LocalSection(learning_rate=GRADIENT.rate, steps=1).model_dump()
     if given.get("epochs") == 1 and given["steps"] is None:
@@ -713,13 +765,13 @@ def refuse_training_of(unit: str, local: LocalSection | None, weights: str) -> N
     for key, value in given.items():
         if value != legal[key]:
             raise ValueError(
-                f"local.{key} is {value!r} and privacy.unit is {unit!r}; only users train, of "
+                f"local.{key} is {value!r} and {drawn}; only users train, of "
                 "others the gradient is taken once, so leave the section local out (the step size "
                 "is server.options.learning_rate)"
             )
     if weights != "equal":
         raise ValueError(
-            f"averaging.weights is {weights!r} and privacy.unit is {unit!r}; only users have "
+            f"averaging.weights is {weights!r} and {drawn}; only users have "
             'weights, so it must be "equal"'
         )
 
@@ -745,7 +797,7 @@ def tables_of(
             "noise_multiplier": None if mechanism.rounds else mechanism.noise_multiplier,
         },
         "clipping": clipping,
-        "noise": {"allocation": mechanism.allocation},
+        "noise": {"allocation": mechanism.allocation, **_noise_table(mechanism.noise)},
         "metrics": {
             "share": mechanism.metrics_share,
             "contributors_share": mechanism.contributors_share,
@@ -753,6 +805,13 @@ def tables_of(
         },
         "averaging": {**asdict(averaging), "weights": weights},
     }
+
+
+def _noise_table(noise: NoisePolicy) -> dict[str, Any]:
+    """What a section says of correlated noise."""
+    held = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(noise).items()}
+    options = {k: v for k, v in held.items() if v not in (None, [])}
+    return {"correlation": _CORRELATION.name_of(noise), "options": options}
 
 
 def local_table(local: LocalTraining) -> dict[str, Any]:

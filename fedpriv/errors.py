@@ -55,6 +55,10 @@ class StoppedError(FedprivError):
     """The operator asked the server to stop; the round was abandoned and nothing charged."""
 
 
+class NoiseError(FedprivError):
+    """Correlated noise left the range in which its arithmetic is exact; it never should."""
+
+
 class DeclinedError(FedprivError):
     """Too few nodes agreed to a round; its cohort was not drawn and nothing charged."""
 

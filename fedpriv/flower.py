@@ -41,7 +41,7 @@ from fedpriv.importing import raised_at
 from fedpriv.ledger.participation import beside
 from fedpriv.local import SGD
 from fedpriv.logs import one_line
-from fedpriv.mechanism import Mechanism
+from fedpriv.mechanism import Mechanism, PoissonExamples
 from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, Averaging
 from fedpriv.privacy.layout import Layout, Tensors
@@ -75,15 +75,17 @@ def connected(grid: Grid, nodes: int, users: int = 1) -> dict[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class PrivateStrategy(Strategy):
-    """Federated averaging over users who are drawn by coins, clipped, summed and noised once.
+    """Federated averaging over users who are drawn, clipped, summed and noised once.
 
     Guarantees, beside those of `fedpriv.privacy.round.private_round`:
 
-    * each user of each named node joins a round independently with the mechanism's probability,
-      whether the node is connected or not, and other nodes are never asked;
+    * cohorts are drawn by the mechanism's policy from the users of all named nodes, whether the
+      node is connected or not, and other nodes are never asked;
     * whatever a node returns, it moves the sum by at most the clipping norms times its users who
       were drawn; what is late, absent, in error, malformed or not finite counts as zero;
     * the average is over the expected number of users, which is fixed.
+
+    Where the policy charges a pass of several rounds at once, each start begins a new pass.
 
     A node's id must stay the same for as long as the run lasts: with SuperNode authentication it
     does, in a simulation too; without, a node that connects again is unknown and counts as zero.
@@ -105,6 +107,9 @@ class PrivateStrategy(Strategy):
         if self.mechanism.unit != "user":
             found = f"the mechanism's unit is {str(self.mechanism.unit)!r}"
             raise InvalidValueError(f"{found}; with Flower it must be 'user'")
+        if isinstance(self.mechanism.sampling, PoissonExamples):
+            found = f"the mechanism samples {self.mechanism.sampling.examples_per_user} examples"
+            raise InvalidValueError(f"{found} of each user; with Flower users must be sampled")
         if self.mechanism.metrics or self.mechanism.averaging != Averaging():
             legal = "metrics must be empty, and averaging plain"
             raise InvalidValueError(f"the mechanism has metrics or weights; with Flower {legal}")
@@ -169,7 +174,7 @@ class PrivateStrategy(Strategy):
             groups=grouping.groups,
             noise_shares=grouping.shares,
             noise_multiplier=mechanism.noise_multiplier or 0.0,
-            sampling=mechanism.sampling.of(sum(self.nodes.values())),
+            sampling=mechanism.sampling.of(sum(self.nodes.values()), mechanism.unit),
             local=_OWN_TRAINING,
             optimizer=self.server,
             adaptive=mechanism.adaptive,

@@ -12,11 +12,30 @@ from typing import Literal, Self
 
 from fedpriv.accounting.accountants import Bound, accountant_named
 from fedpriv.accounting.calibration import smallest_noise
-from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.accounting.factorisation import (
+    Objective,
+    Workload,
+    optimal_bands,
+    optimal_buffers,
+)
 from fedpriv.errors import InvalidValueError, known_names
-from fedpriv.ledger.events import PrivacyBudget, RoundEvent, Unit
+from fedpriv.ledger.events import (
+    WITH_STRATEGY,
+    NeighbouringRelation,
+    PrivacyBudget,
+    RoundEvent,
+    SamplingEvent,
+    Schedule,
+    SumQueryEvent,
+    Unit,
+)
+from fedpriv.ledger.events import (
+    SamplingPolicy as Policy,
+)
 from fedpriv.privacy import layout as vector_groups
+from fedpriv.privacy.correlated_noise import BandedStrategy, BufferedStrategy, Strategy
 from fedpriv.privacy.gaussian_mechanism import (
+    INDEPENDENT,
     AdaptiveClipping,
     Averaging,
     dimension_shares,
@@ -24,7 +43,16 @@ from fedpriv.privacy.gaussian_mechanism import (
     proportional_shares,
 )
 from fedpriv.privacy.layout import Layout, VectorGroup
-from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.privacy.sampling import (
+    BandedPoissonSampling,
+    EveryUserSampling,
+    ExampleSampling,
+    FixedSizeSampling,
+    PoissonSampling,
+    RandomAllocationSampling,
+    Sampling,
+    SeparatedSampling,
+)
 
 # Noise on the update grows by 1/√(1 − ω), half a per cent. That on the count is z/√ω = 10·z users,
 # much in one round of a small cohort; the mean over T rounds has 1/√T of it.
@@ -35,15 +63,14 @@ Allocation = Literal["proportional", "dimension"] | Mapping[str, float]
 
 
 class SamplingPolicy(ABC):
-    """How the cohort of a round is drawn, whatever the population."""
+    """How cohorts are drawn, whatever the population."""
 
     @abstractmethod
-    def of(self, users: int) -> PoissonSampling:
-        """The policy for N enrolled users: what draws cohorts and names the sampling event."""
+    def of(self, users: int | None, unit: Unit) -> Sampling:
+        """The policy for N enrolled users: what draws cohorts and names the sampling event.
 
-    @abstractmethod
-    def events(self, noise_multiplier: float, rounds: int) -> RoundEvent:
-        """The event that this many rounds are charged as, for calibration."""
+        Calibration does not know N, which is then None: InvalidValueError if the price needs it.
+        """
 
 
 @dataclass(frozen=True)
@@ -52,17 +79,230 @@ class Poisson(SamplingPolicy):
 
     probability: float
 
-    def of(self, users: int) -> PoissonSampling:
+    def of(self, users: int | None, unit: Unit) -> PoissonSampling:
         """Poisson sampling of N users."""
-        return PoissonSampling(users, self.probability)
-
-    def events(self, noise_multiplier: float, rounds: int) -> RoundEvent:
-        """Poisson-subsampled Gaussian rounds."""
-        return poisson_gaussian(self.probability, noise_multiplier, rounds)
+        return PoissonSampling(users or 1, self.probability, unit)
 
 
-SAMPLING_POLICIES: Mapping[str, type[SamplingPolicy]] = {"poisson": Poisson}
+@dataclass(frozen=True)
+class PoissonExamples(SamplingPolicy):
+    """Each of up to k examples of a user joins each round independently with probability q.
+
+    Users stay what is protected (Charles et al. 2024, example-level sampling). Which k of a user's
+    n > k rows count is the same in all rounds: rows ⌊j·n/k⌋, j < k, of the order in which they are.
+    `total_examples`: a public estimate of how many count, of all users together; averages are over
+    q times as many, by default over q·N·k.
+    """
+
+    probability: float
+    examples_per_user: int  # k ≥ 1
+    total_examples: float | None = None
+
+    def of(self, users: int | None, unit: Unit) -> ExampleSampling:
+        """Sampling of the examples of N users."""
+        k, total = self.examples_per_user, None if users is None else self.total_examples
+        return ExampleSampling(users or 1, self.probability, k, total, unit)
+
+
+@dataclass(frozen=True)
+class FixedSize(SamplingPolicy):
+    """Exactly m users are in each round, drawn afresh; one user is replaced by another.
+
+    Under that relation a user moves a sum by twice the clipping norm, so that Poisson coins with as
+    many users on average need about half of the noise.
+    """
+
+    cohort_size: int  # m ≥ 1
+
+    def of(self, users: int | None, unit: Unit) -> FixedSizeSampling:
+        """Cohorts of m of N users."""
+        if users is None:
+            raise InvalidValueError(
+                "users is None; calibrate(users=N) must have it, as the price of cohorts of a "
+                "fixed size depends on the number of users"
+            )
+        return FixedSizeSampling(users, self.cohort_size, unit)
+
+
+@dataclass(frozen=True)
+class EveryUser(SamplingPolicy):
+    """All users are in each round."""
+
+    relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE
+
+    def of(self, users: int | None, unit: Unit) -> EveryUserSampling:
+        """All of N users."""
+        return EveryUserSampling(users or 1, _relation(self.relation), unit)
+
+
+@dataclass(frozen=True)
+class RandomAllocation(SamplingPolicy):
+    """Each user is in exactly k random rounds of every pass of n, drawn afresh each pass.
+
+    A pass is charged whole before its first round. A run of T rounds has ⌈T/n⌉ passes.
+    """
+
+    rounds: int  # n ≥ 1, of a pass
+    participations: int = 1  # k in [1, n]
+
+    def of(self, users: int | None, unit: Unit) -> RandomAllocationSampling:
+        """Random allocation of N users."""
+        return RandomAllocationSampling(users or 1, self.rounds, self.participations, unit)
+
+
+@dataclass(frozen=True)
+class Separated(SamplingPolicy):
+    """Users take turns in b groups, so that two rounds of a user are b apart.
+
+    Nothing is secret of who takes part when, and no privacy is won by it; the noise of a series of
+    n rounds may be correlated instead: DP-FTRL. A series is charged whole before its first round.
+    """
+
+    rounds: int  # n ≥ 1, of a series
+    separation: int  # b in [1, n]
+    relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE
+
+    def of(self, users: int | None, unit: Unit) -> SeparatedSampling:
+        """Turns of N users."""
+        relation, enrolled = _relation(self.relation), users or self.separation
+        return SeparatedSampling(enrolled, self.rounds, self.separation, relation, unit)
+
+
+@dataclass(frozen=True)
+class BandedPoisson(SamplingPolicy):
+    """Users take turns in b groups, each user of which joins with probability q.
+
+    What coins win is won, and noise may be correlated over a band of up to b rounds (Choquette-Choo
+    et al. 2023). Coins must be secret, and a series is charged whole before its first round.
+    """
+
+    probability: float  # q in (0, 1]
+    rounds: int  # n ≥ 1, of a series
+    separation: int  # b in [1, n]
+
+    def of(self, users: int | None, unit: Unit) -> BandedPoissonSampling:
+        """Turns of N users, with coins."""
+        enrolled, relation = users or self.separation, NeighbouringRelation.ADD_OR_REMOVE_ONE
+        return BandedPoissonSampling(
+            enrolled, self.rounds, self.separation, self.probability, relation, unit
+        )
+
+
+SAMPLING_POLICIES: Mapping[str, type[SamplingPolicy]] = {
+    "poisson": Poisson,
+    "poisson-examples": PoissonExamples,
+    "fixed-size": FixedSize,
+    "every-user": EveryUser,
+    "random-allocation": RandomAllocation,
+    "separated": Separated,
+    "poisson-within-bands": BandedPoisson,
+}
 """The values of sampling.policy in a configuration."""
+
+
+class NoisePolicy(ABC):
+    """How noise is correlated over the rounds of a series, whatever its standard deviation."""
+
+    @abstractmethod
+    def strategy(self, sampling: SamplingEvent) -> Strategy:
+        """The strategy for an event; what has no analysis is refused where the event is made."""
+
+
+@dataclass(frozen=True)
+class IndependentNoise(NoisePolicy):
+    """Fresh noise in each round."""
+
+    def strategy(self, sampling: SamplingEvent) -> Strategy:  # noqa: ARG002 - it fits all
+        """The strategy (1,)."""
+        return INDEPENDENT
+
+
+@dataclass(frozen=True)
+class BandedNoise(NoisePolicy):
+    """Noise that cancels in part over p successive rounds of a series (banded Toeplitz, DP-FTRL).
+
+    The coefficients are those with the least error of the models at equal privacy, unless they are
+    given. A server keeps p − 1 vectors of the size of the model.
+    """
+
+    bands: int | None = None  # p in [1, n]; None: the separation b of the series
+    objective: str = "mean"  # which error is small: root mean square over rounds, or the "largest"
+    momentum: float = 0.0  # of the server's steps, for which errors are computed
+    coefficients: Sequence[float] = ()  # c_0 = 1, then multiples of 2^-20 that never increase
+
+    def strategy(self, sampling: SamplingEvent) -> BandedStrategy:
+        """The best, or the given one."""
+        if self.coefficients:
+            return BandedStrategy(tuple(map(float, self.coefficients)))
+        schedule = _series(sampling)
+        bands = self.bands or schedule.separation
+        if sampling.policy is Policy.BANDED_POISSON:  # columns of a user's rounds do not meet
+            schedule = Schedule(schedule.rounds)
+        objective, workload = _objective(self.objective), Workload(self.momentum)
+        return BandedStrategy(optimal_bands(schedule, bands, objective, workload))
+
+
+@dataclass(frozen=True)
+class BufferedNoise(NoisePolicy):
+    """Noise that cancels in part over all rounds of a series (buffered linear Toeplitz, DP-FTRL).
+
+    Decays and weights are those with the least error of the models at equal privacy, unless they
+    are given. A server keeps one vector of the size of the model for each buffer.
+    """
+
+    buffers: int = 4  # from 1 to 8
+    objective: str = "mean"  # which error is small: root mean square over rounds, or the "largest"
+    momentum: float = 0.0  # of the server's steps, for which errors are computed
+    decays: Sequence[float] = ()  # θ in [0, 1)
+    weights: Sequence[float] = ()  # w in [0, 1], one for each decay
+
+    def strategy(self, sampling: SamplingEvent) -> BufferedStrategy:
+        """The best, or the given one."""
+        if self.decays or self.weights:
+            return BufferedStrategy(tuple(map(float, self.decays)), tuple(map(float, self.weights)))
+        objective, workload = _objective(self.objective), Workload(self.momentum)
+        found = optimal_buffers(_series(sampling), self.buffers, objective, workload)
+        return BufferedStrategy(*found)
+
+
+NOISE_POLICIES: Mapping[str, type[NoisePolicy]] = {
+    "independent": IndependentNoise,
+    "banded": BandedNoise,
+    "buffered": BufferedNoise,
+}
+"""The values of noise.correlation in a configuration."""
+
+
+def given(strategy: Strategy) -> NoisePolicy:
+    """The policy that gives a strategy without a search."""
+    if strategy == INDEPENDENT:
+        return IndependentNoise()
+    if isinstance(strategy, BandedStrategy):
+        return BandedNoise(coefficients=strategy.coefficients)
+    return BufferedNoise(len(strategy.decays), decays=strategy.decays, weights=strategy.weights)
+
+
+def _series(sampling: SamplingEvent) -> Schedule:
+    if sampling.schedule is None or sampling.policy not in WITH_STRATEGY:
+        raise InvalidValueError(
+            f"noise is correlated and sampling is {sampling.policy}, of which there is no analysis "
+            f"with such noise; it must be {' or '.join(WITH_STRATEGY)}"
+        )
+    return sampling.schedule
+
+
+def _objective(name: str) -> Objective:
+    if name not in [*Objective]:
+        raise InvalidValueError(f"objective is {name!r}; {known_names(name, [*Objective])}")
+    return Objective(name)
+
+
+def _relation(name: str) -> NeighbouringRelation:
+    if name not in [*NeighbouringRelation]:
+        raise InvalidValueError(
+            f"relation is {name!r}; {known_names(str(name), [*NeighbouringRelation])}"
+        )
+    return NeighbouringRelation(name)
 
 
 @dataclass(frozen=True)
@@ -246,6 +486,7 @@ class Mechanism:
     contributors_share: float = CONTRIBUTORS_SHARE
     accountant: str = "tight"  # prices the budget; it must give upper bounds
     unsafe_no_privacy: bool = False  # allows a run without noise or without a budget
+    noise: NoisePolicy = IndependentNoise()
     unit: Unit = Unit.USER  # what is sampled, clipped and protected
     microbatch: int | None = None  # rows of a microbatch; given for that unit alone
 
@@ -270,15 +511,25 @@ class Mechanism:
         accountant: str = "tight",
         unit: Literal["user", "example", "microbatch"] = "user",
         microbatch: int | None = None,
+        examples_per_user: int | None = None,
+        total_examples: float | None = None,
     ) -> Self:
         """The Gaussian mechanism under Poisson sampling, without noise or budget so far.
 
         Each user joins a round with probability q in (0, 1]; with another unit, each example or
-        each microbatch. Metrics may be names alone where they need no numbers. The other arguments
-        are attributes of the class.
+        each microbatch; with `examples_per_user`, each of so many examples of a user, who stays
+        what is protected: `PoissonExamples`. Metrics may be names alone where they need no numbers.
+        The other arguments are attributes of the class.
         """
+        policy: SamplingPolicy = Poisson(q)
+        if examples_per_user is not None:
+            policy = PoissonExamples(q, examples_per_user, total_examples)
+        elif total_examples is not None:
+            raise InvalidValueError(
+                f"total_examples is {total_examples}; without examples_per_user it must be absent"
+            )
         return cls(
-            Poisson(q),
+            policy,
             clipping,
             allocation=allocation,
             adaptive=adaptive,
@@ -297,22 +548,28 @@ class Mechanism:
         epsilon: float,
         delta: float,
         rounds: int = DEFAULT_ROUNDS,
+        users: int | None = None,
         spent: Iterable[RoundEvent] = (),
     ) -> Self:
         """The mechanism with the least noise for which all rounds cost at most (ε, δ).
 
-        What the ledger that will be charged holds already, `spent`, counts too.
+        What the ledger that will be charged holds already, `spent`, counts too. `users` are N,
+        which cohorts of a fixed size need. A strategy of correlated noise is searched for here.
         """
         if rounds < 1:
             raise InvalidValueError(f"rounds is {rounds}; it must be at least 1")
-        before = list(spent)
+        before, sampling = list(spent), self.sampling.of(users, self.unit)
+        charges, drawn = -(-rounds // sampling.rounds), sampling.event()
+        strategy = self.noise.strategy(drawn)
+        column = strategy.column(sampling.rounds)
 
         def events(z: float) -> list[RoundEvent]:
-            event = self.sampling.events(z, rounds)
-            return [*before, replace(event, sampling=replace(event.sampling, unit=self.unit))]
+            queries = (SumQueryEvent("update", 1.0, z),)
+            return [*before, RoundEvent(drawn, queries, charges, column)]
 
         z = smallest_noise(epsilon, delta, events, self.accountant)
-        return replace(self, noise_multiplier=z, epsilon=epsilon, delta=delta, rounds=rounds)
+        budgeted = replace(self, epsilon=epsilon, delta=delta, rounds=rounds)
+        return replace(budgeted, noise=given(strategy), noise_multiplier=z)
 
     def with_noise(self, noise_multiplier: float, *, epsilon: float, delta: float) -> Self:
         """The mechanism with given noise; training stops before (ε, δ) would be passed."""

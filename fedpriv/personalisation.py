@@ -72,7 +72,9 @@ class FineTuning:
     ) -> None:
         """`users` have the fields of all to come."""
         trainable = task.trainable()
-        own = matching(how.parameters or task.personal or trainable, trainable)
+        own = matching(
+            how.parameters or task.personal or trainable, trainable, "trainable parameter"
+        )
         tuned = copy.deepcopy(task.model)
         for name, parameter in tuned.named_parameters():
             parameter.requires_grad_(name in own)

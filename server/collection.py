@@ -39,6 +39,9 @@ def task_of(config: Config) -> wire.TaskDescription:
         model.targets,
         model.ignore_index,
         model.personal,
+        model.trained,
+        model.frozen,
+        model.adapters.model_dump(mode="json", exclude_none=True) if model.adapters else {},
     )
 
 
@@ -62,11 +65,12 @@ def prices(plan: TrainingPlan, records: PrivacyRecords) -> Callable[[RoundReques
 
     def price_of(request: RoundRequest) -> wire.Price:
         norms = tuple(g.clipping_norm for g in request.clipping.groups[: len(plan.groups)])
-        event, q = plan.mechanism_at(norms).event, plan.sampling.sampling_probability
-        budget, population, z = records.budget, plan.sampling.population, event.noise_multiplier
+        event, budget = plan.mechanism_at(norms).event, records.budget
+        paid = records.open_series(event, plan.run)
         charges = records.ledger.head.count  # before ε: another run may charge in between
-        epsilon = records.ledger.epsilon(budget, event)
-        return wire.Price(q, population, z, epsilon, budget.delta, charges)
+        epsilon = records.ledger.epsilon(budget, event if paid is None else None)
+        part = 0 if paid is None else paid[0].part
+        return wire.Price(event, part, epsilon, budget.delta, charges)
 
     return price_of
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.config import FederationSection
 from fedpriv.privacy.round import add_up
 from fedpriv.server.authentication import (
@@ -79,7 +80,8 @@ def serve(pipe: Connection, site: Site, limits: TransferLimits) -> None:
     enrolment = Enrolment.load(site.enrolment)
     identify = by_certificate(EnrolledCertificates(site.enrolment))
     status = Status("load", 0, 1, 0.0, 1.0, 1e-6, site.nodes, 0, site.nodes, RunState.WAITING)
-    price = Price(0.5, site.nodes, 1.0, 1.0, 1e-6, 0)
+    event = poisson_gaussian(0.5, 1.0, population=site.nodes)
+    price = Price(event, 0, 1.0, 1e-6, 0)
 
     def welcome_of(node: str) -> Welcome:
         return Welcome("load", site.nodes, enrolment.users_of(node).copy(), _TASK)

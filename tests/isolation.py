@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedpriv.data.population import Population, UserStore
+from fedpriv.engine.adapters import with_adapters
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.task import Task, cross_entropy, running_norms
 from fedpriv.local import AdamW, FedRecon, Scaffold
@@ -83,11 +84,18 @@ def _transformer() -> nn.Module:
     return build_model("character-transformer", options, 0)
 
 
+def _adapted() -> nn.Module:
+    layers = ("characters", "blocks.*")
+    return with_adapters(_transformer(), 4, 8, layers)
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: build_model("softmax", {"inputs": 36, "classes": CLASSES}, 0),
     "mlp": _mlp,
     "cnn": _cnn,
     "transformer": _transformer,
+    "adapters": _adapted,
+    "frozen-trunk": _cnn,
     "own": Own,
     "dropout": _dropping,
     "batch-norm": _normalised,
@@ -95,13 +103,17 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "personal-scale": Own,
 }
 PERSONAL = {"personal-head": ("3.*",), "personal-scale": ("scale",)}
+FROZEN = {"frozen-trunk": ("0.*",)}
+READERS = {"transformer", "adapters"}
+"""Models of words."""
 
 
 @cache
 def task_of(kind: str) -> Task:
     """The task of a kind of model; the same one each time."""
     torch.manual_seed(0)
-    return Task(MODELS[kind](), cross_entropy, personal=PERSONAL.get(kind, ()))
+    personal, frozen = PERSONAL.get(kind, ()), FROZEN.get(kind, ())
+    return Task(MODELS[kind](), cross_entropy, personal=personal, frozen=frozen)
 
 
 USERS = (
@@ -296,7 +308,7 @@ def _metrics(
 ) -> tuple[tuple[Metric, ...], RunningStatistics | None]:
     if not plan.measured:
         return (), None
-    classes = WORDS if plan.model == "transformer" else CLASSES
+    classes = WORDS if plan.model in READERS else CLASSES
     metrics = (
         metric("accuracy"),
         metric("loss", bound=3.0),

@@ -1,7 +1,8 @@
 """Requests of a round without a ledger, for tests of what users are asked."""
 
+from fedpriv.privacy.draws import Draws, RoundAttempt
 from fedpriv.privacy.noise import Entropy
-from fedpriv.privacy.round import RoundAttempt, RoundRequest, draw_cohort
+from fedpriv.privacy.round import RoundRequest, draw_cohort
 from fedpriv.training.rounds import ServerState, TrainingPlan, round_request
 
 
@@ -10,5 +11,5 @@ def open_round(
 ) -> RoundRequest:
     """What an attempt at the next round asks of a cohort that is drawn here."""
     at = RoundAttempt(plan.run, state.round + 1, attempt, first=True)
-    users = draw_cohort(plan.mechanism_at(state.clipping_norms), at, entropy)
+    users = draw_cohort(plan.mechanism_at(state.clipping_norms), at, Draws(entropy))
     return round_request(plan, state, at, users, entropy)

@@ -3,7 +3,9 @@
 import logging
 import math
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +29,7 @@ from fedpriv.errors import BudgetExceededError, InvalidValueError, LedgerError, 
 from fedpriv.flower import NodesTransport, PrivateStrategy, TrainedModel, clipping_mod, connected
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
-from fedpriv.mechanism import Mechanism, Poisson
+from fedpriv.mechanism import FixedSize, Mechanism, Poisson, RandomAllocation
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS
 from fedpriv.privacy.layout import Layout, flat, squared_bound
@@ -242,6 +244,30 @@ def test_the_cohort_that_is_recorded_is_the_one_that_is_asked_by_node_and_user(
     assert asked == expected
     per_round = [(m.content["config"]["server-round"], m.metadata.dst_node_id) for m in sent]
     assert len(set(per_round)) == len(per_round)
+
+
+def test_of_a_pass_every_node_is_asked_once_and_the_pass_is_charged_once(tmp_path: Path) -> None:
+    mechanism = Mechanism(
+        RandomAllocation(3), fedpriv.Flat(NORM), 1.0, epsilon=50.0, delta=DELTA
+    )  # fmt: skip
+    with grid_of(dict.fromkeys(range(NODES), USUAL)) as grid:
+        result = run(tmp_path, grid, mechanism, rounds=4)
+        asked = [(m.content["config"]["server-round"], m.metadata.dst_node_id) for m in grid.sent]
+    assert sorted(node for number, node in asked if number <= 3) == sorted(ids())
+    with Ledger.open(tmp_path / "l.sqlite") as ledger:
+        rows, spent = list(ledger.charges()), ledger.spent()
+    assert [row.part for row in rows] == [0, 1, 2, 0]
+    costs = [epsilon([replace(spent[0], count=n)], DELTA).epsilon for n in (1, 1, 1, 2)]
+    figures = result.train_metrics_clientapp
+    assert [figures[number]["privacy/epsilon"] for number in (1, 2, 3, 4)] == costs
+
+
+def test_cohorts_of_a_fixed_size_have_it(tmp_path: Path) -> None:
+    mechanism = Mechanism(FixedSize(2), fedpriv.Flat(NORM), 1.0, epsilon=500.0, delta=DELTA)
+    with grid_of(dict.fromkeys(range(NODES), USUAL)) as grid:
+        run(tmp_path, grid, mechanism, rounds=3)
+        asked = Counter(message.content["config"]["server-round"] for message in grid.sent)
+    assert asked == {1: 2, 2: 2, 3: 2}
 
 
 def test_nodes_that_are_not_connected_count_as_zero_in_the_same_denominator(

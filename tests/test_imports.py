@@ -25,13 +25,13 @@ BELOW = {  # what each package may import of the library, besides errors and its
     "studies": "config experiments",
     "analytics": "data ledger privacy",
     "report": "accounting ledger studies training",
-    "wire": "data local privacy",
+    "wire": "data ledger local privacy",
     "personalisation": "data engine local privacy",
     "federated_evaluation": "analytics data engine ledger personalisation privacy training",
     "trackers": "config importing training",
     "build": (
-        "accounting config data engine federated_evaluation importing ledger local logs mechanism "
-        "models personalisation privacy trackers training"
+        "accounting config data engine federated_evaluation importing ledger local logs "
+        "mechanism models personalisation privacy trackers training"
     ),
     "run": (
         "accounting analytics build config data engine federated_evaluation importing ledger local "

@@ -1,4 +1,4 @@
-"""What Start and the tutorials tell a reader to type works, in the order of the page.
+"""What Start, tutorials and the page on fine-tuning tell a reader to type works, in their order.
 
 A fenced block is one of these, and all of a page happen in one empty folder:
 
@@ -25,11 +25,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 START = ROOT / "docs" / "start.md"
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
-FAST = {"start", "arrays"}
+FINE_TUNING = ROOT / "docs" / "fine-tuning.md"
+FAST = {"start", "arrays", "fine-tuning"}
 INSTALLATION = re.compile(r"^(python3 -m venv .*|\. .*/activate|pip install .*)$", re.MULTILINE)
 PAGES = [
     pytest.param(page, id=page.stem, marks=[] if page.stem in FAST else [pytest.mark.slow])
-    for page in (START, *TUTORIALS)
+    for page in (START, *TUTORIALS, FINE_TUNING)
 ]
 
 

@@ -9,8 +9,8 @@
 Gaussian in closed form (`gaussian`), along a contour (`contour`) or by FFT (`pld`), from the pairs
 that docs/accounting.md lists by policy; `round_counts` counts rounds by setting. Moments (`rdp`)
 and zCDP, the CLT, basic and advanced composition (`classical`) are for comparison. `policies` makes
-events, `fdp` says what a test can tell from them, `calibration` turns a budget into a setting,
-`pricing` prices ledgers.
+events, `factorisation` finds strategies of correlated noise, `fdp` says what a test can tell from
+events, `calibration` turns a budget into a setting, `pricing` prices ledgers.
 
 A **setting** is (q, z), z the noise per sensitivity; a **pair** is (P, Q), two distributions that
 dominate an event on two neighbours; a **loss** is log(dP/dQ), and a **tilt** of it a weight e^{cL};
@@ -36,8 +36,10 @@ from fedpriv.accounting.calibration import (
 )
 from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.accounting.policies import (
+    banded_poisson_gaussian,
     every_user_gaussian,
     fixed_size_gaussian,
+    poisson_examples_gaussian,
     poisson_gaussian,
     poisson_replace_gaussian,
     random_allocation_gaussian,
@@ -51,6 +53,7 @@ __all__ = [
     "Bound",
     "PrivacyLoss",
     "TradeOff",
+    "banded_poisson_gaussian",
     "calibrate_noise_multiplier",
     "delta",
     "epsilon",
@@ -59,6 +62,7 @@ __all__ = [
     "largest_number",
     "largest_probability",
     "plan_within",
+    "poisson_examples_gaussian",
     "poisson_gaussian",
     "poisson_replace_gaussian",
     "random_allocation_gaussian",

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial, reduce
+from itertools import product
 from types import MappingProxyType
 
 import numpy as np
@@ -35,6 +36,7 @@ from fedpriv.accounting.pld.dominating_pairs import (
 )
 from fedpriv.accounting.pld.lattice import GaussianPair, LossPair, Pairs
 from fedpriv.accounting.pld.random_allocation import allocation_pairs
+from fedpriv.accounting.pld.sampled_examples import examples_pair
 from fedpriv.accounting.round_counts import (
     Ends,
     Rounds,
@@ -97,7 +99,7 @@ def _pairs(kind: type[GaussianPair], events: Iterable[RoundEvent]) -> Pairs:
 
 
 def _exact(kind: type[GaussianPair], events: Sequence[RoundEvent]) -> PairBounds:
-    """All users are a Poisson sample with q = 1."""
+    """All users are a Poisson sample with q = 1; rounds within bands are as `compose` says."""
     pairs = _pairs(kind, events)
     return PairBounds(pairs, pairs)
 
@@ -142,6 +144,18 @@ def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
     return PairBounds(above, below)
 
 
+def _sampled_examples(events: Sequence[RoundEvent]) -> PairBounds:
+    """Exact: a user's examples may all have the same gradient."""
+    alike: dict[int, list[RoundEvent]] = {}
+    for event in events:
+        alike.setdefault(event.sampling.examples_per_user or 1, []).append(event)
+    pairs = Counter[LossPair]()
+    for k, some in alike.items():
+        for (q, z), count in compose(some).items():
+            pairs[examples_pair(k, q, z)] += count
+    return PairBounds(pairs, pairs)
+
+
 ANALYSES: Mapping[EventKind, Callable[[Sequence[RoundEvent]], PairBounds]] = MappingProxyType(
     {
         (SamplingPolicy.POISSON, ADD_OR_REMOVE): partial(_exact, PoissonPair),
@@ -154,6 +168,9 @@ ANALYSES: Mapping[EventKind, Callable[[Sequence[RoundEvent]], PairBounds]] = Map
         (SamplingPolicy.RANDOM_ALLOCATION, ADD_OR_REMOVE): _allocated,
         (SamplingPolicy.SEPARATED, ADD_OR_REMOVE): _separated,
         (SamplingPolicy.SEPARATED, REPLACE): _separated,
+        (SamplingPolicy.BANDED_POISSON, ADD_OR_REMOVE): partial(_exact, PoissonPair),
+        (SamplingPolicy.BANDED_POISSON, REPLACE): partial(_exact, ReplacePair),
+        (SamplingPolicy.EXAMPLES, ADD_OR_REMOVE): _sampled_examples,
     }
 )
 """From events of one kind, at least one, to their bounds."""
@@ -214,7 +231,7 @@ _GAUSSIAN = tuple(
     kind
     for kind in ANALYSES
     if kind[0] in (SamplingPolicy.EVERY_USER, SamplingPolicy.SHUFFLED, SamplingPolicy.SEPARATED)
-    or kind == (SamplingPolicy.POISSON, ADD_OR_REMOVE)
+    or kind in product((SamplingPolicy.POISSON, SamplingPolicy.BANDED_POISSON), [ADD_OR_REMOVE])
 )
 """What costs no more than the Poisson-subsampled Gaussian of `compose`, q = 1 included.
 

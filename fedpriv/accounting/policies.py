@@ -39,6 +39,24 @@ def poisson_replace_gaussian(
     return _one_group(sampling, noise_multiplier, count)
 
 
+def poisson_examples_gaussian(
+    q: float, examples_per_user: int, noise_multiplier: float, count: int = 1, population: int = 1
+) -> RoundEvent:
+    """Event of rounds in which examples are drawn and clipped, one user added or removed.
+
+    Each of a user's examples, at most k = `examples_per_user` ≥ 1 of them, joins with probability
+    q; z is relative to the clipping norm of an example.
+
+    >>> poisson_examples_gaussian(0.01, 8, noise_multiplier=4.0).sampling.examples_per_user
+    8
+    """
+    policy = SamplingPolicy.EXAMPLES
+    sampling = SamplingEvent(
+        policy, q, population, _ADD_OR_REMOVE, examples_per_user=examples_per_user
+    )
+    return _one_group(sampling, noise_multiplier, count)
+
+
 def every_user_gaussian(
     noise_multiplier: float, relation: NeighbouringRelation, count: int = 1, population: int = 1
 ) -> RoundEvent:
@@ -106,6 +124,34 @@ def separated_gaussian(
     """
     schedule = Schedule(rounds, participations, separation)
     sampling = SamplingEvent(SamplingPolicy.SEPARATED, 1.0, population, relation, schedule)
+    return _one_group(sampling, noise_multiplier, count, strategy)
+
+
+def banded_poisson_gaussian(
+    strategy: tuple[float, ...],
+    rounds: int,
+    groups: int,
+    q: float,
+    noise_multiplier: float,
+    relation: NeighbouringRelation,
+    count: int = 1,
+    population: int = 1,
+) -> RoundEvent:
+    """Event of series as `separated_gaussian`, of Poisson rounds of b groups that take turns.
+
+    Round t is of group t mod b, each of whose users is in it with probability q; users are put into
+    groups whatever their data. The strategy has at most b coefficients.
+
+    >>> from fedpriv.ledger.events import NeighbouringRelation
+    >>> relation = NeighbouringRelation.ADD_OR_REMOVE_ONE
+    >>> event = banded_poisson_gaussian((1.0, 0.5), 100, 8, 0.2, 1.0, relation)
+    >>> event.sampling.schedule
+    Schedule(rounds=100, participations=13, separation=8)
+    """
+    legal = f"it must be from 1 to the {rounds} rounds"
+    require(1 <= groups <= rounds, f"groups is {groups}; {legal}")
+    schedule = Schedule(rounds, -(-rounds // groups), groups)
+    sampling = SamplingEvent(SamplingPolicy.BANDED_POISSON, q, population, relation, schedule)
     return _one_group(sampling, noise_multiplier, count, strategy)
 
 

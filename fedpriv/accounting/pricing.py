@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from fedpriv.accounting.accountants import (
 from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import Randomness, RoundEvent, merge_equal
-from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, is_export
+from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, is_export, paid_events
 
 _POINTS = 30  # of a curve
 
@@ -46,14 +47,14 @@ class LedgerContent:
 
     @property
     def events(self) -> list[RoundEvent]:
-        """The event of each charge, in order."""
-        return [row.event for row in self.charges]
+        """What was charged, in order; of a series of rounds one event."""
+        return paid_events(self.charges)
 
-    def runs(self) -> dict[str, list[RoundEvent]]:
-        """Events by run, in the order of the runs' first charges."""
-        runs: dict[str, list[RoundEvent]] = {}
+    def runs(self) -> dict[str, list[ChargedRow]]:
+        """Charges by run, in the order of the runs' first ones."""
+        runs: dict[str, list[ChargedRow]] = {}
         for row in self.charges:
-            runs.setdefault(row.run, []).append(row.event)
+            runs.setdefault(row.run, []).append(row)
         return runs
 
 
@@ -64,11 +65,12 @@ class Part:
     ledger: str | None  # its path; None: all ledgers
     run: str | None  # its name; None: all runs
     events: tuple[RoundEvent, ...]  # equal ones merged
+    rounds: int  # how many are in the ledgers, repeated attempts included
 
-    @property
-    def rounds(self) -> int:
-        """Number of rounds, repeated attempts included."""
-        return sum(event.count for event in self.events)
+    @classmethod
+    def of(cls, ledger: str | None, run: str | None, charges: Sequence[ChargedRow]) -> Self:
+        """What charges paid for, and how many rounds they are of."""
+        return cls(ledger, run, merge_equal(paid_events(charges)), len(charges))
 
 
 @dataclass(frozen=True)
@@ -197,12 +199,12 @@ def _parts(ledgers: Sequence[LedgerContent]) -> list[Part]:
     parts = []
     for ledger in ledgers:
         runs, path = ledger.runs(), str(ledger.path)
-        parts += [Part(path, run, merge_equal(events)) for run, events in runs.items()]
+        parts += [Part.of(path, run, charges) for run, charges in runs.items()]
         if len(runs) != 1:
-            parts.append(Part(path, None, merge_equal(ledger.events)))
+            parts.append(Part.of(path, None, ledger.charges))
     if len(ledgers) > 1:
-        everything = [event for ledger in ledgers for event in ledger.events]
-        parts.append(Part(None, None, merge_equal(everything)))
+        everything = [row for ledger in ledgers for row in ledger.charges]
+        parts.append(Part.of(None, None, everything))
     return parts
 
 
@@ -228,7 +230,8 @@ class EpsilonCurve:
     accountant: str
     bound: Bound
     delta: float
-    rounds: tuple[int, ...]  # [n] number of charges, growing; repeated attempts count
+    # [n] number of charges, growing; repeated attempts count. A series costs all from its first on.
+    rounds: tuple[int, ...]
     epsilon_low: tuple[float, ...]  # [n] lower ends of ε, 0 where there is none
     epsilon: tuple[float, ...]  # [n] inf where none is proven
 
@@ -267,8 +270,10 @@ def _finite_losses(ledger: LedgerContent, delta: float) -> tuple[list[PrivacyLos
 
 
 def _epsilon_curve(ledger: LedgerContent, whole: PrivacyLoss) -> EpsilonCurve:
-    accountant, events = accountant_named(whole.accountant), ledger.events
-    rounds = tuple(int(n) for n in np.unique(np.linspace(1, len(events), _POINTS).round()))
-    losses = [accountant.epsilon(merge_equal(events[:n]), whole.delta) for n in rounds]
+    accountant, charges = accountant_named(whole.accountant), ledger.charges
+    rounds = tuple(int(n) for n in np.unique(np.linspace(1, len(charges), _POINTS).round()))
+    events, paid = ledger.events, [sum(row.pays for row in charges[:n]) for n in rounds]
+    priced = {n: accountant.epsilon(merge_equal(events[:n]), whole.delta) for n in {*paid}}
+    losses = [priced[n] for n in paid]
     lows, ups = tuple(loss.epsilon_low for loss in losses), tuple(loss.epsilon for loss in losses)
     return EpsilonCurve(whole.accountant, whole.bound, whole.delta, rounds, lows, ups)

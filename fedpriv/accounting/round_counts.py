@@ -8,7 +8,7 @@ its output, and replacing the output by noise with probability 1 − q/q', turn 
 distributions into that of the other, and post-processing never costs. So moving every round to the
 corner (largest q, smallest z) of its group gives an upper bound of ε, and moving it to the opposite
 corner a lower one, in both directions and under adaptive composition. The same holds for all
-sampling policies, whose pairs have the same form.
+sampling policies, whose pairs have the same form, and for sampled examples (`sampled_examples`).
 
 A separated series of n rounds adds noise C⁻¹Z that is correlated over rounds, Z being fresh. It is
 a Gaussian mechanism on C·X, where X are the sums of the rounds, and costs no more if later rounds
@@ -19,11 +19,24 @@ so C·X by
     ‖Σ_i C[:, i]·u_iᵀ‖² = Σ_ij G_ij·⟨u_i, u_j⟩ ≤ Σ_ij |G_ij|,   G = CᵀC,
 
 with sums over its rounds. Equal u_i reach the bound where G has no negative entry.
+
+A series of Poisson rounds within bands has b groups of users and p ≤ b coefficients, so that the
+rows of C·X that a user's rounds j₁ < j₂ < … may change do not meet: row j + l has c_l·u_j, l < p.
+Fix what the other users do, their coins included, and everything released before row j. Then u_j is
+fixed; what others add to later rows follows from the releases before each, alike on both
+neighbours, and can be subtracted; so rows j to j + p − 1 show ξ·c⊗u_j + Z with the user's coin ξ,
+against Z without the user, or against ξ·c⊗u'_j + Z. That is a Poisson-sampled Gaussian round of
+sensitivity ‖c‖, whose pair dominates. The rounds of one user compose adaptively, and others' coins,
+fixed here, are drawn alike on both neighbours (joint convexity). So a series costs as much as k
+rounds (q, z/‖c‖), of which the last has only the coefficients that fit (Choquette-Choo et al. 2023,
+arXiv 2306.08153, Theorem 4). Group 0 has the most rounds and rows, and reaches the price where all
+others contribute nothing and u_j is always the same: it is exact, for coefficients of any sign. A
+user that is replaced stays in its group; one that is added joins one whatever its data.
 """
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple
 from enum import IntEnum
 from functools import lru_cache
@@ -32,7 +45,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import RoundEvent, SamplingPolicy, require
+from fedpriv.ledger.events import WITH_STRATEGY, RoundEvent, SamplingPolicy, require
 
 Vector = NDArray[np.float64]
 Rounds = Mapping[tuple[float, float], int]
@@ -56,9 +69,9 @@ def compose(events: Iterable[RoundEvent]) -> dict[tuple[float, float], int]:
     """Count events by (q, z), in order of both, so that results do not depend on their order.
 
     The sensitivity is 1 clipping norm where one user is added or removed and 2 where one is
-    replaced, times that of the strategy of a separated series. Noise multipliers that differ by
-    less than a part in 2³⁶ count as the smallest of them: where clipping norms move, the last
-    digits of σ/S do, though it is meant to stay.
+    replaced, times that of the strategy of a series. Noise multipliers that differ by less than a
+    part in 2³⁶ count as the smallest of them: where clipping norms move, the last digits of σ/S do,
+    though it is meant to stay.
 
     >>> from fedpriv.accounting.policies import poisson_gaussian
     >>> compose([poisson_gaussian(0.5, 2.0), poisson_gaussian(0.5, 2.0, count=3)])
@@ -66,12 +79,10 @@ def compose(events: Iterable[RoundEvent]) -> dict[tuple[float, float], int]:
     """
     rounds: dict[tuple[float, float], int] = {}
     for event in events:
-        sampling = event.sampling
-        sensitivity = sampling.relation.sensitivity
-        if sampling.policy is SamplingPolicy.SEPARATED and sampling.schedule is not None:
-            sensitivity *= strategy_sensitivity(event.strategy, *astuple(sampling.schedule))
-        key = sampling.sampling_probability, event.noise_multiplier / sensitivity
-        rounds[key] = rounds.get(key, 0) + event.count
+        q = event.sampling.sampling_probability
+        for sensitivity, times in _sensitivities(event):
+            key = q, event.noise_multiplier / sensitivity
+            rounds[key] = rounds.get(key, 0) + times * event.count
     merged: dict[tuple[float, float], int] = {}
     last = (0.0, 0.0)
     for (q, z), count in sorted(rounds.items()):
@@ -79,6 +90,22 @@ def compose(events: Iterable[RoundEvent]) -> dict[tuple[float, float], int]:
             last = (q, z)
         merged[last] = merged.get(last, 0) + count
     return merged
+
+
+def _sensitivities(event: RoundEvent) -> Iterator[tuple[float, int]]:
+    """What one event is as rounds that compose: their sensitivity in clipping norms, how many."""
+    sampling, schedule, strategy = event.sampling, event.sampling.schedule, event.strategy
+    moved = sampling.relation.sensitivity
+    if schedule is None or sampling.policy not in WITH_STRATEGY:
+        yield moved, 1
+    elif sampling.policy is SamplingPolicy.SEPARATED:
+        yield moved * strategy_sensitivity(strategy, *astuple(schedule)), 1
+    else:
+        left = schedule.rounds - (schedule.participations - 1) * schedule.separation
+        if schedule.participations > 1:
+            whole = strategy_sensitivity(strategy, schedule.rounds, 1, 1)
+            yield moved * whole, schedule.participations - 1
+        yield moved * strategy_sensitivity(strategy[:left], left, 1, 1), 1
 
 
 @lru_cache(maxsize=256)

@@ -11,14 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.analytics.questions import Answer, Function, Question, UserValues, Values
+from fedpriv.data.places import refuse_shared
 from fedpriv.data.population import UserStore
 from fedpriv.errors import DataError, InvalidValueError, known_names
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.privacy.clipping import Clipping, IntegerVector
-from fedpriv.privacy.gaussian_mechanism import PoissonGaussianMechanism, given_shares
+from fedpriv.privacy.draws import RoundAttempt
+from fedpriv.privacy.gaussian_mechanism import GaussianMechanism, given_shares
 from fedpriv.privacy.layout import FloatVector, Layout
 from fedpriv.privacy.noise import Entropy
-from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundAttempt, private_round
+from fedpriv.privacy.round import PartialSum, PrivacyRecords, private_round
 from fedpriv.privacy.sampling import PoissonSampling
 
 _log = logging.getLogger(__name__)
@@ -56,16 +58,14 @@ class Survey:
         _ = self.event  # noise and shares that do not fit are refused here
 
     @cached_property
-    def mechanism(self) -> PoissonGaussianMechanism:
+    def mechanism(self) -> GaussianMechanism:
         """Draws the cohort, noises its sum and names the event."""
         groups = tuple(question.group for question in self.questions)
         names = tuple(group.name for group in groups)
         weights = dict.fromkeys(names, 1.0) if self.shares is None else self.shares
         layout = Layout(names, tuple((question.dimension,) for question in self.questions))
         clipping, shares = Clipping(layout, groups), given_shares(groups, weights)
-        return PoissonGaussianMechanism.calibrated(
-            self.sampling, clipping, self.noise_multiplier, shares
-        )
+        return GaussianMechanism.calibrated(self.sampling, clipping, self.noise_multiplier, shares)
 
     @property
     def event(self) -> RoundEvent:
@@ -82,6 +82,7 @@ class Survey:
 
     def check(self, users: UserStore) -> None:
         """Raise DataError or InvalidValueError if the survey does not fit the users."""
+        refuse_shared(users, "whole users are asked")
         held, enrolled = users.population, self.sampling.population
         if held != enrolled:
             raise InvalidValueError(f"the store holds {held} users; the sampling is of {enrolled}")

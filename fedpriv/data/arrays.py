@@ -6,7 +6,15 @@ from typing import Protocol, Self, TypeAlias, runtime_checkable
 import numpy as np
 
 from fedpriv.data.partition import number_ids, partition
-from fedpriv.data.population import Array, UserStore, as_id_array, check_like, offsets_of
+from fedpriv.data.population import (
+    ROW_OWNERS,
+    Array,
+    UserStore,
+    as_id_array,
+    check_count,
+    check_like,
+    offsets_of,
+)
 from fedpriv.errors import DataError
 
 
@@ -21,16 +29,61 @@ class _Tensor(Protocol):
 Column: TypeAlias = Array | _Tensor | Sequence[object]  # values of one field, [rows, ...]
 
 
-def from_arrays(fields: Mapping[str, Column], user_ids: Column) -> UserStore:
+def from_arrays(
+    fields: Mapping[str, Column], user_ids: Column, owners: int | None = None
+) -> UserStore:
     """Group rows in any order by the user id of each, all strings or all integers.
 
     Users come in order of first appearance, and a user's rows keep their order. Rows that are
     grouped already are held without a copy: do not write to them afterwards.
+
+    Where rows may have several owners, up to `owners`, each has a list of ids, or as many as the
+    others, some of them repeated. A row is stored with the first, and the field `ROW_OWNERS` names
+    all. DataError if there are such rows and `owners` is not given, or a row has more.
     """
     ids = to_array("user ids", user_ids) if isinstance(user_ids, _Tensor) else user_ids
-    distinct, user_of_row = number_ids(as_id_array(ids))
     columns = {name: to_array(f"field {name!r}", column) for name, column in fields.items()}
-    return partition(columns, user_of_row, distinct)
+    if ROW_OWNERS in columns:
+        raise DataError(f"a field is named {ROW_OWNERS!r}; that name is taken by owners of rows")
+    if owners is not None:
+        check_count("owners", owners)
+    if not several_ids(ids):
+        distinct, user_of_row = number_ids(as_id_array(ids))
+        return partition(columns, user_of_row, distinct)
+    each = [list(dict.fromkeys(np.asarray(row, object).ravel().tolist())) for row in ids]
+    most = _most_owners(each, owners)
+    filled = [own + own[:1] * (most - len(own)) for own in each]
+    table = as_id_array([owner for own in filled for owner in own]).reshape(-1, most)
+    distinct, position = number_ids(table.ravel())
+    shared = {ROW_OWNERS: table} if most > 1 else {}
+    return partition({**columns, **shared}, position.reshape(-1, most)[:, 0], distinct)
+
+
+def several_ids(ids: object) -> bool:
+    """Whether ids are several for each row, or may be."""
+    if isinstance(ids, np.ndarray) and ids.dtype != object:
+        return ids.ndim == 2
+    first = next(iter(ids), None) if isinstance(ids, Iterable) else None
+    return isinstance(first, list | tuple | np.ndarray)
+
+
+def _most_owners(each: Sequence[Sequence[object]], owners: int | None) -> int:
+    """The most owners of a row; DataError if that, or none, is not allowed."""
+    sizes = [len(own) for own in each]
+    if 0 in sizes:
+        raise DataError(f"row {sizes.index(0)} has no user id; each row must have one or more")
+    most = max(sizes, default=1)
+    if most > 1 and owners is None:
+        raise DataError(
+            f"row {sizes.index(most)} belongs to {most} users; with such rows owners must be "
+            "given, the most users that a row may belong to"
+        )
+    if owners is not None and most > owners:
+        raise DataError(
+            f"row {sizes.index(most)} belongs to {most} users; owners is {owners}, the most that a "
+            "row may belong to"
+        )
+    return most
 
 
 def from_grouped(

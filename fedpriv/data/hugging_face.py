@@ -17,16 +17,18 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.data.arrays import from_arrays
+from fedpriv.data.arrays import from_arrays, several_ids
 from fedpriv.data.partition import partition
 from fedpriv.data.population import (
     HELD_OUT_USER,
+    ROW_OWNERS,
     Array,
     Fields,
     Population,
     UserStore,
     as_id_array,
     load_population,
+    sharing,
 )
 from fedpriv.errors import DataError, InvalidValueError, known_names
 from fedpriv.importing import check_options, import_function
@@ -46,15 +48,19 @@ _Kind = TypeVar("_Kind")
 
 
 def from_dataset(
-    dataset: "Dataset", user_column: str, columns: ColumnNames = DEFAULT_COLUMNS
+    dataset: "Dataset",
+    user_column: str,
+    columns: ColumnNames = DEFAULT_COLUMNS,
+    owners: int | None = None,
 ) -> UserStore:
     """Group the rows of a dataset, which is one split, by the user that a column names.
 
     Users come in order of first appearance; ids are all strings or all integers. Columns become
     arrays in memory by the package's own NumPy format: images become integer arrays, and 64-bit
-    floats float32. A list of columns of numbers becomes one field float32 [rows, columns].
+    floats float32. A list of columns of numbers becomes one field float32 [rows, columns]. The user
+    column may hold lists of ids, of up to `owners` users, see `from_arrays`.
     """
-    return from_arrays(_read_columns(dataset, columns), _read_ids(dataset, user_column))
+    return from_arrays(_read_columns(dataset, columns), _read_ids(dataset, user_column), owners)
 
 
 def from_partitioner(
@@ -87,6 +93,7 @@ def load_hugging_face(
     splits: Sequence[str] = ("train", "test"),
     columns: ColumnNames = DEFAULT_COLUMNS,
     user_column: str | None = None,
+    owners: int | None = None,
     partitioner: str | None = None,
     arguments: Mapping[str, object] | None = None,
 ) -> Population:
@@ -112,8 +119,10 @@ def load_hugging_face(
     else:
         rows, held_out = fetch_splits(dataset, splits, subset, revision)
         source = " ".join([dataset, *([subset] if subset else []), splits[0]])
+    if owners is not None and user_column is None:
+        raise InvalidValueError(f"owners is {owners}; without user_column it must be absent")
     if isinstance(user_column, str) and partitioner is None and arguments is None:
-        store, how = from_dataset(rows, user_column, columns), user_column
+        store, how = from_dataset(rows, user_column, columns, owners), user_column
         _check_held_out(store, held_out, user_column)
     elif isinstance(partitioner, str) and user_column is None:
         made, how = _described_partitioner(partitioner, arguments)
@@ -124,9 +133,13 @@ def load_hugging_face(
         raise InvalidValueError(f"{found}; {legal}")
     tested = _as_inputs(_read_columns(held_out, columns))
     if user_column is not None and user_column in held_out.column_names:
-        tested[HELD_OUT_USER] = as_id_array(_read_ids(held_out, user_column))
-    users = UserStore(_as_inputs(store.fields), store.offsets, store.user_ids)
-    name = f"hugging-face: {users.population} users by {how} of {source}"
+        ids = _read_ids(held_out, user_column)
+        if not several_ids(ids):  # a figure of a user is of rows of its own
+            tested[HELD_OUT_USER] = as_id_array(ids)
+    inputs = {name: field for name, field in store.fields.items() if name != ROW_OWNERS}
+    shared = {name: field for name, field in store.fields.items() if name == ROW_OWNERS}
+    users = UserStore({**_as_inputs(inputs), **shared}, store.offsets, store.user_ids)
+    name = f"hugging-face: {users.population} users by {how} of {source}{sharing(users)}"
     return Population(name, users, tested)
 
 
@@ -334,7 +347,10 @@ def _check_held_out(users: UserStore, held_out: "Dataset", user_column: str) -> 
     if user_column not in held_out.column_names:
         return
     enrolled = {users.id_of(user) for user in range(users.population)}
-    if both := {str(user) for user in _read_ids(held_out, user_column)} & enrolled:
+    ids = _read_ids(held_out, user_column)
+    if several_ids(ids):
+        ids = [owner for owners in cast(Sequence[Sequence[object]], ids) for owner in owners]
+    if both := {str(user) for user in ids} & enrolled:
         found = f"{len(both)} users have rows in train and in test"
         raise DataError(f"{found}; held-out rows must not belong to an enrolled user")
 

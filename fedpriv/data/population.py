@@ -37,6 +37,11 @@ IdArray: TypeAlias = Array  # user ids, one per user or row, of a string or an i
 
 HELD_OUT_USER = "held_out_user"
 """Field of held-out rows that says whose each is, for figures by user; no enrolled user has it."""
+ROW_OWNERS = "row_owners"
+"""Field of a store whose rows may belong to several users: the ids [rows, owners] of all of them.
+
+The first is the user with whom the row is stored; an id is repeated where a row has fewer owners.
+"""
 _FORMAT = "fedpriv user store"
 _VERSION = 1
 _LOADERS = {
@@ -57,8 +62,10 @@ class UserStore:
     """The data of N users; user i (a position, 0 ≤ i < N) owns rows offsets[i]:offsets[i+1].
 
     Guarantees:
-        * Every row belongs to exactly one user, and every user has exactly one position: the
+        * Every row is stored with exactly one user, and every user has exactly one position: the
           user is the unit of privacy, so a user enrolled twice would void the guarantee.
+        * A row that belongs to others too names them all in the field `ROW_OWNERS`; whole users
+          are never drawn from such a store.
         * A user may have zero rows.
         * Arrays are held, not copied; memory-mapped fields stay memory-mapped.
         * repr shows fields and counts, never a user's id or data.
@@ -79,6 +86,8 @@ class UserStore:
         object.__setattr__(self, "offsets", offsets)
         if self.user_ids is not None:
             object.__setattr__(self, "user_ids", _checked_ids(self.user_ids, self.population))
+        if ROW_OWNERS in self.fields:
+            _check_owners(self)
 
     def __repr__(self) -> str:
         columns = ", ".join(f"{name}: {_per_row(rows)}" for name, rows in self.fields.items())
@@ -195,10 +204,11 @@ class Population:
             raise DataError(f"population name {self.name!r} must be one printable line")
         owners = self.test.get(HELD_OUT_USER)
         fields = {name: array for name, array in self.test.items() if name != HELD_OUT_USER}
+        enrolled = {name: field for name, field in self.users.fields.items() if name != ROW_OWNERS}
         if HELD_OUT_USER in self.users.fields:
             raise DataError(f"users have the field {HELD_OUT_USER!r}; only held-out rows may")
-        if fields.keys() != self.users.fields.keys():
-            names = sorted(self.users.fields)
+        if fields.keys() != enrolled.keys():
+            names = sorted(enrolled)
             raise DataError(f"test rows have the fields {sorted(fields)}; users have {names}")
         if owners is not None:
             _check_not_enrolled(as_id_array(owners), self.users.user_ids)
@@ -218,6 +228,7 @@ class Population:
         *,
         held_out: "tuple[Column | Mapping[str, Column], Column]",
         held_out_users: "Column | None" = None,
+        owners: int | None = None,
         name: str = "people",
     ) -> "Population":
         """A population from rows in any order, each with the id of its user.
@@ -227,6 +238,9 @@ class Population:
         The name is public, as it goes into the ledger; the number of users is appended. Several
         inputs are columns by name, for a task with these names as `inputs`. With the ids of the
         users of held-out rows, none of whom may be enrolled, models are also measured by user.
+
+        A row may belong to several users, up to `owners`: `user_ids` then has a list of ids for
+        each row, and the name says so. Only examples can then be drawn, not whole users.
 
         >>> x, y = np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1])
         >>> ids = ["ann", "bob", "ann", "eve"]
@@ -239,14 +253,14 @@ class Population:
         def columns(inputs: "Column | Mapping[str, Column]", targets: "Column") -> dict[str, Any]:
             return {**(inputs if isinstance(inputs, Mapping) else {"x": inputs}), "y": targets}
 
-        users = from_arrays(columns(x, y), user_ids)
+        users = from_arrays(columns(x, y), user_ids, owners)
         if not isinstance(held_out, tuple) or len(held_out) != 2:
             raise DataError("held_out must be a pair: inputs and targets")
         rows = columns(*held_out)
         test = {field: to_array(f"held-out {field}", column) for field, column in rows.items()}
         if held_out_users is not None:
             test[HELD_OUT_USER] = as_id_array(to_array("held_out_users", held_out_users))
-        return cls(f"{name}: {users.population} users", users, test)
+        return cls(f"{name}: {users.population} users{sharing(users)}", users, test)
 
 
 def cut_up(population: Population, rows: int, called: str) -> Population:
@@ -263,8 +277,17 @@ def cut_up(population: Population, rows: int, called: str) -> Population:
     ids = np.arange(users.population) if users.user_ids is None else np.asarray(users.user_ids)
     owners = np.repeat(_narrow(np.char.add(ids.astype(np.str_), "/")), pieces)
     named = np.char.add(owners, _narrow(number.astype(np.str_)))
-    store = UserStore(users.fields, np.append(starts, users.rows), named)
+    fields = {field: column for field, column in users.fields.items() if field != ROW_OWNERS}
+    store = UserStore(fields, np.append(starts, users.rows), named)
     return Population(f"{population.name}; {called}", store, population.test)
+
+
+def sharing(users: UserStore) -> str:
+    """What the name of a population says of rows with several owners; nothing without such rows."""
+    if ROW_OWNERS not in users.fields:
+        return ""
+    most = users.fields[ROW_OWNERS].shape[1]
+    return f"; rows have up to {most} owners, and who owns which is public"
 
 
 def load_population(name: str, options: Mapping[str, object]) -> Population:
@@ -360,6 +383,18 @@ def _checked_ids(ids: Sequence[str] | IdArray, users: int) -> IdArray:
         raise DataError(f"user id {repeated!r} occurs twice; each user must occur once")
     array.flags.writeable = False
     return array
+
+
+def _check_owners(users: UserStore) -> None:
+    """Raise DataError unless each row names users alone, and first the one it is stored with."""
+    owners, ids = users.fields[ROW_OWNERS], users.user_ids
+    if owners.ndim != 2 or owners.shape[1] < 2 or ids is None:
+        shape = owners.shape
+        raise DataError(f"field {ROW_OWNERS!r} has shape {shape}, not ids of several users per row")
+    if not np.isin(owners, ids).all():
+        raise DataError(f"field {ROW_OWNERS!r} names a user who is not enrolled; all must be")
+    if (owners[:, 0] != np.repeat(np.asarray(ids), users.sizes)).any():
+        raise DataError(f"field {ROW_OWNERS!r} must name the user first with whom a row is stored")
 
 
 def _checked_rows(fields: Fields) -> int:

@@ -3,6 +3,8 @@
 `BatchedModel` is a copy of a model through which the examples of all users go side by side,
 [C·B, …]. A batched layer replaces each trained one: its parameters have an axis in front, one slice
 for each of C users, and it is one batched matrix product. Convolutions are products of patches.
+Frozen linear layers and convolutions are one product for all users, which saves nothing for a
+gradient of theirs.
 While all users' weights are the same, as before their first step, one product serves all users;
 only the gradients with respect to the weights are per user. These are float32 and so are their
 sums, also where activations have fewer bits.
@@ -27,7 +29,7 @@ import copy
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple, dataclass
 from functools import cache
 from pathlib import Path
@@ -39,10 +41,10 @@ import torch
 from threadpoolctl import ThreadpoolController
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call
 from torch.nn import functional
 
-from fedpriv.engine.task import Activations, Inputs, Task, lowered, outputs_of
+from fedpriv.engine.adapters import Adapted
+from fedpriv.engine.task import Activations, Inputs, Task, called, lowered, outputs_of
 from fedpriv.errors import ModelError
 from fedpriv.privacy.clipping_torch import TorchTensors
 
@@ -53,7 +55,7 @@ _WIDE = ("SkylakeX", "Cooperlake", "SapphireRapids")
 _AS_THEY_LIE = 600_000
 _SMALL = 4096  # numbers in a result that costs little to add up
 _ROWS = 64  # of a product at a time: more are hardly faster, and fewer need no filling up
-_ALIGNED = 4  # float32 numbers in 16 bytes
+_ALIGNED, _ALIGNED_BYTES = 4, 16  # so many float32 numbers
 _RUN = 16  # numbers in a row in memory; copying fewer costs as much
 _TOUCHES = 40  # multiplications in the time that it takes to change a weight in memory
 _TOLERANCE = 1e-4
@@ -100,13 +102,21 @@ def shared_product(rows: Tensor, matrix: Tensor, *, out: Tensor) -> None:
             product(rows[piece].view(*shape, k), each, out=out[piece].view(*shape, m))
 
 
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Add [C, n, k] times [C, k, m] to [C, n, m], contiguous, where it lies."""
+    if _for_numpy(a) or any(size % _ALIGNED for size in (*a.shape[1:], b.shape[2])):
+        return total.add_(product(a, b))
+    return total.baddbmm_(_aligned(a, 0), _aligned(b, 0))
+
+
 def summed_outer(left: Tensor, right: Tensor) -> Tensor:
     """Sum over rows of their outer products: [C, n, i] and [C, n, o] give [C, i, o]."""
     (lanes, rows, i), o = left.shape, right.shape[2]
     pieces = _pieces(rows, i * o) if _for_numpy(left) else 1
     left, right = (t.reshape(lanes * pieces, rows // pieces, t.shape[2]) for t in (left, right))
-    products = product(left.transpose(1, 2), right)
-    return products if pieces == 1 else products.view(lanes, pieces, i, o).sum(1)
+    if pieces == 1:
+        return product(left.transpose(1, 2), right)
+    return product(left.transpose(1, 2), right).view(lanes, pieces, i, o).sum(1)
 
 
 @cache
@@ -145,9 +155,13 @@ def _openblas() -> ThreadpoolController:
 def _by_torch(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
     if a.device.type != "cpu" or a.dim() == 2:
         return torch.matmul(a, b, out=out)
-    # Padding is of zeros, which add nothing to a sum.
+    # Padding is of zeros, which add nothing to a sum. Where k numbers lie together, it needs some.
     k, m = b.shape[-2:]
-    found = torch.bmm(_aligned(a, -k % _ALIGNED), _aligned(b, -m % _ALIGNED, -k % _ALIGNED))
+    more = -k % _ALIGNED if a.stride(-1) == 1 or b.stride(-1) != 1 else 0
+    a, b = _aligned(a, more), _aligned(b, -m % _ALIGNED, more)
+    if out is not None and m % _ALIGNED == 0 and out.data_ptr() % _ALIGNED_BYTES == 0:
+        return torch.bmm(a, b, out=out)
+    found = torch.bmm(a, b)
     return found[:, :, :m] if out is None else out.copy_(found[:, :, :m])
 
 
@@ -208,6 +222,11 @@ class Window:
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
 
+    @property
+    def args(self) -> tuple[tuple[int, ...], ...]:
+        """Stride, padding and dilation, as torch's convolutions take them."""
+        return self.stride, self.padding, self.dilation
+
     def positions(self, *size: int) -> tuple[int, int]:
         """How often the window fits into an image of a height and width: (rows, columns)."""
         axes = zip(size, *astuple(self), strict=True)
@@ -237,6 +256,41 @@ def patches(images: Tensor, window: Window) -> Tensor:
     return memory
 
 
+@dataclass(frozen=True)
+class PatchProducts:
+    """A convolution's weights of each user, Σ_r gradient_r patch_rᵀ, made when they are asked for.
+
+    So neither patches nor weights of all users are in memory at once.
+    """
+
+    images: Tensor  # [C, B, height, width, in]
+    gradients: Tensor  # [C, r, out], r = B · rows · columns
+    window: Window
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, lanes: slice) -> Tensor:
+        """The weights of some users: [c, out, in, kernel height, kernel width]."""
+        seen = patches(self.images[lanes].flatten(0, 1), self.window)
+        gradients = self.gradients[lanes]
+        weights = summed_outer(gradients, seen.view(*gradients.shape[:2], -1))
+        return weights.view(len(gradients), -1, *self.window.kernel, self.images.shape[-1]).movedim(
+            -1, 2
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the factors are."""
+        return self.images.device
+
+    @property
+    def shape(self) -> torch.Size:
+        """[C, out, in, kernel height, kernel width]."""
+        out, channels = self.gradients.shape[2], self.images.shape[-1]
+        return torch.Size((len(self.images), out, channels, *self.window.kernel))
+
+
 def added(parts: Tensor, window: Window, size: tuple[int, int]) -> Tensor:
     """Images of a size, each the sum of its patches, in float32: the adjoint of `patches`."""
     (height, width), (up, left), (dy, dx) = size, window.padding, window.dilation
@@ -262,8 +316,9 @@ class _Multiplied(torch.autograd.Function):
         last = lowered(weight).movedim(2, -1)  # as patches have channels last
         ctx.shape, ctx.shared = last.shape, weight.stride(0) == 0  # all users' weights are one
         matrices = (last[:1] if ctx.shared else last).flatten(2)
-        ctx.save_for_backward(rows, matrices)
         ctx.scratch = kind == "scratch"
+        kept = rows if ctx.scratch or ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(kept, matrices)
         y = _products(rows, matrices.transpose(1, 2), shared=ctx.shared)
         return y if bias is None else y.add_(bias[:, None].to(y.dtype))
 
@@ -271,8 +326,10 @@ class _Multiplied(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, matrices = ctx.saved_tensors
-        of_rows, _, of_bias, _ = ctx.needs_input_grad
-        of_weight = summed_outer(gradient.float(), rows.float()).view(ctx.shape).movedim(-1, 2)
+        of_rows, of_weights, of_bias, _ = ctx.needs_input_grad
+        of_weight = None
+        if of_weights:
+            of_weight = summed_outer(gradient.float(), rows.float()).view(ctx.shape).movedim(-1, 2)
         biases = gradient.sum(1, dtype=torch.float32) if of_bias else None
         out = rows if ctx.scratch else None  # fresh memory would cost as much as the product
         back = _products(gradient, matrices, shared=ctx.shared, out=out) if of_rows else None
@@ -321,7 +378,7 @@ class BatchedLayer(nn.Module):
     """A layer with parameters of each user, which are put in before each forward pass."""
 
     own: tuple[Tensor, Tensor | None] = (torch.empty(0), None)  # weight and bias, [C, …] each
-    low_rank: "LowRankLinear | None" = None  # what replaces them
+    low_rank: "LowRankLinear | OnceConv2d | None" = None  # what replaces them
     examples = 0  # C·B, how many go through the model
 
 
@@ -347,6 +404,8 @@ class BatchedConv2d(BatchedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """[C·B, in, height, width] → [C·B, out, rows, columns]."""
+        if self.low_rank is not None:
+            return self.low_rank(x)
         images = lowered(x.permute(0, 2, 3, 1))
         return convolved(images, *self.own, self.window).permute(0, 3, 1, 2)
 
@@ -406,6 +465,88 @@ def batched_layer(layer: nn.Module, *, alike: bool = False) -> BatchedLayer:
     raise ModelError(f"a layer of type {type(layer).__name__} cannot have weights for each user")
 
 
+class FrozenLayer(nn.Module):
+    """A frozen linear layer or convolution: one product for the examples of all users.
+
+    Unlike the layer itself it gives an example the same whatever the examples beside it are.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        # By their names in the model, by which constants are put in.
+        self.weight, self.bias = layer.weight, layer.bias  # type: ignore[assignment]
+        self.product = batched_layer(layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As of the layer."""
+        weight, *bias = (
+            p.as_strided((1, *p.shape), (0, *p.stride()))
+            for p in (self.weight, self.bias)
+            if p is not None
+        )
+        self.product.own = weight, bias[0] if bias else None
+        outputs: Tensor = self.product(x)
+        return outputs
+
+
+class BatchedAdapted(nn.Module):
+    """An `Adapted` linear layer, in one pass over its inputs and its outputs."""
+
+    def __init__(self, base: FrozenLayer, a: BatchedLinear, b: BatchedLinear, scale: float) -> None:
+        super().__init__()
+        # By its name in the model, by which constants are put in.
+        self.base, self.lora_A, self.lora_B, self.scale = base, a, b, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[C·B, …, in] → [C·B, …, out]."""
+        a, b = self.lora_A, self.lora_B
+        if a.low_rank or b.low_rank or torch.is_autocast_enabled(x.device.type):
+            outputs: Tensor = self.lora_B(self.scale * self.lora_A(x))
+            outputs += self.base(x)
+            return outputs
+        rows, shape = x.reshape(len(a.own[0]), -1, x.shape[-1]), x.shape[:-1]
+        base = self.base.weight, self.base.bias
+        return _adapted(rows, a.own[0], b.own[0], *base, self.scale).view(*shape, -1)
+
+
+class _Adapted(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        a: Tensor,
+        b: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        inner = product(rows, a.transpose(1, 2)).mul_(scale)
+        ctx.save_for_backward(rows, inner, a, b, weight)
+        ctx.scale = scale
+        y = _products(rows, weight.t()[None], shared=True)
+        if bias is not None:
+            y += bias
+        return _add_product(y, inner, b.transpose(1, 2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, inner, a, b, weight = ctx.saved_tensors
+        of_b = summed_outer(inner, gradient).transpose(1, 2)  # twice as fast as the other way
+        of_inner = product(gradient, b).mul_(ctx.scale)
+        of_a = summed_outer(of_inner, rows)
+        if not ctx.needs_input_grad[0]:
+            return None, of_a, of_b, None, None, None
+        back = _products(gradient, weight[None], shared=True)
+        return _add_product(back, of_inner, a), of_a, of_b, None, None, None
+
+
+_adapted: Callable[..., Tensor] = _Adapted.apply
+
+
 class LowRankLinear:
     """A `torch.nn.Linear` with shared parameters, corrected for each of C users in S steps.
 
@@ -448,6 +589,7 @@ class LowRankLinear:
 
     def backward(self, gradient: Tensor, *, by_inputs: bool) -> Tensor | None:
         """Remember the losses' gradient by outputs, [C, r, out]; that by inputs, if asked for."""
+        gradient = gradient.contiguous()
         self._now(self._gradients).copy_(gradient)
         if not by_inputs:
             return None
@@ -493,16 +635,86 @@ class LowRankLinear:
         return product(inner.mul_(self._coefficients), factors[:, : self._seen])
 
 
+class OnceConv2d:
+    """A `torch.nn.Conv2d` with shared parameters in the only step of C users, float32 on a CPU.
+
+    torch convolves all images at once; weights of each user follow from what is remembered. It is
+    used as a `LowRankLinear`.
+    """
+
+    def __init__(self, users: int, window: Window, weight: Tensor, bias: Tensor | None) -> None:
+        self.probe = weight.new_zeros((), requires_grad=True)
+        self._users, self._window, self._bias = users, window, bias
+        self._weight = weight.contiguous(memory_format=torch.channels_last)
+        self._images = self._gradients = torch.empty(
+            0
+        )  # [C·B, in, h, w], [C·B, out, rows, columns]
+        self._coefficients = torch.empty(0)  # [C, 1]
+        self._version = 0  # of the images when they were convolved
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[C·B, in, height, width] → [C·B, out, rows, columns]."""
+        return _through(self, self.probe, x)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """Outputs for x, in memory of their own; autograd does not see it."""
+        self._images = _channels_last(x.detach())
+        self._version = self._images._version
+        stride, padding, dilation = self._window.args
+        y = functional.conv2d(self._images, self._weight, self._bias, stride, padding, dilation)
+        self._gradients = y.new_zeros(()).expand(y.shape)  # until there are some
+        return y
+
+    def backward(self, gradient: Tensor, *, by_inputs: bool) -> Tensor | None:
+        """Remember the losses' gradient by outputs; that by inputs, if asked for."""
+        if self._images._version != self._version:  # as autograd has it
+            raise ModelError("the input of a convolution was changed in place before its gradient")
+        self._gradients = _channels_last(gradient)
+        if not by_inputs:
+            return None
+        stride, padding, dilation = self._window.args
+        factors = self._gradients, self._images, self._weight, None, stride, padding, dilation
+        back: Tensor
+        back, _, _ = torch.ops.aten.convolution_backward(
+            *factors, transposed=False, output_padding=(0, 0), groups=1,
+            output_mask=(True, False, False),
+        )  # fmt: skip
+        return back
+
+    def learn(self, coefficients: Tensor) -> None:
+        """End the step, whose coefficients are these, [C, 1]."""
+        self._coefficients = coefficients
+
+    def updates(self) -> list[Tensor | PatchProducts]:
+        """Each user's weights (and bias) minus the shared ones."""
+        images, gradients = (t.permute(0, 2, 3, 1) for t in (self._images, self._gradients))
+        images = images.view(self._users, -1, *images.shape[1:])
+        scaled = gradients.reshape(self._users, -1, gradients.shape[-1])
+        scaled = scaled * self._coefficients[:, :, None]
+        weight = PatchProducts(images, scaled, self._window)
+        return [weight] if self._bias is None else [weight, scaled.sum(1)]
+
+    def expect(self, x: Tensor) -> None:
+        """Begin the step."""
+
+
+def _channels_last(images: Tensor) -> Tensor:
+    """Images [N, channels, height, width] that lie channels last, by strides that say so."""
+    last = images.permute(0, 2, 3, 1).contiguous()
+    # One channel lies first and last: only strides tell torch which.
+    return last.flatten().view(last.shape).permute(0, 3, 1, 2)
+
+
 class _Through(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer: LowRankLinear, _probe: Tensor, x: Tensor) -> Tensor:
+    def forward(ctx: Any, layer: LowRankLinear | OnceConv2d, _probe: Tensor, x: Tensor) -> Tensor:
         ctx.layer, ctx.shape = layer, x.shape
         return layer.outputs(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        back = ctx.layer.backward(gradient.contiguous(), by_inputs=ctx.needs_input_grad[2])
+        back = ctx.layer.backward(gradient, by_inputs=ctx.needs_input_grad[2])
         return None, None, None if back is None else back.view(ctx.shape)
 
 
@@ -520,6 +732,8 @@ class BatchedModel:
     # Of linear layers that alone hold their parameters and are called once in a forward pass: how
     # many rows of an example go through them.
     rows: Mapping[str, int]
+    once: tuple[str, ...]  # convolutions of which the same is true
+    held: Mapping[str, Tensor]  # by name, what the copy holds itself: those of the model
 
     def low_rank(self, steps: int, batch: int) -> dict[str, nn.Linear]:
         """Linear layers for which low-rank corrections cost less than weights for each user."""
@@ -533,16 +747,32 @@ class BatchedModel:
                     found[name] = layer
         return found
 
+    def once_convolved(self, users: int, parameters: TorchTensors) -> dict[str, OnceConv2d]:
+        """Convolutions for the only step of so many users."""
+        found = {}
+        for name in self.once:
+            layer = self.batched[name]
+            assert isinstance(layer, BatchedConv2d)
+            weight, *bias = (parameters[key] for key in self.keys[name])
+            found[name] = OnceConv2d(users, layer.window, weight, bias[0] if bias else None)
+        return found
+
     def outputs(
         self,
         own: TorchTensors,
         constants: TorchTensors,
         x: Tensor,
         activations: Activations = "float32",
-        low_rank: Mapping[str, LowRankLinear] = MappingProxyType({}),
+        low_rank: Mapping[str, LowRankLinear | OnceConv2d] = MappingProxyType({}),
     ) -> Tensor:
         """Outputs for examples [C·B, …] by each user's own parameters, [C, *shape]."""
-        # Costs less than putting tensors into modules, as `functional_call` does.
+        # Costs less than putting tensors into modules, as `functional_call` does. So does leaving
+        # those where they are that are there already.
+        constants = {
+            name: tensor
+            for name, tensor in constants.items()
+            if tensor.data_ptr() != self.held[name].data_ptr()
+        }
         for name, layer in self.batched.items():
             layer.low_rank, layer.examples = low_rank.get(name), len(x)
             if layer.low_rank is None:
@@ -601,17 +831,28 @@ def _copied(model: nn.Module, trained: Mapping[str, nn.Module], x: Tensor) -> Ba
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     keys = {n: tuple(names[id(p)] for p in e.parameters(recurse=False)) for n, e in trained.items()}
     holders = Counter(key for some in keys.values() for key in some)
-    rows = {
+    called_once = {
         name: seen[0][:-1].numel() // _EACH
         for name, seen in shapes.items()
-        if type(trained[name]) is nn.Linear
-        and len(seen) == 2
-        and all(holders[key] == 1 for key in keys[name])
+        if len(seen) == 2 and all(holders[key] == 1 for key in keys[name])
     }
+    rows = {name: n for name, n in called_once.items() if type(trained[name]) is nn.Linear}
+    once = tuple(name for name in called_once if type(trained[name]) is nn.Conv2d)
     batched = {n: batched_layer(e, alike=len({*shapes[n]}) == 1) for n, e in trained.items()}
     memo: dict[int, object] = {id(t): t for t in (*model.parameters(), *model.buffers())}
     memo |= {id(trained[name]): layer for name, layer in batched.items()}
-    return BatchedModel(copy.deepcopy(model, memo), trained, batched, keys, rows)
+    for layer in model.modules():
+        if isinstance(layer, Adapted):
+            a, b = (memo.get(id(part)) for part in (layer.lora_A, layer.lora_B))
+            frozen = isinstance(layer.base, nn.Linear) and id(layer.base) not in memo
+            if frozen and isinstance(a, BatchedLinear) and isinstance(b, BatchedLinear):
+                memo[id(layer)] = BatchedAdapted(FrozenLayer(layer.base), a, b, layer.scale)
+        elif id(layer) not in memo and isinstance(layer, nn.Linear | nn.Conv2d):
+            with suppress(ModelError):  # an unusual one stays as it is
+                memo[id(layer)] = FrozenLayer(layer)
+    copied = copy.deepcopy(model, memo)
+    held = {**dict(copied.named_parameters()), **dict(copied.named_buffers())}
+    return BatchedModel(copied, trained, batched, keys, rows, once, held)
 
 
 def _separate(task: Task, model: BatchedModel, x: list[Tensor], y: list[Tensor]) -> bool:
@@ -620,7 +861,7 @@ def _separate(task: Task, model: BatchedModel, x: list[Tensor], y: list[Tensor])
     one = task.trainable()
     other = {n: p + torch.randn(p.shape, generator=generator) / 8 for n, p in one.items()}
     both = {name: torch.stack([p, other[name]]) for name, p in one.items()}
-    each = [functional_call(task.model, own, (x[user],)) for user, own in enumerate((one, other))]
+    each = [called(task.model, own, x[user]) for user, own in enumerate((one, other))]
     together, beside = (model.outputs(both, {}, torch.cat([x[0], second])) for second in x[1:])
     if together.shape != (alone := torch.cat(each)).shape:
         return False

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.layers import BatchedModel, LowRankLinear, OuterProducts
+from fedpriv.engine.layers import BatchedModel, LowRankLinear, OnceConv2d
 from fedpriv.engine.task import (
     Activations,
     Inputs,
@@ -28,7 +28,7 @@ from fedpriv.engine.task import (
     each_input,
     outputs_of,
 )
-from fedpriv.privacy.clipping_torch import TorchTensors, Updates
+from fedpriv.privacy.clipping_torch import BatchedTensor, TorchTensors, Updates
 from fedpriv.privacy.gaussian_mechanism import CONTROL_PREFIX
 from fedpriv.privacy.round import LocalStep, LocalTraining
 
@@ -375,8 +375,13 @@ def train_layers_chunk(
     assert isinstance(inputs, Tensor)  # batched models have one input
     parameters = start.parameters
     names = model.low_rank(steps, width) if is_linear(local) else ()
-    shared = {key for name in names for key in model.keys[name]}
-    low_rank = {n: LowRankLinear(inputs, *(parameters[k] for k in model.keys[n])) for n in names}
+    low_rank: dict[str, LowRankLinear | OnceConv2d] = {
+        n: LowRankLinear(inputs, *(parameters[k] for k in model.keys[n])) for n in names
+    }
+    plain = inputs.device.type == "cpu" and activations == "float32"
+    if steps == 1 and plain and is_linear(local):
+        low_rank |= model.once_convolved(users, parameters)
+    shared = {key for name in low_rank for key in model.keys[name]}
     # Parameters lie in memory as their gradients do: those of convolutions by patches.
     own = {
         n: p.contiguous(memory_format=torch.channels_last) if p.dim() == 4 else p
@@ -407,7 +412,7 @@ def train_layers_chunk(
         coefficients.step({"": unit}, active)
         for layer in low_rank.values():
             layer.learn(coefficients.displacement[""])
-    learnt: dict[str, Tensor | OuterProducts] = {**descent.moved()}
+    learnt: dict[str, BatchedTensor] = {**descent.moved()}
     for name, layer in low_rank.items():
         learnt |= zip(model.keys[name], layer.updates(), strict=True)
     return {name: learnt.pop(name) for name in parameters} | learnt

@@ -103,6 +103,11 @@ class Task:
         personal: names of trainable parameters, or patterns such as "head.*", that stay with users.
             Each user begins every round with them as the model has them, trains them beside the
             others, and sends nothing of them; how is up to the algorithm, such as `FedRecon`.
+        trained: names of parameters, or patterns, that users train; by default those that require
+            gradients. All others are frozen: they are part of the model, and of no update.
+        frozen: names of parameters, or patterns, that are frozen among these. Where `trained` or
+            `frozen` changes what requires gradients, the task has a copy of the model with the
+            same numbers.
     """
 
     model: nn.Module
@@ -113,10 +118,19 @@ class Task:
     ignore_index: int = _IGNORED
     figures: Mapping[str, object] = field(default_factory=dict)  # of `Figure`, once it is made
     personal: tuple[str, ...] = ()
+    trained: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", without_batch_norm(self.model))
-        object.__setattr__(self, "personal", matching(self.personal, self.trainable()))
+        for name in ("trained", "frozen"):
+            patterns = getattr(self, name)
+            one = isinstance(patterns, str)
+            object.__setattr__(self, name, (patterns,) if one else tuple(patterns))
+        model = without_batch_norm(self.model)
+        object.__setattr__(self, "model", training_only(model, self.trained, self.frozen))
+        object.__setattr__(
+            self, "personal", matching(self.personal, self.trainable(), "trainable parameter")
+        )
         if self.personal and not self.parameters():
             raise ModelError("personal names all parameters of the model; users must send some")
         if isinstance(self.loss, str):
@@ -459,25 +473,48 @@ def each_input(change: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
 
 
 def called(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor:
-    """Outputs of a model with tensors put in by name."""
+    """Outputs of a model with tensors put in by name; their `logits` if they are no tensor."""
     unnamed, named = ((), x) if isinstance(x, dict) else ((x,), {})
     # functional_call costs as much as a small layer.
-    outputs: Tensor
     outputs = (
         functional_call(model, dict(tensors), unnamed, named)
         if tensors
         else model(*unnamed, **named)
     )
-    return outputs
+    return cast(Tensor, outputs if isinstance(outputs, Tensor) else outputs.logits)
 
 
-def matching(patterns: Iterable[str], names: Iterable[str]) -> tuple[str, ...]:
+def matching(patterns: Iterable[str], names: Iterable[str], what: str) -> tuple[str, ...]:
     """The names, in their order, that some pattern matches; a `ModelError` if one matches none."""
     patterns, names = [patterns] if isinstance(patterns, str) else list(patterns), list(names)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ModelError(f"{pattern!r} matches no trainable parameter; they are {names}")
+            raise ModelError(f"{pattern!r} matches no {what}; they are {names}")
     return tuple(n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns))
+
+
+def training_only(model: nn.Module, trained: Iterable[str], frozen: Iterable[str]) -> nn.Module:
+    """The model with gradients of the parameters that some of the patterns name, as in a `Task`.
+
+    A copy of it, which shares its numbers, unless that changes nothing. A `ModelError` says that a
+    pattern matches no parameter, or that none is left to train.
+    """
+    held = dict(model.named_parameters())
+    names = [name for name, p in held.items() if p.is_floating_point()]
+    chosen = {*(matching(trained, names, "parameter"))} or {
+        name for name, p in held.items() if p.requires_grad
+    }
+    stopped = {*matching(frozen, names, "parameter")}
+    if stopped and not chosen - stopped:
+        raise ModelError(f"frozen leaves nothing of {sorted(chosen)} to train")
+    memo: dict[int, object] = {id(t): t for t in (*held.values(), *model.buffers())}
+    changed = False
+    for name, parameter in held.items():
+        needs = name in chosen - stopped
+        if needs != parameter.requires_grad:
+            memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=needs)
+            changed = True
+    return copy.deepcopy(model, memo) if changed else model
 
 
 class RunningNorm(nn.Module):

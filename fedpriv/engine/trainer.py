@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine import local_training
+from fedpriv.engine.adapters import Adapted
 from fedpriv.engine.layers import BatchedModel, batched_model
 from fedpriv.engine.local_training import Examples, Integers, Rung
 from fedpriv.engine.metrics import Measuring, diagnose_chunk, group_norms, user_metrics
@@ -173,9 +174,12 @@ class Trainer:
                     patches.append(output[0, 0].numel() * layer.weight[0].numel())
 
         x, _ = self._blank_example
+        layers = self.task.model.modules()
+        # In one pass, of which the parts' outputs are not kept.
+        parts = {p for each in layers if isinstance(each, Adapted) for p in each.children()}
         with ExitStack() as hooks, torch.no_grad(), torch.random.fork_rng(devices=[]):
             for layer in self.task.model.modules():
-                if not any(layer.children()):
+                if layer not in parts and (isinstance(layer, Adapted) or not any(layer.children())):
                     hooks.enter_context(layer.register_forward_hook(measure))
             called(self.task.model, {}, x)
         inputs = x.values() if isinstance(x, dict) else [x]

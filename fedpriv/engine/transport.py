@@ -3,6 +3,7 @@
 Threads of one process would wait for Python's lock, the longer the smaller a model is.
 """
 
+import ctypes
 import gc
 import logging
 import multiprocessing
@@ -24,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedpriv.data.places import refuse_shared
 from fedpriv.data.population import UserStore
 from fedpriv.engine.layers import blas_threads
 from fedpriv.engine.local_training import Integers, by_rung
@@ -47,6 +49,8 @@ from fedpriv.engine.trainer import (
 )
 from fedpriv.errors import InvalidValueError, WorkerError
 from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
 def device_named(name: str) -> torch.device:
@@ -89,6 +93,7 @@ class InProcessTransport(Transport):
 
     def __post_init__(self) -> None:
         activations_named(self.activations)
+        refuse_shared(self.users, "whole users train")
         if self.processes is not None and self.processes < 1:
             raise InvalidValueError(f"processes is {self.processes}; it must be at least 1")
         if self.chunk_memory < 1:
@@ -275,6 +280,7 @@ def _serve(trainer: Trainer, connection: Connection, threads: int) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked decides what to do then
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _keep_memory()
     gc.freeze()  # or collections would look at all that was inherited, again and again
     logged = _LogRecords()
     with computing_with(threads), suppress(EOFError, OSError):
@@ -295,6 +301,13 @@ def _serve(trainer: Trainer, connection: Connection, threads: int) -> None:
                 message = pickle.dumps((logged.records, answer))
             connection.send_bytes(message)
             logged.records.clear()
+
+
+def _keep_memory() -> None:
+    """Keep what is freed for the next chunk: fresh pages cost as much as a layer's arithmetic."""
+    with suppress(OSError, AttributeError):  # glibc alone has these settings
+        for setting, size in ((_TRIM_THRESHOLD, 2**31 - 1), (_MMAP_THRESHOLD, 2**25)):
+            ctypes.CDLL(None).mallopt(setting, size)
 
 
 class _LogRecords(logging.Handler):

@@ -41,6 +41,17 @@ class SamplingPolicy(StrEnum):
     # The event is a series of n rounds, each with its own release; every user is in at most k of
     # them, any two at least b rounds apart; in which ones is not secret. It is charged whole.
     SEPARATED = "separated"
+    # The event is a series of n rounds, each with its own release. Users are in b groups, whatever
+    # their data, so that groups need not be secret; round t ∈ {0, …, n − 1} is of group t mod b,
+    # whose users each join it independently with the sampling probability. It is charged whole.
+    BANDED_POISSON = "poisson-within-bands"
+    # Of each user at most k examples count, always the same ones, and each of them joins
+    # independently with the sampling probability; the cohort is of examples.
+    EXAMPLES = "poisson-examples"
+
+
+# The policies of series whose noise a strategy may correlate.
+WITH_STRATEGY = (SamplingPolicy.SEPARATED, SamplingPolicy.BANDED_POISSON)
 
 
 class NeighbouringRelation(StrEnum):
@@ -68,6 +79,7 @@ EventKind = tuple[SamplingPolicy, NeighbouringRelation]
 _NOT_ANALYSED = {
     (SamplingPolicy.FIXED_SIZE, NeighbouringRelation.ADD_OR_REMOVE_ONE),
     (SamplingPolicy.RANDOM_ALLOCATION, NeighbouringRelation.REPLACE_ONE),
+    (SamplingPolicy.EXAMPLES, NeighbouringRelation.REPLACE_ONE),
 }
 # The kinds of events that can be constructed.
 ANALYSED: tuple[EventKind, ...] = tuple(
@@ -98,9 +110,10 @@ class Schedule:
 class SamplingEvent:
     """One draw of a cohort; everything released about that cohort belongs to it.
 
-    q in (0, 1] is each user's chance to be in the cohort of a round: any for Poisson sampling; for
-    fixed size the float nearest to m/N, so that q·N rounds to the cohort size m; for random
-    allocation that nearest to k/n; 1 for the others, which sampling does not make cheaper.
+    q in (0, 1] is each user's chance to be in the cohort of a round: any for Poisson sampling, of
+    examples that of each example, and within bands in a round of the user's group; for fixed size
+    the float nearest to m/N, so that q·N rounds to the cohort size m; for random allocation that
+    nearest to k/n; 1 for the others, which sampling does not make cheaper.
     """
 
     policy: SamplingPolicy
@@ -110,6 +123,8 @@ class SamplingEvent:
     # None where the event is one round, or a shuffled pass with an unknown number of batches.
     schedule: Schedule | None = None
     unit: Unit = Unit.USER
+    # k ≥ 1, the most examples of a user that count, where these are sampled; None elsewhere.
+    examples_per_user: int | None = None
 
     def __post_init__(self) -> None:
         q, n, policy = self.sampling_probability, self.population, self.policy
@@ -120,6 +135,7 @@ class SamplingEvent:
             found = f"{policy} sampling with {self.relation} neighbours has no analysis"
             raise InvalidValueError(f"{found}; legal is: {kinds_text(ANALYSED)}")
         self._check_schedule()
+        self._check_examples()
         if policy is SamplingPolicy.FIXED_SIZE:
             m = round(Fraction(q) * n)
             exact = m >= 1 and q == m / n
@@ -128,13 +144,52 @@ class SamplingEvent:
             share = self.schedule.participations / self.schedule.rounds
             exact, legal = q == share, f"k/n, {share}"
         else:
-            exact, legal = q == 1.0 or policy is SamplingPolicy.POISSON, "1"
+            coins = (SamplingPolicy.POISSON, SamplingPolicy.EXAMPLES, SamplingPolicy.BANDED_POISSON)
+            exact, legal = q == 1.0 or policy in coins, "1"
         require(exact, f"sampling_probability is {q}; with {policy} sampling it must be {legal}")
+
+    @property
+    def text(self) -> str:
+        """How cohorts are drawn, in a few words.
+
+        >>> policy, relation = SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE
+        >>> SamplingEvent(policy, 0.3, 10, relation).text
+        'q = 0.3'
+        """
+        q, schedule = f"q = {self.sampling_probability:g}", self.schedule
+        if self.policy in (SamplingPolicy.POISSON, SamplingPolicy.EXAMPLES):
+            return q
+        if self.policy is SamplingPolicy.FIXED_SIZE:
+            return f"{self.policy} cohorts, m = {self.expected_cohort_size:.0f}"
+        if self.policy is SamplingPolicy.RANDOM_ALLOCATION and schedule is not None:
+            return f"{self.policy} to {schedule.participations} of {schedule.rounds} rounds"
+        spans = "" if schedule is None else f", {schedule.rounds} rounds at once"
+        if self.policy in WITH_STRATEGY and schedule is not None:
+            chance = "" if q == "q = 1" else f", {q}"
+            return f"{self.policy}, {schedule.separation} groups in turn{chance}{spans}"
+        return str(self.policy) if q == "q = 1" else f"{self.policy}, {q}{spans}"
+
+    @property
+    def expected_cohort_size(self) -> float:
+        """How many users are in the cohort of a round on average: of one of b groups, q·N/b.
+
+        Of examples, how many there would be if every user had k.
+        """
+        grouped = self.policy in WITH_STRATEGY and self.schedule is not None
+        groups = self.schedule.separation if grouped and self.schedule else 1
+        return self.sampling_probability * (self.places / groups)
+
+    @property
+    def cohort_variance(self) -> float:
+        """Variance of the size of the cohort of a round; 0 where its size is public."""
+        if self.policy in (SamplingPolicy.FIXED_SIZE, SamplingPolicy.SHUFFLED):
+            return 0.0
+        return self.expected_cohort_size * (1.0 - self.sampling_probability)
 
     def _check_schedule(self) -> None:
         schedule, policy = self.schedule, self.policy
-        shuffled, separated = SamplingPolicy.SHUFFLED, SamplingPolicy.SEPARATED
-        needed = policy in (separated, SamplingPolicy.RANDOM_ALLOCATION)
+        shuffled, banded = SamplingPolicy.SHUFFLED, SamplingPolicy.BANDED_POISSON
+        needed = policy in (*WITH_STRATEGY, SamplingPolicy.RANDOM_ALLOCATION)
         if schedule is None:
             require(not needed, f"the schedule is None; {policy} sampling must have one")
             return
@@ -143,7 +198,28 @@ class SamplingEvent:
         k, b = schedule.participations, schedule.separation
         legal = f"with {policy} sampling it must be 1"
         require(k == 1 or policy is not shuffled, f"participations of the schedule is {k}; {legal}")
-        require(b == 1 or policy is separated, f"separation of the schedule is {b}; {legal}")
+        apart = b == 1 or policy in WITH_STRATEGY
+        require(apart, f"separation of the schedule is {b}; {legal}")
+        most = -(-schedule.rounds // b)
+        legal = f"with {policy} sampling it must be ⌈n/b⌉, {most}"
+        every = k == most or policy is not banded
+        require(every, f"participations of the schedule is {k}; {legal}")
+
+    def _check_examples(self) -> None:
+        k, policy = self.examples_per_user, self.policy
+        found = f"examples_per_user is {k}"
+        if policy is not SamplingPolicy.EXAMPLES:
+            require(k is None, f"{found}; {policy} sampling is of whole users and must have none")
+            return
+        legal = f"with {policy} sampling it must be a whole number of at least 1"
+        require(isinstance(k, int) and k >= 1, f"{found}; {legal}")
+        legal = f"with {policy} sampling it must be {str(Unit.USER)!r}"
+        require(self.unit is Unit.USER, f"unit is {str(self.unit)!r}; {legal}")
+
+    @property
+    def places(self) -> int:
+        """How many may be drawn: N users, or N·k places for examples."""
+        return self.population * (self.examples_per_user or 1)
 
 
 def kinds_text(kinds: Iterable[EventKind]) -> str:
@@ -243,9 +319,9 @@ class RoundEvent:
     """One cohort and all sum queries over it, repeated `count` times with fresh cohorts.
 
     The strategy is the first column (c_0, c_1, …) of the lower triangular Toeplitz matrix C that
-    correlates noise over the rounds of a separated series: with X the sums of its n rounds and Z
-    fresh noise as in `SumQueryEvent`, C⁻¹(C·X + Z) is released. Missing coefficients are 0; (1,) is
-    fresh noise in every round, the only strategy of other policies.
+    correlates noise over the rounds of a series: with X the sums of its n rounds and Z fresh noise
+    as in `SumQueryEvent`, C⁻¹(C·X + Z) is released. Missing coefficients are 0, and within bands
+    there are at most b; (1,) is fresh noise in every round, the only strategy of other policies.
     """
 
     sampling: SamplingEvent
@@ -264,12 +340,15 @@ class RoundEvent:
         if strategy == (1.0,):
             return
         found = f"the strategy has {len(strategy)} coefficients"
-        if policy is not SamplingPolicy.SEPARATED or schedule is None:
+        if policy not in WITH_STRATEGY or schedule is None:
             raise InvalidValueError(
                 f"{found}; {policy} sampling has fresh noise in every round, the strategy (1,)"
             )
         legal = f"it must have from 1 to the {schedule.rounds} of the schedule's rounds"
         require(1 <= len(strategy) <= schedule.rounds, f"{found}; {legal}")
+        b, banded = schedule.separation, policy is SamplingPolicy.BANDED_POISSON
+        legal = f"with {policy} sampling it must have at most as many as groups, {b}"
+        require(len(strategy) <= b or not banded, f"{found}; {legal}")
         legal = "its first coefficient must be positive and all must be finite"
         proper = strategy[0] > 0.0 and all(map(math.isfinite, strategy))
         require(proper, f"the strategy begins with {strategy[0]}; {legal}")

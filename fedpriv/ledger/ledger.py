@@ -22,7 +22,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from fedpriv.errors import BudgetExceededError, LedgerError
+import numpy as np
+import numpy.typing as npt
+
+from fedpriv.errors import BudgetExceededError, InvalidValueError, LedgerError
 from fedpriv.ledger.database import Database, FileFormat, insertion
 from fedpriv.ledger.events import (
     NeighbouringRelation,
@@ -121,15 +124,27 @@ class ProposedCharge:
     randomness: Randomness  # of cohort and noise
     event: RoundEvent  # of one round: its count is 1
     cohort_commitment: str  # 64 hexadecimal digits, from `ParticipationRecord.record`
+    # Of an event of several rounds, which of them this is, from 0, and the position of the charge
+    # that paid for all. The first of them pays, and is no part of another charge.
+    part: int = 0
+    series: int | None = None
 
     def __post_init__(self) -> None:
         _check_name("run", self.run)
         numbers = f"round {self.round}, attempt {self.attempt}"
-        legal = 0 <= self.round < 2**63 and 0 <= self.attempt < 2**63
-        require(legal, f"{numbers}: both must be from 0 to 2^63 - 1")
+        whole = 0 <= self.round < 2**63 and 0 <= self.attempt < 2**63
+        require(whole, f"{numbers}: both must be from 0 to 2^63 - 1")
         count = self.event.count
         require(count == 1, f"the event has count {count}; each round is charged by itself")
         _check_digits("cohort_commitment", self.cohort_commitment, 64)
+        schedule = self.event.sampling.schedule
+        parts = 1 if schedule is None else schedule.rounds
+        legal = f"it must be a whole number from 0 to {parts - 1}"
+        require(isinstance(self.part, int) and 0 <= self.part < parts, f"part {self.part}; {legal}")
+        named = isinstance(self.series, int) and self.series >= 1
+        legal = "the parts after the first, and they alone, name the charge that paid for them"
+        fits = self.series is None if self.part == 0 else named
+        require(fits, f"part {self.part} has series {self.series}; {legal}")
 
 
 @dataclass(frozen=True)
@@ -143,46 +158,38 @@ class ChargedRow:
     randomness: Randomness
     event: RoundEvent
     cohort_commitment: str
+    part: int  # as in `ProposedCharge`
+    series: int | None
     charged_at: str  # UTC, ISO 8601
     previous_hash: str  # digest of the text before
 
     @cached_property
     def text(self) -> str:
-        """As it is written in the chain: JSON that is exact for doubles."""
-        sampling, schedule = self.event.sampling, self.event.sampling.schedule
+        """As it is written in the chain: JSON that is exact for doubles.
+
+        A part that was paid before names its charge and does not repeat the event.
+        """
+        own = _event_fields(self.event)
+        if self.series is not None:
+            own = {"series": int(self.series), "part": int(self.part)}
         return json.dumps(
             {
                 "position": int(self.position),
                 "run": self.run,
                 "round": int(self.round),
                 "attempt": int(self.attempt),
-                "policy": sampling.policy,
-                "sampling_probability": float(sampling.sampling_probability),
-                "population": int(sampling.population),
-                "relation": sampling.relation,
-                **({} if sampling.unit is Unit.USER else {"unit": sampling.unit}),
-                "schedule": schedule and {name: int(n) for name, n in asdict(schedule).items()},
-                "strategy": [float(c) for c in self.event.strategy],
-                **(
-                    {}
-                    if self.event.selection is None
-                    else {"selection": asdict(self.event.selection)}
-                ),
-                "sum_queries": [
-                    {
-                        "group": str(query.group),
-                        "clipping_norm": float(query.clipping_norm),
-                        "noise_stddev": float(query.noise_stddev) + 0.0,  # there is one zero
-                        "granularity": query.granularity and float(query.granularity),
-                    }
-                    for query in self.event.queries
-                ],
+                **own,
                 "randomness": self.randomness,
                 "cohort_commitment": self.cohort_commitment,
                 "charged_at": self.charged_at,
                 "previous_hash": self.previous_hash,
             }
         )
+
+    @property
+    def pays(self) -> bool:
+        """Whether its event is charged here, and not with an earlier round of the same series."""
+        return self.series is None
 
     @cached_property
     def hash(self) -> str:
@@ -199,6 +206,106 @@ class ChargedRow:
         return f"charge {self.position} ({attempt})"
 
 
+def _event_fields(event: RoundEvent) -> dict[str, object]:
+    sampling, schedule = event.sampling, event.sampling.schedule
+    k = sampling.examples_per_user
+    return {
+        "policy": sampling.policy,
+        "sampling_probability": float(sampling.sampling_probability),
+        "population": int(sampling.population),
+        "relation": sampling.relation,
+        **({} if sampling.unit is Unit.USER else {"unit": sampling.unit}),
+        **({} if k is None else {"examples_per_user": int(k)}),
+        "schedule": schedule and {name: int(n) for name, n in asdict(schedule).items()},
+        "strategy": [float(c) for c in event.strategy],
+        **({} if event.selection is None else {"selection": asdict(event.selection)}),
+        "sum_queries": [
+            {
+                "group": str(query.group),
+                "clipping_norm": float(query.clipping_norm),
+                "noise_stddev": float(query.noise_stddev) + 0.0,  # there is one zero
+                "granularity": query.granularity and float(query.granularity),
+            }
+            for query in event.queries
+        ],
+    }
+
+
+def event_text(event: RoundEvent) -> str:
+    """An event of count 1 as a charge writes it down: JSON that is exact for doubles."""
+    require(event.count == 1, f"the event has count {event.count}; it must be 1")
+    return json.dumps(_event_fields(event))
+
+
+def event_from(text: str) -> RoundEvent:
+    """The event that `event_text` writes so; InvalidValueError for every other text."""
+    try:
+        event = _event(json.loads(text))
+        require(event_text(event) == text, "it is not written as a ledger writes it")
+    except _MALFORMED as error:
+        raise InvalidValueError(f"the event is not one that this fedpriv knows: {error}") from error
+    return event
+
+
+def paid_events(rows: Iterable[ChargedRow]) -> list[RoundEvent]:
+    """The events that were charged: of a series of rounds one."""
+    return [row.event for row in rows if row.pays]
+
+
+@dataclass(frozen=True)
+class OpenSeries:
+    """A series of rounds that was paid for and has rounds left."""
+
+    paid: ChargedRow  # its first round, which charged its event
+    part: int  # its next round
+
+
+class SeriesBook:
+    """The series of rounds that a chain has paid for, as far as the chain was followed.
+
+    Guarantees:
+        * a part is of the run that paid, follows the part before it and comes once;
+        * so an event of n rounds is released n times at most.
+    """
+
+    def __init__(self, rows: Iterable[ChargedRow] = ()) -> None:
+        self._open: dict[int, OpenSeries] = {}  # by the position of the charge
+        self._last: dict[str, int] = {}  # that of each run
+        for row in rows:
+            self.follow(row)
+
+    def last_of(self, run: str) -> OpenSeries | None:
+        """The series that a run paid for last, unless all of its rounds were charged."""
+        return self._open.get(self._last.get(run, 0))
+
+    def event_of(self, series: object) -> RoundEvent:
+        """The event that the charge at a position paid for, if rounds of it are left."""
+        found = self._open.get(series) if isinstance(series, int) else None
+        if found is None:
+            raise InvalidValueError(f"charge {series} paid for no round that is left")
+        return found.paid.event
+
+    def check(self, row: ChargedRow) -> None:
+        """LedgerError unless the row pays, or is the next part of a series of its run."""
+        if row.series is None:
+            return
+        found = self._open.get(row.series)
+        fits = found is not None and (found.part, found.paid.run) == (row.part, row.run)
+        if found is None or not fits or found.paid.event != row.event:
+            raise LedgerError(f"{row} is not the next round of the series of charge {row.series}")
+
+    def follow(self, row: ChargedRow) -> None:
+        """Take in the next row of the chain; LedgerError if it is a part and not the next."""
+        self.check(row)
+        paid = row if row.series is None else self._open[row.series].paid
+        schedule = row.event.sampling.schedule
+        if schedule is None or schedule.rounds == row.part + 1:
+            self._open.pop(paid.position, None)
+        else:
+            self._open[paid.position] = OpenSeries(paid, row.part + 1)
+            self._last[row.run] = paid.position
+
+
 @dataclass(frozen=True)
 class Charge:
     """Receipt for one charge, good for one release, which copies share; it cannot be pickled."""
@@ -208,6 +315,7 @@ class Charge:
     attempt: int
     event: RoundEvent
     hash: str  # digest of the charge in the ledger
+    part: int = 0  # which round of the event, from 0
     _used: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def redeem(self) -> RoundEvent:
@@ -245,6 +353,7 @@ class Ledger:
         self.population_name = self._genesis.population
         self._known = self._genesis.head  # the head up to which `_rounds` counts the charges
         self._rounds = Counter[RoundEvent]()
+        self._series = SeriesBook()
         self._price: tuple[object, float] = (None, 0.0)  # the last one, and what it was asked for
 
     @classmethod
@@ -275,7 +384,8 @@ class Ledger:
         """Write down a charge, if the budget allows it, and return the receipt to release it.
 
         Raises, without charging anything, BudgetExceededError where all charges together would pass
-        the budget, and LedgerError where the attempt was charged before or the ledger is broken.
+        the budget, and LedgerError where the attempt was charged before or the ledger is broken. A
+        part of a series that was paid for is written down at no price, if it is the next.
         """
         name = f"run {charge.run}, round {charge.round}, attempt {charge.attempt}"
         with self._lock, self.database.transaction():
@@ -284,8 +394,9 @@ class Ledger:
             if self.database.read(sql, (charge.run, charge.round, charge.attempt)):
                 next_attempt = self.next_attempt(charge.run, charge.round)
                 raise LedgerError(f"{name} was charged before; the next attempt is {next_attempt}")
-            epsilon = 0.0 if budget is None else self.epsilon(budget, charge.event)
-            if budget is not None and not epsilon <= budget.epsilon:
+            event = charge.event if charge.series is None else None
+            epsilon = 0.0 if budget is None else self.epsilon(budget, event)
+            if budget is not None and event is not None and not epsilon <= budget.epsilon:
                 raise BudgetExceededError(
                     f"{name} would make ε = {epsilon} at δ = {budget.delta}, which passes the "
                     f"budget of ε = {budget.epsilon}; nothing was charged"
@@ -293,11 +404,12 @@ class Ledger:
             last = self._known
             fields = vars(charge) | {"charged_at": _now(), "previous_hash": last.hash}
             row = ChargedRow(last.count + 1, **fields)
+            self._series.check(row)
             columns = _columns(row)
             self.database.write(insertion("chain", columns), columns)
             self.database.write("UPDATE head SET count = :count, hash = :hash", asdict(row.head))
             self._price = (row.head, None, budget), epsilon
-        return Charge(row.run, row.round, row.attempt, row.event, row.hash)
+        return Charge(row.run, row.round, row.attempt, row.event, row.hash, row.part)
 
     def epsilon(self, budget: PrivacyBudget, event: RoundEvent | None = None) -> float:
         """ε of all charges, and of one more event of count 1 if given, at the budget's δ."""
@@ -312,7 +424,13 @@ class Ledger:
 
     def charges(self) -> Iterator[ChargedRow]:
         """All charges, in the order in which they were made."""
-        yield from self._walk(self._genesis.head, self.head)
+        yield from self._walk(self._genesis.head, self.head, SeriesBook())
+
+    def open_series(self, run: str) -> OpenSeries | None:
+        """The series of rounds that a run paid for last, if rounds of it are left."""
+        with self._lock:
+            self._catch_up()
+            return self._series.last_of(run)
 
     def spent(self) -> list[RoundEvent]:
         """All events so far with equal ones merged, in order of first use."""
@@ -375,7 +493,8 @@ class Ledger:
         """
         head = self.head
         stream.write(f"{self._genesis.text}\n")
-        stream.writelines(f"{row.text}\n" for row in self._walk(self._genesis.head, head))
+        rows = self._walk(self._genesis.head, head, SeriesBook())
+        stream.writelines(f"{row.text}\n" for row in rows)
         stream.write(f"{head.line}\n")
 
     def close(self) -> None:
@@ -394,8 +513,11 @@ class Ledger:
             raise LedgerError(f"the ledger has {len(rows)} rows for {sql!r}; it must have one")
         return rows[0]
 
-    def _walk(self, last: Head, end: Head) -> Iterator[ChargedRow]:
-        """The charges after `last` up to `end`, in order, each checked before it is yielded."""
+    def _walk(self, last: Head, end: Head, series: SeriesBook) -> Iterator[ChargedRow]:
+        """The charges after `last` up to `end`, in order, each checked before it is yielded.
+
+        The book has followed the chain up to `last`, and follows it on.
+        """
         sql = "SELECT * FROM chain WHERE position > ? AND position <= ? ORDER BY position LIMIT ?"
         # Rows that were read once never change, so pages agree.
         while page := self.database.read(sql, (last.count, end.count, _ROWS_AT_ONCE)):
@@ -404,7 +526,7 @@ class Ledger:
                     raise LedgerError(f"charge {last.count + 1} is missing")
                 if not isinstance(stored["text"], str) or digest(stored["text"]) != stored["hash"]:
                     raise LedgerError(f"charge {stored['position']} was changed")
-                row = next_row(last, stored["text"])
+                row = next_row(last, stored["text"], series)
                 if _columns(row) != dict(stored):
                     raise LedgerError(f"{row} was changed")
                 yield row
@@ -418,8 +540,8 @@ class Ledger:
             )
 
     def _catch_up(self) -> None:
-        for row in self._walk(self._known, self.head):
-            self._rounds[row.event] += 1
+        for row in self._walk(self._known, self.head, self._series):
+            self._rounds[row.event] += row.pays
             self._known = row.head
 
 
@@ -452,6 +574,7 @@ class ExportedLedger:
             rows, last = list(known.rows), known.head
             attempts = {(row.run, row.round, row.attempt) for row in rows}
             events = {row.event: row.event for row in rows}
+            series = SeriesBook(rows)
             for number, line in numbered:  # noqa: B007 - errors name it
                 text = _checked(line)
                 if ended:
@@ -461,7 +584,7 @@ class ExportedLedger:
                 elif text.startswith('{"head"'):
                     raise LedgerError(f"the head is not {last.count} charges, hash {last.hash}")
                 else:
-                    row = next_row(last, text)
+                    row = next_row(last, text, series)
                     attempts.add((row.run, row.round, row.attempt))
                     if len(attempts) == len(rows):
                         raise LedgerError(f"{row} was charged before")
@@ -528,11 +651,14 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
-def next_row(last: Head, text: str) -> ChargedRow:
-    """The charge after `last` that a text describes; LedgerError if no ledger writes it so."""
+def next_row(last: Head, text: str, series: SeriesBook) -> ChargedRow:
+    """The charge after `last` that a text describes; LedgerError if no ledger writes it so.
+
+    The book has followed the chain up to `last`, and follows this charge too.
+    """
     number = last.count + 1
     try:
-        row = _row(json.loads(text))
+        row = _row(json.loads(text), series)
         require(row.text == text, "it is not written as a ledger writes it")
     except _MALFORMED as error:
         raise LedgerError(f"charge {number} is not one that this fedpriv knows: {error}") from error
@@ -541,27 +667,35 @@ def next_row(last: Head, text: str) -> ChargedRow:
     if row.previous_hash != last.hash:
         before = f"charge {last.count}" if last.count else "the text that identifies the ledger"
         raise LedgerError(f"{row} does not follow {before}: one of them was replaced")
+    series.follow(row)
     return row
 
 
-def _row(fields: dict[str, Any]) -> ChargedRow:
+def _row(fields: dict[str, Any], book: SeriesBook) -> ChargedRow:
     """The charge that JSON fields describe; raises what its constructors raise."""
+    series, part = fields.pop("series", None), fields.pop("part", 0)
+    event = _event(fields) if series is None else book.event_of(series)
+    randomness = Randomness(fields.pop("randomness"))
+    place = {name: fields.pop(name) for name in ("position", "charged_at", "previous_hash")}
+    _check_name("charged_at", place["charged_at"])
+    charge = ProposedCharge(**fields, randomness=randomness, event=event, part=part, series=series)
+    return ChargedRow(**place, **vars(charge))
+
+
+def _event(fields: dict[str, Any]) -> RoundEvent:
+    """The event that JSON fields describe, which are taken out."""
     policy, q = SamplingPolicy(fields.pop("policy")), fields.pop("sampling_probability")
     population, relation = fields.pop("population"), NeighbouringRelation(fields.pop("relation"))
     found, unit = fields.pop("schedule"), Unit(fields.pop("unit", Unit.USER))
     schedule = None if found is None else Schedule(**found)
-    sampling = SamplingEvent(policy, q, population, relation, schedule, unit)
+    examples = fields.pop("examples_per_user", None)
+    sampling = SamplingEvent(policy, q, population, relation, schedule, unit, examples)
     queries = tuple(SumQueryEvent(**query) for query in fields.pop("sum_queries"))
     strategy, searched = tuple(fields.pop("strategy")), fields.pop("selection", None)
     if searched is not None:
         trials = tuple(Trial(**trial) for trial in searched.pop("trials"))
         searched = Selection(trials, **searched)
-    event = RoundEvent(sampling, queries, strategy=strategy, selection=searched)
-    randomness = Randomness(fields.pop("randomness"))
-    place = {name: fields.pop(name) for name in ("position", "charged_at", "previous_hash")}
-    _check_name("charged_at", place["charged_at"])
-    charge = ProposedCharge(**fields, randomness=randomness, event=event)
-    return ChargedRow(**place, **vars(charge))
+    return RoundEvent(sampling, queries, strategy=strategy, selection=searched)
 
 
 def _check(
@@ -570,22 +704,51 @@ def _check(
     record: ParticipationRecord | None,
     head: Head | None,
 ) -> None:
-    """Read all charges; a record must hold the cohort of each, and heads lie on their chain."""
+    """Read all charges; a record must hold the cohort of each, and heads lie on their chain.
+
+    Cohorts of a series must also keep its schedule.
+    """
     known = None if record is None else record.ledger_head
     kept = [each for each in (head, known) if each is not None]
-    met = {first} & set(kept)
+    met, series = {first} & set(kept), dict[int, _Participations]()
     for row in charges:
         met |= {each for each in kept if each.count == row.position and each == row.head}
-        attempt, population = (row.run, row.round, row.attempt), row.event.sampling.population
+        attempt, sampling = (row.run, row.round, row.attempt), row.event.sampling
         try:
             if record is not None:
-                record.confirm(row.cohort_commitment, attempt, population)
+                users = record.confirm(row.cohort_commitment, attempt, sampling.places)
+                if (schedule := sampling.schedule) is not None:
+                    paid = row.position if row.series is None else row.series
+                    taken = series.pop(paid, None) or _Participations(sampling, schedule)
+                    taken.add(users, row.part)
+                    if row.part + 1 < schedule.rounds:
+                        series[paid] = taken
         except LedgerError as error:
             raise LedgerError(f"{row}: {error}") from error
     for each in kept:
         if each not in met:
             never = f"the ledger never had the head of {each.count} charges with hash {each.hash}"
             raise LedgerError(f"{never}: it is another ledger, or was set back or rewritten")
+
+
+class _Participations:
+    """Who took part in the rounds of a series so far, and when last."""
+
+    def __init__(self, sampling: SamplingEvent, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._times = np.zeros(sampling.population, np.int64)
+        self._next = np.zeros_like(self._times)  # the round after the last one of a user
+
+    def add(self, users: npt.NDArray[np.int64], part: int) -> None:
+        """Take in the cohort of a round; LedgerError if it does not keep the schedule."""
+        k, b, n = self._schedule.participations, self._schedule.separation, self._schedule.rounds
+        again = self._next[users][self._times[users] > 0]
+        if (part + 1 - again < b).any():
+            raise LedgerError(f"two rounds of a user in its cohort are less than {b} apart")
+        self._times[users] += 1
+        self._next[users] = part + 1
+        if (self._times[users] > k).any():
+            raise LedgerError(f"a user in its cohort is in more than {k} of {n} rounds")
 
 
 def _check_name(what: str, name: str) -> None:

@@ -2,6 +2,8 @@
 
 The ledger holds only a commitment to each cohort: SHA-256 over a salt of 32 random bytes and the
 cohort. It binds the server to the cohort and, without the salt, says nothing about it.
+
+Of a series of rounds that is under way, the record also holds the key.
 """
 
 import hashlib
@@ -38,6 +40,10 @@ CREATE INDEX participation_by_attempt ON participation (run, round, attempt);
 CREATE TABLE ledger (
     singleton INTEGER PRIMARY KEY CHECK (singleton = 1), count INTEGER NOT NULL, hash TEXT NOT NULL
 );
+CREATE TABLE series (
+    run TEXT NOT NULL, round INTEGER NOT NULL, attempt INTEGER NOT NULL, key BLOB NOT NULL,
+    PRIMARY KEY (run, round, attempt)
+) WITHOUT ROWID;
 """
 _KEEP_HEAD = """
 INSERT INTO ledger VALUES (1, :count, :hash)
@@ -119,6 +125,27 @@ class ParticipationRecord:
         rows = self.database.read("SELECT count, hash FROM ledger")
         return Head(*rows[0]) if rows else None
 
+    def keep_series(self, attempt: Attempt, key: bytes) -> None:
+        """Keep the key of a series of rounds that begins with an attempt, durably.
+
+        It determines cohorts and noise of the whole series, so that what is interrupted can go on.
+        Those of other series of the run are forgotten: they are over.
+        """
+        with self.database.transaction():
+            self.database.write("DELETE FROM series WHERE run = ?", attempt[:1])
+            self.database.write("INSERT INTO series VALUES (?, ?, ?, ?)", (*attempt, key))
+
+    def series_key(self, attempt: Attempt) -> bytes | None:
+        """The key of the series that began with an attempt, if it is kept."""
+        sql = "SELECT key FROM series WHERE run = ? AND round = ? AND attempt = ?"
+        rows = self.database.read(sql, attempt)
+        return bytes(rows[0]["key"]) if rows else None
+
+    def forget_series(self, run: str | None = None) -> None:
+        """Forget the key of a run's series, or of all: what it determines is over, or must be."""
+        with self.database.transaction():
+            self.database.write("DELETE FROM series WHERE run = coalesce(?, run)", (run,))
+
     def next_attempt(self, run: str, round_number: int) -> int:
         """One more than the highest attempt at a round with a cohort; 0 if there is none."""
         sql = "SELECT max(attempt) + 1 AS next FROM participation WHERE run = ? AND round = ?"
@@ -134,13 +161,14 @@ class ParticipationRecord:
         """Positions of the users of a cohort; LedgerError if there is none or it was changed."""
         return self._cohort_of(commitment)[1]
 
-    def confirm(self, commitment: str, attempt: Attempt, population: int) -> None:
-        """Raise LedgerError unless a cohort is recorded, of this attempt and of the population."""
+    def confirm(self, commitment: str, attempt: Attempt, population: int) -> Users:
+        """The cohort of an attempt; LedgerError unless it is recorded, and of the population."""
         recorded, users = self._cohort_of(commitment)
         if recorded != attempt:
             raise LedgerError("its cohort is of run {}, round {}, attempt {}".format(*recorded))
         if (users >= population).any():
             raise LedgerError(f"its cohort has user {users[-1]} of a population of {population}")
+        return users
 
     def _cohort_of(self, commitment: str) -> tuple[Attempt, Users]:
         sql = "SELECT * FROM participation WHERE commitment = ?"

@@ -16,15 +16,16 @@ other users (`fedpriv.engine`, tested there), that a charge is durable (the ledg
 cost what the accountant says (`fedpriv.accounting`). `docs/guarantee.md` walks through all of it.
 """
 
-from fedpriv.privacy.gaussian_mechanism import GaussianQuery, PoissonGaussianMechanism
+from fedpriv.privacy.gaussian_mechanism import GaussianMechanism, GaussianQuery
 from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import PrivacyRecords, private_round
-from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.privacy.sampling import ExampleSampling, PoissonSampling
 
 __all__ = [
+    "ExampleSampling",
+    "GaussianMechanism",
     "GaussianQuery",
     "OperatingSystemEntropy",
-    "PoissonGaussianMechanism",
     "PoissonSampling",
     "PrivacyRecords",
     "SeededEntropy",

@@ -2,7 +2,7 @@
 
 A query averages sums over public constants, f̃_f of McMahan et al. 2018, or, with a floor, over the
 weight of the cohort itself, f̃_c. Several vector groups make one query: equation (1). A mechanism is
-a query and how its cohort is drawn.
+a query, how its cohorts are drawn, and how its noise is correlated over a series of rounds, if so.
 
 Beside the update, a round may release metrics, and how many users were clipped, by which clipping
 norms adapt. They are vector groups of the same query, with shares of the round's privacy.
@@ -10,18 +10,19 @@ norms adapt. They are vector groups of the same query, with shares of the round'
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import RoundEvent, SumQueryEvent
+from fedpriv.ledger.events import WITH_STRATEGY, RoundEvent, SumQueryEvent
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, IntegerVector
+from fedpriv.privacy.correlated_noise import BandedStrategy, CorrelatedNoise, Strategy
 from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_names
 from fedpriv.privacy.noise import LARGEST_STDDEV, Entropy, rounded_gaussian
-from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.privacy.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -150,9 +151,15 @@ class GaussianQuery:
     # divided by the cohort's own weight B, but at least by m = φ·qW. What is noised for them is
     # m·A/max(m, B), A being their sum.
     floor: float | None = None
+    # By group, what the arithmetic of correlated noise adds to its sensitivity; (): nothing.
+    slack: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         groups, weighted = self.clipping.groups, self.clipping.weighted
+        if self.slack and (len(self.slack) != len(groups) or not min(self.slack) >= 0.0):
+            raise InvalidValueError(
+                f"slack is {self.slack}; it must have {len(groups)} numbers that are not negative"
+            )
         if len(self.noise_stddevs) != len(groups):
             raise InvalidValueError(
                 f"{len(self.noise_stddevs)} noise_stddevs are given for {len(groups)} groups"
@@ -182,6 +189,8 @@ class GaussianQuery:
     def events(self) -> tuple[SumQueryEvent, ...]:
         """What one release is charged as, one event per group."""
         moved = sensitivities(self.clipping, self._least_weight)
+        if self.slack:
+            moved = tuple(map(_added_up, moved, self.slack))
         return tuple(
             SumQueryEvent(group.name, sensitivity, stddev, group.granularity)
             for group, sensitivity, stddev in zip(
@@ -200,7 +209,7 @@ class GaussianQuery:
 
     @property
     def tensor_stddevs(self) -> dict[str, float]:
-        """Standard deviation of the noise in each component of a tensor of a release, by tensor."""
+        """Standard deviation of fresh noise in each component of a tensor of a release, by name."""
         return {
             tensor: stddev * scale / divisor
             for group, stddev, divisor in zip(
@@ -210,13 +219,20 @@ class GaussianQuery:
         }
 
     def noised_average(
-        self, total: IntegerVector, entropy: Entropy, purpose: str, weight: int = 0
+        self,
+        total: IntegerVector,
+        entropy: Entropy,
+        purpose: str,
+        weight: int = 0,
+        correlated: Mapping[str, IntegerVector] | None = None,
     ) -> tuple[FloatVector, tuple[SumQueryEvent, ...]]:
         """Noised average [D] in units of the users' tensors, and the events it must be charged as.
 
         Only `fedpriv.privacy.round.release` may call this: it holds the charge. `total` is the sum
         of the cohort's contributions in steps, int64 [D], and `weight` that of its users' m_i, so
         that B = weight/c. The purpose names this release, and must never be used for another.
+        Noise is independent of all other releases, unless that of the round in a series is given by
+        group, in steps: see `correlated_noise` for what it protects.
         """
         clipping, dimension = self.clipping, self.clipping.layout.dimension
         if total.shape != (dimension,) or total.dtype != np.int64:
@@ -230,12 +246,16 @@ class GaussianQuery:
         # contribution, whole numbers a with Σa² ≤ B_g, so by at most γ_g·√B_g ≤ S_g = Δ_g, exactly;
         # with a floor, by at most Δ_g of `sensitivities`, see `_numerator`. Divided by σ_g, group
         # by group, all parts together change by at most √(Σ_g (Δ_g/σ_g)²) = 1/z, and in these units
-        # the noise is N(0, I): equation (1). Rounding it to whole steps is post-processing, since
-        # what it is added to is whole.
+        # the noise is N(0, I): equation (1). Where examples are drawn, that holds of each of them,
+        # and a user of whom j were drawn changes all parts together by at most j/z. Rounding noise
+        # to whole steps is post-processing, since what it is added to is whole.
         for group, stddev in zip(clipping.groups, self.noise_stddevs, strict=True):
-            key = entropy.key(f"{purpose}/{group.name}")
-            count = group.dimension(clipping.layout)
-            noise = rounded_gaussian(key, count, stddev / group.granularity)
+            if correlated is not None:
+                noise = correlated[group.name]
+            else:
+                key = entropy.key(f"{purpose}/{group.name}")
+                count = group.dimension(clipping.layout)
+                noise = rounded_gaussian(key, count, stddev / group.granularity)
             for span in clipping.spans[group.name]:
                 size = span.stop - span.start
                 np.add(numerator[span], noise[:size], out=noised[span])
@@ -269,67 +289,154 @@ class GaussianQuery:
         return None if self.floor is None or weight is None else self.floor * weight
 
 
+def _added_up(moved: float, slack: float) -> float:
+    """Their sum, rounded up."""
+    return math.nextafter(moved + slack, math.inf)
+
+
 METRIC_PREFIX = "metrics/"  # begins the names of tensors and vector groups of metrics
 # A user adds less than 2^25 steps to a component, and the noise less than 2^45: below 2^63.
 MOST_USERS = 2**37
 _SMALLEST_NORM, _LARGEST_NORM = 1e-12, 1e12
 _PLAIN = Averaging()
+INDEPENDENT = BandedStrategy((1.0,))  # fresh noise in each round
 
 
 @dataclass(frozen=True)
-class PoissonGaussianMechanism:
-    """The Poisson-subsampled Gaussian mechanism over vector groups.
+class GaussianMechanism:
+    """The Gaussian mechanism over vector groups and the cohorts that a sampling policy draws.
 
-    Sampling policy, query and neighbouring relation are fixed together here, so that what is
-    drawn, what is released and what is accounted cannot come apart.
+    Sampling policy, query, noise and neighbouring relation are fixed together here, so that what is
+    drawn, what is released and what is accounted cannot come apart: without an analysis there is no
+    mechanism.
     """
 
-    sampling: PoissonSampling  # who may be in a cohort, and with what probability
+    sampling: Sampling  # who may be in a cohort, and with what probability
     query: GaussianQuery  # what is released; its denominator is the expected cohort size
+    strategy: Strategy = INDEPENDENT  # how noise is correlated over the rounds of a series
 
     def __post_init__(self) -> None:
-        if self.sampling.population > MOST_USERS:
+        _ = self.event  # a strategy of which this sampling has no analysis is refused here
+        if self.sampling.places > MOST_USERS:
             raise InvalidValueError(
-                f"population is {self.sampling.population}; sums of more than {MOST_USERS} users "
+                f"population is {self.sampling.places}; sums of more than {MOST_USERS} users "
                 "could overflow"
+            )
+        if self.sampling.drawn is not self.sampling.unit and self.clipping.weighted:
+            # A ratio to the cohort's weight is no sum over a user's examples.
+            raise InvalidValueError(
+                f"groups {self.clipping.weighted} are weighted; where the examples of users are "
+                "drawn, each must count the same"
             )
         if self.query.denominator != self.sampling.expected_cohort_size:
             raise InvalidValueError(
                 f"denominator is {self.query.denominator}; it must be the expected cohort size "
                 f"{self.sampling.expected_cohort_size}"
             )
+        if self.strategy == INDEPENDENT:
+            return
+        if self.event.sampling.policy not in WITH_STRATEGY:
+            raise InvalidValueError(
+                f"noise is correlated and sampling is {self.event.sampling.policy}, of which there "
+                f"is no analysis with such noise; it must be {' or '.join(WITH_STRATEGY)}"
+            )
+        slacks = self.query.slack or (0.0,) * len(self.clipping.groups)
+        stddevs, rounds = self.query.noise_stddevs, self.sampling.rounds
+        needs = _slacks(self.clipping, stddevs, self.strategy, rounds)
+        for needed, slack in zip(needs, slacks, strict=True):
+            if needed > slack:
+                raise InvalidValueError(
+                    f"slack is {slack}; the arithmetic of this noise needs {needed}"
+                )
 
     @classmethod
     def calibrated(
         cls,
-        sampling: PoissonSampling,
+        sampling: Sampling,
         clipping: Clipping,
         noise_multiplier: float,
         shares: tuple[float, ...],
         averaging: Averaging = _PLAIN,
-    ) -> "PoissonGaussianMechanism":
+        strategy: Strategy = INDEPENDENT,
+    ) -> "GaussianMechanism":
         """The mechanism whose rounds have an effective noise multiplier z ≥ 0, rounded up.
 
         The denominators are the expected size and weight of a cohort; `shares` are ω_g > 0 of each
-        vector group, summing to 1.
+        vector group, summing to 1. With a strategy, z is of the fresh noise of each round.
         """
-        total = averaging.total_weight or float(sampling.population)
-        weight = sampling.sampling_probability * total
-        least = None if averaging.floor is None else averaging.floor * weight
-        stddevs = noise_stddevs(sensitivities(clipping, least), noise_multiplier, shares)
-        weighted = weight if clipping.weighted else None
         expected = sampling.expected_cohort_size
-        return cls(sampling, GaussianQuery(clipping, stddevs, expected, weighted, averaging.floor))
+        weight = expected
+        if averaging.total_weight is not None:
+            weight = expected / sampling.population * averaging.total_weight
+        least = None if averaging.floor is None else averaging.floor * weight
+        moved = sensitivities(clipping, least)
+        stddevs = noise_stddevs(moved, noise_multiplier, shares)
+        weighted = weight if clipping.weighted else None
+        query = GaussianQuery(clipping, stddevs, expected, weighted, averaging.floor)
+        if strategy == INDEPENDENT:
+            return cls(sampling, query)
+        # More noise needs more slack, by far less than is left here.
+        needed = _slacks(clipping, stddevs, strategy, sampling.rounds)
+        slack = tuple(each * (1.0 + 2.0**-10) for each in needed) if any(needed) else ()
+        if slack:
+            stddevs = noise_stddevs(tuple(map(_added_up, moved, slack)), noise_multiplier, shares)
+        return cls(sampling, replace(query, noise_stddevs=stddevs, slack=slack), strategy)
 
     @property
     def clipping(self) -> Clipping:
         """What each user of the cohort contributes."""
         return self.query.clipping
 
-    @property
+    @cached_property
     def event(self) -> RoundEvent:
-        """What one round is charged as; known before the round."""
-        return RoundEvent(self.sampling.event(), self.query.events)
+        """What one round, or a series of them, is charged as; known before the first."""
+        column = self.strategy.column(self.sampling.rounds)
+        return RoundEvent(self.sampling.event(), self.query.events, strategy=column)
+
+    @cached_property
+    def noise_growth(self) -> float:
+        """How much larger noise is in a release than fresh noise, ‖row of C⁻¹‖: ≥ 1.
+
+        That of the last round of a series, and smaller in those before; 1 for independent noise.
+        """
+        return float(np.linalg.norm(self.strategy.responses(self.sampling.rounds)[0]))
+
+    @property
+    def tensor_stddevs(self) -> dict[str, float]:
+        """As of the query, of the noise that is released: at most so much in each component."""
+        return {n: self.noise_growth * s for n, s in self.query.tensor_stddevs.items()}
+
+    @property
+    def noises(self) -> dict[str, CorrelatedNoise]:
+        """The noise of a series of rounds by vector group; empty where it is independent."""
+        if self.strategy == INDEPENDENT:
+            return {}
+        stddevs = self.query.noise_stddevs
+        noises = _noises(self.clipping, stddevs, self.strategy, self.sampling.rounds)
+        return {group.name: each for group, each in zip(self.clipping.groups, noises, strict=True)}
+
+
+def _noises(
+    clipping: Clipping, stddevs: tuple[float, ...], strategy: Strategy, rounds: int
+) -> list[CorrelatedNoise]:
+    """The noise of each vector group over a series of rounds."""
+    return [
+        CorrelatedNoise(
+            strategy, group.dimension(clipping.layout), stddev / group.granularity, rounds
+        )
+        for group, stddev in zip(clipping.groups, stddevs, strict=True)
+    ]
+
+
+def _slacks(
+    clipping: Clipping, stddevs: tuple[float, ...], strategy: Strategy, rounds: int
+) -> tuple[float, ...]:
+    """By group, what the arithmetic of its noise adds to its sensitivity, in units of c(v)."""
+    noises = _noises(clipping, stddevs, strategy, rounds)
+    return tuple(
+        noise.sensitivity_inflation * group.granularity
+        for noise, group in zip(noises, clipping.groups, strict=True)
+    )
 
 
 @dataclass(frozen=True)

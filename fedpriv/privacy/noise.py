@@ -139,20 +139,28 @@ _MORE_BYTES = 1 << 12  # of the second stream, for each word of the first
 #   9e-15 at u = 2^-20.
 # * θ is off by 1.1e-15, its sine and cosine by 16·v for the tangent and 5·v for roundings: 3.5e-15,
 #   times R.
-# Both together stay below 3e-14. The product with σ/γ adds 6e-16; the band has as much again to
-# spare. `tests/privacy/test_noise.py` measures the functions.
+# Both together stay below 3e-14. The product with σ/γ adds 6e-16, and so does the sum with an
+# offset; the band has as much again to spare. `tests/privacy/test_noise.py` measures the functions.
+# That sum also adds 2^-54 whatever σ/γ is, half a unit in the last place of an offset of ½.
 _BAND = 2.0**-44
+_OFFSET_BAND = 2.0**-52
 _LEAST_WORD = 1 << 44  # u ≥ 2^-20
 _LEAST_RADIUS = 2.0**-7
 
 
-def rounded_gaussian(key: bytes, count: int, stddev: float) -> NDArray[np.int64]:
+def rounded_gaussian(
+    key: bytes, count: int, stddev: float, offsets: NDArray[np.float64] | None = None
+) -> NDArray[np.int64]:
     """Independent normals of mean 0 and a standard deviation, each rounded to an integer.
+
+    With offsets, float64 [count] in [−½, ½], each is rounded after its offset is added: the same
+    normal for every offset, so that what is added may depend on other draws.
 
     Guarantees, for an observer who cannot tell AES-256 from random bits:
 
     * each integer k has exactly the probability Φ((k + ½)/σ) − Φ((k − ½)/σ), however far from 0;
-    * the integers depend on key and stddev alone and are the same on every processor;
+      at an offset o, that of k − o;
+    * the integers depend on key, stddev and offsets alone and are the same on every processor;
     * the first m of them are the same for every count ≥ m, and do not depend on the block size.
 
     A normal that the band does not decide costs as much as thousands of others. These are one in
@@ -166,19 +174,30 @@ def rounded_gaussian(key: bytes, count: int, stddev: float) -> NDArray[np.int64]
         raise InvalidValueError(
             f"stddev is {stddev} steps; it must be from 0 to 2^{math.log2(LARGEST_STDDEV):.0f}"
         )
+    if offsets is not None and (
+        offsets.shape != (count,) or not np.all(np.abs(offsets) <= 0.5)  # NaN neither
+    ):
+        raise InvalidValueError(
+            f"offsets have the shape {list(offsets.shape)}; they must be {count} from -½ to ½"
+        )
+    offset_band = 0.0 if offsets is None else _OFFSET_BAND
     rounded = np.zeros(count + count % 2, np.int64)
     for start in range(0, count, _BLOCK):
         block = rounded[start : start + _BLOCK]
         drawn = words(key, block.size, stream=_WORDS, start=start)
         normals, radii = _box_muller(drawn)
         normals *= stddev
+        if offsets is not None:
+            added = offsets[start : start + _BLOCK]
+            normals[: added.size] += added
         nearest = np.rint(normals)
         block[:] = nearest
         normals -= nearest
-        for place in _undecided(normals, radii, drawn, stddev):
-            pair = place - place % 2
+        for place in _undecided(normals, radii, drawn, stddev, offset_band):
+            pair, at = place - place % 2, start + place
             first, second = (int(word) for word in drawn[pair : pair + 2])
-            block[place] = _exactly(key, start + pair, first, second, place % 2, stddev)
+            offset = 0.0 if offsets is None or at >= count else float(offsets[at])
+            block[place] = _exactly(key, start + pair, (first, second), place % 2, stddev, offset)
     return rounded[:count]
 
 
@@ -212,6 +231,7 @@ def _undecided(
     radii: NDArray[np.float64],
     drawn: NDArray[np.uint64],
     stddev: float,
+    offset_band: float = 0.0,
 ) -> list[int]:
     """Places of the normals whose band may contain the middle between two integers.
 
@@ -221,7 +241,7 @@ def _undecided(
     if stddev == 0.0:
         return []
     np.abs(off, out=off)
-    doubtful = off >= 0.5 - stddev * _BAND
+    doubtful = off >= 0.5 - (stddev * _BAND + offset_band)
     # The comparison is made so that NaN, which no word gives, would be in doubt.
     apart = ~(radii >= _LEAST_RADIUS) | (drawn[0::2] < np.uint64(_LEAST_WORD))
     if apart.any():
@@ -229,12 +249,15 @@ def _undecided(
     return np.flatnonzero(doubtful).tolist()
 
 
-def _exactly(key: bytes, number: int, first: int, second: int, which: int, stddev: float) -> int:
-    """One rounded normal of a pair, from as many bits as it takes.
+def _exactly(
+    key: bytes, number: int, pair: tuple[int, int], which: int, stddev: float, offset: float
+) -> int:
+    """One normal of a pair, rounded with its offset, from as many bits as it takes.
 
     The pair's words, of which the first has this number in its stream, are the first bits of u and
     of θ/2π; `which` is 0 for the cosine and 1 for the sine.
     """
+    first, second = pair
     turn = second - (1 << 64) if second >= 1 << 63 else second
     size = 8
     while True:
@@ -245,14 +268,16 @@ def _exactly(key: bytes, number: int, first: int, second: int, which: int, stdde
             )
             for at, head in ((number, first), (number + 1, turn))
         )
-        low, high = _enclosed(u, angle, 64 + 8 * size, which, stddev)
+        low, high = _enclosed(u, angle, 64 + 8 * size, which, stddev, offset)
         if low == high:
             return low
         size *= 2
 
 
-def _enclosed(u: int, turn: int, bits: int, which: int, stddev: float) -> tuple[int, int]:
-    """Both ends, rounded, of the interval in which the normal lies whatever its unread bits are.
+def _enclosed(
+    u: int, turn: int, bits: int, which: int, stddev: float, offset: float
+) -> tuple[int, int]:
+    """Both ends, rounded, of the interval in which normal and offset lie whatever unread bits are.
 
     `u` and `turn` are the first bits of u and, with its sign, of θ/2π, as integers.
     """
@@ -265,7 +290,8 @@ def _enclosed(u: int, turn: int, bits: int, which: int, stddev: float) -> tuple[
     angle = libmp.mpi_mul(whole, _between(turn, bits), precision)
     wave = libmp.mpi_cos_sin(angle, precision)[which]
     scaled = libmp.mpi_mul(libmp.mpi_mul(radius, wave, precision), _exact(stddev), precision)
-    low, high = libmp.mpi_add(scaled, _exact(0.5), precision)
+    moved = libmp.mpi_add(scaled, _exact(offset), precision)
+    low, high = libmp.mpi_add(moved, _exact(0.5), precision)
     return int(libmp.to_int(low, libmp.round_floor)), int(libmp.to_int(high, libmp.round_floor))
 
 

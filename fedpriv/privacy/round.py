@@ -27,14 +27,15 @@ from fedpriv.errors import (
     sentence_of,
 )
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent
-from fedpriv.ledger.ledger import Charge, Ledger, ProposedCharge
+from fedpriv.ledger.ledger import Charge, Ledger, OpenSeries, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.clipping import Clipping, IntegerVector
+from fedpriv.privacy.draws import Draws, RoundAttempt, SeriesDraws
 from fedpriv.privacy.gaussian_mechanism import (
     CONTRIBUTORS,
     ControlVariates,
+    GaussianMechanism,
     Metric,
-    PoissonGaussianMechanism,
 )
 from fedpriv.privacy.layout import FloatVector
 from fedpriv.privacy.noise import Entropy
@@ -267,6 +268,8 @@ class PrivacyRecords:
     ledger: Ledger  # what was spent; public
     participation: ParticipationRecord  # who took part; secret, and never exported
     budget: PrivacyBudget  # what all runs of the ledger may spend together
+    # Draws of the series that is under way, by its key: what follows from it is not made anew.
+    _drawn: dict[bytes, SeriesDraws] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     @contextmanager
@@ -310,6 +313,40 @@ class PrivacyRecords:
                 f"δ = {self.budget.delta}; no user was asked and nothing charged"
             )
 
+    def open_series(self, event: RoundEvent, run: str) -> tuple[OpenSeries, bytes] | None:
+        """The series of an event that the run has paid for and goes on with, and its secret key."""
+        found = self.ledger.open_series(run)
+        if found is None or found.paid.event != event:
+            return None
+        key = self.participation.series_key((run, found.paid.round, found.paid.attempt))
+        return None if key is None else (found, key)
+
+    def under_way(self, mechanism: GaussianMechanism, run: str, entropy: Entropy) -> Draws | None:
+        """Draws of the next round of a series that the run has paid for, if there is one.
+
+        A round that was charged is never drawn again, even if nothing of it was released.
+        """
+        found = self.open_series(mechanism.event, run)
+        if found is None:
+            return None
+        series, key = found
+        return Draws(entropy, self._draws(mechanism, key), series.part, series.paid.position)
+
+    def begun(self, mechanism: GaussianMechanism, at: RoundAttempt, entropy: Entropy) -> Draws:
+        """Draws of the first round of an event; the key of a series is kept from here on."""
+        if mechanism.sampling.rounds == 1:
+            return Draws(entropy)
+        key = entropy.key(at.purpose("series"))
+        keep = self.participation.keep_series
+        with_room(lambda: keep((at.run, at.round, at.attempt), key))
+        return Draws(entropy, self._draws(mechanism, key))
+
+    def _draws(self, mechanism: GaussianMechanism, key: bytes) -> SeriesDraws:
+        if key not in self._drawn:
+            self._drawn.clear()
+            self._drawn[key] = SeriesDraws(mechanism, key)
+        return self._drawn[key]
+
     def is_first(self, run: str) -> bool:
         """Whether a run was charged first or, where nothing was charged, alone has asked cohorts.
 
@@ -329,25 +366,6 @@ class PrivacyRecords:
         )
 
 
-@dataclass(frozen=True)
-class RoundAttempt:
-    """One attempt at one round of one run: what keys are named after."""
-
-    run: str
-    round: int  # from 1
-    attempt: int  # from 0
-    first: bool = False  # whether the run is the first of its ledger
-
-    def purpose(self, stream: str) -> str:
-        """Name the draw of a stream: "sampling", "noise" or "local".
-
-        One run of a ledger can be its first, and goes without a name: what a seed gives then does
-        not depend on what the run is called. Names tell all others apart.
-        """
-        name = "" if self.first else self.run
-        return f"{stream}/{name}/{self.round}/{self.attempt}"
-
-
 # From an attempt and its cohort, positions in the population, to the partial sums of its users.
 Collect = Callable[[RoundAttempt, npt.NDArray[np.int64]], Iterable[PartialSum]]
 
@@ -362,7 +380,7 @@ class Release:
 
 
 def private_round(
-    mechanism: PoissonGaussianMechanism,
+    mechanism: GaussianMechanism,
     run: str,
     number: int,
     collect: Collect,
@@ -371,6 +389,9 @@ def private_round(
     prepare: Callable[[RoundAttempt], object] = lambda _: None,
 ) -> Release:
     """Run a round of a mechanism: draw the cohort, collect its sums, charge, noise and release.
+
+    Where the mechanism's event is a series of rounds, the first charges it whole and the others are
+    written down at no price, each once: what one of them released, or may have, is not drawn again.
 
     Guarantees:
 
@@ -388,17 +409,25 @@ def private_round(
     """
     event = mechanism.event
     at = RoundAttempt(run, number, records.next_attempt(run, number), records.is_first(run))
-    records.refuse_if_beyond(event, f"run {run}, round {number}")
+    draws = records.under_way(mechanism, run, entropy)
+    if draws is None:
+        records.refuse_if_beyond(event, f"run {run}, round {number}")
     prepare(at)
-    users = draw_cohort(mechanism, at, entropy)
+    draws = draws or records.begun(mechanism, at, entropy)
+    users = draw_cohort(mechanism, at, draws)
     record = records.participation.record
     commitment = with_room(lambda: record(run, number, at.attempt, users))
     cohort = add_up(collect(at, users), mechanism.clipping, users.size)
-    proposed = ProposedCharge(run, number, at.attempt, entropy.randomness, event, commitment)
+    proposed = ProposedCharge(
+        run, number, at.attempt, entropy.randomness, event, commitment, draws.part, draws.series
+    )
     charge = with_room(lambda: records.ledger.charge(proposed, records.budget))
     with_room(lambda: records.participation.keep_head(records.ledger.head))
     at = replace(at, first=records.is_first(run))  # others may have charged first in the meantime
-    return Release(at.attempt, release(mechanism, at, cohort, charge, entropy), charge.hash)
+    average = release(mechanism, at, cohort, charge, draws)
+    if 1 < mechanism.sampling.rounds == draws.part + 1:
+        with_room(lambda: records.participation.forget_series(run))  # it is over
+    return Release(at.attempt, average, charge.hash)
 
 
 def with_room(write: Callable[[], _Result]) -> _Result:
@@ -420,23 +449,24 @@ def with_room(write: Callable[[], _Result]) -> _Result:
 
 
 def draw_cohort(
-    mechanism: PoissonGaussianMechanism, at: RoundAttempt, entropy: Entropy
+    mechanism: GaussianMechanism, at: RoundAttempt, draws: Draws
 ) -> npt.NDArray[np.int64]:
     """Positions of the users of a cohort, ascending; secret. May be empty."""
-    return mechanism.sampling.draw(entropy.key(at.purpose("sampling")))
+    return draws.cohort(mechanism, at)
 
 
 def release(
-    mechanism: PoissonGaussianMechanism,
+    mechanism: GaussianMechanism,
     at: RoundAttempt,
     cohort: PartialSum,
     charge: Charge,
-    entropy: Entropy,
+    draws: Draws,
 ) -> FloatVector:
     """Noise a cohort's sum once and average it: [D].
 
     The charge is the ledger's receipt for exactly this, and is used up by this call. LedgerError if
-    it is none, of another run, round, attempt or event, or was used before; nothing is released.
+    it is none, of another run, round, attempt, event or part of it, or was used before; nothing is
+    released.
     """
     if not isinstance(charge, Charge):
         raise LedgerError(f"a release needs a charge of the ledger, not {charge!r}")
@@ -448,10 +478,15 @@ def release(
         )
     if charge.event != mechanism.event:
         raise LedgerError(f"the event charged is {charge.event}, not {mechanism.event}")
+    if charge.part != draws.part:
+        raise LedgerError(f"the charge is for part {charge.part} of its event, not {draws.part}")
     charged = charge.redeem()
-    purpose = at.purpose("noise")
-    average, queries = mechanism.query.noised_average(cohort.total, entropy, purpose, cohort.weight)
-    realised = RoundEvent(mechanism.sampling.event(), queries)
+    source, purpose = draws.noise(at)
+    correlated = None if draws.drawn is None else draws.drawn.correlated(draws.part)
+    average, queries = mechanism.query.noised_average(
+        cohort.total, source, purpose, cohort.weight, correlated
+    )
+    realised = replace(mechanism.event, queries=queries)
     if realised != charged:
         raise LedgerError(f"the event realised is {realised}, not the one charged, {charged}")
     return average

@@ -1,22 +1,78 @@
-"""Poisson sampling: every user joins the cohort independently with exactly the stated chance."""
+"""How cohorts are drawn: by coins, of a fixed size, everybody, or over a series of rounds.
 
+A sampling policy draws the cohorts and names the event that they are accounted as, so what is
+priced is what is drawn. Integer arithmetic throughout: a key and a population give the same cohorts
+on every machine.
+"""
+
+import hmac
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, repeat
 from operator import mul
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.ledger.events import NeighbouringRelation, SamplingEvent, SamplingPolicy, Unit
+from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import (
+    NeighbouringRelation,
+    SamplingEvent,
+    SamplingPolicy,
+    Schedule,
+    Unit,
+)
 from fedpriv.privacy.noise import keystream, words
+
+Users = NDArray[np.int64]  # positions in the population, ascending: [cohort]
 
 _MOST_PASSED = 128
 _WORDS_AT_ONCE = 1 << 14
 _WORDS, _MORE_BITS = 0, 1  # streams of a key
 
 
+class Sampling(ABC):
+    """Draws the cohorts of one event, of one round or of a series of them."""
+
+    population: int  # N ≥ 1, the number of enrolled users, a public constant
+    unit: Unit  # what is enrolled, and here called a user
+
+    @abstractmethod
+    def event(self) -> SamplingEvent:
+        """Return the event of its draws."""
+
+    @abstractmethod
+    def draw(self, key: bytes) -> tuple[Users, ...]:
+        """Draw the cohorts that a key determines, one for each round of the event; a secret.
+
+        The key is 32 secret bytes, used for no other draw.
+        """
+
+    @cached_property
+    def rounds(self) -> int:
+        """How many rounds one event spans."""
+        schedule = self.event().schedule
+        return 1 if schedule is None else schedule.rounds
+
+    @property
+    def places(self) -> int:
+        """How many may be drawn: N users, or k examples of each."""
+        return self.event().places
+
+    @property
+    def drawn(self) -> Unit:
+        """What is drawn: whole users, or whatever is enrolled, or the examples of users."""
+        return self.unit if self.event().examples_per_user is None else Unit.EXAMPLE
+
+    @property
+    def expected_cohort_size(self) -> float:
+        """Public denominator of an average over a round; the realised size is secret."""
+        return self.event().expected_cohort_size
+
+
 @dataclass(frozen=True)
-class PoissonSampling:
+class PoissonSampling(Sampling):
     """Each user of the population joins the cohort independently with one probability.
 
     The number of users passed over before the next one joins is geometric, and found by inversion
@@ -45,11 +101,6 @@ class PoissonSampling:
     def __post_init__(self) -> None:
         self.event()
 
-    @property
-    def expected_cohort_size(self) -> float:
-        """qN, the public denominator of an average; the realised size is secret."""
-        return self.sampling_probability * self.population
-
     def event(self) -> SamplingEvent:
         """Return the event of one draw, for accountants of the add-or-remove-one relation."""
         return SamplingEvent(
@@ -60,11 +111,11 @@ class PoissonSampling:
             unit=self.unit,
         )
 
-    def draw(self, key: bytes) -> NDArray[np.int64]:
-        """Draw the cohort that a key determines: positions in [0, N), ascending; a secret.
+    def draw(self, key: bytes) -> tuple[Users, ...]:
+        """Draw one cohort.
 
-        The key is 32 secret bytes, used for nothing else. A 64-bit word is read for each member and
-        for each G users passed over; memory is twice the cohort and some megabytes.
+        A 64-bit word is read for each member and for each G users passed over; memory is twice the
+        cohort and some megabytes.
         """
         limits = _limits(self.sampling_probability)
         most = limits.size
@@ -78,7 +129,272 @@ class PoissonSampling:
             cohort.append(ends[passed < most] - 1)
             start, number = int(ends[-1]), number + count
         users = np.concatenate(cohort)
-        return users[: np.searchsorted(users, self.population)]
+        return (users[: np.searchsorted(users, self.population)],)
+
+
+@dataclass(frozen=True)
+class ExampleSampling(Sampling):
+    """Each of up to k examples of a user joins the cohort independently with one probability.
+
+    A user has k places; those it has no example for are empty and contribute zero, whoever draws
+    them. So all that is drawn and divided by is a public constant: places are numbered from 0 to
+    N·k − 1, those of user i from i·k on, and a user that is added or removed fills or empties its
+    own places. The draw is that of `PoissonSampling` over all places, with its guarantees.
+
+    Sensitivity: each example is clipped by itself to norm S, so one user more or less moves the sum
+    of a cohort by at most j·S, where j ~ Bin(k, q) is how many of its places are drawn. The event
+    says k, and its price is that of this mixture; S alone, as for users, would be wrong.
+    """
+
+    population: int  # N ≥ 1, the number of enrolled users, a public constant
+    sampling_probability: float  # q in (0, 1], of each example
+    examples_per_user: int  # k ≥ 1; a user's others never count
+    # A public estimate, above 0 and up to N·k, of how many examples all users have together, with
+    # at most k of each; it must not be computed from their data. None: N·k.
+    total_examples: float | None = None
+    unit: Unit = Unit.USER  # no other has examples to draw
+
+    def __post_init__(self) -> None:
+        self.event()
+        total = self.total_examples
+        if total is not None and not 0.0 < total <= self.places:
+            raise InvalidValueError(
+                f"total_examples is {total}; it must be above 0 and at most {self.places}, the "
+                f"{self.population} users times {self.examples_per_user} examples_per_user"
+            )
+
+    @property
+    def expected_cohort_size(self) -> float:
+        """q times the public number of examples: the denominator of an average.
+
+        The number that users really have is no public constant: it changes with a user.
+        """
+        return self.sampling_probability * (self.total_examples or self.places)
+
+    def event(self) -> SamplingEvent:
+        """Return the event of one draw, for accountants of the add-or-remove-one relation."""
+        return SamplingEvent(
+            SamplingPolicy.EXAMPLES,
+            self.sampling_probability,
+            self.population,
+            NeighbouringRelation.ADD_OR_REMOVE_ONE,
+            unit=self.unit,
+            examples_per_user=self.examples_per_user,
+        )
+
+    def draw(self, key: bytes) -> tuple[Users, ...]:
+        """Draw the places that a key determines: in [0, N·k), ascending; a secret."""
+        return PoissonSampling(self.places, self.sampling_probability).draw(key)
+
+
+@dataclass(frozen=True)
+class FixedSizeSampling(Sampling):
+    """Exactly m of the N users are the cohort, every such set equally likely, in each round.
+
+    The size of a cohort is public; so one user is replaced, not added, and moves a sum by 2S.
+    """
+
+    population: int
+    cohort_size: int  # m in [1, N]
+    unit: Unit = Unit.USER
+
+    def __post_init__(self) -> None:
+        size, most = self.cohort_size, self.population
+        if not (isinstance(size, int) and 1 <= size <= most):
+            legal = f"a whole number from 1 to the population of {most}"
+            raise InvalidValueError(f"cohort_size is {size}; it must be {legal}")
+        self.event()
+
+    def event(self) -> SamplingEvent:
+        """Return the event of one draw, for accountants of the replace-one relation."""
+        return SamplingEvent(
+            SamplingPolicy.FIXED_SIZE,
+            self.cohort_size / self.population,
+            self.population,
+            NeighbouringRelation.REPLACE_ONE,
+            unit=self.unit,
+        )
+
+    def draw(self, key: bytes) -> tuple[Users, ...]:
+        """Draw one cohort: the first m distinct values of uniform ones, or what they leave."""
+        n, m = self.population, self.cohort_size
+        wanted = min(m, n - m)
+        found = np.empty(0, np.int64)
+        count = 2 * wanted + 64
+        while found.size < wanted:  # all sets of that many distinct values are equally likely
+            drawn = uniform_below(n, key, count)
+            first = np.sort(np.unique(drawn, return_index=True)[1])
+            found, count = drawn[first][:wanted], 2 * count
+        chosen = np.zeros(n, np.bool_)
+        chosen[found] = True
+        return (np.flatnonzero(chosen == (wanted == m)),)
+
+
+@dataclass(frozen=True)
+class EveryUserSampling(Sampling):
+    """All enrolled users are the cohort of each round; no privacy is won by drawing."""
+
+    population: int
+    relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE
+    unit: Unit = Unit.USER
+
+    def __post_init__(self) -> None:
+        self.event()
+
+    def event(self) -> SamplingEvent:
+        """Return the event of one round."""
+        policy = SamplingPolicy.EVERY_USER
+        return SamplingEvent(policy, 1.0, self.population, self.relation, unit=self.unit)
+
+    def draw(self, key: bytes) -> tuple[Users, ...]:  # noqa: ARG002 - nothing is left to chance
+        """Return all users."""
+        return (np.arange(self.population),)
+
+
+@dataclass(frozen=True)
+class RandomAllocationSampling(Sampling):
+    """Each user is in exactly k of the n rounds of a pass, every such set equally likely.
+
+    Users are drawn independently of each other, and afresh for each pass. The cohorts of a pass are
+    made at its start: k·N positions of eight bytes.
+    """
+
+    population: int
+    pass_rounds: int  # n ≥ 1
+    participations: int = 1  # k in [1, n]
+    unit: Unit = Unit.USER
+
+    def __post_init__(self) -> None:
+        self.event()
+
+    def event(self) -> SamplingEvent:
+        """Return the event of a pass, for accountants of the add-or-remove-one relation."""
+        schedule = Schedule(self.pass_rounds, self.participations)
+        return SamplingEvent(
+            SamplingPolicy.RANDOM_ALLOCATION,
+            self.participations / self.pass_rounds,
+            self.population,
+            NeighbouringRelation.ADD_OR_REMOVE_ONE,
+            schedule,
+            self.unit,
+        )
+
+    def draw(self, key: bytes) -> tuple[Users, ...]:
+        """Draw the cohorts of a pass.
+
+        Each user's set is that of Floyd (Bentley & Floyd 1987): for j = n − k, …, n − 1 in turn, a
+        uniform value up to j, or j itself where that value was drawn before.
+        """
+        n, k, users = self.pass_rounds, self.participations, self.population
+        taken = np.empty((k, users), np.int64)
+        for at, j in enumerate(range(n - k, n)):
+            drawn = uniform_below(j + 1, key, users, stream=at)
+            before = (taken[:at] == drawn).any(axis=0)
+            taken[at] = np.where(before, j, drawn)
+        order = np.argsort(taken, axis=None, kind="stable")
+        ends = np.searchsorted(taken.ravel()[order], np.arange(1, n))
+        return tuple(np.sort(each % users) for each in np.split(order, ends))
+
+
+@dataclass(frozen=True)
+class SeparatedSampling(Sampling):
+    """Each user takes part every b rounds of a series of n; who does when is no secret.
+
+    The users are dealt into b groups of sizes that differ by one at most, and round t asks group
+    t mod b. So a user is in at most ⌈n/b⌉ rounds, any two of them b apart.
+    """
+
+    population: int
+    series_rounds: int  # n ≥ 1
+    separation: int  # b in [1, n]
+    relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE
+    unit: Unit = Unit.USER
+
+    def __post_init__(self) -> None:
+        _check_groups(self.separation, self.population)
+        self.event()
+
+    def event(self) -> SamplingEvent:
+        """Return the event of a series."""
+        n, b = self.series_rounds, self.separation
+        policy, schedule = SamplingPolicy.SEPARATED, Schedule(n, -(-n // max(1, b)), b)
+        return SamplingEvent(policy, 1.0, self.population, self.relation, schedule, self.unit)
+
+    def draw(self, key: bytes) -> tuple[Users, ...]:
+        """Draw the cohorts of a series."""
+        groups = _dealt(self.population, self.separation, key)
+        return tuple(groups[t % self.separation] for t in range(self.series_rounds))
+
+
+@dataclass(frozen=True)
+class BandedPoissonSampling(Sampling):
+    """Users take turns in b groups, as in a separated series, and each joins by a coin.
+
+    Groups are dealt whatever users' data, and are no secret; coins are, and are those of
+    `PoissonSampling`, with its guarantees.
+    """
+
+    population: int
+    series_rounds: int  # n ≥ 1
+    separation: int  # b in [1, n]
+    sampling_probability: float  # q in (0, 1], within a group
+    relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE
+    unit: Unit = Unit.USER
+
+    def __post_init__(self) -> None:
+        _check_groups(self.separation, self.population)
+        self.event()
+
+    def event(self) -> SamplingEvent:
+        """Return the event of a series."""
+        n, b = self.series_rounds, self.separation
+        return SamplingEvent(
+            SamplingPolicy.BANDED_POISSON,
+            self.sampling_probability,
+            self.population,
+            self.relation,
+            Schedule(n, -(-n // max(1, b)), b),
+            self.unit,
+        )
+
+    def draw(self, key: bytes) -> tuple[Users, ...]:
+        """Draw the cohorts of a series."""
+        groups = _dealt(self.population, self.separation, key)
+        cohorts = []
+        for t in range(self.series_rounds):
+            group = groups[t % self.separation]
+            coins = hmac.digest(key, f"coins/{t}".encode(), "sha256")
+            (joined,) = PoissonSampling(group.size, self.sampling_probability).draw(coins)
+            cohorts.append(group[joined])
+        return tuple(cohorts)
+
+
+def _check_groups(groups: int, users: int) -> None:
+    if groups > users:
+        raise InvalidValueError(
+            f"separation is {groups}; it must be at most the population of {users}, as each group "
+            "needs a user"
+        )
+
+
+def _dealt(users: int, groups: int, key: bytes) -> list[Users]:
+    """Users in groups whose sizes differ by one at most, by a permutation that the key makes."""
+    order = np.argsort(words(key, users), kind="stable")
+    return [np.sort(order[at::groups]) for at in range(groups)]
+
+
+def uniform_below(bound: int, key: bytes, count: int, *, stream: int = 0) -> NDArray[np.int64]:
+    """Independent uniform integers in [0, bound): int64 [count], of one stream of a key.
+
+    Words from the largest multiple of the bound on are replaced by the next ones of the stream, so
+    that no value is more likely than another. `bound` is at most 2^63.
+    """
+    limit = 2**64 - 2**64 % bound  # 2^64 where the bound is a power of two
+    drawn, read = words(key, count, stream=stream), count
+    while limit < 2**64 and (high := np.flatnonzero(drawn >= np.uint64(limit))).size:
+        drawn[high] = words(key, high.size, stream=stream, start=read)
+        read += high.size
+    return (drawn % np.uint64(bound)).astype(np.int64)
 
 
 def _limits(probability: float) -> NDArray[np.uint64]:

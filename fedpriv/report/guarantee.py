@@ -298,13 +298,24 @@ def _sampling(ledger: LedgerContent) -> str:
     parts = []
     for policy in dict.fromkeys(event.policy for event in events):
         of_one = [event for event in events if event.policy is policy]
-        q = _range({event.sampling_probability for event in of_one})
-        chance = "" if policy is SamplingPolicy.EVERY_USER else f", with probability q = {q}"
+        schedules = [event.schedule for event in of_one if event.schedule is not None]
+        most = {event.examples_per_user for event in of_one if event.examples_per_user}
+        numbers: dict[str, set[float] | set[int]] = {
+            "q": {event.sampling_probability for event in of_one},
+            "m": {round(event.expected_cohort_size) for event in of_one},
+            "n": {schedule.rounds for schedule in schedules},
+            "k": {schedule.participations for schedule in schedules} | most,
+            "b": {schedule.separation for schedule in schedules},
+        }
+        words = {name: _range(values) for name, values in numbers.items() if values}
+        drawn = texts()["policies"][policy].format(unit=of_one[0].unit, **words)
         enrolled = _range({event.population for event in of_one})
-        drawn = texts()["policies"][policy].format(unit=of_one[0].unit)
         are = f"N = {enrolled} {plural(of_one[0].unit)} are enrolled"
-        parts.append(f"{policy}: {drawn}{chance}; {are}")
-    return f"{'. '.join(parts)}."
+        parts.append(f"{policy}: {drawn}; {are}")
+    open_to_all = {SamplingPolicy.EVERY_USER, SamplingPolicy.SEPARATED, SamplingPolicy.SHUFFLED}
+    secret = {event.policy for event in events} - open_to_all
+    kept = "is assumed to stay secret" if secret else "need not be secret"
+    return f"{'. '.join(parts)}. Who took part {kept}."
 
 
 def _range(values: set[float] | set[int]) -> str:

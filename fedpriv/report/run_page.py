@@ -10,6 +10,7 @@ from urllib.parse import quote
 from fedpriv import __version__
 from fedpriv.accounting.accountants import PrivacyLoss, accountant_named, format_epsilon
 from fedpriv.ledger.events import merge_equal
+from fedpriv.ledger.ledger import paid_events
 from fedpriv.report.charts import Chart, Series, declared, save, texts
 from fedpriv.report.guarantee import (
     assumptions,
@@ -120,7 +121,7 @@ def _epsilon_note(record: RunRecord) -> str:
     runs = record.ledger.runs()
     if len(runs) < 2:
         return "no budget was set" if record.budget is None else f"budget {record.budget:g}"
-    own = merge_equal(runs.get(record.name, []))
+    own = merge_equal(paid_events(runs.get(record.name, [])))
     alone = accountant_named(record.accountant).epsilon(own, record.delta).epsilon if own else 0.0
     return f"all runs of the ledger; this run alone {format_epsilon(alone)}"
 

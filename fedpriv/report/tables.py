@@ -270,12 +270,19 @@ def print_ledger(path: Path, last: int | None) -> None:
         source = row.randomness.partition(":")[0]
         drawn, schedule = f"{sampling.policy}, {sampling.relation}", sampling.schedule
         drawn += "" if sampling.unit is Unit.USER else f" {sampling.unit}"
+        if sampling.examples_per_user is not None:
+            drawn += f", {sampling.examples_per_user} of each"
         if schedule is not None:
             drawn += f", {schedule.participations} of {schedule.rounds} rounds"
         if (search := event.selection) is not None:
             drawn += f", the best of about {search.mean:g} trials"
+        if schedule is not None and row.series is not None:
+            drawn, sampled = f"round {row.part + 1} of {schedule.rounds}", ("", "")
+            queries, z = f"paid by charge {row.series}", ""
         rows.append((*place, drawn, *sampled, queries, z, source))
     title = f"{content.population}: {len(content.charges)} charges"
+    if paid_before := sum(not row.pays for row in content.charges):
+        title += f", {paid_before} of them paid by others"
     columns = [Column(name, "text") for name in (*names, "randomness")]
     print_table(Table(title, columns, rows), border=box.HEAVY_HEAD)
 

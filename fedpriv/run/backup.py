@@ -51,7 +51,9 @@ def restore(backup: Path, path: Path, *, older: bool) -> tuple[Head, list[str]]:
     """Put a backup in the place of a ledger and its record; its head, and what charges it lacks.
 
     LedgerError, and nothing is changed, if it is of another ledger, and unless `older` if it lacks
-    charges that are there. A process that has the ledger open can charge it no more.
+    charges that are there. A process that has the ledger open can charge it no more. A series of
+    rounds that was under way is over, since more of it may have been released than the backup
+    knows, and correlated noise must not be drawn twice: the run charges a new one.
     """
     with _Pair.open(backup) as kept, ExitStack() as stack:
         ledger = record = None
@@ -71,6 +73,8 @@ def restore(backup: Path, path: Path, *, older: bool) -> tuple[Head, list[str]]:
         _put(kept.ledger, path, ledger)
         if kept.record is not None:
             _put(kept.record, beside(path), record)
+            with ParticipationRecord.open(beside(path)) as restored:
+                restored.forget_series()
         return kept.ledger.head, missing
 
 

@@ -42,7 +42,7 @@ from fedpriv.data.population import load_population
 from fedpriv.engine.task import Evaluation, HeldOut, Task, evaluate, running_norms
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.ledger.events import RoundEvent
-from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.ledger import Ledger, paid_events
 from fedpriv.ledger.participation import beside
 from fedpriv.local import ALGORITHMS
 from fedpriv.privacy.layout import Tensors
@@ -144,10 +144,11 @@ class RunSetup:
                 f"output.simulation_only is true; {where} it must be false, since only a "
                 "simulation in one process has figures that are not private"
             )
-        if self.config.privacy.unit != "user":
+        if not self.config.whole_users:
+            drawn, must_be = self.config.not_whole
             raise InvalidValueError(
-                f"privacy.unit is {self.config.privacy.unit!r}; {where} it must be 'user', since "
-                "only a simulation in one process has the data of all users"
+                f"{drawn}; {where} it must be {must_be}, since only a simulation in one process "
+                "has the data of all users"
             )
         if self.config.federated_evaluation is not None:
             raise InvalidValueError(
@@ -501,7 +502,7 @@ def displayed(console: Console) -> Iterator[Display]:
 @contextmanager
 def _progress(plan: TrainingPlan, first: int, console: Console) -> Iterator[OnRound]:
     """What to call with each result, so that a line shows how far the run is."""
-    units, last, seen = plural(plan.sampling.unit), "", list[RoundResult]()
+    units, last, seen = plural(plan.sampling.drawn), "", list[RoundResult]()
     sampling = plan.sampling.event()
     with displayed(console) as display:
         line = display.add(plan.run, plan.rounds, first)
@@ -547,7 +548,7 @@ def _warn(experiment: Experiment, console: Console) -> None:
     expected = sampling.expected_cohort_size
     if expected < 1.0 or population == 1:
         console.print(
-            f"warning: a cohort has {expected:.2g} {plural(sampling.unit)} on average; rounds of "
+            f"warning: a cohort has {expected:.2g} {plural(sampling.drawn)} on average; rounds of "
             "one release its update and noise, rounds of none noise alone, and each is charged",
             style="yellow",
         )
@@ -577,7 +578,8 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
     privacy, plan, clipping = experiment.config.privacy, experiment.plan, experiment.config.clipping
     with Ledger.open(setup.ledger) as ledger:
         spent, charges, head = ledger.spent(), tuple(ledger.charges()), ledger.head
-    of_run = [charge.event for charge in charges if charge.run == plan.run]
+    rows_of_run = [charge for charge in charges if charge.run == plan.run]
+    of_run = paid_events(rows_of_run)
     loss = epsilon_of(spent, privacy.delta, privacy.accountant)
     rows = [] if run.accuracy is None else [("accuracy on held-out rows", f"{run.accuracy:.2%}")]
     if run.loss is not None:
@@ -597,7 +599,7 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
         rows.append(("contributors, of those expected", counted))
     level = f"{plan.sampling.unit}-level (ε, δ)"
     rows.append((level, f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})"))
-    if len(of_run) < len(charges):
+    if len(rows_of_run) < len(charges):
         alone = epsilon_of(of_run, privacy.delta, privacy.accountant)
         rows.append(("of which this run alone", format_epsilon(alone.epsilon)))
     if of_run:
@@ -608,13 +610,17 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
     clipped = f"{clipping.strategy} clipping"
     if clipping.groups:
         clipped = f"{len(plan.groups)} vector groups in {len(clipping.groups)} parts"
+    k = plan.sampling.event().examples_per_user
+    of_each = f"up to {k} examples of each of " if k else ""
     mechanism = (
-        f"q = {plan.sampling.sampling_probability:g} of N = {plan.sampling.population} "
+        f"{plan.sampling.event().text} of {of_each}N = {plan.sampling.population} "
         f"{plural(plan.sampling.unit)}, "
         f"z = {plan.noise_multiplier:.4g}, {clipped}{' that adapts' if plan.adaptive else ''}"
     )
+    paid = f", paid by {len(of_run)}" if len(of_run) < len(rows_of_run) else ""
+    charged = f"{len(rows_of_run)} charged{paid}"
     rows += [
-        ("rounds", f"{run.state.round} of {plan.rounds}, {len(of_run)} charged{stopped}"),
+        ("rounds", f"{run.state.round} of {plan.rounds}, {charged}{stopped}"),
         ("mechanism", mechanism),
         ("ledger", f"{setup.ledger}\nhead {head.count}:{head.hash}"),
         ("folder", str(setup.folder.path)),

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.accountants import format_epsilon
+from fedpriv.accounting.factorisation import relative_errors
 from fedpriv.build import (
     Experiment,
     Method,
@@ -28,11 +29,12 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.federated_evaluation import FederatedEvaluation
 from fedpriv.importing import path_of
-from fedpriv.ledger.events import RoundEvent
+from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
 from fedpriv.ledger.participation import beside
 from fedpriv.mechanism import Mechanism
 from fedpriv.personalisation import Personalisation
 from fedpriv.privacy.clipping import IntegerVector
+from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
 from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import LocalTraining, PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.report.tables import Column, Table, plural, print_table
@@ -211,8 +213,8 @@ def _signal_to_noise(
     Both are in the model's units, whatever the clipping; `total` [D] counts steps.
     """
     norms = tuple(group.clipping_norm for group in request.clipping.groups[: len(plan.groups)])
-    query = plan.mechanism_at(norms).query
-    clipping, stddevs = query.clipping, query.tensor_stddevs
+    mechanism = plan.mechanism_at(norms)
+    clipping, stddevs, query = mechanism.clipping, mechanism.tensor_stddevs, mechanism.query
     signal = clipping.layout.unflatten(total * clipping.steps / clipping.spread(query.divisors))
     ratios = {}
     for layer, tensors in layers(Layout.of(request.parameters)).items():
@@ -234,26 +236,37 @@ def show_allocation(file: Path, assignments: list[str]) -> None:
         experiment, _ = on_population(config, "plan", population)
     plan, privacy = experiment.plan, experiment.config.privacy
     console = Console(markup=False, emoji=False)
-    title = f"One round: {len(plan.shares)} vector groups, one sample, one charge"
+    passes = plan.event.count if plan.sampling.rounds > 1 else 0
+    charge = f"{plan.sampling.rounds} rounds to a charge" if passes else "one charge"
+    title = f"One round: {len(plan.shares)} vector groups, one sample, {charge}"
     names = ("group", "tensors", "d", "S", "σ", "share", "signal/noise")
     _print(console, title, names, _group_rows(plan))
     if experiment.evaluation:
         before.append(experiment.evaluation.events(plan.rounds))
-    event = replace(plan.mechanism.event, count=plan.rounds)
-    loss = epsilon_of([*before, event], privacy.delta, privacy.accountant)
+    loss = epsilon_of([*before, plan.event], privacy.delta, privacy.accountant)
     sampling, weight = plan.sampling, plan.averaging.total_weight
-    unit, units = sampling.unit, plural(sampling.unit)
+    units, k = plural(sampling.unit), sampling.event().examples_per_user
+    of_each = f"up to {k} examples of each of " if k else ""
     more = {"projection": config.projection, "evaluation": experiment.evaluation}
-    charged = " and the ".join([f"{plan.rounds} rounds", *(name for name in more if more[name])])
+    rounds = (
+        f"{plan.rounds} rounds{f', charged as {passes} of {plan.sampling.rounds},' * bool(passes)}"
+    )
+    charged = " and the ".join([rounds, *(name for name in more if more[name])])
+    unit = sampling.drawn
+    moves = f"{unit} moves the sum of a group"
+    if loss.relation is NeighbouringRelation.REPLACE_ONE:
+        moves = f"{unit} more or less moves the sum of a group, one that is replaced twice that"
     facts = [
-        f"z = {plan.noise_multiplier:.6g} of the whole round, q = "
-        f"{sampling.sampling_probability:g} of N = {sampling.population} {units}, expected cohort "
+        f"z = {plan.noise_multiplier:.6g} of the whole round, {sampling.event().text} of "
+        f"{of_each}N = {sampling.population} {units}, expected cohort "
         f"{sampling.expected_cohort_size:g}",
         f"{charged} cost ε = {format_epsilon(loss.epsilon)} at δ = {privacy.delta:g}: "
         f"{loss.assumptions}",
-        f"S is how far one {unit} moves the sum of a group, σ the noise on it. Signal/noise "
+        f"S is how far one {moves}, σ the noise on it. Signal/noise "
         "compares the most that an expected cohort can add up to with the norm of the noise.",
     ]
+    if plan.strategy != INDEPENDENT:
+        facts.append(_about_strategy(plan))
     if weight is not None:
         facts.append(
             f"The weights of all enrolled users are taken to add up to {weight:g} × the largest "
@@ -263,6 +276,23 @@ def show_allocation(file: Path, assignments: list[str]) -> None:
         console.print(line, highlight=False)
 
 
+def _about_strategy(plan: TrainingPlan) -> str:
+    """What correlated noise gains, and what a server keeps for it."""
+    event, kept = plan.mechanism.event, plan.strategy.vectors_kept
+    assert event.sampling.schedule is not None
+    schedule = replace(event.sampling.schedule, participations=1)
+    if event.sampling.policy is SamplingPolicy.SEPARATED:
+        schedule = event.sampling.schedule
+    found = relative_errors(event.strategy, schedule)
+    return (
+        f"Noise is correlated over {plan.sampling.rounds} rounds: in the models it is "
+        f"{found.mean:.2f} times (root mean square) and {found.largest:.2f} times (last round) as "
+        "large as independent noise under this sampling at the same ε. It is up to "
+        f"{plan.mechanism.noise_growth:.2f} × σ in one round. The server keeps {kept} vectors of "
+        f"{plan.mechanism.clipping.layout.dimension:,} numbers for it."
+    )
+
+
 def _group_rows(plan: TrainingPlan) -> Iterable[list[str]]:
     """A row for each vector group of the first round, in the order of the ledger."""
     mechanism = plan.mechanism
@@ -270,7 +300,7 @@ def _group_rows(plan: TrainingPlan) -> Iterable[list[str]]:
     rows = zip(groups, queries, plan.shares, mechanism.query.divisors, strict=True)
     for group, query, share, users in rows:
         dimension = group.dimension(mechanism.clipping.layout)
-        noise = query.noise_stddev * math.sqrt(dimension)
+        noise = query.noise_stddev * mechanism.noise_growth * math.sqrt(dimension)
         # If every user of an expected cohort contributes the most it may, all in one direction.
         signal_to_noise = users * group.clipping_norm / noise if noise else math.inf
         yield [
@@ -306,7 +336,7 @@ def suggest_norms(
             known = found
             console.print(f"round {result.round} of {rounds}: charge {result.charge[:12]}")
         loss = epsilon_of(records.ledger.spent(), config.privacy.delta, config.privacy.accountant)
-    units = plural(plan.sampling.unit)
+    units = plural(plan.sampling.drawn)
     names = ("group", "suggested S", "likely between", f"± share of {units}", "S in the file")
     rows = (
         [

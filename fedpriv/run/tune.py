@@ -30,7 +30,7 @@ from rich.console import Console
 from fedpriv.accounting.accountants import accountant_named, format_epsilon
 from fedpriv.accounting.calibration import smallest_noise
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.build import Experiment, Method, on_population, settings_of
+from fedpriv.build import Experiment, Method, on_population, records_of, settings_of
 from fedpriv.config import (
     Config,
     DataSection,
@@ -52,11 +52,19 @@ from fedpriv.engine.figures import ALWAYS, BETTER
 from fedpriv.engine.task import Task, evaluate
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, RunError, known_names, writing
-from fedpriv.ledger.events import PrivacyBudget, RoundEvent, Selection, SumQueryEvent, Trial
+from fedpriv.ledger.events import (
+    PrivacyBudget,
+    RoundEvent,
+    SamplingPolicy,
+    Selection,
+    SumQueryEvent,
+    Trial,
+)
 from fedpriv.ledger.ledger import ProposedCharge
 from fedpriv.ledger.participation import beside
 from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.round import LocalTraining, PrivacyRecords
+from fedpriv.privacy.sampling import FixedSizeSampling, PoissonSampling
 from fedpriv.report.tables import Column, Table, print_table
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import RunSetup
@@ -220,7 +228,8 @@ def tune(
     if not found.settings:
         return found
     chosen = _applied(method, found.settings)
-    budget = {"epsilon": mechanism.epsilon, "delta": mechanism.delta}
+    enrolled = users or records_of(population, mechanism).users.population
+    budget = {"epsilon": mechanism.epsilon, "delta": mechanism.delta, "users": enrolled}
     calibrated = chosen.mechanism.calibrate(
         **cast(Any, budget | {"rounds": chosen.mechanism.rounds})
     )
@@ -362,6 +371,12 @@ class _Search:
         known = {key: self.value_of(key) for key in space}
         first, _ = self.prepare({}, None, "trial")
         ratio = first.plan.sampling.population / (section.users or first.plan.sampling.population)
+        if ratio != 1.0 and isinstance(first.plan.sampling, FixedSizeSampling):
+            raise InvalidValueError(
+                f"tune.users is {section.users} and cohorts have a fixed size, whose noise depends "
+                "on the number of users; it must be that of the public ones, "
+                f"{first.plan.sampling.population}"
+            )
         score, sign = _scorer(section.objective, first), self.sign
         tried, why = list[Tried](), ""
         folder = self._make_folder()
@@ -469,6 +484,11 @@ class _Search:
         for chosen in itertools.product(*(cast(list[Any], self.space[k]) for k in self.priced)):
             settings = dict(zip(self.priced, chosen, strict=True))
             plan = self.prepare(settings, privacy.noise_multiplier, "trial")[0].plan
+            if not isinstance(plan.sampling, PoissonSampling):
+                raise InvalidValueError(
+                    f"sampling.policy draws {plan.sampling.event().policy} cohorts; a search on "
+                    "users has an analysis for poisson alone"
+                )
             q, z = plan.sampling.sampling_probability, plan.noise_multiplier
             alone[chosen] = Trial(q, z * _MARGIN, plan.rounds)
         sampling = plan.mechanism.event.sampling
@@ -615,7 +635,8 @@ def _check_kind(experiment: Experiment, kind: Trial) -> None:
     event, rounds = experiment.plan.mechanism.event, experiment.plan.rounds
     kept = event.sampling.sampling_probability, rounds
     priced = kind.sampling_probability, kind.rounds
-    if kept != priced or not event.noise_multiplier >= kind.noise_multiplier:
+    sampled = event.sampling.policy is SamplingPolicy.POISSON
+    if not sampled or kept != priced or not event.noise_multiplier >= kind.noise_multiplier:
         raise InvalidValueError("a trial differs from what was charged")
 
 

@@ -31,13 +31,16 @@ from fedpriv.errors import (
 from fedpriv.ledger import Head, Ledger
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent, SamplingEvent, Unit
 from fedpriv.privacy.clipping import UNCLIPPED, Clipping, Indicator
+from fedpriv.privacy.correlated_noise import Strategy
+from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.gaussian_mechanism import (
     CONTRIBUTORS,
+    INDEPENDENT,
     AdaptiveClipping,
     Averaging,
     ControlVariates,
+    GaussianMechanism,
     Metric,
-    PoissonGaussianMechanism,
 )
 from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_partition
 from fedpriv.privacy.noise import Entropy
@@ -47,12 +50,11 @@ from fedpriv.privacy.round import (
     PrivacyRecords,
     Rates,
     Release,
-    RoundAttempt,
     RoundRequest,
     Transport,
     private_round,
 )
-from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.privacy.sampling import Sampling
 from fedpriv.training.optimizers import (
     FedAvg,
     OptimizerState,
@@ -147,7 +149,7 @@ class TrainingPlan:
     groups: tuple[VectorGroup, ...]  # how an update is clipped at first: a partition of the layout
     noise_shares: tuple[float, ...]  # ω_g: how groups split what metrics and counting leave them
     noise_multiplier: float  # z ≥ 0 of the whole round
-    sampling: PoissonSampling
+    sampling: Sampling
     local: LocalTraining
     optimizer: ServerOptimizer = FedAvg()  # noqa: RUF009 - frozen, so sharing it is safe
     # Whatever else decides the result (model, data, loss, initial parameters), in words or as a
@@ -159,6 +161,7 @@ class TrainingPlan:
     adaptive: AdaptiveClipping | None = None  # how clipping norms move; None: they stay
     averaging: Averaging = Averaging()  # noqa: RUF009
     statistics: RunningStatistics | None = None  # how running statistics move, if they do
+    strategy: Strategy = INDEPENDENT  # how noise is correlated over the rounds of a series
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
@@ -191,6 +194,11 @@ class TrainingPlan:
             self.optimizer.at(number)  # learning rates out of range are refused here
         for number in range(1, self.rounds + 1) if self._local_schedules else ():
             self.local.at(number)
+        if self.adaptive is not None and self.sampling.rounds > 1:
+            raise InvalidValueError(
+                f"clipping norms adapt and {self.sampling.event().policy} sampling charges "
+                f"{self.sampling.rounds} rounds at once, by norms that stay; only one can be"
+            )
         _ = self.mechanism  # groups, shares and sampling that do not fit are refused here
 
     @property
@@ -204,11 +212,16 @@ class TrainingPlan:
         return (*self.metrics, CONTRIBUTORS) if self.contributors_share else self.metrics
 
     @cached_property
-    def mechanism(self) -> PoissonGaussianMechanism:
+    def mechanism(self) -> GaussianMechanism:
         """The mechanism of the first round."""
         return self.mechanism_at(self.clipping_norms)
 
-    def mechanism_at(self, clipping_norms: tuple[float, ...]) -> PoissonGaussianMechanism:
+    @property
+    def event(self) -> RoundEvent:
+        """What all rounds are charged as, if clipping norms stay: a last pass counts whole."""
+        return replace(self.mechanism.event, count=-(-self.rounds // self.sampling.rounds))
+
+    def mechanism_at(self, clipping_norms: tuple[float, ...]) -> GaussianMechanism:
         """The mechanism of a round with these clipping norms, at the plan's noise multiplier."""
         pairs = zip(self.groups, clipping_norms, strict=True)
         groups = [replace(group, clipping_norm=norm) for group, norm in pairs]
@@ -228,8 +241,8 @@ class TrainingPlan:
         weighted = () if plain else averaged
         layout = Layout(tuple(shapes), tuple(shapes.values()))
         clipping = Clipping(layout, tuple(groups), indicator, weighted, averaging.cap or 1)
-        return PoissonGaussianMechanism.calibrated(
-            self.sampling, clipping, self.noise_multiplier, self.shares, averaging
+        return GaussianMechanism.calibrated(
+            self.sampling, clipping, self.noise_multiplier, self.shares, averaging, self.strategy
         )
 
     def within(self, budget: PrivacyBudget, spent: Sequence[RoundEvent] = ()) -> "TrainingPlan":
@@ -238,7 +251,7 @@ class TrainingPlan:
         Rounding may make a plan that was calibrated to the budget miss it.
         """
         plan = self
-        while not budget.admits([*spent, replace(plan.mechanism.event, count=plan.rounds)]):
+        while not budget.admits([*spent, plan.event]):
             plan = replace(plan, noise_multiplier=plan.noise_multiplier * (1.0 + 1e-4))
         return plan
 
@@ -380,12 +393,12 @@ def contributors_text(results: Iterable[RoundResult], sampling: SamplingEvent) -
     What follows ± is one standard deviation of noise and coins together, so that the figure can be
     held against the expected one; if it is as large, only more rounds will tell.
     """
-    name, expected = CONTRIBUTORS_METRIC, sampling.sampling_probability * sampling.population
+    name, expected = CONTRIBUTORS_METRIC, sampling.expected_cohort_size
     found = [each for each in results if name in each.scalar_metrics]
     if not found:
         return ""
     mean = math.fsum(each.scalar_metrics[name] for each in found) / len(found)
-    coins = expected * (1.0 - sampling.sampling_probability)
+    coins = sampling.cohort_variance
     variance = math.fsum(each.metrics_noise_stddev[name] ** 2 + coins for each in found)
     spread = math.sqrt(variance) / len(found)
     places = 0 if spread >= 10.0 else 1
@@ -493,7 +506,8 @@ def close_round(
 
     The round was opened with `state`; all charges so far cost (`epsilon`, `delta`).
     """
-    query = plan.mechanism_at(state.clipping_norms).query
+    mechanism = plan.mechanism_at(state.clipping_norms)
+    query, noise = mechanism.query, mechanism.tensor_stddevs
     tensors = query.clipping.layout.unflatten(release.average)
     update = {name: tensors[name] for name in plan.layout.names}
     stepping = plan.optimizer.at(state.round + 1)
@@ -503,10 +517,10 @@ def close_round(
         unclipped = tuple(float(half) + 0.5 for half in tensors[UNCLIPPED])
         norms = tuple(map(plan.adaptive.step, norms, unclipped))
     metrics = {metric.name: tensors[metric.tensor] + metric.centre for metric in plan.metrics}
-    stddevs = {metric.name: query.tensor_stddevs[metric.tensor] for metric in plan.metrics}
+    stddevs = {metric.name: noise[metric.tensor] for metric in plan.metrics}
     if plan.contributors_share:  # a count: the constant that it was divided by is public
         name, tensor, users = CONTRIBUTORS.name, CONTRIBUTORS.tensor, query.denominator
-        metrics[name], stddevs[name] = users * tensors[tensor], users * query.tensor_stddevs[tensor]
+        metrics[name], stddevs[name] = users * tensors[tensor], users * noise[tensor]
     statistics = state.statistics
     if plan.statistics is not None:
         statistics = plan.statistics.moved(statistics, metrics[BATCH_NORM_METRIC])

@@ -63,7 +63,7 @@ class Welcome(_message.Message):
     def __init__(self, population_name: _Optional[str] = ..., population: _Optional[int] = ..., users: _Optional[_Iterable[int]] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., purpose: _Optional[str] = ..., certificate_end: _Optional[int] = ...) -> None: ...
 
 class Task(_message.Message):
-    __slots__ = ("model", "options", "seed", "loss", "metrics", "inputs", "targets", "ignore_index", "personal")
+    __slots__ = ("model", "options", "seed", "loss", "metrics", "inputs", "targets", "ignore_index", "personal", "trained", "frozen", "adapters")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +73,9 @@ class Task(_message.Message):
     TARGETS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_INDEX_FIELD_NUMBER: _ClassVar[int]
     PERSONAL_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     model: str
     options: str
     seed: int
@@ -82,7 +85,10 @@ class Task(_message.Message):
     targets: str
     ignore_index: int
     personal: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[str] = ..., options: _Optional[str] = ..., seed: _Optional[int] = ..., loss: _Optional[str] = ..., metrics: _Optional[_Iterable[str]] = ..., inputs: _Optional[_Iterable[str]] = ..., targets: _Optional[str] = ..., ignore_index: _Optional[int] = ..., personal: _Optional[_Iterable[str]] = ...) -> None: ...
+    trained: _containers.RepeatedScalarFieldContainer[str]
+    frozen: _containers.RepeatedScalarFieldContainer[str]
+    adapters: str
+    def __init__(self, model: _Optional[str] = ..., options: _Optional[str] = ..., seed: _Optional[int] = ..., loss: _Optional[str] = ..., metrics: _Optional[_Iterable[str]] = ..., inputs: _Optional[_Iterable[str]] = ..., targets: _Optional[str] = ..., ignore_index: _Optional[int] = ..., personal: _Optional[_Iterable[str]] = ..., trained: _Optional[_Iterable[str]] = ..., frozen: _Optional[_Iterable[str]] = ..., adapters: _Optional[str] = ...) -> None: ...
 
 class RoundId(_message.Message):
     __slots__ = ("run", "round", "attempt", "nonce")
@@ -141,20 +147,18 @@ class Offer(_message.Message):
     def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., seconds: _Optional[float] = ..., users: _Optional[_Iterable[int]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., local: _Optional[_Union[LocalTraining, _Mapping]] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., local_key: _Optional[bytes] = ..., price: _Optional[_Union[Price, _Mapping]] = ..., model: _Optional[_Union[Tensors, _Mapping]] = ...) -> None: ...
 
 class Price(_message.Message):
-    __slots__ = ("sampling_probability", "population", "noise_multiplier", "epsilon_after", "delta", "charges")
-    SAMPLING_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
-    POPULATION_FIELD_NUMBER: _ClassVar[int]
-    NOISE_MULTIPLIER_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("epsilon_after", "delta", "charges", "event", "part")
     EPSILON_AFTER_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     CHARGES_FIELD_NUMBER: _ClassVar[int]
-    sampling_probability: float
-    population: int
-    noise_multiplier: float
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
     epsilon_after: float
     delta: float
     charges: int
-    def __init__(self, sampling_probability: _Optional[float] = ..., population: _Optional[int] = ..., noise_multiplier: _Optional[float] = ..., epsilon_after: _Optional[float] = ..., delta: _Optional[float] = ..., charges: _Optional[int] = ...) -> None: ...
+    event: str
+    part: int
+    def __init__(self, epsilon_after: _Optional[float] = ..., delta: _Optional[float] = ..., charges: _Optional[int] = ..., event: _Optional[str] = ..., part: _Optional[int] = ...) -> None: ...
 
 class Clipping(_message.Message):
     __slots__ = ("layout", "groups", "indicator", "weighted", "weight_cap")

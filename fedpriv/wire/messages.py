@@ -18,6 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError, WireError, known_names
+from fedpriv.ledger.events import RoundEvent, require
+from fedpriv.ledger.ledger import event_from, event_text
 from fedpriv.local import ALGORITHMS, COMMON
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
 from fedpriv.privacy.gaussian_mechanism import CONTROL_PREFIX, Metric
@@ -32,6 +34,10 @@ VERSION = 1  # of the protocol
 SUM = "sum"  # name of the one vector that users' contributions add up to
 _MAX_OPTIONS = 100_000  # of one metric
 _LONGEST_OPTIONS = 2**16  # characters of a model's options
+_LONGEST_EVENT = 2**22  # characters of a round's event
+# Commas and brackets in it, by which the work and memory of reading it are bounded: enough for a
+# strategy of 100,000 coefficients and MAX_TENSORS vector groups.
+_MOST_MARKS = 2**17
 _IGNORED = -100  # torch's own ignore_index
 _USERS_OF_32_BITS = 63  # each adds less than 2^25 to a component
 
@@ -43,7 +49,6 @@ Bytes32 = Annotated[bytes, codec.length(32, 32)]
 Population = Annotated[int, Legal(lambda n: 1 <= n < 2**63, "be from 1 to 2^63 - 1")]
 UInt32 = Annotated[int, below(32)]
 Epsilon = Annotated[float, Legal(lambda epsilon: epsilon >= 0.0, "be a number, not negative")]
-Noise = Annotated[float, Legal(lambda z: 0.0 <= z < math.inf, "be finite and not negative")]
 Delta = Annotated[float, Legal(lambda delta: 0.0 <= delta < 1.0, "be in [0, 1)")]
 
 
@@ -87,7 +92,11 @@ class TaskDescription(Checked):
     inputs: str | tuple[str, ...] = "x"  # fields that the model reads; several are named arguments
     targets: Name = "y"  # the field that the loss reads
     ignore_index: Annotated[int, Legal(_fits_int64, "be a whole number of 63 bits")] = _IGNORED
-    personal: tuple[str, ...] = ()  # names of parameters, or patterns, that stay with users
+    # Names of parameters, or patterns: what stays with users, what they train, what is frozen.
+    personal: tuple[str, ...] = ()
+    trained: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
+    adapters: Mapping[str, object] = field(default_factory=dict)  # options of `with_adapters`
 
     @property
     def imports(self) -> tuple[str, ...]:
@@ -136,12 +145,38 @@ class RoundId(Checked):
 class Price(Checked):
     """What a round costs the users, for a node to consent to or not."""
 
-    sampling_probability: Annotated[float, Legal(lambda q: 0.0 < q <= 1.0, "be in (0, 1]")]
-    population: Population  # N
-    noise_multiplier: Noise  # of the whole round
+    event: RoundEvent  # that the round belongs to, as the ledger charges it; no search
+    # Which round of the event it is, from 0; the first is charged for all, the others for nothing.
+    part: UInt32
     epsilon_after: Epsilon  # of all charges of the ledger and this round, at delta
     delta: Delta
     charges: Annotated[int, below(63)]  # of the ledger when epsilon_after was found
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        event, schedule = self.event, self.event.sampling.schedule
+        require(event.count == 1, f"the event has count {event.count}; it must be 1")
+        require(event.selection is None, "the event is a whole search; it must be one of rounds")
+        n = self.population
+        require(n < 2**63, f"population is {n}; it must be from 1 to 2^63 - 1")
+        rounds = 1 if schedule is None else schedule.rounds
+        legal = f"it must be below {rounds}, the rounds of its event"
+        require(self.part < rounds, f"part is {self.part}; {legal}")
+
+    @property
+    def sampling_probability(self) -> float:
+        """q, each user's chance to be in the cohort."""
+        return self.event.sampling.sampling_probability
+
+    @property
+    def population(self) -> int:
+        """N, the number of enrolled users."""
+        return self.event.sampling.population
+
+    @property
+    def noise_multiplier(self) -> float:
+        """z of the whole round."""
+        return self.event.noise_multiplier
 
 
 @dataclass(frozen=True)
@@ -385,6 +420,21 @@ def _local_training(algorithm: str, options: tuple[float, ...], **common: Any) -
     return kind(**common | dict(zip(own, options, strict=True)))
 
 
+def _encode_event(event: RoundEvent) -> str:
+    text = event_text(event)
+    _check_marks(text)
+    return text
+
+
+def _decode_event(text: str) -> RoundEvent:
+    _check_marks(text)
+    return event_from(text)
+
+
+def _check_marks(text: str) -> None:
+    codec.at_most("commas and brackets in an event", sum(map(text.count, ",[{")), _MOST_MARKS)
+
+
 _JSON = Part(_encode_options, _decode_options)
 _POSITIONS = Part(np.ndarray.tolist, lambda users: np.array(users, np.int64))
 _NONE_IS_ZERO = Part(int, lambda number: number or None)
@@ -393,6 +443,10 @@ encode_hello, decode_hello = _HELLO.encode, _HELLO.decode
 # A server that is older than these fields leaves them out, as defaults are.
 _OF_TASK: Parts = {
     "options": _JSON,
+    "adapters": Part(
+        lambda given: _encode_options(given) if given else "",
+        lambda text: _decode_options(text) if text else {},
+    ),
     "inputs": Part(
         lambda given: {"x": []}.get(given, [given]) if isinstance(given, str) else list(given),
         lambda names: tuple(names) if len(names) > 1 else next(iter(names), "x"),
@@ -408,7 +462,8 @@ _LEDGER_REQUEST = Codec(LedgerRequest, pb.LedgerRequest, "a request for the ledg
 encode_ledger_request, decode_ledger_request = _LEDGER_REQUEST.encode, _LEDGER_REQUEST.decode
 _ROUND_ID = Codec(RoundId, pb.RoundId, "the name of a round")
 encode_round_id, decode_round_id = _ROUND_ID.encode, _ROUND_ID.decode
-PRICE = Codec(Price, pb.Price, "a price")
+_PRICED: Parts = {"event": Part(_encode_event, _decode_event)}
+PRICE = Codec(Price, pb.Price, "a price", _PRICED, {"event": _LONGEST_EVENT})
 _CLIPPED: Parts = {
     "layout": LAYOUT,
     "groups": each(Codec(VectorGroup, pb.VectorGroup, "a vector group")),

@@ -1,7 +1,6 @@
 """One contestant at a time: each in a process of its own, stopped while it is not its turn."""
 
 import multiprocessing
-import os
 import signal
 import subprocess
 import sys
@@ -12,9 +11,9 @@ from multiprocessing.connection import Connection
 
 from fedpriv.errors import WorkerError
 from simulations.benchmarks.contestants import Done, Turn
+from simulations.benchmarks.machine import environment
 
 _LONGEST_END = 60.0  # seconds; Ray takes a few
-_OF_OPENBLAS = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,5 @@ def _started(setting: Setting) -> Player:
         end = theirs.fileno()
         arguments = [setting.contestant, setting.work, setting.device, str(setting.threads)]
         command = [sys.executable, "-m", "simulations.benchmarks.process", *arguments, str(end)]
-        # Libraries choose for themselves how they use the processor, whatever this shell says.
-        chosen = {k: v for k, v in os.environ.items() if k not in _OF_OPENBLAS}
-        process = subprocess.Popen(command, pass_fds=[end], env=chosen)
+        process = subprocess.Popen(command, pass_fds=[end], env=environment())
     return Player(setting.contestant, process, ours)

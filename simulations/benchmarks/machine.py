@@ -21,6 +21,12 @@ def machine(device: str, threads: int) -> dict[str, str | int]:
     }
 
 
+def environment() -> dict[str, str]:
+    """This shell's, in which libraries choose for themselves how they use the processor."""
+    chosen = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+    return {name: value for name, value in os.environ.items() if name not in chosen}
+
+
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """Versions of Python and of those packages that are installed."""
     found = {"python": platform.python_version()}

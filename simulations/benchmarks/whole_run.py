@@ -5,7 +5,7 @@ with other lots, as the larger they are, the less counts what a round costs besi
 used as its tutorials do: `make_private` with Poisson sampling. Times are from data in memory to the
 accuracy on the test images, imports left out. Each run has a process of its own, in turn.
 
-    .venv-rivals/bin/python -m simulations.benchmarks.whole_run [--lot 256] --json FILE
+    .venv-rivals/bin/python -m simulations.benchmarks.whole_run [--lots 256 600 2048] --json FILE
 
 Data: MNIST's files, in a folder named by FEDPRIV_DATA.
 """
@@ -27,7 +27,7 @@ from torch.nn import functional
 
 import fedpriv
 from fedpriv.report.tables import Column, Table, print_table
-from simulations.benchmarks.machine import machine, versions
+from simulations.benchmarks.machine import environment, machine, versions
 from simulations.papers.bu_mnist import DELTA, IMAGES, ROWS, Row, mnist, trained
 
 
@@ -107,40 +107,51 @@ def results_table(runs: Mapping[str, Sequence[Trained]], row: Row) -> Table:
     return Table(title, columns, rows)
 
 
+def measured(row: Row, repeats: int, threads: int) -> dict[str, list[Trained]]:
+    """Runs of each library, each in a process of its own, in turn."""
+    given = "--lots", str(row.lot), "--epochs", str(row.epochs), "--threads", str(threads)
+    command = [sys.executable, "-m", "simulations.benchmarks.whole_run", *given, "--only"]
+    runs: dict[str, list[Trained]] = {name: [] for name in _LIBRARIES}
+    for _ in range(repeats):
+        for name, of_one in runs.items():
+            ended = subprocess.run(
+                [*command, name], stdout=subprocess.PIPE, check=True, env=environment()
+            )
+            of_one.append(Trained(**json.loads(ended.stdout.splitlines()[-1])))
+    return runs
+
+
 def main() -> None:
     """Run both in turn; print, and write the numbers if asked to."""
     parser = argparse.ArgumentParser(description="a whole run of DP-SGD beside Opacus")
     parser.add_argument("--epochs", type=float, default=2.0)
-    parser.add_argument("--lot", type=int, default=ROWS[0].lot, help="expected images of a round")
+    parser.add_argument(
+        "--lots", type=int, nargs="+", default=[ROWS[0].lot], help="expected images of a round"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", choices=list(_LIBRARIES), help="one run, as JSON")
     given = parser.parse_args()
-    row = replace(ROWS[0], epochs=given.epochs, lot=given.lot)
+    rows = [replace(ROWS[0], epochs=given.epochs, lot=lot) for lot in given.lots]
     if given.only:
         torch.set_num_threads(given.threads)
-        print(json.dumps(asdict(_LIBRARIES[given.only](mnist(), row))))
+        print(json.dumps(asdict(_LIBRARIES[given.only](mnist(), rows[0]))))
         return
-    options = *("--epochs", str(row.epochs), "--lot", str(row.lot)), "--threads", str(given.threads)
-    runs: dict[str, list[Trained]] = {name: [] for name in _LIBRARIES}
-    for _ in range(given.repeats):
-        for name, of_one in runs.items():
-            command = [sys.executable, "-m", "simulations.benchmarks.whole_run", "--only", name]
-            done = subprocess.run([*command, *options], stdout=subprocess.PIPE, check=True)
-            of_one.append(Trained(**json.loads(done.stdout.splitlines()[-1])))
-    print_table(results_table(runs, row))
+    kept = []
+    for row in rows:
+        runs = measured(row, given.repeats, given.threads)
+        print_table(results_table(runs, row))
+        found = {name: [asdict(run) for run in of_one] for name, of_one in runs.items()}
+        kept.append({"lot": row.lot, "epochs": row.epochs, "runs": found})
     if given.json:
-        kept = {name: [asdict(run) for run in of_one] for name, of_one in runs.items()}
         about = {
+            "command": " ".join(["python -m simulations.benchmarks.whole_run", *sys.argv[1:]]),
             "machine": machine("cpu", given.threads),
             "versions": versions(["fedpriv", "torch", "opacus"]),
         }
-        text = (
-            json.dumps(about | {"epochs": row.epochs, "lot": row.lot, "runs": kept}, indent=1)
-            + "\n"
-        )
-        given.json.write_text(text, encoding="utf-8")
+        text = json.dumps(about | {"lots": kept}, indent=1)
+        given.json.write_text(f"{text}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

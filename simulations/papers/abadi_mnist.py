@@ -1,6 +1,6 @@
 """Abadi et al. 2016, MNIST: 1,000 hidden units, on 60 private components or on all pixels.
 
-    python -m simulations.papers.abadi_mnist [--epochs FACTOR] [--both FACTOR] [--seeds 1]
+    python -m simulations.papers.abadi_mnist [--epochs FACTOR] [--both FACTOR] [--rows N …]
 
 Their network, lots of 600, δ, ε and noise on the components (section 5.2, arXiv:1607.00133). Their
 noise on gradients, σ = 8, 4 and 2, was chosen with an older analysis and trains for hundreds of
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from fedpriv.models import mlp
 from fedpriv.report.tables import Column, Table
 from fedpriv.run.folder import RunFolder
 from simulations.papers.bu_mnist import mnist
-from simulations.papers.results import mean_of, write_results
+from simulations.papers.results import mean_of, read_results, write_results
 
 DELTA, HIDDEN = 1e-5, 1000
 
@@ -69,6 +70,17 @@ class Found:
     noise_multiplier: float  # of rounds
     epsilon: float  # that the ledger of a run costs, the query included
     here: tuple[float, ...]  # accuracies
+
+    @classmethod
+    def read(cls, row: dict[str, Any]) -> Self:
+        """Of its `asdict`, read from JSON."""
+        setting, here = Setting(**row["setting"]), tuple(row["here"])
+        return cls(**row | {"setting": setting, "here": here})
+
+    @property
+    def key(self) -> tuple[Setting, int | None]:
+        """What tells rows apart."""
+        return self.setting, self.components
 
 
 def trained(
@@ -157,16 +169,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="MNIST as in Abadi et al. 2016")
     parser.add_argument("--epochs", type=float, default=1.0, help="factor, on components")
     parser.add_argument("--both", type=float, default=1.0, help="factor, on both side by side")
+    help_rows = "train these of the table; others keep the results that they have"
+    parser.add_argument("--rows", type=int, nargs="+", help=help_rows)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=Path("simulations/results"))
     given = parser.parse_args(arguments)
-    people, results = mnist(), list[Found]()
     arms = dict.fromkeys([(given.epochs, True), (given.both, True), (given.both, False)])
-    for (factor, asked), setting in product(arms, SETTINGS):
+    rows = list(product(arms, SETTINGS))
+    results = dict[tuple[Setting, int | None], Found]()
+    if given.rows:
+        if not set(given.rows) <= set(range(1, len(rows) + 1)):
+            parser.error(f"--rows is {given.rows}; each must be from 1 to {len(rows)}")
+        rows = [rows[number - 1] for number in given.rows]
+        kept = [Found.read(each) for each in read_results(given.folder, "abadi_mnist")]
+        results = {each.key: each for each in kept}
+    people = mnist()
+    for (factor, asked), setting in rows:
         scaled = replace(setting, epochs=setting.epochs * factor)
-        results.append(measure(scaled, people, given.seeds, private_components=asked))
-        content = [asdict(each) for each in results]
-        write_results(results_table(results), content, given.folder, "abadi_mnist")
+        found = measure(scaled, people, given.seeds, private_components=asked)
+        results[found.key] = found
+        every = list(results.values())
+        content = [asdict(each) for each in every]
+        write_results(results_table(every), content, given.folder, "abadi_mnist")
 
 
 if __name__ == "__main__":

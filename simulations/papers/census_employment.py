@@ -13,8 +13,6 @@ made 90 because the columns of the file depend more on each other.
 """
 
 import argparse
-import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -40,6 +38,7 @@ from fedpriv.training.optimizers import (
     ServerOptimizer,
     Step,
 )
+from simulations.papers.results import write_numbers
 
 Floats = npt.NDArray[np.float64]
 
@@ -471,19 +470,16 @@ def main() -> None:
     try:
         people = load(find_census(arguments.data))
     except FedprivError as error:
-        sys.exit(str(error))
+        parser.error(str(error))
     study = Study.of(*people.split(HELD_OUT), SETTINGS, arguments.seeds)
     console = Console()
     console.print(quality_table(study))
     console.print(coefficient_table(study))
     for note in NOTES:
         console.print(f"* {note}", highlight=False)
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    path = arguments.folder / "census_employment"
-    numbers = json.dumps(record(study), indent=1) + "\n"
-    path.with_suffix(".json").write_text(numbers, encoding="utf-8")
+    write_numbers(record(study), arguments.folder, "census_employment")
     drawn = figure(coefficient_chart(study), reliability_chart(study))
-    drawn.save(path.with_suffix(".png"), scale_factor=2)
+    drawn.save(arguments.folder / "census_employment.png", scale_factor=2)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ the gap between private and non-private networks is what can be compared.
 """
 
 import argparse
-import json
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -28,6 +26,7 @@ from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.data.files import read_csv
 from fedpriv.data.people import INCOME, YES_OR_NO, census_facts, find_census
 from fedpriv.errors import FedprivError
+from simulations.papers.results import write_numbers
 
 COLUMNS = ("income", "age", "educ", *YES_OR_NO)
 # Section 3.1 of the paper; its probability is 256/29,305.
@@ -157,16 +156,15 @@ def main() -> None:
     try:
         people = People.of(read_csv(find_census(arguments.data), COLUMNS))
     except FedprivError as error:
-        sys.exit(str(error))
+        parser.error(str(error))
     found = study(people, arguments.seeds)
     console = Console()
     console.print(income_table(found, float(people.y.mean())))
     for note in NOTES:
         console.print(f"* {note}", highlight=False)
-    arguments.folder.mkdir(parents=True, exist_ok=True)
     numbers = {name: [asdict(each) for each in outcomes] for name, outcomes in found.items()}
-    text = json.dumps({"share": float(people.y.mean()), "networks": numbers}, indent=1) + "\n"
-    (arguments.folder / "census_income.json").write_text(text, encoding="utf-8")
+    content = {"share": float(people.y.mean()), "networks": numbers}
+    write_numbers(content, arguments.folder, "census_income")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,10 @@ from scipy.stats import norm
 
 from fedpriv.accounting.accountants import ACCOUNTANTS, Accountant, Bound
 from fedpriv.accounting.policies import (
+    banded_poisson_gaussian,
     every_user_gaussian,
     fixed_size_gaussian,
+    poisson_examples_gaussian,
     poisson_gaussian,
     poisson_replace_gaussian,
     random_allocation_gaussian,
@@ -234,6 +236,11 @@ class AccountantConformance(ABC):
             (fixed_size_gaussian(100, 10_000, 1.0), "fixed-size sampling with replace-one"),
             (poisson_replace_gaussian(0.01, 1.0), "poisson sampling with replace-one"),
             (random_allocation_gaussian(10, 1, 1.0), "random-allocation .* add-or-remove-one"),
+            (
+                banded_poisson_gaussian((1.0,), 3, 3, 0.1, 1.0, REPLACE),
+                "poisson-within-bands sampling with replace-one",
+            ),
+            (poisson_examples_gaussian(0.01, 4, 1.0), "poisson-examples .* add-or-remove-one"),
         ],
     )
     def test_other_policies_are_priced_or_refused(self, event: RoundEvent, name: str) -> None:
@@ -256,6 +263,19 @@ class AccountantConformance(ABC):
         assert loss.epsilon == pytest.approx(expected.epsilon, rel=1e-7)
         assert loss.epsilon_low == pytest.approx(expected.epsilon_low, rel=1e-7)
         assert "separated sampling" in loss.assumptions
+        assert self.accountant.delta([series], 1.0) == pytest.approx(
+            self.accountant.delta([rounds], 1.0), rel=1e-4
+        )
+
+    def test_a_series_within_bands_costs_the_rounds_of_one_group(self) -> None:
+        # 12 rounds of 4 groups, whose columns (1, ½, ½) are √1.5 long.
+        series = banded_poisson_gaussian((1.0, 0.5, 0.5), 12, 4, 0.1, 2.0, ADD_OR_REMOVE, 5)
+        rounds = poisson_gaussian(0.1, 2.0 / math.sqrt(1.5), 15)
+        loss, expected = (self.accountant.epsilon([each], 1e-6) for each in (series, rounds))
+        assert loss.epsilon == pytest.approx(expected.epsilon, rel=1e-7)
+        assert loss.epsilon_low == pytest.approx(expected.epsilon_low, rel=1e-7)
+        assert loss.bound is expected.bound
+        assert "poisson-within-bands sampling" in loss.assumptions
         assert self.accountant.delta([series], 1.0) == pytest.approx(
             self.accountant.delta([rounds], 1.0), rel=1e-4
         )
@@ -306,13 +326,35 @@ def allocated(q: float, z: float, count: int) -> RoundEvent:
     return random_allocation_gaussian(round(q**-0.5), 1, z, count)
 
 
-FAMILIES = [replaced, fixed, shuffled, shuffled_replaced, allocated]
+def banded(q: float, z: float, count: int) -> RoundEvent:
+    """Series of one round for each of three groups."""
+    return banded_poisson_gaussian((1.0,), 3, 3, q, z, ADD_OR_REMOVE, count)
+
+
+def banded_replaced(q: float, z: float, count: int) -> RoundEvent:
+    return banded_poisson_gaussian((1.0,), 3, 3, q, z, REPLACE, count)
+
+
+def examples(q: float, z: float, count: int) -> RoundEvent:
+    """With noise per user, so that all examples together are one Gaussian of z."""
+    return poisson_examples_gaussian(q, 4, 4.0 * z, count)
+
+
+FAMILIES = [
+    *(replaced, fixed, shuffled, shuffled_replaced, allocated, banded, banded_replaced, examples)
+]
 
 
 class IntervalConformance(AccountantConformance):
     """Inherit if the accountant certifies intervals of every policy."""
 
-    prices = (SamplingPolicy.FIXED_SIZE, SamplingPolicy.POISSON, SamplingPolicy.RANDOM_ALLOCATION)
+    prices = (
+        SamplingPolicy.FIXED_SIZE,
+        SamplingPolicy.POISSON,
+        SamplingPolicy.RANDOM_ALLOCATION,
+        SamplingPolicy.BANDED_POISSON,
+        SamplingPolicy.EXAMPLES,
+    )
 
     @pytest.mark.parametrize("family", FAMILIES)
     @pytest.mark.parametrize(

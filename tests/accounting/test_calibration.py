@@ -13,8 +13,10 @@ from fedpriv.accounting.calibration import (
     smallest_noise,
 )
 from fedpriv.accounting.policies import (
+    banded_poisson_gaussian,
     every_user_gaussian,
     fixed_size_gaussian,
+    poisson_examples_gaussian,
     poisson_gaussian,
     poisson_replace_gaussian,
     random_allocation_gaussian,
@@ -98,6 +100,7 @@ def test_sampling_probability_is_the_largest_within_the_budget(
 
 POLICIES = {
     "poisson, replaced": lambda z, count: poisson_replace_gaussian(0.02, z, count),
+    "poisson examples": lambda z, count: poisson_examples_gaussian(0.02, 8, z, count),
     "every user": lambda z, count: every_user_gaussian(z, ADD_OR_REMOVE, count),
     "every user, replaced": lambda z, count: every_user_gaussian(z, REPLACE, count),
     "fixed size": lambda z, count: fixed_size_gaussian(20, 1000, z, count),
@@ -106,6 +109,9 @@ POLICIES = {
     "random allocation": lambda z, count: random_allocation_gaussian(50, 1, z, count),
     "separated": lambda z, count: separated_gaussian(
         (1.0, 0.5, 0.3), 100, 3, 20, z, ADD_OR_REMOVE, count
+    ),
+    "poisson within bands": lambda z, count: banded_poisson_gaussian(
+        (1.0, 0.5, 0.3), 100, 20, 0.1, z, ADD_OR_REMOVE, count
     ),
 }
 

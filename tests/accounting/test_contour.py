@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from poisson_rounds import tight_delta, tight_epsilon
 
+from fedpriv.accounting.contour import inversion
 from fedpriv.accounting.contour.inversion import (
     ContourUnsuitableError,
     delta_interval,
@@ -158,6 +159,15 @@ class TestOneMeaning:
         lows, ups = zip(*intervals, strict=True)
         assert max(lows) <= min(ups)
         assert max(ups) - min(lows) <= 1e-7 * max(ups)
+
+    def test_an_answer_does_not_depend_on_what_was_asked_before(self):
+        series = [{(0.02, 0.9): count} for count in range(380, 400)]
+        answers = [epsilon_interval(rounds, 1e-6) for rounds in series]
+        for kept in (inversion._kept_along, inversion._kept_bounds, inversion._moments):
+            assert kept.cache_info().hits > 0
+            kept.cache_clear()
+        alone = [epsilon_interval(rounds, 1e-6) for rounds in reversed(series)]
+        assert answers == alone[::-1]
 
     def test_rounds_come_from_events(self):
         events = [poisson_gaussian(q, z, count) for (q, z), count in ROUNDS.items()]

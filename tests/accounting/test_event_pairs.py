@@ -12,9 +12,12 @@ from fedpriv.accounting.pld.dominating_pairs import (
     ReplacePair,
 )
 from fedpriv.accounting.pld.random_allocation import allocation_pairs
+from fedpriv.accounting.pld.sampled_examples import ExamplesPair
 from fedpriv.accounting.policies import (
+    banded_poisson_gaussian,
     every_user_gaussian,
     fixed_size_gaussian,
+    poisson_examples_gaussian,
     poisson_gaussian,
     poisson_replace_gaussian,
     random_allocation_gaussian,
@@ -24,18 +27,21 @@ from fedpriv.accounting.policies import (
 from fedpriv.ledger.events import ANALYSED, NeighbouringRelation, RoundEvent
 
 ADD_OR_REMOVE, REPLACE = NeighbouringRelation
-EXACT: list[tuple[RoundEvent, PoissonPair | ReplacePair]] = [
+EXACT: list[tuple[RoundEvent, PoissonPair | ReplacePair | ExamplesPair]] = [
     (poisson_gaussian(0.1, 2.0, 5), PoissonPair(0.1, 2.0)),
     (poisson_replace_gaussian(0.1, 2.0, 5), ReplacePair(0.1, 1.0)),
     (every_user_gaussian(2.0, ADD_OR_REMOVE, 5), PoissonPair(1.0, 2.0)),
     (every_user_gaussian(2.0, REPLACE, 5), PoissonPair(1.0, 1.0)),
     (random_allocation_gaussian(1, 1, 2.0, 5), PoissonPair(1.0, 2.0)),
+    (poisson_examples_gaussian(0.1, 8, 2.0, 5), ExamplesPair(0.1, 2.0, examples=8)),
+    (poisson_examples_gaussian(0.1, 1, 2.0, 5), PoissonPair(0.1, 2.0)),
+    (poisson_examples_gaussian(1.0, 8, 2.0, 5), PoissonPair(1.0, 0.25)),
 ]
 
 
 @pytest.mark.parametrize(("event", "pair"), EXACT)
 def test_what_is_known_exactly_is_its_own_bound(
-    event: RoundEvent, pair: PoissonPair | ReplacePair
+    event: RoundEvent, pair: PoissonPair | ReplacePair | ExamplesPair
 ) -> None:
     bounds = bounds_of([event, event])
     assert bounds.above == bounds.below == {pair: 10}
@@ -82,6 +88,22 @@ def test_separated_series_are_one_gaussian_each(relation: NeighbouringRelation) 
     assert isinstance(pair, PoissonPair)
     assert pair.q == 1.0
     assert pair.z == pytest.approx(2.0 / relation.sensitivity / math.sqrt(3), rel=1e-12)
+
+
+@pytest.mark.parametrize("relation", NeighbouringRelation)
+def test_series_within_bands_are_the_rounds_of_one_user_exactly(
+    relation: NeighbouringRelation,
+) -> None:
+    # Whatever the signs. Of 11 rows the user changes 1 to 4, 5 to 8, and 9 to 11 of three columns.
+    event = banded_poisson_gaussian((1.0, -2.0, 2.0, 4.0), 11, 4, 0.1, 2.0, relation, 3)
+    bounds = bounds_of([event])
+    assert bounds.below == bounds.above
+    assert bounds.complete
+    kind = PoissonPair if relation is ADD_OR_REMOVE else ReplacePair
+    assert {type(pair) for pair in bounds.above} == {kind}
+    found = sorted((pair.q, pair.z, count) for pair, count in bounds.above.items())
+    expected = [(0.1, 2.0 / norm / relation.sensitivity, n) for norm, n in ((5.0, 6), (3.0, 3))]
+    assert found == [pytest.approx(each, rel=1e-12) for each in expected]
 
 
 @pytest.mark.parametrize("strategy", [(1.0, 2.0), (1.0, -0.5), (1.0, 0.0, 0.1)])

@@ -6,8 +6,10 @@ from collections.abc import Callable
 import pytest
 
 from fedpriv.accounting.policies import (
+    banded_poisson_gaussian,
     every_user_gaussian,
     fixed_size_gaussian,
+    poisson_examples_gaussian,
     poisson_replace_gaussian,
     random_allocation_gaussian,
     separated_gaussian,
@@ -31,6 +33,11 @@ CASES = {
     "poisson": (
         poisson_replace_gaussian(0.3, Z, T, N),
         SamplingEvent(SamplingPolicy.POISSON, 0.3, N, REPLACE),
+        (1.0,),
+    ),
+    "poisson examples": (
+        poisson_examples_gaussian(0.3, 8, Z, T, N),
+        SamplingEvent(SamplingPolicy.EXAMPLES, 0.3, N, ADD_OR_REMOVE, examples_per_user=8),
         (1.0,),
     ),
     "every user": (
@@ -63,6 +70,11 @@ CASES = {
         SamplingEvent(SamplingPolicy.SEPARATED, 1.0, N, REPLACE, Schedule(20, 3, 6)),
         (2.0, 0.5),
     ),
+    "poisson within bands": (
+        banded_poisson_gaussian((2.0, 0.5), 20, 6, 0.3, Z, REPLACE, T, N),
+        SamplingEvent(SamplingPolicy.BANDED_POISSON, 0.3, N, REPLACE, Schedule(20, 4, 6)),
+        (2.0, 0.5),
+    ),
 }
 
 
@@ -78,6 +90,7 @@ ILLEGAL: list[tuple[Callable[[], RoundEvent], str]] = [
     (lambda: poisson_replace_gaussian(0.0, 1.0), "sampling_probability is 0.0"),
     (lambda: poisson_replace_gaussian(1.5, 1.0), "sampling_probability is 1.5"),
     (lambda: poisson_replace_gaussian(0.5, math.nan), "noise_stddev of group 'update' is nan"),
+    (lambda: poisson_examples_gaussian(0.3, 0, 1.0), "examples_per_user is 0; with poisson-ex"),
     (lambda: every_user_gaussian(-1.0, REPLACE), "noise_stddev of group 'update' is -1.0"),
     (lambda: every_user_gaussian(1.0, REPLACE, 0), "count is 0"),
     (lambda: fixed_size_gaussian(0, 10, 1.0), "cohort_size is 0"),
@@ -88,6 +101,9 @@ ILLEGAL: list[tuple[Callable[[], RoundEvent], str]] = [
     (lambda: random_allocation_gaussian(5, 2, 1.0, passes=0), "count is 0"),
     (lambda: separated_gaussian((1.0,), 5, 0, 1, 1.0, REPLACE), "participations of the schedule"),
     (lambda: separated_gaussian((1.0,), 5, 1, 6, 1.0, REPLACE), "separation of the schedule is 6"),
+    (lambda: banded_poisson_gaussian((1.0,), 5, 0, 0.5, 1.0, REPLACE), "groups is 0; it must be"),
+    (lambda: banded_poisson_gaussian((1.0,), 5, 6, 0.5, 1.0, REPLACE), "from 1 to the 5 rounds"),
+    (lambda: banded_poisson_gaussian((1.0,), 5, 2, 0.0, 1.0, REPLACE), "probability is 0.0"),
     (lambda: separated_gaussian((), 5, 1, 1, 1.0, REPLACE), "the strategy has 0 coefficients"),
     (lambda: separated_gaussian((0.0, 1.0), 5, 1, 1, 1.0, REPLACE), "the strategy begins with 0.0"),
 ]

@@ -78,7 +78,7 @@ def exact(asked: Survey, users: UserStore) -> dict[str, Answer]:
 def released(asked: Survey, users: UserStore, seed: int) -> dict[str, Answer]:
     """What a seeded round releases."""
     entropy = SeededEntropy(seed)
-    cohort = asked.mechanism.sampling.draw(entropy.key("sampling"))
+    cohort = asked.mechanism.sampling.draw(entropy.key("sampling"))[0]
     noised, _ = asked.mechanism.query.noised_average(total(asked, users, cohort), entropy, "noise")
     return {answer.question: answer for answer in asked.answers(noised)}
 

@@ -81,7 +81,7 @@ def test_noise_has_the_stated_law_and_no_other(q: float) -> None:
     values = np.array([answer.value for answer in rounds])
     assert np.all(values == values.transpose(0, 2, 1))
     cohorts = [
-        asked.mechanism.sampling.draw(SeededEntropy(s).key("sampling")) for s in range(ROUNDS)
+        asked.mechanism.sampling.draw(SeededEntropy(s).key("sampling"))[0] for s in range(ROUNDS)
     ]
     plain = [asked.answers(average(asked, users, cohort))[0].value for cohort in cohorts]
     errors = (values - np.array(plain)) / rounds[0].noise_stddev
@@ -107,7 +107,7 @@ def test_noise_is_as_large_in_every_direction_and_as_charged() -> None:
     plain = [
         asked.answers(average(asked, users, cohort))[0].value
         for seed in range(ROUNDS)
-        for cohort in [asked.mechanism.sampling.draw(SeededEntropy(seed).key("sampling"))]
+        for cohort in [asked.mechanism.sampling.draw(SeededEntropy(seed).key("sampling"))[0]]
     ]
     noise = np.array(rounds) - np.array(plain)
     for direction in (np.eye(4)[0], np.full(4, 0.5), np.array([0.6, 0.0, -0.8, 0.0])):

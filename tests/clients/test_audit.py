@@ -16,8 +16,11 @@ from hypothesis import strategies as st
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.policies import (
     every_user_gaussian,
+    fixed_size_gaussian,
     poisson_gaussian,
     poisson_replace_gaussian,
+    random_allocation_gaussian,
+    separated_gaussian,
 )
 from fedpriv.clients import audit
 from fedpriv.clients.audit import Examined, charged_already, price_with
@@ -27,23 +30,26 @@ from fedpriv.ledger.events import (
     NeighbouringRelation,
     Randomness,
     RoundEvent,
+    Schedule,
     SumQueryEvent,
     Unit,
 )
-from fedpriv.ledger.ledger import ExportedLedger, Ledger, ProposedCharge
+from fedpriv.ledger.ledger import ExportedLedger, Ledger, ProposedCharge, paid_events
 from fedpriv.wire import Price, RoundId, TaskDescription, Welcome
 from tests.wire.examples import small_offer
 
 DELTA = 1e-5
 N = 1000
 EVENT = poisson_gaussian(0.1, 2.0, population=N)
+ADD_OR_REMOVE = NeighbouringRelation.ADD_OR_REMOVE_ONE
 NOW = datetime(2026, 3, 1, tzinfo=UTC)
 OFFER = small_offer()
 WELCOME = Welcome("people", N, np.array([1, 300]), TaskDescription("m", {}, 0, "cross-entropy"))
 
 
-def charge(ledger, run="r", number=0, attempt=0, event=EVENT):
-    ledger.charge(ProposedCharge(run, number, attempt, Randomness.SEEDED, event, "0" * 64))
+def charge(ledger, run="r", number=0, attempt=0, event=EVENT, part=0, series=None):
+    named = run, number, attempt, Randomness.SEEDED, event, "0" * 64, part, series
+    ledger.charge(ProposedCharge(*named))
 
 
 def read(ledger) -> ExportedLedger:
@@ -52,9 +58,8 @@ def read(ledger) -> ExportedLedger:
     return ExportedLedger.read(stream.getvalue().splitlines())
 
 
-def offer(run="r", number=0, attempt=0, event=EVENT, said=math.inf, delta=DELTA):
-    q = event.sampling.sampling_probability
-    price = Price(q, event.sampling.population, event.noise_multiplier, said, delta, 0)
+def offer(run="r", number=0, attempt=0, event=EVENT, said=math.inf, delta=DELTA, part=0):
+    price = Price(event, part, said, delta, 0)
     return replace(OFFER, id=RoundId(run, number, attempt), price=price)
 
 
@@ -163,7 +168,7 @@ class TestExamining:
         with pytest.raises(AuditError, match="charges for each example; its ε says nothing of us"):
             both.examined()
         with pytest.raises(AuditError, match="with example and with user neighbours cannot"):
-            price_with(Examined(read(both.ledger), DELTA, 0.0), offer(number=1))
+            price_with(Examined(read(both.ledger), DELTA, 0.0, ADD_OR_REMOVE), offer(number=1))
 
     def test_a_delta_that_is_none_is_refused(self, both):
         charge(both.ledger)
@@ -354,6 +359,202 @@ class TestWhatTheServerSays:
             )
         for other in (offer("r", 1, 4), offer("r", 2), offer("s", 0), offer("r", 0, 1)):
             assert charged_already(found, other) is None
+
+
+PASS = random_allocation_gaussian(3, 1, 2.0, population=N)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """An honest server of a run of passes of three rounds, and a node that audits it."""
+
+    both: Pair
+
+    def next_offer(self, number, attempt=0, event=PASS):
+        """What the server offers: all charges are counted in ε, and a round paid for costs none."""
+        ledger = self.both.ledger
+        found = ledger.open_series("r")
+        part = 0 if found is None else found.part
+        paid = [*paid_events(ledger.charges()), *([] if part else [event])]
+        return offer("r", number, attempt, event, epsilon(paid, DELTA).epsilon, part=part)
+
+    def charged(self, number, attempt=0):
+        found = self.both.ledger.open_series("r")
+        part, series = (0, None) if found is None else (found.part, found.paid.position)
+        charge(self.both.ledger, "r", number, attempt, PASS, part, series)
+
+    def played(self, number, attempt=0):
+        """A round that the node believes, takes part in and sees charged."""
+        offered = self.next_offer(number, attempt)
+        self.both.confirmed(offered)
+        found = self.both.examined()
+        assert charged_already(found, offered) is None
+        assert price_with(found, offered) == offered.price.epsilon_after
+        self.both.journal.record("people", offered, NOW)
+        self.charged(number, attempt)
+        assert charged_already(self.both.examined(), offered) is not None
+
+
+class TestSeries:
+    def test_an_honest_run_is_believed_in_all_rounds_and_each_pass_costs_once(self, both):
+        passes = Passes(both)
+        for number in range(1, 8):
+            passes.played(number)
+            cost = epsilon([PASS] * -(-number // 3), DELTA).epsilon
+            assert both.examined().epsilon == cost
+        both.confirmed(passes.next_offer(8))
+
+    def test_a_server_that_was_interrupted_goes_on_with_what_it_has_paid_for(self, both):
+        passes = Passes(both)
+        passes.played(1)
+        abandoned = passes.next_offer(2)
+        both.confirmed(abandoned)
+        both.journal.record("people", abandoned, NOW)
+        passes.played(2, 1)  # charged, and not released
+        passes.played(2, 2)
+        passes.played(3)  # the next pass
+        assert [row.part for row in both.ledger.charges()] == [0, 1, 2, 0]
+        both.confirmed(passes.next_offer(4))
+
+    def test_a_node_that_is_started_again_believes_it(self, both, tmp_path):
+        passes = Passes(both)
+        for number in (1, 2):
+            passes.played(number)
+        for number in (3, 4, 5):
+            with Journal(tmp_path / "journal") as journal:
+                Passes(replace(both, journal=journal)).played(number)
+
+    def test_other_runs_in_between_change_nothing(self, both):
+        passes = Passes(both)
+        passes.played(1)
+        charge(both.ledger, "other", 1)
+        charge(both.ledger, "third", 1, event=PASS)
+        passes.played(2)
+        charge(both.ledger, "third", 2, event=PASS, part=1, series=3)
+        passes.played(3)
+        assert both.examined().epsilon == epsilon([PASS, PASS, EVENT], DELTA).epsilon
+
+    @pytest.mark.parametrize(
+        ("rounds", "part", "event"),
+        [
+            (0, 1, PASS),  # nothing is paid
+            (0, 2, PASS),
+            (1, 2, PASS),  # not the next
+            (2, 1, PASS),  # was used
+            (3, 1, PASS),  # all were used
+            (3, 2, PASS),
+            (1, 1, random_allocation_gaussian(3, 1, 1.9, population=N)),  # another was paid for
+            (1, 1, random_allocation_gaussian(3, 2, 2.0, population=N)),
+            (1, 1, random_allocation_gaussian(4, 1, 2.0, population=N)),
+            (1, 1, random_allocation_gaussian(3, 1, 2.0, population=N - 1)),
+        ],
+    )
+    def test_a_part_that_was_not_paid_for_is_not_free(self, both, rounds, part, event):
+        passes = Passes(both)
+        for number in range(1, rounds + 1):
+            passes.played(number)
+        lie = offer("r", rounds + 1, 0, event, part=part)
+        said = f"round {rounds + 1} of run 'r' is offered as part {part} of an event that was ch"
+        with pytest.raises(AuditError, match=said):
+            both.confirmed(lie)
+        both.confirmed(offer("r", rounds + 1, 0, event))  # whoever pays may do so
+
+    def test_what_another_run_paid_for_is_not_free(self, both):
+        charge(both.ledger, "other", 1, event=PASS)
+        with pytest.raises(AuditError, match="no such part is left in the ledger"):
+            both.confirmed(offer("r", 1, 0, PASS, part=1))
+        both.confirmed(offer("other", 2, 0, PASS, part=1))
+
+    def test_a_charge_that_the_offer_does_not_count_pays_for_nothing(self, both):
+        Passes(both).played(1)
+        with pytest.raises(AuditError, match="the offer counts 0 charges and leaves out"):
+            both.confirmed(offer("r", 2, 0, PASS, part=1), counted=0)
+
+    def test_an_epsilon_that_is_understated_is_caught_in_every_part(self, both):
+        passes = Passes(both)
+        for number in range(1, 5):
+            truth = passes.next_offer(number)
+            loss = epsilon([PASS] * -(-number // 3), DELTA)
+            assert loss.low > 0.9 * loss.epsilon
+            for said in (0.0, 0.5 * loss.low, loss.low * (1 - 3e-6)):
+                lie = replace(truth, price=replace(truth.price, epsilon_after=said))
+                with pytest.raises(AuditError, match="but charges and offer cost at least"):
+                    both.confirmed(lie)
+            passes.played(number)
+
+    def test_what_was_offered_as_a_new_event_must_be_paid(self, both):
+        passes = Passes(both)
+        passes.played(1)
+        both.take_part("r", 2, 0, PASS)
+        passes.charged(2)
+        with pytest.raises(AuditError, match="as part 0 of its event; neither it nor one after"):
+            both.confirmed(passes.next_offer(3))
+
+    def test_what_was_offered_as_a_part_must_be_charged_as_that_part(self, both):
+        passes = Passes(both)
+        passes.played(1)
+        both.journal.record("people", passes.next_offer(2), NOW)
+        charge(both.ledger, "r", 2, event=PASS)
+        with pytest.raises(AuditError, match="as part 1 of its event; neither it nor one after"):
+            both.confirmed(passes.next_offer(3))
+
+    def test_offers_of_one_attempt_may_each_be_what_is_charged(self, both):
+        both.take_part("r", 1, 0, EVENT)
+        both.take_part("r", 1, 0, PASS)
+        charge(both.ledger, "r", 1, event=PASS)
+        both.confirmed(offer("r", 2, 0, PASS, part=1))
+
+
+STRATEGY = (1.0, 0.5)
+SERIES = separated_gaussian(STRATEGY, 4, 2, 2, 2.0, ADD_OR_REMOVE, population=N)
+
+
+def changed(event, **fields):
+    return replace(event, sampling=replace(event.sampling, **fields))
+
+
+class TestKinds:
+    @pytest.mark.parametrize(
+        "charged",
+        [
+            changed(SERIES, schedule=Schedule(5, 2, 2)),
+            changed(SERIES, schedule=Schedule(4, 1, 2)),
+            changed(SERIES, schedule=Schedule(4, 2, 1)),
+            changed(SERIES, relation=NeighbouringRelation.REPLACE_ONE),
+            changed(SERIES, population=N + 1),
+            replace(SERIES, strategy=(1.0,)),
+            replace(SERIES, strategy=(1.0, 0.25)),
+            separated_gaussian(STRATEGY, 4, 2, 2, 1.99, ADD_OR_REMOVE, population=N),
+            random_allocation_gaussian(4, 1, 2.0, population=N),
+            every_user_gaussian(2.0, ADD_OR_REMOVE, population=N),
+        ],
+    )
+    def test_a_series_is_charged_as_it_was_offered_in_all_that_decides_its_price(
+        self, both, charged
+    ):
+        both.take_part("r", 1, 0, SERIES)
+        charge(both.ledger, "r", 1, event=charged)
+        with pytest.raises(AuditError, match="2 groups in turn, 4 rounds at once, N = 1000"):
+            both.confirmed(offer("r", 2, 0, charged))
+
+    def test_one_with_more_noise_is_believed(self, both):
+        both.take_part("r", 1, 0, SERIES)
+        more = separated_gaussian(STRATEGY, 4, 2, 2, 2.1, ADD_OR_REMOVE, population=N)
+        charge(both.ledger, "r", 1, event=more)
+        both.confirmed(offer("r", 2, 0, more, part=1))
+
+    def test_a_ledger_of_replaced_users_has_an_epsilon_of_its_own(self, both):
+        event = fixed_size_gaussian(100, N, 2.0)
+        for number in range(1, 4):
+            said = epsilon([event] * number, DELTA).epsilon
+            both.confirmed(offer("r", number, 0, event, said))
+            both.take_part("r", number, 0, event, said)
+            charge(both.ledger, "r", number, event=event)
+        found = both.examined()
+        assert found.relation is NeighbouringRelation.REPLACE_ONE
+        assert found.epsilon == epsilon([event] * 3, DELTA).epsilon
+        with pytest.raises(AuditError, match="with replace-one and with add-or-remove-one neigh"):
+            price_with(found, offer("r", 4))
 
 
 @st.composite

@@ -1,14 +1,17 @@
 """What a node consents to, read from a file and held against offers."""
 
 import math
+from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.clients.consent import Consent, misfit, reach_of
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger import Unit
 from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.layout import Layout, VectorGroup, equal_split, per_layer
 from fedpriv.wire import RoundId, RoundOffer, TaskDescription, Welcome, manifest_of, model_of
@@ -106,7 +109,8 @@ class TestLoading:
 
 class TestObjections:
     def test_without_limits_there_is_none(self):
-        worst = with_price(noise_multiplier=0.0, epsilon_after=math.inf, delta=0.9)
+        bare = poisson_gaussian(0.5, 0.0, population=1000)
+        worst = with_price(event=bare, epsilon_after=math.inf, delta=0.9)
         assert Consent().objection(worst, math.nan) is None
 
     @pytest.mark.parametrize(
@@ -122,7 +126,7 @@ class TestObjections:
             (
                 Consent(least_noise_multiplier=1.0),
                 (OFFER, None),
-                (with_price(noise_multiplier=0.99), None),
+                (with_price(event=poisson_gaussian(0.5, 0.99, population=1000)), None),
                 "the noise multiplier is 0.99; this node consents to at least 1.0",
             ),
             (
@@ -173,8 +177,9 @@ class TestObjections:
         assert not any(str(user) in strict.objection(OFFER) for user in OFFER.users[1:])
 
     def test_an_offer_that_was_made_around_its_checks_is_objected_to(self):
-        broken = with_price()
-        object.__setattr__(broken.price, "noise_multiplier", math.nan)
+        broken = deepcopy(OFFER)
+        queries = broken.price.event.queries
+        object.__setattr__(queries[0], "noise_stddev", math.nan)
         object.__setattr__(broken.price, "epsilon_after", math.nan)
         assert "is nan" in Consent(least_noise_multiplier=0.0).objection(broken)
         assert "nan" in Consent(total_epsilon=9.0, delta=0.5).objection(broken)
@@ -260,8 +265,15 @@ class TestMisfits:
         assert misfit(WELCOME, OFFER) is None
 
     def test_an_offer_of_another_population_does_not(self):
-        assert misfit(WELCOME, with_price(population=1001)) == (
+        assert misfit(WELCOME, with_price(event=poisson_gaussian(0.5, 1.0, population=1001))) == (
             "the offer is of a population of 1001; the node was welcomed to one of 1000"
+        )
+
+    def test_an_offer_that_protects_other_than_users_does_not(self):
+        event = OFFER.price.event
+        of_rows = replace(event, sampling=replace(event.sampling, unit=Unit.EXAMPLE))
+        assert misfit(WELCOME, with_price(event=of_rows)) == (
+            "the offer protects each example; a node takes part where each user is protected"
         )
 
     @pytest.mark.parametrize("users", [[0], [1, 2], [1, 300, 999]])

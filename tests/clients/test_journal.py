@@ -8,17 +8,21 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.clients.journal import Journal, TakenPart
+from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.clients.journal import Journal, Series, TakenPart
 from fedpriv.errors import InvalidValueError, LedgerError
+from fedpriv.ledger import Schedule
 from fedpriv.ledger.ledger import Head, Ledger
-from fedpriv.wire import Price, RoundId
-from tests.wire.examples import small_offer
+from fedpriv.wire import RoundId
+from tests.wire.examples import priced, small_offer
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
 ROOT = Path(__file__).parents[2]
@@ -37,12 +41,12 @@ def journal(tmp_path):
 
 class TestTakingPart:
     def test_what_was_offered_is_kept(self, journal):
-        journal.record("people", offer("r", 3, 1, Price(0.25, 777, 1.5, 2.0, 1e-6, 3)), NOON)
+        journal.record("people", offer("r", 3, 1, priced(0.25, 1.5, 777)), NOON)
         journal.record("people", offer("a", 2, 0), NOON)
         journal.record("others", offer("r", 0, 0), NOON)
         assert journal.taken_part("people") == (
-            TakenPart("a", 2, 0, 1000, 0.5, 1.0),
-            TakenPart("r", 3, 1, 777, 0.25, 1.5),
+            TakenPart("a", 2, 0, OFFER.price.event, 0),
+            TakenPart("r", 3, 1, poisson_gaussian(0.25, 1.5, population=777), 0),
         )
         assert journal.taken_part("nobody") == ()
 
@@ -67,12 +71,15 @@ class TestTakingPart:
             assert journal.answers_since(NOON) == number + 1
         assert len(journal.taken_part("people")) == 1
 
-    def test_of_an_attempt_the_loosest_offer_is_what_the_node_agreed_to(self, journal):
-        for q, z, hours in ((0.25, 2.0, 0), (0.5, 3.0, 2), (0.125, 1.0, 1)):
-            journal.record(
-                "people", offer(price=Price(q, 900, z, 1.0, 0.1, 3)), NOON + timedelta(hours=hours)
-            )
-        assert journal.taken_part("people") == (TakenPart("r", 0, 0, 900, 0.5, 1.0),)
+    def test_of_an_attempt_each_offer_that_differs_is_what_the_node_agreed_to(self, journal):
+        agreed = set()
+        for q, said, hours in ((0.25, 1.0, 0), (0.5, 1.0, 2), (0.5, 2.0, 1)):
+            price = priced(q, epsilon_after=said)
+            journal.record("people", offer(price=price), NOON + timedelta(hours=hours))
+            agreed.add(TakenPart("r", 0, 0, price.event, 0))
+        found = journal.taken_part("people")
+        assert len(found) == len(agreed) == 2
+        assert set(found) == agreed
         assert journal.answers_since(NOON + timedelta(hours=1)) == 2
         assert journal.answers_since(NOON + timedelta(hours=3)) == 0
 
@@ -122,6 +129,86 @@ class TestTakingPart:
             assert journal.answers_since(moment) == sum(at >= moment for at in times.values())
             kept = {(part.run, part.round, part.attempt) for part in journal.taken_part("people")}
             assert kept == set(times)
+
+
+FIRST = Series("r", 4, 0, Schedule(6, 2, 3))
+
+
+def users(*positions):
+    return np.array(positions, np.int64)
+
+
+class TestSeries:
+    def test_a_user_is_asked_as_often_as_the_schedule_says_and_not_sooner(self, journal):
+        assert journal.admit("people", FIRST, 0, users(1, 2))
+        assert not journal.admit("people", FIRST, 1, users(2, 3))
+        assert not journal.admit("people", FIRST, 2, users(1))
+        assert journal.admit("people", FIRST, 2, users(5))
+        assert journal.admit("people", FIRST, 3, users(2))
+        assert not journal.admit("people", FIRST, 5, users(5, 2))
+        assert not journal.admit("people", FIRST, 9, users(2))  # would be the third time
+        assert journal.admit("people", FIRST, 5, users(5))
+
+    def test_what_is_refused_is_not_recorded(self, journal):
+        assert journal.admit("people", FIRST, 0, users(1))
+        assert not journal.admit("people", FIRST, 1, users(1, 2))
+        assert journal.admit("people", FIRST, 2, users(2))
+
+    def test_the_same_part_may_ask_again_and_counts_once(self, journal):
+        once = replace(FIRST, schedule=Schedule(6))
+        for _ in range(2):
+            assert journal.admit("people", once, 1, users(1, 2))
+        assert journal.admit("people", once, 1, users(2, 3))
+        for user in (1, 2, 3):
+            assert not journal.admit("people", once, 2, users(user))
+
+    def test_asking_nobody_is_always_allowed(self, journal):
+        for part in range(6):
+            assert journal.admit("people", FIRST, part, users())
+
+    @pytest.mark.parametrize(
+        "other",
+        [replace(FIRST, run="s"), replace(FIRST, round=7), replace(FIRST, attempt=1)],
+    )
+    def test_another_series_begins_anew_and_the_older_one_goes_on_if_it_is_not_charged(
+        self, journal, other
+    ):
+        assert journal.admit("people", FIRST, 0, users(1))
+        assert journal.admit("people", other, 0, users(1))
+        assert journal.admit("others", FIRST, 1, users(1))
+        assert not journal.admit("people", FIRST, 1, users(1))
+
+    def test_of_series_that_are_over_nothing_is_kept(self, journal, tmp_path):
+        later = replace(FIRST, round=10)
+        assert journal.admit("people", FIRST, 0, users(1))
+        assert journal.admit("people", later, 0, users(2))
+        assert journal.admit("people", later, 1, users(3))
+        with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as raw:
+            assert raw.execute("SELECT round, part FROM asked").fetchall() == [(10, 0), (10, 1)]
+
+    def test_it_is_remembered_when_the_node_is_started_again(self, tmp_path):
+        for part, allowed in ((0, True), (1, False), (3, True)):
+            with Journal(tmp_path / "journal") as opened:
+                assert opened.admit("people", FIRST, part, users(1)) is allowed
+
+    @settings(max_examples=50, deadline=None)
+    @given(
+        st.builds(Schedule, st.just(9), st.integers(1, 3), st.integers(1, 4)),
+        st.lists(st.tuples(st.integers(0, 8), st.sets(st.integers(0, 3))), max_size=12),
+    )
+    def test_it_allows_what_a_list_would(self, tmp_path_factory, schedule, asked):
+        series, parts = replace(FIRST, schedule=schedule), {user: set() for user in range(4)}
+        with Journal(tmp_path_factory.mktemp("journal") / "journal") as journal:
+            for part, drawn in asked:
+                after = {user: sorted(parts[user] | {part}) for user in drawn}
+                fits = all(
+                    len(each) <= schedule.participations
+                    and all(b - a >= schedule.separation for a, b in pairwise(each))
+                    for each in after.values()
+                )
+                assert journal.admit("people", series, part, users(*sorted(drawn))) is fits
+                if fits:
+                    parts |= {user: set(each) for user, each in after.items()}
 
 
 class TestHeads:
@@ -216,11 +303,13 @@ class TestFile:
     def test_a_journal_that_cannot_be_written_says_so(self, journal, tmp_path):
         with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as raw:
             raw.execute("DROP TABLE answers")
+            raw.execute("DROP TABLE asked")
             raw.execute("DROP TABLE ledgers")
         uses = (
             lambda: journal.record("people", offer(), NOON),
             lambda: journal.answers_since(NOON),
             lambda: journal.taken_part("people"),
+            lambda: journal.admit("people", FIRST, 0, users(1)),
             lambda: journal.remember_head("a", "people", Head(1, "x")),
             lambda: journal.last_head("a"),
             lambda: journal.ledger_of("people"),

@@ -255,7 +255,7 @@ def test_what_the_node_does_not_consent_to_is_declined_before_anybody_trains(
         async with serving(scene.tiny) as port, scene.joined(port, consent=consent):
             await scene.tiny.offer()
             header, data = await scene.tiny.answers.get()
-            noisy = replace(PRICE, noise_multiplier=2.0)
+            noisy = replace(PRICE, event=poisson_gaussian(0.5, 2.0, population=100))
             await scene.tiny.offer(1, price=noisy)
             second, _ = await scene.tiny.answers.get()
         assert "consents to at least 1.5" in header.decline.reason
@@ -283,7 +283,7 @@ def test_the_rounds_of_a_day_are_counted(play: Callable[[Act], None]) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"price": replace(PRICE, population=99)}, "population of 99"),
+        ({"price": replace(PRICE, event=poisson_gaussian(0.5, 1.0, population=99))}, "of 99"),
         ({"local": LocalTraining(0.1, steps=1)}, "local.max_examples is absent"),
     ],
 )
@@ -685,7 +685,8 @@ def test_what_the_node_does_not_consent_to_is_voted_against_before_anyone_is_dra
             vote = await scene.tiny.votes.get()
             assert "consents to at least 1.5" in vote.objection
             assert vote.id == RoundId("run", 0, 0, 77)
-            await scene.tiny.propose(price=replace(PRICE, noise_multiplier=2.0))
+            noisy = replace(PRICE, event=poisson_gaussian(0.5, 2.0, population=100))
+            await scene.tiny.propose(price=noisy)
             assert not (await scene.tiny.votes.get()).objection
 
     play(act)
@@ -726,9 +727,8 @@ def test_an_offer_of_other_terms_than_were_agreed_to_is_declined(
         async with serving(scene.tiny) as port, scene.joined(port, consent=consent):
             await scene.tiny.propose()
             assert not (await scene.tiny.votes.get()).objection
-            await scene.tiny.offer(
-                price=replace(PRICE, noise_multiplier=0.5), id=RoundId("run", 0, 0, 1)
-            )
+            loud = replace(PRICE, event=poisson_gaussian(0.5, 0.5, population=100))
+            await scene.tiny.offer(price=loud, id=RoundId("run", 0, 0, 1))
             less, _ = await scene.tiny.answers.get()
             await scene.tiny.offer(id=RoundId("other", 0, 0, 2))
             other, _ = await scene.tiny.answers.get()

@@ -184,7 +184,7 @@ def test_a_member_that_is_no_array_is_refused(tmp_path: Path) -> None:
         ({}, "no field 'user_id'"),
         ({"user_id": np.array(["a"])}, "has shape .*, not 1 rows"),
         ({"user_id": np.array([0.5, 1.5])}, "all strings or all integers"),
-        ({"user_id": np.array([["a"], ["b"]])}, "one-dimensional"),
+        ({"user_id": np.array([["a", "b"], ["b", "b"]])}, "row 0 belongs to 2 users"),
     ],
 )
 def test_odd_ids_are_refused(columns: dict[str, np.ndarray], words: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from cryptography import x509
 from google.protobuf.message import Message
 
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.ledger import Head, Ledger
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
@@ -44,7 +45,7 @@ NODE = "hospital ä-1"
 PATIENCE = 60.0  # seconds that a test waits for something that must happen
 TASK = TaskDescription("softmax", {"inputs": 4, "classes": 3}, seed=0, loss="cross-entropy")
 PARAMETERS = {"1.weight": np.ones((3, 4), np.float32), "1.bias": np.zeros(3, np.float32)}
-PRICE = Price(0.5, 100, 1.0, 2.0, 1e-5, 0)
+PRICE = Price(poisson_gaussian(0.5, 1.0, population=100), 0, 2.0, 1e-5, 0)
 
 Context = grpc.aio.ServicerContext
 Said = Message | bytes | tuple[grpc.StatusCode, str] | None

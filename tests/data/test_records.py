@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedpriv.data.places import in_places
 from fedpriv.data.population import Population, UserStore, cut_up, offsets_of
 from fedpriv.errors import DataError
 
@@ -61,3 +62,38 @@ def test_ids_take_no_more_room_than_the_longest() -> None:
 def test_a_population_without_rows_has_no_records() -> None:
     with pytest.raises(DataError, match="no users"):
         cut_up(population([0, 0]), 1, "examples")
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=8), st.integers(1, 9))
+def test_a_user_has_k_places_for_rows_of_its_own_evenly_spaced(sizes: list[int], k: int) -> None:
+    users = population(sizes).users
+    found = in_places(users, k)
+    assert found.population == k * len(sizes)
+    for user, size in enumerate(sizes):
+        own = users.examples_of(user)["y"].tolist()
+        held = [found.examples_of(user * k + place)["y"].tolist() for place in range(k)]
+        chosen = own if size <= k else [own[j * size // k] for j in range(k)]
+        assert held == [[row] for row in chosen] + [[]] * (k - len(chosen))
+        assert len(set(chosen)) == len(chosen) == min(size, k)
+
+
+@given(st.lists(st.integers(0, 12), min_size=2, max_size=6), st.integers(1, 9), st.data())
+def test_who_else_is_there_decides_on_nobodys_places(
+    sizes: list[int], k: int, data: st.DataObject
+) -> None:
+    gone = data.draw(st.integers(0, len(sizes) - 1))
+    users, rest = population(sizes).users, [user for user in range(len(sizes)) if user != gone]
+    whole, without = in_places(users, k), in_places(users.subset(rest), k)
+    for there, user in enumerate(rest):
+        for place in range(k):
+            before, after = (
+                store.examples_of(position * k + place)["y"].tolist()
+                for store, position in ((whole, user), (without, there))
+            )
+            assert before == after
+
+
+def test_places_copy_rows_only_where_some_are_left_out() -> None:
+    users = population([3, 0, 2]).users
+    assert np.shares_memory(in_places(users, 3).fields["x"], users.fields["x"])
+    assert len(in_places(users, 2).fields["x"]) == 4

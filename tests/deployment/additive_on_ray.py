@@ -22,6 +22,7 @@ from fedpriv.wire import TaskDescription, Welcome, encode_welcome, flower_messag
 from tests.isolation import (
     LOCALS,
     PERSONAL,
+    READERS,
     USERS,
     Plan,
     User,
@@ -55,7 +56,7 @@ def main(grid: Grid, _context: Context) -> None:
 def on_workers(grid: Grid, plan: Plan) -> GridTransport:
     """A transport over two workers of a grid, who load one user of each kind."""
     people = [astuple(User(kind, 7 + 3 * n, n)) for n, kind in enumerate(USERS)]
-    options = {"users": people, "words": plan.model == "transformer"}
+    options = {"users": people, "words": plan.model in READERS}
     loaded = {
         flower_messages.SIMULATED: flower_messages.Simulated(
             "tests.isolation:crowd", options, "cpu", 32

@@ -3,6 +3,7 @@
 import json
 import sqlite3
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from fedpriv.ledger.participation import ParticipationRecord, beside
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.simulate import run_simulation
 from simulations import federation, loopback
+from tests.deployment.sites import LIMIT, free_port, until
 
 NOISELESS = [
     "run=same",
@@ -72,6 +74,64 @@ def test_without_noise_the_model_is_that_of_the_simulator(
     assert deployed.keys() == simulated.keys()
     for name, tensor in simulated.items():
         assert np.linalg.norm(tensor) > 0.01
+        np.testing.assert_array_equal(deployed[name], tensor)
+
+
+POLICIES = {
+    "random-allocation": "{ rounds = 16, participations = 2 }",
+    "fixed-size": "{ cohort_size = 90 }",
+}
+
+
+def without_coins(folder: Path, policy: str) -> Path:
+    """The plan of a federation under another sampling policy, with a seed."""
+    text = federation.FILE.read_text(encoding="utf-8")
+    coins = [line for line in text.splitlines() if line.startswith("sampling_probability")]
+    other = f'[sampling]\npolicy = "{policy}"\noptions = {POLICIES[policy]}\n'
+    given = ("epsilon = 8.0", "epsilon = 1e6\nnoise_multiplier = 1.0")
+    changed = text.replace(*coins, "").replace(*given).replace("rounds = 20", "rounds = 40")
+    file = folder / "other.toml"
+    file.write_text(f"{changed}\n{other}", encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.slow
+def test_under_another_policy_nodes_agree_and_the_model_is_that_of_the_simulator(
+    tmp_path: Path, policy: str
+) -> None:
+    """A server that ends in the middle of a pass goes on with it, asking and noising the same."""
+    file, settings, port = without_coins(tmp_path, policy), ["run=same", "seed=7"], free_port()
+    loopback.lay_out_digits(tmp_path)
+    given = ("--exit", "--resume", *(f"--set={setting}" for setting in settings))
+    serving = partial(loopback.server, tmp_path, file, *given, port=port)
+    run = RunFolder(tmp_path / "run")
+    with loopback.nodes(tmp_path, federation.NODES, port, "--verify-ledger", "--once") as nodes:
+        if policy == "random-allocation":
+            with serving() as server:
+                until(lambda: run.metrics.exists() and any(run.read_metrics()), server)
+                server.process.terminate()
+                assert server.process.wait() == 0, server.text
+            stopped_after = len(list(run.read_metrics()))
+            assert 0 < stopped_after < 40
+        with serving() as server:
+            for program in (server, *nodes.values()):
+                assert program.process.wait(LIMIT) == 0, program.text
+    for name in federation.NODES:
+        log = (tmp_path / f"{name}.log").read_text(encoding="utf-8")
+        assert "the ledger holds 40 charges" in log
+        assert "believed" not in log
+        assert "declined" not in log
+    with Ledger.open(run.ledger) as ledger:
+        rows = list(ledger.charges())
+    span = rows[0].event.sampling.schedule.rounds if policy == "random-allocation" else 1
+    assert [row.part for row in rows] == [number % span for number in range(40)]
+    run_simulation(file, settings, tmp_path / "simulated", resume=False)
+    deployed, simulated = (
+        load_file(RunFolder(tmp_path / name).model) for name in ("run", "simulated")
+    )
+    assert deployed.keys() == simulated.keys()
+    for name, tensor in simulated.items():
         np.testing.assert_array_equal(deployed[name], tensor)
 
 

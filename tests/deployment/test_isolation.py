@@ -19,6 +19,7 @@ from fedpriv.wire import federation_pb2 as pb
 from tests.engine.everyone import torch_threads
 from tests.isolation import (
     LOCALS,
+    READERS,
     USERS,
     Plan,
     User,
@@ -47,7 +48,7 @@ class Hosts:
     transports: Mapping[str, InProcessTransport]
 
     def give(self, plan: Plan, users: list[User]) -> None:
-        store, task = store_of(users, words=plan.model == "transformer"), task_of(plan.model)
+        store, task = store_of(users, words=plan.model in READERS), task_of(plan.model)
         self.transports = {
             node: InProcessTransport(
                 task, store.subset(own), torch.device("cpu"), 2**22, np.array(own), processes=1

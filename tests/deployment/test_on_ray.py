@@ -62,7 +62,9 @@ class Simulation:
 
 
 @contextmanager
-def simulating(folder: Path, *arguments: str, **environment: str) -> Iterator[Simulation]:
+def simulating(
+    folder: Path, *arguments: str, experiment: Path = DIGITS, **environment: str
+) -> Iterator[Simulation]:
     """`fedpriv simulate` with two workers in a folder; it must end within the block."""
     mark, output = uuid.uuid4().hex, folder / "output.txt"
     given = [f"--set={text}" for text in NOISELESS]
@@ -70,7 +72,7 @@ def simulating(folder: Path, *arguments: str, **environment: str) -> Iterator[Si
     # Paths of sockets must be short.
     with tempfile.TemporaryDirectory(dir="/tmp") as scratch, output.open("wb") as file:
         process = subprocess.Popen(
-            [*command, DIGITS, *given, "--engine=flower", "--workers=2", *arguments],
+            [*command, experiment, *given, "--engine=flower", "--workers=2", *arguments],
             cwd=folder,
             env=os.environ | {"MARK": mark, "RAY_TMPDIR": scratch} | environment,
             stdout=file,
@@ -120,6 +122,20 @@ def test_two_workers_give_what_one_process_gives_and_leave_nothing(tmp_path: Pat
 def is_address(host: str) -> bool:
     """Whether nothing is asked to look it up."""
     return host.replace(".", "").isdigit()
+
+
+@pytest.mark.slow
+def test_a_run_by_random_allocation_is_the_simulation_in_this_process(tmp_path: Path) -> None:
+    text = DIGITS.read_text(encoding="utf-8").replace("sampling_probability = 0.3\n", "")
+    experiment = tmp_path / "passes.toml"
+    sampling = '[sampling]\npolicy = "random-allocation"\noptions = { rounds = 2 }\n'
+    experiment.write_text(f"{text}\n{sampling}", encoding="utf-8")
+    in_process(tmp_path / "here", experiment=experiment)
+    with simulating(tmp_path, "--out=there", experiment=experiment) as simulation:
+        ended(simulation.program)
+    assert_same_model(tmp_path / "here", tmp_path / "there")
+    with Ledger.open(RunFolder(tmp_path / "there").ledger) as ledger:
+        assert [row.part for row in ledger.charges()] == [0, 1, 0]
 
 
 @pytest.mark.slow

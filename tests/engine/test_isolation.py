@@ -29,6 +29,7 @@ from tests.engine.everyone import alone, request_under, torch_threads, total_of,
 from tests.isolation import (
     LOCALS,
     MODELS,
+    READERS,
     Plan,
     User,
     assert_bounded,
@@ -47,7 +48,7 @@ MEMORY = 2**22
 def transport_of(
     plan: Plan, users: list[User], hosted: np.ndarray | None = None, processes: int = 1
 ) -> InProcessTransport:
-    store = store_of(users, words=plan.model == "transformer")
+    store = store_of(users, words=plan.model in READERS)
     task = task_of(plan.model)
     return InProcessTransport(task, store, CPU, MEMORY, hosted, processes=processes)
 
@@ -74,6 +75,8 @@ def test_a_sum_is_that_of_what_each_user_gives_alone(
     )
 
 
+# Those made of known layers.
+KNOWN = ["linear", "mlp", "cnn", "transformer", "adapters", "frozen-trunk"]
 # Each model with two ways to train; each way with two models or more.
 PAIRS = [(model, LOCALS[(i + j) % 8]) for i, model in enumerate(sorted(MODELS)) for j in (0, 4)]
 
@@ -121,7 +124,9 @@ def test_processes_give_the_same_sums(model: str) -> None:
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize("model", ["linear", "mlp", "cnn", "transformer"])
+@pytest.mark.parametrize(
+    "model", ["linear", "mlp", "cnn", "transformer", "adapters", "frozen-trunk"]
+)
 def test_torchs_own_products_keep_users_apart_side_by_side(
     model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -135,7 +140,22 @@ def test_torchs_own_products_keep_users_apart_side_by_side(
     assert "one at a time" not in caplog.text
 
 
-@pytest.mark.parametrize("model", ["linear", "mlp", "cnn", "transformer"])
+def test_users_whose_images_are_convolved_at_once_are_apart(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    users = [User("normal", n, i) for i, n in enumerate([1, 2, 1, 5, 1] * 7)]
+    plan = Plan("cnn", "flat", "equal", LocalTraining(1.0, steps=1), False, False, 0.3)
+    request, transport = request_of(plan, len(users)), transport_of(plan, users)
+    together = total(transport, request, range(len(users)))
+    alone = [total(transport, request, [user]) for user in range(len(users))]
+    np.testing.assert_array_equal(together, sum(alone))
+    assert all(own.any() for own in alone)
+    assert "one at a time" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "model", ["linear", "mlp", "cnn", "transformer", "adapters", "frozen-trunk"]
+)
 def test_few_users_of_a_model_of_known_layers_take_few_lanes(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from fedpriv.engine import layers as module
-from fedpriv.engine.layers import OuterProducts, batched_model
+from fedpriv.engine.adapters import with_adapters
+from fedpriv.engine.layers import OuterProducts, PatchProducts, Window, batched_model
 from fedpriv.engine.local_training import (
     Batches,
     by_rung,
@@ -20,6 +21,7 @@ from fedpriv.engine.local_training import (
     train_layers_chunk,
 )
 from fedpriv.engine.task import RoundParameters, Task, cross_entropy
+from fedpriv.errors import ModelError
 from fedpriv.models import cnn, mlp, softmax_regression
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates
 from fedpriv.privacy.round import LocalTraining
@@ -224,6 +226,23 @@ def frozen_trunk() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (1, 6)), trunk, nn.Flatten(), nn.Linear(8, 3))
 
 
+def frozen_convolution() -> nn.Module:
+    """A frozen convolution between two that are trained."""
+    first, frozen, last = nn.Conv2d(2, 3, 2), nn.Conv2d(3, 4, 2, stride=2), nn.Conv2d(4, 2, 2)
+    frozen.requires_grad_(requires_grad=False)
+    return nn.Sequential(first, nn.Tanh(), frozen, nn.Tanh(), last, nn.Flatten(), nn.LazyLinear(3))
+
+
+def adapted(rank: int) -> nn.Module:
+    """The language model with adapters that say something."""
+    model = with_adapters(Language(), rank, 2.0 * rank)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+ADAPTERS = {f"{layer}.lora_{which}": 4 for layer in ("one", "two") for which in "AB"}
 SIX, IMAGE = torch.zeros(1, 6), torch.zeros(1, 2, 9, 7)
 SENTENCE = torch.zeros(1, 4, dtype=torch.int64)
 ONE = torch.zeros(1, dtype=torch.int64)
@@ -237,6 +256,9 @@ def target_of(example: torch.Tensor) -> torch.Tensor:
 KINDS = {
     "bare": (lambda: nn.Linear(6, 3), SIX, {"": 1}),
     "frozen": (frozen_trunk, SIX, {"3": 1}),
+    "frozen convolution": (lambda: built(frozen_convolution(), IMAGE), IMAGE, {"6": 1}),
+    "adapted": (lambda: adapted(2), SENTENCE, {"words.lora_B": 4, **ADAPTERS}),
+    "adapted, aligned": (lambda: adapted(4), SENTENCE, {"words.lora_B": 4, **ADAPTERS}),
     "language": (Language, SENTENCE, {"one": 4, "two": 4}),
     "bounded": (Bounded, SIX, {"layer": 1}),
     "later": (lambda: nn.Sequential(nn.ReLU(), nn.Linear(6, 3)), SIX, {"1": 1}),
@@ -408,6 +430,61 @@ def test_examples_that_the_model_changes_are_remembered_as_it_changed_them(
     expected = one_at_a_time(task, batches, local)
     batches.x.copy_(kept)
     assert_equal(trained_in_layers(task, example, batches, local, 10**9), expected)
+
+
+class Twice(nn.Module):
+    """Calls one convolution twice, and another once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.once = nn.Conv2d(2, 2, 3, padding=1), nn.Conv2d(2, 3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.once(torch.tanh(self.twice(torch.tanh(self.twice(x))))).mean((2, 3))
+
+
+def test_only_what_is_called_once_is_convolved_at_once() -> None:
+    found = batched_model(Task(Twice(), cross_entropy), IMAGE, ONE)
+    assert found is not None
+    assert found.once == ("once",)
+
+
+class Overwriting(nn.Sequential):
+    """Changes the input of its convolution afterwards, which autograd forbids."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(x).contiguous(memory_format=torch.channels_last)
+        y = self[0](x)
+        x.zero_()
+        return y.mean((2, 3))
+
+
+def test_what_a_convolution_remembers_cannot_be_overwritten() -> None:
+    task = Task(Overwriting(nn.Conv2d(2, 3, 3)), cross_entropy)
+    batches = batches_of(IMAGE, [1, 1], LocalTraining(0.5, steps=1), positions=False)
+    with pytest.raises(ModelError, match="changed in place"):
+        trained_in_layers(task, IMAGE, batches, LocalTraining(0.5, steps=1), 10**9)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_weights_of_a_convolution_are_made_when_they_are_asked_for(step: int) -> None:
+    torch.manual_seed(0)
+    window = Window((3, 2), (step, 1), (1, 0), (1, step))
+    images, weight = torch.randn(3, 2, 4, 9, 8), torch.zeros(5, 4, 3, 2, requires_grad=True)
+    outputs = [
+        nn.functional.conv2d(own, weight, None, window.stride, window.padding, window.dilation)
+        for own in images
+    ]
+    gradients = [torch.randn(each.shape) for each in outputs]
+    expected = [
+        torch.autograd.grad(each, weight, own)[0]
+        for each, own in zip(outputs, gradients, strict=True)
+    ]
+    rows = torch.stack(gradients).movedim(2, -1).reshape(3, -1, 5)
+    found = PatchProducts(images.movedim(2, -1), rows, window)
+    assert found.shape == (3, *weight.shape)
+    torch.testing.assert_close(found[:], torch.stack(expected), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(found[1:2], torch.stack(expected[1:2]), atol=1e-4, rtol=1e-5)
 
 
 @settings(max_examples=20, deadline=None)

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from fedpriv.accounting.accountants import ACCOUNTANTS, Accountant, PrivacyLoss
 from fedpriv.accounting.policies import (
+    banded_poisson_gaussian,
     every_user_gaussian,
     fixed_size_gaussian,
+    poisson_examples_gaussian,
     poisson_gaussian,
     poisson_replace_gaussian,
     random_allocation_gaussian,
@@ -29,12 +31,14 @@ from fedpriv.ledger.events import (
     SamplingPolicy,
     Schedule,
     SumQueryEvent,
+    Unit,
 )
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 
 POISSON, EVERY_USER = SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER
 FIXED_SIZE, SHUFFLED = SamplingPolicy.FIXED_SIZE, SamplingPolicy.SHUFFLED
 ALLOCATED, SEPARATED = SamplingPolicy.RANDOM_ALLOCATION, SamplingPolicy.SEPARATED
+EXAMPLES = SamplingPolicy.EXAMPLES
 ADD_OR_REMOVE = NeighbouringRelation.ADD_OR_REMOVE_ONE
 REPLACE = NeighbouringRelation.REPLACE_ONE
 ONE_OF_EACH = (
@@ -46,13 +50,17 @@ ONE_OF_EACH = (
     shuffled_gaussian(2.0, ADD_OR_REMOVE),
     shuffled_gaussian(2.0, REPLACE),
     random_allocation_gaussian(8, 2, 2.0),
+    poisson_examples_gaussian(0.25, 3, 2.0),
     separated_gaussian((1.0,), 9, 4, 2, 2.0, ADD_OR_REMOVE),
     separated_gaussian((1.0,), 9, 4, 2, 2.0, REPLACE),
+    banded_poisson_gaussian((1.0, 0.5), 9, 2, 0.25, 2.0, ADD_OR_REMOVE),
+    banded_poisson_gaussian((1.0, 0.5), 9, 2, 0.25, 2.0, REPLACE),
 )
 
 
 @pytest.mark.parametrize(
-    ("policy", "relation"), [(FIXED_SIZE, ADD_OR_REMOVE), (ALLOCATED, REPLACE)]
+    ("policy", "relation"),
+    [(FIXED_SIZE, ADD_OR_REMOVE), (ALLOCATED, REPLACE), (EXAMPLES, REPLACE)],
 )
 def test_a_pair_without_analysis_cannot_be_constructed(
     policy: SamplingPolicy, relation: NeighbouringRelation
@@ -67,6 +75,7 @@ def test_every_pair_that_can_be_constructed_has_an_accountant() -> None:
     assert pairs == set(product(SamplingPolicy, NeighbouringRelation)) - {
         (FIXED_SIZE, ADD_OR_REMOVE),
         (ALLOCATED, REPLACE),
+        (EXAMPLES, REPLACE),
     }
     for event in ONE_OF_EACH:
         assert 0.0 < ACCOUNTANTS["tight"].epsilon([event], 1e-5).epsilon < math.inf
@@ -77,6 +86,24 @@ def test_every_pair_that_can_be_constructed_has_an_accountant() -> None:
 def test_who_always_takes_part_is_not_sampled(policy: SamplingPolicy, q: float) -> None:
     with pytest.raises(InvalidValueError, match=rf"is {q}; with {policy} sampling it must be 1"):
         SamplingEvent(policy, q, 10, ADD_OR_REMOVE, Schedule(5) if policy is SEPARATED else None)
+
+
+@pytest.mark.parametrize("k", [None, 0, -1, 2.0])
+def test_sampled_examples_are_at_most_a_whole_number_of_each_user(k: object) -> None:
+    sentence = f"examples_per_user is {k}; with poisson-examples sampling it must be a whole number"
+    with pytest.raises(InvalidValueError, match=sentence):
+        SamplingEvent(EXAMPLES, 0.1, 10, ADD_OR_REMOVE, examples_per_user=k)  # type: ignore[arg-type]
+
+
+def test_examples_are_sampled_for_users_and_users_for_nobody_else() -> None:
+    with pytest.raises(InvalidValueError, match="unit is 'example'; with poisson-examples sampl"):
+        SamplingEvent(EXAMPLES, 0.1, 10, ADD_OR_REMOVE, unit=Unit.EXAMPLE, examples_per_user=2)
+    with pytest.raises(
+        InvalidValueError, match="examples_per_user is 2; poisson sampling is of wh"
+    ):
+        SamplingEvent(POISSON, 0.1, 10, ADD_OR_REMOVE, examples_per_user=2)
+    assert SamplingEvent(EXAMPLES, 0.1, 10, ADD_OR_REMOVE, examples_per_user=2).places == 20
+    assert SamplingEvent(POISSON, 0.1, 10, ADD_OR_REMOVE).places == 10
 
 
 @given(population=st.integers(1, 2**63 - 1), data=st.data())
@@ -108,9 +135,9 @@ def test_a_cohort_fits_into_its_population(size: int, population: int) -> None:
 
 def test_rounds_are_composed_by_their_noise_per_sensitivity() -> None:
     assert (ADD_OR_REMOVE.sensitivity, REPLACE.sensitivity) == (1.0, 2.0)
-    *others, separated, replaced = ONE_OF_EACH
+    *others, separated, replaced, banded, banded_replaced = ONE_OF_EACH
     assert compose(others) == {
-        (0.25, 2.0): 2,
+        (0.25, 2.0): 3,
         (0.25, 1.0): 1,
         (1.0, 2.0): 2,
         (1.0, 1.0): 2,
@@ -121,6 +148,12 @@ def test_rounds_are_composed_by_their_noise_per_sensitivity() -> None:
     assert (q, z) == (1.0, pytest.approx(1.0))
     ((q, z),) = compose([replaced])
     assert (q, z) == (1.0, pytest.approx(0.5))
+    # One in five rounds has both coefficients four times; the last round of nine has but the first.
+    for event, sensitivity in ((banded, 1.0), (banded_replaced, 2.0)):
+        (both, four), (first, one) = compose([event]).items()
+        assert both == (0.25, pytest.approx(2.0 / math.sqrt(1.25) / sensitivity))
+        assert first == (0.25, pytest.approx(2.0 / sensitivity))
+        assert (four, one) == (4, 1)
     # The noise multiplier itself says nothing of neighbours.
     assert {event.noise_multiplier for event in ONE_OF_EACH} == {2.0}
 
@@ -196,6 +229,7 @@ class TestGranularity:
 
 
 SERIES = separated_gaussian((1.0, 0.5), 9, 4, 2, 2.0, ADD_OR_REMOVE)
+BANDED = banded_poisson_gaussian((1.0, 0.5), 9, 2, 0.25, 2.0, ADD_OR_REMOVE)
 
 
 class TestSchedules:
@@ -216,7 +250,7 @@ class TestSchedules:
         with pytest.raises(InvalidValueError, match="is of one round and must have none"):
             replace(event.sampling, schedule=Schedule(7))
 
-    @pytest.mark.parametrize("event", [ONE_OF_EACH[7], SERIES])
+    @pytest.mark.parametrize("event", [ONE_OF_EACH[7], SERIES, BANDED])
     def test_are_needed_where_accountants_use_them(self, event):
         sentence = f"the schedule is None; {event.sampling.policy} sampling must have one"
         with pytest.raises(InvalidValueError, match=sentence):
@@ -244,10 +278,16 @@ class TestSchedules:
         with pytest.raises(InvalidValueError, match=f"sampling it must be k/n, {k / n}"):
             replace(sampling, sampling_probability=between)
 
+    @pytest.mark.parametrize("participations", [4, 6])
+    def test_within_bands_have_as_many_participations_as_a_group_has_rounds(self, participations):
+        sentence = f"participations of the schedule is {participations}; with poisson-within-bands"
+        with pytest.raises(InvalidValueError, match=rf"{sentence} sampling it must be ⌈n/b⌉, 5"):
+            replace(BANDED.sampling, schedule=Schedule(9, participations, 2))
+
 
 class TestStrategies:
     @pytest.mark.parametrize("event", ONE_OF_EACH[:8])
-    def test_are_of_separated_series(self, event):
+    def test_are_of_series(self, event):
         with pytest.raises(InvalidValueError, match="fresh noise in every round, the strategy"):
             replace(event, strategy=(1.0, 0.5))
 
@@ -256,6 +296,11 @@ class TestStrategies:
         sentence = f"has {len(strategy)} coefficients; it must have from 1 to the 9 of"
         with pytest.raises(InvalidValueError, match=sentence):
             replace(SERIES, strategy=strategy)
+
+    def test_within_bands_are_no_longer_than_the_groups_are_many(self):
+        sentence = "has 3 coefficients; with poisson-within-bands sampling it must have at most as"
+        with pytest.raises(InvalidValueError, match=f"{sentence} many as groups, 2"):
+            replace(BANDED, strategy=(1.0, 0.5, 0.25))
 
     @pytest.mark.parametrize(
         "strategy", [(0.0, 1.0), (-1.0,), (math.nan,), (1.0, math.inf), (1.0, math.nan)]

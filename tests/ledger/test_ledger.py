@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.errors import LedgerError
+from fedpriv.errors import InvalidValueError, LedgerError
 from fedpriv.ledger.events import (
     NeighbouringRelation,
     Randomness,
@@ -25,7 +25,7 @@ from fedpriv.ledger.events import (
     Schedule,
     SumQueryEvent,
 )
-from fedpriv.ledger.ledger import Ledger, ProposedCharge
+from fedpriv.ledger.ledger import ChargedRow, Ledger, ProposedCharge, event_from, event_text
 
 COMMITMENT = "0f" * 32
 
@@ -90,7 +90,20 @@ def series(draw):
     return replace(plain, sampling=sampling, strategy=strategy)
 
 
-EVENTS = PLAIN | series()
+@st.composite
+def banded(draw):
+    """Series of Poisson rounds within bands."""
+    rounds = draw(st.integers(1, 2**62))
+    groups = draw(st.integers(1, rounds))
+    plain = draw(PLAIN)
+    policy, schedule = SamplingPolicy.BANDED_POISSON, Schedule(rounds, -(-rounds // groups), groups)
+    finite = st.floats(allow_nan=False, allow_infinity=False)
+    strategy = (draw(positive()), *draw(st.lists(finite, max_size=min(groups - 1, 5))))
+    sampling = replace(plain.sampling, policy=policy, schedule=schedule)
+    return replace(plain, sampling=sampling, strategy=strategy)
+
+
+EVENTS = PLAIN | series() | banded()
 PROPOSALS = st.builds(
     ProposedCharge,
     run=st.text(min_size=1, max_size=5).filter(str.isprintable),
@@ -115,6 +128,21 @@ def sha256(text):
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "population.ledger"
+
+
+@given(EVENTS)
+def test_an_event_by_itself_is_written_as_in_its_charge(event):
+    place = 1, "r", 1, 0, Randomness.SEEDED, event, COMMITMENT, 0, None, "now", "0" * 64
+    text = event_text(event)
+    assert text[1:-1] in ChargedRow(*place).text
+    assert event_from(text) == event
+    with pytest.raises(InvalidValueError, match="is not one that this fedpriv knows"):
+        event_from(text.replace(": ", ":"))
+
+
+def test_an_event_that_is_repeated_is_not_written():
+    with pytest.raises(InvalidValueError, match="the event has count 2; it must be 1"):
+        event_text(poisson_gaussian(0.5, 1.0, count=2))
 
 
 class TestAnySequenceOfCharges:

@@ -14,8 +14,8 @@ from scipy import stats
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import (
+    GaussianMechanism,
     GaussianQuery,
-    PoissonGaussianMechanism,
     sensitivities,
 )
 from fedpriv.privacy.layout import Layout, VectorGroup, flat
@@ -241,7 +241,7 @@ def test_the_total_is_left_alone() -> None:
 
 def test_the_mechanism_charges_what_it_releases() -> None:
     sampling = PoissonSampling(20, 0.5)
-    mechanism = PoissonGaussianMechanism(sampling, floored(4.0, stddev=2.0))
+    mechanism = GaussianMechanism(sampling, floored(4.0, stddev=2.0))
     _, queries = mechanism.query.noised_average(np.zeros(2, np.int64), SYSTEM, "test", 3)
     event = mechanism.event
     assert event.queries == queries

@@ -76,6 +76,67 @@ def test_every_integer_is_that_of_all_bits(stddev: float) -> None:
         assert found[place] == slow(key, drawn, place, stddev)
 
 
+def with_all_bits(key: bytes, count: int, stddev: float) -> list[mpmath.mpf]:
+    """The normals of a key before they are rounded, in more than 90 digits."""
+    drawn, found = words(key, count), []
+    with mpmath.workprec(500):
+        for place in range(count):
+            pair = place - place % 2
+            first, second = (int(word) for word in drawn[pair : pair + 2])
+            more = (more_bits(key, pair), more_bits(key, pair + 1))
+            found.append(normal_of(first, second, more, place % 2) * mpmath.mpf(stddev))
+    return found
+
+
+@pytest.mark.parametrize("stddev", [1e-5, 0.01, 0.7, 1000.0, 2.0**24, 2.0**40])
+def test_offsets_are_added_before_rounding(stddev: float) -> None:
+    # The offset that brings each normal as near to the middle of two integers as float64 can.
+    count = 600
+    key = SeededEntropy(4).key(f"offsets/{stddev}")
+    exact = with_all_bits(key, count, stddev)
+    with mpmath.workprec(500):
+        half = mpmath.mpf(0.5)
+        nearest = [float(mpmath.floor(x) + half - x) for x in exact]
+        rng = np.random.default_rng(0)
+        spread = np.resize([0.5, -0.5, 0.0, 1e-300, 2.0**-53, 0.5 - 2.0**-20, -0.25], count)
+        for offsets in (np.array(nearest), spread, rng.uniform(-0.5, 0.5, count)):
+            expected = [
+                int(mpmath.floor(x + mpmath.mpf(float(offset)) + half))
+                for x, offset in zip(exact, offsets, strict=True)
+            ]
+            assert rounded_gaussian(key, count, stddev, offsets).tolist() == expected
+
+
+@pytest.mark.parametrize("block", [2, 64, 1 << 14])
+@pytest.mark.parametrize("count", [0, 1, 333, 1000])
+def test_offsets_are_those_of_their_places(
+    count: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offsets = np.random.default_rng(1).uniform(-0.5, 0.5, 1001)
+    expected = rounded_gaussian(KEY, 1001, 0.7, offsets)
+    assert not np.array_equal(expected, rounded_gaussian(KEY, 1001, 0.7))
+    monkeypatch.setattr(noise, "_BLOCK", block)
+    found = rounded_gaussian(KEY, count, 0.7, offsets[:count])
+    np.testing.assert_array_equal(found, expected[:count])
+
+
+def test_offsets_of_zero_change_nothing_and_of_no_noise_neither() -> None:
+    zeros = np.zeros(1001)
+    found = rounded_gaussian(KEY, 1001, 2.0**30, zeros)
+    np.testing.assert_array_equal(found, rounded_gaussian(KEY, 1001, 2.0**30))
+    assert not np.any(rounded_gaussian(KEY, 1001, 0.0, zeros + 0.5))
+
+
+@pytest.mark.parametrize(
+    "offsets", [np.zeros(4), np.zeros(0), np.full(3, 0.51), np.array([0.0, -0.51, 0.0, np.nan])]
+)
+def test_bad_offsets_are_refused(offsets: np.ndarray) -> None:
+    with pytest.raises(InvalidValueError, match="they must be 3 from -½ to ½"):
+        rounded_gaussian(KEY, 3, 1.0, offsets)
+    with pytest.raises(InvalidValueError, match="they must be 4 from -½ to ½"):
+        rounded_gaussian(KEY, 4, 1.0, offsets + np.nan)
+
+
 def given_words(monkeypatch: pytest.MonkeyPatch, *fixed: int) -> np.ndarray:
     """Lets the library draw these words, again and again; they are what it draws."""
 

@@ -16,8 +16,8 @@ from fedpriv.privacy import noise
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import (
     MOST_USERS,
+    GaussianMechanism,
     GaussianQuery,
-    PoissonGaussianMechanism,
     dimension_shares,
     given_shares,
     noise_stddevs,
@@ -188,7 +188,7 @@ def test_any_allocation_keeps_the_effective_noise_multiplier(
         assert Fraction(z) ** 2 <= 1 / moved <= Fraction(z * (1 + 1e-9)) ** 2
         if all(d <= 2**15 * g.clipping_norm for g, d in zip(groups, stddevs, strict=True)):
             sum_query = GaussianQuery(Clipping(layout, groups), stddevs)
-            mechanism = PoissonGaussianMechanism(
+            mechanism = GaussianMechanism(
                 PoissonSampling(10, 0.5), replace(sum_query, denominator=5.0)
             )
             assert z <= mechanism.event.noise_multiplier <= z * (1 + 1e-9)
@@ -380,7 +380,7 @@ def test_sums_of_most_users_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> 
     total = MOST_USERS * longest
     assert total + 2**45 < 2**63
     sums = GaussianQuery(Clipping(layout, group), (LARGEST_STDDEV * group[0].granularity,))
-    mechanism = PoissonGaussianMechanism(
+    mechanism = GaussianMechanism(
         PoissonSampling(MOST_USERS, 1.0), replace(sums, denominator=float(MOST_USERS))
     )
     for sign, second in ((1, 0), (-1, 2**63)):
@@ -398,14 +398,12 @@ def test_sums_of_most_users_do_not_overflow(monkeypatch: pytest.MonkeyPatch) -> 
 def test_so_many_users_that_sums_could_overflow_are_refused() -> None:
     sampling = PoissonSampling(MOST_USERS + 1, 0.5)
     with pytest.raises(InvalidValueError, match=f"population is {MOST_USERS + 1}; sums of more"):
-        PoissonGaussianMechanism(sampling, query(GROUPS["flat"]))
+        GaussianMechanism(sampling, query(GROUPS["flat"]))
 
 
 def test_an_empty_cohort_still_releases_noise() -> None:
     sum_query = query(GROUPS["flat"])
-    mechanism = PoissonGaussianMechanism(
-        PoissonSampling(100, 0.1), replace(sum_query, denominator=10.0)
-    )
+    mechanism = GaussianMechanism(PoissonSampling(100, 0.1), replace(sum_query, denominator=10.0))
     average, queries = mechanism.query.noised_average(
         np.zeros(LAYOUT.dimension, np.int64), OperatingSystemEntropy(), "noise"
     )
@@ -437,7 +435,7 @@ def test_weighted_groups_need_a_denominator_of_their_own() -> None:
 
 def test_a_denominator_that_is_not_the_expected_cohort_size_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="expected cohort size"):
-        PoissonGaussianMechanism(
+        GaussianMechanism(
             PoissonSampling(100, 0.1), replace(query(GROUPS["flat"]), denominator=11.0)
         )
 

@@ -20,13 +20,13 @@ from fedpriv.ledger import Charge, Ledger, ProposedCharge, Randomness
 from fedpriv.privacy import gaussian_mechanism
 from fedpriv.privacy import round as private
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.gaussian_mechanism import Averaging, PoissonGaussianMechanism
+from fedpriv.privacy.draws import Draws, RoundAttempt
+from fedpriv.privacy.gaussian_mechanism import Averaging, GaussianMechanism
 from fedpriv.privacy.layout import Layout, equal_split, layers, per_layer
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import (
     PartialSum,
     PrivacyRecords,
-    RoundAttempt,
     draw_cohort,
     private_round,
     release,
@@ -41,9 +41,9 @@ SEEDED = SeededEntropy(3)
 ZERO = PartialSum("cohort", 0, np.zeros(LAYOUT.dimension, np.int64), 0)
 
 
-def mechanism_of(z: float = 1.0, population: int = 20, q: float = 0.5) -> PoissonGaussianMechanism:
+def mechanism_of(z: float = 1.0, population: int = 20, q: float = 0.5) -> GaussianMechanism:
     sampling = PoissonSampling(population, q)
-    return PoissonGaussianMechanism.calibrated(sampling, Clipping(LAYOUT, GROUPS), z, (0.5, 0.5))
+    return GaussianMechanism.calibrated(sampling, Clipping(LAYOUT, GROUPS), z, (0.5, 0.5))
 
 
 MECHANISM = mechanism_of()
@@ -52,7 +52,7 @@ MECHANISM = mechanism_of()
 def charge_for(
     records: PrivacyRecords,
     at: RoundAttempt = FIRST,
-    mechanism: PoissonGaussianMechanism = MECHANISM,
+    mechanism: GaussianMechanism = MECHANISM,
 ) -> Charge:
     source = Randomness.SEEDED
     given = at.run, at.round, at.attempt, source, mechanism.event, "0" * 64
@@ -83,18 +83,18 @@ def noised(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 @pytest.mark.parametrize("charge", [None, FIRST, SimpleNamespace(run="run", round=0, attempt=0)])
 def test_without_a_charge_nothing_is_noised(charge: object, noised: list[bytes]) -> None:
     with pytest.raises(LedgerError, match="a release needs a charge of the ledger"):
-        release(MECHANISM, FIRST, ZERO, charge, SEEDED)
+        release(MECHANISM, FIRST, ZERO, charge, Draws(SEEDED))
     assert noised == []
 
 
 def test_a_charge_is_good_for_one_release(tmp_path: Path, noised: list[bytes]) -> None:
     with open_records(tmp_path) as records:
         charge = charge_for(records)
-        release(MECHANISM, FIRST, ZERO, charge, SEEDED)
+        release(MECHANISM, FIRST, ZERO, charge, Draws(SEEDED))
         assert len(noised) == len(GROUPS)
         for used in (charge, copy.copy(charge), replace(charge)):
             with pytest.raises(LedgerError, match="two releases on one charge"):
-                release(MECHANISM, FIRST, ZERO, used, SEEDED)
+                release(MECHANISM, FIRST, ZERO, used, Draws(SEEDED))
     assert len(noised) == len(GROUPS)
 
 
@@ -113,20 +113,20 @@ def test_a_charge_of_another_round_releases_nothing(
         open_records(tmp_path) as records,
         pytest.raises(LedgerError, match=f"the charge is for .*{message}"),
     ):
-        release(MECHANISM, FIRST, ZERO, charge_for(records, at), SEEDED)
+        release(MECHANISM, FIRST, ZERO, charge_for(records, at), Draws(SEEDED))
     assert noised == []
 
 
 @pytest.mark.parametrize("other", [mechanism_of(z=2.0), mechanism_of(q=0.4), mechanism_of(0.5)])
 def test_a_charge_of_another_event_releases_nothing(
-    other: PoissonGaussianMechanism, tmp_path: Path, noised: list[bytes]
+    other: GaussianMechanism, tmp_path: Path, noised: list[bytes]
 ) -> None:
     with open_records(tmp_path) as records:
         charge = charge_for(records, mechanism=other)
         with pytest.raises(LedgerError, match="the event charged is"):
-            release(MECHANISM, FIRST, ZERO, charge, SEEDED)
+            release(MECHANISM, FIRST, ZERO, charge, Draws(SEEDED))
         assert noised == []
-        release(other, FIRST, ZERO, charge, SEEDED)  # it was not used up
+        release(other, FIRST, ZERO, charge, Draws(SEEDED))  # it was not used up
 
 
 def test_an_event_that_is_not_the_one_charged_does_not_leave(
@@ -144,7 +144,7 @@ def test_an_event_that_is_not_the_one_charged_does_not_leave(
         open_records(tmp_path) as records,
         pytest.raises(LedgerError, match="the event realised is"),
     ):
-        release(MECHANISM, FIRST, ZERO, charge_for(records), SEEDED)
+        release(MECHANISM, FIRST, ZERO, charge_for(records), Draws(SEEDED))
 
 
 # No other module noises or releases a sum.
@@ -194,12 +194,16 @@ def _names(node: ast.AST) -> set[str]:
 
 
 ROUND, QUERY = "fedpriv/privacy/round.py", "fedpriv/privacy/gaussian_mechanism.py"
+NOISE = "fedpriv/privacy/correlated_noise.py"
 
 
 @pytest.mark.parametrize(
     ("name", "uses"),
     [
-        ("rounded_gaussian", {Use(QUERY, ""), Use(QUERY, "noised_average")}),
+        (
+            "rounded_gaussian",
+            {Use(QUERY, ""), Use(QUERY, "noised_average"), Use(NOISE, ""), Use(NOISE, "step")},
+        ),
         ("noised_average", {Use(ROUND, "release")}),
         ("redeem", {Use(ROUND, "release")}),
         ("add_up", {Use(ROUND, "private_round")}),
@@ -274,7 +278,7 @@ def test_steps_are_taken_in_order_and_the_charge_is_on_disk_before_noise_is_draw
     alone = replace(FIRST, first=True)
     assert seen == [("asked", alone, 0), ("noised", None, 1), ("noised", None, 1)]
     assert (row.event, row.hash, row.attempt) == (MECHANISM.event, made.charge_hash, made.attempt)
-    np.testing.assert_array_equal(cohort, draw_cohort(MECHANISM, alone, SEEDED))
+    np.testing.assert_array_equal(cohort, draw_cohort(MECHANISM, alone, Draws(SEEDED)))
 
 
 def test_where_the_budget_would_be_passed_no_user_is_asked_and_nothing_noised(
@@ -334,7 +338,7 @@ def test_an_empty_cohort_is_charged_and_released(tmp_path: Path) -> None:
 def test_the_weight_of_the_cohort_reaches_the_query(tmp_path: Path) -> None:
     clipping = Clipping(LAYOUT, GROUPS, weighted=tuple(group.name for group in GROUPS))
     sampling = PoissonSampling(4, 1.0)
-    floored = PoissonGaussianMechanism.calibrated(
+    floored = GaussianMechanism.calibrated(
         sampling, clipping, 0.0, (0.5, 0.5), Averaging(floor=0.25)
     )
     total = np.full(LAYOUT.dimension, 2**20)
@@ -373,10 +377,10 @@ def test_no_key_is_for_two_draws(tmp_path: Path) -> None:
 def test_cohorts_and_noise_are_fresh_per_run_round_and_attempt() -> None:
     many = mechanism_of(population=1000)
     places = [RoundAttempt(r, n, a) for r, n, a in product(("run", "other"), (0, 1), (0, 1))]
-    cohorts = [draw_cohort(many, at, SEEDED).tolist() for at in places]
+    cohorts = [draw_cohort(many, at, Draws(SEEDED)).tolist() for at in places]
     assert len({tuple(cohort) for cohort in cohorts}) == len(places)
-    assert draw_cohort(many, FIRST, SEEDED).tolist() == cohorts[0]
-    assert draw_cohort(many, FIRST, OperatingSystemEntropy()).tolist() != cohorts[0]
+    assert draw_cohort(many, FIRST, Draws(SEEDED)).tolist() == cohorts[0]
+    assert draw_cohort(many, FIRST, Draws(OperatingSystemEntropy())).tolist() != cohorts[0]
 
 
 def test_what_a_seed_gives_does_not_depend_on_the_name_of_the_first_run(tmp_path: Path) -> None:
@@ -416,7 +420,7 @@ def test_calibration_gives_the_noise_multiplier_of_the_round_whatever_is_average
     for averaging, cap in ((Averaging(), 1), (Averaging(4, 10.0), 4), (Averaging(floor=0.5), 1)):
         named = () if averaging == Averaging() else weighted
         clipping = Clipping(LAYOUT, GROUPS, weighted=named, weight_cap=cap)
-        made = PoissonGaussianMechanism.calibrated(
+        made = GaussianMechanism.calibrated(
             PoissonSampling(20, 0.5), clipping, 1.3, (0.3, 0.7), averaging
         )
         assert 1.3 <= made.event.noise_multiplier <= 1.3 * (1 + 1e-9)
@@ -427,7 +431,7 @@ def test_calibration_gives_the_noise_multiplier_of_the_round_whatever_is_average
         least = expected * (averaging.floor or 1.0)
         assert query.divisors == ((least,) * 2 if named else (10.0,) * 2)
     with pytest.raises(InvalidValueError, match="noise_multiplier is"):
-        PoissonGaussianMechanism.calibrated(
+        GaussianMechanism.calibrated(
             PoissonSampling(20, 0.5), Clipping(LAYOUT, GROUPS), math.nan, (0.5, 0.5)
         )
 

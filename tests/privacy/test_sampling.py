@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -8,10 +9,10 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import NeighbouringRelation, SamplingEvent, SamplingPolicy
+from fedpriv.ledger.events import NeighbouringRelation, SamplingEvent, SamplingPolicy, Unit
 from fedpriv.privacy import sampling
 from fedpriv.privacy.noise import SeededEntropy, keystream
-from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.privacy.sampling import ExampleSampling, PoissonSampling
 
 KEY = SeededEntropy(0).key("cohort of the tests")
 FALSE_ALARM = 1e-6
@@ -47,7 +48,7 @@ def joined():
     entropy = SeededEntropy(0)
     table = np.zeros((DRAWS, USERS), bool)
     for draw in range(DRAWS):
-        table[draw, policy.draw(entropy.key(f"sampling/{draw}"))] = True
+        table[draw, policy.draw(entropy.key(f"sampling/{draw}"))[0]] = True
     return table
 
 
@@ -88,7 +89,7 @@ def passed_exactly(q, word, number, most):
 @given(population=st.integers(1, 400), q=PROBABILITIES | st.floats(0.01, 1), seed=st.integers(0))
 def test_cohort_is_that_of_the_slow_draw(population, q, seed):
     key = SeededEntropy(seed).key("sampling")
-    assert PoissonSampling(population, q).draw(key).tolist() == slow_draw(population, q, key)
+    assert PoissonSampling(population, q).draw(key)[0].tolist() == slow_draw(population, q, key)
 
 
 @settings(deadline=None)
@@ -105,7 +106,7 @@ def test_words_on_a_limit_and_beside_it_count_as_in_the_slow_draw(q, population,
         patch.setattr(sampling, "words", given_words)
         patch.setattr(sampling, "_WORDS_AT_ONCE", 5)
         slow = slow_draw(population, q, KEY)
-        assert PoissonSampling(population, q).draw(KEY).tolist() == slow
+        assert PoissonSampling(population, q).draw(KEY)[0].tolist() == slow
 
 
 @pytest.mark.parametrize(("byte", "passed"), [(0, 2), (255, 1)])
@@ -129,7 +130,7 @@ def test_a_user_joins_if_the_word_is_not_below_the_rest(monkeypatch, word, joins
         return np.full(count, word, np.uint64)
 
     monkeypatch.setattr(sampling, "words", given_words)
-    assert PoissonSampling(1, 0.75).draw(KEY).size == joins
+    assert PoissonSampling(1, 0.75).draw(KEY)[0].size == joins
 
 
 @settings(deadline=None)
@@ -140,18 +141,18 @@ def test_a_user_joins_if_the_word_is_not_below_the_rest(monkeypatch, word, joins
     block=st.sampled_from([1, 7, 64, 1024]),
 )
 def test_cohort_depends_neither_on_block_size_nor_on_later_users(population, q, fewer, block):
-    cohort = PoissonSampling(population, q).draw(KEY)
+    cohort = PoissonSampling(population, q).draw(KEY)[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "_WORDS_AT_ONCE", block)
-        np.testing.assert_array_equal(PoissonSampling(population, q).draw(KEY), cohort)
+        np.testing.assert_array_equal(PoissonSampling(population, q).draw(KEY)[0], cohort)
     fewer = max(1, min(fewer, population))
-    np.testing.assert_array_equal(PoissonSampling(fewer, q).draw(KEY), cohort[cohort < fewer])
+    np.testing.assert_array_equal(PoissonSampling(fewer, q).draw(KEY)[0], cohort[cohort < fewer])
 
 
 @settings(deadline=None)
 @given(population=st.integers(1, 3000), q=PROBABILITIES | st.floats(0.01, 1), seed=st.integers(0))
 def test_cohort_is_ascending_unique_int64_positions(population, q, seed):
-    cohort = PoissonSampling(population, q).draw(SeededEntropy(seed).key("sampling"))
+    cohort = PoissonSampling(population, q).draw(SeededEntropy(seed).key("sampling"))[0]
     assert cohort.dtype == np.int64
     assert (np.diff(cohort) > 0).all()
     assert ((cohort >= 0) & (cohort < population)).all()
@@ -160,7 +161,7 @@ def test_cohort_is_ascending_unique_int64_positions(population, q, seed):
 @pytest.mark.parametrize("q", [1e-5, 0.3])
 def test_large_population_is_sampled_in_every_block(q):
     population = 5_000_003
-    cohort = PoissonSampling(population, q).draw(KEY)
+    cohort = PoissonSampling(population, q).draw(KEY)[0]
     assert (np.diff(cohort) > 0).all()
     assert cohort[-1] < population
     assert stats.binomtest(cohort.size, population, q).pvalue > FALSE_ALARM
@@ -170,19 +171,19 @@ def test_large_population_is_sampled_in_every_block(q):
 
 @pytest.mark.parametrize("population", [1, 2, 1000, 50_000])
 def test_probability_one_takes_everyone(population):
-    assert PoissonSampling(population, 1.0).draw(KEY).tolist() == list(range(population))
+    assert PoissonSampling(population, 1.0).draw(KEY)[0].tolist() == list(range(population))
 
 
 @pytest.mark.parametrize("q", [5e-324, 1e-300, 1e-30])
 def test_tiny_probability_takes_no_one(q):
-    cohort = PoissonSampling(100_000, q).draw(KEY)
+    cohort = PoissonSampling(100_000, q).draw(KEY)[0]
     assert cohort.shape == (0,)
     assert cohort.dtype == np.int64
 
 
 def test_one_user_joins_with_the_stated_probability():
     policy, entropy = PoissonSampling(1, 0.3), SeededEntropy(3)
-    times = sum(policy.draw(entropy.key(f"sampling/{i}")).size for i in range(5000))
+    times = sum(policy.draw(entropy.key(f"sampling/{i}"))[0].size for i in range(5000))
     assert stats.binomtest(times, 5000, 0.3).pvalue > FALSE_ALARM
     assert stats.binomtest(times, 5000, 0.35).pvalue < FALSE_ALARM
 
@@ -251,8 +252,8 @@ def test_successive_cohorts_are_independent(joined):
 
 def test_same_key_same_cohort_other_key_other_cohort():
     policy = PoissonSampling(100_000, 0.01)
-    np.testing.assert_array_equal(policy.draw(KEY), policy.draw(KEY))
-    cohorts = {policy.draw(SeededEntropy(1).key(str(i))).tobytes() for i in range(50)}
+    np.testing.assert_array_equal(policy.draw(KEY)[0], policy.draw(KEY)[0])
+    cohorts = {policy.draw(SeededEntropy(1).key(str(i)))[0].tobytes() for i in range(50)}
     assert len(cohorts) == 50
 
 
@@ -280,3 +281,36 @@ def test_population_out_of_range_is_refused(population):
 def test_short_key_is_refused(q):
     with pytest.raises(InvalidValueError, match="has 16 bytes"):
         PoissonSampling(10, q).draw(KEY[:16])
+
+
+class TestExamples:
+    def test_are_drawn_as_users_are_with_a_place_for_each(self):
+        drawn = ExampleSampling(30, 0.1, 7).draw(KEY)[0]
+        assert drawn.tolist() == PoissonSampling(210, 0.1).draw(KEY)[0].tolist()
+        assert drawn.max() < ExampleSampling(30, 0.1, 7).places == 210
+
+    def test_are_charged_for_their_users(self):
+        policy = ExampleSampling(30, 0.1, 7)
+        relation = NeighbouringRelation.ADD_OR_REMOVE_ONE
+        expected = SamplingEvent(
+            SamplingPolicy.EXAMPLES, 0.1, 30, relation, unit=Unit.USER, examples_per_user=7
+        )
+        assert policy.event() == expected
+        assert (policy.unit, policy.drawn) == (Unit.USER, Unit.EXAMPLE)
+        with pytest.raises(InvalidValueError, match="unit is 'example'; with poisson-examples"):
+            replace(policy, unit=Unit.EXAMPLE)
+
+    def test_are_averaged_over_public_constants(self):
+        assert ExampleSampling(30, 0.1, 7).expected_cohort_size == 0.1 * 210
+        assert ExampleSampling(30, 0.1, 7, 150.0).expected_cohort_size == 0.1 * 150.0
+
+    @pytest.mark.parametrize("total", [0.0, -1.0, 210.5, math.nan, math.inf])
+    def test_are_no_more_than_all_places(self, total):
+        sentence = f"total_examples is {total}; it must be above 0 and at most 210, the 30 users"
+        with pytest.raises(InvalidValueError, match=sentence):
+            ExampleSampling(30, 0.1, 7, total)
+
+    @pytest.mark.parametrize("k", [0, -3])
+    def test_are_at_least_one_of_each_user(self, k):
+        with pytest.raises(InvalidValueError, match=f"examples_per_user is {k}; with"):
+            ExampleSampling(30, 0.1, k)

@@ -189,6 +189,21 @@ class TestRestoring:
         with Ledger.open(ledger) as restored:
             assert restored.head.count == 2
 
+    @pytest.mark.parametrize("lost", [False, True])
+    def test_a_series_that_was_under_way_is_over(self, ledger, tmp_path, lost):
+        """More of it may have been released than the backup knows, by noise that it determines."""
+        with ParticipationRecord.open(beside(ledger)) as record:
+            record.keep_series(("r", 1, 0), b"k" * 32)
+            to = tmp_path / "backup.sqlite"
+            back_up(ledger, to)
+        if lost:
+            ledger.unlink()
+            beside(ledger).unlink()
+        restore(to, ledger, older=False)
+        with ParticipationRecord.open(beside(ledger)) as record:
+            assert record.series_key(("r", 1, 0)) is None
+        assert b"k" * 32 not in beside(ledger).read_bytes()
+
 
 def test_the_commands_say_what_they_did(ledger, tmp_path):
     to = tmp_path / "to.sqlite"

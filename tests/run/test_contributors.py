@@ -17,7 +17,7 @@ from fedpriv.engine.trainer import SimulationOnlyDropped
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.privacy.round import RoundAttempt
+from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.run.run import Run
 from fedpriv.training.rounds import RoundResult, contributors_text, round_request

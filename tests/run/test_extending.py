@@ -14,11 +14,10 @@ from torch import nn
 
 import fedpriv
 from fedpriv.accounting.fdp import trade_off
-from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.config import load_config
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import RoundEvent, SamplingEvent
+from fedpriv.ledger.events import SamplingEvent, Unit
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.mechanism import Allocation, ClippingPolicy, Grouping, SamplingPolicy
 from fedpriv.privacy.clipping import Clipping
@@ -51,11 +50,8 @@ class SignSGD(LocalTraining):
 class HalfOfThem(SamplingPolicy):
     """A sampling policy with its event: every user by a fair coin."""
 
-    def of(self, users: int) -> PoissonSampling:
-        return PoissonSampling(users, 0.5)
-
-    def events(self, noise_multiplier: float, rounds: int) -> RoundEvent:
-        return poisson_gaussian(0.5, noise_multiplier, rounds)
+    def of(self, users: int | None, unit: Unit) -> PoissonSampling:
+        return PoissonSampling(users or 1, 0.5, unit)
 
 
 @dataclass(frozen=True)
@@ -218,7 +214,10 @@ def test_one_of_each_is_named_in_a_file_and_run(tmp_path: Path) -> None:
         ("server.optimizer=json:JSONDecoder", "is another class; it must be derived from"),
         ("local.algorithm=sgd", "local.algorithm 'sgd' has no option 'shrinking'"),
         ("privacy.sampling_probability=0.3", "sampling_probability is 0.3; it must be absent"),
-        ("sampling.policy=uniform", "known are: poisson, or package.module:Class"),
+        (
+            "sampling.policy=uniform",
+            "known are: every-user, fixed-size, poisson, poisson-examples, poisson-within-bands",
+        ),
     ],
 )
 def test_what_is_named_and_does_not_fit_is_one_sentence(

@@ -185,7 +185,7 @@ def test_lots_are_poisson_samples_of_examples_over_their_expected_size(tmp_path:
     found = run(people, noiseless("example", q), tmp_path / "run", seed=5)
     sampling, entropy = PoissonSampling(len(records), q), SeededEntropy(5)
     lots = [
-        sampling.draw(entropy.key(f"sampling//{number}/0")).tolist()
+        sampling.draw(entropy.key(f"sampling//{number}/0"))[0].tolist()
         for number in range(1, ROUNDS + 1)
     ]
     assert len({len(lot) for lot in lots}) > 1
@@ -559,7 +559,7 @@ def test_lots_of_mnist_are_streamed() -> None:
     people = load_population("mnist-writers", {})
     store = cut_up(people, 1, "examples").users
     assert store.population == 60_000
-    lot = PoissonSampling(60_000, 256 / 60_000).draw(bytes(32))
+    (lot,) = PoissonSampling(60_000, 256 / 60_000).draw(bytes(32))
     assert 150 < lot.size < 400
     torch.manual_seed(0)
     small = fedpriv.Task(nn.Sequential(nn.Flatten(), nn.Linear(784, 10)))

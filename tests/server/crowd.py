@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.build import build_task
 from fedpriv.data.population import Population, UserStore
 from fedpriv.data.synthetic import synthetic_population
@@ -11,7 +12,7 @@ from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.wire import Price, TaskDescription
 
 USERS = 7
-PRICE = Price(0.5, USERS, 1.0, 2.0, 1e-6, 0)
+PRICE = Price(poisson_gaussian(0.5, 1.0, population=USERS), 0, 2.0, 1e-6, 0)
 TASK = TaskDescription("softmax", {"inputs": 8, "classes": 3}, 0, "cross-entropy")
 
 

@@ -15,6 +15,7 @@ import tomli_w
 from cryptography import x509
 
 from fedpriv import wire
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.config import FederationSection
 from fedpriv.ledger import Head
 from fedpriv.privacy.layout import Tensors
@@ -36,7 +37,7 @@ from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import Address
 from tests.wire.stub import FederationStub
 
-PRICE = wire.Price(0.5, 1000, 1.0, 2.0, 1e-6, 0)
+PRICE = wire.Price(poisson_gaussian(0.5, 1.0, population=1000), 0, 2.0, 1e-6, 0)
 PATIENCE = FederationSection(
     enrolment="none", deadline_seconds=20.0, absent_seconds=0.2
 ).model_copy(update={"least_nodes": 0})

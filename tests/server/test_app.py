@@ -50,6 +50,33 @@ def test_a_run_is_that_of_one_process_and_goes_on_where_it_stopped(tmp_path: Pat
         run_on_workers(2, **(there | {"resume": False}), set="; ".join(SETTINGS))
 
 
+POLICIES = {
+    "random-allocation": "{ rounds = 2 }",
+    "fixed-size": "{ cohort_size = 100 }",
+    "every-user": '{ relation = "replace-one" }',
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_run_under_another_sampling_policy_is_that_of_one_process(
+    tmp_path: Path, policy: str
+) -> None:
+    text = DIGITS.read_text(encoding="utf-8").replace("sampling_probability = 0.3\n", "")
+    experiment = tmp_path / "other.toml"
+    sampling = f'[sampling]\npolicy = "{policy}"\noptions = {POLICIES[policy]}\n'
+    experiment.write_text(f"{text}\n{sampling}", encoding="utf-8")
+    settings = ("rounds=3", "seed=3", "privacy.noise_multiplier=1.0", "privacy.epsilon=1000.0")
+    given = [f"--set={text}" for text in settings]
+    done = fedpriv("simulate", experiment, *given, "--out", tmp_path / "here")
+    assert done.returncode == 0, done.stderr
+    there = {"experiment": str(experiment), "out": str(tmp_path / "there")}
+    run_on_workers(2, **there, set="; ".join(settings), workers=2)
+    models = [load_file(tmp_path / run / "model.safetensors") for run in ("here", "there")]
+    for name, parameter in models[0].items():
+        np.testing.assert_array_equal(models[1][name], parameter)
+        assert parameter.any()
+
+
 def test_workers_have_the_activations_of_the_experiment(tmp_path: Path) -> None:
     rounded = (*SETTINGS, "rounds=1", 'engine.activations="bfloat16"')
     given = [f"--set={text}" for text in rounded]

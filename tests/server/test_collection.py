@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedpriv import wire
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
@@ -24,7 +25,7 @@ PARAMETERS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}
 LAYOUT = Layout.of(PARAMETERS)
 HOSTED = {"silo": ["0", "1", "2", "3"], "four": ["4"], "five": ["5"]}
 ENROLMENT = Enrolment("5f" * 16, HOSTED)
-PRICE = wire.Price(0.5, 6, 1.0, 2.0, 1e-6, 0)
+PRICE = wire.Price(poisson_gaussian(0.5, 1.0, population=6), 0, 2.0, 1e-6, 0)
 TOTAL = np.zeros(6, np.int64)
 
 

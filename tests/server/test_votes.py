@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from federation import LAYOUT, PARAMETERS, make_plan, open_records
 
 from fedpriv import wire
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.errors import DeclinedError, StoppedError
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import flat
@@ -217,7 +219,9 @@ def test_a_stop_in_a_pause_is_heard(
 def test_agreement_to_other_terms_does_not_count(there: Site) -> None:
     service = there.server.service
     cheap = wire.Proposal.of(terms(), PRICE)
-    dear = wire.Proposal.of(terms(), wire.Price(0.5, 1000, 0.1, 9.0, 1e-6, 0))
+    dear = wire.Proposal.of(
+        terms(), replace(PRICE, event=poisson_gaussian(0.5, 0.1, population=1000))
+    )
     with nodes(there, {"a": agrees}) as made:
         there.server.call(lambda: service.propose(cheap))
         until(lambda: service.willing == 1)

@@ -1,6 +1,7 @@
 """The network of Abadi et al. 2016 on digits: one budget for all that is charged."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,16 @@ from fedpriv.accounting import epsilon
 from fedpriv.data import load_digits
 from fedpriv.ledger import Ledger
 from fedpriv.run.folder import RunFolder
-from simulations.papers.abadi_mnist import SETTINGS, Setting, measure, results_table, trained
+from simulations.papers import abadi_mnist
+from simulations.papers.abadi_mnist import (
+    SETTINGS,
+    Found,
+    Setting,
+    main,
+    measure,
+    results_table,
+    trained,
+)
 
 SMALL = Setting(4.0, 4, 8, 16.0, 0.3, 0.9, q=0.1)
 
@@ -52,3 +62,26 @@ def test_results_are_means_of_seeds_beside_the_paper(people: fedpriv.Population)
     # The query takes its part, so that rounds have more noise.
     assert projected.noise_multiplier > whole.noise_multiplier
     assert [row[0] for row in results_table(found).rows] == ["8 components", "all pixels"]
+
+
+def test_a_row_alone_joins_the_results_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pretended(
+        setting: Setting, people: object, seeds: int, *, private_components: bool
+    ) -> Found:
+        components = setting.components if private_components else None
+        return Found(setting, components, 1.0, setting.epsilon, (0.5,) * seeds)
+
+    monkeypatch.setattr(abadi_mnist, "mnist", object)
+    monkeypatch.setattr(abadi_mnist, "measure", pretended)
+    others = [Found(each, 60, 2.0, 0.4, (0.25,)) for each in SETTINGS]
+    (tmp_path / "abadi_mnist.json").write_text(json.dumps([asdict(each) for each in others]))
+    arguments = ["--both", "0.2", "--folder", str(tmp_path)]
+    main([*arguments, "--rows", "9"])
+    read = json.loads((tmp_path / "abadi_mnist.json").read_text())
+    last = Found(replace(SETTINGS[2], epochs=4.0), None, 1.0, 8.0, (0.5,))
+    assert [Found.read(each) for each in read] == [*others, last]
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, "--rows", "10"])
+    assert "--rows is [10]; each must be from 1 to 9" in capsys.readouterr().err

@@ -1,10 +1,14 @@
 """Table 1 of Bu et al. 2020: what its rows cost, public features, and a small rerun."""
 
+import json
+import math
 import os
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.datasets import load_digits
@@ -13,11 +17,15 @@ from torch import nn
 import fedpriv
 from fedpriv.accounting import epsilon, poisson_gaussian
 from fedpriv.ledger import Ledger
+from simulations.papers import bu_mnist
 from simulations.papers.bu_mnist import (
     DELTA,
     IMAGES,
     ROWS,
+    Found,
     Row,
+    keras_cnn,
+    main,
     measure,
     mnist,
     results_table,
@@ -47,6 +55,40 @@ def test_other_rows_cost_no_more_than_the_first_and_the_third() -> None:
     assert costs == [pytest.approx(row.epsilon, rel=1e-3) for row in others]
     assert max(costs[::2]) <= cost(first)
     assert max(costs[1::2]) <= cost(third)
+
+
+def test_the_papers_rows_start_as_keras_starts_them() -> None:
+    assert [row.build for row in ROWS[:3]] == [keras_cnn] * 3
+    torch.manual_seed(0)
+    layers = [layer for layer in keras_cnn().children() if hasattr(layer, "weight")]
+    # Inputs and outputs of a weight: those of a place of the kernel, times the places of a kernel.
+    fans = [(64, 16 * 64), (16 * 16, 32 * 16), (512, 32), (32, 10)]
+    for layer, (inputs, outputs) in zip(layers, fans, strict=True):
+        weight, bias = (p.detach().numpy() for p in layer.parameters())
+        limit = math.sqrt(6 / (inputs + outputs))
+        assert not bias.any()
+        assert 0.97 * limit < np.abs(weight).max() <= limit
+        assert np.std(weight) == pytest.approx(limit / math.sqrt(3), rel=0.1)
+
+
+def test_rows_that_are_not_trained_again_keep_their_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pretended(row: Row, people: object, seeds: int) -> Found:
+        return Found(row.name, row.lot, row.epochs, 1.0, 2.0, row.paper, (0.5,) * seeds)
+
+    monkeypatch.setattr(bu_mnist, "mnist", lambda **_: object())
+    monkeypatch.setattr(bu_mnist, "measure", pretended)
+    before = [replace(pretended(row, None, 2), here=(0.25, 0.75)) for row in ROWS]
+    text = json.dumps([asdict(each) for each in before])
+    (tmp_path / "bu_mnist.json").write_text(text)
+    main(["--rows", "2", "--seeds", "1", "--folder", str(tmp_path)])
+    read = json.loads((tmp_path / "bu_mnist.json").read_text())
+    after = [Found.read(each) for each in read]
+    assert after == [before[0], pretended(ROWS[1], None, 1), *before[2:]]
+    main(["--seeds", "1", "--folder", str(tmp_path)])
+    read = json.loads((tmp_path / "bu_mnist.json").read_text())
+    assert [each["here"] for each in read] == [[0.5]] * len(ROWS)
 
 
 @settings(max_examples=20, deadline=None)

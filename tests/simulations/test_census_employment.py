@@ -164,14 +164,20 @@ def test_it_prints_tables_and_writes_numbers_and_a_figure(
     assert (tmp_path / "out" / "census_employment.png").stat().st_size > 10_000
 
 
-def test_one_seed_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [(["--seeds", "1"], "--seeds is 1; it must be at least 2"), (["--data", "nowhere"], "nowhere")],
+)
+def test_one_seed_and_a_folder_without_the_census_are_refused(
+    arguments: list[str],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["census_employment", "--seeds", "1"])
-    with pytest.raises(SystemExit) as stop:
+    monkeypatch.setattr("sys.argv", ["census_employment", *arguments])
+    with pytest.raises(SystemExit, match="2"):
         census.main()
-    assert stop.value.code == 2
-    assert "--seeds is 1; it must be at least 2" in capsys.readouterr().err
+    assert sentence in capsys.readouterr().err
 
 
 def test_exact_fit_of_the_census_is_as_its_readme_says() -> None:

@@ -73,6 +73,15 @@ def test_it_learns_and_its_ledger_has_the_price_of_its_rounds(
     assert exact["accuracy"] > 0.8
 
 
+def test_a_folder_without_the_census_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["census_income", "--data", "nowhere"])
+    with pytest.raises(SystemExit, match="2"):
+        census_income.main()
+    assert "nowhere" in capsys.readouterr().err
+
+
 def test_gradients_are_clipped_and_noised_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """R = 1 and σ = 0.55 are of the gradient; a step of 0.15 along it would hardly be clipped."""
     people = People.of(columns(1_000))

@@ -1,5 +1,6 @@
 """Legal values of every message, drawn by hypothesis, and small ones by hand."""
 
+import math
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,16 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.ledger.events import (
+    ANALYSED,
+    RoundEvent,
+    SamplingEvent,
+    SamplingPolicy,
+    Schedule,
+    SumQueryEvent,
+    Unit,
+)
 from fedpriv.local import AdamW, FedRecon, Scaffold
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
 from fedpriv.privacy.gaussian_mechanism import Metric
@@ -40,7 +51,15 @@ PARAMETERS = {
     "b": np.arange(3, dtype=np.float32),
 }
 STATISTICS = {"bn.running_mean": np.ones(2, np.float32)}
-PRICE = Price(0.5, 1000, 1.0, 2.0, 1e-6, 0)
+
+
+def priced(q: float = 0.5, z: float = 1.0, users: int = 1000, **said: float) -> Price:
+    """The price of a Poisson round, after which ε is 2 at δ = 1e-6 if nothing else is said."""
+    event = poisson_gaussian(q, z, population=users)
+    return Price(event, 0, **{"epsilon_after": 2.0, "delta": 1e-6, "charges": 0} | said)
+
+
+PRICE = priced()
 
 # Code points that UTF-8 cannot say are no text on the wire.
 characters = st.characters(codec="utf-8")
@@ -54,15 +73,48 @@ below_one = st.floats(0.0, 1.0, exclude_max=True)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
 round_ids = st.builds(RoundId, words, uints, uints, st.integers(0, 2**64 - 1))
-prices = st.builds(
-    Price,
-    st.floats(0.0, 1.0, exclude_min=True),
-    st.integers(2**40, 2**63 - 1),
-    st.floats(0.0, allow_nan=False, allow_infinity=False),
-    losses,
-    below_one,
-    st.integers(0, 2**63 - 1),
-)
+
+
+@st.composite
+def events(draw: st.DrawFn) -> RoundEvent:
+    """An event of each policy."""
+    policy, relation = draw(st.sampled_from(ANALYSED))
+    users, probability, schedule = draw(st.integers(2**40, 2**63 - 1)), 1.0, None
+    strategy, k, unit = (1.0,), None, draw(st.sampled_from(Unit))
+    match policy:
+        case SamplingPolicy.POISSON:
+            probability = draw(st.floats(0.0, 1.0, exclude_min=True))
+        case SamplingPolicy.EXAMPLES:
+            probability, k = draw(st.floats(0.0, 1.0, exclude_min=True)), draw(counts) or 1
+            unit = Unit.USER
+        case SamplingPolicy.BANDED_POISSON:
+            n, b = draw(uints) + 1, draw(st.integers(1, 1000))
+            schedule = Schedule(n, -(-n // min(n, b)), min(n, b))
+            probability = draw(st.floats(0.0, 1.0, exclude_min=True))
+            strategy = (draw(positive), *draw(st.lists(finite, max_size=min(n, b, 6) - 1)))
+        case SamplingPolicy.FIXED_SIZE:
+            probability = draw(st.integers(1, 2**40)) / users
+        case SamplingPolicy.RANDOM_ALLOCATION | SamplingPolicy.SEPARATED:
+            n, times, b = draw(uints) + 1, draw(st.integers(1, 1000)), draw(st.integers(1, 1000))
+            separated = policy is SamplingPolicy.SEPARATED
+            schedule = Schedule(n, min(n, times), min(n, b) if separated else 1)
+            probability = 1.0 if separated else schedule.participations / n
+            more = draw(st.lists(finite, max_size=min(n - 1, 5)))
+            strategy = (draw(positive), *more) if separated else strategy
+    sampling = SamplingEvent(policy, probability, users, relation, schedule, unit, k)
+    queries = st.builds(SumQueryEvent, words, positive, losses.filter(math.isfinite))
+    return RoundEvent(sampling, tuple(draw(st.lists(queries, min_size=1, max_size=3))), 1, strategy)
+
+
+@st.composite
+def prices(draw: st.DrawFn) -> Price:
+    """A price of each part."""
+    event = draw(events())
+    schedule = event.sampling.schedule
+    part = draw(st.integers(0, 0 if schedule is None else schedule.rounds - 1))
+    return Price(event, part, draw(losses), draw(below_one), draw(st.integers(0, 2**63 - 1)))
+
+
 digests = st.binary(min_size=32, max_size=32)
 hellos = st.builds(
     Hello,
@@ -140,6 +192,8 @@ tasks = st.builds(
     words | st.lists(words, min_size=2, max_size=3).map(tuple),
     words,
     st.integers(-(2**62), 2**62 - 1),
+    *[st.lists(words, max_size=2).map(tuple)] * 3,
+    st.fixed_dictionaries({}, optional={"rank": st.integers(), "layers": st.lists(words)}),
 )
 welcomes = st.builds(Welcome, words, st.integers(2**40, 2**63 - 1), users, tasks)
 
@@ -201,7 +255,7 @@ def requests(draw: st.DrawFn) -> RoundRequest:
 @st.composite
 def offers(draw: st.DrawFn) -> RoundOffer:
     request = draw(requests())
-    return RoundOffer.of(request, draw(positive), draw(prices), manifest_of(model_of(request)))
+    return RoundOffer.of(request, draw(positive), draw(prices()), manifest_of(model_of(request)))
 
 
 @st.composite

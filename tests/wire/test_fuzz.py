@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from google.protobuf.message import Message
 
 from fedpriv import wire
+from fedpriv.accounting.policies import separated_gaussian
 from fedpriv.errors import WireError
+from fedpriv.ledger import NeighbouringRelation
 from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import Answer, Assembler, Decline, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
@@ -20,6 +23,13 @@ from fedpriv.wire.tensors import MANIFEST
 from tests.wire.examples import PRICE, peak_memory, small_offer, small_welcome
 
 OFFER = wire.encode_offer(small_offer())
+SERIES = replace(
+    PRICE,
+    part=7,
+    event=separated_gaussian(
+        (1.0, 0.5, -0.125), 9, 3, 3, 2.0, NeighbouringRelation.REPLACE_ONE, population=1000
+    ),
+)
 EXPECTED = wire.layout_of_sums(small_offer().clipping)
 BYTES = b"some bytes"
 STATUS = wire.Status("r", 1, 2, 0.5, 1.0, 1e-6, 3, 2, 1000, wire.RunState.WAITING)
@@ -51,6 +61,7 @@ CASES: dict[str, tuple[Callable[[Message], object], Message]] = {
     "metric": (METRIC.decode, OFFER.metrics[0]),
     "tensors": (MANIFEST.decode, OFFER.model),
     "price": (PRICE_CODEC.decode, PRICE_CODEC.encode(PRICE)),
+    "series": (PRICE_CODEC.decode, PRICE_CODEC.encode(SERIES)),
     "round": (wire.decode_round_id, OFFER.id),
     "one": (decode_answer, summed(1)),
     "sum": (decode_answer, summed(1000)),
@@ -207,6 +218,14 @@ def test_options_full_of_empty_values_are_refused_in_little_memory(options: str)
     with peak_memory() as peak:
         assert refused(decode_task, pb.Task, data)
     assert peak() < 2**22
+
+
+@pytest.mark.parametrize("event", ["[" * 2**22, "[]," * 2**20, "{" * 2**21, "0.5," * 2**20])
+def test_events_full_of_empty_values_are_refused_in_little_memory(event: str) -> None:
+    message = pb.Price(event=event, delta=0.5)
+    with peak_memory() as peak, pytest.raises(WireError, match="commas and brackets"):
+        PRICE_CODEC.decode(message)
+    assert peak() < 2**24
 
 
 def test_an_answer_full_of_empty_names_is_refused_in_little_memory() -> None:

@@ -43,7 +43,7 @@ quick = settings(max_examples=100, deadline=None)
 
 
 @quick
-@given(examples.round_ids, examples.prices, examples.hellos, examples.receipts, examples.statuses)
+@given(examples.round_ids, examples.prices(), examples.hellos, examples.receipts, examples.statuses)
 def test_small_messages_survive(
     name: RoundId, price: Price, hello: Hello, receipt: Receipt, status: Status
 ) -> None:
@@ -95,9 +95,7 @@ def test_ids_in_any_order_have_the_digest_of_the_format() -> None:
 @given(examples.requests())
 def test_a_node_gets_the_request_that_the_server_made(request: RoundRequest) -> None:
     model = wire.model_of(request)
-    offer = RoundOffer.of(
-        request, 1.0, replace(examples.PRICE, population=2**40), manifest_of(model)
-    )
+    offer = RoundOffer.of(request, 1.0, examples.priced(users=2**40), manifest_of(model))
     offered = wire.decode_offer(parse(pb.Offer, wire.encode_offer(offer).SerializeToString(), MOST))
     receiver = wire.Receiver(offered.model)
     for chunk in wire.chunks(wire.pieces(model)):
@@ -185,8 +183,10 @@ def test_another_vector_than_the_header_declares_is_no_partial_sum() -> None:
 
 def message(number: int, payload: bytes) -> bytes:
     """A field of known length as the protobuf encoding writes it: tag, length, payload."""
-    assert len(payload) < 128
-    return bytes([number << 3 | 2, len(payload)]) + payload
+    size = len(payload)
+    assert size < 2**14
+    length = [size] if size < 128 else [size & 127 | 128, size >> 7]
+    return bytes([number << 3 | 2, *length]) + payload
 
 
 def double(number: int, value: float) -> bytes:
@@ -216,13 +216,18 @@ def test_the_bytes_of_an_offer_are_those_of_the_format() -> None:
     mean = message(1, b"bn.running_mean")
     model = message(1, names[0] + names[1] + mean + w + b + message(2, message(1, b"\x02")))
     model += b"\x10\x01" + b"\x18\x24"
-    price = double(1, 0.5) + b"\x10\xe8\x07" + double(3, 1.0) + double(4, 2.0) + double(5, 1e-6)
+    event = (
+        b'{"policy": "poisson", "sampling_probability": 0.5, "population": 1000, '
+        b'"relation": "add-or-remove-one", "schedule": null, "strategy": [1.0], "sum_queries": '
+        b'[{"group": "update", "clipping_norm": 1.0, "noise_stddev": 1.0, "granularity": null}]}'
+    )
+    price = double(4, 2.0) + double(5, 1e-6) + message(7, event)
     metric = message(1, b"accuracy") + message(2, b"") + double(3, 0.5) + double(4, 0.5)
     written = [
         message(1, message(1, b"r") + b"\x10\x03\x18\x01"),
         double(2, 60.0),
         message(3, b"\x01\xac\x02"),
-        b"\x22" + bytes([len(clipping) & 127 | 128, len(clipping) >> 7]) + clipping,
+        message(4, clipping),
         message(5, double(1, 0.25) + b"\x10\x0a\x18\x02\x38\x64"),
         message(6, metric + message(5, scale)),
         message(7, bytes(range(32))),

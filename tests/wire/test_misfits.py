@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from fedpriv import wire
+from fedpriv.accounting.policies import (
+    poisson_gaussian,
+    random_allocation_gaussian,
+    separated_gaussian,
+)
 from fedpriv.errors import InvalidValueError, WireError
+from fedpriv.ledger import NeighbouringRelation, Selection, Trial
+from fedpriv.ledger.ledger import event_text
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.round import LocalTraining, PartialSum
@@ -33,6 +40,10 @@ from tests.wire import examples
 
 ID = RoundId("r", 3, 1)
 WELCOME = examples.small_welcome()
+PASS = random_allocation_gaussian(3, 1, 1.0, population=1000)
+SEARCH = replace(
+    poisson_gaussian(0.5, 1.0, population=1000), selection=Selection((Trial(0.5, 1.0, 9),), 2.0)
+)
 
 
 def altered(change: Callable[[pb.Offer], object]) -> pb.Offer:
@@ -71,7 +82,7 @@ def altered(change: Callable[[pb.Offer], object]) -> pb.Offer:
         (lambda m: setattr(m.metrics[0], "radius", -1.0), "clipping_norm"),
         (lambda m: m.metrics[0].options.extend([0.0] * 100_000), "100001 options"),
         (lambda m: setattr(m, "local_key", bytes(31)), "local_key has 31 bytes"),
-        (lambda m: m.ClearField("price"), "sampling_probability is 0.0"),
+        (lambda m: m.ClearField("price"), "the event is not one that this fedpriv knows"),
         (lambda m: m.ClearField("model"), "dtype is number 0"),
         (lambda m: m.model.layout.names.reverse(), "does not begin"),
         (lambda m: m.model.layout.shapes.reverse(), "does not begin"),
@@ -84,6 +95,86 @@ def test_offers_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(WireError, match=reason):
         wire.decode_offer(altered(change))
+
+
+TEXT = event_text(PASS)
+ADD_OR_REMOVE = NeighbouringRelation.ADD_OR_REMOVE_ONE
+SERIES = event_text(separated_gaussian((1.0,), 100, 10, 10, 1.0, ADD_OR_REMOVE, population=1000))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "Expecting value"),
+        ("[]", "not one that this fedpriv knows"),
+        ("{}", "'policy'"),
+        ("null", "not one that this fedpriv knows"),
+        (TEXT[:-1], "delimiter"),
+        (TEXT + " ", "not written as a ledger writes it"),
+        (TEXT.replace(": ", ":"), "not written as a ledger writes it"),
+        (TEXT.replace("{", '{"more": 1, ', 1), "not written as a ledger writes it"),
+        (TEXT.replace("{", '{"policy": "poisson", ', 1), "not written as a ledger writes it"),
+        (TEXT.replace("random-allocation", "telling"), "is not a valid SamplingPolicy"),
+        (TEXT.replace("random-allocation", "poisson"), "poisson sampling is of one round"),
+        (TEXT.replace("add-or-remove-one", "replace-one"), "has no analysis"),
+        (TEXT.replace('"rounds": 3', '"rounds": true'), "not one that this fedpriv knows"),
+        (TEXT.replace('"rounds": 3', '"rounds": 0'), "the schedule has 0 rounds"),
+        (TEXT.replace('"rounds": 3', '"rounds": 4'), "it must be k/n, 0.25"),
+        (TEXT.replace('"rounds": 3', '"rounds": null'), "not one that this fedpriv knows"),
+        (TEXT.replace('"rounds": 3', '"turns": 3'), "unexpected keyword argument"),
+        (TEXT.replace("1000", "0"), "population is 0"),
+        (TEXT.replace("1000", "1e3"), "population is 1000.0"),
+        (TEXT.replace("1000", str(2**63)), "population is 9223372036854775808"),
+        (TEXT.replace("1000", "9" * 5000), "not one that this fedpriv knows"),
+        (TEXT.replace('"clipping_norm": 1.0', '"clipping_norm": NaN'), "it must be positive"),
+        (TEXT.replace('"clipping_norm": 1.0', '"clipping_norm": "1"'), "not supported between"),
+        (TEXT.replace('"noise_stddev": 1.0', '"noise_stddev": Infinity'), "it must be finite"),
+        (TEXT.replace('"noise_stddev": 1.0', '"noise_stddev": -1.0'), "it must be finite"),
+        (TEXT.replace('"strategy": [1.0]', '"strategy": [1.0, 0.5]'), "has fresh noise in every"),
+        (TEXT.replace('"strategy": [1.0]', '"strategy": 7'), "not iterable"),
+        (TEXT.replace('"strategy": [1.0]', f'"strategy": [{"[" * 5000}'), "not one that this"),
+        (TEXT[:-2] + "], " * 2**17, "commas and brackets in an event; there may be at most 131072"),
+        (TEXT.replace('"update"', f'"{"x" * 2**22}"'), "characters in event of a price"),
+        (SERIES.replace("[1.0]", "[0.0, 1.0]"), "begins with 0.0"),
+        (SERIES.replace("[1.0]", "[1.0, Infinity]"), "all must be finite"),
+        (SERIES.replace("[1.0]", f"[1.0{', 1.0' * 100}]"), "has 101 coefficients"),
+    ],
+)  # fmt: skip
+def test_events_that_are_none_are_refused_in_one_sentence(text: str, reason: str) -> None:
+    sent = wire.encode_offer(examples.small_offer())
+    sent.price.event = text
+    with pytest.raises(WireError, match=reason) as refused:
+        wire.decode_offer(sent)
+    assert len(str(refused.value)) < 500
+
+
+def test_a_part_that_the_event_has_not_is_refused() -> None:
+    sent = wire.encode_offer(examples.small_offer())
+    for text, rounds in ((TEXT, 3), (event_text(examples.PRICE.event), 1)):
+        sent.price.event, sent.price.part = text, rounds - 1
+        assert wire.decode_offer(sent).price.part == rounds - 1
+        sent.price.part = rounds
+        with pytest.raises(WireError, match=f"part is {rounds}; it must be below {rounds}"):
+            wire.decode_offer(sent)
+
+
+def test_a_search_is_no_round() -> None:
+    sent = wire.encode_offer(examples.small_offer())
+    sent.price.event = event_text(SEARCH)
+    with pytest.raises(WireError, match="the event is a whole search"):
+        wire.decode_offer(sent)
+
+
+def test_a_strategy_is_sent_up_to_its_largest_length() -> None:
+    for size in (100_000, 2**17):
+        strategy = tuple(1.0 / n for n in range(3, size + 3))
+        event = separated_gaussian(strategy, 2**20, 105, 10_000, 1.0, ADD_OR_REMOVE)
+        price = replace(examples.PRICE, event=event, part=2**20 - 1)
+        if size == 100_000:
+            assert PRICE_CODEC.decode(PRICE_CODEC.encode(price)) == price
+        else:
+            with pytest.raises(WireError, match="commas and brackets in an event"):
+                PRICE_CODEC.encode(price)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +214,7 @@ def test_what_the_other_side_would_not_take_is_not_sent() -> None:
     with pytest.raises(WireError, match="bytes in an answer; there may be at most"):
         wire.encode_answer(Answer(ID, total))
     users = np.arange(MAX_USERS + 1)
-    offer = replace(examples.small_offer(), price=replace(examples.PRICE, population=2**40))
+    offer = replace(examples.small_offer(), price=examples.priced(users=2**40))
     with pytest.raises(WireError, match="1048577 users"):
         wire.encode_offer(replace(offer, users=users))
     largest = wire.encode_offer(replace(offer, users=users[1:]))
@@ -226,10 +317,12 @@ def test_a_welcome_that_a_node_would_not_take_is_not_sent() -> None:
         lambda: RoundId("r", 0, -1),
         lambda: RoundId("r", 0, 0, -1),
         lambda: RoundId("r", 0, 0, 2**64),
-        lambda: replace(examples.PRICE, sampling_probability=0.0),
-        lambda: replace(examples.PRICE, sampling_probability=float("nan")),
-        lambda: replace(examples.PRICE, population=0),
-        lambda: replace(examples.PRICE, noise_multiplier=float("inf")),
+        lambda: examples.priced(users=2**63),
+        lambda: replace(examples.PRICE, event=replace(examples.PRICE.event, count=2)),
+        lambda: replace(examples.PRICE, event=SEARCH),
+        lambda: replace(examples.PRICE, part=1),
+        lambda: replace(examples.PRICE, event=PASS, part=3),
+        lambda: replace(examples.PRICE, event=PASS, part=-1),
         lambda: replace(examples.PRICE, epsilon_after=float("nan")),
         lambda: replace(examples.PRICE, delta=1.0),
         lambda: replace(examples.small_offer(), users=np.array([1], np.int32)),

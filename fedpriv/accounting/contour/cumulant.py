@@ -14,10 +14,11 @@ digits. Arrays with a row per setting (q, z) have p rows, arrays with a column p
 import math
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import eval_legendre, expm1, log1p, ndtr, ndtri_exp, roots_legendre
+from scipy.special import eval_legendre, expm1, log1p, ndtr, ndtri_exp
 
 from fedpriv.accounting.round_counts import Direction, Vector
 
@@ -78,10 +79,23 @@ class DirectedRounds:
         """Σ over all rounds of a function with these [p] values."""
         return float(self.counts @ values)
 
+    @cached_property
+    def settings(self) -> "Settings":
+        """What one round of each setting depends on."""
+        return Settings(tuple(self.q.tolist()), tuple(self.z.tolist()), self.direction)
+
+
+class Settings(NamedTuple):
+    """Rounds of p different settings, however many there are of each."""
+
+    q: tuple[float, ...]
+    z: tuple[float, ...]
+    direction: Direction
+
     def survey(self, log_tail: float) -> Losses:
         """Losses at nodes that are enough to make plans."""
-        ends = window(self.q, self.z, log_tail, self.direction)
-        return losses(self.q, self.z, ends, self.direction, _SURVEY)
+        q, z = np.array(self.q), np.array(self.z)
+        return losses(q, z, window(q, z, log_tail, self.direction), self.direction, _SURVEY)
 
 
 @dataclass(frozen=True)
@@ -253,11 +267,21 @@ def gauss_legendre(nodes: int) -> tuple[Vector, Vector]:
     """[n] Gauss–Legendre nodes on [−1, 1], increasing, and the logarithms of their weights.
 
     Weights are 2/((1 − x²)·P′(x)²), where a wrong last digit of x hardly matters; those of SciPy
-    lose up to nine digits near the ends.
+    lose up to nine digits near the ends. Nodes are found by Newton's method from Tricomi's guess.
     """
-    place, _ = roots_legendre(nodes)
+    angle = np.pi * (np.arange((nodes + 1) // 2) + 0.75) / (nodes + 0.5)
+    place = (1 - (nodes - 1) / (8 * nodes**3)) * np.cos(angle)  # those that are not negative
+    for _ in range(3):
+        value = eval_legendre(nodes, place)
+        slope = nodes * (place * value - eval_legendre(nodes - 1, place))  # (x² − 1)·P′
+        place -= value * (place**2 - 1) / slope
+    if nodes % 2:
+        place[-1] = 0.0
     slope = nodes * (place * eval_legendre(nodes, place) - eval_legendre(nodes - 1, place))
-    return place, np.log(2 * (1 - place**2) / slope**2)  # slope is (x² − 1)·P′
+    log_weight = np.log(2 * (1 - place**2) / slope**2)
+    others = slice(nodes % 2, None)  # but the middle one is its own mirror image
+    both = np.concatenate([-place, place[::-1][others]])
+    return both, np.concatenate([log_weight, log_weight[::-1][others]])
 
 
 def decay(tilted: Tilted, t: float) -> Vector:

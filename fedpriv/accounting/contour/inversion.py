@@ -9,19 +9,23 @@ For the loss S of all rounds together, K(w) = log E[e^{wS}] and any c > 0,
 positive and bounded here. Where the contour crosses the real axis, how fine its steps are and how
 far it goes is planned roughly: a poor plan makes the interval wider, never wrong.
 
-Eight digits cost some thousand exponentials for each different (q, z), however often it occurs. The
-method refuses where rare, huge losses make the integrand fall too slowly: z·√(Σq²) < 0.1 and mostly
-Σq < 1, and for a few rounds with q < 1.
+Eight digits cost some thousand exponentials for each different (q, z), however often it occurs. A
+run prices the same few (q, z) again and again, each time with more rounds. So plans lie on a grid,
+on which many numbers of rounds share a contour, and what one round of each (q, z) gives along it is
+kept. An answer is a function of rounds and δ alone, whatever was asked before.
+
+The method refuses where rare, huge losses make the integrand fall too slowly: z·√(Σq²) < 0.1 and
+mostly Σq < 1, and for a few rounds with q < 1.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import brentq
+from numpy.typing import NDArray
 from scipy.special import log_ndtr, ndtri_exp
 
 from fedpriv.accounting.contour.cumulant import (
@@ -31,6 +35,7 @@ from fedpriv.accounting.contour.cumulant import (
     ComplexVector,
     DirectedRounds,
     Losses,
+    Settings,
     Tilted,
     decay,
     log_absent,
@@ -56,7 +61,9 @@ from fedpriv.errors import UnsupportedEventError
 _LEAST_LOG_DELTA = math.log(1e-100)  # a smaller δ is not told from this one
 _CERTAINTY = math.log(1e9)  # how much smaller than δ, in logarithms, each error is that is chosen
 _MARGIN = 7.0  # standard deviations from the tilted mean to the end of a wide window
-_LARGEST_LOG_TILT = 24.0  # saddle points are looked for between e^−24 and e^24
+_GRID = 32  # plans have tilts c = e^{j/32}
+_LARGEST_PLACE = 24 * _GRID  # saddle points are looked for between e^−24 and e^24
+_FINE, _END = 4, 2  # periods that are powers of 2^{1/4}, and ends that are powers of √2
 _FEW_TERMS = 32.0  # no better window is looked for where the sum has fewer terms
 _SIZES = (24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 3072)
 # Multiplications that a contour may cost; beyond, a convolution is faster.
@@ -69,6 +76,7 @@ _LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.1, 1e6, 1e-12
 # Distances at which a bound is looked for, relative to the estimated one.
 _STEPS = [0.0] + [1.01 * 1.5**k for k in range(40)]
 _PLANNED = 48  # groups of rounds that are enough for a plan; only so few get a second contour
+_KEPT = 4  # of so many settings, contours are kept
 _BEYOND = 1e150  # a loss instead of ∞
 
 
@@ -101,16 +109,24 @@ class _Saddle(NamedTuple):
     epsilon: float
     log_delta: float
 
+    def epsilon_at(self, log_delta: float) -> float:
+        """ε of another δ nearby, to first order."""
+        return self.epsilon + (self.log_delta - log_delta) / self.c
+
+    def log_delta_at(self, epsilon: float) -> float:
+        """log δ of another ε nearby, to first order."""
+        return self.log_delta + (self.epsilon - epsilon) * self.c
+
 
 def plan_at_delta(rounds: DirectedRounds, log_delta: float) -> ContourPlan:
     """A plan for the ε that belongs to δ, or for ε = 0 where that is larger."""
 
     def plan(log_tail: float) -> ContourPlan:
-        given = rounds.survey(log_tail)
-        at = _saddle(rounds, given, lambda s: s.log_delta - log_delta)
-        if at.epsilon < 0:
-            at = _saddle(rounds, given, lambda s: -s.epsilon)
-        return _plan(rounds, given, at.c, max(at.epsilon, 0.0), log_delta, log_tail)
+        at = _saddle(rounds, log_tail, lambda s: s.log_delta - log_delta)
+        epsilon = at.epsilon_at(log_delta)
+        if epsilon < 0:
+            at, epsilon = _saddle(rounds, log_tail, lambda s: -s.epsilon), 0.0
+        return _plan(rounds, at.c, epsilon, log_delta, log_tail)
 
     return _cheapest(plan, rounds.number, log_delta)
 
@@ -122,13 +138,12 @@ def plan_at_epsilon(rounds: DirectedRounds, epsilon: float) -> ContourPlan:
         return epsilon - at.epsilon if at.log_delta > _LEAST_LOG_DELTA else -1.0
 
     def plan(log_tail: float) -> ContourPlan:
-        given = rounds.survey(log_tail)
-        return _plan(rounds, given, _saddle(rounds, given, excess).c, epsilon, log_delta, log_tail)
+        return _plan(rounds, _saddle(rounds, log_tail, excess).c, epsilon, log_delta, log_tail)
 
     log_delta = -1.0
     for _ in range(6):  # the window depends on δ, and δ hardly on the window
         wide, _ = _log_tails(rounds.number, log_delta)
-        guess = _saddle(rounds, rounds.survey(wide), excess).log_delta
+        guess = _saddle(rounds, wide, excess).log_delta_at(epsilon)
         before, log_delta = log_delta, min(max(guess, _LEAST_LOG_DELTA), -1e-3)
         if abs(log_delta - before) < 1.0:
             break
@@ -137,8 +152,13 @@ def plan_at_epsilon(rounds: DirectedRounds, epsilon: float) -> ContourPlan:
 
 def _log_tails(rounds: float, log_delta: float) -> tuple[float, float]:
     """A wide window, with the tilted losses of a round inside, and one for rare, huge losses."""
-    narrow = log_delta - _CERTAINTY - math.log(rounds)
+    narrow = log_delta - _CERTAINTY - math.log(_power(rounds))
     return min(float(log_ndtr(ndtri_exp(log_delta) - _MARGIN)), narrow), narrow
+
+
+def _power(rounds: float) -> float:
+    """A number of rounds, rounded up to a power of two."""
+    return 2.0 ** math.ceil(math.log2(rounds))
 
 
 def _cheapest(plan: Callable[[float], ContourPlan], rounds: float, log_delta: float) -> ContourPlan:
@@ -150,59 +170,84 @@ def _cheapest(plan: Callable[[float], ContourPlan], rounds: float, log_delta: fl
     return min(first, plan(narrow), key=lambda p: p.last)
 
 
-def _saddle(rounds: DirectedRounds, given: Losses, excess: Callable[[_Saddle], float]) -> _Saddle:
-    """The saddle point where `excess`, which falls with c, is 0."""
+class _Moments(NamedTuple):
+    """Of the tilted loss of one round of each setting: [p] each."""
+
+    log_mgf: Vector
+    mean: Vector
+    variance: Vector
+
+
+@lru_cache(maxsize=16)
+def _survey(settings: Settings, log_tail: float) -> Losses:
+    return settings.survey(log_tail)
+
+
+@lru_cache(maxsize=2048)
+def _moments(settings: Settings, log_tail: float, c: float) -> _Moments:
+    tilted = tilt(_survey(settings, log_tail), c)
+    return _Moments(tilted.log_mgf, tilted.mean, tilted.variance)
+
+
+@lru_cache(maxsize=2048)
+def _decay(settings: Settings, log_tail: float, c: float, t: float) -> Vector:
+    return decay(tilt(_survey(settings, log_tail), c), t)
+
+
+def _saddle(rounds: DirectedRounds, log_tail: float, excess: Callable[[_Saddle], float]) -> _Saddle:
+    """The last saddle point of the grid where `excess`, which falls with c, is above 0."""
 
     @cache  # the search comes back to the ends of its brackets
-    def at(log_c: float) -> _Saddle:
-        c = math.exp(log_c)
-        tilted = tilt(given, c)
-        epsilon = rounds.sum(tilted.mean) - 1 / c - 1 / (1 + c)
-        curvature = max(rounds.sum(tilted.variance), 0.0) + 1 / c**2 + 1 / (1 + c) ** 2
-        log_peak = rounds.sum(tilted.log_mgf) - c * epsilon - log_c - math.log1p(c)
+    def at(place: int) -> _Saddle:
+        c = math.exp(place / _GRID)
+        moments = _moments(rounds.settings, log_tail, c)
+        epsilon = rounds.sum(moments.mean) - 1 / c - 1 / (1 + c)
+        curvature = max(rounds.sum(moments.variance), 0.0) + 1 / c**2 + 1 / (1 + c) ** 2
+        log_peak = rounds.sum(moments.log_mgf) - c * epsilon - math.log(c) - math.log1p(c)
         return _Saddle(c, epsilon, log_peak - 0.5 * math.log(2 * math.pi * curvature))
 
-    def gap(log_c: float) -> float:
-        return excess(at(log_c))
+    def gap(place: int) -> float:
+        return excess(at(place))
 
-    low, high = 0.0, 2.0
-    while gap(high) > 0 and high < _LARGEST_LOG_TILT:
-        low, high = high, high + 2
-    while gap(low) < 0 and low > -_LARGEST_LOG_TILT:
-        low, high = low - 2, low
+    low, high = 0, 2 * _GRID
+    while gap(high) > 0 and high < _LARGEST_PLACE:
+        low, high = high, high + 2 * _GRID
+    while gap(low) < 0 and low > -_LARGEST_PLACE:
+        low, high = low - 2 * _GRID, low
     if gap(high) > 0:
         return at(high)
-    return at(low) if gap(low) < 0 else at(float(brentq(gap, low, high, xtol=1e-2)))
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if gap(middle) > 0 else (low, middle)
+    return at(low)
 
 
 def _plan(
-    rounds: DirectedRounds,
-    given: Losses,
-    c: float,
-    epsilon: float,
-    log_delta: float,
-    log_tail: float,
+    rounds: DirectedRounds, c: float, epsilon: float, log_delta: float, log_tail: float
 ) -> ContourPlan:
-    tilted = tilt(given, c)
-    spread = math.sqrt(max(rounds.sum(tilted.variance), 1e-200))
+    place = rounds.settings, log_tail
+    moments = _moments(*place, c)
+    spread = math.sqrt(max(rounds.sum(moments.variance), 1e-200))
 
     def period_of(further: float) -> float:
-        excess = rounds.sum(tilt(given, further).log_mgf) - further * epsilon
+        excess = rounds.sum(_moments(*place, further).log_mgf) - further * epsilon
         right = (excess - log_delta + _CERTAINTY) / (further - c)
         return max((_CERTAINTY - log_delta) / c, right)
 
-    tilts = [c + share / spread for share in (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)]
+    tilts = [c + 2.0 ** (k - round(math.log2(spread))) for k in range(-2, 5)]
     period, further = min((period_of(each), each) for each in tilts)
-    scale = rounds.sum(tilted.log_mgf) - c * epsilon - log_delta
-    stop = 6.0 / spread
+    scale = rounds.sum(moments.log_mgf) - c * epsilon - log_delta
+    end = math.floor(_END * math.log2(6.0 / spread))
     for _ in range(60):  # until little of the integral is left
-        fall = rounds.sum(decay(tilted, stop))
+        stop = 2.0 ** (end / _END)
+        fall = rounds.sum(_decay(*place, c, stop))
         needed = scale - math.log(math.pi * stop) + _CERTAINTY
         if fall >= needed:
             break
-        stop *= float(np.clip(math.sqrt(needed / max(fall, 1e-9)), 1.1, 1.4))
+        end += 1
     else:
         stop = math.inf
+    period = 2.0 ** (math.ceil(_FINE * math.log2(period)) / _FINE)
     return ContourPlan(log_tail, c, further, period, stop, epsilon, log_delta)
 
 
@@ -230,7 +275,7 @@ class Contour:
         """Lower and upper bound on δ(ε) of the losses inside the windows, in the same units."""
         plan, scale = self.plan, self.log_scale(epsilon)
         w, terms = self._terms(epsilon)
-        rounding = EPS * (16 + 4 * np.abs(self.cumulant.imag) + 4 * w.imag * abs(epsilon))
+        rounding = EPS * (32 + 4 * np.abs(self.cumulant.imag) + 4 * w.imag * abs(epsilon))
         size = 4 * EPS * (1.0 + abs(self.cumulant[0].real) + abs(plan.c * epsilon))
         value = float(terms.sum().real)
         growth = np.expm1(np.minimum(self.error + rounding, 600.0))
@@ -247,11 +292,19 @@ class Contour:
 
     def _terms(self, epsilon: float) -> tuple[ComplexVector, ComplexVector]:
         """[points] the points w, and their terms of the sum over both signs of t."""
+        w, at_zero = self._at_zero
+        many = math.isqrt(len(w)) + 1  # each e^{−itε} is a product of two of some √points powers
+        angle = -1j * epsilon * float(w[1].imag if len(w) > 1 else 0.0)
+        small, big = np.exp(angle * np.arange(many)), np.exp(angle * many * np.arange(many))
+        return w, at_zero * np.multiply.outer(big, small).ravel()[: len(w)]
+
+    @cached_property
+    def _at_zero(self) -> tuple[ComplexVector, ComplexVector]:
+        """`_terms` at ε = 0."""
         step = 2 * math.pi / self.plan.period
         times = step * np.arange(len(self.cumulant))
         w: ComplexVector = np.asarray(self.plan.c + 1j * times, np.complex128)
-        angle = self.cumulant.imag - times * epsilon
-        terms: ComplexVector = np.exp(self.cumulant.real - self.cumulant[0].real + 1j * angle)
+        terms: ComplexVector = np.exp(self.cumulant - self.cumulant[0].real)
         terms *= (step / math.pi) / (w * (w + 1))
         terms[0] /= 2
         return w, terms
@@ -261,43 +314,91 @@ def contour(rounds: DirectedRounds, plan: ContourPlan) -> Contour | None:
     """The sums over all rounds along a planned contour; None where they would cost too much."""
     if not math.isfinite(plan.last):
         return None
-    last = math.ceil(plan.last)
-    step = 2 * math.pi / plan.period
-    parts = _parts(rounds, plan, step * last)
-    allowed = min(_WORK + _WORK_PER_SETTING * len(rounds.q), _MOST_WORK)
-    if parts is None or (last + 1) * sum(float(part.nodes.sum()) for part in parts) > allowed:
+    # What differs from one number of rounds to the next is left out of what is asked for.
+    asked = rounds.settings, replace(plan, epsilon=0.0), _power(rounds.number)
+    found = _kept_along(*asked) if len(rounds.q) <= _KEPT else _along(*asked)
+    if found is None:
         return None
-    cumulant = np.zeros(last + 1, dtype=np.complex128)
-    error, fall, further = np.zeros(last + 1), 0.0, 0.0
-    for part in parts:
-        counts, tilted = part.rounds.counts, tilt(part.losses(), plan.c)
-        values = log_mgf_along(tilted, step, last + 1)
-        wrong = part.relative_error(tilted, part.log_error)[:, None]
-        wrong = wrong + tilted.rounding[:, None] * step * np.arange(last + 1)
-        wrong /= np.exp(np.maximum(values.real - tilted.log_mgf[:, None], -600.0))
-        cumulant += counts @ values
-        # |Π(φ + e) − Πφ| ≤ Π(|φ| + |e|) − Π|φ| for the errors e of the characteristic functions φ.
-        error += counts @ np.log1p(wrong) + len(rounds.q) * EPS * (counts @ np.abs(values))
-        fall += part.rounds.sum(decay(tilted, step * last))
-        further += part.cumulant_bound(tilt(tilted.losses, plan.further))
+    points = math.ceil(plan.last) + 1
+    cumulant = np.zeros(points, dtype=np.complex128)
+    error, fall, further = np.zeros(points), 0.0, 0.0
+    for part in found:
+        counts = rounds.counts[part.at]
+        cumulant += counts @ part.cumulant
+        error += counts @ part.error + len(rounds.q) * EPS * (counts @ np.abs(part.cumulant))
+        fall += float(counts @ part.fall)
+        further += float(counts @ part.further)
     further += len(rounds.q) * EPS * abs(further)
     return Contour(plan, cumulant, error, fall, further, rounds.number * math.exp(plan.log_tail))
 
 
 def cumulant_bound(rounds: DirectedRounds, plan: ContourPlan) -> float:
     """A bound above K(c), where c is that of the plan; ∞ where it would cost too much."""
-    parts = _parts(rounds, replace(plan, further=plan.c), 0.0)
-    if parts is None:
+    asked = rounds.settings, plan.log_tail, plan.c, _power(rounds.number)
+    bounds = (_kept_bounds if len(rounds.q) <= _KEPT else _bounds)(*asked)
+    if bounds is None:
         return math.inf
-    bound = sum(part.cumulant_bound(tilt(part.losses(), plan.c)) for part in parts)
+    bound = rounds.sum(bounds)
     return bound + len(rounds.q) * EPS * abs(bound)
+
+
+class _Along(NamedTuple):
+    """What one round of each of some settings adds to a contour."""
+
+    at: NDArray[np.int64]  # [p] numbers of the settings
+    cumulant: ComplexVector  # [p, points] log E[e^{wL}]
+    # |Π(φ + e) − Πφ| ≤ Π(|φ| + |e|) − Π|φ| for the errors e of the characteristic functions φ.
+    error: Vector  # [p, points] log(1 + |e/φ|)
+    fall: Vector  # [p] what `decay` says of the last point
+    further: Vector  # [p] bounds above the cumulants at the further tilt
+
+
+def _along(settings: Settings, plan: ContourPlan, rounds: float) -> Iterator[_Along] | None:
+    """Part by part along a contour, precise enough for so many rounds; None if too much work."""
+    points, step = math.ceil(plan.last) + 1, 2 * math.pi / plan.period
+    parts = _parts(settings, plan, step * (points - 1), rounds)
+    allowed = min(_WORK + _WORK_PER_SETTING * len(settings.q), _MOST_WORK)
+    if parts is None or points * sum(float(part.nodes.sum()) for part in parts) > allowed:
+        return None
+
+    def along(part: _Part) -> _Along:
+        tilted = tilt(part.losses(), plan.c)
+        values = log_mgf_along(tilted, step, points)
+        wrong = part.relative_error(tilted, part.log_error)[:, None]
+        wrong = wrong + tilted.rounding[:, None] * step * np.arange(points)
+        wrong /= np.exp(np.maximum(values.real - tilted.log_mgf[:, None], -600.0))
+        further = part.cumulant_bounds(tilt(tilted.losses, plan.further))
+        return _Along(part.at, values, np.log1p(wrong), decay(tilted, step * (points - 1)), further)
+
+    return map(along, parts)
+
+
+@lru_cache(maxsize=64)
+def _kept_along(settings: Settings, plan: ContourPlan, rounds: float) -> tuple[_Along, ...] | None:
+    found = _along(settings, plan, rounds)
+    return None if found is None else tuple(found)
+
+
+def _bounds(settings: Settings, log_tail: float, c: float, rounds: float) -> Vector | None:
+    """[p] bounds above log E[e^{cL}] of one round of each; None where they would cost too much."""
+    parts = _parts(settings, ContourPlan(log_tail, c, c, 1.0, 0.0, 0.0, 0.0), 0.0, rounds)
+    if parts is None:
+        return None
+    bounds = np.empty(len(settings.q))
+    for part in parts:
+        bounds[part.at] = part.cumulant_bounds(tilt(part.losses(), c))
+    return bounds
+
+
+_kept_bounds = lru_cache(maxsize=256)(_bounds)
 
 
 @dataclass(frozen=True)
 class _Part:
     """Some of the settings, with enough nodes, and what bounds their error as in `log_errors`."""
 
-    rounds: DirectedRounds
+    at: NDArray[np.int64]  # [p] their numbers
+    one: DirectedRounds  # one round of each
     low: Vector  # [p, 1] ends of the window
     high: Vector
     nodes: Vector  # [p] numbers of nodes
@@ -307,8 +408,8 @@ class _Part:
 
     def losses(self) -> Losses:
         """The losses at the nodes."""
-        rounds, nodes = self.rounds, int(self.nodes.max())
-        return losses(rounds.q, rounds.z, (self.low, self.high), rounds.direction, nodes)
+        one, nodes = self.one, int(self.nodes.max())
+        return losses(one.q, one.z, (self.low, self.high), one.direction, nodes)
 
     def relative_error(self, tilted: Tilted, log_error: Vector) -> Vector:
         """[p] bounds on the errors of E[e^{wL}] over E[e^{cL}], with the rounding of the latter."""
@@ -316,31 +417,32 @@ class _Part:
         rounding = tilted.rounding * abs(tilted.order)
         return 3 * np.exp(np.minimum(error, 600.0)) + tilted.losses.beyond_cut + rounding
 
-    def cumulant_bound(self, tilted: Tilted) -> float:
-        """A bound above the sum of the cumulants at the further tilt."""
+    def cumulant_bounds(self, tilted: Tilted) -> Vector:
+        """[p] bounds above the cumulants at the further tilt, with the rounding of their sum."""
         values = tilted.log_mgf + self.relative_error(tilted, self.further_error)
-        return self.rounds.sum(values + len(values) * EPS * np.abs(values))
+        return values + len(values) * EPS * np.abs(values)
 
 
-def _parts(rounds: DirectedRounds, plan: ContourPlan, stop: float) -> list[_Part] | None:
+def _parts(settings: Settings, plan: ContourPlan, stop: float, rounds: float) -> list[_Part] | None:
     """Parts that need about as many nodes, up to Im w = `stop`; None if they would be too many."""
-    rough = rounds.survey(plan.log_tail)
+    rough, q, z = settings.survey(plan.log_tail), np.array(settings.q), np.array(settings.z)
     low, high = support(rough, (plan.c, plan.further))
     log_mgf = tilt(rough, plan.c).log_mgf
-    semiaxes = np.minimum(np.array(HEIGHTS)[:, None], LARGEST_ANGLE * rounds.z)
-    log_rho, error = log_errors(rounds, low, high, plan.c, stop, semiaxes)
-    needed = (error - log_mgf + _CERTAINTY + math.log(rounds.number)) / (2 * log_rho)
+    semiaxes = np.minimum(np.array(HEIGHTS)[:, None], LARGEST_ANGLE * z)
+    all_ = DirectedRounds(q, z, np.ones_like(q), settings.direction)
+    log_rho, error = log_errors(all_, low, high, plan.c, stop, semiaxes)
+    needed = (error - log_mgf + _CERTAINTY + math.log(rounds)) / (2 * log_rho)
     best = needed.argmin(axis=0), np.arange(len(low))
     if not needed[best].max() < _SIZES[-1]:
         return None
     nodes = np.array(_SIZES, np.float64)[np.searchsorted(_SIZES, needed[best], side="right")]
-    _, further = log_errors(rounds, low, high, plan.further, 0.0, semiaxes[best][None])
+    _, further = log_errors(all_, low, high, plan.further, 0.0, semiaxes[best][None])
     order, found = np.argsort(nodes, kind="stable"), []
     arrays = (low, high, nodes, log_rho[best], error[best], further[0])
     for start in range(0, len(order), _PART):
         at = order[start : start + _PART]
-        some = DirectedRounds(rounds.q[at], rounds.z[at], rounds.counts[at], rounds.direction)
-        found.append(_Part(some, *(array[at] for array in arrays)))
+        one = DirectedRounds(q[at], z[at], np.ones(len(at)), settings.direction)
+        found.append(_Part(at, one, *(array[at] for array in arrays)))
     return found
 
 
@@ -453,11 +555,12 @@ def _epsilon_ends(found: Contour, log_delta: float) -> Ends:
     below, above = found.bounds(epsilon)
     allowed = _log_allowed(log_delta, found.dropped)
     least = 1e-13 * (epsilon + value / slope)
+    dropped = found.dropped * math.exp(min(-found.log_scale(epsilon), 700.0))
 
     def log_bound(at: float, side: int) -> float:
         return _log(found.bounds(at)[side]) + found.log_scale(at)
 
-    ups = (epsilon + step * ((above - value) / slope + least) for step in _STEPS)
+    ups = (epsilon + step * ((above + dropped - value) / slope + least) for step in _STEPS)
     up = next((at for at in ups if -math.inf < log_bound(at, 1) <= allowed), math.inf)
     if not below > 0.0:
         return 0.0, up

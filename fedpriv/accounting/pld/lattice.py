@@ -13,7 +13,7 @@ Masses of outputs are [3, outputs] arrays: P, Q and P − Q without the cancella
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, Self
 
@@ -119,6 +119,11 @@ class GaussianPair(LossLaw):
     q: float  # probability that a user is in the cohort, in (0, 1]
     z: float  # noise_stddev per sensitivity, ≥ 0
 
+    @property
+    def shift(self) -> float:
+        """How far means lie apart if q = 1, in sensitivities."""
+        return 1.0
+
     def centre(self, step: float) -> float:  # noqa: ARG002
         """0, where outputs of opposite losses merge if the loss is symmetric."""
         return 0.0
@@ -130,7 +135,7 @@ class GaussianPair(LossLaw):
 
     def at(self, q: float, z: float) -> Self:
         """The pair of the same kind with other q and z."""
-        return type(self)(q, z)
+        return replace(self, q=q, z=z)
 
     def laws(self, tail: float) -> tuple[LossLaw, LossLaw]:  # noqa: ARG002
         """Both are the pair's own."""

@@ -53,8 +53,9 @@ def epsilon_interval(pairs: Pairs, delta: float) -> Ends:
     """Interval (low, up) that holds the least ε of all these losses together at δ ≥ 1e-60.
 
     No event: [0, 0]. An event without noise: [∞, ∞], by convention even where a user is so rarely
-    sampled that δ alone would cover it. Noise multipliers below 0.05 have the upper end ∞. The
-    width is mostly at most up/1000 + 1e-6 for up to 16 different pairs.
+    sampled that δ alone would cover it. Noise multipliers below 0.05 have the upper end ∞, of
+    examples those below 0.05 times how many a user has in a cohort on average. The width is mostly
+    at most up/1000 + 1e-6 for up to 16 different pairs.
     """
     z = _closed_form(pairs)
     if z is not None:
@@ -83,7 +84,7 @@ def _closed_form(pairs: Pairs) -> float | None:
     for pair, count in pairs.items():
         if not (isinstance(pair, GaussianPair) and pair.q == 1.0):
             return None
-        rounds[1.0, pair.z] += count
+        rounds[1.0, pair.z / pair.shift] += count
     return round_counts.unsampled_noise_multiplier(rounds)
 
 
@@ -111,7 +112,7 @@ def _refined(
             most = [(pair.laws(lattice.tail)[1], n) for pair, n in worst.items()]
             parts = [(dominating(law, lattice, direction), n) for law, n in most]
             composition = compose_atoms(parts, window)
-            if any(pair.z < _LEAST_NOISE for pair in pairs):
+            if any(pair.z < _least_noise(pair) for pair in pairs):
                 composition = replace(composition, infinite=1.0)
             above = max(above, ends_of[1](composition, at))
         low, up = max(low, below), min(up, above)
@@ -141,9 +142,16 @@ def _few(pairs: Pairs) -> tuple[Pairs, Pairs]:
         for found, moved in zip((above, below), groups, strict=True):
             for (q, z), count in moved.items():
                 if found is above or (q >= _LEAST_PROBABILITY and z <= _MOST_NOISE):
-                    near = min(max(z, _LEAST_NOISE), _MOST_NOISE)
+                    pair = kind.at(max(q, _LEAST_PROBABILITY), z)
+                    near = min(max(z, _least_noise(pair)), _MOST_NOISE)
                     found[kind.at(max(q, _LEAST_PROBABILITY), near)] += count
     return above, below
+
+
+def _least_noise(pair: LossPair) -> float:
+    """Noise below which losses leave the computed range, relative to what is usually drawn."""
+    usual = pair.q * pair.shift if isinstance(pair, GaussianPair) else 1.0
+    return _LEAST_NOISE * max(1.0, usual)
 
 
 @dataclass(frozen=True)

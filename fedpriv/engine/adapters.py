@@ -1,0 +1,134 @@
+"""Low-rank adapters (Hu et al. 2021, "LoRA", arXiv:2106.09685): few numbers to train of a layer.
+
+A frozen layer with weights W [out, in] is corrected by a trained product of two small matrices,
+
+    y = W x + b + (alpha/r)·B A x,    A [r, in] random, B [out, r] zero at first,
+
+so that r·(in + out) numbers travel, are clipped and noised in place of in·out. A and B are ordinary
+parameters, `lora_A.weight` and `lora_B.weight` of their layer; `engine.layers.BatchedAdapted`
+trains those of linear layers for many users at once.
+"""
+
+import copy
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from fedpriv.engine.task import matching
+from fedpriv.errors import ModelError
+
+
+class Adapted(nn.Module):
+    """A layer and its adapter: `base`, a `torch.nn.Linear` or `torch.nn.Embedding`, and a product.
+
+    Attributes:
+        base: the layer itself; its parameters keep their names below it.
+        lora_A: from inputs, or words, to r numbers.
+        lora_B: from these to the layer's outputs, without bias.
+        scale: alpha/r.
+    """
+
+    def __init__(self, base: nn.Linear | nn.Embedding, rank: int, alpha: float) -> None:
+        super().__init__()
+        self.base, self.scale = base, alpha / rank
+        self.lora_A: nn.Linear | nn.Embedding
+        if isinstance(base, nn.Linear):
+            self.lora_A, outputs = nn.Linear(base.in_features, rank, bias=False), base.out_features
+        else:
+            self.lora_A = nn.Embedding(base.num_embeddings, rank, base.padding_idx)
+            outputs = base.embedding_dim
+        self.lora_B = nn.Linear(rank, outputs, bias=False)
+        nn.init.zeros_(self.lora_B.weight)
+        for part in (self.lora_A, self.lora_B):
+            part.to(base.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Inputs [B, …, in], or words [B, …], to outputs [B, …, out]."""
+        # Scaled where it is narrow, and added where it lies: the rest is memory going to and fro.
+        outputs: Tensor = self.lora_B(self.scale * self.lora_A(x))
+        outputs += self.base(x)
+        return outputs
+
+    @property
+    def weight(self) -> Tensor:
+        """What the base's weights would be without adapter: of the same shape."""
+        a, b = self.lora_A.weight, self.lora_B.weight
+        change = b @ a if isinstance(self.base, nn.Linear) else a @ b.mT
+        return self.base.weight + self.scale * change
+
+    @property
+    def bias(self) -> Tensor | None:
+        """That of the base."""
+        return self.base.bias if isinstance(self.base, nn.Linear) else None
+
+
+def with_adapters(
+    model: nn.Module,
+    rank: int,
+    alpha: float | None = None,
+    layers: Iterable[str] = ("*",),
+    *,
+    seed: int = 0,
+) -> nn.Module:
+    """A copy of a model with `Adapted` layers, of which adapters alone require gradients.
+
+    It gives the same outputs as the model. What else is to be trained, a head for instance, is
+    named by `Task(trained=["*lora_*", "head.*"])`.
+
+    >>> model = with_adapters(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), 2, layers=["0"])
+    >>> [name for name, p in model.named_parameters() if p.requires_grad]
+    ['0.lora_A.weight', '0.lora_B.weight']
+
+    Args:
+        model: stays as it is.
+        rank: r, at least 1.
+        alpha: positive; by default r, so that the product is not scaled.
+        layers: names, or patterns, of layers of type `torch.nn.Linear` and `torch.nn.Embedding`; by
+            default all. An embedding must have no `max_norm`.
+        seed: of the matrices A, which are public.
+
+    Raises:
+        ModelError: rank or alpha is out of range, a pattern matches no such layer, or the model has
+            adapters already.
+    """
+    if not isinstance(rank, int) or rank < 1:
+        raise ModelError(f"the rank of adapters is {rank!r}; it must be a whole number from 1")
+    alpha = float(rank) if alpha is None else alpha
+    if not (isinstance(alpha, int | float) and 0.0 < alpha < math.inf):
+        raise ModelError(f"alpha of adapters is {alpha!r}; it must be positive and finite")
+    if any(isinstance(layer, Adapted) for layer in model.modules()):
+        raise ModelError("the model has adapters already; merge_adapters puts them into its layers")
+    # Not of a subclass, whose forward may do something else with its weights.
+    known = {
+        name: layer
+        for name, layer in model.named_modules()
+        if type(layer) is nn.Linear or (type(layer) is nn.Embedding and layer.max_norm is None)
+    }
+    memo: dict[int, object] = {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for name in matching(layers, known, "linear layer or embedding"):
+            base = copy.deepcopy(known[name], memo)
+            memo[id(known[name])] = Adapted(base, rank, alpha)
+    if not memo:
+        raise ModelError("the model has no linear layer or embedding to adapt")
+    found = copy.deepcopy(model, memo)
+    for name, parameter in found.named_parameters():
+        parameter.requires_grad_(".lora_" in f".{name}")
+    return found
+
+
+def merge_adapters(model: nn.Module) -> nn.Module:
+    """A copy of a model with plain layers in place of `Adapted` ones, whose weights are theirs.
+
+    It gives the outputs of the model up to rounding, has the names of the model before
+    `with_adapters`, and costs no more to evaluate.
+    """
+    memo: dict[int, object] = {}
+    for layer in model.modules():
+        if isinstance(layer, Adapted):
+            base = memo[id(layer)] = copy.deepcopy(layer.base, memo)
+            base.weight = nn.Parameter(layer.weight.detach(), base.weight.requires_grad)
+    return copy.deepcopy(model, memo)
