@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fedpriv.accounting.accountants import epsilon
+    from fedpriv.audit import Audit, AuditResult
     from fedpriv.data.population import Population
     from fedpriv.engine.adapters import merge_adapters, with_adapters
     from fedpriv.engine.task import Task
@@ -64,8 +65,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 # fmt: off
 __all__ = [
-    "SGD", "AdamW", "AdaptiveClipping", "Averaging", "BandedNoise", "BandedPoisson",
-    "BufferedNoise", "Comparison", "CosineDecay", "EndedRun", "EveryUser", "ExponentialDecay",
+    "SGD", "AdamW", "AdaptiveClipping", "Audit", "AuditResult", "Averaging", "BandedNoise",
+    "BandedPoisson", "BufferedNoise", "Comparison", "CosineDecay", "EndedRun", "EveryUser", "ExponentialDecay",
     "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedRecon", "FedYogi", "FederatedEvaluation",
     "FixedSize", "Flat", "Grouped", "Joint", "MLflow", "Mechanism", "Part", "PerLayer",
     "Personalisation", "Poisson", "PoissonExamples", "PolynomialDecay", "Population", "PowerDecay",
@@ -77,6 +78,7 @@ __all__ = [
 
 _NAMES_IN = {
     "accounting.accountants": "epsilon",
+    "audit": "Audit AuditResult",
     "data.population": "Population",
     "engine.adapters": "merge_adapters with_adapters",
     "engine.task": "Task",

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from fedpriv.audit import Audit, check_auditable
 from fedpriv.config import (
     Config,
     FederatedEvaluationSection,
@@ -53,7 +54,7 @@ from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import LocalTraining
-from fedpriv.privacy.sampling import ExampleSampling
+from fedpriv.privacy.sampling import CanarySampling, ExampleSampling, Sampling
 from fedpriv.trackers import TRACKERS, Tracker
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.rounds import (
@@ -147,9 +148,9 @@ def on_population(
         plan = replace(experiment.plan, description=kept)
         experiment = replace(experiment, plan=plan, evaluation=evaluation)
         check_budget(experiment, [*before, replace(asked, count=1)])
-    sampling, store = experiment.plan.sampling, population.users
-    if isinstance(sampling, ExampleSampling):
-        store = in_places(store, sampling.examples_per_user)
+    k, store = experiment.plan.sampling.event().examples_per_user, population.users
+    if k is not None:
+        store = in_places(store, k)
     return experiment, InProcessTransport(
         experiment.task,
         store,
@@ -317,7 +318,7 @@ def _plan(
     mechanism, layout = method.mechanism, Layout.of(method.task.parameters())
     kinds = [path_of(type(part)) for part in (method.local, mechanism.sampling)]
     grouping = mechanism.clipping.grouping(layout, mechanism.allocation)
-    sampling = mechanism.sampling.of(users, mechanism.unit)
+    sampling = _audited(config, mechanism, mechanism.sampling.of(users, mechanism.unit))
     statistics = _statistics(mechanism, method.task)
     metrics = tuple(_metric(*named, method.task, statistics) for named in mechanism.metrics.items())
     return TrainingPlan(
@@ -340,6 +341,24 @@ def _plan(
         statistics=statistics,
         strategy=mechanism.noise.strategy(sampling.event()),
     )
+
+
+def _audited(config: Config, mechanism: Mechanism, sampling: Sampling) -> Sampling:
+    """How cohorts are drawn, with the canaries of an audit beside the users if there is one."""
+    if config.audit is None:
+        return sampling
+    audit = Audit(config.audit.canaries)
+    check_auditable(sampling.event())
+    if mechanism.averaging.floor is not None:
+        raise InvalidValueError(
+            f"audit is given and averaging.floor is {mechanism.averaging.floor}; it must be "
+            "absent, since averages would be over the canaries too"
+        )
+    if mechanism.noise_multiplier == 0.0:
+        raise InvalidValueError(
+            "audit is given and there is no noise, so that no claim is made that it could refute"
+        )
+    return CanarySampling(sampling, audit.canaries)
 
 
 def _check_personal(method: Method) -> None:

@@ -17,6 +17,7 @@ from fedpriv import __version__
 from fedpriv.errors import (
     FedprivError,
     InvalidValueError,
+    RefutedError,
     RunError,
     UnsupportedEventError,
     lacks_room,
@@ -198,18 +199,22 @@ def simulate(
     engine: Annotated[Literal["in-process", "flower"], _option("where to train")] = "in-process",
     workers: Annotated[int | None, _option("of the engine flower", min=1, default="2")] = None,
 ) -> None:
-    """Train across simulated users, and print accuracy beside the (ε, δ) of the ledger."""
+    """Train across simulated users, and print accuracy beside the (ε, δ) of the ledger.
+
+    Exit code 3: the audit of the run refutes what its ledger says.
+    """
     if resume and out is None:
         raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
     if engine == "flower":
         (simulate_on_ray,) = entry_points(group="fedpriv.engines", name="ray")
-        simulate_on_ray.load()(file, assignments or [], out, workers or 2, resume=resume)
+        run = simulate_on_ray.load()(file, assignments or [], out, workers or 2, resume=resume)
+        run.check_audit()
         return
     if workers is not None:
         raise InvalidValueError(f"--workers is {workers}; only --engine flower has workers")
     from fedpriv.run.simulate import run_simulation
 
-    run_simulation(file, assignments or [], out, resume=resume)
+    run_simulation(file, assignments or [], out, resume=resume).check_audit()
 
 
 @app.command()
@@ -352,7 +357,8 @@ for _entry in sorted(entry_points(group="fedpriv.commands")):
 def main() -> None:
     """Run the command line; bad input is one sentence and exit code 2.
 
-    What may pass by itself is one sentence and exit code 1, such as a full disk.
+    What may pass by itself is one sentence and exit code 1, such as a full disk; code 3 is for a
+    run whose audit refutes its ledger.
     """
     # Models and populations named package.module:function may lie in the working folder.
     sys.path.append(str(Path.cwd()))
@@ -361,10 +367,16 @@ def main() -> None:
     except _UsageError as error:
         _refuse(error.format_message())
     except (FedprivError, OSError) as error:
-        _refuse(sentence_of(error), 1 if isinstance(error, RunError) or lacks_room(error) else 2)
+        _refuse(sentence_of(error), _exit_code(error))
     if code == _INTERRUPTED:
         typer.echo("interrupted; --resume goes on, and so does compare by itself", err=True)
     sys.exit(code)
+
+
+def _exit_code(error: FedprivError | OSError) -> int:
+    if isinstance(error, RefutedError):
+        return 3
+    return 1 if isinstance(error, RunError) or lacks_room(error) else 2
 
 
 def _refuse(sentence: str, code: int = 2) -> NoReturn:

@@ -460,6 +460,12 @@ class PersonalisationSection(Section):
     share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
 
 
+class AuditSection(Section):
+    """How a run audits itself: invented users beside the real ones; see `Audit`."""
+
+    canaries: Count
+
+
 class StoppingSection(Section):
     """When a private metric says that a run is as good as it gets; see `Stopping`."""
 
@@ -627,6 +633,7 @@ class Config(Section):
     federated_evaluation: FederatedEvaluationSection | None = None
     personalisation: PersonalisationSection | None = None
     stopping: StoppingSection | None = None
+    audit: AuditSection | None = None
     averaging: AveragingSection = AveragingSection()
     evaluation: EvaluationSection = EvaluationSection()
     engine: EngineSection = EngineSection()

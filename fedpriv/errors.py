@@ -43,6 +43,10 @@ class AuditError(FedprivError):
     """A ledger of another machine breaks its promises."""
 
 
+class RefutedError(FedprivError):
+    """What a run released cannot be what its ledger says."""
+
+
 class CheckpointError(FedprivError):
     """A checkpoint does not fit the plan or the ledger it is resumed with."""
 

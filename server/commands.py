@@ -51,7 +51,8 @@ def serve(
 ) -> None:
     """Train across the users of nodes that connect; print accuracy beside the ledger's (ε, δ).
 
-    Exit code 75: too few nodes agreed to a round for too long; --resume goes on.
+    Exit code 75: too few nodes agreed to a round for too long; --resume goes on. Exit code 3: the
+    audit of the run refutes what its ledger says.
     """
     if resume and out is None:
         raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
@@ -59,9 +60,10 @@ def serve(
     from fedpriv.server.deployment import serve as run
     from fedpriv.training.rounds import Stop
 
-    stop = run(file, assignments or [], out, resume=resume, insecure=insecure, leave=leave)
-    if stop is Stop.DECLINED:
+    ended = run(file, assignments or [], out, resume=resume, insecure=insecure, leave=leave)
+    if ended.stop is Stop.DECLINED:
         raise typer.Exit(os.EX_TEMPFAIL)
+    ended.check_audit()
 
 
 @_certs.command()

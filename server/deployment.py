@@ -171,8 +171,8 @@ def serve(
     resume: bool,
     insecure: bool,
     leave: bool,
-) -> Stop:
-    """Run or resume an experiment on the nodes that connect, and print how it went; why it ended.
+) -> Run:
+    """Run or resume an experiment on the nodes that connect, and print how it went.
 
     SIGTERM and SIGINT end it cleanly: a round that is collected is abandoned without a charge, one
     that is charged is released, and a checkpoint is written. A second one ends it at once. Unless
@@ -227,13 +227,13 @@ def serve(
             )
             return _published(run, listener, first, experiment.plan.rounds)
 
-        stop = carry_out(setup, experiment, hosted, console, follow, clock=None).stop
-        if stop is Stop.DECLINED:
+        ended = carry_out(setup, experiment, hosted, console, follow, clock=None)
+        if ended.stop is Stop.DECLINED:
             console.print("the log says why nodes do not agree; --resume goes on with the run")
         elif not (leave or asked.is_set()):
             console.print("serving ledger and status until stopped")
             asked.wait()
-    return stop
+    return ended
 
 
 def _allow_many_files() -> None:

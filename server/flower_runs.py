@@ -212,7 +212,7 @@ def run_on_nodes(
     grid: Grid,
     stopping: threading.Event,
     console: Console,
-) -> None:
+) -> Run:
     """Run or resume an experiment on the enrolled SuperNodes of a grid, and print how it went.
 
     Of the section, the keys count that say where users are and how long nodes are waited for; how
@@ -236,7 +236,7 @@ def run_on_nodes(
             grid, hosting, present, headers, price_of, seconds, stopping, fixed=fixed
         )
 
-    carry_out(setup, experiment, hosted, console, _log_rounds, clock=None)
+    return carry_out(setup, experiment, hosted, console, _log_rounds, clock=None)
 
 
 def _welcome(welcome: wire.Welcome) -> Headers:
@@ -312,7 +312,7 @@ class GridSimulation:
 
     def run(
         self, grid: Grid, stopping: threading.Event, console: Console, follow: Follow | None = None
-    ) -> None:
+    ) -> Run:
         """Run it to its end on the workers of a grid, and write and print as `fedpriv simulate`.
 
         When `stopping` is set, the round that is collected is abandoned. WorkerError: a worker does
@@ -338,7 +338,7 @@ class GridSimulation:
                 grid, hosting, known, told, price_of, seconds, stopping, required=True
             )
 
-        carry_out(self.setup, self.experiment, hosted, console, follow)
+        return carry_out(self.setup, self.experiment, hosted, console, follow)
 
 
 class RunConfig(Section):
@@ -382,9 +382,11 @@ def main(grid: Grid, context: Context) -> None:
     section = setup.config.federation
     try:
         if section is None:
-            GridSimulation.of(setup, config.workers).run(grid, stopping, console, _log_rounds)
+            simulation = GridSimulation.of(setup, config.workers)
+            run = simulation.run(grid, stopping, console, _log_rounds)
         else:
-            run_on_nodes(setup, section, grid, stopping, console)
+            run = run_on_nodes(setup, section, grid, stopping, console)
+        run.check_audit()
     finally:
         stopping.set()
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid, ServerApp
 
-    from fedpriv.run.run import Follow
+    from fedpriv.run.run import Follow, Run
 
 _CONNECT_SECONDS = 10.0
 _NO_TELEMETRY = {
@@ -48,7 +48,7 @@ def simulate_on_ray(
     *,
     resume: bool,
     follow: "Follow | None" = None,
-) -> None:
+) -> "Run":
     """As `fedpriv.run.simulate.run_simulation`, with the users spread among workers of Ray.
 
     The input is checked before Ray is started; no process and no file except those of the run is
@@ -67,11 +67,11 @@ def simulate_on_ray(
     from fedpriv.server.flower_runs import GridSimulation
 
     simulation = GridSimulation.of(RunSetup.of(file, assignments, out, resume=resume), workers)
-    server_app, stopping = ServerApp(), threading.Event()
+    server_app, stopping, ended = ServerApp(), threading.Event(), list["Run"]()
 
     @server_app.main()
     def main(grid: "Grid", _context: "Context") -> None:
-        simulation.run(grid, stopping, Console(), follow)
+        ended.append(simulation.run(grid, stopping, Console(), follow))
 
     (client_app,) = entry_points(group="fedpriv.client_apps", name="flower")
     gpus = torch.cuda.device_count() if simulation.experiment.device.type == "cuda" else 0
@@ -79,6 +79,7 @@ def simulate_on_ray(
         run_on_ray(server_app, client_app.load(), workers, workers, gpus)
     finally:
         stopping.set()
+    return ended[0]
 
 
 def run_on_ray(

@@ -24,18 +24,20 @@ BELOW = {  # what each package may import of the library, besides errors and its
     "config": "importing local mechanism privacy training",
     "studies": "config experiments",
     "analytics": "data ledger privacy",
-    "report": "accounting ledger studies training",
+    "audit": "accounting ledger privacy",
+    "report": "accounting audit ledger studies training",
     "wire": "data ledger local privacy",
     "personalisation": "data engine local privacy",
     "federated_evaluation": "analytics data engine ledger personalisation privacy training",
     "trackers": "config importing training",
     "build": (
-        "accounting config data engine federated_evaluation importing ledger local logs "
+        "accounting audit config data engine federated_evaluation importing ledger local logs "
         "mechanism models personalisation privacy trackers training"
     ),
     "run": (
-        "accounting analytics build config data engine federated_evaluation importing ledger local "
-        "mechanism models personalisation privacy report selection studies trackers training"
+        "accounting analytics audit build config data engine federated_evaluation importing "
+        "ledger local mechanism models personalisation privacy report selection studies trackers "
+        "training"
     ),
     "flower": "accounting importing ledger local logs mechanism privacy training wire",
 }
@@ -56,6 +58,7 @@ FOREIGN = {
     "fedpriv.accounting": {"numpy", "scipy", "sqlite3"},
     "fedpriv.privacy": {"numpy", "scipy", "cryptography", "mpmath", "torch"},
     "fedpriv.training": {"numpy", "safetensors", "scipy"},
+    "fedpriv.audit": {"numpy", "scipy", "torch"},
     "fedpriv.analytics": {"numpy", "scipy"},
     "fedpriv.wire": {"numpy", "google", "grpc", "flwr"},
 }

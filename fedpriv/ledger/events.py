@@ -125,6 +125,8 @@ class SamplingEvent:
     unit: Unit = Unit.USER
     # k ≥ 1, the most examples of a user that count, where these are sampled; None elsewhere.
     examples_per_user: int | None = None
+    # How many are drawn beside the N users, and like them, who are nobody: an audit's canaries.
+    canaries: int = 0
 
     def __post_init__(self) -> None:
         q, n, policy = self.sampling_probability, self.population, self.policy
@@ -136,6 +138,7 @@ class SamplingEvent:
             raise InvalidValueError(f"{found}; legal is: {kinds_text(ANALYSED)}")
         self._check_schedule()
         self._check_examples()
+        self._check_canaries()
         if policy is SamplingPolicy.FIXED_SIZE:
             m = round(Fraction(q) * n)
             exact = m >= 1 and q == m / n
@@ -173,11 +176,12 @@ class SamplingEvent:
     def expected_cohort_size(self) -> float:
         """How many users are in the cohort of a round on average: of one of b groups, q·N/b.
 
-        Of examples, how many there would be if every user had k.
+        Of examples, how many there would be if every user had k. Canaries do not count.
         """
         grouped = self.policy in WITH_STRATEGY and self.schedule is not None
         groups = self.schedule.separation if grouped and self.schedule else 1
-        return self.sampling_probability * (self.places / groups)
+        users = self.population * (self.examples_per_user or 1)
+        return self.sampling_probability * (users / groups)
 
     @property
     def cohort_variance(self) -> float:
@@ -216,10 +220,17 @@ class SamplingEvent:
         legal = f"with {policy} sampling it must be {str(Unit.USER)!r}"
         require(self.unit is Unit.USER, f"unit is {str(self.unit)!r}; {legal}")
 
+    def _check_canaries(self) -> None:
+        m, found = self.canaries, f"canaries is {self.canaries}"
+        require(isinstance(m, int) and m >= 0, f"{found}; it must be a whole number from 0 on")
+        # Whoever is drawn there takes the place of a user.
+        without = self.policy in (SamplingPolicy.FIXED_SIZE, SamplingPolicy.SHUFFLED)
+        require(m == 0 or not without, f"{found}; with {self.policy} sampling it must be 0")
+
     @property
     def places(self) -> int:
-        """How many may be drawn: N users, or N·k places for examples."""
-        return self.population * (self.examples_per_user or 1)
+        """How many may be drawn: N users and the canaries, or k places of each for examples."""
+        return (self.population + self.canaries) * (self.examples_per_user or 1)
 
 
 def kinds_text(kinds: Iterable[EventKind]) -> str:

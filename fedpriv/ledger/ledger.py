@@ -216,6 +216,7 @@ def _event_fields(event: RoundEvent) -> dict[str, object]:
         "relation": sampling.relation,
         **({} if sampling.unit is Unit.USER else {"unit": sampling.unit}),
         **({} if k is None else {"examples_per_user": int(k)}),
+        **({"canaries": int(sampling.canaries)} if sampling.canaries else {}),
         "schedule": schedule and {name: int(n) for name, n in asdict(schedule).items()},
         "strategy": [float(c) for c in event.strategy],
         **({} if event.selection is None else {"selection": asdict(event.selection)}),
@@ -688,8 +689,8 @@ def _event(fields: dict[str, Any]) -> RoundEvent:
     population, relation = fields.pop("population"), NeighbouringRelation(fields.pop("relation"))
     found, unit = fields.pop("schedule"), Unit(fields.pop("unit", Unit.USER))
     schedule = None if found is None else Schedule(**found)
-    examples = fields.pop("examples_per_user", None)
-    sampling = SamplingEvent(policy, q, population, relation, schedule, unit, examples)
+    examples, canaries = fields.pop("examples_per_user", None), fields.pop("canaries", 0)
+    sampling = SamplingEvent(policy, q, population, relation, schedule, unit, examples, canaries)
     queries = tuple(SumQueryEvent(**query) for query in fields.pop("sum_queries"))
     strategy, searched = tuple(fields.pop("strategy")), fields.pop("selection", None)
     if searched is not None:
@@ -736,7 +737,7 @@ class _Participations:
 
     def __init__(self, sampling: SamplingEvent, schedule: Schedule) -> None:
         self._schedule = schedule
-        self._times = np.zeros(sampling.population, np.int64)
+        self._times = np.zeros(sampling.places, np.int64)
         self._next = np.zeros_like(self._times)  # the round after the last one of a user
 
     def add(self, users: npt.NDArray[np.int64], part: int) -> None:

@@ -377,6 +377,7 @@ class Release:
     attempt: int  # which attempt at the round succeeded, from 0
     average: FloatVector  # [D], noised
     charge_hash: str  # of the round's row in the ledger
+    part: int = 0  # which round of its event it was, from 0
 
 
 def private_round(
@@ -427,7 +428,7 @@ def private_round(
     average = release(mechanism, at, cohort, charge, draws)
     if 1 < mechanism.sampling.rounds == draws.part + 1:
         with_room(lambda: records.participation.forget_series(run))  # it is over
-    return Release(at.attempt, average, charge.hash)
+    return Release(at.attempt, average, charge.hash, draws.part)
 
 
 def with_room(write: Callable[[], _Result]) -> _Result:

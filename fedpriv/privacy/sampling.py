@@ -7,10 +7,11 @@ on every machine.
 
 import hmac
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, repeat
 from operator import mul
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -367,6 +368,39 @@ class BandedPoissonSampling(Sampling):
             (joined,) = PoissonSampling(group.size, self.sampling_probability).draw(coins)
             cohorts.append(group[joined])
         return tuple(cohorts)
+
+
+@dataclass(frozen=True)
+class CanarySampling(Sampling):
+    """The cohorts of a policy among its users and m canaries beside them, who are drawn alike.
+
+    Canaries stand behind the users: their positions, or places, are the last ones. Averages are
+    over the users that are expected, as without canaries.
+    """
+
+    users: Sampling  # how the N users are drawn
+    canaries: int  # m ≥ 1
+    population: int = field(init=False)  # N
+    unit: Unit = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "population", self.users.population)
+        object.__setattr__(self, "unit", self.users.unit)
+        self.event()
+
+    def event(self) -> SamplingEvent:
+        """Return the event of the users' draws, which names the canaries."""
+        return replace(self.users.event(), canaries=self.canaries)
+
+    @property
+    def expected_cohort_size(self) -> float:
+        """That of the users: canaries are not divided by."""
+        return self.users.expected_cohort_size
+
+    def draw(self, key: bytes) -> tuple[Users, ...]:
+        """Draw as the policy does from a population of N + m."""
+        policy: Any = self.users
+        return cast(Sampling, replace(policy, population=self.population + self.canaries)).draw(key)
 
 
 def _check_groups(groups: int, users: int) -> None:

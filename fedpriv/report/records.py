@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fedpriv import __version__
 from fedpriv.accounting.pricing import LedgerContent
+from fedpriv.audit import AuditResult
 from fedpriv.ledger import Head
 from fedpriv.training.rounds import RoundResult
 
@@ -55,6 +56,7 @@ class RunRecord:
     verification: Verification
     rounds: tuple[RoundResult, ...]  # what was released, in order
     simulation_only: tuple[SimulationOnlyRound, ...] = ()  # where the run recorded them
+    audit: AuditResult | None = None  # what it found in its own releases, if it was asked to
 
 
 class Trouble(StrEnum):

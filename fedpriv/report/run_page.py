@@ -7,8 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
+import numpy as np
+
 from fedpriv import __version__
 from fedpriv.accounting.accountants import PrivacyLoss, accountant_named, format_epsilon
+from fedpriv.audit import AuditResult
 from fedpriv.ledger.events import merge_equal
 from fedpriv.ledger.ledger import paid_events
 from fedpriv.report.charts import Chart, Series, declared, save, texts
@@ -24,7 +27,7 @@ from fedpriv.report.guarantee import (
 from fedpriv.report.page import Card, Page, Section
 from fedpriv.report.records import Figures, RunRecord, versions
 from fedpriv.report.studies import measured
-from fedpriv.report.tables import plural
+from fedpriv.report.tables import format_epsilon_low, plural
 from fedpriv.studies.results import ACCURACY, LOSS
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
@@ -46,6 +49,7 @@ def page_of_run(record: RunRecord) -> Page:
         *([assumptions(loss, record.ledger)] if loss else []),
         Section("accuracy", "How good the model is", nothing, charts=round_charts(record.rounds)),
         *privacy_sections(record),
+        *([_audit_section(record.audit)] if record.audit else []),
         Section("norms", "Clipping", charts=norms),
         _ledger_section(record),
         Section("plan", "Resolved plan", [texts()["plan"]["run"]], listing=record.plan),
@@ -86,6 +90,9 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> Section:
         cards += [Card(n, text, "on held-out rows, last model") for n, text in shown.items()]
     unit, n = unit_of(record.ledger), users_of(record.ledger)
     cards += _contributors(record)
+    if (audit := record.audit) is not None:
+        note = f"shown by {audit.canaries:,} canaries, at 95% confidence"
+        cards.append(Card("audit", f"ε ≥ {format_epsilon_low(audit.epsilon_low) or 0}", note))
     cards += [
         Card(
             f"{unit}-level ε", format_epsilon(loss.epsilon if loss else 0.0), _epsilon_note(record)
@@ -137,6 +144,41 @@ def _statement(record: RunRecord, loss: PrivacyLoss | None) -> str:
         f"differentially private for each whole {loss.unit} ({loss.relation} neighbours; "
         f"{accountant})."
     )
+
+
+def _audit_section(found: AuditResult) -> Section:
+    """What the run found in its own releases."""
+    told = texts()["audit"]
+    estimate = "none" if found.epsilon_estimate is None else f"{found.epsilon_estimate:.2f}"
+    words = {**vars(found), "estimate": estimate, "claimed": format_epsilon(found.epsilon)}
+    terms = {term: text.format(**words) for term, text in told["terms"].items()}
+    warned = [] if found.consistent else [told["refuted"]]
+    chart = declared("audit", _scores(found), {"guesses": found.guesses})
+    answer = [f"What was released shows {found.text}."]
+    return Section(
+        "audit",
+        "Audit",
+        [*answer, told["cannot"]],
+        answers=1,
+        warnings=warned,
+        terms=terms,
+        charts=[chart],
+    )
+
+
+def _scores(found: AuditResult) -> list[Series]:
+    """How many canaries have which score, of those that were there and those that were not."""
+    there = np.array(found.there)
+    scores = np.array(found.scores)
+    ends = np.histogram_bin_edges(scores, bins=30)
+    middles = ((ends[1:] + ends[:-1]) / 2.0).tolist()
+    return [
+        Series(name, middles, np.histogram(scores[chosen], ends)[0].tolist(), dashed=dashed)
+        for name, chosen, dashed in (
+            ("canaries that were there", there, False),
+            ("canaries that were not", ~there, True),
+        )
+    ]
 
 
 def _ledger_section(record: RunRecord) -> Section:

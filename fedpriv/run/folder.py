@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from fedpriv.accounting.pricing import LedgerContent
+from fedpriv.audit import AuditResult
 from fedpriv.config import load_config
 from fedpriv.errors import DataError, InvalidValueError, LedgerError, writing
 from fedpriv.ledger.ledger import Ledger
@@ -53,6 +54,8 @@ class RunFolder:
     checkpoints = _File("checkpoints")  # of the server's states
     model = _File("model.safetensors")  # after the last round
     projection = _File("projection.npz")  # the frozen first layer, if there is one
+    measurements = _File("audit.jsonl")  # of an audit: its key, and what it measured of releases
+    audit = _File("audit.json")  # what it found
     sites = _File("sites.json")  # how each node does; says who took part, readable by its owner
 
     def create(self) -> None:
@@ -72,6 +75,15 @@ class RunFolder:
         """Add a line; numbers that are not finite are null."""
         _append(self.simulation_only, row, "null")
 
+    def append_measurement(self, row: Mapping[str, object]) -> None:
+        """Add a line to what an audit keeps, which its owner alone can read."""
+        self.measurements.touch(0o600)
+        _append(self.measurements, row, "constants")
+
+    def read_measurements(self) -> Iterator[dict[str, object]]:
+        """Lines of what an audit keeps."""
+        return _read(self.measurements)
+
     def read_metrics(self) -> Iterator[dict[str, object]]:
         """Rows of all releases; lines that a crash cut short are left out."""
         return _read(self.metrics)
@@ -84,6 +96,16 @@ class RunFolder:
     def collected(self) -> list[SimulationOnlyRound]:
         """Figures of all rounds that were collected, released or not."""
         return _rows(SimulationOnlyRound, self.simulation_only, "figures of rounds")
+
+    def read_audit(self) -> AuditResult | None:
+        """What the audit of the run found, if there was one and the run has ended."""
+        if not self.audit.exists():
+            return None
+        try:
+            return TypeAdapter(AuditResult).validate_json(self.audit.read_bytes())
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            raise DataError(f"{self.audit} cannot be read as an audit: {reason}") from error
 
     def write_sites(self, table: SiteTable) -> None:
         """Replace the table of sites; at no time can others than its owner read it."""
@@ -197,6 +219,7 @@ def read_run(folder: Path) -> RunRecord:
         verification=Verification(head, cohorts, len(results)),
         rounds=tuple(results),
         simulation_only=tuple(collected),
+        audit=run.read_audit(),
     )
 
 

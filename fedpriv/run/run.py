@@ -35,12 +35,13 @@ from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
+from fedpriv.audit import AuditResult
 from fedpriv.build import Experiment, build, check_budget
 from fedpriv.config import Config, FederationSection, StoppingSection, for_folder, load_config
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import load_population
 from fedpriv.engine.task import Evaluation, HeldOut, Task, evaluate, running_norms
-from fedpriv.errors import DataError, InvalidValueError
+from fedpriv.errors import DataError, InvalidValueError, RefutedError
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger, paid_events
 from fedpriv.ledger.participation import beside
@@ -50,12 +51,14 @@ from fedpriv.privacy.round import PrivacyRecords, Transport, with_room
 from fedpriv.report.records import versions
 from fedpriv.report.run_page import write_run_figures
 from fedpriv.report.tables import Column, Table, plural, print_table
+from fedpriv.run.auditor import Auditor
 from fedpriv.run.folder import RunFolder, held, read_run, write_report
 from fedpriv.trackers import Followers, StartedRun
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
     EVALUATION_PREFIX,
     Checkpoint,
+    OnRelease,
     OnRound,
     RoundResult,
     ServerState,
@@ -234,6 +237,7 @@ class Run:
     figures: Mapping[str, float] = field(default_factory=dict)  # those of the task, by name
     # If held-out rows have users: `users`, `mean`, `q10`, `q50`, `q90` over them, by figure.
     held_out_users: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    audit: AuditResult | None = None  # what it found in its own releases, if it was asked to
 
     @cached_property
     def rounds(self) -> tuple[RoundResult, ...]:
@@ -252,6 +256,11 @@ class Run:
         tensors = {name: torch.tensor(t) for name, t in self.state.model.items()}
         model.load_state_dict(tensors, strict=False)
         return model
+
+    def check_audit(self) -> None:
+        """Raise RefutedError if the run's audit refutes what the ledger says."""
+        if self.audit is not None and not self.audit.consistent:
+            raise RefutedError(f"the audit of {self.folder} found {self.audit.text}")
 
     def to_pandas(self) -> "pd.DataFrame":
         """One row a round, one column for every released number; pandas must be installed."""
@@ -291,6 +300,7 @@ def conduct(
     records: PrivacyRecords,
     on_round: OnRound,
     clock: Callable[[], float] | None = None,
+    auditor: Auditor | None = None,
 ) -> Run:
     """Run an experiment to its end or to the end of its budget, writing everything into a folder.
 
@@ -310,7 +320,8 @@ def conduct(
     stopping = section.build() if section else None
     before = (each for each in folder.results() if each.round <= state.round)
     values = [value for each in before for value in _read(section, each)]
-    rounds = train(plan, state, transport, records, experiment.entropy)
+    observed: tuple[OnRelease, ...] = (auditor.observe,) if auditor else ()
+    rounds = train(plan, state, transport, records, experiment.entropy, *observed)
     stop, latest, figures = Stop.NO_GAIN, None, dict[str, Any]()
     while stopping is None or state.round == plan.rounds or not stopping.reached(values):
         began = clock() if clock else 0.0
@@ -338,7 +349,9 @@ def conduct(
     with_room(lambda: write_atomically(folder.model, model))
     transport.rest()
     figures = figures if latest is state else _measured(experiment, state.model)
-    return Run(folder.path, experiment.task, stop, state, **figures)
+    own = (row for row in records.ledger.charges() if row.run == plan.run)
+    audit = auditor.conclude(paid_events(own)) if auditor else None
+    return Run(folder.path, experiment.task, stop, state, audit=audit, **figures)
 
 
 def _measured(experiment: Experiment, model: Tensors) -> dict[str, Any]:
@@ -398,6 +411,8 @@ def run_rounds(
         stack.enter_context(held(folder.plan, f"{folder.path} holds a run"))
         state = state_to_start_from(folder, plan, records, experiment.initial_state)
         transport = hosted(experiment, records)
+        if auditor := Auditor.of(folder, experiment):
+            transport = auditor.beside(transport)
         followed = bool(experiment.on_round or experiment.trackers)
         followers, stop = Followers(experiment.on_round, experiment.trackers), None
 
@@ -407,7 +422,7 @@ def run_rounds(
                     followers.released(replace(result, simulation_only_seconds=None))
                 show(result)
 
-            return conduct(folder, experiment, state, transport, records, on_round, clock)
+            return conduct(folder, experiment, state, transport, records, on_round, clock, auditor)
 
         place = records.ledger.ledger_id, folder.path, state.round
         followers.start(StartedRun.of(experiment.config, plan, *place))
@@ -627,3 +642,6 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
     ]
     columns = [Column("", "text"), Column("", "text")]
     print_table(Table(plan.run, columns, rows), console, box.HEAVY_HEAD)
+    if run.audit is not None:
+        style = "green" if run.audit.consistent else "bold red"
+        console.print(f"audit: {run.audit.text}", style=style, highlight=False, markup=False)

@@ -13,6 +13,7 @@ from rich.console import Console
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.accounting.factorisation import relative_errors
+from fedpriv.audit import Audit
 from fedpriv.build import (
     Experiment,
     Method,
@@ -58,6 +59,7 @@ def simulate(
     federated_evaluation: FederatedEvaluation | None = None,
     personalisation: Personalisation | None = None,
     stopping: Stopping | None = None,
+    audit: Audit | None = None,
     rounds: int | None = None,
     out: Path | str | None = None,
     resume: bool = False,
@@ -106,6 +108,7 @@ def simulate(
     * personalisation: held-out users make released models their own before they measure them, and
       so do users in a federated evaluation.
     * stopping: ends the run when a private metric gets no better.
+    * audit: canaries beside the users, and what the run's own releases say of ε; see `Run.audit`.
     * rounds: T; by default what the mechanism was calibrated for.
     * out: folder of the run; by default a new one under runs/.
     * resume: go on with the run in `out`, or start it if there is none.
@@ -135,6 +138,8 @@ def simulate(
         others["projection"] = asdict(projection)
     if federated_evaluation:
         others["federated_evaluation"] = asdict(federated_evaluation)
+    if audit:
+        others["audit"] = asdict(audit)
     if stopping:
         others["stopping"] = asdict(stopping)
     config = settings_of(name, population, method, rounds=rounds, seed=seed, **others)
@@ -156,7 +161,7 @@ def simulate(
     return _run(setup, followed, transport, console)
 
 
-def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> None:
+def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> Run:
     """Run or resume the experiment of a file in this process, and print how it went."""
     setup, console = RunSetup.of(file, assignments, out, resume=resume), Console()
     config, data = setup.config, setup.config.simulated_data
@@ -165,7 +170,7 @@ def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resu
         experiment, transport = projected(setup, population, console)
     else:
         experiment, transport = on_population(config, setup.run, population, setup.spent)
-    _run(setup, experiment, transport, console)
+    return _run(setup, experiment, transport, console)
 
 
 def _run(
@@ -318,7 +323,7 @@ def suggest_norms(
     file: Path, assignments: list[str], ledger: Path | None, rounds: int, quantile: float
 ) -> None:
     """Ask users about their update norms, charge each round, and propose clipping norms."""
-    config = load_config(file, assignments)
+    config = load_config(file, assignments).model_copy(update={"audit": None})
     charged = ledger or (Path(config.privacy.ledger) if config.privacy.ledger else None)
     if charged is None:
         raise InvalidValueError(

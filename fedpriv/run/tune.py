@@ -260,6 +260,11 @@ def tune_file(
             raise InvalidValueError(
                 f"{name} is given; it must be absent, as a trial is priced by its rounds alone"
             )
+    if config.audit is not None:
+        raise InvalidValueError(
+            "audit is given; it must be absent, as of the trials of a search nothing but the best "
+            "is released"
+        )
     if on == "users" and synthetic:
         raise InvalidValueError("--synthetic is given with --on users; it is for --on public")
     if on == "public" and price_only:

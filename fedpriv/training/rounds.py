@@ -407,6 +407,8 @@ def contributors_text(results: Iterable[RoundResult], sampling: SamplingEvent) -
 
 
 OnRound = Callable[[RoundResult], object]  # called after each round; its result is not read
+# Called with what a round released, before anything is made of it: mechanism, round, release.
+OnRelease = Callable[[GaussianMechanism, int, Release], object]
 
 
 def initial_state(
@@ -429,6 +431,7 @@ def train(
     transport: Transport,
     records: PrivacyRecords,
     entropy: Entropy,
+    on_release: OnRelease = lambda *_: None,
 ) -> Generator[tuple[ServerState, RoundResult], None, Stop]:
     """Run rounds from `state` to the end of the plan, yielding state and result after each.
 
@@ -438,7 +441,7 @@ def train(
     """
     while state.round < plan.rounds:
         try:
-            state, result = run_round(plan, state, transport, records, entropy)
+            state, result = run_round(plan, state, transport, records, entropy, on_release)
         except BudgetExceededError:
             return Stop.BUDGET
         except StoppedError:
@@ -455,6 +458,7 @@ def run_round(
     transport: Transport,
     records: PrivacyRecords,
     entropy: Entropy,
+    on_release: OnRelease = lambda *_: None,
 ) -> tuple[ServerState, RoundResult]:
     """One round of `train`: the state after it, and its result."""
 
@@ -467,6 +471,7 @@ def run_round(
     mechanism = plan.mechanism_at(state.clipping_norms)
     number = state.round + 1
     release = private_round(mechanism, plan.run, number, collect, records, entropy, prepare)
+    on_release(mechanism, number, release)
     epsilon = records.ledger.epsilon(records.budget)
     return close_round(plan, state, release, epsilon, records.budget.delta)
 

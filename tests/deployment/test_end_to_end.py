@@ -77,6 +77,30 @@ def test_without_noise_the_model_is_that_of_the_simulator(
         np.testing.assert_array_equal(deployed[name], tensor)
 
 
+@pytest.mark.slow
+def test_a_federation_audits_itself_as_its_simulation_does(tmp_path: Path) -> None:
+    """Its nodes verify a ledger whose events name canaries, whom only the server knows."""
+    settings = ["run=same", "seed=7", "rounds=4", "audit.canaries=100"]
+    loopback.lay_out_digits(tmp_path)
+    given = [f"--set={setting}" for setting in settings]
+    with loopback.server(tmp_path, federation.FILE, "--exit", *given) as server:
+        port = loopback.port_of(server)
+        asked = ("--verify-ledger", "--once")
+        with loopback.nodes(tmp_path, federation.NODES, port, *asked) as nodes:
+            for program in (server, *nodes.values()):
+                assert program.process.wait() == 0, program.text
+    run_simulation(federation.FILE, settings, tmp_path / "simulated", resume=False)
+    deployed, simulated = (RunFolder(tmp_path / name) for name in ("run", "simulated"))
+    models = load_file(deployed.model), load_file(simulated.model)
+    for name, tensor in models[1].items():
+        np.testing.assert_array_equal(models[0][name], tensor)
+    found = deployed.read_audit()
+    assert found == simulated.read_audit()
+    assert found is not None
+    assert found.rounds == 4
+    assert found.text in " ".join(server.text.split())
+
+
 POLICIES = {
     "random-allocation": "{ rounds = 16, participations = 2 }",
     "fixed-size": "{ cohort_size = 90 }",

@@ -139,6 +139,19 @@ def test_a_run_by_random_allocation_is_the_simulation_in_this_process(tmp_path: 
 
 
 @pytest.mark.slow
+def test_a_run_that_audits_itself_is_the_simulation_in_this_process(tmp_path: Path) -> None:
+    audited = ("privacy.noise_multiplier=4.0", "audit.canaries=100")
+    in_process(tmp_path / "here", *audited)
+    with simulating(tmp_path, "--out=there", *(f"--set={each}" for each in audited)) as simulation:
+        said = ended(simulation.program)
+    assert_same_model(tmp_path / "here", tmp_path / "there")
+    here, there = (RunFolder(tmp_path / name).read_audit() for name in ("here", "there"))
+    assert here == there
+    assert there is not None
+    assert there.text in " ".join(said.split())
+
+
+@pytest.mark.slow
 def test_a_worker_that_is_killed_ends_the_run_before_its_round_is_charged(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     with simulating(tmp_path, "--out=run", "--set=rounds=100000") as simulation:

@@ -106,6 +106,19 @@ def test_examples_are_sampled_for_users_and_users_for_nobody_else() -> None:
     assert SamplingEvent(POISSON, 0.1, 10, ADD_OR_REMOVE).places == 10
 
 
+def test_canaries_are_drawn_beside_users_and_not_expected() -> None:
+    event = SamplingEvent(POISSON, 0.1, 10, ADD_OR_REMOVE, canaries=30)
+    assert (event.places, event.expected_cohort_size) == (40, 1.0)
+    assert event.cohort_variance == SamplingEvent(POISSON, 0.1, 10, ADD_OR_REMOVE).cohort_variance
+    of_each = SamplingEvent(EXAMPLES, 0.1, 10, ADD_OR_REMOVE, examples_per_user=2, canaries=30)
+    assert (of_each.places, of_each.expected_cohort_size) == (80, 2.0)
+    for policy, schedule in ((FIXED_SIZE, None), (SHUFFLED, None)):
+        with pytest.raises(InvalidValueError, match=rf"canaries is 1; with {policy} sampling it m"):
+            SamplingEvent(policy, 1.0, 10, REPLACE, schedule, canaries=1)
+    with pytest.raises(InvalidValueError, match="canaries is -1; it must be a whole number from 0"):
+        SamplingEvent(POISSON, 0.1, 10, ADD_OR_REMOVE, canaries=-1)
+
+
 @given(population=st.integers(1, 2**63 - 1), data=st.data())
 def test_a_fixed_size_is_read_back_from_probability_and_population(
     population: int, data: st.DataObject

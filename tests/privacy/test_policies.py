@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations
 from math import comb
 
@@ -24,7 +25,9 @@ from fedpriv.privacy import sampling
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.sampling import (
     BandedPoissonSampling,
+    CanarySampling,
     EveryUserSampling,
+    ExampleSampling,
     FixedSizeSampling,
     PoissonSampling,
     RandomAllocationSampling,
@@ -109,6 +112,44 @@ class SamplingConformance(ABC):
     def test_a_population_without_users_is_refused(self, population):
         with pytest.raises(InvalidValueError, match=f"population (is|of) {population}"):
             self.of(population)
+
+
+CANARIES = {
+    "poisson": lambda n: PoissonSampling(n, 0.4),
+    "examples": lambda n: ExampleSampling(n, 0.4, 3, total_examples=20.0),
+    "every-user": EveryUserSampling,
+    "random-allocation": lambda n: RandomAllocationSampling(n, 5, 2),
+    "separated": lambda n: SeparatedSampling(n, 6, 3),
+    "banded": lambda n: BandedPoissonSampling(n, 6, 3, 0.5),
+}
+
+
+@pytest.mark.parametrize("policy", CANARIES)
+def test_canaries_are_drawn_as_users_are_and_change_no_denominator(policy):
+    of = CANARIES[policy]
+    with_canaries, users, all_of_them = CanarySampling(of(12), 7), of(12), of(19)
+    for one, other in zip(with_canaries.draw(key_of(3)), all_of_them.draw(key_of(3)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert with_canaries.expected_cohort_size == users.expected_cohort_size
+    event = with_canaries.event()
+    assert event == replace(users.event(), canaries=7)
+    assert event.places == all_of_them.event().places == with_canaries.places
+    assert (with_canaries.population, with_canaries.unit) == (12, Unit.USER)
+    assert with_canaries.rounds == users.rounds
+
+
+def test_coins_of_users_do_not_depend_on_canaries():
+    for number in range(20):
+        (alone,), (beside,) = (
+            policy.draw(key_of(number))
+            for policy in (PoissonSampling(50, 0.3), CanarySampling(PoissonSampling(50, 0.3), 90))
+        )
+        np.testing.assert_array_equal(beside[beside < 50], alone)
+
+
+def test_a_fixed_size_has_no_room_for_canaries():
+    with pytest.raises(InvalidValueError, match="canaries is 5; with fixed-size sampling it must"):
+        CanarySampling(FixedSizeSampling(12, 4), 5)
 
 
 class TestPoisson(SamplingConformance):

@@ -101,7 +101,9 @@ def events(draw: st.DrawFn) -> RoundEvent:
             probability = 1.0 if separated else schedule.participations / n
             more = draw(st.lists(finite, max_size=min(n - 1, 5)))
             strategy = (draw(positive), *more) if separated else strategy
-    sampling = SamplingEvent(policy, probability, users, relation, schedule, unit, k)
+    audited = policy not in (SamplingPolicy.FIXED_SIZE, SamplingPolicy.SHUFFLED)
+    canaries = draw(st.just(0) | st.integers(1, 10**6)) if audited else 0
+    sampling = SamplingEvent(policy, probability, users, relation, schedule, unit, k, canaries)
     queries = st.builds(SumQueryEvent, words, positive, losses.filter(math.isfinite))
     return RoundEvent(sampling, tuple(draw(st.lists(queries, min_size=1, max_size=3))), 1, strategy)
 

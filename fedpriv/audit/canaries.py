@@ -1,0 +1,211 @@
+"""Canaries: invented users of known update, of whom a secret coin each says whether they are there.
+
+A canary that is there is drawn, clipped, added up and noised like a user. In each round it moves
+along a unit vector of its own, which a key determines: ten times as far as clipping allows, in each
+vector group of the update. One that is not there is drawn too, and contributes zero.
+
+The directions of a group of d numbers are the rows of orthonormal matrices H·diag(±1), with fresh
+random signs for each d of them; H is the discrete cosine transform of d numbers. So of d canaries
+no two disturb each other, how far a release goes along each direction is found in d·log d steps
+without making any, and a direction is made when its canary is drawn, a few numbers at a time.
+
+Directions change from round to round, by random signs at least. What the users of a round have in
+common lies along some direction, which would hide a canary with a similar one if it were the same
+in all rounds; so it becomes noise that averages out. For the same reason the model does not move
+along any canary.
+"""
+
+import hmac
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+from scipy import fft
+
+from fedpriv.privacy.clipping import Clipping, Flags
+from fedpriv.privacy.gaussian_mechanism import METRIC_PREFIX, GaussianMechanism
+from fedpriv.privacy.layout import FloatVector, VectorGroup
+from fedpriv.privacy.noise import words
+
+Matrix = npt.NDArray[np.float64]
+Positions = npt.NDArray[np.int64]
+
+_NUMBERS = 2**20  # of directions, at a time
+_PROBED = 512  # numbers of a release, at most
+
+
+@dataclass(frozen=True)
+class Directions:
+    """Unit vectors of d numbers, one for each of m canaries: functions of a key.
+
+    Guarantees: each has length 1, and those of canaries b·d, …, b·d + d − 1 are orthogonal for
+    every b, up to rounding.
+    """
+
+    key: bytes = field(repr=False)
+    canaries: int  # m
+    dimension: int  # d
+
+    def rows(self, canaries: Positions, span: slice = slice(None)) -> Matrix:
+        """Numbers of a span of the directions of some canaries: [c, numbers of the span]."""
+        d, (block, row) = self.dimension, np.divmod(canaries, self.dimension)
+        # cos(π·(2j + 1)·k/(2d)), whose argument is reduced while it is a whole number.
+        turns = np.outer(row, 2 * np.arange(d)[span] + 1) % (4 * d)
+        rows = np.sqrt(2.0 / d) * np.cos(np.pi / (2 * d) * turns)
+        rows[row == 0] = np.sqrt(1.0 / d)
+        for place, number in enumerate(block.tolist()):
+            rows[place] *= self._signs(number, 1)[0, span]
+        return np.asarray(rows)
+
+    def along(self, vector: FloatVector) -> FloatVector:
+        """How far a vector [d] goes along each direction: [m]."""
+        d, found = self.dimension, list[FloatVector]()
+        blocks, at_once = -(-self.canaries // d), max(1, _NUMBERS // d)
+        for first in range(0, blocks, at_once):
+            signed = self._signs(first, min(at_once, blocks - first)) * vector
+            along = fft.dct(signed, axis=1, norm="ortho", overwrite_x=True)
+            found.append(np.asarray(along, np.float64).ravel())
+        return np.concatenate(found)[: self.canaries]
+
+    def _signs(self, first: int, blocks: int) -> Matrix:
+        """Random signs of some blocks: [blocks, d]."""
+        each = -(-self.dimension // 64)  # words of a block
+        return _signs(words(self.key, blocks * each, start=first * each)).reshape(blocks, -1)[
+            :, : self.dimension
+        ]
+
+
+def _signs(drawn: npt.NDArray[np.uint64]) -> FloatVector:
+    """64 signs of each word."""
+    bits = np.unpackbits(drawn.view(np.uint8))
+    return np.asarray(2.0 * bits - 1.0)
+
+
+@dataclass(frozen=True)
+class Canaries:
+    """The canaries of a run: who is there, and where each of them goes in each round."""
+
+    count: int  # m
+    key: bytes = field(repr=False)  # 32 secret bytes
+    # Whether directions stay the same but for a sign, as noise that is correlated over rounds asks.
+    steady: bool = False
+
+    @cached_property
+    def included(self) -> Flags:
+        """Who is there: a fair coin each, [m]."""
+        return self._coins("included") > 0.0
+
+    def signs(self, round_number: int, attempt: int) -> FloatVector:
+        """Which way along its direction each canary goes in a round: ±1 [m]."""
+        return self._coins(f"signs/{round_number}/{attempt}")
+
+    def directions(
+        self, group: VectorGroup, dimension: int, round_number: int, attempt: int
+    ) -> Directions:
+        """The directions of a vector group in a round."""
+        of = "" if self.steady else f"/{round_number}/{attempt}"
+        return Directions(self._key(f"directions/{group.name}{of}"), self.count, dimension)
+
+    def _coins(self, purpose: str) -> FloatVector:
+        return _signs(words(self._key(purpose), -(-self.count // 64)))[: self.count]
+
+    def _key(self, purpose: str) -> bytes:
+        return hmac.digest(self.key, purpose.encode(), "sha256")
+
+
+def audited_groups(clipping: Clipping) -> Iterator[VectorGroup]:
+    """The vector groups in which canaries move: of the update, and of control variates.
+
+    Metrics and counts are mostly single numbers, along which all users of a round go together.
+    """
+    for group in clipping.sent:
+        if not group.tensors[0].startswith(METRIC_PREFIX):
+            yield group
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What an audit reads from one release: nothing but a function of it and of the canaries."""
+
+    round: int  # from 1
+    attempt: int
+    part: int  # of its event, from 0
+    # How far the release goes along each canary's move, in units of what a canary that was drawn
+    # adds to it: [m]. The noise in each is of standard deviation z.
+    scores: FloatVector
+    noise_multiplier: float  # z of the groups in which canaries move
+    energy: float  # Σ_g ‖R_g‖²/σ_g² of the sums R_g that were released
+    dimension: int  # how many numbers that adds up
+    probe: FloatVector  # some of the numbers R_g/σ_g, always the same ones
+    drawn: Flags | None = None  # which canaries were, where that is no secret: [m]
+
+
+@dataclass(frozen=True)
+class Past:
+    """Sums of all releases so far, over the standard deviations of their noise, by vector group."""
+
+    releases: int = 0
+    sums: Mapping[str, FloatVector] = field(default_factory=dict)
+
+    def removed_from(self, name: str, release: FloatVector) -> FloatVector:
+        """A release [d] of a group without what it has in common with those before.
+
+        Their sum has the squared length t²·h² + t·d if t users' sums of length h go one way, each
+        beside unit noise; the latter is no direction of theirs.
+        """
+        before = self.sums.get(name)
+        if before is None or not (length := float(before @ before)):
+            return release
+        share = max(0.0, 1.0 - self.releases * len(before) / length)
+        return release - before * (share * float(release @ before) / length)
+
+    def with_release(self, name: str, release: FloatVector) -> FloatVector:
+        """The sum of a group with one more release."""
+        before = self.sums.get(name)
+        return release if before is None else before + release
+
+
+def measure(
+    canaries: Canaries,
+    mechanism: GaussianMechanism,
+    average: FloatVector,
+    at: tuple[int, int, int],
+    past: Past,
+) -> tuple[Measurement, Past]:
+    """Measure a release [D] at a round, attempt and part of its event.
+
+    In units of its noise, group g of the release is ±u_g·S_g/σ_g along the direction u_g of a
+    canary, beside noise and the users' own sum. A score is the projection on that, all groups
+    together, over its squared length 1/z²: x + N(0, z²) with x = 1 for one that was drawn, else 0.
+    """
+    clipping, query = mechanism.clipping, mechanism.query
+    layout, (number, attempt, part) = clipping.layout, at
+    stddevs = {
+        group.name: stddev
+        for group, stddev in zip(clipping.groups, query.noise_stddevs, strict=True)
+    }
+    unit = clipping.spread(group.granularity / stddevs[group.name] for group in clipping.groups)
+    released = average * clipping.spread(query.divisors) / clipping.steps * unit
+    scores, squared, sums = np.zeros(canaries.count), 0.0, dict[str, FloatVector]()
+    for group in audited_groups(clipping):
+        found = np.concatenate([released[layout.slices[tensor]] for tensor in group.tensors])
+        sums[group.name] = past.with_release(group.name, found)
+        found, ratio = (
+            past.removed_from(group.name, found),
+            group.clipping_norm / stddevs[group.name],
+        )
+        scores += ratio * canaries.directions(group, len(found), number, attempt).along(found)
+        squared += ratio**2
+    measured = Measurement(
+        round=number,
+        attempt=attempt,
+        part=part,
+        scores=scores * canaries.signs(number, attempt) / squared,
+        noise_multiplier=squared**-0.5,
+        energy=float(released @ released),
+        dimension=released.size,
+        probe=released[:: -(-released.size // _PROBED)],
+    )
+    return measured, Past(past.releases + 1, sums)

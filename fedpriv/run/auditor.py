@@ -1,0 +1,145 @@
+"""The audit of a run: canaries beside its users, what was measured of its releases, and the end.
+
+What it keeps lies in the folder of the run, so that a run that is resumed goes on with the same
+canaries. The key of these is no secret of users, but whoever knew it before the end could tell
+canaries from users; so none but the owner of the file can read it.
+"""
+
+import base64
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from itertools import islice
+from typing import Any, Self
+
+import numpy as np
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+
+from fedpriv.audit import (
+    AuditResult,
+    Canaries,
+    GuessCounts,
+    Measurement,
+    Past,
+    conclude,
+    measure,
+)
+from fedpriv.audit.canaries import Positions
+from fedpriv.audit.canary_transport import CanaryTransport
+from fedpriv.build import Experiment
+from fedpriv.errors import DataError
+from fedpriv.ledger.events import RoundEvent, SamplingPolicy
+from fedpriv.privacy.gaussian_mechanism import INDEPENDENT, GaussianMechanism
+from fedpriv.privacy.layout import FloatVector
+from fedpriv.privacy.round import Release, Transport, with_room
+from fedpriv.run.folder import RunFolder
+from fedpriv.training.rounds import write_atomically
+
+_FORMAT = "fedpriv audit 1"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Auditor:
+    """Watches a run from its first release, or its resumption, to its end."""
+
+    folder: RunFolder
+    experiment: Experiment
+    canaries: Canaries
+    counts: GuessCounts  # fixed before the first release
+    _past: Past = field(default_factory=Past)
+    _drawn: tuple[int, ...] = ()  # canaries of the round under way, where that is no secret
+
+    @classmethod
+    def of(cls, folder: RunFolder, experiment: Experiment) -> Self | None:
+        """Begin the audit that an experiment asks for, or go on with it; None if it asks for none.
+
+        DataError: the run is under way, and its audit's file is missing or another's.
+        """
+        if (section := experiment.config.audit) is None:
+            return None
+        plan, privacy = experiment.plan, experiment.config.privacy
+        first = next(folder.read_measurements(), None)
+        if first is None:
+            if any(folder.read_metrics()):
+                raise DataError(f"{folder.measurements} is missing; the run is audited by it")
+            key = experiment.entropy.key("audit")
+            counts = GuessCounts.of(section.canaries, plan.event, privacy.delta, privacy.accountant)
+            first = {"format": _FORMAT, "key": key.hex(), "canaries": section.canaries}
+            first |= asdict(counts)
+            with_room(partial(folder.append_measurement, first))
+        if (first.get("format"), first.get("canaries")) != (_FORMAT, section.canaries):
+            raise DataError(f"{folder.measurements} is not of an audit of this plan")
+        kept = {field.name: first[field.name] for field in fields(GuessCounts)}
+        counts = TypeAdapter(GuessCounts).validate_python(kept)
+        if counts.most < counts.epsilon:
+            _log.warning(
+                "%d canaries can show ε ≥ %.2f at most, if all guesses are right, so they cannot "
+                "refute ε ≤ %.2f; more are needed",
+                section.canaries,
+                counts.most,
+                counts.epsilon,
+            )
+        steady = plan.strategy != INDEPENDENT
+        canaries = Canaries(section.canaries, bytes.fromhex(str(first["key"])), steady)
+        return cls(folder, experiment, canaries, counts)
+
+    def beside(self, transport: Transport) -> Transport:
+        """The transport to the users of the run, with the canaries beside them."""
+        event = self.experiment.plan.sampling.event()
+        places = event.examples_per_user or 1
+
+        def on_drawn(canaries: Positions) -> None:
+            self._drawn = tuple(canaries.tolist()) if self._in_turns else ()
+
+        return CanaryTransport(
+            transport, self.canaries, event.population * places, places, on_drawn
+        )
+
+    @property
+    def _in_turns(self) -> bool:
+        policy = self.experiment.plan.sampling.event().policy
+        return policy is SamplingPolicy.SEPARATED
+
+    def observe(self, mechanism: GaussianMechanism, number: int, release: Release) -> None:
+        """Measure what a round released, and keep that."""
+        at = number, release.attempt, release.part
+        measured, self._past = measure(self.canaries, mechanism, release.average, at, self._past)
+        row: dict[str, object] = asdict(measured)
+        row |= {name: _packed(row[name]) for name in ("scores", "probe")}
+        row["drawn"] = list(self._drawn) if self._in_turns else None
+        with_room(partial(self.folder.append_measurement, row))
+
+    def conclude(self, charged: Iterable[RoundEvent]) -> AuditResult:
+        """What is found of all that was measured, and charged for it; written into the folder."""
+        plan, privacy = self.experiment.plan, self.experiment.config.privacy
+        result = conclude(
+            self.canaries,
+            self.counts,
+            plan.event,
+            list(self._measured()),
+            charged,
+            privacy.delta,
+            privacy.accountant,
+        )
+        written = to_json(asdict(result), inf_nan_mode="constants")
+        with_room(lambda: write_atomically(self.folder.audit, written))
+        return result
+
+    def _measured(self) -> Iterator[Measurement]:
+        rows: Iterator[dict[str, Any]] = islice(self.folder.read_measurements(), 1, None)
+        for row in rows:
+            found = row | {name: _unpacked(row[name]) for name in ("scores", "probe")}
+            if row["drawn"] is not None:
+                found["drawn"] = np.isin(np.arange(self.canaries.count), row["drawn"])
+            yield Measurement(**found)
+
+
+def _packed(numbers: object) -> str:
+    return base64.b64encode(np.asarray(numbers, "<f4").tobytes()).decode()
+
+
+def _unpacked(text: object) -> FloatVector:
+    return np.frombuffer(base64.b64decode(str(text)), "<f4").astype(np.float64)
