@@ -66,13 +66,14 @@ __version__ = "0.1.0"
 # fmt: off
 __all__ = [
     "SGD", "AdamW", "AdaptiveClipping", "Audit", "AuditResult", "Averaging", "BandedNoise",
-    "BandedPoisson", "BufferedNoise", "Comparison", "CosineDecay", "EndedRun", "EveryUser", "ExponentialDecay",
-    "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedRecon", "FedYogi", "FederatedEvaluation",
-    "FixedSize", "Flat", "Grouped", "Joint", "MLflow", "Mechanism", "Part", "PerLayer",
-    "Personalisation", "Poisson", "PoissonExamples", "PolynomialDecay", "Population", "PowerDecay",
-    "Projection", "RandomAllocation", "RoundResult", "Run", "Scaffold", "Separated", "StartedRun",
-    "StepDecay", "Stopping", "Task", "TensorBoard", "Tracker", "Tuning", "WandB", "__version__",
-    "compare", "epsilon", "merge_adapters", "simulate", "tune", "with_adapters",
+    "BandedPoisson", "BufferedNoise", "Comparison", "CosineDecay", "EndedRun", "EveryUser",
+    "ExponentialDecay", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedRecon", "FedYogi",
+    "FederatedEvaluation", "FixedSize", "Flat", "Grouped", "Joint", "MLflow", "Mechanism",
+    "Part", "PerLayer", "Personalisation", "Poisson", "PoissonExamples", "PolynomialDecay",
+    "Population", "PowerDecay", "Projection", "RandomAllocation", "RoundResult", "Run",
+    "Scaffold", "Separated", "StartedRun", "StepDecay", "Stopping", "Task", "TensorBoard",
+    "Tracker", "Tuning", "WandB", "__version__", "compare", "epsilon", "merge_adapters",
+    "simulate", "tune", "with_adapters",
 ]
 # fmt: on
 

@@ -133,9 +133,8 @@ class Measurement:
     attempt: int
     part: int  # of its event, from 0
     # How far the release goes along each canary's move, in units of what a canary that was drawn
-    # adds to it: [m]. The noise in each is of standard deviation z.
+    # adds to it: [m].
     scores: FloatVector
-    noise_multiplier: float  # z of the groups in which canaries move
     energy: float  # Σ_g ‖R_g‖²/σ_g² of the sums R_g that were released
     dimension: int  # how many numbers that adds up
     probe: FloatVector  # some of the numbers R_g/σ_g, always the same ones
@@ -176,9 +175,10 @@ def measure(
 ) -> tuple[Measurement, Past]:
     """Measure a release [D] at a round, attempt and part of its event.
 
-    In units of its noise, group g of the release is ±u_g·S_g/σ_g along the direction u_g of a
-    canary, beside noise and the users' own sum. A score is the projection on that, all groups
-    together, over its squared length 1/z²: x + N(0, z²) with x = 1 for one that was drawn, else 0.
+    In units of its noise, group g of the release is ±u_g·S_g/σ_g for a canary that was drawn, with
+    its direction u_g, beside noise and the users' own sum, which have the variance v_g along any
+    direction. The score adds up projections on u_g with the weights (S_g/σ_g)/v_g, by which it is
+    1 for a canary that was drawn, 0 for others, and varies least. With noise alone that is z².
     """
     clipping, query = mechanism.clipping, mechanism.query
     layout, (number, attempt, part) = clipping.layout, at
@@ -196,14 +196,14 @@ def measure(
             past.removed_from(group.name, found),
             group.clipping_norm / stddevs[group.name],
         )
-        scores += ratio * canaries.directions(group, len(found), number, attempt).along(found)
-        squared += ratio**2
+        weight = ratio / max(1.0, float(found @ found) / len(found))
+        scores += weight * canaries.directions(group, len(found), number, attempt).along(found)
+        squared += ratio * weight
     measured = Measurement(
         round=number,
         attempt=attempt,
         part=part,
         scores=scores * canaries.signs(number, attempt) / squared,
-        noise_multiplier=squared**-0.5,
         energy=float(released @ released),
         dimension=released.size,
         probe=released[:: -(-released.size // _PROBED)],

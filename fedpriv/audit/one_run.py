@@ -23,7 +23,8 @@ from fedpriv.privacy.layout import FloatVector
 Vector = NDArray[np.float64]
 _LARGEST_MU = 32.0
 _STEPS, _ZOOMS = 33, 4  # of a search for μ, to a part in a million of the largest
-_SHARES = tuple(0.02 * 1.25**step for step in range(17))  # of canaries to guess about: to 0.71
+_SHARES = tuple(0.02 * 1.1**step for step in range(40))  # of canaries to guess about: to 0.82
+_WORSE = 0.9  # than the best share; others beyond are worse still
 
 
 def passes(
@@ -110,10 +111,14 @@ def best_guesses(canaries: int, mu: float, error: float) -> int:
             continue
         # The threshold above which a share s/2 lies of ½·N(0, 1) + ½·N(μ, 1), and who lies there.
         upper = brentq(_share_above, -40.0, _LARGEST_MU + 40.0, args=(mu, 2.0 * half / m))
-        right = float(ndtr(mu - upper)) * m / 2.0
-        found = least_mu(m, 2 * half, math.floor(2.0 * right), error)
+        right = float(ndtr(mu - upper)) * m  # expected, and hardly ever whole
+        below = math.floor(right)
+        ends = [least_mu(m, 2 * half, min(c, 2 * half), error) for c in (below, below + 1)]
+        found = ends[0] + (right - below) * (ends[1] - ends[0])
         if found > most:
             best, most = 2 * half, found
+        elif found < _WORSE * most:
+            break
     return best
 
 

@@ -42,7 +42,7 @@ def measured(
 ) -> list[Measurement]:
     return [
         Measurement(
-            number + 1, 0, part, row, 2.0, 1.0, 1, np.zeros(1), None if drawn is None else drawn[k]
+            number + 1, 0, part, row, 1.0, 1, np.zeros(1), None if drawn is None else drawn[k]
         )
         for k, (number, part, row) in enumerate(
             zip(range(len(scores)), parts or [0] * len(scores), scores, strict=True)

@@ -32,7 +32,7 @@ def run(
         if not (twice and number % 2 == 0):
             probe = random.normal(size=64)
         scores = length * moves + noise * Z * random.normal(size=M)
-        yield Measurement(number, 0, 0, scores, Z, float(energy[number - 1]), D, noise * probe)
+        yield Measurement(number, 0, 0, scores, float(energy[number - 1]), D, noise * probe)
 
 
 def concluded(measured: Iterator[Measurement], charged: RoundEvent = EVENT) -> AuditResult:
