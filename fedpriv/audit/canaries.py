@@ -4,10 +4,11 @@ A canary that is there is drawn, clipped, added up and noised like a user. In ea
 along a unit vector of its own, which a key determines: ten times as far as clipping allows, in each
 vector group of the update. One that is not there is drawn too, and contributes zero.
 
-The directions of a group of d numbers are the rows of orthonormal matrices H·diag(±1), with fresh
-random signs for each d of them; H is the discrete cosine transform of d numbers. So of d canaries
-no two disturb each other, how far a release goes along each direction is found in d·log d steps
-without making any, and a direction is made when its canary is drawn, a few numbers at a time.
+The directions of a group of d numbers are the rows of orthonormal matrices H·diag(±1), with random
+signs of their own for each d of them. H is made of Hadamard matrices along its diagonal, of which
+each has a power of two of rows: that of each binary digit of d. So of d canaries no two disturb
+each other, how far a release goes along all directions is found without making any, and a direction
+is made in a few operations when its canary is drawn.
 
 Directions change from round to round, by random signs at least. What the users of a round have in
 common lies along some direction, which would hide a canary with a similar one if it were the same
@@ -16,20 +17,23 @@ along any canary.
 """
 
 import hmac
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
-from scipy import fft
+from scipy.linalg import hadamard
 
 from fedpriv.privacy.clipping import Clipping, Flags
 from fedpriv.privacy.gaussian_mechanism import METRIC_PREFIX, GaussianMechanism
 from fedpriv.privacy.layout import FloatVector, VectorGroup
 from fedpriv.privacy.noise import words
 
-Matrix = npt.NDArray[np.float64]
+Float32Vector = npt.NDArray[np.float32]
+Float32Matrix = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int64]
 
 _NUMBERS = 2**20  # of directions, at a time
@@ -41,46 +45,68 @@ class Directions:
     """Unit vectors of d numbers, one for each of m canaries: functions of a key.
 
     Guarantees: each has length 1, and those of canaries b·d, …, b·d + d − 1 are orthogonal for
-    every b, up to rounding.
+    every b, up to rounding. A direction is along one piece of the numbers, of half of them mostly.
     """
 
     key: bytes = field(repr=False)
     canaries: int  # m
     dimension: int  # d
 
-    def rows(self, canaries: Positions, span: slice = slice(None)) -> Matrix:
+    def rows(self, canaries: Positions, span: slice = slice(None)) -> Float32Matrix:
         """Numbers of a span of the directions of some canaries: [c, numbers of the span]."""
-        d, (block, row) = self.dimension, np.divmod(canaries, self.dimension)
-        # cos(π·(2j + 1)·k/(2d)), whose argument is reduced while it is a whole number.
-        turns = np.outer(row, 2 * np.arange(d)[span] + 1) % (4 * d)
-        rows = np.sqrt(2.0 / d) * np.cos(np.pi / (2 * d) * turns)
-        rows[row == 0] = np.sqrt(1.0 / d)
-        for place, number in enumerate(block.tolist()):
-            rows[place] *= self._signs(number, 1)[0, span]
-        return np.asarray(rows)
+        directions = np.zeros((len(canaries), self.dimension), np.float32)
+        for direction, canary in zip(directions, canaries.tolist(), strict=True):
+            block, row = divmod(canary, self.dimension)
+            (piece,) = (piece for piece in self._pieces if piece.start <= row < piece.stop)
+            left, right = _hadamard_factors(piece.stop - piece.start)
+            one, other = divmod(row - piece.start, len(right))
+            square = direction[piece].reshape(len(left), len(right))
+            np.multiply(left[one][:, np.newaxis], right[other], out=square)
+            direction[piece] *= self._signs(block, 1)[0, piece]
+        return directions[:, span]
 
     def along(self, vector: FloatVector) -> FloatVector:
         """How far a vector [d] goes along each direction: [m]."""
-        d, found = self.dimension, list[FloatVector]()
+        d, found = self.dimension, list[Float32Matrix]()
         blocks, at_once = -(-self.canaries // d), max(1, _NUMBERS // d)
         for first in range(0, blocks, at_once):
-            signed = self._signs(first, min(at_once, blocks - first)) * vector
-            along = fft.dct(signed, axis=1, norm="ortho", overwrite_x=True)
-            found.append(np.asarray(along, np.float64).ravel())
-        return np.concatenate(found)[: self.canaries]
+            signed = self._signs(first, min(at_once, blocks - first))
+            signed *= vector
+            for piece in self._pieces:
+                left, right = _hadamard_factors(piece.stop - piece.start)
+                square = signed[:, piece].reshape(-1, len(left), len(right))
+                signed[:, piece] = (left @ square @ right).reshape(len(signed), -1)
+            found.append(signed)
+        return np.concatenate(found).ravel()[: self.canaries].astype(np.float64)
 
-    def _signs(self, first: int, blocks: int) -> Matrix:
+    @cached_property
+    def _pieces(self) -> tuple[slice, ...]:
+        """Powers of two that add up to d, the largest first, as slices of its numbers."""
+        powers = (1 << each for each in reversed(range(self.dimension.bit_length())))
+        sizes = [power for power in powers if self.dimension & power]
+        ends = accumulate(sizes)
+        return tuple(slice(end - size, end) for size, end in zip(sizes, ends, strict=True))
+
+    def _signs(self, first: int, blocks: int) -> Float32Matrix:
         """Random signs of some blocks: [blocks, d]."""
         each = -(-self.dimension // 64)  # words of a block
-        return _signs(words(self.key, blocks * each, start=first * each)).reshape(blocks, -1)[
-            :, : self.dimension
-        ]
+        drawn = words(self.key, blocks * each, start=first * each)
+        return _signs(drawn).reshape(blocks, -1)[:, : self.dimension]
 
 
-def _signs(drawn: npt.NDArray[np.uint64]) -> FloatVector:
+@cache
+def _hadamard_factors(size: int) -> tuple[Float32Matrix, Float32Matrix]:
+    """Two symmetric orthonormal matrices: their Kronecker product is Hadamard's over √size."""
+    power = size.bit_length() - 1
+    sides = (1 << power // 2, 1 << power - power // 2)
+    left, right = ((hadamard(side) / math.sqrt(side)).astype(np.float32) for side in sides)
+    return left, right
+
+
+def _signs(drawn: npt.NDArray[np.uint64]) -> Float32Vector:
     """64 signs of each word."""
     bits = np.unpackbits(drawn.view(np.uint8))
-    return np.asarray(2.0 * bits - 1.0)
+    return np.multiply(bits, 2.0, dtype=np.float32) - np.float32(1.0)
 
 
 @dataclass(frozen=True)
@@ -99,7 +125,7 @@ class Canaries:
 
     def signs(self, round_number: int, attempt: int) -> FloatVector:
         """Which way along its direction each canary goes in a round: ±1 [m]."""
-        return self._coins(f"signs/{round_number}/{attempt}")
+        return self._coins(f"signs/{round_number}/{attempt}").astype(np.float64)
 
     def directions(
         self, group: VectorGroup, dimension: int, round_number: int, attempt: int
@@ -108,7 +134,7 @@ class Canaries:
         of = "" if self.steady else f"/{round_number}/{attempt}"
         return Directions(self._key(f"directions/{group.name}{of}"), self.count, dimension)
 
-    def _coins(self, purpose: str) -> FloatVector:
+    def _coins(self, purpose: str) -> Float32Vector:
         return _signs(words(self._key(purpose), -(-self.count // 64)))[: self.count]
 
     def _key(self, purpose: str) -> bytes:

@@ -92,5 +92,5 @@ class _Moves:
 
     def __getitem__(self, some: slice, /) -> torch.Tensor:
         moves = self.directions.rows(self.canaries[some], self.span)
-        moves *= self.lengths[some, np.newaxis]
-        return torch.from_numpy(moves).float().view(len(moves), *self.shape[1:])
+        moves *= self.lengths[some, np.newaxis].astype(np.float32)
+        return torch.from_numpy(moves).view(len(moves), *self.shape[1:])

@@ -19,10 +19,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.linalg import toeplitz
 from scipy.special import gammaln, logsumexp
 
-from fedpriv.audit.canaries import Matrix, Measurement
+from fedpriv.audit.canaries import Measurement
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import (
     NeighbouringRelation,
@@ -34,6 +35,7 @@ from fedpriv.ledger.events import (
 from fedpriv.privacy.layout import FloatVector
 
 _LEAST_LOG_CHANCE = -40.0  # of how many of a user's examples are drawn; others are left out
+Matrix = NDArray[np.float64]
 Signs = Callable[[int, int], FloatVector]
 """Round and attempt → ±1 [m], the way that each canary goes."""
 

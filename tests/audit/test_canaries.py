@@ -1,5 +1,6 @@
 """Canaries: who they are, what they add to a sum, and what a release says of them."""
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -58,10 +59,10 @@ def mechanism_of(clipping: Clipping = CLIPPING, z: float = 2.0) -> GaussianMecha
 def test_directions_are_unit_vectors_orthogonal_within_a_block(d: int, m: int, seed: int) -> None:
     directions = Directions(seed.to_bytes(32, "big"), m, d)
     rows = directions.rows(np.arange(m))
-    assert np.allclose(np.linalg.norm(rows, axis=1), 1.0, atol=1e-12)
+    assert np.allclose(np.linalg.norm(rows, axis=1), 1.0, atol=1e-5)
     for start in range(0, m, d):
         block = rows[start : start + d]
-        assert np.allclose(block @ block.T, np.eye(len(block)), atol=1e-12)
+        assert np.allclose(block @ block.T, np.eye(len(block)), atol=1e-5)
 
 
 @given(st.integers(1, 40), st.integers(1, 100), st.data())
@@ -72,20 +73,24 @@ def test_what_lies_along_directions_is_their_product(d: int, m: int, data: st.Da
         sum(a * b for a, b in zip(row, vector, strict=True))
         for row in directions.rows(np.arange(m)).tolist()
     ]
-    assert np.allclose(directions.along(vector), slow, atol=1e-10)
+    assert np.allclose(directions.along(vector), slow, atol=1e-4)
     low = data.draw(st.integers(0, d - 1))
     span = slice(low, data.draw(st.integers(low + 1, d)))
     some = np.array(data.draw(st.lists(st.integers(0, m - 1), min_size=1, max_size=5)))
     assert np.array_equal(directions.rows(some, span), directions.rows(some)[:, span])
 
 
-def test_directions_differ_by_key_and_look_random_to_others() -> None:
-    one, other = (Directions(bytes([k]) * 32, 300, 100).rows(np.arange(300)) for k in (1, 2))
-    between = (one * other).sum(1)
-    assert np.abs(between).max() < 0.6
+def test_directions_of_other_blocks_and_keys_look_random() -> None:
+    d, blocks = 128, 40
+    one, other = (
+        Directions(bytes([k]) * 32, d * blocks, d).rows(np.arange(d * blocks)) for k in (1, 2)
+    )
     # Of random unit vectors of d numbers, a product has the variance 1/d.
-    cross = one[:100] @ one[100:200].T
-    assert np.mean(cross**2) == pytest.approx(1 / 100, rel=0.05)
+    first = one[0]
+    for rows in (one[d:], other):
+        products = rows @ first
+        assert np.mean(products**2) == pytest.approx(1 / d, rel=0.2)
+        assert abs(np.mean(products)) < 4 / math.sqrt(d * len(rows))
 
 
 def test_a_fair_secret_coin_says_who_is_there_and_never_changes() -> None:

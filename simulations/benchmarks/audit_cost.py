@@ -1,0 +1,113 @@
+"""What an audit costs a run: processor time and memory with canaries, against the same without.
+
+    python -m simulations.benchmarks.audit_cost --json simulations/results/audit_cost.json
+
+By default an MLP of 999,010 parameters, cohorts of 1,000 of 100,000 users with one example each,
+and 10,000 canaries. Both runs are whole ones of `fedpriv.simulate`, each in one thread of a process
+of its own. Figures are the median of processor time over the rounds but the first, which tries
+shapes, and the largest memory that the process ever had.
+"""
+
+import argparse
+import json
+import resource
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+import fedpriv
+from fedpriv.models import build_model
+from simulations.benchmarks.machine import machine, versions
+
+INPUTS, HIDDEN, CLASSES = 100, 9000, 10
+
+
+def rounds_of(users: int, cohort: int, canaries: int, rounds: int) -> dict[str, object]:
+    """Processor seconds of the rounds of a run, and the peak of its memory in MiB."""
+    torch.set_num_threads(1)
+    random = np.random.default_rng(0)
+    x = random.standard_normal((users, INPUTS), dtype=np.float32)
+    y = random.integers(0, CLASSES, users)
+    people = fedpriv.Population.from_arrays(x, y, np.arange(users), held_out=(x[:10], y[:10]))
+    options = {"inputs": INPUTS, "hidden": HIDDEN, "classes": CLASSES}
+    task = fedpriv.Task(build_model("mlp", options, 0))
+    mechanism = fedpriv.Mechanism.poisson(q=cohort / users, clipping=fedpriv.Flat(0.1))
+    began, seconds = time.process_time(), list[float]()
+
+    def turn(_result: fedpriv.RoundResult) -> None:
+        nonlocal began
+        seconds.append(time.process_time() - began)
+        began = time.process_time()
+
+    with tempfile.TemporaryDirectory() as folder:
+        fedpriv.simulate(
+            people,
+            task,
+            mechanism.calibrate(epsilon=2.0, delta=1e-6, rounds=rounds),
+            local=fedpriv.SGD(0.1, epochs=1),
+            server=fedpriv.FedAvg(1.0),
+            audit=fedpriv.Audit(canaries) if canaries else None,
+            out=f"{folder}/run",
+            on_round=[turn],
+            evaluate_every=rounds,
+            quiet=True,
+        )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB on Linux
+    return {"processor seconds": seconds[1:], "peak MiB": peak}
+
+
+def main() -> None:
+    """Measure, print and keep the figures."""
+    parser = argparse.ArgumentParser(description="what an audit costs a run")
+    parser.add_argument("--users", type=int, default=100_000)
+    parser.add_argument("--cohort", type=int, default=1000)
+    parser.add_argument("--canaries", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--alone", action="store_true", help="run once, and print what it took")
+    given = parser.parse_args()
+    sizes = [given.users, given.cohort, given.canaries, given.rounds]
+    if given.alone:
+        print(json.dumps(rounds_of(*sizes)))
+        return
+    found = {}
+    for name, canaries in (("without", 0), ("with", given.canaries)):
+        sizes[2] = canaries
+        options = zip(
+            ("--users", "--cohort", "--canaries", "--rounds"), map(str, sizes), strict=True
+        )
+        command = [sys.executable, "-m", "simulations.benchmarks.audit_cost", "--alone"]
+        done = subprocess.run(
+            [*command, *(part for pair in options for part in pair)],
+            stdout=subprocess.PIPE,
+            check=True,
+        )
+        found[name] = json.loads(done.stdout)
+    times = {name: median(each["processor seconds"]) for name, each in found.items()}
+    more = found["with"]["peak MiB"] - found["without"]["peak MiB"]
+    share = times["with"] / times["without"] - 1.0
+    print(f"{share:.1%} more processor time a round, {more:.0f} MiB more memory")
+    if given.json:
+        kept = {
+            "command": shlex.join(
+                ["python", "-m", "simulations.benchmarks.audit_cost", *sys.argv[1:]]
+            ),
+            "machine": machine("cpu", 1),
+            "versions": versions(["fedpriv", "torch", "numpy"]),
+            "users, cohort, canaries, rounds": sizes,
+            "runs": found,
+            "more processor time": share,
+            "more MiB": more,
+        }
+        given.json.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
