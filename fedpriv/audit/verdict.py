@@ -126,8 +126,8 @@ def conclude(
     accountant: str,
 ) -> AuditResult:
     """Conclude from what was measured of the rounds of an event, and what was charged for them."""
-    off_events = merge_equal(charged)
-    claimed = accountant_named(accountant).epsilon(off_events, delta).epsilon if off_events else 0.0
+    events = merge_equal(charged)
+    claimed = accountant_named(accountant).epsilon(events, delta).epsilon if events else 0.0
     ratios, sums, included = np.zeros(canaries.count), np.zeros(canaries.count), canaries.included
     if measured:
         ratios = log_likelihood_ratios(event, measured, canaries.signs)
@@ -137,7 +137,7 @@ def conclude(
     level, fresh, refutations = noise_level(measured), noise_fresh(measured), []
     left = ERROR - 2.0 * _OF_NOISE
     if measured and refutes(
-        trade_off(off_events, accountant), canaries.count, judged.count, judged.correct, left
+        trade_off(events, accountant), canaries.count, judged.count, judged.correct, left
     ):
         refutations.append(
             f"{judged.correct} of {judged.count} guesses about canaries are right, more than the "
