@@ -291,7 +291,7 @@ def user_metrics(
         if one not in values:
             of = [group for group in groups if group.name == _group_of(one.name)]
             (norms,) = group_norms(updates, of).values()
-            values[one] = (norms[:, None] <= norms.new_tensor(one.options)).double()
+            values[one] = torch.stack([norms <= each for each in one.options], 1).double()
     return {m.tensor: (values[m] - m.centre).float() for m in metrics}
 
 
@@ -448,22 +448,23 @@ class SimulationOnlyDiagnostics:
 
 def diagnose_chunk(
     measuring: Measuring, examples: Examples, tensors: Updates, request: RoundRequest
-) -> npt.NDArray[np.float64]:
-    """A row of figures for each contributing user of a chunk, from what it sends before clipping.
+) -> Tensor:
+    """A row of figures for each user of a chunk, from what it sends before clipping: float64.
 
-    Columns: mean loss; per group whether it was clipped; norms of groups; norms of layers.
+    Columns: whether it contributes; mean loss; per group whether it was clipped; norms of groups;
+    norms of layers.
     """
     groups = _clipped_groups(request)
     norms = torch.stack([*group_norms(tensors, groups).values()], 1)
-    bounds = norms.new_tensor([group.clipping_norm * _ROUNDING for group in groups])
+    bounds = [group.clipping_norm * _ROUNDING for group in groups]
+    clipped = torch.stack([norm > bound for norm, bound in zip(norms.T, bounds, strict=True)], 1)
     by_layer = torch.stack([*group_norms(tensors, _layers_of(request)).values()], 1)
     loss = Metric("loss")
     without_bound = _Kind(_own_metric, _losses, weigh=torch.clone)
     losses = _measured(measuring, examples, {loss: without_bound})[loss][:, None]
-    rows = torch.cat([losses, (norms > bounds).double(), norms, by_layer], 1)
-    contributing = torch.isfinite(norms).all(1)
-    contributing[len(examples.users) :] = False
-    return rows[contributing].cpu().numpy()
+    contributing = torch.isfinite(norms).all(1, keepdim=True).double()
+    rows = torch.cat([contributing, losses, clipped.double(), norms, by_layer], 1)
+    return rows[: len(examples.users)]
 
 
 def diagnose_round(
@@ -472,7 +473,8 @@ def diagnose_round(
     """Diagnostics of a round from those of its chunks."""
     groups = [group.name for group in _clipped_groups(request)]
     by_layer = [layer.name for layer in _layers_of(request)]
-    rows = np.concatenate([np.empty((0, 1 + 2 * len(groups) + len(by_layer))), *chunks])
+    users = np.concatenate([np.empty((0, 2 + 2 * len(groups) + len(by_layer))), *chunks])
+    rows = users[users[:, 0] > 0.0, 1:]
     # Exact sums, whatever chunks users were in.
     known = [column[~np.isnan(column)] for column in rows.T]  # no loss where no target counts
     averages = [math.fsum(some) / len(some) if len(some) else math.nan for some in known]

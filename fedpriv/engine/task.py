@@ -248,9 +248,9 @@ class RoundParameters:
         personal: tuple[str, ...] = (),
     ) -> "RoundParameters":
         """Copy a request's tensors to a device; its statistics replace those of the constants."""
-        parameters = {n: torch.tensor(p, device=device) for n, p in request.parameters.items()}
-        statistics = {n: torch.tensor(s, device=device) for n, s in request.statistics.items()}
-        control = {n: torch.tensor(c, device=device) for n, c in request.control.items()}
+        parameters = {n: torch.tensor(p).to(device) for n, p in request.parameters.items()}
+        statistics = {n: torch.tensor(s).to(device) for n, s in request.statistics.items()}
+        control = {n: torch.tensor(c).to(device) for n, c in request.control.items()}
         parameters |= {name: constants[name] for name in personal}
         constants = {n: t for n, t in constants.items() if n not in personal}
         return cls(parameters, constants | statistics, control, personal)
@@ -608,7 +608,8 @@ def lowered(x: Tensor) -> Tensor:
 @contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """Compute as the numbers' types say, whatever the caller has set in this thread."""
-    flushed = bool(torch.full((), _SMALLEST) / 2 == 0)
+    # As the processor's flag says, which torch and NumPy share in a thread.
+    flushed = bool(np.float32(_SMALLEST) / np.float32(2.0) == 0.0)
     torch.set_flush_denormal(False)
     try:
         with (

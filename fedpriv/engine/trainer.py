@@ -270,7 +270,8 @@ class Trainer:
             tensors = self._sent(request, start, chunk, examples)
             if self.observed:
                 measuring = Measuring(self.evaluated, start, self.measured)
-                diagnostics = (diagnose_chunk(measuring, examples, tensors, request),)
+                found = diagnose_chunk(measuring, examples, tensors, request)
+                diagnostics = (found.cpu().numpy(),)
             weights = np.minimum(examples.plan.counts, request.clipping.weight_cap)
             total = integer_sum(tensors, request.clipping, weights).cpu().numpy()
             dropped = self._not_finite(request, chunk, tensors, total) if self.naming else None

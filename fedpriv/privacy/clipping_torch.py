@@ -68,17 +68,21 @@ def integer_sum(
 
 
 def clip_rows(rows: torch.Tensor, clipping: Clipping, weights: npt.NDArray[np.int64]) -> None:
-    """`Clipping.clip_rows` in torch: in place, waiting for a GPU only to learn when to stop."""
+    """`Clipping.clip_rows` in torch: in place, and without waiting for a device."""
     within: dict[str, torch.Tensor] = {}
     finite = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
     for group in clipping.sent:
         for tensor, scale in zip(group.tensors, group.scales, strict=True):
             if scale != 1.0:
                 rows[:, clipping.layout.slices[tensor]] /= scale
-        heavy = group.name in clipping.weighted
-        units = weights if heavy else np.full_like(weights, clipping.weight_cap)
+        bound, whole = group.squared_bound, clipping.weight_cap
+        limits: float | torch.Tensor = float(bound)
+        shares: float | torch.Tensor = 1.0
+        if group.name in clipping.weighted:
+            of_each = [float(m * m * bound // whole**2) for m in weights.tolist()]
+            limits, shares = (_beside(rows, each) for each in (of_each, weights / whole))
         pieces = [rows[:, span] for span in clipping.spans[group.name]]
-        within[group.name], sound = _clip_group(pieces, group, units, clipping.weight_cap)
+        within[group.name], sound = _clip_group(pieces, group, shares, limits)
         finite &= sound
     if clipping.indicator is not None:
         step = clipping.indicator.group.granularity
@@ -88,26 +92,39 @@ def clip_rows(rows: torch.Tensor, clipping: Clipping, weights: npt.NDArray[np.in
 
 
 def _clip_group(
-    pieces: Sequence[torch.Tensor], group: VectorGroup, units: npt.NDArray[np.int64], whole: int
+    pieces: Sequence[torch.Tensor],
+    group: VectorGroup,
+    shares: float | torch.Tensor,
+    limits: float | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`fedpriv.privacy.clipping.clip_rows`: which were within the norm, and which finite."""
-    step, bound = group.granularity, group.squared_bound
+    """`fedpriv.privacy.clipping.clip_rows`: which were within the norm, and which are sound.
+
+    Weights are shares of the whole, and limits those of squares: of each row, [c], or of all.
+    """
+    step = group.granularity
     norms = _squares(pieces).sqrt() / step
     finite = torch.isfinite(norms)
     norms = norms.masked_fill(~finite, 0.0)
     for piece in pieces:
         piece.masked_fill_(~finite[:, None], 0.0)
-    root = math.sqrt(bound)
+    root = math.sqrt(group.squared_bound)
     within = norms <= root
     coarse = (root / norms.clamp(min=root)).view(torch.int64) & COARSE
-    allowed = norms.new_tensor([float(m * m * bound // whole**2) for m in units.tolist()])
-    factors = (coarse.view(torch.float64) * norms.new_tensor(units / whole) / step)[:, None]
+    factors = (coarse.view(torch.float64) * shares / step)[:, None]
     for piece in pieces:
         piece.mul_(factors).trunc_()
-    while bool((over := _squares(pieces) > allowed).any()):
-        for piece in pieces:
-            piece[over] = (piece[over] * SHRINK).trunc()
-    return within & finite, finite
+    # Shrinking once is enough, as it outweighs all rounding of norms and factors. It is done
+    # without asking whether it is needed, and whoever were too long even so would count as zero.
+    shrunk = torch.where(_squares(pieces) > limits, SHRINK, 1.0)[:, None]
+    for piece in pieces:
+        piece.mul_(shrunk).trunc_()
+    return within & finite, finite & (_squares(pieces) <= limits)
+
+
+def _beside(rows: torch.Tensor, numbers: Sequence[float] | npt.NDArray[np.float64]) -> torch.Tensor:
+    """Numbers, one for each row, on the device of the rows, in float64: [c]."""
+    memory = torch.tensor(numbers, dtype=torch.float64, pin_memory=rows.device.type == "cuda")
+    return memory.to(rows.device, non_blocking=True)
 
 
 def rows_of(
