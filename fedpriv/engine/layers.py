@@ -30,7 +30,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -229,7 +229,7 @@ class Window:
 
     def positions(self, *size: int) -> tuple[int, int]:
         """How often the window fits into an image of a height and width: (rows, columns)."""
-        axes = zip(size, *astuple(self), strict=True)
+        axes = zip(size, self.kernel, *self.args, strict=True)
         rows, columns = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in axes)
         return rows, columns
 

@@ -143,10 +143,12 @@ def figure(*charts: Chart) -> alt.HConcatChart:
 
 def save(chart: Chart, folder: Path, formats: Iterable[str] = ("png", "svg")) -> list[Path]:
     """Write a chart in each format, "png" or "svg", always to the same bytes; return the files."""
-    drawn = figure(chart)
+    # Altair would check and draw it for each format; a PNG is a picture of the SVG.
+    svg = vl_convert.vegalite_to_svg(figure(chart).to_dict(validate=False))
     paths = [folder / f"{chart.name}.{suffix}" for suffix in formats]
     for path in paths:
-        drawn.save(path, scale_factor=2)
+        png = path.suffix == ".png"
+        path.write_bytes(vl_convert.svg_to_png(svg, scale=2) if png else svg.encode())
     return paths
 
 

@@ -214,7 +214,7 @@ class TrainingPlan:
     @cached_property
     def mechanism(self) -> GaussianMechanism:
         """The mechanism of the first round."""
-        return self.mechanism_at(self.clipping_norms)
+        return self._mechanism(self.clipping_norms)
 
     @property
     def event(self) -> RoundEvent:
@@ -223,6 +223,10 @@ class TrainingPlan:
 
     def mechanism_at(self, clipping_norms: tuple[float, ...]) -> GaussianMechanism:
         """The mechanism of a round with these clipping norms, at the plan's noise multiplier."""
+        first = clipping_norms == self.clipping_norms
+        return self.mechanism if first else self._mechanism(clipping_norms)
+
+    def _mechanism(self, clipping_norms: tuple[float, ...]) -> GaussianMechanism:
         pairs = zip(self.groups, clipping_norms, strict=True)
         groups = [replace(group, clipping_norm=norm) for group, norm in pairs]
         shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))

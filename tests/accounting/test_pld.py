@@ -16,6 +16,7 @@ from fedpriv.accounting import delta as delta_of
 from fedpriv.accounting import epsilon as epsilon_of
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
 from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
+from fedpriv.accounting.pld import queries
 from fedpriv.accounting.pld.dominating_pairs import PoissonPair, ReplacePair
 from fedpriv.errors import InvalidValueError
 
@@ -101,6 +102,16 @@ COMPOSITIONS: list[tuple[Rounds, float]] = [
     ({(1.0, 6.0): 40, (1e-6, 2.0): 100_000, (0.009, 0.6): 1}, 1e-6),
     ({(0.01 + i / 1000, 1.0 + i / 20): 10 + i for i in range(4)}, 1e-6),
 ]
+
+
+def test_an_answer_does_not_depend_on_what_was_asked_before() -> None:
+    series = [{(0.01, 0.5): count} for count in range(13, 19)]
+    answers = [epsilon_interval(rounds, 1e-6) for rounds in series]
+    for kept in (queries._planned, queries._at_least_as_bad, queries._at_most_as_bad):
+        assert kept.cache_info().hits > 0
+        kept.cache_clear()
+    alone = [epsilon_interval(rounds, 1e-6) for rounds in reversed(series)]
+    assert answers == alone[::-1]
 
 
 @pytest.mark.parametrize(("rounds", "delta"), COMPOSITIONS)

@@ -19,6 +19,7 @@ mostly Σq < 1, and for a few rounds with q < 1.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
@@ -64,6 +65,7 @@ _MARGIN = 7.0  # standard deviations from the tilted mean to the end of a wide w
 _GRID = 32  # plans have tilts c = e^{j/32}
 _LARGEST_PLACE = 24 * _GRID  # saddle points are looked for between e^−24 and e^24
 _FINE, _END = 4, 2  # periods that are powers of 2^{1/4}, and ends that are powers of √2
+_ENDS = 60  # of which the first that will do is looked for
 _FEW_TERMS = 32.0  # no better window is looked for where the sum has fewer terms
 _SIZES = (24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 3072)
 # Multiplications that a contour may cost; beyond, a convolution is faster.
@@ -237,16 +239,16 @@ def _plan(
     tilts = [c + 2.0 ** (k - round(math.log2(spread))) for k in range(-2, 5)]
     period, further = min((period_of(each), each) for each in tilts)
     scale = rounds.sum(moments.log_mgf) - c * epsilon - log_delta
-    end = math.floor(_END * math.log2(6.0 / spread))
-    for _ in range(60):  # until little of the integral is left
-        stop = 2.0 ** (end / _END)
-        fall = rounds.sum(_decay(*place, c, stop))
+    least = math.floor(_END * math.log2(6.0 / spread))
+
+    def leaves_little(end: int) -> bool:
+        """Whether little of the integral is left beyond this end, as is then true of later ones."""
+        stop = 2.0 ** ((least + end) / _END)
         needed = scale - math.log(math.pi * stop) + _CERTAINTY
-        if fall >= needed:
-            break
-        end += 1
-    else:
-        stop = math.inf
+        return rounds.sum(_decay(*place, c, stop)) >= needed
+
+    end = bisect_left(range(_ENDS), x=True, key=leaves_little)
+    stop = 2.0 ** ((least + end) / _END) if end < _ENDS else math.inf
     period = 2.0 ** (math.ceil(_FINE * math.log2(period)) / _FINE)
     return ContourPlan(log_tail, c, further, period, stop, epsilon, log_delta)
 

@@ -88,7 +88,7 @@ def compose_atoms(parts: Sequence[tuple[LossAtoms, int]], window: Window) -> Com
     first = math.floor((low - offset) / step)
     start = offset + step * first
     curves = _curves(np.roll(mass, -((first - origin) % size)), step, tilt)
-    moves = (float(w @ atoms.rounding) for (atoms, _), w in zip(parts, weights, strict=True))
+    moves = (float((w * a.rounding).sum()) for (a, _), w in zip(parts, weights, strict=True))
     moved = sum(count * move for count, move in zip(counts, moves, strict=True))
     reach = sum(count * abs(atoms.offset) for atoms, count in parts) + abs(start) + step * size
     slack, beyond = moved + 8 * _EPS * reach, math.exp(-window.depth)
@@ -205,7 +205,7 @@ def _log_of_sum(
 
 
 def _norm(x: Vector) -> float:
-    """Euclidean norm, without a product that may start threads."""
+    """Euclidean norm, without a product that may wake threads, which costs more."""
     return math.sqrt(float(np.square(x).sum()))
 
 

@@ -101,6 +101,8 @@ class LossPair(Protocol):
     def z(self) -> float:
         """noise_stddev per sensitivity."""
 
+    def __hash__(self) -> int: ...
+
     def at(self, q: float, z: float) -> "LossPair":
         """The same kind elsewhere: a larger q, if it has one, and a smaller z cost no less."""
 

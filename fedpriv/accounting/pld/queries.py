@@ -4,12 +4,17 @@ Any multiset of pairs is put on a lattice as losses that are at least, and at mo
 by a tilted fast Fourier transform, and read off with every error on the safe side. The worse of the
 two directions is reported. Tilt, lattice and window come from a quick cumulant of the loss, which
 need not be exact: a poor choice makes the interval wider, never wrong.
+
+A run prices the same pairs again and again, each time with more events. So the plan for an ε is
+that of numbers of events that are powers of two, and what a pair is on a lattice is kept. An answer
+is a function of pairs and δ, or ε, alone.
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +26,7 @@ from fedpriv.accounting.pld.fft import Composition, Window, compose_atoms
 from fedpriv.accounting.pld.lattice import (
     GaussianPair,
     Lattice,
+    LossAtoms,
     LossPair,
     Pairs,
     dominated,
@@ -47,6 +53,7 @@ _FILLED = 0.9  # share of the transform's points that the planned window takes
 _GROWTH = 0.03  # spacing of far lattice points relative to their distance from the centre
 _SHARES = (1.0, 0.5, 0.15)  # tilts to choose from, relative to that of the best Chernoff bound
 _FAINTEST = 31.0  # minus the log of how small one round's δ may be under the tilt
+_KEPT = 256  # plans, and losses on the lattices of plans
 
 
 def epsilon_interval(pairs: Pairs, delta: float) -> Ends:
@@ -61,7 +68,8 @@ def epsilon_interval(pairs: Pairs, delta: float) -> Ends:
     if z is not None:
         return gaussian.epsilon_interval(delta, z)
     width = _WIDTH, _LEAST_WIDTH
-    return _refined(pairs, delta, _aim_at_delta, (epsilon_below, epsilon_above), width)
+    ends_of = epsilon_below, epsilon_above
+    return _refined(pairs, delta, _aim_at_delta, ends_of, width, _power_of_two)
 
 
 def delta_interval(pairs: Pairs, epsilon: float) -> Ends:
@@ -73,7 +81,7 @@ def delta_interval(pairs: Pairs, epsilon: float) -> Ends:
     if z is not None:
         return gaussian.delta_interval(epsilon, z)
     width = _DELTA_WIDTH, 0.0
-    return _refined(pairs, epsilon, _aim_at_epsilon, (delta_below, delta_above), width)
+    return _refined(pairs, epsilon, _aim_at_epsilon, (delta_below, delta_above), width, int)
 
 
 def _closed_form(pairs: Pairs) -> float | None:
@@ -94,24 +102,24 @@ def _refined(
     aim_at: "Callable[[Pairs, float, Direction], _Aim]",
     ends_of: tuple[Callable[[Composition, float], float], Callable[[Composition, float], float]],
     width: tuple[float, float],
+    planned_for: Callable[[int], int],
 ) -> Ends:
     """The interval of all tries together, until it is at most width[0]·up + width[1] wide."""
     worst, best = _few(pairs)
+    rough = tuple((pair, planned_for(n)) for pair, n in worst.items())
     # For many pairs a fine lattice would cost much, and not help where they are grouped.
     tries, precision = (_TRIES, 1.0) if len(pairs) <= _REFINED else (1, 4.0)
     low, up = 0.0, math.inf
     for _ in range(tries):
         last, below, above = up - low, 0.0, 0.0
         for direction in Direction:
-            window, lattice = _resolved(worst, aim_at(worst, at, direction), direction, precision)
-            laws = [(pair.laws(lattice.tail)[0], n) for pair, n in best.items()]
-            least = [(dominated(law, lattice, direction), n) for law, n in laws if law is not None]
-            known = [(atoms, n) for atoms, n in least if atoms.mass.any()]
+            window, lattice = _planned(rough, at, aim_at, direction, precision)
+            least = [(_at_most_as_bad(pair, lattice, direction), n) for pair, n in best.items()]
+            known = [(atoms, n) for atoms, n in least if atoms is not None]
             if known:
                 below = max(below, ends_of[0](compose_atoms(known, window), at))
-            most = [(pair.laws(lattice.tail)[1], n) for pair, n in worst.items()]
-            parts = [(dominating(law, lattice, direction), n) for law, n in most]
-            composition = compose_atoms(parts, window)
+            most = [(_at_least_as_bad(pair, lattice, direction), n) for pair, n in worst.items()]
+            composition = compose_atoms(most, window)
             if any(pair.z < _least_noise(pair) for pair in pairs):
                 composition = replace(composition, infinite=1.0)
             above = max(above, ends_of[1](composition, at))
@@ -123,6 +131,36 @@ def _refined(
     if not low <= up:
         raise AssertionError(f"the ends contradict each other: {low} > {up}")
     return low, up
+
+
+def _power_of_two(n: int) -> int:
+    """The least that is not below n ≥ 1."""
+    return 1 << (n - 1).bit_length()
+
+
+@lru_cache(maxsize=_KEPT)
+def _planned(
+    pairs: tuple[tuple[LossPair, int], ...],
+    at: float,
+    aim_at: "Callable[[Pairs, float, Direction], _Aim]",
+    direction: Direction,
+    precision: float,
+) -> tuple[Window, Lattice]:
+    counts = dict(pairs)
+    return _resolved(counts, aim_at(counts, at, direction), direction, precision)
+
+
+@lru_cache(maxsize=_KEPT)
+def _at_least_as_bad(pair: LossPair, lattice: Lattice, direction: Direction) -> LossAtoms:
+    return dominating(pair.laws(lattice.tail)[1], lattice, direction)
+
+
+@lru_cache(maxsize=_KEPT)
+def _at_most_as_bad(pair: LossPair, lattice: Lattice, direction: Direction) -> LossAtoms | None:
+    """None where no loss is known."""
+    law, _ = pair.laws(lattice.tail)
+    atoms = None if law is None else dominated(law, lattice, direction)
+    return atoms if atoms is not None and atoms.mass.any() else None
 
 
 def _few(pairs: Pairs) -> tuple[Pairs, Pairs]:
