@@ -173,20 +173,18 @@ def report(
     out: Annotated[Path | None, _option("file to write", default="report.html in FOLDER")] = None,
     show: Annotated[bool, _option("open it in the browser", "--open")] = False,
     figures: Annotated[
-        Path | None, _option("draw a study as PNG and SVG into this folder; no page", metavar="DIR")
+        Path | None, _option("draw PNG and SVG into this folder; no page", metavar="DIR")
     ] = None,
 ) -> None:
     """Write one HTML page of a run or a study, which opens offline; ledgers are verified first."""
-    from fedpriv.report.studies import write_study_figures
-    from fedpriv.run.folder import write_report
-    from fedpriv.studies import read_study
+    from fedpriv.run.folder import write_figures, write_report
 
     if figures is None:
         typer.echo(write_report(folder, out, show=show))
         return
     if out or show:
         raise InvalidValueError("--figures writes no page; leave out --out and --open")
-    for file in write_study_figures(read_study(folder), figures):
+    for file in write_figures(folder, figures):
         typer.echo(file)
 
 

@@ -3,7 +3,6 @@
 import logging
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -28,19 +27,6 @@ torch.set_num_threads(1)
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None, derandomize=False, max_examples=1_000)
 settings.load_profile("same")
-
-
-@pytest.fixture
-def drawn() -> None:
-    """Runs of this test draw their figures."""
-
-
-@pytest.fixture(autouse=True)
-def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run draws no figures, which take longer than tiny runs do, unless `drawn` is asked for."""
-    module = sys.modules.get("fedpriv.run.run")
-    if module is not None and "drawn" not in request.fixturenames:
-        monkeypatch.setattr(module, "write_run_figures", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

@@ -44,14 +44,6 @@ def test_simulate_writes_the_run_folder(run_folder: Path) -> None:
         "metrics.jsonl",
         "checkpoints",
         "model.safetensors",
-        "accuracy.png",
-        "accuracy.svg",
-        "epsilon.png",
-        "epsilon.svg",
-        "loss.png",
-        "loss.svg",
-        "metric-contributors.png",
-        "metric-contributors.svg",
     }
     assert (run_folder / "ledger.participation.sqlite").stat().st_mode & 0o777 == 0o600
 

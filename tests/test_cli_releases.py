@@ -80,7 +80,6 @@ def test_plan_shows_every_group_and_spends_nothing(file: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-@pytest.mark.usefixtures("drawn")
 def test_a_run_releases_metrics_with_their_noise_at_one_epsilon(file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     printed("simulate", file, "--out", run)
@@ -94,7 +93,9 @@ def test_a_run_releases_metrics_with_their_noise_at_one_epsilon(file: Path, tmp_
     assert list(rows[0]["clipping_norms"].values()) == [0.4, 0.1]
     assert list(rows[1]["clipping_norms"].values()) != [0.4, 0.1]
     assert rows[-1]["epsilon"] <= 2.0
-    assert (run / "metric-accuracy.png").stat().st_size > 0
+    drawn = printed("report", run, "--figures", tmp_path / "figures").split()
+    assert str(tmp_path / "figures" / "metric-accuracy.png") in drawn
+    assert all(Path(file).stat().st_size > 0 for file in drawn)
     with Ledger.open(run / "ledger.sqlite") as ledger:
         events = [row.event for row in ledger.charges()]
     assert [[q.clipping_norm for q in e.queries[:2]] for e in events] == [

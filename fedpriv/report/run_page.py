@@ -1,4 +1,4 @@
-"""The page of one run, and the figures in its folder."""
+"""The page of one run, and its figures as files."""
 
 import itertools
 import math
@@ -12,6 +12,7 @@ import numpy as np
 from fedpriv import __version__
 from fedpriv.accounting.accountants import PrivacyLoss, accountant_named, format_epsilon
 from fedpriv.audit import AuditResult
+from fedpriv.errors import DataError, writing
 from fedpriv.ledger.events import merge_equal
 from fedpriv.ledger.ledger import paid_events
 from fedpriv.report.charts import Chart, Series, declared, save, texts
@@ -58,20 +59,24 @@ def page_of_run(record: RunRecord) -> Page:
     return Page(record.name, f"A run on {record.ledger.population}, by fedpriv", sections, FOOTER)
 
 
-def write_run_figures(
-    rounds: Sequence[RoundResult], name: str, delta: float, budget: float, folder: Path
-) -> None:
-    """Write accuracy, loss, ε and private metrics by round as PNG and SVG into a run's folder."""
-    charts = round_charts(rounds)
+def write_run_figures(record: RunRecord, folder: Path) -> list[Path]:
+    """Write accuracy, loss, ε and private metrics by round as PNG and SVG; return the files."""
+    rounds, charts = record.rounds, round_charts(record.rounds)
     if rounds and all(math.isfinite(each.epsilon) for each in rounds):
         series = [Series("spent", _numbers(rounds), [each.epsilon for each in rounds])]
-        if math.isfinite(budget):
-            ends, both = [rounds[0].round, rounds[-1].round], [budget, budget]
+        if record.budget is not None and math.isfinite(record.budget):
+            ends, both = [rounds[0].round, rounds[-1].round], [record.budget] * 2
             series.append(Series("budget", ends, both, dashed=True, marked=False, colour=7))
-        words = {"delta": delta, "unit": rounds[0].unit}
+        words = {"delta": record.delta, "unit": rounds[0].unit}
         charts.append(declared("spent", series, words, "epsilon"))
-    for chart in charts:
-        save(replace(chart, title=f"{name}: {chart.title}"), folder)
+    if not charts:
+        raise DataError(
+            f"the run in {record.folder} has released no round; there is nothing to draw"
+        )
+    titled = [replace(chart, title=f"{record.name}: {chart.title}") for chart in charts]
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        return [file for chart in titled for file in save(chart, folder)]
 
 
 def software_section() -> Section:

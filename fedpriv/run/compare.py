@@ -32,7 +32,7 @@ from fedpriv.mechanism import Mechanism
 from fedpriv.personalisation import Personalisation
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.report.studies import print_study, results_json
-from fedpriv.run.folder import RunFolder, held, write_report
+from fedpriv.run.folder import RunFolder, held, write_figures, write_report
 from fedpriv.run.run import Run, RunSetup, displayed, run_rounds
 from fedpriv.run.simulate import ObservedTransport
 from fedpriv.studies import Arm, ArmSummary, Cell, ReadStudy, RunResult, Study, Target, read_study
@@ -94,6 +94,10 @@ class Comparison:
     def report(self, out: Path | str | None = None) -> Path:
         """Verify all ledgers, and write one HTML page, by default report.html in the folder."""
         return write_report(self.folder, Path(out) if out else None)
+
+    def draw(self, out: Path | str | None = None) -> list[Path]:
+        """Write PNG and SVG figures, by default into `figures` in the folder; return the files."""
+        return write_figures(self.folder, Path(out) if out else self.folder / "figures")
 
 
 def compare(

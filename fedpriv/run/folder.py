@@ -21,7 +21,8 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord, beside
 from fedpriv.report.page import Page, render, write_page
 from fedpriv.report.records import RunRecord, SimulationOnlyRound, SiteTable, Verification
-from fedpriv.report.run_page import page_of_run
+from fedpriv.report.run_page import page_of_run, write_run_figures
+from fedpriv.report.studies import write_study_figures
 from fedpriv.report.study_page import page_of_study
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
@@ -242,14 +243,25 @@ def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -
     return path
 
 
+def write_figures(folder: Path, out: Path) -> list[Path]:
+    """Draw a run or a study as PNG and SVG into another folder, and return the files."""
+    if (folder / STUDY).exists():
+        return write_study_figures(read_study(folder), out)
+    return write_run_figures(_run_in(folder), out)
+
+
+def _run_in(folder: Path) -> RunRecord:
+    plan = RunFolder(folder).plan
+    if plan.exists():
+        return read_run(folder)
+    raise InvalidValueError(
+        f"{folder} holds no run and no study; {plan.name} and {STUDY} are absent"
+    )
+
+
 def _page(folder: Path) -> Page:
     if not (folder / STUDY).exists():
-        plan = RunFolder(folder).plan
-        if not plan.exists():
-            raise InvalidValueError(
-                f"{folder} holds no run and no study; {plan.name} and {STUDY} are absent"
-            )
-        return page_of_run(read_run(folder))
+        return page_of_run(_run_in(folder))
     read = read_study(folder)
     if holds_results_alone(folder):
         raise InvalidValueError(

@@ -49,10 +49,9 @@ from fedpriv.local import ALGORITHMS
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PrivacyRecords, Transport, with_room
 from fedpriv.report.records import versions
-from fedpriv.report.run_page import write_run_figures
 from fedpriv.report.tables import Column, Table, plural, print_table
 from fedpriv.run.auditor import Auditor
-from fedpriv.run.folder import RunFolder, held, read_run, write_report
+from fedpriv.run.folder import RunFolder, held, read_run, write_figures, write_report
 from fedpriv.trackers import Followers, StartedRun
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
@@ -277,6 +276,10 @@ class Run:
         """Verify the ledger, and write one HTML page, by default report.html in the folder."""
         return write_report(self.folder, Path(out) if out else None)
 
+    def draw(self, out: Path | str | None = None) -> list[Path]:
+        """Write PNG and SVG figures, by default into `figures` in the folder; return the files."""
+        return write_figures(self.folder, Path(out) if out else self.folder / "figures")
+
 
 Hosted = Callable[[Experiment, PrivacyRecords], Transport]
 """Makes the transport to the users of an experiment, once its records are open."""
@@ -465,8 +468,6 @@ def carry_out(
     _warn(experiment, console)
     run = run_rounds(setup, experiment, hosted, shown, clock)
     _print_result(setup, experiment, run, console)
-    budget = experiment.budget
-    write_run_figures(run.rounds, experiment.plan.run, budget.delta, budget.epsilon, run.folder)
     return run
 
 

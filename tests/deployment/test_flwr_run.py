@@ -18,7 +18,6 @@ from tests.deployment.superlink import ROOT, SCRIPTS, free_port
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("drawn")
 def test_flwr_run_leaves_what_one_process_leaves(tmp_path: Path) -> None:
     here, there = RunFolder(tmp_path / "here"), RunFolder(tmp_path / "there")
     in_process(here.path)

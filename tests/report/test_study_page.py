@@ -134,7 +134,7 @@ def test_figures_that_cannot_be_drawn_are_refused(
     study_folder: Path, run_folder: Path, tmp_path: Path
 ) -> None:
     figures = ("--figures", tmp_path / "figures")
-    assert "holds no study" in refused("report", run_folder, *figures)
+    assert "holds no run and no study" in refused("report", tmp_path, *figures)
     assert "leave out --out and --open" in refused("report", study_folder, *figures, "--open")
     shutil.copy(study_folder / "study.toml", tmp_path)
     assert "no run of the study" in refused("report", tmp_path, *figures)
