@@ -145,7 +145,7 @@ def _fits(row: ChargedRow, part: TakenPart) -> bool:
 def _kind(event: RoundEvent) -> tuple[object, ...]:
     """All that decides what an event costs, but q and z."""
     of = event.sampling
-    drawn = of.policy, of.relation, of.population, of.schedule, of.unit
+    drawn = of.policy, of.relation, of.population, of.schedule, of.unit, of.examples_per_user
     return *drawn, event.strategy, event.selection
 
 
