@@ -7,7 +7,7 @@ on every machine.
 
 import hmac
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, repeat
 from operator import mul
@@ -22,6 +22,7 @@ from fedpriv.ledger.events import (
     SamplingPolicy,
     Schedule,
     Unit,
+    is_whole,
 )
 from fedpriv.privacy.noise import keystream, words
 
@@ -157,9 +158,10 @@ class ExampleSampling(Sampling):
     def __post_init__(self) -> None:
         self.event()
         total = self.total_examples
-        if total is not None and not 0.0 < total <= self.places:
+        number = isinstance(total, int | float)
+        if total is not None and not (number and 0.0 < total <= self.places):
             raise InvalidValueError(
-                f"total_examples is {total}; it must be above 0 and at most {self.places}, the "
+                f"total_examples is {total!r}; it must be above 0 and at most {self.places}, the "
                 f"{self.population} users times {self.examples_per_user} examples_per_user"
             )
 
@@ -200,9 +202,9 @@ class FixedSizeSampling(Sampling):
 
     def __post_init__(self) -> None:
         size, most = self.cohort_size, self.population
-        if not (isinstance(size, int) and 1 <= size <= most):
+        if not is_whole(size, most):
             legal = f"a whole number from 1 to the population of {most}"
-            raise InvalidValueError(f"cohort_size is {size}; it must be {legal}")
+            raise InvalidValueError(f"cohort_size is {size!r}; it must be {legal}")
         self.event()
 
     def event(self) -> SamplingEvent:
@@ -311,13 +313,12 @@ class SeparatedSampling(Sampling):
     unit: Unit = Unit.USER
 
     def __post_init__(self) -> None:
-        _check_groups(self.separation, self.population)
         self.event()
+        _check_groups(self.separation, self.population)
 
     def event(self) -> SamplingEvent:
         """Return the event of a series."""
-        n, b = self.series_rounds, self.separation
-        policy, schedule = SamplingPolicy.SEPARATED, Schedule(n, -(-n // max(1, b)), b)
+        policy, schedule = SamplingPolicy.SEPARATED, _turns(self.series_rounds, self.separation)
         return SamplingEvent(policy, 1.0, self.population, self.relation, schedule, self.unit)
 
     def draw(self, key: bytes) -> tuple[Users, ...]:
@@ -342,18 +343,17 @@ class BandedPoissonSampling(Sampling):
     unit: Unit = Unit.USER
 
     def __post_init__(self) -> None:
-        _check_groups(self.separation, self.population)
         self.event()
+        _check_groups(self.separation, self.population)
 
     def event(self) -> SamplingEvent:
         """Return the event of a series."""
-        n, b = self.series_rounds, self.separation
         return SamplingEvent(
             SamplingPolicy.BANDED_POISSON,
             self.sampling_probability,
             self.population,
             self.relation,
-            Schedule(n, -(-n // max(1, b)), b),
+            _turns(self.series_rounds, self.separation),
             self.unit,
         )
 
@@ -367,6 +367,12 @@ class BandedPoissonSampling(Sampling):
             (joined,) = PoissonSampling(group.size, self.sampling_probability).draw(coins)
             cohorts.append(group[joined])
         return tuple(cohorts)
+
+
+def _turns(rounds: int, groups: int) -> Schedule:
+    """The schedule of users who take turns in so many groups."""
+    legal = Schedule(rounds, separation=groups)  # what is none is refused before it divides
+    return replace(legal, participations=-(-rounds // groups))
 
 
 def _check_groups(groups: int, users: int) -> None:
