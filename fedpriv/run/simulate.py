@@ -327,6 +327,11 @@ def suggest_norms(
         )
     experiment, transport = simulated(config, f"{config.name}-suggest-{os.urandom(4).hex()}")
     plan = replace(experiment.plan, rounds=rounds)
+    if rounds % (at_once := plan.sampling.rounds):
+        raise InvalidValueError(
+            f"--rounds is {rounds} and {plan.sampling.event().policy} sampling charges {at_once} "
+            "rounds at once; it must be a multiple of that, or sampling.policy another"
+        )
     console = Console(markup=False, emoji=False)
     record = beside(charged)
     known: tuple[NormQuantile, ...] = ()
