@@ -311,6 +311,16 @@ class TestPolicies:
                 epsilon=1.0, delta=1e-3, rounds=3
             )
 
+    def test_noise_for_other_users_is_refused(self, tmp_path: Path) -> None:
+        """It is not raised to what these users need, step by step."""
+        mechanism = Mechanism(fedpriv.FixedSize(12), fedpriv.Flat(1.0))
+        mechanism = mechanism.calibrate(epsilon=2.0, delta=1e-2, rounds=3, users=100 * N)
+        people = load_population("digits", {"users": N})
+        task = fedpriv.Task(build_model("softmax", {"inputs": 64, "classes": 10}, 0))
+        with pytest.raises(InvalidValueError, match="at which all rounds with N = 30 cost ε = "):
+            fedpriv.simulate(people, task, mechanism, out=tmp_path / "run", quiet=True)
+        assert not (tmp_path / "run").exists()
+
     def test_the_last_pass_is_calibrated_whole(self) -> None:
         mechanism = Mechanism(fedpriv.RandomAllocation(4), fedpriv.Flat(1.0))
         noise = [
