@@ -69,17 +69,17 @@ class SeriesDraws:
         """Noise of a round by vector group, in steps; None where it is independent.
 
         Each round is asked for once, and rounds in their order. `paid` is the position of the
-        charge of the series, which no other series of the ledger has: two that began at once with
-        one seed have other noise.
+        charge of the series, by which keys are named, but of a ledger's first charge: two series
+        that began at once with one seed have other noise.
         """
         if not self._noises:
             return None
         if part < self._drawn:
             raise LedgerError(f"the noise of round {part} of the series was drawn before")
-        drawn = dict[str, IntegerVector]()
+        drawn, stream = dict[str, IntegerVector](), "noise" if paid == 1 else f"noise-{paid}"
         while self._drawn <= part:
             for group, noise in self._noises.items():
-                key = self.entropy.key(f"noise/{paid}/{self._drawn}/{group}")
+                key = self.entropy.key(f"{stream}/{self._drawn}/{group}")
                 self._states[group], drawn[group] = noise.step(self._states[group], key)
             self._drawn += 1
         return drawn
