@@ -29,6 +29,7 @@ from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.sampling import ExampleSampling, PoissonSampling
 from fedpriv.run.run import Run, RunSetup
+from fedpriv.server.flower_runs import GridSimulation
 from tests.commandline import printed, refused
 from tests.run.test_units import (
     NORM,
@@ -303,6 +304,20 @@ def test_nodes_have_whole_users_alone(tmp_path: Path) -> None:
         InvalidValueError, match="is 'poisson-examples'; on nodes it must be 'poisson'"
     ):
         setup.on_nodes(setup.config.federation, "people", 2)
+
+
+def test_nodes_and_workers_have_whole_users_whatever_the_policy_is_called(tmp_path: Path) -> None:
+    policy = "fedpriv.mechanism:PoissonExamples"
+    change = [f"sampling={{policy='{policy}',options={{examples_per_user=4}}}}"]
+    file = SIMULATIONS / "federation.toml"
+    setup = RunSetup.of(file, change, tmp_path / "run", resume=False)
+    assert setup.config.federation is not None
+    with pytest.raises(InvalidValueError, match=f"'{policy}' draws examples of users; on nodes it"):
+        setup.on_nodes(setup.config.federation, "people", 30)
+    setup = RunSetup.of(SIMULATIONS / "digits.toml", change, tmp_path / "run", resume=False)
+    with pytest.raises(InvalidValueError, match=f"'{policy}' draws examples of users; on workers"):
+        GridSimulation.of(setup, 2)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_python_refuses_what_a_file_does(tmp_path: Path) -> None:
