@@ -288,7 +288,8 @@ def _about_strategy(plan: TrainingPlan) -> str:
         f"Noise is correlated over {plan.sampling.rounds} rounds: in the models it is "
         f"{found.mean:.2f} times (root mean square) and {found.largest:.2f} times (last round) as "
         "large as independent noise under this sampling at the same ε. It is up to "
-        f"{plan.mechanism.noise_growth:.2f} × σ in one round. The server keeps {kept} vectors of "
+        f"{plan.mechanism.noise_growth:.2f} × σ in one round. The server keeps {kept} "
+        f"{'vector' if kept == 1 else 'vectors'} of "
         f"{plan.mechanism.clipping.layout.dimension:,} numbers for it."
     )
 
