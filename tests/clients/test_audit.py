@@ -499,6 +499,16 @@ class TestSeries:
         with pytest.raises(AuditError, match="as part 1 of its event; neither it nor one after"):
             both.confirmed(passes.next_offer(3))
 
+    def test_an_attempt_after_an_abandoned_part_may_be_paid_anew(self, both):
+        """As by a server whose files were restored, which forgets the series that was under way."""
+        passes = Passes(both)
+        passes.played(1)
+        both.journal.record("people", passes.next_offer(2), NOW)
+        both.confirmed(offer("r", 2, 1, PASS))
+        charge(both.ledger, "r", 2, 1, PASS)
+        passes.played(3)
+        both.confirmed(passes.next_offer(4))
+
     def test_offers_of_one_attempt_may_each_be_what_is_charged(self, both):
         both.take_part("r", 1, 0, EVENT)
         both.take_part("r", 1, 0, PASS)
