@@ -407,7 +407,8 @@ def contributors_text(results: Iterable[RoundResult], sampling: SamplingEvent) -
 
     It is the mean over these rounds, and the size of a cohort that is expected.
     What follows ± is one standard deviation of noise and coins together, so that the figure can be
-    held against the expected one; if it is as large, only more rounds will tell.
+    held against the expected one; if it is as large, only more rounds will tell. Over a series it
+    is more than one, as noise that is correlated cancels, and so does who was in other rounds.
     """
     name, expected = CONTRIBUTORS_METRIC, sampling.expected_cohort_size
     found = [each for each in results if name in each.scalar_metrics]
