@@ -123,9 +123,12 @@ def misfit(welcome: Welcome, offer: Terms) -> str | None:
     if offer.price.population != welcome.population:
         offered = f"the offer is of a population of {offer.price.population}"
         return f"{offered}; the node was welcomed to one of {welcome.population}"
-    unit = offer.price.event.sampling.unit
-    if unit is not Unit.USER:
-        return f"the offer protects each {unit}; a node takes part where each user is protected"
+    drawn = offer.price.event.sampling
+    if drawn.unit is not Unit.USER:
+        protected = f"the offer protects each {drawn.unit}"
+        return f"{protected}; a node takes part where each user is protected"
+    if drawn.examples_per_user is not None:
+        return "the offer draws examples of users; a node takes part where whole users are drawn"
     if isinstance(offer, RoundOffer) and not np.all(np.isin(offer.users, welcome.users)):
         return "the offer is to users that the node was not welcomed with"
     if offer.local.max_examples is None:

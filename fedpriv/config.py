@@ -317,6 +317,11 @@ class SamplingSection(Section):
 
     def build(self, probability: float | None) -> SamplingPolicy:
         """The policy, with q where it takes one."""
+        if "probability" in self.options:
+            raise InvalidValueError(
+                f"sampling.options has probability {self.options['probability']!r}; it must be "
+                "given as privacy.sampling_probability"
+            )
         if probability is None and _has_probability(self.policy):
             raise InvalidValueError("key privacy.sampling_probability is absent")
         given = {} if probability is None else {"probability": probability}

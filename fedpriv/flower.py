@@ -85,7 +85,7 @@ class PrivateStrategy(Strategy):
       were drawn; what is late, absent, in error, malformed or not finite counts as zero;
     * the average is over the expected number of users, which is fixed.
 
-    Where the policy charges a pass of several rounds at once, each start begins a new pass.
+    Where the policy charges a pass or a series of rounds at once, each start begins a new one.
 
     A node's id must stay the same for as long as the run lasts: with SuperNode authentication it
     does, in a simulation too; without, a node that connects again is unknown and counts as zero.
@@ -166,6 +166,7 @@ class PrivateStrategy(Strategy):
     def _plan(self, model: "TrainedModel", rounds: int) -> TrainingPlan:
         mechanism, layout = self.mechanism, Layout.of(model.trained)
         grouping = mechanism.clipping.grouping(layout, mechanism.allocation)
+        sampling = mechanism.sampling.of(sum(self.nodes.values()), mechanism.unit)
         plan = TrainingPlan(
             run=f"{self.name}-{os.urandom(4).hex()}",
             population=self.population,
@@ -174,11 +175,12 @@ class PrivateStrategy(Strategy):
             groups=grouping.groups,
             noise_shares=grouping.shares,
             noise_multiplier=mechanism.noise_multiplier or 0.0,
-            sampling=mechanism.sampling.of(sum(self.nodes.values()), mechanism.unit),
+            sampling=sampling,
             local=_OWN_TRAINING,
             optimizer=self.server,
             adaptive=mechanism.adaptive,
             contributors_share=mechanism.contributors_share,
+            strategy=mechanism.noise.strategy(sampling.event()),
         )
         return plan.within(mechanism.budget) if mechanism.rounds == rounds else plan
 

@@ -232,10 +232,10 @@ class BandedNoise(NoisePolicy):
 
     def strategy(self, sampling: SamplingEvent) -> BandedStrategy:
         """The best, or the given one."""
-        if self.coefficients:
-            return BandedStrategy(tuple(map(float, self.coefficients)))
+        if coefficients := _numbers("coefficients", self.coefficients):
+            return BandedStrategy(coefficients)
         schedule = _series(sampling)
-        bands = self.bands or schedule.separation
+        bands = schedule.separation if self.bands is None else self.bands
         if sampling.policy is Policy.BANDED_POISSON:  # columns of a user's rounds do not meet
             schedule = Schedule(schedule.rounds)
         objective, workload = _objective(self.objective), Workload(self.momentum)
@@ -258,8 +258,9 @@ class BufferedNoise(NoisePolicy):
 
     def strategy(self, sampling: SamplingEvent) -> BufferedStrategy:
         """The best, or the given one."""
-        if self.decays or self.weights:
-            return BufferedStrategy(tuple(map(float, self.decays)), tuple(map(float, self.weights)))
+        decays, weights = _numbers("decays", self.decays), _numbers("weights", self.weights)
+        if decays or weights:
+            return BufferedStrategy(decays, weights)
         objective, workload = _objective(self.objective), Workload(self.momentum)
         found = optimal_buffers(_series(sampling), self.buffers, objective, workload)
         return BufferedStrategy(*found)
@@ -291,9 +292,16 @@ def _series(sampling: SamplingEvent) -> Schedule:
     return sampling.schedule
 
 
+def _numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:
+    found = tuple(values) if isinstance(values, Sequence) else (None,)
+    if not all(isinstance(value, int | float) for value in found):
+        raise InvalidValueError(f"{name} of the noise is {values!r}; it must be a list of numbers")
+    return tuple(map(float, found))
+
+
 def _objective(name: str) -> Objective:
     if name not in [*Objective]:
-        raise InvalidValueError(f"objective is {name!r}; {known_names(name, [*Objective])}")
+        raise InvalidValueError(f"objective is {name!r}; {known_names(str(name), [*Objective])}")
     return Objective(name)
 
 

@@ -29,7 +29,14 @@ from fedpriv.errors import BudgetExceededError, InvalidValueError, LedgerError, 
 from fedpriv.flower import NodesTransport, PrivateStrategy, TrainedModel, clipping_mod, connected
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
-from fedpriv.mechanism import FixedSize, Mechanism, Poisson, RandomAllocation
+from fedpriv.mechanism import (
+    BandedNoise,
+    FixedSize,
+    Mechanism,
+    Poisson,
+    RandomAllocation,
+    Separated,
+)
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS
 from fedpriv.privacy.layout import Layout, flat, squared_bound
@@ -260,6 +267,37 @@ def test_of_a_pass_every_node_is_asked_once_and_the_pass_is_charged_once(tmp_pat
     costs = [epsilon([replace(spent[0], count=n)], DELTA).epsilon for n in (1, 1, 1, 2)]
     figures = result.train_metrics_clientapp
     assert [figures[number]["privacy/epsilon"] for number in (1, 2, 3, 4)] == costs
+
+
+def test_noise_is_correlated_as_the_mechanism_says(tmp_path: Path) -> None:
+    noise = BandedNoise(coefficients=(1.0, 0.5))
+    mechanism = Mechanism(
+        Separated(4, 2), fedpriv.Flat(NORM), 1.0, epsilon=500.0, delta=DELTA, noise=noise
+    )
+    with grid_of(dict.fromkeys(range(NODES), USUAL)) as grid:
+        run(tmp_path, grid, mechanism, rounds=4)
+        asked = [
+            (m.content["config"]["server-round"] % 2, m.metadata.dst_node_id) for m in grid.sent
+        ]
+    assert Counter(asked) == dict.fromkeys(set(asked), 2)
+    assert sorted(node for _, node in set(asked)) == sorted(ids())
+    with Ledger.open(tmp_path / "l.sqlite") as ledger:
+        (event,) = ledger.spent()
+    assert event.strategy == (1.0, 0.5)
+
+
+def test_noise_that_the_policy_has_no_analysis_of_is_refused(tmp_path: Path) -> None:
+    noise = BandedNoise(coefficients=(1.0, 0.5))
+    mechanism = Mechanism(
+        Poisson(0.5), fedpriv.Flat(NORM), 1.0, epsilon=500.0, delta=DELTA, noise=noise
+    )
+    sentence = "noise is correlated and sampling is poisson, of which there is no analysis"
+    with (
+        grid_of(dict.fromkeys(range(NODES), USUAL)) as grid,
+        pytest.raises(InvalidValueError, match=sentence),
+    ):
+        run(tmp_path, grid, mechanism)
+    assert not (tmp_path / "l.sqlite").exists()
 
 
 def test_cohorts_of_a_fixed_size_have_it(tmp_path: Path) -> None:

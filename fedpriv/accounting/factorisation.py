@@ -25,7 +25,7 @@ from scipy import fft
 from scipy.optimize import isotonic_regression, minimize, nnls
 
 from fedpriv.accounting.round_counts import Vector, decreasing, strategy_sensitivity
-from fedpriv.ledger.events import Schedule, require
+from fedpriv.ledger.events import Schedule, is_whole, require
 
 GRID = 2.0**-20
 """Bands are multiples of this, for noise in whole numbers."""
@@ -56,7 +56,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         beta, gamma = self.momentum, self.decay
-        require(0.0 <= beta < 1.0, f"momentum is {beta}; it must be in [0, 1)")
+        number = isinstance(beta, int | float)
+        require(number and 0.0 <= beta < 1.0, f"momentum is {beta!r}; it must be in [0, 1)")
         require(0.0 < gamma <= 1.0, f"decay is {gamma}; it must be in (0, 1]")
 
 
@@ -144,7 +145,8 @@ def optimal_bands(
     n = schedule.rounds
     apart = n if _fitting(schedule) == 1 else schedule.separation
     p = apart if bands is None else bands
-    require(1 <= p <= n, f"bands is {p}; it must be from 1 to the {n} rounds of the schedule")
+    legal = f"it must be a whole number from 1 to the {n} rounds of the schedule"
+    require(is_whole(p, n), f"bands is {p!r}; {legal}")
     loss = _loss_of(schedule, objective, workload)
     # Where a user's columns do not meet, the sensitivity is right for all signs.
     _, free = _minimised(_in_units(loss, _UNIT), _square_root(min(p, apart)) / _UNIT)
@@ -176,7 +178,8 @@ def optimal_buffers(
     0.202
     """
     n, k, b = schedule.rounds, _fitting(schedule), schedule.separation
-    require(1 <= buffers <= 8, f"buffers is {buffers}; it must be from 1 to 8")
+    legal = "it must be a whole number from 1 to 8"
+    require(is_whole(buffers, 8), f"buffers is {buffers!r}; {legal}")
     loss = _loss_of(schedule, objective, workload)
     if n == 1:
         return Buffers((0.0,), (0.0,))

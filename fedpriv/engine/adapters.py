@@ -106,6 +106,8 @@ def with_adapters(
         for name, layer in model.named_modules()
         if type(layer) is nn.Linear or (type(layer) is nn.Embedding and layer.max_norm is None)
     }
+    if not known:
+        raise ModelError("the model has no linear layer or embedding to adapt")
     memo: dict[int, object] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -113,7 +115,7 @@ def with_adapters(
             base = copy.deepcopy(known[name], memo)
             memo[id(known[name])] = Adapted(base, rank, alpha)
     if not memo:
-        raise ModelError("the model has no linear layer or embedding to adapt")
+        raise ModelError(f"layers of adapters is empty; it must name some of {[*known]}")
     found = copy.deepcopy(model, memo)
     for name, parameter in found.named_parameters():
         parameter.requires_grad_(".lora_" in f".{name}")

@@ -23,6 +23,11 @@ def require(holds: bool, sentence: str) -> None:  # noqa: FBT001
         raise InvalidValueError(sentence)
 
 
+def is_whole(value: object, most: float = math.inf) -> bool:
+    """Whether a value is a whole number, from 1 to `most`; True is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+
+
 class SamplingPolicy(StrEnum):
     """How the cohort of a round is drawn from the enrolled users."""
 
@@ -98,12 +103,11 @@ class Schedule:
     def __post_init__(self) -> None:
         n = self.rounds
         legal = "it must have a whole number of at least 1"
-        require(isinstance(n, int) and n >= 1, f"the schedule has {n} rounds; {legal}")
+        require(is_whole(n), f"the schedule has {n!r} rounds; {legal}")
         legal = f"it must be a whole number from 1 to its {n} rounds"
         for name in ("participations", "separation"):
             value = getattr(self, name)
-            proper = isinstance(value, int) and 1 <= value <= n
-            require(proper, f"{name} of the schedule is {value}; {legal}")
+            require(is_whole(value, n), f"{name} of the schedule is {value!r}; {legal}")
 
 
 @dataclass(frozen=True)
@@ -131,8 +135,7 @@ class SamplingEvent:
     def __post_init__(self) -> None:
         q, n, policy = self.sampling_probability, self.population, self.policy
         require(0.0 < q <= 1.0, f"sampling_probability is {q}; it must be in (0, 1]")
-        whole = isinstance(n, int) and n >= 1
-        require(whole, f"population is {n}; it must be a whole number of at least 1")
+        require(is_whole(n), f"population is {n}; it must be a whole number of at least 1")
         if (policy, self.relation) not in ANALYSED:
             found = f"{policy} sampling with {self.relation} neighbours has no analysis"
             raise InvalidValueError(f"{found}; legal is: {kinds_text(ANALYSED)}")
@@ -211,12 +214,12 @@ class SamplingEvent:
 
     def _check_examples(self) -> None:
         k, policy = self.examples_per_user, self.policy
-        found = f"examples_per_user is {k}"
+        found = f"examples_per_user is {k!r}"
         if policy is not SamplingPolicy.EXAMPLES:
             require(k is None, f"{found}; {policy} sampling is of whole users and must have none")
             return
         legal = f"with {policy} sampling it must be a whole number of at least 1"
-        require(isinstance(k, int) and k >= 1, f"{found}; {legal}")
+        require(is_whole(k), f"{found}; {legal}")
         legal = f"with {policy} sampling it must be {str(Unit.USER)!r}"
         require(self.unit is Unit.USER, f"unit is {str(self.unit)!r}; {legal}")
 
@@ -294,8 +297,7 @@ class Trial:
         require(0.0 < q <= 1.0, f"sampling_probability of a trial is {q}; it must be in (0, 1]")
         legal = "it must be positive and finite"
         require(0.0 < z < math.inf, f"noise_multiplier of a trial is {z}; {legal}")
-        whole = isinstance(t, int) and t >= 1
-        require(whole, f"rounds of a trial is {t}; it must be a whole number of at least 1")
+        require(is_whole(t), f"rounds of a trial is {t}; it must be a whole number of at least 1")
 
 
 @dataclass(frozen=True)

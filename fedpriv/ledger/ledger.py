@@ -317,6 +317,7 @@ class Charge:
     event: RoundEvent
     hash: str  # digest of the charge in the ledger
     part: int = 0  # which round of the event, from 0
+    paid: int = 0  # position of the charge that paid for the event: this one, of the first part
     _used: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def redeem(self) -> RoundEvent:
@@ -410,7 +411,8 @@ class Ledger:
             self.database.write(insertion("chain", columns), columns)
             self.database.write("UPDATE head SET count = :count, hash = :hash", asdict(row.head))
             self._price = (row.head, None, budget), epsilon
-        return Charge(row.run, row.round, row.attempt, row.event, row.hash, row.part)
+        paid = row.position if row.series is None else row.series
+        return Charge(row.run, row.round, row.attempt, row.event, row.hash, row.part, paid)
 
     def epsilon(self, budget: PrivacyBudget, event: RoundEvent | None = None) -> float:
         """ε of all charges, and of one more event of count 1 if given, at the budget's δ."""

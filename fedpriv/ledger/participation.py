@@ -41,8 +41,7 @@ CREATE TABLE ledger (
     singleton INTEGER PRIMARY KEY CHECK (singleton = 1), count INTEGER NOT NULL, hash TEXT NOT NULL
 );
 CREATE TABLE series (
-    run TEXT NOT NULL, round INTEGER NOT NULL, attempt INTEGER NOT NULL, key BLOB NOT NULL,
-    PRIMARY KEY (run, round, attempt)
+    commitment TEXT PRIMARY KEY, run TEXT NOT NULL, key BLOB NOT NULL
 ) WITHOUT ROWID;
 """
 _KEEP_HEAD = """
@@ -94,12 +93,21 @@ class ParticipationRecord:
         return cls(Database(path, _FORMAT, {}))
 
     def record(
-        self, run: str, round_number: int, attempt: int, users: npt.NDArray[np.integer]
+        self,
+        run: str,
+        round_number: int,
+        attempt: int,
+        users: npt.NDArray[np.integer],
+        series_key: bytes | None = None,
     ) -> str:
         """Keep a cohort, distinct positions in any order, and return its commitment.
 
         Call it before asking the cohort, so that every commitment in the ledger has a cohort; one
         that is never charged is harmless. The same attempt may be recorded again.
+
+        Where the cohort is the first of a series of rounds, the key that determines the others, and
+        noise, is kept with it, so that what is interrupted can go on. Those of other series of the
+        run are forgotten: they are over.
         """
         attempted = run, index(round_number), index(attempt)
         cohort = _ascending(users)
@@ -108,6 +116,10 @@ class ParticipationRecord:
         row = (commitment, *attempted, salt, zlib.compress(cohort.tobytes(), level=1))
         with self.database.transaction():
             self.database.write("INSERT INTO participation VALUES (?, ?, ?, ?, ?, ?)", row)
+            if series_key is not None:
+                self.database.write("DELETE FROM series WHERE run = ?", (run,))
+                kept = commitment, run, series_key
+                self.database.write("INSERT INTO series VALUES (?, ?, ?)", kept)
         return commitment
 
     def keep_head(self, head: Head) -> None:
@@ -125,20 +137,10 @@ class ParticipationRecord:
         rows = self.database.read("SELECT count, hash FROM ledger")
         return Head(*rows[0]) if rows else None
 
-    def keep_series(self, attempt: Attempt, key: bytes) -> None:
-        """Keep the key of a series of rounds that begins with an attempt, durably.
-
-        It determines cohorts and noise of the whole series, so that what is interrupted can go on.
-        Those of other series of the run are forgotten: they are over.
-        """
-        with self.database.transaction():
-            self.database.write("DELETE FROM series WHERE run = ?", attempt[:1])
-            self.database.write("INSERT INTO series VALUES (?, ?, ?, ?)", (*attempt, key))
-
-    def series_key(self, attempt: Attempt) -> bytes | None:
-        """The key of the series that began with an attempt, if it is kept."""
-        sql = "SELECT key FROM series WHERE run = ? AND round = ? AND attempt = ?"
-        rows = self.database.read(sql, attempt)
+    def series_key(self, commitment: str) -> bytes | None:
+        """The key of the series of which this cohort is the first, if it is kept."""
+        sql = "SELECT key FROM series WHERE commitment = ?"
+        rows = self.database.read(sql, (commitment,))
         return bytes(rows[0]["key"]) if rows else None
 
     def forget_series(self, run: str | None = None) -> None:

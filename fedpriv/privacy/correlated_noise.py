@@ -65,7 +65,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.errors import NoiseError
-from fedpriv.ledger.events import require
+from fedpriv.ledger.events import is_whole, require
 from fedpriv.privacy.noise import LARGEST_STDDEV, rounded_gaussian
 
 IntegerVector = NDArray[np.int64]
@@ -267,8 +267,10 @@ class CorrelatedNoise:
     def __post_init__(self) -> None:
         for name in ("dimension", "rounds"):
             value = getattr(self, name)
-            whole = isinstance(value, int) and value >= 1
-            require(whole, f"{name} of noise is {value}; it must be a whole number of at least 1")
+            require(
+                is_whole(value),
+                f"{name} of noise is {value}; it must be a whole number of at least 1",
+            )
         legal = f"it must be from 0 to 2^{math.log2(LARGEST_STDDEV):.0f}"
         require(0.0 <= self.stddev <= LARGEST_STDDEV, f"stddev is {self.stddev} steps; {legal}")
         found = f"stddev is {self.stddev:.6g} steps in {self.rounds} rounds"

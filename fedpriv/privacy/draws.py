@@ -65,19 +65,21 @@ class SeriesDraws:
         self._states = {group: noise.start() for group, noise in self._noises.items()}
         self._drawn = 0  # rounds of which the noise was drawn
 
-    def correlated(self, part: int) -> Mapping[str, IntegerVector] | None:
+    def correlated(self, part: int, paid: int) -> Mapping[str, IntegerVector] | None:
         """Noise of a round by vector group, in steps; None where it is independent.
 
-        Each round is asked for once, and rounds in their order.
+        Each round is asked for once, and rounds in their order. `paid` is the position of the
+        charge of the series, by which keys are named, but of a ledger's first charge: two series
+        that began at once with one seed have other noise.
         """
         if not self._noises:
             return None
         if part < self._drawn:
             raise LedgerError(f"the noise of round {part} of the series was drawn before")
-        drawn = dict[str, IntegerVector]()
+        drawn, stream = dict[str, IntegerVector](), "noise" if paid == 1 else f"noise-{paid}"
         while self._drawn <= part:
             for group, noise in self._noises.items():
-                key = self.entropy.key(f"noise/{self._drawn}/{group}")
+                key = self.entropy.key(f"{stream}/{self._drawn}/{group}")
                 self._states[group], drawn[group] = noise.step(self._states[group], key)
             self._drawn += 1
         return drawn
@@ -96,6 +98,11 @@ class Draws:
     drawn: SeriesDraws | None = None  # of an event of several
     part: int = 0  # which of them it is
     series: int | None = None  # position of the charge that paid for it; None: it pays itself
+
+    @property
+    def key_to_keep(self) -> bytes | None:
+        """The key of the series that this round begins, if it begins one; a secret."""
+        return None if self.drawn is None or self.part else self.drawn.entropy.series_key
 
     def cohort(self, mechanism: GaussianMechanism, at: RoundAttempt) -> Users:
         """Positions of the users of the cohort, ascending; secret. May be empty."""

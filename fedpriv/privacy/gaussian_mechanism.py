@@ -325,8 +325,8 @@ class GaussianMechanism:
         if self.sampling.drawn is not self.sampling.unit and self.clipping.weighted:
             # A ratio to the cohort's weight is no sum over a user's examples.
             raise InvalidValueError(
-                f"groups {self.clipping.weighted} are weighted; where the examples of users are "
-                "drawn, each must count the same"
+                f"groups {self.clipping.weighted} are averaged with weights or a floor; where the "
+                "examples of users are drawn, each must count the same, over a constant"
             )
         if self.query.denominator != self.sampling.expected_cohort_size:
             raise InvalidValueError(

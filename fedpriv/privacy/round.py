@@ -318,7 +318,8 @@ class PrivacyRecords:
         found = self.ledger.open_series(run)
         if found is None or found.paid.event != event:
             return None
-        key = self.participation.series_key((run, found.paid.round, found.paid.attempt))
+        # By the first cohort that was charged: another process may have begun the same attempt.
+        key = self.participation.series_key(found.paid.cohort_commitment)
         return None if key is None else (found, key)
 
     def under_way(self, mechanism: GaussianMechanism, run: str, entropy: Entropy) -> Draws | None:
@@ -333,13 +334,10 @@ class PrivacyRecords:
         return Draws(entropy, self._draws(mechanism, key), series.part, series.paid.position)
 
     def begun(self, mechanism: GaussianMechanism, at: RoundAttempt, entropy: Entropy) -> Draws:
-        """Draws of the first round of an event; the key of a series is kept from here on."""
+        """Draws of the first round of an event, with whose cohort the key of a series is kept."""
         if mechanism.sampling.rounds == 1:
             return Draws(entropy)
-        key = entropy.key(at.purpose("series"))
-        keep = self.participation.keep_series
-        with_room(lambda: keep((at.run, at.round, at.attempt), key))
-        return Draws(entropy, self._draws(mechanism, key))
+        return Draws(entropy, self._draws(mechanism, entropy.key(at.purpose("series"))))
 
     def _draws(self, mechanism: GaussianMechanism, key: bytes) -> SeriesDraws:
         if key not in self._drawn:
@@ -417,7 +415,7 @@ def private_round(
     draws = draws or records.begun(mechanism, at, entropy)
     users = draw_cohort(mechanism, at, draws)
     record = records.participation.record
-    commitment = with_room(lambda: record(run, number, at.attempt, users))
+    commitment = with_room(lambda: record(run, number, at.attempt, users, draws.key_to_keep))
     cohort = add_up(collect(at, users), mechanism.clipping, users.size)
     proposed = ProposedCharge(
         run, number, at.attempt, entropy.randomness, event, commitment, draws.part, draws.series
@@ -483,7 +481,8 @@ def release(
         raise LedgerError(f"the charge is for part {charge.part} of its event, not {draws.part}")
     charged = charge.redeem()
     source, purpose = draws.noise(at)
-    correlated = None if draws.drawn is None else draws.drawn.correlated(draws.part)
+    drawn = draws.drawn
+    correlated = None if drawn is None else drawn.correlated(draws.part, charge.paid)
     average, queries = mechanism.query.noised_average(
         cohort.total, source, purpose, cohort.weight, correlated
     )

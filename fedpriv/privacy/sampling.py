@@ -23,6 +23,7 @@ from fedpriv.ledger.events import (
     SamplingPolicy,
     Schedule,
     Unit,
+    is_whole,
 )
 from fedpriv.privacy.noise import keystream, words
 
@@ -158,9 +159,10 @@ class ExampleSampling(Sampling):
     def __post_init__(self) -> None:
         self.event()
         total = self.total_examples
-        if total is not None and not 0.0 < total <= self.places:
+        number = isinstance(total, int | float)
+        if total is not None and not (number and 0.0 < total <= self.places):
             raise InvalidValueError(
-                f"total_examples is {total}; it must be above 0 and at most {self.places}, the "
+                f"total_examples is {total!r}; it must be above 0 and at most {self.places}, the "
                 f"{self.population} users times {self.examples_per_user} examples_per_user"
             )
 
@@ -201,9 +203,9 @@ class FixedSizeSampling(Sampling):
 
     def __post_init__(self) -> None:
         size, most = self.cohort_size, self.population
-        if not (isinstance(size, int) and 1 <= size <= most):
+        if not is_whole(size, most):
             legal = f"a whole number from 1 to the population of {most}"
-            raise InvalidValueError(f"cohort_size is {size}; it must be {legal}")
+            raise InvalidValueError(f"cohort_size is {size!r}; it must be {legal}")
         self.event()
 
     def event(self) -> SamplingEvent:
@@ -312,13 +314,12 @@ class SeparatedSampling(Sampling):
     unit: Unit = Unit.USER
 
     def __post_init__(self) -> None:
-        _check_groups(self.separation, self.population)
         self.event()
+        _check_groups(self.separation, self.population)
 
     def event(self) -> SamplingEvent:
         """Return the event of a series."""
-        n, b = self.series_rounds, self.separation
-        policy, schedule = SamplingPolicy.SEPARATED, Schedule(n, -(-n // max(1, b)), b)
+        policy, schedule = SamplingPolicy.SEPARATED, _turns(self.series_rounds, self.separation)
         return SamplingEvent(policy, 1.0, self.population, self.relation, schedule, self.unit)
 
     def draw(self, key: bytes) -> tuple[Users, ...]:
@@ -343,18 +344,17 @@ class BandedPoissonSampling(Sampling):
     unit: Unit = Unit.USER
 
     def __post_init__(self) -> None:
-        _check_groups(self.separation, self.population)
         self.event()
+        _check_groups(self.separation, self.population)
 
     def event(self) -> SamplingEvent:
         """Return the event of a series."""
-        n, b = self.series_rounds, self.separation
         return SamplingEvent(
             SamplingPolicy.BANDED_POISSON,
             self.sampling_probability,
             self.population,
             self.relation,
-            Schedule(n, -(-n // max(1, b)), b),
+            _turns(self.series_rounds, self.separation),
             self.unit,
         )
 
@@ -401,6 +401,12 @@ class CanarySampling(Sampling):
         """Draw as the policy does from a population of N + m."""
         policy: Any = self.users
         return cast(Sampling, replace(policy, population=self.population + self.canaries)).draw(key)
+
+
+def _turns(rounds: int, groups: int) -> Schedule:
+    """The schedule of users who take turns in so many groups."""
+    legal = Schedule(rounds, separation=groups)  # what is none is refused before it divides
+    return replace(legal, participations=-(-rounds // groups))
 
 
 def _check_groups(groups: int, users: int) -> None:

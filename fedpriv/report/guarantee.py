@@ -315,7 +315,10 @@ def _sampling(ledger: LedgerContent) -> str:
     open_to_all = {SamplingPolicy.EVERY_USER, SamplingPolicy.SEPARATED, SamplingPolicy.SHUFFLED}
     secret = {event.policy for event in events} - open_to_all
     kept = "is assumed to stay secret" if secret else "need not be secret"
-    return f"{'. '.join(parts)}. Who took part {kept}."
+    said = f"{'. '.join(parts)}. Who took part {kept}."
+    if any(row.event.strategy != (1.0,) for row in ledger.charges):
+        said += " Noise is correlated over the rounds of a series, and its key must stay secret."
+    return said
 
 
 def _range(values: set[float] | set[int]) -> str:

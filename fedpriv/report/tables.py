@@ -274,6 +274,8 @@ def print_ledger(path: Path, last: int | None) -> None:
             drawn += f", {sampling.examples_per_user} of each"
         if schedule is not None:
             drawn += f", {schedule.participations} of {schedule.rounds} rounds"
+        if (bands := len(event.strategy)) > 1:
+            drawn += f", noise correlated over {bands} rounds"
         if (search := event.selection) is not None:
             drawn += f", the best of about {search.mean:g} trials"
         if schedule is not None and row.series is not None:

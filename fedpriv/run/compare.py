@@ -197,8 +197,8 @@ def compare(
         return replace(made[0], trackers=named(trackers)), made[1]
 
     def start(missing: Sequence[Cell]) -> Generator[Ended]:
-        for cell in study.cells[: len(study.arms)]:
-            prepared(cell)  # no run starts before all arms could be built
+        # No run starts before all arms could be built.
+        _check_alike({c.arm.name: prepared(c)[0] for c in study.cells[: len(study.arms)]})
         return ((cell, _run_prepared(study, cell, folder, *prepared(cell))) for cell in missing)
 
     read = _complete(study, folder, start, Console(quiet=quiet))
@@ -279,15 +279,30 @@ def _naming_arm(arm: str) -> Iterator[None]:
 
 def calibrated(study: Study) -> dict[tuple[Arm, Target], float]:
     """Noise multiplier of every arm at every target, from the plan that its runs will have."""
-    noise = {}
+    noise, made = {}, dict[str, Experiment]()
     for arm, target in itertools.product(study.arms, study.targets):
         config = study.config_of(Cell(arm, target, study.seeds[0]))
         with _naming_arm(arm.name):
             population = _loaded(config.simulated_data.model_dump_json())
             experiment, _ = on_population(config, str(config.run), population)
         noise[arm, target] = experiment.plan.noise_multiplier
+        made[arm.name] = experiment
     _loaded.cache_clear()
+    _check_alike(made)
     return noise
+
+
+def _check_alike(arms: Mapping[str, Experiment]) -> None:
+    """Refuse arms whose ε compare different populations: they are not at equal privacy."""
+    (first, relation), *others = (
+        (name, arm.plan.sampling.event().relation) for name, arm in arms.items()
+    )
+    for name, other in others:
+        if other is not relation:
+            raise InvalidValueError(
+                f"arms {first!r} and {name!r} are for {relation} and {other} neighbours; an ε of "
+                "one is no ε of the other, so that all arms must be for the same"
+            )
 
 
 def run_cell(

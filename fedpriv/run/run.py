@@ -137,7 +137,9 @@ class RunSetup:
                 "many examples would take the time of all others of its node"
             )
         held_out = held_out_rows(self.config, section)
-        return build(self.config, self.run, population, users, held_out, self.spent)
+        experiment = build(self.config, self.run, population, users, held_out, self.spent)
+        self.refuse_examples(experiment.plan, "on nodes")
+        return experiment
 
     def refuse_true_figures(self, where: str) -> None:
         """Refuse what only a simulation in one process can know or do."""
@@ -162,6 +164,15 @@ class RunSetup:
             raise InvalidValueError(
                 f"local.algorithm is {local.algorithm!r}; {where} it must be one of "
                 f"{', '.join(ALGORITHMS)}, since others are not known there"
+            )
+
+    def refuse_examples(self, plan: TrainingPlan, where: str) -> None:
+        """Refuse a policy that draws examples of users, whatever its name in the file."""
+        if plan.sampling.drawn is not plan.sampling.unit:
+            raise InvalidValueError(
+                f"sampling.policy {self.config.sampling.policy!r} draws examples of users; {where} "
+                "it must draw whole users, since only a simulation in one process has the data of "
+                "all users"
             )
 
     def write_plan(self, experiment: Experiment) -> None:

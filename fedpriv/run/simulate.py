@@ -293,7 +293,8 @@ def _about_strategy(plan: TrainingPlan) -> str:
         f"Noise is correlated over {plan.sampling.rounds} rounds: in the models it is "
         f"{found.mean:.2f} times (root mean square) and {found.largest:.2f} times (last round) as "
         "large as independent noise under this sampling at the same ε. It is up to "
-        f"{plan.mechanism.noise_growth:.2f} × σ in one round. The server keeps {kept} vectors of "
+        f"{plan.mechanism.noise_growth:.2f} × σ in one round. The server keeps {kept} "
+        f"{'vector' if kept == 1 else 'vectors'} of "
         f"{plan.mechanism.clipping.layout.dimension:,} numbers for it."
     )
 
@@ -332,6 +333,11 @@ def suggest_norms(
         )
     experiment, transport = simulated(config, f"{config.name}-suggest-{os.urandom(4).hex()}")
     plan = replace(experiment.plan, rounds=rounds)
+    if rounds % (at_once := plan.sampling.rounds):
+        raise InvalidValueError(
+            f"--rounds is {rounds} and {plan.sampling.event().policy} sampling charges {at_once} "
+            "rounds at once; it must be a multiple of that, or sampling.policy another"
+        )
     console = Console(markup=False, emoji=False)
     record = beside(charged)
     known: tuple[NormQuantile, ...] = ()

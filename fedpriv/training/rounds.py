@@ -65,6 +65,7 @@ from fedpriv.training.optimizers import (
 BATCH_NORM_METRIC = "batch-norm"  # the metric that moves running statistics
 CONTRIBUTORS_METRIC = CONTRIBUTORS.name  # the count of users whose update counted
 EVALUATION_PREFIX = "evaluation/"  # begins names of what users say of the model after a round
+_MOST_RAISED = 1.01  # as a factor of calibrated noise, which rounding never makes miss by as much
 _MOST_CHANGE = 4.0  # of a variance in a round, as a factor, whatever the noise
 _LARGEST_MEAN, _LARGEST_VARIANCE = 1e15, 1e30
 _FORMAT = "fedpriv checkpoint 3"
@@ -252,11 +253,26 @@ class TrainingPlan:
     def within(self, budget: PrivacyBudget, spent: Sequence[RoundEvent] = ()) -> "TrainingPlan":
         """The plan with the noise raised until all rounds fit beside what was spent.
 
-        Rounding may make a plan that was calibrated to the budget miss it.
+        Rounding may make a plan that was calibrated to the budget miss it. InvalidValueError where
+        that is not why, as if it was calibrated for another number of users.
         """
+
+        def louder(plan: TrainingPlan, factor: float) -> TrainingPlan:
+            return replace(plan, noise_multiplier=plan.noise_multiplier * factor)
+
+        def fits(plan: TrainingPlan) -> bool:
+            return budget.admits([*spent, plan.event])
+
         plan = self
-        while not budget.admits([*spent, plan.event]):
-            plan = replace(plan, noise_multiplier=plan.noise_multiplier * (1.0 + 1e-4))
+        if not fits(plan) and not fits(louder(plan, _MOST_RAISED)):
+            cost = budget.epsilon_of([*spent, plan.event])
+            raise InvalidValueError(
+                f"noise_multiplier is {plan.noise_multiplier:.6g}, at which all rounds with N = "
+                f"{plan.sampling.population} cost ε = {cost:.4g}, not the {budget.epsilon} that it "
+                "was calibrated for; calibrate must be given the same users and rounds"
+            )
+        while not fits(plan):
+            plan = louder(plan, 1.0 + 1e-4)
         return plan
 
     @cached_property
@@ -395,7 +411,8 @@ def contributors_text(results: Iterable[RoundResult], sampling: SamplingEvent) -
 
     It is the mean over these rounds, and the size of a cohort that is expected.
     What follows ± is one standard deviation of noise and coins together, so that the figure can be
-    held against the expected one; if it is as large, only more rounds will tell.
+    held against the expected one; if it is as large, only more rounds will tell. Over a series it
+    is more than one, as noise that is correlated cancels, and so does who was in other rounds.
     """
     name, expected = CONTRIBUTORS_METRIC, sampling.expected_cohort_size
     found = [each for each in results if name in each.scalar_metrics]

@@ -308,8 +308,8 @@ class TestIllegal:
         [
             (lambda: Workload(1.0), r"momentum is 1.0; it must be in \[0, 1\)"),
             (lambda: Workload(0.0, 0.0), r"decay is 0.0; it must be in \(0, 1\]"),
-            (lambda: optimal_bands(Schedule(9), 10), "bands is 10; it must be from 1 to the 9"),
-            (lambda: optimal_buffers(Schedule(9), 0), "buffers is 0; it must be from 1 to 8"),
+            (lambda: optimal_bands(Schedule(9), 10), "bands is 10; it must be a whole number"),
+            (lambda: optimal_buffers(Schedule(9), 0), "buffers is 0; it must be a whole number"),
             (
                 lambda: optimal_bands(Schedule(9), 2, LARGEST, Workload(0.0, 0.5)),
                 "decay of the workload is 0.5; it must be 1 where the largest",

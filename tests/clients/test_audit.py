@@ -17,6 +17,7 @@ from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.policies import (
     every_user_gaussian,
     fixed_size_gaussian,
+    poisson_examples_gaussian,
     poisson_gaussian,
     poisson_replace_gaussian,
     random_allocation_gaussian,
@@ -498,6 +499,16 @@ class TestSeries:
         with pytest.raises(AuditError, match="as part 1 of its event; neither it nor one after"):
             both.confirmed(passes.next_offer(3))
 
+    def test_an_attempt_after_an_abandoned_part_may_be_paid_anew(self, both):
+        """As by a server whose files were restored, which forgets the series that was under way."""
+        passes = Passes(both)
+        passes.played(1)
+        both.journal.record("people", passes.next_offer(2), NOW)
+        both.confirmed(offer("r", 2, 1, PASS))
+        charge(both.ledger, "r", 2, 1, PASS)
+        passes.played(3)
+        both.confirmed(passes.next_offer(4))
+
     def test_offers_of_one_attempt_may_each_be_what_is_charged(self, both):
         both.take_part("r", 1, 0, EVENT)
         both.take_part("r", 1, 0, PASS)
@@ -536,6 +547,13 @@ class TestKinds:
         charge(both.ledger, "r", 1, event=charged)
         with pytest.raises(AuditError, match="2 groups in turn, 4 rounds at once, N = 1000"):
             both.confirmed(offer("r", 2, 0, charged))
+
+    def test_examples_of_users_are_charged_as_many_as_were_offered(self, both):
+        four, one = (poisson_examples_gaussian(0.1, k, 2.0, population=N) for k in (4, 1))
+        both.take_part("r", 1, 0, four)
+        charge(both.ledger, "r", 1, event=one)
+        with pytest.raises(AuditError, match="neither it nor one after it was charged so"):
+            both.confirmed(offer("r", 2, 0, four))
 
     def test_one_with_more_noise_is_believed(self, both):
         both.take_part("r", 1, 0, SERIES)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.accounting.policies import poisson_examples_gaussian, poisson_gaussian
 from fedpriv.clients.consent import Consent, misfit, reach_of
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Unit
@@ -274,6 +274,12 @@ class TestMisfits:
         of_rows = replace(event, sampling=replace(event.sampling, unit=Unit.EXAMPLE))
         assert misfit(WELCOME, with_price(event=of_rows)) == (
             "the offer protects each example; a node takes part where each user is protected"
+        )
+
+    def test_an_offer_that_draws_examples_of_users_does_not(self):
+        event = poisson_examples_gaussian(0.5, 4, 1.0, population=1000)
+        assert misfit(WELCOME, with_price(event=event)) == (
+            "the offer draws examples of users; a node takes part where whole users are drawn"
         )
 
     @pytest.mark.parametrize("users", [[0], [1, 2], [1, 300, 999]])

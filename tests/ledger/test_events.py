@@ -246,9 +246,9 @@ BANDED = banded_poisson_gaussian((1.0, 0.5), 9, 2, 0.25, 2.0, ADD_OR_REMOVE)
 
 
 class TestSchedules:
-    @pytest.mark.parametrize("rounds", [0, -1, 2.0, "3"])
+    @pytest.mark.parametrize("rounds", [0, -1, 2.0, "3", True])
     def test_have_rounds(self, rounds):
-        with pytest.raises(InvalidValueError, match=f"has {rounds} rounds; it must have a whole"):
+        with pytest.raises(InvalidValueError, match=f"has {rounds!r} rounds; it must have a whole"):
             Schedule(rounds)
 
     @pytest.mark.parametrize("name", ["participations", "separation"])

@@ -3,9 +3,7 @@
 import hashlib
 import io
 import json
-import sqlite3
 from collections import Counter
-from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -388,56 +386,49 @@ class TestKeys:
         with ParticipationRecord.open_or_create(tmp_path / "who") as record:
             yield record
 
-    def test_a_key_is_found_by_the_attempt_alone_that_it_began_with(self, record):
-        record.keep_series(("r", 3, 1), b"k" * 32)
-        assert record.series_key(("r", 3, 1)) == b"k" * 32
-        for other in (("r", 3, 0), ("r", 4, 1), ("s", 3, 1)):
-            assert record.series_key(other) is None
+    def begun(self, record, run, round_number, key):
+        """Record the first cohort of a series with its key."""
+        return record.record(run, round_number, 0, np.arange(3), key)
+
+    def test_a_key_is_found_by_the_cohort_alone_that_it_was_kept_with(self, record):
+        first = self.begun(record, "r", 3, b"k" * 32)
+        others = [record.record("r", 3, 0, np.arange(3)), record.record("s", 3, 0, np.arange(3))]
+        assert record.series_key(first) == b"k" * 32
+        assert [record.series_key(other) for other in others] == [None, None]
 
     def test_there_is_one_for_each_run_and_a_new_one_takes_its_place(self, record):
-        record.keep_series(("r", 1, 0), b"a" * 32)
-        record.keep_series(("s", 1, 0), b"b" * 32)
-        record.keep_series(("r", 5, 0), b"c" * 32)
-        assert record.series_key(("r", 1, 0)) is None
-        assert record.series_key(("r", 5, 0)) == b"c" * 32
-        assert record.series_key(("s", 1, 0)) == b"b" * 32
-        record.keep_series(("r", 5, 0), b"d" * 32)  # the attempt was never charged
-        assert record.series_key(("r", 5, 0)) == b"d" * 32
+        """Even one of the same attempt: the cohort that is charged tells which of them holds."""
+        began = [self.begun(record, run, n, k * 32) for run, n, k in (
+            ("r", 1, b"a"), ("s", 1, b"b"), ("r", 5, b"c"), ("r", 5, b"d")
+        )]  # fmt: skip
+        found = [record.series_key(commitment) for commitment in began]
+        assert found == [None, b"b" * 32, None, b"d" * 32]
 
     def test_it_is_durable_for_others_and_gone_when_it_is_forgotten(self, record, tmp_path):
-        record.keep_series(("r", 1, 0), b"a" * 32)
-        record.keep_series(("s", 1, 0), b"b" * 32)
+        one, two = self.begun(record, "r", 1, b"a" * 32), self.begun(record, "s", 1, b"b" * 32)
         with ParticipationRecord.open(tmp_path / "who") as other:
-            assert other.series_key(("r", 1, 0)) == b"a" * 32
+            assert other.series_key(one) == b"a" * 32
             other.forget_series("r")
-        assert record.series_key(("r", 1, 0)) is None
-        assert record.series_key(("s", 1, 0)) == b"b" * 32
+        assert record.series_key(one) is None
+        assert record.series_key(two) == b"b" * 32
         record.forget_series("r")  # nothing to forget
 
     def test_what_is_forgotten_is_not_left_in_the_file(self, record, tmp_path):
         key = np.random.default_rng(0).bytes(32)
-        record.keep_series(("r", 1, 0), key)
+        self.begun(record, "r", 1, key)
         assert key in (tmp_path / "who").read_bytes()
         record.forget_series("r")
         assert not [f for f in tmp_path.iterdir() if key in f.read_bytes()]
 
     def test_nobody_else_may_read_the_file(self, record, tmp_path):
-        record.keep_series(("r", 1, 0), b"a" * 32)
+        self.begun(record, "r", 1, b"a" * 32)
         for file in tmp_path.iterdir():
             assert file.stat().st_mode & 0o077 == 0
 
     def test_the_ledger_and_its_export_have_no_key(self, tmp_path, record):
         key = np.random.default_rng(1).bytes(32)
         with Ledger.open_or_create(tmp_path / "ledger", "users") as ledger:
-            record.keep_series(("r", 1, 0), key)
+            self.begun(record, "r", 1, key)
             charge_pass(ledger, rounds=2)
             assert key.hex() not in "".join(exported(ledger))
         assert key not in (tmp_path / "ledger").read_bytes()
-
-    def test_two_keys_of_one_attempt_cannot_be(self, record, tmp_path):
-        record.keep_series(("r", 1, 0), b"a" * 32)
-        with (
-            closing(sqlite3.connect(tmp_path / "who")) as raw,
-            pytest.raises(sqlite3.IntegrityError),
-        ):
-            raw.execute("INSERT INTO series VALUES ('r', 1, 0, x'00')")

@@ -3,7 +3,7 @@
 import shutil
 import sqlite3
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -126,7 +126,8 @@ def test_the_key_is_kept_while_a_pass_is_under_way_and_not_longer(tmp_path: Path
     with open_records(tmp_path) as records, closing(_raw(tmp_path)) as raw:
         for number in range(1, 2 * N + 1):
             rounds(records, [number])
-            kept.append(raw.execute("SELECT round FROM series").fetchall())
+            sql = "SELECT round FROM series JOIN participation USING (commitment)"
+            kept.append(raw.execute(sql).fetchall())
     assert kept == [*[[(1,)]] * 3, [], *[[(5,)]] * 3, []]
 
 
@@ -142,7 +143,8 @@ def test_a_used_up_budget_lets_a_pass_end_and_no_other_begin(tmp_path: Path) -> 
             rounds(records, [N + 1], collect=asked)
         assert records.next_attempt("run", N + 1) == 0
         assert len(asked.attempts) == N
-        assert records.participation.series_key(("run", N + 1, 0)) is None
+        with closing(_raw(tmp_path)) as raw:
+            assert raw.execute("SELECT * FROM series").fetchall() == []
 
 
 # What interrupts a pass.
@@ -310,6 +312,52 @@ def test_of_two_processes_at_one_round_one_releases(tmp_path: Path, noised: list
         assert len(noised) == before + len(GROUPS)
         rounds(records, [3])
         assert parts(records) == [(0, None), (1, 1), (2, 1)]
+
+
+def begin_together(
+    folder: Path, runs: tuple[str, str], mechanism: GaussianMechanism, entropy: Entropy
+) -> list[Release]:
+    """Two processes name their attempts and wait; the second begins once the first has released.
+
+    The first then goes on to the end of its series.
+    """
+    made = list[Release]()
+    with open_records(folder) as records, open_records(folder) as others:
+
+        def overtaken(_: RoundAttempt) -> None:
+            made.append(private_round(mechanism, runs[0], 1, Asked(), records, entropy))
+
+        with suppress(LedgerError):
+            second = (mechanism, runs[1], 1, Asked(), others, entropy, overtaken)
+            made.append(private_round(*second))
+        rest = range(2, N + 1)
+        return made + rounds(records, rest, mechanism=mechanism, run=runs[0], entropy=entropy)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [RandomAllocationSampling(USERS, N, K), SeparatedSampling(USERS, N, 2)],
+    ids=["allocation", "separated"],
+)
+def test_two_processes_that_begin_one_attempt_at_once_are_not_taken_for_each_other(
+    tmp_path: Path, sampling: Sampling
+) -> None:
+    """The cohorts that go on with a series are of the key that was charged, or are charged anew."""
+    mechanism = mechanism_of(sampling=sampling)
+    begin_together(tmp_path, ("run", "run"), mechanism, FRESH)
+    with open_records(tmp_path) as records:
+        records.ledger.verify(records.participation)
+        assert parts(records) == [(0, None), (0, None), (1, 2), (2, 2)]
+
+
+def test_runs_that_begin_at_once_with_one_seed_have_other_correlated_noise(tmp_path: Path) -> None:
+    """Equal noise on two sums would give their difference without any."""
+    sampling, strategy = SeparatedSampling(USERS, N, 2), BandedStrategy((1.0, 0.5))
+    made = GaussianMechanism.calibrated(sampling, CLIPPING, 50.0, (0.5, 0.5), strategy=strategy)
+    one, two, *_ = begin_together(tmp_path, ("one", "two"), made, SEEDED)
+    with open_records(tmp_path) as records:
+        assert parts(records)[:2] == [(0, None), (0, None)]
+    assert not np.array_equal(one.average, two.average)
 
 
 def test_files_that_are_put_back_do_not_bring_noise_back(

@@ -19,6 +19,7 @@ from fedpriv.accounting.pricing import read_ledger
 from fedpriv.ledger.events import NeighbouringRelation, Randomness, RoundEvent, SamplingPolicy
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.report.guarantee import assumptions
+from fedpriv.report.tables import print_ledger
 
 ADD = NeighbouringRelation.ADD_OR_REMOVE_ONE
 EVENTS = {
@@ -59,6 +60,23 @@ def test_how_cohorts_were_drawn(tmp_path: Path, said: str) -> None:
     # Where no privacy is won by drawing, nothing rests on who was drawn.
     whole = said.partition(":")[0] in ("every-user", "shuffled", "separated")
     assert ("need not be secret" if whole else "is assumed to stay secret") in text
+
+
+@pytest.mark.parametrize("strategy", [(1.0,), (1.0, 0.5)])
+def test_that_noise_is_correlated_is_said(
+    tmp_path: Path,
+    strategy: tuple[float, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = _terms(tmp_path, [separated_gaussian(strategy, 4, 2, 2, 2.0, ADD, population=30)])
+    correlated = "Noise is correlated over the rounds of a series, and its key must stay secret."
+    assert (correlated in " ".join(said)) == (strategy != (1.0,))
+    monkeypatch.setenv("COLUMNS", "300")
+    print_ledger(tmp_path / "ledger.sqlite", None)
+    shown = capsys.readouterr().out
+    assert "2 of 4 rounds" in shown
+    assert ("2 of 4 rounds, noise correlated over 2 rounds" in shown) == (strategy != (1.0,))
 
 
 def test_there_is_a_sentence_for_every_policy() -> None:

@@ -193,7 +193,7 @@ class TestRestoring:
     def test_a_series_that_was_under_way_is_over(self, ledger, tmp_path, lost):
         """More of it may have been released than the backup knows, by noise that it determines."""
         with ParticipationRecord.open(beside(ledger)) as record:
-            record.keep_series(("r", 1, 0), b"k" * 32)
+            first = record.record("r", 1, 0, np.arange(3), b"k" * 32)
             to = tmp_path / "backup.sqlite"
             back_up(ledger, to)
         if lost:
@@ -201,7 +201,7 @@ class TestRestoring:
             beside(ledger).unlink()
         restore(to, ledger, older=False)
         with ParticipationRecord.open(beside(ledger)) as record:
-            assert record.series_key(("r", 1, 0)) is None
+            assert record.series_key(first) is None
         assert b"k" * 32 not in beside(ledger).read_bytes()
 
 

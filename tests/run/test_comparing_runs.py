@@ -178,6 +178,21 @@ def test_arms_that_cannot_be_built_or_calibrated_are_refused_by_name(tmp_path: P
         calibrated(study)
 
 
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [("fixed-size", "{cohort_size=2}"), ("every-user", "{relation='replace-one'}")],
+)
+def test_arms_for_other_neighbours_are_refused(tmp_path: Path, policy: str, options: str) -> None:
+    q = "privacy.sampling_probability"
+    privacy = {key: value for key, value in BASE["privacy"].items() if f"privacy.{key}" != q}
+    other = [f"sampling.policy={policy}", f"sampling.options={options}"]
+    axes = {"policy": {"coins": [f"{q}=0.5"], "other": other}}
+    study = load_study(study_file(tmp_path, axes=axes, base=BASE | {"privacy": privacy}))
+    sentence = "arms 'coins' and 'other' are for add-or-remove-one and replace-one neighbours; an ε"
+    with pytest.raises(InvalidValueError, match=sentence):
+        calibrated(study)
+
+
 def test_a_name_that_cannot_be_one_of_a_folder_is_refused_in_one_sentence() -> None:
     with pytest.raises(InvalidValueError, match="name is 'one model'; string should match pattern"):
         study_of_settings({"one model": {"privacy": {"epsilon": 1.0, "delta": 1e-3}}}, name="s")

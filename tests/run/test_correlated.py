@@ -98,17 +98,36 @@ def test_a_plan_keeps_the_strategy_that_was_found(tmp_path: Path) -> None:
     ("changes", "sentence"),
     [
         (["sampling={}"], "noise is correlated and sampling is poisson"),
-        (["noise.options={bands = 40}"], "bands is 40; it must be from 1 to the 12 rounds"),
+        *(
+            ([f"noise.options={{bands = {bands}}}"], f"bands is {said}; it must be a whole number")
+            for bands, said in ((40, 40), (0, 0), (1.5, 1.5), ("true", True), ("'two'", "'two'"))
+        ),
+        *(
+            ([f"noise.options={{coefficients = {given}}}"], "coefficients of the noise is")
+            for given in ("1.0", "['a']", "'a'")
+        ),
+        (["noise.options={momentum = 'a'}"], "momentum is 'a'; it must be in [0, 1)"),
+        (["noise.options={objective = 3}"], "objective is 3; known are: largest, mean"),
         (["noise.options={coefficients = [1.0, 0.3]}"], "coefficient 1 is 0.3; it must be a whole"),
         (["noise.options={objective = 'worst'}"], "objective is 'worst'; known are: largest, mean"),
         (["noise.options={buffers = 2}"], "noise.correlation 'banded' has no option 'buffers'"),
         (["sampling.options={rounds = 12, separation = 13}"], "separation of the schedule is 13"),
+        (["sampling.options={rounds = 12, separation = 4.0}"], "separation of the schedule is 4.0"),
+        (["sampling.options={rounds = '12', separation = 4}"], "the schedule has '12' rounds"),
         (["sampling.options={rounds = 12}"], "sampling.policy 'separated' needs the option"),
         (["clipping.adaptive={}"], "clipping norms adapt"),
         (["privacy.sampling_probability=0.5"], "sampling_probability is 0.5; it must be absent"),
         (
             ["noise.correlation=buffered", "noise.options={decays = [1.0], weights = [0.1]}"],
             "a decay is 1.0; it must be in [0, 1)",
+        ),
+        (
+            ["noise.correlation=buffered", "noise.options={decays = 'a', weights = 'b'}"],
+            "decays of the noise is 'a'; it must be a list of numbers",
+        ),
+        (
+            ["noise.correlation=buffered", "noise.options={buffers = 1.5}"],
+            "buffers is 1.5; it must be a whole number from 1 to 8",
         ),
     ],
 )

@@ -349,6 +349,10 @@ def test_arms_of_other_budgets_or_arguments_are_refused(tmp_path: Path) -> None:
         fedpriv.compare(*given, {"a": {}, "b": {"mechanism": endless}}, **more)
     with pytest.raises(InvalidValueError, match="arm 'b' sets 'servr'; did you mean 'server'"):
         fedpriv.compare(*given, {"a": {}, "b": {"servr": Damped()}}, **more)
+    replaced = replace(mechanism(), sampling=fedpriv.FixedSize(3))
+    replaced = replaced.calibrate(epsilon=8.0, delta=1e-3, rounds=3, users=60)
+    with pytest.raises(InvalidValueError, match="arms 'a' and 'b' are for add-or-remove-one and"):
+        fedpriv.compare(*given, {"a": {}, "b": {"mechanism": replaced}}, **more)
     with pytest.raises(InvalidValueError, match="seeds are none"):
         fedpriv.compare(*given, {"a": {}}, seeds=0, **more)
     with pytest.raises(InvalidValueError, match="arms are none"):

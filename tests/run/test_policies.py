@@ -161,7 +161,8 @@ def test_a_run_that_goes_on_is_the_uninterrupted_one(
         ((FIXED[0], "sampling.options={cohort_size=31}"), "cohort_size is 31; it must be a whole"),
         ((FIXED[0], "sampling.options={cohort_size=0}"), "cohort_size is 0; it must"),
         ((FIXED[0], "sampling.options={cohort_size=2.5}"), "cohort_size is 2.5; it must"),
-        ((FIXED[0], 'sampling.options={cohort_size="x"}'), "cohort_size is x; it must be a whole"),
+        ((FIXED[0], 'sampling.options={cohort_size="x"}'), "cohort_size is 'x'; it must be a who"),
+        ((FIXED[0], "sampling.options={cohort_size=true}"), "cohort_size is True; it must be a wh"),
         ((FIXED[0], "sampling.options={size=3}"), "has no option 'size'"),
         ((*FIXED, "privacy.sampling_probability=0.3"), "sampling_probability is 0.3; it"),
         ((*ALLOCATION, "privacy.sampling_probability=0.3"), "sampling_probability is 0.3; it must"),
@@ -169,13 +170,18 @@ def test_a_run_that_goes_on_is_the_uninterrupted_one(
         ((ALLOCATION[0], "sampling.options={rounds=0}"), "the schedule has 0 rounds"),
         ((ALLOCATION[0], "sampling.options={rounds=2.5}"), "the schedule has 2.5 rounds"),
         ((ALLOCATION[0], "sampling.options={rounds=true,x=1}"), "has no option 'x'"),
+        ((ALLOCATION[0], "sampling.options={rounds=true}"), "the schedule has True rounds"),
+        (
+            ("sampling.policy=poisson-within-bands", "sampling.options={probability=0.4}"),
+            "sampling.options has probability 0.4; it must be given as privacy.sampling_probabil",
+        ),
         (
             (ALLOCATION[0], "sampling.options={rounds=3,participations=4}"),
             "participations of the schedule is 4; it must be a whole number from 1 to its 3 rounds",
         ),
         (
             (ALLOCATION[0], 'sampling.options={rounds=3,participations="all"}'),
-            "participations of the schedule is all",
+            "participations of the schedule is 'all'",
         ),
         ((*EVERY_USER, 'sampling.options={relation="swap"}'), "relation is 'swap'; known are"),
         ((*EVERY_USER, "sampling.options={relation=3}"), "relation is 3; known are"),
@@ -246,6 +252,18 @@ def test_a_search_on_public_users_takes_every_policy(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+def test_norms_are_not_asked_for_in_a_part_of_a_pass(file: Path, tmp_path: Path) -> None:
+    """All rounds of a pass are charged with its first."""
+    ledger = tmp_path / "asked.sqlite"
+    asking = (file, *sets(*ALLOCATION), "--ledger", ledger, "--rounds")
+    said = refused("suggest", *asking, "4")
+    assert "--rounds is 4 and random-allocation sampling charges 3 rounds at once; it must" in said
+    assert [*tmp_path.iterdir()] == [file]
+    printed("suggest", *asking, "3")
+    with Ledger.open(ledger) as charged:
+        assert [row.part for row in charged.charges()] == [0, 1, 2]
+
+
 def test_where_the_key_of_a_pass_is_lost_the_run_pays_again_as_far_as_its_budget_goes(
     tmp_path: Path,
 ) -> None:
@@ -292,6 +310,16 @@ class TestPolicies:
             Mechanism(fedpriv.FixedSize(5), fedpriv.Flat(1.0)).calibrate(
                 epsilon=1.0, delta=1e-3, rounds=3
             )
+
+    def test_noise_for_other_users_is_refused(self, tmp_path: Path) -> None:
+        """It is not raised to what these users need, step by step."""
+        mechanism = Mechanism(fedpriv.FixedSize(12), fedpriv.Flat(1.0))
+        mechanism = mechanism.calibrate(epsilon=2.0, delta=1e-2, rounds=3, users=100 * N)
+        people = load_population("digits", {"users": N})
+        task = fedpriv.Task(build_model("softmax", {"inputs": 64, "classes": 10}, 0))
+        with pytest.raises(InvalidValueError, match="at which all rounds with N = 30 cost ε = "):
+            fedpriv.simulate(people, task, mechanism, out=tmp_path / "run", quiet=True)
+        assert not (tmp_path / "run").exists()
 
     def test_the_last_pass_is_calibrated_whole(self) -> None:
         mechanism = Mechanism(fedpriv.RandomAllocation(4), fedpriv.Flat(1.0))

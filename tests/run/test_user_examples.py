@@ -29,6 +29,7 @@ from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.sampling import ExampleSampling, PoissonSampling
 from fedpriv.run.run import Run, RunSetup
+from fedpriv.server.flower_runs import GridSimulation
 from tests.commandline import printed, refused
 from tests.run.test_units import (
     NORM,
@@ -211,7 +212,7 @@ def test_a_ratio_to_the_weight_of_a_cohort_is_refused() -> None:
     sampling = ExampleSampling(10, 0.5, 2)
     averaging = Averaging(floor=0.5)
     clipping = Clipping(layout, flat(layout, 1.0), weighted=("update",))
-    with pytest.raises(InvalidValueError, match="are weighted; where the examples of users are"):
+    with pytest.raises(InvalidValueError, match="are averaged with weights or a floor"):
         GaussianMechanism.calibrated(sampling, clipping, 1.0, (1.0,), averaging)
     with pytest.raises(InvalidValueError, match="could overflow"):
         GaussianMechanism.calibrated(
@@ -255,6 +256,11 @@ def test_a_file_names_the_policy_and_is_run_again(tmp_path: Path) -> None:
     [
         (["sampling.options={}"], "no value for option 'examples_per_user'|examples_per_user"),
         (["sampling.options.examples_per_user=0"], "examples_per_user is 0; with poisson-exam"),
+        (["sampling.options.total_examples='a'"], "total_examples is 'a'; it must be above 0 and"),
+        (
+            ["averaging.floor=0.5"],
+            "are averaged with weights or a floor; where the examples of use",
+        ),
         (["sampling.options.total_examples=900"], "total_examples is 900; it must be above 0 and"),
         (["privacy.unit=example"], "unit is 'example'; with poisson-examples sampling it must be"),
         (
@@ -266,7 +272,6 @@ def test_a_file_names_the_policy_and_is_run_again(tmp_path: Path) -> None:
             ["averaging={weights='examples',cap=5,total_weight=9.0}"],
             "averaging.weights is 'examples' and sampling.policy is 'poisson-examples'",
         ),
-        (["averaging.floor=0.5"], "are weighted; where the examples of users are drawn"),
         (
             ["federated_evaluation={every=1,report={accuracy={}},noise_multiplier=9.0}"],
             "federated_evaluation is given and sampling.policy is 'poisson-examples'; it must be "
@@ -299,6 +304,20 @@ def test_nodes_have_whole_users_alone(tmp_path: Path) -> None:
         InvalidValueError, match="is 'poisson-examples'; on nodes it must be 'poisson'"
     ):
         setup.on_nodes(setup.config.federation, "people", 2)
+
+
+def test_nodes_and_workers_have_whole_users_whatever_the_policy_is_called(tmp_path: Path) -> None:
+    policy = "fedpriv.mechanism:PoissonExamples"
+    change = [f"sampling={{policy='{policy}',options={{examples_per_user=4}}}}"]
+    file = SIMULATIONS / "federation.toml"
+    setup = RunSetup.of(file, change, tmp_path / "run", resume=False)
+    assert setup.config.federation is not None
+    with pytest.raises(InvalidValueError, match=f"'{policy}' draws examples of users; on nodes it"):
+        setup.on_nodes(setup.config.federation, "people", 30)
+    setup = RunSetup.of(SIMULATIONS / "digits.toml", change, tmp_path / "run", resume=False)
+    with pytest.raises(InvalidValueError, match=f"'{policy}' draws examples of users; on workers"):
+        GridSimulation.of(setup, 2)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_python_refuses_what_a_file_does(tmp_path: Path) -> None:

@@ -21,9 +21,12 @@ from fedpriv.ledger import Head
 from fedpriv.ledger.events import NeighbouringRelation, PrivacyBudget
 from fedpriv.ledger.ledger import ChargedRow, Ledger
 from fedpriv.local import SGD
+from fedpriv.privacy.correlated_noise import BandedStrategy
+from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.privacy.sampling import (
+    BandedPoissonSampling,
     EveryUserSampling,
     FixedSizeSampling,
     PoissonSampling,
@@ -47,7 +50,9 @@ POLICIES: dict[str, Sampling] = {
     "fixed size": FixedSizeSampling(N, 4),
     "everybody": EveryUserSampling(N, NeighbouringRelation.REPLACE_ONE),
     "separated": SeparatedSampling(N, 4, 2),
+    "within bands": BandedPoissonSampling(N, 4, 2, 0.5),
 }
+CORRELATED = ("separated", "within bands")
 
 
 @dataclass(frozen=True)
@@ -157,6 +162,7 @@ def test_a_run_on_nodes_that_audit_is_the_one_in_process_and_goes_on_with_what_i
         population=POPULATION_ID,
         sampling=POLICIES[policy],
         local=SGD(0.1, steps=1, max_examples=1),
+        strategy=BandedStrategy((1.0, 0.5)) if policy in CORRELATED else INDEPENDENT,
     )
     (tmp_path / "here").mkdir()
     here, there = Run(tmp_path / "here", plan), Run(tmp_path, plan)
