@@ -240,10 +240,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(given.workers, mp_context=context) as pool:
-        work = [name for name in given.faults for _ in range(given.runs)]
-        found = list(pool.map(of_digits, work))
-        found += list(pool.map(of_mnist, range(given.mnist)))
-    write_results(table_of(found), [asdict(each) for each in found], given.folder, "audits")
+        found = list(pool.map(of_mnist, range(given.mnist)))
+        for name in given.faults:
+            found += pool.map(of_digits, [name] * given.runs)
+            write_results(table_of(found), [asdict(each) for each in found], given.folder, "audits")
     if given.figure is not None:
         shown = audited(MNIST, ["audit.canaries=5000", "privacy.epsilon=10.0"])
         figure(chart_of(shown)).save(given.figure, scale_factor=2)
