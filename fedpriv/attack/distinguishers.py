@@ -108,84 +108,19 @@ class Distinguisher:
 
 
 @dataclass(frozen=True)
-class Moments:
-    """Mean and variance of the `numbers` of runs: [T, K] each."""
-
-    mean: Floats
-    variance: Floats
-
-    @classmethod
-    def of(cls, runs: Iterable[Released]) -> "Moments":
-        """Of several runs, at least one; no more than one is held at a time (Welford 1962)."""
-        count, mean, squares = 0, np.zeros(()), np.zeros(())
-        for released in runs:
-            away = released.numbers - mean
-            count += 1
-            mean = mean + away / count
-            squares = squares + away * (released.numbers - mean)
-        return cls(mean, squares / count)
-
-
-@dataclass(frozen=True)
-class OwnUpdate:
-    """How likely the releases are with the user, beside how likely they are without it.
-
-    An enemy that knows all data trains the engine on each user alone, and so knows the contribution
-    c of the user at each released model, and those of others, C, at the first; all are in standard
-    deviations of the noise. A cohort holds the user j times with probability P(j), binomial over
-    its places. So a round that released r, of which the mean without the user is m, adds
-    log Σ_j P(j)·exp(j·⟨w, r − m⟩ − j²·⟨w, c⟩/2) with w = Σ⁻¹c. That is the likelihood ratio if what
-    others add is normal, of covariance Σ − I = k·q·(1 − q)·CᵀC: the coins of their k places each.
-    """
+class Enemy:
+    """Who knows all data, and trains the engine on each user alone to learn what it adds."""
 
     plan: TrainingPlan
     start: ServerState
     transport: Transport  # to the population with the user
     places: Integers  # [N', k] of each stored user; the last is the one that differs
-    centre: Floats  # m: [T, D]
-
-    def __call__(self, released: Released) -> float:
-        """The logarithm of the ratio over all rounds."""
-        told, before, j = 0.0, self.start, np.arange(self.places.shape[1] + 1)
-        rounds = zip(self.centre, released.averages, released.states, strict=False)
-        for centre, average, after in rounds:
-            own, way = self._first if before is self.start else self._way(before)
-            signal, square = float(way @ (average - centre)), float(way @ own)
-            told += float(logsumexp(self._log_drawn + j * signal - j**2 * square / 2.0))
-            before = after
-        return told
-
-    @cached_property
-    def _first(self) -> tuple[Floats, Floats]:
-        return self._way(self.start)
-
-    def _way(self, before: ServerState) -> tuple[Floats, Floats]:
-        """c and w of the round after a state."""
-        own = self.added(before, self.places[-1])
-        others = self._others
-        inner = np.eye(len(others)) + others @ others.T
-        return own, own - others.T @ np.linalg.solve(inner, others @ own)
-
-    @cached_property
-    def _others(self) -> Floats:
-        """√(k·q·(1 − q))·C, at the first model: [N' − 1, D]."""
-        q, k = self._probability, self.places.shape[1]
-        found = [self.added(self.start, places) for places in self.places[:-1]]
-        return math.sqrt(k * q * (1.0 - q)) * np.array(found)
-
-    @property
-    def _probability(self) -> float:
-        return float(self.plan.sampling.event().sampling_probability)
-
-    @cached_property
-    def _log_drawn(self) -> Floats:
-        """log P(j) for j from 0 to k."""
-        k = self.places.shape[1]
-        logs: Floats = binom.logpmf(np.arange(k + 1), k, self._probability)
-        return logs
 
     def added(self, before: ServerState, places: Integers) -> Floats:
-        """What one place of a user adds, of their mean, in the round after a state: [D]."""
+        """What one place of a user adds, of their mean, in the round after a state: [D].
+
+        As all averages, in standard deviations of the noise.
+        """
         plan = self.plan
         at = RoundAttempt(plan.run, before.round + 1, 0)
         request = round_request(plan, before, at, places, SeededEntropy(0))
@@ -199,15 +134,112 @@ class OwnUpdate:
         sent = {name: named[name] for name in plan.layout.names}
         return plan.layout.flatten(sent) / noise_stddevs(plan, before) / len(places)
 
+    @cached_property
+    def first(self) -> Floats:
+        """What a place of each user adds in the first round: [N', D]."""
+        return np.array([self.added(self.start, places) for places in self.places])
+
+    def seen(self, released: Released) -> Floats:
+        """Each round along what each user adds in the first, and its norm: [T·(N' + 1)]."""
+        along = released.averages @ self.first.T
+        norms = np.linalg.norm(released.averages, axis=1, keepdims=True)
+        return np.hstack([along, norms]).ravel()
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What several runs of one world released."""
+
+    mean: Floats  # of their `numbers`: [T, K]
+    variance: Floats  # likewise
+    seen: Floats  # by an enemy, in each run: [runs, F]
+
+    @classmethod
+    def of(cls, runs: Iterable[Released], enemy: Enemy) -> "Moments":
+        """Of at least one run; no more than one is held at a time (Welford 1962)."""
+        seen, mean, squares = list[Floats](), np.zeros(()), np.zeros(())
+        for released in runs:
+            seen.append(enemy.seen(released))
+            away = released.numbers - mean
+            mean = mean + away / len(seen)
+            squares = squares + away * (released.numbers - mean)
+        return cls(mean, squares / len(seen), np.array(seen))
+
+
+@dataclass(frozen=True)
+class OwnUpdate:
+    """How likely the releases are with the user, beside how likely they are without it.
+
+    The enemy knows the contribution c of the user at each released model, and those of others, C,
+    at the first. A cohort holds the user j times with probability P(j), binomial over its k places.
+    So a round that released r, of which the mean without the user is m, adds
+    log Σ_j P(j)·exp(j·⟨w, r − m⟩ − j²·⟨w, c⟩/2) with w = Σ⁻¹c. That is the likelihood ratio if what
+    others add is normal, of covariance Σ − I = k·q·(1 − q)·CᵀC: that of their coins.
+    """
+
+    enemy: Enemy
+    centre: Floats  # m: [T, D]
+
+    def __call__(self, released: Released) -> float:
+        """The logarithm of the ratio over all rounds."""
+        enemy, before = self.enemy, released.start
+        told, j = 0.0, np.arange(enemy.places.shape[1] + 1)
+        rounds = zip(self.centre, released.averages, released.states, strict=False)
+        for centre, average, after in rounds:
+            first = before is released.start
+            own = enemy.first[-1] if first else enemy.added(before, enemy.places[-1])
+            way = own - self._others.T @ np.linalg.solve(self._inner, self._others @ own)
+            signal, square = float(way @ (average - centre)), float(way @ own)
+            told += float(logsumexp(self._log_drawn + j * signal - j**2 * square / 2.0))
+            before = after
+        return told
+
+    @cached_property
+    def _others(self) -> Floats:
+        """√(k·q·(1 − q))·C: [N' − 1, D]."""
+        q, k = self._probability, self.enemy.places.shape[1]
+        return math.sqrt(k * q * (1.0 - q)) * self.enemy.first[:-1]
+
+    @cached_property
+    def _inner(self) -> Floats:
+        """What is left to invert, by the Woodbury identity."""
+        return np.eye(len(self._others)) + self._others @ self._others.T
+
+    @cached_property
+    def _log_drawn(self) -> Floats:
+        """log P(j) for j from 0 to k."""
+        k = self.enemy.places.shape[1]
+        logs: Floats = binom.logpmf(np.arange(k + 1), k, self._probability)
+        return logs
+
+    @property
+    def _probability(self) -> float:
+        return float(self.enemy.plan.sampling.event().sampling_probability)
+
 
 def learnt_direction(without: Moments, with_one: Moments) -> Distinguisher:
     """Along the difference of means, each component in units of its variance.
 
-    It finds what nobody thought of, such as other users' updates that move.
+    It finds what nobody thought of, if it is large: that of so many numbers is mostly noise.
     """
     variance = (without.variance + with_one.variance) / 2.0
     way = (with_one.mean - without.mean) / np.where(variance > 0.0, variance, 1.0)
     return Distinguisher("learnt direction", lambda released: float(np.vdot(way, released.numbers)))
+
+
+def learnt_combination(enemy: Enemy, without: Moments, with_one: Moments) -> Distinguisher:
+    """The linear discriminant (Fisher 1936) of what an enemy sees: all users' updates, and norms.
+
+    It finds users that change what others add. The pooled covariance is shrunk to its diagonal, the
+    more the fewer runs there are.
+    """
+    runs, size = without.seen.shape
+    pooled = (np.cov(without.seen, rowvar=False) + np.cov(with_one.seen, rowvar=False)) / 2.0
+    share = min(1.0, size / (4.0 * runs))
+    own = np.diag(np.maximum(np.diag(pooled), 1e-12))
+    apart = with_one.seen.mean(0) - without.seen.mean(0)
+    way = np.linalg.solve((1.0 - share) * pooled + share * own + 1e-9 * own, apart)
+    return Distinguisher("learnt combination", lambda released: float(way @ enemy.seen(released)))
 
 
 def loss_on(what: str, task: Task, rows: HeldOut, device: torch.device) -> Distinguisher:

@@ -49,10 +49,10 @@ class Crowd:
 
     @property
     def classes(self) -> int:
-        """How many labels there are; UnfitError if targets are not labels."""
+        """How many classes targets are of; UnfitError if they are none."""
         labels = self.users.fields[self.target]
-        if labels.dtype.kind not in "iu" or labels.ndim != 1:
-            raise UnfitError("targets are not labels of classes")
+        if labels.dtype.kind not in "iu":
+            raise UnfitError("targets are not classes")
         return int(labels.max(initial=0)) + 1
 
     def changed(self, rows: Rows, change: Callable[[npt.NDArray[Any]], Array]) -> Rows:
@@ -117,6 +117,8 @@ def _cancelling(crowd: Crowd) -> Pair:
 
 def _every_label(crowd: Crowd) -> Pair:
     classes = crowd.classes
+    if crowd.users.fields[crowd.target].ndim != 1:
+        raise UnfitError("a row has several targets")
     rows = crowd.resized({name: column[:1] for name, column in crowd.last.items()}, classes)
     labels = np.arange(classes).astype(rows[crowd.target].dtype)
     return beside(crowd, crowd.last, [{**rows, crowd.target: labels}] * len(crowd.others))

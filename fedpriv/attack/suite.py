@@ -22,11 +22,13 @@ from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.attack.certification import Certificate, Numbers, best_test, certify
 from fedpriv.attack.distinguishers import (
     Distinguisher,
+    Enemy,
     Integers,
     Moments,
     OwnUpdate,
     Released,
     always,
+    learnt_combination,
     learnt_direction,
     loss_on,
 )
@@ -180,7 +182,8 @@ def attack(
         pair = kept.pair(target.crowd)
     except UnfitError as error:
         return Finding(kept, unfit=str(error))
-    worlds = _worlds(target, pair)
+    worlds = target.transport(pair.without), _transport_with(target, pair)
+    enemy = Enemy(target.plan, target.start, worlds[1], _places(target, pair))
     delta, half, numbered = target.budget.delta, certifying(runs), count()
     quarter = (runs - half) // 2
 
@@ -196,8 +199,8 @@ def attack(
         (tried,) = released(worlds[0], 1)
         if len(tried.results) < target.plan.rounds:
             raise InvalidValueError(f"a run ends after {len(tried.results)} rounds: {tried.ended}")
-        without, learnt = (Moments.of(released(world, quarter)) for world in worlds)
-        every = _distinguishers(target, pair, worlds[1], without, learnt)
+        learnt = [Moments.of(released(world, quarter), enemy) for world in worlds]
+        every = _distinguishers(target, pair, enemy, learnt[0], learnt[1])
         columns = [
             np.array([[each(run) for each in every] for run in released(world, quarter)]).T
             for world in worlds
@@ -217,10 +220,8 @@ def certifying(runs: int) -> int:
     return runs - 2 * (runs // 4)
 
 
-def _worlds(target: Target, pair: Pair) -> tuple[Transport, Transport]:
-    """The transports to the population without the user, and with it."""
-    honest = target.transport(pair.with_one)
-    return target.transport(pair.without), pair.carried(honest, _places(target, pair)[-1])
+def _transport_with(target: Target, pair: Pair) -> Transport:
+    return pair.carried(target.transport(pair.with_one), _places(target, pair)[-1])
 
 
 def _places(target: Target, pair: Pair) -> Integers:
@@ -231,13 +232,16 @@ def _places(target: Target, pair: Pair) -> Integers:
 
 
 def _distinguishers(
-    target: Target, pair: Pair, with_one: Transport, without: Moments, learnt: Moments
+    target: Target, pair: Pair, enemy: Enemy, without: Moments, with_one: Moments
 ) -> tuple[Distinguisher, ...]:
-    """All of a plan, given moments of runs in both worlds."""
+    """All of a plan, given what runs of both worlds released."""
     plan, task, experiment = target.plan, target.experiment.task, target.experiment
     centre = without.mean[:, : plan.layout.dimension]
-    own = OwnUpdate(plan, target.start, with_one, _places(target, pair), centre)
-    found = [Distinguisher("own update", own), learnt_direction(without, learnt)]
+    found = [
+        Distinguisher("own update", OwnUpdate(enemy, centre)),
+        learnt_combination(enemy, without, with_one),
+        learnt_direction(without, with_one),
+    ]
     held_out = {name: experiment.held_out[name][:_HELD_OUT_ROWS] for name in task.fields}
     last = pair.with_one.examples_of(pair.with_one.population - 1)
     for what, rows in {"held-out rows": held_out, "the user's rows": last}.items():

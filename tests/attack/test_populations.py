@@ -1,5 +1,7 @@
 """Kept populations: pairs that differ in one user, whatever plan they are made for."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -74,14 +76,24 @@ def test_populations_are_what_they_are_called() -> None:
     [
         ("huge", "inputs are not floating-point numbers"),
         ("subnormal", "inputs are not floating-point numbers"),
-        ("illegal-labels", "targets are not labels of classes"),
-        ("every-label", "targets are not labels of classes"),
+        ("every-label", "a row has several targets"),
     ],
 )
 def test_what_does_not_fit_text_is_refused(name: str, why: str) -> None:
     with pytest.raises(UnfitError, match=why):
         POPULATIONS[name].pair(words_crowd())
     assert POPULATIONS["far-larger"].pair(words_crowd()).with_one.sizes[-1] == 200
+    illegal = POPULATIONS["illegal-labels"].pair(words_crowd()).with_one
+    assert (illegal.examples_of(3)["y"] == 96).all()
+
+
+def test_classes_are_needed_where_labels_are_changed() -> None:
+    crowd = crowd_of()
+    fields = {"x": crowd.users.fields["x"], "y": crowd.users.fields["x"][:, 0]}
+    numbers = replace(crowd, users=UserStore(fields, crowd.users.offsets))
+    for name in ("illegal-labels", "every-label"):
+        with pytest.raises(UnfitError, match="targets are not classes"):
+            POPULATIONS[name].pair(numbers)
 
 
 @pytest.mark.parametrize("name", ["far-larger", "undrawn", "every-label", "full-chunk"])
