@@ -4,14 +4,15 @@
 
 All kept populations attack two rounds of digits.toml over its first 20 users, at each ε. Engines of
 `broken_engines` are each attacked with the population that is for them, at ε = 2; where it takes
-knowing who is drawn to see what leaks, everybody is.
+knowing who is drawn to see what leaks, everybody is. What is in the folder is not done again.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedpriv.attack import POPULATIONS, Target
 from fedpriv.attack.command import Report
@@ -21,9 +22,10 @@ from fedpriv.experiments import experiment_file
 from fedpriv.report.tables import Column, Table
 from simulations import broken_engines
 from simulations.broken_engines import Broken
-from simulations.papers.results import write_results
+from simulations.papers.results import read_results, write_numbers, write_results
 
-ROUNDS, USERS, EVERYBODY = 2, 20, "privacy.sampling_probability=1"
+ROUNDS, USERS = 2, 20
+Row = dict[str, Any]  # values of JSON
 
 
 @dataclass(frozen=True)
@@ -33,65 +35,56 @@ class Attempt:
     engine: str  # how it is broken, for readers
     broken: Broken
     population: str
-    runs: int = 200  # of each world
-    assignments: tuple[str, ...] = ()
+    runs: int = 400  # of each world
+    epsilon: float = 2.0  # of the plan
+    drawn: float = 0.3  # probability that a user is drawn
+
+    @property
+    def key(self) -> Row:
+        """What tells it from others, as values of JSON."""
+        names = ("engine", "population", "runs", "epsilon", "drawn")
+        return {name: getattr(self, name) for name in names}
 
 
 BROKEN = (
     Attempt("clipping left out", broken_engines.no_clipping, "large"),
     Attempt("noise left out", broken_engines.no_noise, "alone"),
     Attempt("noise halved", broken_engines.halved_noise, "alone", 4000),
-    Attempt(
-        "sum × size of the cohort",
-        broken_engines.sums_of_many_louder,
-        "far-larger",
-        200,
-        (EVERYBODY,),
-    ),
-    Attempt(
-        "clipped by the largest of a chunk",
-        broken_engines.clipped_together,
-        "large",
-        400,
-        (EVERYBODY,),
-    ),
-    Attempt(
-        "NaN spoils a chunk", broken_engines.one_failure_spoils_all, "not-finite", 200, (EVERYBODY,)
-    ),
     Attempt("a failure ends the run", broken_engines.failures_raise, "illegal-labels"),
     Attempt(
-        "shapes of all enrolled",
-        broken_engines.shapes_of_all_enrolled,
-        "undrawn",
-        200,
-        (EVERYBODY,),
+        "sum × size of the cohort", broken_engines.sums_of_many_louder, "far-larger", drawn=1.0
     ),
-    Attempt("counts without noise", broken_engines.exact_counts, "tiny", 200, (EVERYBODY,)),
-    Attempt("divided by who came", broken_engines.realised_denominator, "tiny", 400, (EVERYBODY,)),
+    Attempt(
+        "clipped by the largest of a chunk", broken_engines.clipped_together, "large", drawn=1.0
+    ),
+    Attempt("NaN spoils a chunk", broken_engines.one_failure_spoils_all, "not-finite", drawn=1.0),
+    Attempt("shapes of all enrolled", broken_engines.shapes_of_all_enrolled, "undrawn", drawn=1.0),
+    Attempt("counts without noise", broken_engines.exact_counts, "tiny", drawn=1.0),
+    Attempt("divided by who came", broken_engines.realised_denominator, "tiny", 800, drawn=1.0),
 )
 
 
-def target_at(*assignments: str) -> Target:
-    """DIGITS, with keys replaced."""
-    config = load_config(experiment_file(Path("digits")), assignments)
+def attacked(attempt: Attempt) -> Row:
+    """What was found, with the engine and the plan."""
+    keys = f"privacy.epsilon={attempt.epsilon}", f"privacy.sampling_probability={attempt.drawn}"
+    config = load_config(experiment_file(Path("digits")), keys)
     data = config.simulated_data
-    return Target.of(config, load_population(data.name, data.options), ROUNDS, USERS)
-
-
-def attacked(
-    attempt: Attempt, target: Target, populations: Sequence[str]
-) -> list[dict[str, object]]:
-    """What was found with each population, as values of JSON, with the engine and ε of the plan."""
+    target = Target.of(config, load_population(data.name, data.options), ROUNDS, USERS)
     with attempt.broken():
-        kept = [POPULATIONS[name] for name in populations]
-        report = Report.of("digits", target, kept, attempt.runs)
-    about = {key: value for key, value in report.content.items() if key != "populations"}
-    rows = report.content["populations"]
-    assert isinstance(rows, list)
-    return [{"engine": attempt.engine, **about, **row} for row in rows]
+        report = Report.of("digits", target, [POPULATIONS[attempt.population]], attempt.runs)
+    content = dict(report.content)
+    (found,) = content.pop("populations")
+    return {**attempt.key, **content, **found}
 
 
-def table_of(rows: Sequence[dict[str, object]]) -> Table:
+def missing(attempts: Sequence[Attempt], rows: Sequence[Row]) -> Iterator[Attempt]:
+    """Attempts of which there is no row."""
+    for attempt in attempts:
+        if not any(attempt.key.items() <= row.items() for row in rows):
+            yield attempt
+
+
+def table_of(rows: Sequence[Row]) -> Table:
     """A row for each engine and population."""
     columns = [
         Column("engine", "text"),
@@ -125,13 +118,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=1000, help="of each world, of the real engine")
     parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "results")
     given = parser.parse_args(arguments)
-    rows = list[dict[str, object]]()
-    for epsilon in given.epsilon:
-        real = Attempt("as it is", nullcontext, "", given.runs)
-        rows += attacked(real, target_at(f"privacy.epsilon={epsilon}"), [*POPULATIONS])
-    for attempt in BROKEN:
-        rows += attacked(attempt, target_at(*attempt.assignments), [attempt.population])
-    write_results(table_of(rows), rows, given.folder, "attack")
+    real = [
+        Attempt("as it is", nullcontext, name, given.runs, epsilon)
+        for epsilon in given.epsilon
+        for name in POPULATIONS
+    ]
+    attempts, rows = (*real, *BROKEN), read_results(given.folder, "attack")
+    for attempt in missing(attempts, rows):
+        rows.append(attacked(attempt))
+        write_numbers(rows, given.folder, "attack")
+    asked = [row for each in attempts for row in rows if each.key.items() <= row.items()]
+    write_results(table_of(asked), asked, given.folder, "attack")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -110,7 +111,7 @@ class Report:
         )
 
     @property
-    def content(self) -> Mapping[str, object]:
+    def content(self) -> Mapping[str, Any]:
         """All of it as values of JSON."""
         plan = self.target.plan
         return {

@@ -62,10 +62,10 @@ class Target:
     """A plan as it is attacked: short, with few users, and stepping by the released average."""
 
     experiment: Experiment
-    plan: TrainingPlan
+    plan: TrainingPlan  # that of each run
     start: ServerState
-    budget: PrivacyBudget
-    crowd: Crowd
+    budget: PrivacyBudget  # of each run
+    crowd: Crowd  # the users of whom populations are made
 
     @classmethod
     def of(cls, config: Config, population: Population, rounds: int, users: int) -> "Target":
@@ -182,8 +182,9 @@ def attack(
         pair = kept.pair(target.crowd)
     except UnfitError as error:
         return Finding(kept, unfit=str(error))
-    worlds = target.transport(pair.without), _transport_with(target, pair)
-    enemy = Enemy(target.plan, target.start, worlds[1], _places(target, pair))
+    places, honest = _places(target, pair), target.transport(pair.with_one)
+    worlds = target.transport(pair.without), pair.carried(honest, places[-1])
+    enemy = Enemy(target.plan, target.start, worlds[1], places)
     delta, half, numbered = target.budget.delta, certifying(runs), count()
     quarter = (runs - half) // 2
 
@@ -220,10 +221,6 @@ def certifying(runs: int) -> int:
     return runs - 2 * (runs // 4)
 
 
-def _transport_with(target: Target, pair: Pair) -> Transport:
-    return pair.carried(target.transport(pair.with_one), _places(target, pair)[-1])
-
-
 def _places(target: Target, pair: Pair) -> Integers:
     """Of each user of the population with the one that differs, who is the last: [N', k]."""
     sampling, users = target.plan.sampling, pair.with_one.population
@@ -235,18 +232,18 @@ def _distinguishers(
     target: Target, pair: Pair, enemy: Enemy, without: Moments, with_one: Moments
 ) -> tuple[Distinguisher, ...]:
     """All of a plan, given what runs of both worlds released."""
-    plan, task, experiment = target.plan, target.experiment.task, target.experiment
+    plan, task, rows_held_out = target.plan, target.experiment.task, target.experiment.held_out
     centre = without.mean[:, : plan.layout.dimension]
     found = [
         Distinguisher("own update", OwnUpdate(enemy, centre)),
         learnt_combination(enemy, without, with_one),
         learnt_direction(without, with_one),
     ]
-    held_out = {name: experiment.held_out[name][:_HELD_OUT_ROWS] for name in task.fields}
+    held_out = {name: rows_held_out[name][:_HELD_OUT_ROWS] for name in task.fields}
     last = pair.with_one.examples_of(pair.with_one.population - 1)
     for what, rows in {"held-out rows": held_out, "the user's rows": last}.items():
         if not task.personal and len(rows[task.targets]):
-            found.append(loss_on(what, task, rows, experiment.device))
+            found.append(loss_on(what, task, rows))
     return (*found, *always(plan))
 
 

@@ -1,6 +1,7 @@
 """`fedpriv attack`: a table or JSON, and exit code 3 where a ledger is refuted."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,9 @@ def test_bad_input_is_one_sentence(experiment: Path) -> None:
     assert "rounds" in refused("attack", experiment, "--rounds", "0")
     assert "digist" in refused("attack", "digist")
     assert "epsilon" in refused("attack", experiment, "--set", "privacy.epsilon=-1")
+
+
+def test_the_page_lists_every_kept_population() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "attack.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", page, re.MULTILINE)
+    assert listed == [(each.name, each.attacks) for each in POPULATIONS.values()]

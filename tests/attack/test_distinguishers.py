@@ -177,11 +177,11 @@ def test_the_loss_is_that_of_the_last_model() -> None:
     target = target_with("plain")
     released, task = released_by(target), target.experiment.task
     rows = target.experiment.held_out
-    found = loss_on("rows", task, rows, target.experiment.device)(released)
+    found = loss_on("rows", task, rows)(released)
     expected = evaluate(task, rows, target.experiment.device, released.states[-1].parameters).loss
     assert found == expected
     broken = {**rows, "y": np.full_like(rows["y"], 99)}
-    assert loss_on("rows", task, broken, target.experiment.device)(released) == 0.0
+    assert loss_on("rows", task, broken)(released) == 0.0
 
 
 @pytest.mark.parametrize("q", [0.3, 1.0])
