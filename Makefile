@@ -2,10 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: simulate federation docs docs-build test test-slow test-search test-mutants lint format bench bench-rivals proto clean
+.PHONY: simulate attack federation docs docs-build test test-slow test-search test-mutants lint format bench bench-rivals proto clean
 
 simulate: .venv/installed
 	$(BIN)/fedpriv simulate digits
+
+# Thousands of short runs that try to refute what the ledger says of DIGITS; exit code 3 if one does.
+attack: .venv/installed
+	$(BIN)/fedpriv attack digits
 
 # One server and three nodes on loopback, with certificates.
 federation: .venv/installed

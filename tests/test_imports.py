@@ -39,6 +39,7 @@ BELOW = {  # what each package may import of the library, besides errors and its
         "ledger local mechanism models personalisation privacy report selection studies trackers "
         "training"
     ),
+    "attack": ("accounting build config data engine ledger privacy report run training"),
     "flower": "accounting importing ledger local logs mechanism privacy training wire",
 }
 ALLOWED = {

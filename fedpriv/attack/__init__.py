@@ -1,0 +1,22 @@
+"""Attacks on a plan: what many short runs certify of its ε, beside what their ledger says.
+
+Read `certification` first, which turns guesses into a bound on ε, then `populations`, of which each
+pair differs in one user, `distinguishers`, by which a run's releases are told apart, and `suite`,
+which makes the runs. `command` prints what is found. `docs/attack.md` says how to read it.
+"""
+
+from fedpriv.attack.certification import Certificate, certified
+from fedpriv.attack.populations import POPULATIONS, Crowd, KeptPopulation, Pair
+from fedpriv.attack.suite import Finding, Target, attack
+
+__all__ = [
+    "POPULATIONS",
+    "Certificate",
+    "Crowd",
+    "Finding",
+    "KeptPopulation",
+    "Pair",
+    "Target",
+    "attack",
+    "certified",
+]

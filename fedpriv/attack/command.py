@@ -1,0 +1,202 @@
+"""`fedpriv attack`: the suite on the plan of a file, as a table or as JSON."""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fedpriv.accounting.accountants import format_epsilon
+from fedpriv.attack.certification import CONFIDENCE, largest_certifiable
+from fedpriv.attack.populations import POPULATIONS, KeptPopulation
+from fedpriv.attack.suite import Finding, Target, attack, certifying
+from fedpriv.config import load_config
+from fedpriv.data.population import load_population
+from fedpriv.errors import InvalidValueError, known_names
+from fedpriv.report.tables import Column, Table, format_epsilon_low, json_text, plural, print_table
+from fedpriv.run.run import Display, displayed
+
+
+def attack_file(
+    file: Path,
+    assignments: Sequence[str],
+    names: Sequence[str],
+    *,
+    runs: int,
+    rounds: int,
+    users: int,
+    as_json: bool,
+) -> bool:
+    """Attack the plan of a file, print what is certified, and say whether the ledger is refuted.
+
+    `names` are those of kept populations; none: all.
+    """
+    populations = [population_named(name) for name in names or POPULATIONS]
+    config = load_config(file, assignments)
+    data = config.simulated_data
+    population = load_population(data.name, data.options)
+    target = Target.of(config, population, rounds, users)
+    report = Report.of(config.name, target, populations, runs)
+    if as_json:
+        sys.stdout.write(json_text(report.content))
+    else:
+        report.print()
+    return report.refuted
+
+
+def population_named(name: str) -> KeptPopulation:
+    """The kept population of a name; InvalidValueError if there is none."""
+    if name not in POPULATIONS:
+        raise InvalidValueError(f"no population {name!r} is kept; {known_names(name, POPULATIONS)}")
+    return POPULATIONS[name]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an attack found, for readers and programs."""
+
+    name: str  # of the experiment
+    target: Target
+    runs: int  # of each world
+    findings: tuple[Finding, ...]
+
+    @classmethod
+    def of(
+        cls, name: str, target: Target, populations: Sequence[KeptPopulation], runs: int
+    ) -> "Report":
+        """Attack a target with each population; lines on stderr show how far it is."""
+        with displayed(Console(stderr=True)) as display:
+            findings = [
+                _find(target, kept, runs, display, f"{number} of {len(populations)}: {kept.name}")
+                for number, kept in enumerate(populations, 1)
+            ]
+        return cls(name, target, runs, tuple(findings))
+
+    @property
+    def refuted(self) -> bool:
+        """Whether any population refutes the ledger."""
+        return any(finding.refuted for finding in self.findings)
+
+    @property
+    def ledger_epsilon(self) -> float:
+        """ε of the events that a run charged, at most."""
+        return max((finding.ledger_epsilon for finding in self.findings), default=0.0)
+
+    @property
+    def most(self) -> float:
+        """What so many runs certify at most, for any engine."""
+        return largest_certifiable(certifying(self.runs), self.target.budget.delta)
+
+    @property
+    def table(self) -> Table:
+        """One row for each population."""
+        columns = [
+            Column("population", "text"),
+            Column("what it attacks", "text"),
+            Column("ε ≥"),
+            Column("ledger"),
+            Column("best distinguisher", "text"),
+            Column("verdict", "text"),
+        ]
+        plan = self.target.plan
+        sampling = plan.sampling.event()
+        return Table(
+            f"{self.name}: {plan.rounds} rounds, {sampling.text} of N = {sampling.population} "
+            f"{plural(sampling.unit)}, z = {plan.noise_multiplier:.4g}, "
+            f"δ = {self.target.budget.delta:g}; {self.runs:,} runs in each world",
+            columns,
+            [_row(finding) for finding in self.findings],
+        )
+
+    @property
+    def content(self) -> Mapping[str, Any]:
+        """All of it as values of JSON."""
+        plan = self.target.plan
+        return {
+            "experiment": self.name,
+            "rounds": plan.rounds,
+            "users": plan.sampling.population,
+            "noise_multiplier": plan.noise_multiplier,
+            "delta": self.target.budget.delta,
+            "confidence": CONFIDENCE,
+            "runs": self.runs,
+            "most_certifiable": self.most,
+            "refuted": self.refuted,
+            "populations": [_content(finding) for finding in self.findings],
+        }
+
+    @property
+    def remarks(self) -> Iterator[str]:
+        """What a reader of the table must know."""
+        yield (
+            f"Each bound holds at {CONFIDENCE:.0%} confidence; {self.runs:,} runs certify at most "
+            f"{_low(self.most)}, whatever they see."
+        )
+        if self.most <= self.ledger_epsilon < float("inf"):
+            needed = self.runs
+            while (
+                largest_certifiable(certifying(needed), self.target.budget.delta)
+                <= self.ledger_epsilon
+            ):
+                needed *= 2
+            yield f"That cannot refute the ledger; --runs {needed} could."
+
+    def print(self) -> None:
+        """Print the table, what must be known of it, and refutations in red."""
+        console = Console(highlight=False)
+        print_table(self.table, console)
+        for remark in self.remarks:
+            console.print(remark)
+        for finding in self.findings:
+            if finding.certificate and finding.refuted:
+                console.print(
+                    f"refuted: with population {finding.population.name}, ε is at least "
+                    f"{_low(finding.certificate.epsilon)}, and the ledger says "
+                    f"{format_epsilon(finding.ledger_epsilon)}",
+                    style="red",
+                )
+
+
+def _find(target: Target, kept: KeptPopulation, runs: int, display: Display, name: str) -> Finding:
+    rounds, done = target.plan.rounds, 0
+    line = display.add(name, total := (2 * runs + 1) * rounds)
+
+    def show() -> None:
+        nonlocal done
+        done += rounds
+        display.update(line, done)
+        display.tell()
+
+    finding = attack(target, kept, runs, on_run=show)
+    found = finding.certificate
+    display.update(line, total, f"ε ≥ {_low(found.epsilon)}" if found else finding.verdict)
+    return finding
+
+
+def _low(epsilon: float) -> str:
+    """A lower bound on ε, rounded down."""
+    return format_epsilon_low(epsilon) or "0.000"
+
+
+def _row(finding: Finding) -> tuple[str, ...]:
+    found, kept = finding.certificate, finding.population
+    if found is None:
+        return kept.name, kept.attacks, "", "", "", finding.verdict
+    bounds = _low(found.epsilon), format_epsilon(finding.ledger_epsilon)
+    best = finding.distinguisher if found.epsilon else ""
+    return kept.name, kept.attacks, *bounds, best, finding.verdict
+
+
+def _content(finding: Finding) -> dict[str, object]:
+    content: dict[str, object] = {
+        "population": finding.population.name,
+        "attacks": finding.population.attacks,
+        "verdict": finding.verdict,
+    }
+    if (found := finding.certificate) is not None:
+        content |= {"epsilon_low": found.epsilon, "ledger_epsilon": finding.ledger_epsilon}
+        counts = {key: value for key, value in asdict(found).items() if key != "epsilon"}
+        content |= {"distinguisher": finding.distinguisher, **counts}
+    return content

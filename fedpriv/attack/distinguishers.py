@@ -1,0 +1,289 @@
+"""What tells two worlds apart: one number of all that a run released. The list is fixed.
+
+Each distinguisher is a function of what a run made public, and of what an enemy may know without
+it: the plan, both populations, and releases of other runs. The server steps by the released average
+itself (FedAvg with rate 1), so that a model less the one before it is that average: any other
+optimiser makes its steps of these averages alone.
+
+How long a run took is not among them. The wall time of a simulation is not released, and does
+depend on who was drawn; in a deployment `fixed_length` has all rounds take as long.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.special import logsumexp
+from scipy.stats import binom
+
+from fedpriv.engine.task import HeldOut, Task, evaluate
+from fedpriv.ledger.ledger import ChargedRow
+from fedpriv.privacy.draws import RoundAttempt
+from fedpriv.privacy.gaussian_mechanism import Metric
+from fedpriv.privacy.noise import SeededEntropy
+from fedpriv.privacy.round import Transport, add_up
+from fedpriv.training.optimizers import Parameters
+from fedpriv.training.rounds import RoundResult, ServerState, TrainingPlan, round_request
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+_LARGEST = 1e300  # in the place of a number that is not finite
+
+
+@dataclass(frozen=True)
+class Released:
+    """All that one run made public."""
+
+    plan: TrainingPlan
+    start: ServerState
+    states: tuple[ServerState, ...]  # after each round that was released
+    results: tuple[RoundResult, ...]  # of each
+    charges: tuple[ChargedRow, ...]  # of the ledger
+    ended: str  # why, or the type of the error with which it did
+
+    @cached_property
+    def averages(self) -> Floats:
+        """Released averages of updates, in standard deviations of their noise: [T, D].
+
+        T are the rounds of the plan; those that were not released are 0.
+        """
+        found, before = np.zeros((self.plan.rounds, self.plan.layout.dimension)), self.start
+        for row, after in zip(found, self.states, strict=False):
+            moved = _moved(after.parameters, before.parameters)
+            row[:] = self.plan.layout.flatten(moved) / noise_stddevs(self.plan, before)
+            before = after
+        return found
+
+    @property
+    def numbers(self) -> Floats:
+        """All numbers that each round released, side by side: [T, K ≥ D], the averages first."""
+        plan, before = self.plan, self.start
+        kept = sum(
+            tensor.size for tensor in (*before.statistics.values(), *before.control.values())
+        )
+        measured = sum(math.prod(metric.shape) for metric in plan.reported)
+        counted = len(plan.groups) if plan.adaptive else 0
+        found = np.zeros((plan.rounds, plan.layout.dimension + kept + measured + counted))
+        rounds = zip(found, self.averages, self.states, self.results, strict=False)
+        for row, average, after, result in rounds:
+            statistics = _moved(after.statistics, before.statistics)
+            control = _moved(after.control, before.control)
+            parts = *statistics.values(), *control.values(), *result.metrics.values()
+            told = [np.ravel(np.asarray(part, np.float64)) for part in parts]
+            row[:] = np.concatenate([average, *told, [*result.unclipped.values()]])
+            before = after
+        return np.nan_to_num(found, nan=_LARGEST)
+
+    def mean_of(self, told: Callable[[RoundResult], float]) -> float:
+        """Mean over the rounds that were released of a number of each; 0 if there are none."""
+        return math.fsum(map(told, self.results)) / max(1, len(self.results))
+
+
+def _moved(after: Parameters, before: Parameters) -> dict[str, Floats]:
+    return {name: after[name].astype(np.float64) - before[name] for name in after}
+
+
+def noise_stddevs(plan: TrainingPlan, before: ServerState) -> Floats:
+    """Of the average of updates that the round after a state releases: [D]."""
+    stddevs = plan.mechanism_at(before.clipping_norms).tensor_stddevs
+    sizes = plan.layout.sizes
+    return np.repeat([stddevs[name] for name in sizes], [*sizes.values()])
+
+
+@dataclass(frozen=True)
+class Distinguisher:
+    """A number of a run's releases, by which two worlds may be told apart."""
+
+    name: str
+    of: Callable[[Released], float]
+
+    def __call__(self, released: Released) -> float:
+        """The number; finite, whatever was released."""
+        found = float(self.of(released))
+        return found if math.isfinite(found) else _LARGEST
+
+
+@dataclass(frozen=True)
+class Enemy:
+    """Who knows all data, and trains the engine on each user alone to learn what it adds."""
+
+    plan: TrainingPlan
+    start: ServerState
+    transport: Transport  # to the population with the user
+    places: Integers  # [N', k] of each stored user; the last is the one that differs
+
+    def added(self, before: ServerState, places: Integers) -> Floats:
+        """What one place of a user adds, of their mean, in the round after a state: [D].
+
+        As all averages, in standard deviations of the noise.
+        """
+        plan = self.plan
+        at = RoundAttempt(plan.run, before.round + 1, 0)
+        request = round_request(plan, before, at, places, SeededEntropy(0))
+        clipping = request.clipping
+        try:
+            total = add_up(self.transport.collect(request), clipping, len(places)).total
+        except Exception:  # an engine that raises for the user is told by how its runs end
+            return np.zeros(plan.layout.dimension)
+        divisors = plan.mechanism_at(before.clipping_norms).query.divisors
+        named = clipping.layout.unflatten(total * clipping.steps / clipping.spread(divisors))
+        sent = {name: named[name] for name in plan.layout.names}
+        return plan.layout.flatten(sent) / noise_stddevs(plan, before) / len(places)
+
+    @cached_property
+    def first(self) -> Floats:
+        """What a place of each user adds in the first round: [N', D]."""
+        return np.array([self.added(self.start, places) for places in self.places])
+
+    def seen(self, released: Released) -> Floats:
+        """Each round along what each user adds in the first, and its norm: [T·(N' + 1)]."""
+        along = released.averages @ self.first.T
+        norms = np.linalg.norm(released.averages, axis=1, keepdims=True)
+        return np.hstack([along, norms]).ravel()
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What several runs of one world released."""
+
+    mean: Floats  # of their `numbers`: [T, K]
+    variance: Floats  # likewise
+    seen: Floats  # by an enemy, in each run: [runs, F]
+
+    @classmethod
+    def of(cls, runs: Iterable[Released], enemy: Enemy) -> "Moments":
+        """Of at least one run; no more than one is held at a time (Welford 1962)."""
+        seen, mean, squares = list[Floats](), np.zeros(()), np.zeros(())
+        for released in runs:
+            seen.append(enemy.seen(released))
+            away = released.numbers - mean
+            mean = mean + away / len(seen)
+            squares = squares + away * (released.numbers - mean)
+        return cls(mean, squares / len(seen), np.array(seen))
+
+
+@dataclass(frozen=True)
+class OwnUpdate:
+    """How likely the releases are with the user, beside how likely they are without it.
+
+    The enemy knows the contribution c of the user at each released model, and those of others, C,
+    at the first. A cohort holds the user j times with probability P(j), binomial over its k places.
+    So a round that released r, of which the mean without the user is m, adds
+    log Σ_j P(j)·exp(j·⟨w, r − m⟩ − j²·⟨w, c⟩/2) with w = Σ⁻¹c. That is the likelihood ratio if what
+    others add is normal, of covariance Σ − I = k·q·(1 − q)·CᵀC: that of their coins.
+    """
+
+    enemy: Enemy
+    centre: Floats  # m: [T, D]
+
+    def __call__(self, released: Released) -> float:
+        """The logarithm of the ratio over all rounds."""
+        enemy, before = self.enemy, released.start
+        told, j = 0.0, np.arange(enemy.places.shape[1] + 1)
+        rounds = zip(self.centre, released.averages, released.states, strict=False)
+        for centre, average, after in rounds:
+            first = before is released.start
+            own = enemy.first[-1] if first else enemy.added(before, enemy.places[-1])
+            way = own - self._others.T @ np.linalg.solve(self._inner, self._others @ own)
+            signal, square = float(way @ (average - centre)), float(way @ own)
+            told += float(logsumexp(self._log_drawn + j * signal - j**2 * square / 2.0))
+            before = after
+        return told
+
+    @cached_property
+    def _others(self) -> Floats:
+        """√(k·q·(1 − q))·C: [N' − 1, D]."""
+        q, k = self._probability, self.enemy.places.shape[1]
+        return math.sqrt(k * q * (1.0 - q)) * self.enemy.first[:-1]
+
+    @cached_property
+    def _inner(self) -> Floats:
+        """What is left to invert, by the Woodbury identity."""
+        return np.eye(len(self._others)) + self._others @ self._others.T
+
+    @cached_property
+    def _log_drawn(self) -> Floats:
+        """log P(j) for j from 0 to k."""
+        k = self.enemy.places.shape[1]
+        logs: Floats = binom.logpmf(np.arange(k + 1), k, self._probability)
+        return logs
+
+    @property
+    def _probability(self) -> float:
+        return float(self.enemy.plan.sampling.event().sampling_probability)
+
+
+def learnt_direction(without: Moments, with_one: Moments) -> Distinguisher:
+    """Along the difference of means, each component in units of its variance.
+
+    It finds what nobody thought of, if it is large: that of so many numbers is mostly noise.
+    """
+    variance = (without.variance + with_one.variance) / 2.0
+    way = (with_one.mean - without.mean) / np.where(variance > 0.0, variance, 1.0)
+    return Distinguisher("learnt direction", lambda released: float(np.vdot(way, released.numbers)))
+
+
+def learnt_combination(enemy: Enemy, without: Moments, with_one: Moments) -> Distinguisher:
+    """The linear discriminant (Fisher 1936) of what an enemy sees: all users' updates, and norms.
+
+    It finds users that change what others add. The pooled covariance is shrunk to its diagonal, the
+    more the fewer runs there are.
+    """
+    runs, size = without.seen.shape
+    pooled = (np.cov(without.seen, rowvar=False) + np.cov(with_one.seen, rowvar=False)) / 2.0
+    share = min(1.0, size / (4.0 * runs))
+    own = np.diag(np.maximum(np.diag(pooled), 1e-12))
+    apart = with_one.seen.mean(0) - without.seen.mean(0)
+    way = np.linalg.solve((1.0 - share) * pooled + share * own + 1e-9 * own, apart)
+    return Distinguisher("learnt combination", lambda released: float(way @ enemy.seen(released)))
+
+
+def loss_on(what: str, task: Task, rows: HeldOut) -> Distinguisher:
+    """Mean loss of the last model on some rows."""
+
+    def loss(released: Released) -> float:
+        last = released.states[-1] if released.states else released.start
+        try:
+            return evaluate(task, rows, torch.device("cpu"), last.model).loss
+        except Exception:  # of rows that no model can be evaluated on
+            return 0.0
+
+    return Distinguisher(f"loss on {what}", loss)
+
+
+def always(plan: TrainingPlan) -> tuple[Distinguisher, ...]:
+    """All distinguishers of a plan that need no model and no other runs."""
+    found = [
+        Distinguisher("norm of updates", lambda r: float(np.linalg.norm(r.averages))),
+        Distinguisher("rounds released", lambda r: len(r.results)),
+        Distinguisher("charges", lambda r: len(r.charges)),
+        Distinguisher("attempts", lambda r: sum(row.attempt for row in r.charges)),
+    ]
+    found += [_metric(metric) for metric in plan.reported if metric.shape == ()]
+    for group in plan.groups if plan.adaptive else ():
+        found += [_unclipped(group.name), _clipping_norm(group.name)]
+    return tuple(found)
+
+
+def _metric(metric: Metric) -> Distinguisher:
+    def told(result: RoundResult) -> float:
+        return result.scalar_metrics[metric.name]
+
+    return Distinguisher(metric.name, lambda released: released.mean_of(told))
+
+
+def _unclipped(group: str) -> Distinguisher:
+    return Distinguisher(
+        f"unclipped of {group}", lambda released: released.mean_of(lambda r: r.unclipped[group])
+    )
+
+
+def _clipping_norm(group: str) -> Distinguisher:
+    return Distinguisher(
+        f"clipping norm of {group}",
+        lambda released: released.mean_of(lambda r: r.clipping_norms[group]),
+    )

@@ -1,0 +1,236 @@
+"""Pairs of populations that differ in one user, each of which attacks the engine in its own way.
+
+A pair is made of a plan's own users and fields. The user that differs is the last one, so that all
+others have the same positions in both worlds, and N, a public constant, is the same. By the
+relation "replace one", the last user of the other world is an ordinary one; otherwise it is absent.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedpriv.data.population import Array, UserStore, offsets_of
+from fedpriv.errors import FedprivError
+from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
+
+Rows = Mapping[str, Array]  # of one user, by field
+Places = npt.NDArray[np.int64]  # of one user among all that may be drawn
+_MANY = 100  # how many times as many rows as an ordinary user a far larger one has
+_FULL = 8  # rows of a user that fill a rung of the engine's ladder
+_LARGE, _TINY, _SUBNORMAL = 1e4, 1e-20, 1e-40
+
+
+class UnfitError(FedprivError):
+    """A population does not fit a plan; the sentence says why."""
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """Ordinary users of a plan, of whom populations are made."""
+
+    users: UserStore  # N ≥ 2, or records of another unit
+    inputs: tuple[str, ...]  # fields that the model reads
+    target: str  # field that the loss reads
+    most: int | None = None  # rows of a record; None: a user may have any number
+    replaced: bool = False  # whether neighbours have another user instead of one less
+
+    @property
+    def others(self) -> list[Rows]:
+        """The rows of all users but the last."""
+        return [self.users.examples_of(user) for user in range(self.users.population - 1)]
+
+    @property
+    def last(self) -> Rows:
+        """The rows of the last user."""
+        return self.users.examples_of(self.users.population - 1)
+
+    @property
+    def classes(self) -> int:
+        """How many classes targets are of; UnfitError if they are none."""
+        labels = self.users.fields[self.target]
+        if labels.dtype.kind not in "iu":
+            raise UnfitError("targets are not classes")
+        return int(labels.max(initial=0)) + 1
+
+    def changed(self, rows: Rows, change: Callable[[npt.NDArray[Any]], Array]) -> Rows:
+        """The rows with all inputs changed; UnfitError if they are not numbers with a fraction."""
+        if any(rows[name].dtype.kind != "f" for name in self.inputs):
+            raise UnfitError("inputs are not floating-point numbers")
+        with np.errstate(over="ignore", under="ignore"):
+            new = {name: change(rows[name]).astype(rows[name].dtype) for name in self.inputs}
+        return {**rows, **new}
+
+    def resized(self, rows: Rows, count: int) -> Rows:
+        """So many rows, the same ones again and again; UnfitError if a record has fewer."""
+        if self.most is not None and count > self.most:
+            raise UnfitError(f"it needs {count} rows of a record, which has at most {self.most}")
+        return {
+            name: np.resize(column, (count, *column.shape[1:])) for name, column in rows.items()
+        }
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two populations that differ in one user."""
+
+    without: UserStore
+    with_one: UserStore  # its last user is the one that differs
+    # How sums travel to the server where the user is, who has these places; else all arrive.
+    carried: Callable[[Transport, Places], Transport] = lambda transport, _: transport
+
+
+@dataclass(frozen=True)
+class KeptPopulation:
+    """A pair of populations that is kept, since it found a fault once or would find one."""
+
+    name: str
+    attacks: str
+    pair: Callable[[Crowd], Pair]
+
+
+def store_of(users: Sequence[Rows]) -> UserStore:
+    """The rows of users, at least one, as a store; ids are positions."""
+    fields = {name: np.concatenate([rows[name] for rows in users]) for name in users[0]}
+    sizes = [len(next(iter(rows.values()))) for rows in users]
+    return UserStore(fields, offsets_of(sizes))
+
+
+def beside(crowd: Crowd, one: Rows, others: Sequence[Rows] | None = None) -> Pair:
+    """One user beside others, by default the ordinary ones, and they without it."""
+    others = crowd.others if others is None else others
+    without = [*others, crowd.last] if crowd.replaced else others
+    return Pair(store_of(without), store_of([*others, one]))
+
+
+def _alone(crowd: Crowd) -> Pair:
+    nothing = {name: column[:0] for name, column in crowd.last.items()}
+    return beside(crowd, crowd.last, [nothing] * len(crowd.others))
+
+
+def _cancelling(crowd: Crowd) -> Pair:
+    one = crowd.changed(crowd.last, np.negative)
+    return beside(crowd, one, [crowd.last] * len(crowd.others))
+
+
+def _every_label(crowd: Crowd) -> Pair:
+    classes = crowd.classes
+    if crowd.users.fields[crowd.target].ndim != 1:
+        raise UnfitError("a row has several targets")
+    rows = crowd.resized({name: column[:1] for name, column in crowd.last.items()}, classes)
+    labels = np.arange(classes).astype(rows[crowd.target].dtype)
+    return beside(crowd, crowd.last, [{**rows, crowd.target: labels}] * len(crowd.others))
+
+
+def _scaled(factor: float) -> Callable[[Crowd], Pair]:
+    return lambda crowd: beside(crowd, crowd.changed(crowd.last, lambda x: x * factor))
+
+
+def _huge(crowd: Crowd) -> Pair:
+    def most(x: npt.NDArray[Any]) -> Array:
+        return np.where(x > x.mean(), 1.0, -1.0) * float(np.finfo(x.dtype).max)
+
+    return beside(crowd, crowd.changed(crowd.last, most))
+
+
+def _not_finite(crowd: Crowd) -> Pair:
+    def broken(x: npt.NDArray[Any]) -> Array:
+        return np.resize([np.nan, np.inf, -np.inf, 1.0], x.shape)
+
+    return beside(crowd, crowd.changed(crowd.last, broken))
+
+
+def _illegal_labels(crowd: Crowd) -> Pair:
+    labels = np.full_like(crowd.last[crowd.target], crowd.classes + 89)
+    return beside(crowd, {**crowd.last, crowd.target: labels})
+
+
+def _no_rows(crowd: Crowd) -> Pair:
+    return beside(crowd, {name: column[:0] for name, column in crowd.last.items()})
+
+
+def _far_larger(crowd: Crowd) -> Pair:
+    return beside(crowd, _many(crowd))
+
+
+def _many(crowd: Crowd) -> Rows:
+    return crowd.resized(crowd.last, _MANY * len(crowd.last[crowd.target]))
+
+
+def _full_chunk(crowd: Crowd) -> Pair:
+    alike = [crowd.resized(rows, _FULL) for rows in (*crowd.others, crowd.last)]
+    return beside(crowd, alike[-1], alike[:-1])
+
+
+def _undrawn(crowd: Crowd) -> Pair:
+    enrolled = [*crowd.others, crowd.last]
+    return Pair(store_of(enrolled), store_of([*enrolled, _many(crowd)]))
+
+
+@dataclass(frozen=True)
+class _Meddling(Transport):
+    """A transport to nodes of which one does not do its part for its only user."""
+
+    honest: Transport
+    places: Places  # of that user
+    overstated: bool  # whether the node sends a sum beyond the clipping norm, and not none
+
+    def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
+        """Yield the sums of all other users, and what the node makes of its own."""
+        own = np.isin(request.users, self.places)
+        yield from self.honest.collect(replace(request, users=request.users[~own]))
+        if own.any() and self.overstated:
+            total = np.full(request.clipping.layout.dimension, 2**40, np.int64)
+            yield PartialSum("its node", 1, total, request.clipping.weight_cap)
+
+    def rest(self) -> None:
+        """As the honest one."""
+        self.honest.rest()
+
+
+def _meddled(*, overstated: bool) -> Callable[[Crowd], Pair]:
+    def carried(honest: Transport, places: Places) -> Transport:
+        return _Meddling(honest, places, overstated)
+
+    return lambda crowd: replace(beside(crowd, crowd.last), carried=carried)
+
+
+POPULATIONS = {
+    each.name: each
+    for each in (
+        KeptPopulation("alone", "others have no rows, so that nothing hides the user", _alone),
+        KeptPopulation("cancelling", "its rows are all others' with the sign flipped", _cancelling),
+        KeptPopulation(
+            "every-label", "others have one row under each label: gradients cancel", _every_label
+        ),
+        KeptPopulation("huge", "its inputs are near the largest number of their type", _huge),
+        KeptPopulation(
+            "large", "its inputs, and its update, are 10,000 times larger", _scaled(_LARGE)
+        ),
+        KeptPopulation("tiny", "its inputs are 1e-20 of an ordinary user's", _scaled(_TINY)),
+        KeptPopulation("subnormal", "its inputs are subnormal numbers", _scaled(_SUBNORMAL)),
+        KeptPopulation(
+            "illegal-labels", "training raises, as its labels are no classes", _illegal_labels
+        ),
+        KeptPopulation(
+            "not-finite", "its inputs are NaN and infinite, so its update is", _not_finite
+        ),
+        KeptPopulation("no-rows", "it is enrolled and has no rows", _no_rows),
+        KeptPopulation("far-larger", f"it has {_MANY} times as many rows as others", _far_larger),
+        KeptPopulation(
+            "full-chunk", "all have as many rows: it adds a lane to a chunk", _full_chunk
+        ),
+        KeptPopulation(
+            "undrawn", f"stored with {_MANY} times as many rows, it is never drawn", _undrawn
+        ),
+        KeptPopulation("late", "its sum never arrives", _meddled(overstated=False)),
+        KeptPopulation(
+            "overstated",
+            "its node sends far more than the clipping norm",
+            _meddled(overstated=True),
+        ),
+    )
+}
+"""All of them, by name."""

@@ -1,0 +1,258 @@
+"""The attack suite: many short runs of a plan in two worlds, and what they certify of its ε.
+
+A run is the real thing: the plan's engine, clipping, rounds and ledger, with noise and coins of the
+operating system, in fresh files. Nothing of it is kept but what it released. Of the runs of a pair
+of populations a quarter teaches directions, a quarter chooses one distinguisher, threshold and
+side, and half certifies that choice alone: see `certification`.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import count, islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from fedpriv.accounting.accountants import epsilon as epsilon_of
+from fedpriv.attack.certification import Certificate, Numbers, best_test, certify
+from fedpriv.attack.distinguishers import (
+    Distinguisher,
+    Enemy,
+    Integers,
+    Moments,
+    OwnUpdate,
+    Released,
+    always,
+    learnt_combination,
+    learnt_direction,
+    loss_on,
+)
+from fedpriv.attack.populations import Crowd, KeptPopulation, Pair, UnfitError
+from fedpriv.build import Experiment, build, records_of
+from fedpriv.config import CallbacksSection, Config, OutputSection
+from fedpriv.data.places import in_places
+from fedpriv.data.population import ROW_OWNERS, Population, UserStore
+from fedpriv.engine.transport import InProcessTransport, computing_with
+from fedpriv.errors import DataError, InvalidValueError
+from fedpriv.ledger.events import NeighbouringRelation, PrivacyBudget, Unit
+from fedpriv.ledger.ledger import paid_events
+from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy
+from fedpriv.privacy.round import PrivacyRecords, Transport
+from fedpriv.privacy.sampling import ExampleSampling
+from fedpriv.training.optimizers import FedAvg
+from fedpriv.training.rounds import ServerState, TrainingPlan, train
+
+_RUN = "attack"  # name of each run in its own ledger
+_HELD_OUT_ROWS = 200  # on which losses are measured
+_FEWEST_RUNS = 8
+_LEFT_OUT = ("seed", "run", "federated_evaluation", "personalisation", "stopping")  # of the plan
+_MEMORY = Path("/dev/shm")
+
+Entropies = Callable[[int], Entropy]
+"""Where the coins and the noise of a run come from, by its number."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A plan as it is attacked: short, with few users, and stepping by the released average."""
+
+    experiment: Experiment
+    plan: TrainingPlan  # that of each run
+    start: ServerState
+    budget: PrivacyBudget  # of each run
+    crowd: Crowd  # the users of whom populations are made
+
+    @classmethod
+    def of(cls, config: Config, population: Population, rounds: int, users: int) -> "Target":
+        """The plan of a configuration over the first so many users that have rows.
+
+        The noise is calibrated to so many rounds, unless it is given. InvalidValueError if there is
+        none; DataError if there are no two users, or rows have several owners.
+        """
+        left_out = dict.fromkeys(_LEFT_OUT)
+        quiet = {"callbacks": CallbacksSection(), "output": OutputSection()}
+        short = config.model_copy(update={"rounds": rounds, **left_out, **quiet})
+        mechanism = short.mechanism()
+        records = records_of(population, mechanism).users
+        if ROW_OWNERS in records.fields:
+            raise DataError("rows have several owners; attacks know rows of one user alone")
+        chosen = np.flatnonzero(records.sizes)[:users]
+        if len(chosen) < 2:
+            raise DataError(f"{len(chosen)} users with rows are to be attacked; two are needed")
+        name, few = population.name, records.subset(chosen)
+        experiment = build(short, _RUN, name, len(chosen), population.test)
+        plan = replace(experiment.plan, optimizer=FedAvg())
+        if plan.noise_multiplier == 0.0:
+            raise InvalidValueError("the plan has no noise; ε is infinite and cannot be refuted")
+        task = experiment.task
+        inputs = (task.inputs,) if isinstance(task.inputs, str) else task.inputs
+        fields = {field: few.fields[field] for field in task.fields}
+        most = None if mechanism.unit is Unit.USER else mechanism.microbatch or 1
+        replaced = plan.sampling.event().relation is NeighbouringRelation.REPLACE_ONE
+        crowd = Crowd(UserStore(fields, few.offsets), inputs, task.targets, most, replaced)
+        start = replace(experiment, plan=plan).initial_state
+        # Runs charge the same events again and again, and pricing them takes longer than a run.
+        budget = replace(experiment.budget, price=lru_cache(experiment.budget.price))
+        return cls(experiment, plan, start, budget, crowd)
+
+    def transport(self, users: UserStore) -> InProcessTransport:
+        """To users of this machine."""
+        experiment, sampling = self.experiment, self.plan.sampling
+        engine = experiment.config.engine
+        if isinstance(sampling, ExampleSampling):
+            users = in_places(users, sampling.examples_per_user)
+        return InProcessTransport(
+            experiment.task,
+            users,
+            experiment.device,
+            engine.chunk_mebibytes * 2**20,
+            activations=engine.activations,
+            processes=engine.processes or 1,  # a cohort of few is trained before it is sent
+        )
+
+    def run(self, transport: Transport, entropy: Entropy) -> Released:
+        """One run in fresh files, and all that it released; if it raises, that is how it ended."""
+        plan, steps, ended = self.plan, [], ""
+        with TemporaryDirectory(dir=_scratch()) as folder:
+            files = Path(folder, "ledger.sqlite"), Path(folder, "participation.sqlite")
+            with PrivacyRecords.open(*files, plan.population, self.budget) as records:
+                rounds = train(plan, self.start, transport, records, entropy)
+                while not ended:
+                    try:
+                        steps.append(next(rounds))
+                    except StopIteration as end:
+                        ended = str(end.value)
+                    except Exception as error:
+                        ended = f"{type(error).__name__}: {error}"
+                charges = tuple(records.ledger.charges())
+        states, results = zip(*steps, strict=True) if steps else ((), ())
+        return Released(plan, self.start, states, results, charges, ended)
+
+
+def _scratch() -> Path | None:
+    """Where each charge does not wait for a disk, unless TMPDIR says otherwise."""
+    return _MEMORY if "TMPDIR" not in os.environ and os.access(_MEMORY, os.W_OK) else None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the runs of one pair of populations certify."""
+
+    population: KeptPopulation
+    ledger_epsilon: float = 0.0  # ε of the events that one run charged, at the plan's δ
+    certificate: Certificate | None = None  # None: the population does not fit the plan
+    distinguisher: str = ""  # which was certified
+    unfit: str = ""  # why it does not fit
+
+    @property
+    def refuted(self) -> bool:
+        """Whether what is certified contradicts the ledger."""
+        found = self.certificate
+        return found is not None and found.epsilon > self.ledger_epsilon
+
+    @property
+    def verdict(self) -> str:
+        """In a word, or why there is none."""
+        if self.certificate is None:
+            return f"skipped: {self.unfit}"
+        return "refuted" if self.refuted else "consistent"
+
+
+def attack(
+    target: Target,
+    kept: KeptPopulation,
+    runs: int,
+    *,
+    entropies: Entropies = lambda _: OperatingSystemEntropy(),
+    on_run: Callable[[], object] = lambda: None,
+) -> Finding:
+    """Attack a plan with a pair of populations, by so many runs in each of the two worlds.
+
+    `on_run` is called after each run. InvalidValueError if there are fewer than 8 runs, or if runs
+    without the user do not release all rounds, since then the plan cannot be attacked.
+    """
+    if runs < _FEWEST_RUNS:
+        raise InvalidValueError(f"runs is {runs}; it must be at least {_FEWEST_RUNS}")
+    try:
+        pair = kept.pair(target.crowd)
+    except UnfitError as error:
+        return Finding(kept, unfit=str(error))
+    places, honest = _places(target, pair), target.transport(pair.with_one)
+    worlds = target.transport(pair.without), pair.carried(honest, places[-1])
+    enemy = Enemy(target.plan, target.start, worlds[1], places)
+    delta, half, numbered = target.budget.delta, certifying(runs), count()
+    quarter = (runs - half) // 2
+
+    def released(world: Transport, runs: int) -> Iterator[Released]:
+        for number in islice(numbered, runs):
+            yield target.run(world, entropies(number))
+            on_run()
+
+    def told(each: Distinguisher, world: Transport) -> Numbers:
+        return np.array([each(run) for run in released(world, half)])
+
+    with _in_silence(), computing_with(1):  # in models this small, threads wait for each other
+        (tried,) = released(worlds[0], 1)
+        if len(tried.results) < target.plan.rounds:
+            raise InvalidValueError(f"a run ends after {len(tried.results)} rounds: {tried.ended}")
+        learnt = [Moments.of(released(world, quarter), enemy) for world in worlds]
+        every = _distinguishers(target, pair, enemy, learnt[0], learnt[1])
+        columns = [
+            np.array([[each(run) for each in every] for run in released(world, quarter)]).T
+            for world in worlds
+        ]
+        tests = [best_test(one, other, delta) for one, other in zip(*columns, strict=True)]
+        chosen = max(range(len(every)), key=lambda at: tests[at][0])
+        final = [told(every[chosen], world) for world in worlds]
+    for world in worlds:
+        world.rest()
+    ledger = epsilon_of(paid_events(tried.charges), delta).epsilon
+    found = certify(tests[chosen][1], final[0], final[1], delta)
+    return Finding(kept, ledger, found, every[chosen].name)
+
+
+def certifying(runs: int) -> int:
+    """How many of the runs of each world certify what the others chose."""
+    return runs - 2 * (runs // 4)
+
+
+def _places(target: Target, pair: Pair) -> Integers:
+    """Of each user of the population with the one that differs, who is the last: [N', k]."""
+    sampling, users = target.plan.sampling, pair.with_one.population
+    each = sampling.places // sampling.population
+    return np.arange(users * each).reshape(users, each)
+
+
+def _distinguishers(
+    target: Target, pair: Pair, enemy: Enemy, without: Moments, with_one: Moments
+) -> tuple[Distinguisher, ...]:
+    """All of a plan, given what runs of both worlds released."""
+    plan, task, rows_held_out = target.plan, target.experiment.task, target.experiment.held_out
+    centre = without.mean[:, : plan.layout.dimension]
+    found = [
+        Distinguisher("own update", OwnUpdate(enemy, centre)),
+        learnt_combination(enemy, without, with_one),
+        learnt_direction(without, with_one),
+    ]
+    held_out = {name: rows_held_out[name][:_HELD_OUT_ROWS] for name in task.fields}
+    last = pair.with_one.examples_of(pair.with_one.population - 1)
+    for what, rows in {"held-out rows": held_out, "the user's rows": last}.items():
+        if not task.personal and len(rows[task.targets]):
+            found.append(loss_on(what, task, rows))
+    return (*found, *always(plan))
+
+
+@contextmanager
+def _in_silence() -> Iterator[None]:
+    """Log no warning: thousands of runs train users that fail, which is what they are for."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

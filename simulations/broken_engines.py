@@ -1,0 +1,196 @@
+"""Engines that are broken on purpose, each in one small way that an attack must notice.
+
+Each is a context in which the library is broken; what a ledger says stays the same.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from fedpriv.engine import trainer
+from fedpriv.engine.trainer import Chunk, ChunkSum, Trainer
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.ledger.events import RoundEvent, SamplingEvent
+from fedpriv.privacy import clipping, gaussian_mechanism, noise
+from fedpriv.privacy import clipping_torch as batched
+from fedpriv.privacy import round as rounds
+from fedpriv.privacy.clipping import Clipping, Flags, FloatMatrix, IntegerVector
+from fedpriv.privacy.layout import granularity
+from fedpriv.privacy.noise import rounded_gaussian
+from fedpriv.privacy.round import PartialSum, RoundRequest
+from fedpriv.privacy.sampling import PoissonSampling
+
+Broken = Callable[[], AbstractContextManager[object]]
+_LARGEST = 2.0**45  # steps of a number that is not clipped
+
+
+@contextmanager
+def no_clipping() -> Iterator[None]:
+    """Updates are added up as they are, and sums are believed."""
+
+    def clip_rows(
+        pieces: Sequence[FloatMatrix], clipping_norm: float, _: object
+    ) -> tuple[Flags, Flags]:
+        finite = np.all([np.isfinite(piece).all(axis=1) for piece in pieces], axis=0)
+        for piece in pieces:
+            piece[~finite] = 0.0
+            piece[:] = np.clip(np.trunc(piece / granularity(clipping_norm)), -_LARGEST, _LARGEST)
+        return finite, finite
+
+    believed = patch.object(Clipping, "admits", lambda *_: True)
+    with patch.object(clipping, "clip_rows", clip_rows), believed:
+        yield
+
+
+@contextmanager
+def less_noise(share: float, most: int | None = None) -> Iterator[None]:
+    """Noise is this share of what the ledger says, in vector groups of at most so many numbers."""
+    honest = noise.rounded_gaussian
+
+    def drawn(key: bytes, count: int, stddev: float) -> IntegerVector:
+        few = most is None or count <= most
+        return honest(key, count, stddev * (share if few else 1.0))
+
+    with patch.object(gaussian_mechanism, "rounded_gaussian", drawn):
+        yield
+
+
+@contextmanager
+def sums_of_many_louder() -> Iterator[None]:
+    """A cohort's sum is multiplied by the number of its users."""
+    honest = rounds.add_up
+
+    def added(partials: Iterable[PartialSum], how: Clipping, users: int) -> PartialSum:
+        found = honest(partials, how, users)
+        return replace(found, total=found.total * max(1, found.users))
+
+    with patch.object(rounds, "add_up", added):
+        yield
+
+
+@contextmanager
+def realised_denominator() -> Iterator[None]:
+    """Averages are over those who came, and not over the constant number that is expected."""
+    honest = rounds.release
+
+    def released(mechanism: Any, at: Any, cohort: PartialSum, *others: Any) -> Any:
+        average = honest(mechanism, at, cohort, *others)
+        return average * mechanism.sampling.expected_cohort_size / max(1, cohort.users)
+
+    with patch.object(rounds, "release", released):
+        yield
+
+
+@contextmanager
+def clipped_together() -> Iterator[None]:
+    """A chunk's updates are scaled down by the largest of them: one user changes all others'."""
+    honest = batched.integer_sum
+
+    def summed(
+        updates: Mapping[str, torch.Tensor], how: Clipping, weights: IntegerVector
+    ) -> torch.Tensor:
+        held = {name: update[:] for name, update in updates.items()}
+        largest = max(float(tensor.abs().max()) for tensor in held.values())
+        return honest({n: t / max(1.0, largest) for n, t in held.items()}, how, weights)
+
+    with patch.object(trainer, "integer_sum", summed):
+        yield
+
+
+@contextmanager
+def one_failure_spoils_all() -> Iterator[None]:
+    """A chunk counts as zero if one of its updates is not finite."""
+    honest = batched.integer_sum
+
+    def summed(
+        updates: Mapping[str, torch.Tensor], how: Clipping, weights: IntegerVector
+    ) -> torch.Tensor:
+        total = honest(updates, how, weights)
+        finite = all(bool(torch.isfinite(update[:]).all()) for update in updates.values())
+        return total if finite else torch.zeros_like(total)
+
+    with patch.object(trainer, "integer_sum", summed):
+        yield
+
+
+@contextmanager
+def failures_raise() -> Iterator[None]:
+    """A user whose training raises ends the run."""
+
+    def summed(own: Trainer, request: Any, start: Any, chunk: Chunk) -> ChunkSum:
+        return own._sum(request, start, chunk)
+
+    with patch.object(Trainer, "sum_of", summed):
+        yield
+
+
+@contextmanager
+def shapes_of_all_enrolled() -> Iterator[None]:
+    """Losses are means over as many rows as the largest enrolled user has, drawn or not."""
+    honest = InProcessTransport.collect
+
+    def collected(own: InProcessTransport, request: RoundRequest) -> Iterator[PartialSum]:
+        largest = int(own.users.sizes.max())
+        for partial_sum in honest(own, request):
+            yield replace(partial_sum, total=partial_sum.total * 10 // max(10, largest))
+
+    with patch.object(InProcessTransport, "collect", collected):
+        yield
+
+
+@contextmanager
+def noise_used_twice() -> Iterator[None]:
+    """Each group's noise of a round again in the next one."""
+    kept = dict[int, np.ndarray]()
+
+    def again(key: bytes, count: int, stddev: float) -> np.ndarray:
+        if count in kept:
+            return kept.pop(count)
+        kept[count] = rounded_gaussian(key, count, stddev)
+        return kept[count]
+
+    with patch.object(gaussian_mechanism, "rounded_gaussian", again):
+        yield
+
+
+@contextmanager
+def bound_as_if_joint() -> Iterator[None]:
+    """Noise for the norm of one tensor, priced as if it were that of the whole update."""
+
+    def of_one(
+        moved: tuple[float, ...], noise_multiplier: float, _shares: object
+    ) -> tuple[float, ...]:
+        return tuple(noise_multiplier * each for each in moved)
+
+    def least(event: RoundEvent) -> float:
+        return min(query.noise_stddev / query.clipping_norm for query in event.queries)
+
+    with (
+        patch.object(gaussian_mechanism, "noise_stddevs", of_one),
+        patch.object(RoundEvent, "noise_multiplier", property(least)),
+    ):
+        yield
+
+
+@contextmanager
+def half_of_q_charged() -> Iterator[None]:
+    """Users who join twice as often as is charged."""
+    stated = PoissonSampling.event
+
+    def half(sampling: PoissonSampling) -> SamplingEvent:
+        event = stated(sampling)
+        return replace(event, sampling_probability=event.sampling_probability / 2.0)
+
+    with patch.object(PoissonSampling, "event", half):
+        yield
+
+
+no_noise: Broken = partial(less_noise, 0.0)
+halved_noise: Broken = partial(less_noise, 0.5)
+exact_counts: Broken = partial(less_noise, 0.0, most=1)
