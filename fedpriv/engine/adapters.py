@@ -83,7 +83,7 @@ def with_adapters(
 
     Args:
         model: stays as it is.
-        rank: r, at least 1.
+        rank: r, at least 1, and at most what the weights of one of the layers can have.
         alpha: positive; by default r, so that the product is not scaled.
         layers: names, or patterns, of layers of type `torch.nn.Linear` and `torch.nn.Embedding`; by
             default all. An embedding must have no `max_norm`.
@@ -108,14 +108,18 @@ def with_adapters(
     }
     if not known:
         raise ModelError("the model has no linear layer or embedding to adapt")
+    named = matching(layers, known, "linear layer or embedding")
+    if not named:
+        raise ModelError(f"layers of adapters is empty; it must name some of {[*known]}")
+    most = max(min(known[name].weight.shape) for name in named)
+    if rank > most:
+        raise ModelError(f"the rank of adapters is {rank}; it must be at most {most}, as of the layers")
     memo: dict[int, object] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for name in matching(layers, known, "linear layer or embedding"):
+        for name in named:
             base = copy.deepcopy(known[name], memo)
             memo[id(known[name])] = Adapted(base, rank, alpha)
-    if not memo:
-        raise ModelError(f"layers of adapters is empty; it must name some of {[*known]}")
     found = copy.deepcopy(model, memo)
     for name, parameter in found.named_parameters():
         parameter.requires_grad_(".lora_" in f".{name}")
