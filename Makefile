@@ -1,6 +1,7 @@
 # Two commands for users: `make simulate` and `make test`. Everything runs inside .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+DEVICE ?= cpu
 
 .PHONY: simulate attack federation docs docs-build test test-slow test-search test-mutants lint format bench bench-rivals proto clean
 
@@ -59,9 +60,9 @@ bench: .venv/installed-test bench-rivals
 	$(BIN)/python -m simulations.flower_overhead
 	$(BIN)/python -m simulations.scale
 
-# Beside pfl, Flower on Ray and Opacus, which are installed apart from all else.
+# Beside pfl, Flower on Ray and Opacus, which are installed apart from all else; DEVICE=cuda: on a GPU.
 bench-rivals: .venv-rivals/installed
-	.venv-rivals/bin/python -m simulations.benchmarks.compare
+	.venv-rivals/bin/python -m simulations.benchmarks.compare --device $(DEVICE)
 
 # The messages between server and nodes; a test compares what this makes with what is committed.
 proto: .venv/installed-test

@@ -120,7 +120,10 @@ def test_what_reads_the_weight_of_an_adapted_layer_reads_that_of_both() -> None:
     [
         ({"rank": 0}, "the rank of adapters is 0; it must be a whole number from 1"),
         ({"rank": "4"}, "the rank of adapters is '4'"),
-        ({"rank": 10**9}, "the rank of adapters is 1000000000; it must be at most [0-9]+, as of the layers"),
+        (
+            {"rank": 10**9},
+            "the rank of adapters is 1000000000; the largest of these layers is",
+        ),
         ({"rank": 4, "alpha": 0.0}, "alpha of adapters is 0.0; it must be positive and finite"),
         ({"rank": 4, "alpha": float("inf")}, "alpha of adapters is inf"),
         ({"rank": 4, "alpha": "8"}, "alpha of adapters is '8'"),

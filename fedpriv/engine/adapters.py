@@ -113,7 +113,7 @@ def with_adapters(
         raise ModelError(f"layers of adapters is empty; it must name some of {[*known]}")
     most = max(min(known[name].weight.shape) for name in named)
     if rank > most:
-        raise ModelError(f"the rank of adapters is {rank}; it must be at most {most}, as of the layers")
+        raise ModelError(f"the rank of adapters is {rank}; the largest of these layers is {most}")
     memo: dict[int, object] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,13 +1,15 @@
-"""One contestant at a time: each in a process of its own, stopped while it is not its turn."""
+"""One contestant at a time: each in processes of its own, stopped while it is not its turn."""
 
 import multiprocessing
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+
+import numpy as np
 
 from fedpriv.errors import WorkerError
 from simulations.benchmarks.contestants import Done, Turn
@@ -18,41 +20,45 @@ _LONGEST_END = 60.0  # seconds; Ray takes a few
 
 @dataclass(frozen=True)
 class Setting:
-    """What a contestant's process is started with.
+    """What a contestant is started with.
 
     Attributes:
         contestant: its name.
         work: name of the work.
         device: "cpu" or "cuda".
-        threads: of torch.
+        threads: of torch, in each process.
+        processes: which share the users of a turn.
     """
 
     contestant: str
     work: str
     device: str
     threads: int
+    processes: int = 1
 
 
 @dataclass(frozen=True)
-class Player:
-    """A contestant that has prepared and waits, stopped, for its turns."""
+class Process:
+    """One of a contestant's, stopped until it is told to train."""
 
-    name: str
+    name: str  # of the contestant
     process: subprocess.Popen[bytes]
     pipe: Connection
 
-    def take(self, turn: Turn) -> Done:
-        """Let it train while all others are stopped.
-
-        Raises:
-            WorkerError: its process has ended.
-        """
+    def begin(self, turn: Turn) -> None:
+        """Go on, and train."""
         self.process.send_signal(signal.SIGCONT)
         try:
             self.pipe.send(turn)
+        except OSError as error:
+            raise self._ended() from error
+
+    def end(self) -> Done:
+        """Wait for the end of a turn, and stop."""
+        try:
             done = self.pipe.recv()
         except (EOFError, OSError) as error:
-            raise WorkerError(f"the process of {self.name} has ended; see above why") from error
+            raise self._ended() from error
         self.process.send_signal(signal.SIGSTOP)
         if not isinstance(done, Done):
             raise WorkerError(f"{self.name} sent a {type(done).__name__}; it must send a Done")
@@ -68,21 +74,56 @@ class Player:
             self.process.kill()
             self.process.wait()
 
+    def _ended(self) -> WorkerError:
+        return WorkerError(f"the process of {self.name} has ended; see above why")
+
+
+@dataclass(frozen=True)
+class Player:
+    """A contestant that has prepared and waits, stopped, for its turns."""
+
+    processes: Sequence[Process]
+
+    def take(self, turn: Turn) -> Done:
+        """Let it train while all others are stopped.
+
+        Several processes train an equal share of the users each, and a round takes as long as the
+        slowest of them: sending models and adding up sums cost them nothing.
+
+        Raises:
+            WorkerError: a process has ended.
+        """
+        for process, users in zip(self.processes, self._shares(turn.users), strict=True):
+            process.begin(replace(turn, users=users))
+        done = [process.end() for process in self.processes]
+        return Done(max(each.seconds for each in done), np.sum([each.total for each in done], 0))
+
+    def leave(self) -> None:
+        """End the processes, also those that are stopped."""
+        for process in self.processes:
+            process.leave()
+
+    def _shares(self, users: range) -> Iterator[range]:
+        count, processes = len(users), len(self.processes)
+        for number in range(processes):
+            yield users[count * number // processes : count * (number + 1) // processes]
+
 
 @contextmanager
-def playing(settings: list[Setting]) -> Iterator[dict[str, Player]]:
-    """Players by name, one process each, which end with the block."""
-    players: dict[str, Player] = {}
+def playing(settings: Mapping[str, Setting]) -> Iterator[dict[str, Player]]:
+    """Players by the names of their settings, whose processes end with the block."""
+    started: dict[str, list[Process]] = {name: [] for name in settings}
     try:
-        for setting in settings:
-            players[setting.contestant] = _started(setting)
-        yield players
+        for name, setting in settings.items():
+            for _ in range(setting.processes):
+                started[name].append(_started(name, setting))
+        yield {name: Player(processes) for name, processes in started.items()}
     finally:
-        for player in players.values():
-            player.leave()
+        for processes in started.values():
+            Player(processes).leave()
 
 
-def _started(setting: Setting) -> Player:
+def _started(name: str, setting: Setting) -> Process:
     # A new interpreter: pfl works in none that multiprocessing has started.
     ours, theirs = multiprocessing.Pipe()
     with theirs:
@@ -90,4 +131,4 @@ def _started(setting: Setting) -> Player:
         arguments = [setting.contestant, setting.work, setting.device, str(setting.threads)]
         command = [sys.executable, "-m", "simulations.benchmarks.process", *arguments, str(end)]
         process = subprocess.Popen(command, pass_fds=[end], env=environment())
-    return Player(setting.contestant, process, ours)
+    return Process(name, process, ours)

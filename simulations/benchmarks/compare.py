@@ -4,11 +4,13 @@ Five works: an MLP and a CNN on 100 users of 50 images, a character transformer 
 roles, softmax regression on 100,000 users, and DP-SGD. Every contestant trains each user from the
 same model, clips its update and adds it up; noise is the same for all and left out. First all sums
 are compared with the plain loop's, then contestants take turns of a second or one round, each in a
-process of its own that is stopped while others train. Figures are medians over the turns.
+process of its own that is stopped while others train. Figures are medians over the turns. Where
+one user trains after another, as in pfl, several processes that share the users are tried as well.
 
 `make bench-rivals` installs the rivals into an environment of their own and runs this:
 
     python -m simulations.benchmarks.compare --json simulations/results/benchmarks.json
+    python -m simulations.benchmarks.compare --device cuda --json cuda.json
     python -m simulations.benchmarks.compare --rows mlp softmax --without flower pfl opacus
 """
 
@@ -18,7 +20,7 @@ import os
 import shlex
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,54 +40,64 @@ _OF_RECORDS = {"dpsgd": ("opacus",)}  # where a user is an example, and for noth
 _PACKAGES = {"pfl": ("pfl",), "flower": ("flwr", "ray"), "opacus": ("opacus",)}
 _SECONDS = 1.0  # a simulation is round after round: the first one after a rest is slower
 _AGREE = 1e-4
+_MOST_PROCESSES = 5  # on a GPU, which no single one of a rival's fills
+REFERENCE = "reference"
+"""Name of the plain loop on the CPU, which all sums are compared with."""
 _AGREES = {"flower": 1e-2}  # a difference of two models in float32, times the number of users
 
 
-def contestants_at(work: str, without: Sequence[str]) -> list[str]:
-    """Names of those that can do a work."""
-    names = (*_CONTESTANTS, *_OF_RECORDS.get(work, ()))
-    return [name for name in names if name not in without]
+def settings_of(work: str, without: Sequence[str], device: str, threads: int) -> dict[str, Setting]:
+    """Those that can do a work, by name, and with how many processes and threads."""
+    found = {}
+    for contestant in (*_CONTESTANTS, *_OF_RECORDS.get(work, ()), CEILING):
+        most = 1 if contestant != "pfl" else _MOST_PROCESSES if device == "cuda" else threads
+        for processes in range(1, most + 1):
+            if contestant not in without:
+                name = contestant if processes == 1 else f"{contestant}-{processes}"
+                each = max(1, threads // processes)
+                found[name] = Setting(contestant, work, device, each, processes)
+    return {**found, REFERENCE: Setting("plain", work, "cpu", threads)}
 
 
-def compare(name: str, contestants: Sequence[str], repeats: int, device: str, threads: int) -> Row:
+def compare(name: str, settings: Mapping[str, Setting], repeats: int) -> Row:
     """Measure a work.
 
     Args:
         name: of the work.
-        contestants: names; ours and the plain loop among them.
+        settings: of `settings_of`.
         repeats: turns of each.
-        device: "cpu" or "cuda".
-        threads: of torch, in each process.
 
     Raises:
         DataError: the work's data are absent.
         WorkerError: the sum of a contestant is another, or its process has ended.
     """
     work = WORKS[name]()
-    settings = [Setting(c, name, device, threads) for c in (*contestants, CEILING)]
     with playing(settings) as players:
         differences = differences_of(work, players)
-        turns = {c: Turn(work.users_in_a_turn(c), work.local, _SECONDS) for c in players}
-        for player in players.values():  # the first turn of this size pays for memory
-            player.take(turns[player.name])
+        players.pop(REFERENCE).leave()
+        users = {c: range(work.users_in_a_turn(settings[c].contestant)) for c in players}
+        turns = {c: Turn(some, work.local, _SECONDS) for c, some in users.items()}
+        for c, player in players.items():  # the first turn of this size pays for memory
+            player.take(turns[c])
         seconds: dict[str, list[float]] = {c: [] for c in players}
         for _ in range(repeats):
-            for player in players.values():
-                seconds[player.name].append(player.take(turns[player.name]).seconds)
+            for c, player in players.items():
+                seconds[c].append(player.take(turns[c]).seconds)
     contests = [
-        Contest(c, turns[c].users, work.flops_of(turns[c].users), seconds[c], differences[c])
-        for c in contestants
+        Contest(c, len(users[c]), work.flops_of(len(users[c])), seconds[c], differences[c])
+        for c in players
+        if c != CEILING
     ]
     return Row(work.title, contests, PRODUCTS_FLOPS / statistics.median(seconds[CEILING]))
 
 
 def differences_of(work: Work, players: Mapping[str, Player]) -> dict[str, float]:
-    """Relative differences of sums from the plain loop's, on batches that have no order."""
-    turn = Turn(work.sampled, work.without_order())
+    """Relative differences of sums from the reference's, on batches that have no order."""
+    turn = Turn(range(work.sampled), work.without_order())
     done: dict[str, Done] = {name: player.take(turn) for name, player in players.items()}
-    expected = done["plain"].total
+    expected = done[REFERENCE].total
     differences: dict[str, float] = {}
-    for name in players.keys() - {CEILING}:
+    for name in players.keys() - {CEILING, REFERENCE}:
         error = np.linalg.norm(done[name].total - expected) / np.linalg.norm(expected)
         differences[name] = float(error)
         if not error <= _AGREES.get(name, _AGREE):
@@ -96,7 +108,7 @@ def differences_of(work: Work, players: Mapping[str, Player]) -> dict[str, float
     return differences
 
 
-def _check(contestants: Sequence[str]) -> None:
+def _check(contestants: Collection[str]) -> None:
     needed = {package for name in contestants for package in _PACKAGES.get(name, ())}
     absent = sorted(package for package in needed if find_spec(package) is None)
     if absent:
@@ -108,10 +120,10 @@ def _check(contestants: Sequence[str]) -> None:
 def _measure(given: argparse.Namespace, console: Console) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     for name in given.rows:
-        contestants = contestants_at(name, given.without)
-        _check(contestants)
+        settings = settings_of(name, given.without, given.device, given.threads)
+        _check({setting.contestant for setting in settings.values()})
         try:
-            rows[name] = compare(name, contestants, given.repeats, given.device, given.threads)
+            rows[name] = compare(name, settings, given.repeats)
         except DataError as error:
             console.print(f"{name} is left out: {error}")
             continue

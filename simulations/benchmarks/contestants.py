@@ -29,12 +29,12 @@ class Turn:
     """What is asked of a contestant.
 
     Attributes:
-        users: how many; the first ones.
+        users: positions of those who train.
         local: how each trains.
         seconds: for how long at least they train again and again, round after round.
     """
 
-    users: int
+    users: range
     local: LocalTraining
     seconds: float = 0.0
 
@@ -71,7 +71,7 @@ def fedpriv(work: Work, device: torch.device, use: Callable[[Train], None]) -> N
     clipping = Clipping(layout, flat(layout, work.clipping_norm))
 
     def train(turn: Turn) -> NDArray[np.float64]:
-        users = np.arange(turn.users)
+        users = np.array(turn.users)
         request = RoundRequest(
             "benchmark", 0, 0, parameters, clipping, turn.local, users, local_key=bytes(32)
         )
@@ -92,7 +92,7 @@ def plain(work: Work, device: torch.device, use: Callable[[Train], None]) -> Non
 
     def train(turn: Turn) -> NDArray[np.float64]:
         total = [torch.zeros_like(p) for p in start]
-        for x, y in users[: turn.users]:
+        for x, y in (users[user] for user in turn.users):
             sgd(model, x, y, turn.local)
             with torch.no_grad():
                 update = [p - s for p, s in zip(parameters, start, strict=True)]

@@ -69,14 +69,15 @@ def _round(
     grid: Grid, name: str, work: Work, device: torch.device, turn: Turn
 ) -> NDArray[np.float64]:
     start = work.build().state_dict()
+    nodes = len(turn.users)  # there are no others
     strategy = DifferentialPrivacyServerSideFixedClipping(
-        FedAvg(fraction_evaluate=0.0, min_train_nodes=turn.users, min_available_nodes=turn.users),
+        FedAvg(fraction_evaluate=0.0, min_train_nodes=nodes, min_available_nodes=nodes),
         noise_multiplier=0.0,
         clipping_norm=work.clipping_norm,
-        num_sampled_clients=turn.users,
+        num_sampled_clients=nodes,
     )
     local = json.dumps(asdict(turn.local))
     settings = ConfigRecord({"work": name, "device": device.type, "local": local})
     result = strategy.start(grid, ArrayRecord(start), num_rounds=1, train_config=settings)
     end = result.arrays.to_torch_state_dict()
-    return turn.users * flattened([end[key] - start[key] for key in start])
+    return nodes * flattened([end[key] - start[key] for key in start])

@@ -37,7 +37,8 @@ def opacus(work: Work, device: torch.device, use: Callable[[Train], None]) -> No
         with torch.no_grad():
             torch._foreach_copy_(list(model.parameters()), start)
         optimizer.zero_grad()
-        torch.autograd.backward(functional.cross_entropy(model(x[: turn.users]), y[: turn.users]))
+        lot = slice(turn.users.start, turn.users.stop)
+        torch.autograd.backward(functional.cross_entropy(model(x[lot]), y[lot]))
         optimizer.step()
         return -rate * flattened([p.summed_grad for p in model.parameters()])
 

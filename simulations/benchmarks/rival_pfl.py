@@ -1,4 +1,4 @@
-"""Apple's pfl in one process: its simulated backend, federated averaging and norm clipping."""
+"""Apple's pfl: its simulated backend, federated averaging and norm clipping."""
 
 import asyncio
 from collections.abc import Callable
@@ -51,13 +51,13 @@ def pfl(work: Work, device: torch.device, use: Callable[[Train], None]) -> None:
     algorithm = FederatedAveraging()
 
     def train(turn: Turn) -> NDArray[np.float64]:
-        order = iter(range(turn.users))
+        order = iter(turn.users)
         data = FederatedDataset(users.__getitem__, lambda: next(order))
         backend = SimulatedBackend(data, data, [clipping])
         settings = NNAlgorithmParams(
             central_num_iterations=_WITHOUT_EVALUATION,
             evaluation_frequency=_WITHOUT_EVALUATION,
-            train_cohort_size=turn.users,
+            train_cohort_size=len(turn.users),
             val_cohort_size=None,
         )
         local = NNTrainHyperParams(

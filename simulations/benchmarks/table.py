@@ -21,7 +21,7 @@ class Contest:
     """What was measured of one contestant at one work.
 
     Attributes:
-        contestant: its name.
+        contestant: its name, and of several processes their number, as in pfl-2.
         users: how many it trained in a turn.
         flops: floating-point operations of the matrix products of a turn.
         seconds: of each turn.
@@ -73,12 +73,17 @@ def table(rows: Sequence[Row]) -> Table:
         for number, contest in enumerate(row.contests):
             drawn.add_row(
                 row.title if number == 0 else "",
-                _CALLED.get(contest.contestant, contest.contestant),
+                _called(contest.contestant),
                 f"{contest.users_per_second:,.0f}",
                 "" if contest.contestant == OURS else f"{row.ours_over(contest):.1f} ×",
                 f"{row.share_of_ceiling(contest):.1%}",
             )
     return drawn
+
+
+def _called(name: str) -> str:
+    contestant, _, processes = name.partition("-")
+    return f"{contestant}, {processes} processes" if processes else _CALLED.get(name, name)
 
 
 def figures(rows: Mapping[str, Row]) -> dict[str, object]:

@@ -30,7 +30,7 @@ def of_first(name: str, users: int) -> Work:
 def total_of(contestant: str, name: str, work: Work, users: int) -> np.ndarray:
     """Sum of a contestant over the first users."""
     sums = []
-    turn = Turn(users, work.without_order())
+    turn = Turn(range(users), work.without_order())
     contestant_named(contestant, name)(work, CPU, lambda train: sums.append(train(turn)))
     return sums[0]
 

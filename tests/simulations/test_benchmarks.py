@@ -13,9 +13,9 @@ import pytest
 from rich.console import Console
 
 from fedpriv.errors import WorkerError
-from simulations.benchmarks import process
+from simulations.benchmarks import arena, process
 from simulations.benchmarks.arena import Player, Setting, playing
-from simulations.benchmarks.compare import contestants_at, differences_of, main
+from simulations.benchmarks.compare import REFERENCE, differences_of, main, settings_of
 from simulations.benchmarks.contestants import Done, Turn
 from simulations.benchmarks.machine import machine, versions
 from simulations.benchmarks.table import Contest, Row, figures, table
@@ -28,6 +28,7 @@ MADE_UP = Row(
         Contest("fedpriv", 100, 2e9, [0.5, 9.0, 0.4], 1e-7),
         Contest("plain", 100, 2e9, [4.0, 2.0, 1.0], 0.0),
         Contest("pfl", 50, 1e9, [5.0, 5.0], 1e-7),
+        Contest("pfl-3", 50, 1e9, [2.0, 2.0], 1e-7),
     ],
     ceiling=8e9,
 )
@@ -52,6 +53,7 @@ def test_the_table_says_who_is_how_much_slower() -> None:
     cells = [[cell.strip() for cell in line if cell.strip()] for line in lines]
     assert ["made up", "fedpriv", "200", "50.0%"] in cells
     assert ["pfl, one process", "10", "20.0 ×", "2.5%"] in cells
+    assert ["pfl, 3 processes", "25", "8.0 ×", "6.2%"] in cells
 
 
 @dataclass(frozen=True)
@@ -67,15 +69,29 @@ class Sums:
 @pytest.mark.parametrize("wrong", [[3.0, 4.1], [float("nan"), 4.0], [-3.0, -4.0]])
 def test_who_does_other_work_is_refused(wrong: list[float]) -> None:
     work = WORKS["mlp"]()
-    players = {"plain": Sums([3.0, 4.0]), "fedpriv": Sums([3.0, 4.00001]), "products": Sums([9.0])}
+    players = {REFERENCE: Sums([3.0, 4.0]), "plain": Sums([3.0, 4.0])}
+    players |= {"fedpriv": Sums([3.0, 4.00001]), "products": Sums([9.0])}
     assert differences_of(work, players) == {"plain": 0.0, "fedpriv": pytest.approx(2e-6)}
     with pytest.raises(WorkerError, match="the sum of pfl differs"):
         differences_of(work, players | {"pfl": Sums(wrong)})
 
 
 def test_who_takes_part() -> None:
-    assert contestants_at("mlp", []) == ["fedpriv", "plain", "pfl", "flower"]
-    assert contestants_at("dpsgd", ["flower"]) == ["fedpriv", "plain", "pfl", "opacus"]
+    found = settings_of("mlp", [], "cpu", 2)
+    assert [*found] == ["fedpriv", "plain", "pfl", "pfl-2", "flower", "products", REFERENCE]
+    assert found["pfl-2"] == Setting("pfl", "mlp", "cpu", 1, 2)
+    found = settings_of("dpsgd", ["flower", "pfl"], "cuda", 16)
+    assert [*found] == ["fedpriv", "plain", "opacus", "products", REFERENCE]
+    assert {s.device for name, s in found.items() if name != REFERENCE} == {"cuda"}
+    assert found[REFERENCE] == Setting("plain", "dpsgd", "cpu", 16)
+    found = settings_of("mlp", ["flower"], "cuda", 16)
+    assert [(s.processes, s.threads) for s in found.values() if s.contestant == "pfl"] == [
+        (1, 16),
+        (2, 8),
+        (3, 5),
+        (4, 4),
+        (5, 3),
+    ]
 
 
 def state_of(player: subprocess.Popen[bytes]) -> str:
@@ -84,13 +100,24 @@ def state_of(player: subprocess.Popen[bytes]) -> str:
 
 
 def test_players_are_stopped_when_it_is_not_their_turn_and_end_with_the_block() -> None:
-    turn = Turn(1, WORKS["mlp"]().local)
-    with playing([Setting("plain", "mlp", "cpu", 1)]) as players:
-        (player,) = players.values()
+    turn = Turn(range(1), WORKS["mlp"]().local)
+    with playing({"loop": Setting("plain", "mlp", "cpu", 1)}) as players:
+        player = players["loop"]
+        (one,) = player.processes
         assert player.take(turn).seconds > 0.0
-        until(lambda: state_of(player.process) == "T")
+        until(lambda: state_of(one.process) == "T")
         assert player.take(turn).seconds > 0.0
-    assert player.process.returncode == 0
+    assert one.process.returncode == 0
+
+
+def test_processes_share_the_users_of_a_turn() -> None:
+    turn = Turn(range(7), WORKS["mlp"]().without_order())
+    settings = {f"{n}": Setting("plain", "mlp", "cpu", 1, n) for n in (1, 3)}
+    with playing(settings) as players:
+        one, three = (players[name].take(turn) for name in settings)
+        assert len(players["3"].processes) == 3
+    np.testing.assert_allclose(three.total, one.total, atol=1e-6)
+    assert np.abs(one.total).max() > 1e-3
 
 
 class OneTurn:
@@ -120,7 +147,7 @@ def test_a_turn_is_rounds_until_its_time_has_passed(
         return np.array([clock])
 
     monkeypatch.setattr(process, "perf_counter", lambda: clock)
-    pipe = OneTurn(Turn(1, WORKS["mlp"]().local, least))
+    pipe = OneTurn(Turn(range(1), WORKS["mlp"]().local, least))
     process.serve(pipe, train)
     (done,) = pipe.done
     assert (done.seconds, done.total.tolist()) == (3.0, [3.0 * rounds])
@@ -131,8 +158,9 @@ def test_a_player_whose_process_has_ended_is_told() -> None:
     with subprocess.Popen([sys.executable, "-S", "-c", ""]) as ended:
         theirs.close()
         ended.wait()
+        player = Player([arena.Process("nobody", ended, ours)])
         with pytest.raises(WorkerError, match="the process of nobody has ended"):
-            Player("nobody", ended, ours).take(Turn(1, WORKS["mlp"]().local))
+            player.take(Turn(range(1), WORKS["mlp"]().local))
     ours.close()
 
 
