@@ -60,7 +60,7 @@ def join(
         float | None, _option("longest training of a round", default="its deadline")
     ] = None,
     activations: Annotated[
-        str, _option("of the model while it trains: float32 or bfloat16", default=True)
+        str, _option("of the model while it trains: float32, tf32 or bfloat16", default=True)
     ] = "float32",
     processes: Annotated[
         int | None, _option("users train side by side, on a CPU", min=1, default="one per thread")

@@ -22,7 +22,7 @@ from fedpriv.clients.training import Host, Trainer, machine_of
 from fedpriv.clients.worker import HostSettings
 from fedpriv.data.population import Population, check_count, load_population
 from fedpriv.engine.task import activations_named
-from fedpriv.engine.transport import InProcessTransport, device_named
+from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import DataError, FedprivError, InvalidValueError, WireError
 from fedpriv.importing import raised_at
 from fedpriv.privacy.round import PartialSum, RoundRequest
@@ -30,7 +30,6 @@ from fedpriv.wire import NODE_RECEIVES_BYTES, Decline, RoundOffer, Welcome, flow
 from fedpriv.wire import federation_pb2 as pb
 
 _log = logging.getLogger(__name__)
-_MEBIBYTE = 2**20
 _POPULATION_BYTES = 2**16
 _LONGEST_TROUBLE = 400  # characters
 _SHARE_FOR_TRAINING = 0.5  # of the time until a deadline
@@ -88,7 +87,7 @@ def _host_of(settings: Settings) -> Host:
     users, names = str(settings["users"]), ("chunk-mebibytes", "processes")
     counts = {name: check_count(name, settings[name]) for name in names if name in settings}
     processes = counts.get("processes")
-    at_once = counts.get("chunk-mebibytes", HostSettings.chunk_mebibytes)
+    at_once = counts.get("chunk-mebibytes")
     id_key = Path(str(settings["id-key"])) if "id-key" in settings else None
     known = HostSettings(users, device, None, None, activations, processes, at_once, id_key)
     machine_of(known)
@@ -128,8 +127,9 @@ def _population(simulated: bytes) -> Population:
 def _worker(simulated: bytes, welcome: bytes) -> Trainer:
     described, task = flower_messages.Simulated.decode(simulated), _welcome(welcome).task
     built = build_task(**vars(task))
-    users, at_once = _population(simulated).users, described.chunk_mebibytes * _MEBIBYTE
-    device, kind = device_named(described.device), activations_named(described.activations)
+    users, device = _population(simulated).users, device_named(described.device)
+    kind = activations_named(described.activations, device)
+    at_once = chunk_memory_of(described.chunk_mebibytes, device)
     # Ray gives each worker a core.
     return Trainer(InProcessTransport(built, users, device, at_once, activations=kind, processes=1))
 

@@ -23,7 +23,7 @@ from fedpriv.clients.users import enrolled_positions, hosted_users
 from fedpriv.clients.worker import HostSettings, Loaded, OneByOne, Ready, receive, send
 from fedpriv.data.population import UserStore
 from fedpriv.engine.task import Activations, activations_named, check_task
-from fedpriv.engine.transport import InProcessTransport, device_named
+from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, Tensors, flat
@@ -60,7 +60,8 @@ class Host:
         blank = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in self.users.fields.items()}
         check_task(task, blank)
         device, activations = machine_of(settings)
-        at_once, processes = settings.chunk_mebibytes * _MEBIBYTE, settings.processes
+        at_once = chunk_memory_of(settings.chunk_mebibytes, device)
+        processes = settings.processes
         transport = InProcessTransport(
             task, self.users, device, at_once, hosted, activations=activations, processes=processes
         )
@@ -70,7 +71,8 @@ class Host:
 
 def machine_of(settings: HostSettings) -> tuple[torch.device, Activations]:
     """What to compute with; InvalidValueError if this machine lacks it."""
-    return device_named(settings.device), activations_named(settings.activations)
+    device = device_named(settings.device)
+    return device, activations_named(settings.activations, device)
 
 
 def _warm_up(transport: InProcessTransport) -> None:

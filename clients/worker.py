@@ -57,7 +57,8 @@ class HostSettings:
     seconds: float | None = None  # longest for one round; None: until its deadline
     activations: str = "float32"  # of the model while users train
     processes: int | None = None  # that train side by side; None: one for each thread
-    chunk_mebibytes: int = 128  # roughly what users who train together may take
+    # Roughly what users who train together may take; None: what suits the device.
+    chunk_mebibytes: int | None = None
     id_key: Path | None = None  # file of the key of the users' ids; None: the ids of the data
 
     def __post_init__(self) -> None:

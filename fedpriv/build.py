@@ -33,7 +33,7 @@ from fedpriv.engine.task import (
     running_norms,
 )
 from fedpriv.engine.trainer import SimulationOnlyDropped
-from fedpriv.engine.transport import InProcessTransport, device_named
+from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.federated_evaluation import FederatedEvaluation, UserEvaluation, kept_apart
 from fedpriv.importing import (
@@ -155,7 +155,7 @@ def on_population(
         experiment.task,
         store,
         experiment.device,
-        engine.chunk_mebibytes * 2**20,
+        chunk_memory_of(engine.chunk_mebibytes, experiment.device),
         on_dropped=_naming_the_first(population, mechanism.unit, store.population // users),
         activations=engine.activations,
         processes=engine.processes,

@@ -523,8 +523,8 @@ class EngineSection(Section):
     """Where and how fast; nothing here changes the guarantee, nor the result but for rounding."""
 
     device: str = "auto"
-    chunk_mebibytes: Count = 128
-    activations: Literal["float32", "bfloat16"] = "float32"
+    chunk_mebibytes: Count | None = None
+    activations: Literal["float32", "tf32", "bfloat16"] = "float32"
     processes: Count | None = None
 
 

@@ -17,12 +17,11 @@ from pathlib import Path
 import torch
 
 from fedpriv.build import Method, on_population, settings_of
-from fedpriv.config import EngineSection
 from fedpriv.data.population import Population, UserStore
 from fedpriv.engine.layers import OuterProducts
 from fedpriv.engine.local_training import schedule, train_layers_chunk
 from fedpriv.engine.task import Task
-from fedpriv.engine.transport import InProcessTransport
+from fedpriv.engine.transport import InProcessTransport, chunk_memory_of
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.mechanism import Flat, Mechanism, Poisson
@@ -50,7 +49,7 @@ def prepared(population: int = 1_000) -> InProcessTransport:
     torch.manual_seed(0)
     users = replace(WORKS["mlp"], users=population).population
     task = Task(WORKS["mlp"].model(), example_losses)
-    memory = EngineSection().chunk_mebibytes * 2**20
+    memory = chunk_memory_of(None, torch.device("cpu"))
     engine = InProcessTransport(task, users, torch.device("cpu"), memory, processes=1)
     for _ in engine.collect(request_of(task, users)):
         pass

@@ -26,11 +26,11 @@ from pathlib import Path
 import torch
 
 from fedpriv.accounting.accountants import ACCOUNTANTS
-from fedpriv.config import EngineSection
 from fedpriv.data.population import UserStore
 from fedpriv.data.synthetic import synthetic_population
 from fedpriv.engine import InProcessTransport, Task
 from fedpriv.engine.task import cross_entropy
+from fedpriv.engine.transport import chunk_memory_of
 from fedpriv.ledger.events import PrivacyBudget
 from fedpriv.models import mlp
 from fedpriv.privacy.layout import Layout, flat
@@ -159,9 +159,8 @@ def measure(scale: Scale, folder: Path) -> Found:
         def begun(
             name: str, store: UserStore, task: Task, cohort: int, local: LocalTraining
         ) -> Iterator[float]:
-            engine, cpu = EngineSection(), torch.device("cpu")
-            memory = engine.chunk_mebibytes * _MEBIBYTE
-            transport = InProcessTransport(task, store, cpu, memory, processes=engine.processes)
+            cpu = torch.device("cpu")
+            transport = InProcessTransport(task, store, cpu, chunk_memory_of(None, cpu))
             return stack.enter_context(rounds_of(folder / f"{name}-run", transport, cohort, local))
 
         stores = [saved(folder / str(n), n, *_FEW) for n in (scale.users, scale.fewer)]

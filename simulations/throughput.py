@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import torch
@@ -28,8 +29,8 @@ from torch import nn
 from torch.nn import functional
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.task import Activations, Task, activations_named
-from fedpriv.engine.transport import InProcessTransport, device_named
+from fedpriv.engine.task import Activations, Task
+from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.models import CharacterTransformer, cnn, mlp, softmax_regression
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
@@ -144,7 +145,7 @@ def measure(rounds: dict[str, Callable[[], None]]) -> dict[str, float]:
 def speeds_of(
     work: Work,
     device: torch.device,
-    chunk_mebibytes: Sequence[int],
+    chunk_mebibytes: Sequence[int | None] = (None,),
     activations: Sequence[Activations] = ("float32",),
 ) -> dict[str, float]:
     """Users per second of the plain loop, on the CPU, and of the engine."""
@@ -155,8 +156,10 @@ def speeds_of(
         "plain PyTorch loop": lambda: plain_round(task.model, users, 1.0)
     }
     for mebibytes, kind in itertools.product(chunk_mebibytes, activations):
-        transport = InProcessTransport(task, users, device, mebibytes * 2**20, activations=kind)
-        name = f"fedpriv on {device.type}, chunks of {mebibytes} MiB"
+        memory = chunk_memory_of(mebibytes, device)
+        transport = InProcessTransport(task, users, device, memory, activations=kind)
+        name = f"fedpriv on {device.type}"
+        name += "" if mebibytes is None else f", chunks of {mebibytes} MiB"
         name += "" if kind == "float32" else f", {kind}"
         rounds[name] = partial(engine_round, transport, request)
     return {name: work.users / seconds for name, seconds in measure(rounds).items()}
@@ -166,8 +169,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="users per second beside a plain PyTorch loop")
     parser.add_argument("--work", choices=sorted(WORKS), nargs="+", default=list(WORKS))
-    parser.add_argument("--chunk-mebibytes", type=int, nargs="+", default=[128])
-    parser.add_argument("--activations", nargs="+", type=activations_named, default=["float32"])
+    parser.add_argument("--chunk-mebibytes", type=int, nargs="+", default=[None])
+    known = get_args(Activations)
+    parser.add_argument("--activations", nargs="+", choices=known, default=["float32"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     arguments = parser.parse_args()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import numpy as np
@@ -383,10 +384,11 @@ def passed_on(
     def plain_of(value: object) -> object:
         return getattr(value, "__dict__", None) or str(value)
 
-    def say(*arguments: object, **named: object) -> None:
+    def say(*arguments: object, **named: object) -> SimpleNamespace:
         (handler,) = logging.getLogger().handlers
         found = [arguments, named, type(handler.formatter).__name__]
         told.append(json.loads(json.dumps(found, default=plain_of)))
+        return SimpleNamespace(stop=None, check_audit=lambda: None)
 
     monkeypatch.setattr(called, say)
     logging.getLogger().handlers.clear()
@@ -421,10 +423,11 @@ def test_join_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     (settings,), _, formatter = passed_on(
         monkeypatch, join, "join", *plain("localhost:1"), "--users", "u"
     )
-    host = {"users": "u", "device": "auto", "chunk_mebibytes": 128, "activations": "float32"}
+    host = {"users": "u", "device": "auto", "activations": "float32"}
+    unset = ["chunk_mebibytes", "memory_mebibytes", "seconds", "processes", "id_key"]
     assert settings == dict.fromkeys(["certificates", "consent", "state"]) | {
         "server": "localhost:1",
-        "host": host | dict.fromkeys(["memory_mebibytes", "seconds", "processes", "id_key"]),
+        "host": host | dict.fromkeys(unset),
         "node": "n",
         "verify_ledger": False,
         "trusted": [],
@@ -443,7 +446,7 @@ def test_join_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "host": {
             "users": "a.b:c",
             "device": "cpu",
-            "chunk_mebibytes": 128,
+            "chunk_mebibytes": None,
             "memory_mebibytes": 512,
             "seconds": 1.5,
             "activations": "bfloat16",

@@ -37,7 +37,7 @@ from fedpriv.build import Experiment, build, records_of
 from fedpriv.config import CallbacksSection, Config, OutputSection
 from fedpriv.data.places import in_places
 from fedpriv.data.population import ROW_OWNERS, Population, UserStore
-from fedpriv.engine.transport import InProcessTransport, computing_with
+from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, computing_with
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.ledger.events import NeighbouringRelation, PrivacyBudget, Unit
 from fedpriv.ledger.ledger import paid_events
@@ -110,7 +110,7 @@ class Target:
             experiment.task,
             users,
             experiment.device,
-            engine.chunk_mebibytes * 2**20,
+            chunk_memory_of(engine.chunk_mebibytes, experiment.device),
             activations=engine.activations,
             processes=engine.processes or 1,  # a cohort of few is trained before it is sent
         )

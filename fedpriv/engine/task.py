@@ -35,9 +35,10 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 MetricFunction = Callable[[Tensor, Tensor], Tensor]
 Inputs = Tensor | dict[str, Tensor]
 """What a model reads of examples: one tensor [B, …], or several by the names of its arguments."""
-Activations = Literal["float32", "bfloat16"]
+Activations = Literal["float32", "tf32", "bfloat16"]
 """Under "bfloat16" layers multiply numbers of 8 significant bits, as under `torch.autocast`, while
-users train. Parameters, losses, updates, their sums and all metrics stay float32."""
+users train. Under "tf32", which only a GPU knows, products of float32 round their factors to 11.
+Parameters, losses, updates, their sums and all metrics stay float32."""
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _SMALLEST = torch.finfo(torch.float32).tiny
@@ -601,10 +602,13 @@ def running_norms(model: nn.Module) -> dict[str, RunningNorm]:
     return {n: layer for n, layer in model.named_modules() if isinstance(layer, RunningNorm)}
 
 
-def activations_named(name: object) -> Activations:
-    """Activations of a name; another is an `InvalidValueError`."""
-    if name not in get_args(Activations):
-        raise InvalidValueError(f"activations is {name!r}; legal are float32 and bfloat16")
+def activations_named(name: object, device: torch.device) -> Activations:
+    """Activations of a name, if the device knows them; another is an `InvalidValueError`."""
+    known = [each for each in get_args(Activations) if each != "tf32" or device.type != "cpu"]
+    if name not in known:
+        raise InvalidValueError(
+            f"activations is {name!r}; legal on {device.type} are {' and '.join(known)}"
+        )
     return cast(Activations, name)
 
 
@@ -627,6 +631,18 @@ def lowered(x: Tensor) -> Tensor:
 
 
 @contextmanager
+def tf32(*, allowed: bool) -> Iterator[None]:
+    """Whether GPUs may round the factors of products of float32; convolutions do unless told."""
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = products.allow_tf32, convolutions.allow_tf32
+    products.allow_tf32 = convolutions.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        products.allow_tf32, convolutions.allow_tf32 = before
+
+
+@contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """Compute as the numbers' types say, whatever the caller has set in this thread."""
     # As the processor's flag says, which torch and NumPy share in a thread.
@@ -638,6 +654,7 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
             torch.enable_grad(),
             torch.autocast("cpu", enabled=False),
             torch.autocast(device.type, enabled=False),
+            tf32(allowed=False),
         ):
             yield
     finally:

@@ -40,6 +40,7 @@ from fedpriv.engine.task import (
     each_input,
     plain_arithmetic,
     seeded,
+    tf32,
 )
 from fedpriv.errors import ModelError
 from fedpriv.privacy.clipping import IntegerVector
@@ -53,7 +54,7 @@ _log = logging.getLogger(__name__)
 # Copies that exist at a time of a user's parameters (current, gradient, a temporary), of its
 # activations (forward, backward, a temporary), and of its metrics (two, of float64).
 _PARAMETERS, _ACTIVATIONS, _METRICS = 3, 3, 4
-# Numbers of activations in a step. As many keep a processor busy; beyond, more users are no faster,
+# Numbers of activations in a step. As many keep a CPU busy; beyond, more users are no faster,
 # but for tiny models, of which a step with few users is mostly Python. Models of other than known
 # layers always have all lanes, however few users there are.
 _BUSY = 2**24
@@ -213,7 +214,9 @@ class Trainer:
         inputs, outputs, patches = self._numbers
         of_step = max(1, rung.width * (inputs + sum(outputs) + patches))
         wanted = min(_BUSY // of_step, _FEW_LANES)
-        if self.batched is not None:
+        if self.device.type != "cpu":  # which many users keep busy, and few leave idle
+            wanted = _MANY_LANES
+        elif self.batched is not None:
             wanted = max(wanted, min(_FEW_NUMBERS // of_step, _MANY_LANES))
         most = max(1, min(wanted, self.memory // max(1, self._lane_bytes(request, rung))))
         if self.batched is None:
@@ -346,13 +349,14 @@ class Trainer:
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
     ) -> Updates:
         inputs = self.task, start, examples.batches(), request.local, self.activations
-        if chunk.together and self.batched is not None:
-            return local_training.train_layers_chunk(self.batched, *inputs)
-        if chunk.together:
-            return {**local_training.train_chunk(*inputs)}
-        (user,) = examples.users.tolist()
-        with seeded(request.local_key, user, self.device) if self.draws else nullcontext():
-            return {**local_training.train_chunk(*inputs, alone=True)}
+        with tf32(allowed=self.activations == "tf32"):
+            if chunk.together and self.batched is not None:
+                return local_training.train_layers_chunk(self.batched, *inputs)
+            if chunk.together:
+                return {**local_training.train_chunk(*inputs)}
+            (user,) = examples.users.tolist()
+            with seeded(request.local_key, user, self.device) if self.draws else nullcontext():
+                return {**local_training.train_chunk(*inputs, alone=True)}
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,7 @@ from fedpriv.engine.trainer import (
 from fedpriv.errors import InvalidValueError, WorkerError
 from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
 
+_CHUNK_MEBIBYTES = 128  # on a CPU: with more, users are no faster
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
@@ -65,6 +66,18 @@ def device_named(name: str) -> torch.device:
             f"device is {name!r}, which this machine does not have; legal are auto, cpu and cuda"
         ) from error
     return device
+
+
+def chunk_memory_of(mebibytes: int | None, device: torch.device) -> int:
+    """Bytes that a chunk may take: so many MiB, or, of None, what suits the device.
+
+    That is 128 MiB on a CPU. On a GPU it is a quarter of what is free there now: other processes
+    may train on it too, and what a chunk takes is an estimate.
+    """
+    if mebibytes is None and device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return max(1, free // 4)
+    return (_CHUNK_MEBIBYTES if mebibytes is None else mebibytes) * 2**20
 
 
 @dataclass(frozen=True)
@@ -92,7 +105,7 @@ class InProcessTransport(Transport):
     processes: int | None = None
 
     def __post_init__(self) -> None:
-        activations_named(self.activations)
+        activations_named(self.activations, self.device)
         refuse_shared(self.users, "whole users train")
         if self.processes is not None and self.processes < 1:
             raise InvalidValueError(f"processes is {self.processes}; it must be at least 1")

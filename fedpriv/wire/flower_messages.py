@@ -53,7 +53,7 @@ class Simulated:
     name: str  # as `fedpriv.data.population.load_population` reads it
     options: Mapping[str, object]  # of the loader
     device: str
-    chunk_mebibytes: int  # memory that a chunk of users may take, roughly
+    chunk_mebibytes: int | None  # memory that a chunk of users may take, roughly
     activations: str = "float32"
 
     def encode(self) -> bytes:

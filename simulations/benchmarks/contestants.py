@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedpriv.config import EngineSection
 from fedpriv.data.population import UserStore
 from fedpriv.engine import InProcessTransport, Task
 from fedpriv.engine.task import cross_entropy
+from fedpriv.engine.transport import chunk_memory_of
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, RoundRequest
@@ -63,9 +63,7 @@ def fedpriv(work: Work, device: torch.device, use: Callable[[Train], None]) -> N
     """Our engine, through its transport, with settings as `fedpriv simulate` has them."""
     store = UserStore({"x": work.x.numpy(), "y": work.y.numpy()}, work.offsets)
     task = Task(work.build(), cross_entropy)
-    engine = EngineSection()
-    memory = engine.chunk_mebibytes * 2**20
-    transport = InProcessTransport(task, store, device, memory, processes=engine.processes)
+    transport = InProcessTransport(task, store, device, chunk_memory_of(None, device))
     parameters = task.parameters()
     layout = Layout.of(parameters)
     clipping = Clipping(layout, flat(layout, work.clipping_norm))

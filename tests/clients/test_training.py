@@ -171,8 +171,10 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 
 def test_activations_that_there_are_not_are_refused() -> None:
-    with pytest.raises(InvalidValueError, match="activations is 'half'; legal are float32 and bf"):
-        Host.of(replace(source_of("users"), activations="half"))
+    for name in ("half", "tf32"):
+        found = f"activations is '{name}'; legal on cpu are float32 and bfloat16"
+        with pytest.raises(InvalidValueError, match=found):
+            Host.of(replace(source_of("users"), activations=name))
 
 
 def test_a_node_trains_with_its_own_activations() -> None:

@@ -22,7 +22,6 @@ import torch
 
 from fedpriv.build import build_task
 from fedpriv.clients.worker import HostSettings, Loaded, Worker, receive, send
-from fedpriv.config import EngineSection
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError, ModelError
 from fedpriv.privacy.gaussian_mechanism import Metric
@@ -415,11 +414,6 @@ def test_sigkill_of_the_parent_leaves_no_process(mark: Path, tmp_path: Path) -> 
 def test_limits_must_be_positive(name: str) -> None:
     with pytest.raises(InvalidValueError, match=f"{name} is 0; it must be positive"):
         HostSettings("users", **{name: 0})
-
-
-def test_nodes_take_chunks_as_large_as_simulations_do() -> None:
-    """`fedpriv status`, which reads messages too, loads no pydantic: so there are two numbers."""
-    assert HostSettings("users").chunk_mebibytes == EngineSection().chunk_mebibytes
 
 
 def test_arrays_are_sent_without_a_copy() -> None:

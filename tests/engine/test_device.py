@@ -101,6 +101,22 @@ def test_no_chunk_waits_whatever_is_trained(
     check(model, local, clipping)
 
 
+@pytest.mark.parametrize("model", ["linear", "own"])
+def test_on_a_device_memory_alone_says_how_many_train_together(model: str) -> None:
+    plan = Plan(model, "flat", "equal", LOCALS[1], False, False, 0.3)
+    users = store_of([User("normal", 6, seed) for seed in range(USERS)], model in READERS)
+    request, (lanes, on_cpu) = request_of(plan, USERS), ([], [])
+    for memory in (1, 2**22, 2**40):
+        for device, found in ((DEVICE, lanes), (torch.device("cpu"), on_cpu)):
+            trainer = Trainer(
+                task_of(model), users, None, device, memory, "float32", observed=False
+            )
+            (rung, _), *_ = by_rung(sizes_of(users, request.users), request.local, measured=True)
+            found.append(trainer.most_lanes(request, rung))
+    assert lanes[0] == 1 < lanes[1] < lanes[2] == 2048
+    assert on_cpu[2] < 2048
+
+
 class Reads(torch.nn.Module):
     """A model that looks at values."""
 

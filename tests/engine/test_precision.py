@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,9 +15,18 @@ from torch import nn
 from fedpriv.data.population import UserStore
 from fedpriv.engine import layers as engine_layers
 from fedpriv.engine.layers import OuterProducts, batched_model
-from fedpriv.engine.local_training import Batches, train_chunk, train_layers_chunk
+from fedpriv.engine.local_training import Batches, by_rung, train_chunk, train_layers_chunk
 from fedpriv.engine.metrics import metric
-from fedpriv.engine.task import Activations, RoundParameters, Task, activations_named, cross_entropy
+from fedpriv.engine.task import (
+    Activations,
+    RoundParameters,
+    Task,
+    activations_named,
+    cross_entropy,
+    plain_arithmetic,
+    tf32,
+)
+from fedpriv.engine.trainer import Chunk, Trainer, sizes_of
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.models import build_model
@@ -215,10 +225,43 @@ def test_a_model_that_cannot_is_refused_before_any_user_trains() -> None:
 
 
 def test_other_names_are_refused() -> None:
-    assert activations_named("bfloat16") == "bfloat16"
-    message = "activations is 'float16'; legal are float32 and bfloat16"
-    with pytest.raises(InvalidValueError, match=message):
-        replace(transport_of("mlp"), activations="float16")
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert activations_named("bfloat16", cpu) == activations_named("bfloat16", gpu) == "bfloat16"
+    assert activations_named("tf32", gpu) == "tf32"
+    for name in ("float16", "tf32"):
+        message = f"activations is '{name}'; legal on cpu are float32 and bfloat16"
+        with pytest.raises(InvalidValueError, match=message):
+            replace(transport_of("mlp"), activations=name)
+    with pytest.raises(InvalidValueError, match="legal on cuda are float32 and tf32 and bfloat16"):
+        activations_named("float16", gpu)
+
+
+def allowed() -> tuple[bool, bool]:
+    return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_gpu_rounds_factors_only_if_asked_to_and_only_while_users_train(before: bool) -> None:
+    seen = list[tuple[bool, bool]]()
+
+    def watched(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        seen.append(allowed())
+        return cross_entropy(outputs, targets)
+
+    task, users = replace(task_of("general"), loss=watched), users_of("general")
+    request = request_of(task, 1, 1.0)
+    ((rung, _),) = by_rung(sizes_of(users, request.users), request.local, measured=False)
+    with tf32(allowed=before):
+        for kind in get_args(Activations):
+            trainer = Trainer(task, users, None, CPU, 2**24, kind, observed=False)
+            start = trainer.begin(request)
+            for _ in range(2):  # the model is tried before
+                seen.clear()
+                trainer.sent(request, start, Chunk(rung, 1, True, request.users))
+            assert {*seen} == {(kind == "tf32",) * 2}
+            assert allowed() == (before, before)
+        with plain_arithmetic(CPU):
+            assert allowed() == (False, False)
 
 
 def test_threads_that_flush_subnormal_numbers_are_refused() -> None:

@@ -14,7 +14,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine import layers as engine_layers
 from fedpriv.engine.local_training import Rung, by_rung, schedule
 from fedpriv.engine.task import Task
-from fedpriv.engine.transport import InProcessTransport, device_named
+from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import (
@@ -187,6 +187,13 @@ def test_more_memory_is_for_more_lanes(kind: str) -> None:
     ]
     assert lanes[0] == 1
     assert lanes == sorted(set(lanes))
+
+
+def test_chunks_take_what_suits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**34, 2**40))
+    assert [chunk_memory_of(3, device) for device in (cpu, gpu)] == [3 * 2**20] * 2
+    assert [chunk_memory_of(None, device) for device in (cpu, gpu)] == [128 * 2**20, 2**32]
 
 
 def test_the_first_users_data_cannot_stop_a_round() -> None:
