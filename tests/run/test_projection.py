@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -105,7 +106,8 @@ def test_a_run_that_ends_after_its_projection_pays_for_it_again(
 ) -> None:
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
-        patch.setattr("fedpriv.run.simulate._run", lambda *_: None)
+        ended = SimpleNamespace(check_audit=lambda: None)
+        patch.setattr("fedpriv.run.simulate._run", lambda *_: ended)
         printed("simulate", FILE, *SHORT, "--out", folder, "--set", "seed=1")
     assert charges(folder) == [("digits-projection-seed1", 0)]
     first = directions(folder)
