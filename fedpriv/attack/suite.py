@@ -50,7 +50,9 @@ from fedpriv.training.rounds import ServerState, TrainingPlan, train
 _RUN = "attack"  # name of each run in its own ledger
 _HELD_OUT_ROWS = 200  # on which losses are measured
 _FEWEST_RUNS = 8
-_LEFT_OUT = ("seed", "run", "federated_evaluation", "personalisation", "stopping")  # of the plan
+_LEFT_OUT = (  # of the plan
+    "seed", "run", "audit", "federated_evaluation", "personalisation", "stopping",
+)  # fmt: skip
 _MEMORY = Path("/dev/shm")
 
 Entropies = Callable[[int], Entropy]
