@@ -202,6 +202,16 @@ def test_the_estimate_is_that_of_two_normal_laws(laws: tuple[tuple[float, float]
     assert worst == pytest.approx(1e-2, rel=1e-2)
 
 
+@pytest.mark.parametrize("shift", [0.0, 3.0, 1e6])
+@pytest.mark.parametrize("ratio", [1e-7, 1e-3, 1e5])
+def test_laws_that_have_little_in_common_have_a_large_estimate(shift: float, ratio: float) -> None:
+    values = stats.norm.ppf((np.arange(40) + 0.5) / 40)
+    sums = np.concatenate([shift + ratio * values, values])
+    found = estimated_epsilon(sums, np.repeat([True, False], 40), 1e-3)
+    assert found is not None
+    assert found > 3.0  # of the wider law, hardly anything lies where the narrower one does
+
+
 def test_there_is_no_estimate_without_a_spread() -> None:
     included = np.array([True, True, False, False])
     assert estimated_epsilon(np.array([1.0, 1.0, 0.0, 0.5]), included, 1e-2) is None
