@@ -33,7 +33,7 @@ ERROR = 0.05  # the chance that a true claim is refuted, or that a bound is abov
 _OF_NOISE = 0.0005  # of it, for each test of noise; the rest is for that of membership
 _LARGEST_EPSILON = 40.0  # that guesses are planned for
 _COMPARED = 1000  # rounds before one, that it is compared with
-FEWEST_CANARIES = 20  # with which anything could be shown: half of them, all guessed right
+FEWEST_CANARIES = 20  # fewer show little even if all guesses are right
 MOST_CANARIES = 100_000  # half a minute to plan for, and a gigabyte of scores over 1,000 rounds
 
 
@@ -51,8 +51,8 @@ class Audit:
     def __post_init__(self) -> None:
         if self.canaries < FEWEST_CANARIES:
             raise InvalidValueError(
-                f"canaries is {self.canaries}; it must be at least {FEWEST_CANARIES}, with fewer "
-                "nothing could be shown"
+                f"canaries is {self.canaries}; it must be at least {FEWEST_CANARIES}, since fewer "
+                "show hardly anything"
             )
         if self.canaries > MOST_CANARIES:
             raise InvalidValueError(
