@@ -99,9 +99,13 @@ def store_of(users: Sequence[Rows]) -> UserStore:
 
 
 def beside(crowd: Crowd, one: Rows, others: Sequence[Rows] | None = None) -> Pair:
-    """One user beside others, by default the ordinary ones, and they without it."""
+    """One user beside others, by default the ordinary ones, and they without it.
+
+    Where a user is replaced, the other world has the rows of the last but one in its place: the
+    last one's own would leave `alone` and `every-label` two worlds that are the same.
+    """
     others = crowd.others if others is None else others
-    without = [*others, crowd.last] if crowd.replaced else others
+    without = [*others, crowd.others[-1]] if crowd.replaced else others
     return Pair(store_of(without), store_of([*others, one]))
 
 

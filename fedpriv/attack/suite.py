@@ -50,7 +50,8 @@ from fedpriv.training.rounds import ServerState, TrainingPlan, train
 _RUN = "attack"  # name of each run in its own ledger
 _HELD_OUT_ROWS = 200  # on which losses are measured
 _FEWEST_RUNS = 8
-_LEFT_OUT = ("seed", "run", "federated_evaluation", "personalisation", "stopping")  # of the plan
+# Of the plan.
+_LEFT_OUT = ("seed", "run", "audit", "federated_evaluation", "personalisation", "stopping")
 _MEMORY = Path("/dev/shm")
 
 Entropies = Callable[[int], Entropy]

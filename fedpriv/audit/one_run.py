@@ -157,8 +157,8 @@ def estimated_epsilon(sums: FloatVector, included: Flags, delta: float) -> float
 
 def _epsilon_between(p: tuple[float, float], q: tuple[float, float], delta: float) -> float:
     """The ε at which the integral of (P − e^ε·Q)₊ is δ, for two normal laws (mean, deviation)."""
-    low, high = (min(m - 12 * s for m, s in (p, q)), max(m + 12 * s for m, s in (p, q)))
-    x = np.linspace(low, high, 20_001)
+    # Points of both, as one may be far narrower than the other, or far from it.
+    x = np.unique([np.linspace(m - 12 * s, m + 12 * s, 20_001) for m, s in (p, q)])
     of_p, of_q = (
         -(((x - m) / s) ** 2) / 2.0 - math.log(s * math.sqrt(math.tau)) for m, s in (p, q)
     )

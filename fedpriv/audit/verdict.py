@@ -33,7 +33,8 @@ ERROR = 0.05  # the chance that a true claim is refuted, or that a bound is abov
 _OF_NOISE = 0.0005  # of it, for each test of noise; the rest is for that of membership
 _LARGEST_EPSILON = 40.0  # that guesses are planned for
 _COMPARED = 1000  # rounds before one, that it is compared with
-FEWEST_CANARIES = 20  # with which anything could be shown: half of them, all guessed right
+FEWEST_CANARIES = 20  # fewer show little even if all guesses are right
+MOST_CANARIES = 100_000  # half a minute to plan for, and a gigabyte of scores over 1,000 rounds
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,17 @@ class Audit:
     √(q·m/2) clipping norms in a round, for m canaries, beside z·√D of noise on D numbers.
     """
 
-    canaries: int  # m ≥ 20; with more, the bound on ε is closer to the truth
+    canaries: int  # m, from 20 to 100,000; with more, the bound on ε is closer to the truth
 
     def __post_init__(self) -> None:
         if self.canaries < FEWEST_CANARIES:
             raise InvalidValueError(
-                f"canaries is {self.canaries}; it must be at least {FEWEST_CANARIES}, with fewer "
-                "nothing could be shown"
+                f"canaries is {self.canaries}; it must be at least {FEWEST_CANARIES}, since fewer "
+                "show hardly anything"
+            )
+        if self.canaries > MOST_CANARIES:
+            raise InvalidValueError(
+                f"canaries is {self.canaries}; it must be at most {MOST_CANARIES}"
             )
 
 

@@ -156,6 +156,8 @@ def _audit_section(found: AuditResult) -> Section:
     told = texts()["audit"]
     estimate = "none" if found.epsilon_estimate is None else f"{found.epsilon_estimate:.2f}"
     words = {**vars(found), "estimate": estimate, "claimed": format_epsilon(found.epsilon)}
+    lows = {"low": found.epsilon_low, "mu": found.mu_low}
+    words |= {name: format_epsilon_low(low) or "0" for name, low in lows.items()}
     terms = {term: text.format(**words) for term, text in told["terms"].items()}
     warned = [] if found.consistent else [told["refuted"]]
     chart = declared("audit", _scores(found), {"guesses": found.guesses})

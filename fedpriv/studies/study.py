@@ -275,6 +275,8 @@ def _check_arm(base: Mapping[str, object], arm: Arm) -> None:
         raise ValueError(f"{what} has a privacy.ledger; every run of a study has its own")
     if table.get("privacy.unsafe_no_privacy"):
         raise ValueError(f"{what} has unsafe_no_privacy; a study compares at equal privacy")
+    if table.get("audit.canaries") is not None:
+        raise ValueError(f"{what} has an audit; a study would not say what it found")
 
     def absolute(path: str) -> str:
         if not Path(path).is_absolute():

@@ -37,6 +37,7 @@ def test_a_pair_differs_in_its_last_user_alone(kept: KeptPopulation, replaced: b
     else:
         assert pair.without.population == (enrolled if replaced else enrolled - 1)
         assert alike == enrolled - 1
+        assert not replaced or rows_of(pair.without, alike) != rows_of(pair.with_one, alike)
     for name, column in crowd.users.fields.items():
         for store in (pair.without, pair.with_one):
             assert store.fields[name].dtype == column.dtype

@@ -96,6 +96,7 @@ SETTINGS: dict[str, dict[str, object]] = {
         "sampling": {"policy": "poisson-examples", "options": {"examples_per_user": 3}},
         "local": None,
     },
+    "audited": {"audit": {"canaries": 40}},
     "adaptive": {"clipping": {"norm": 0.1, "strategy": "per-layer", "adaptive": {}}},
     "scaffold": {
         "local": {"algorithm": "scaffold", "learning_rate": 0.5, "options": {"control_norm": 0.2}}
@@ -109,6 +110,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_any_plan_can_be_attacked(setting: str) -> None:
     target = Target.of(config_of(**SETTINGS[setting]), people(4), 2, 4)
+    assert target.plan.sampling.event().canaries == 0
     found = attacked(target, "large", 8)
     assert found.verdict == "consistent"
     assert 0.0 < found.ledger_epsilon <= EPSILON + 1e-6

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
+from scipy.optimize import linprog
 
 from fedpriv.accounting import epsilon, poisson_gaussian, trade_off
 from fedpriv.audit.one_run import (
@@ -99,6 +100,36 @@ def test_the_ledgers_curve_refutes_what_its_gaussian_does(m: int, r: int) -> Non
     assert sum(refuted) <= sum(exact)
 
 
+def most_probable(pairs: tuple[tuple[float, float], ...], m: int, r: int, c: int) -> float:
+    """The largest chance of c right guesses or more, over all laws p of how many are right.
+
+    Σ_{i≥j} i·p_i/m is the chance to be right about a canary and in j guesses or more. Its coin
+    turned around, that guess is wrong and one less is right, as of f-DP releases: all guesses are
+    functions of these.
+    """
+    i, rows, limits = np.arange(r + 1), [], []
+    for j in range(1, r + 1):
+        right, wrong = np.where(i >= j, i / m, 0.0), np.where(i >= j - 1, (r - i) / m, 0.0)
+        for eps, delta in pairs:
+            rows += [right - math.exp(eps) * wrong, right - math.exp(-eps) * wrong]
+            limits += [delta, 1.0 - math.exp(-eps) * (1.0 - delta)]
+    found = linprog(
+        -(i >= c).astype(float), np.array(rows), limits, np.ones((1, r + 1)), [1.0], (0.0, 1.0)
+    )
+    return -float(found.fun)
+
+
+@pytest.mark.parametrize(("m", "r", "c"), [(40, 20, 16), (60, 30, 25), (100, 20, 19), (80, 60, 50)])
+def test_a_claim_is_refuted_if_no_law_that_it_allows_is_right_so_often(
+    m: int, r: int, c: int
+) -> None:
+    off = trade_off([poisson_gaussian(0.3, 1.5, count=20)])
+    most = most_probable(off.pairs, m, r, c)
+    assert 1e-3 < most < 0.9
+    assert refutes(off, m, r, c, most * 1.001)
+    assert not refutes(off, m, r, c, most * 0.999)
+
+
 def test_a_true_claim_is_refuted_in_at_most_one_of_twenty_runs() -> None:
     random, m, r, mu = np.random.default_rng(1), 100, 20, 1.0
     refuted = 0
@@ -169,6 +200,16 @@ def test_the_estimate_is_that_of_two_normal_laws(laws: tuple[tuple[float, float]
     assert found is not None
     worst = max(slow_delta(laws[0], laws[1], found), slow_delta(laws[1], laws[0], found))
     assert worst == pytest.approx(1e-2, rel=1e-2)
+
+
+@pytest.mark.parametrize("shift", [0.0, 3.0, 1e6])
+@pytest.mark.parametrize("ratio", [1e-7, 1e-3, 1e5])
+def test_laws_that_have_little_in_common_have_a_large_estimate(shift: float, ratio: float) -> None:
+    values = stats.norm.ppf((np.arange(40) + 0.5) / 40)
+    sums = np.concatenate([shift + ratio * values, values])
+    found = estimated_epsilon(sums, np.repeat([True, False], 40), 1e-3)
+    assert found is not None
+    assert found > 3.0  # of the wider law, hardly anything lies where the narrower one does
 
 
 def test_there_is_no_estimate_without_a_spread() -> None:

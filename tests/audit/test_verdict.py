@@ -102,7 +102,10 @@ def test_noise_is_fresh_unless_two_releases_share_it() -> None:
     assert noise_fresh([]) == noise_fresh(list(run(0))[:1]) == 1.0
 
 
-def test_too_few_canaries_are_refused() -> None:
+def test_too_few_and_too_many_canaries_are_refused() -> None:
     with pytest.raises(InvalidValueError, match=r"canaries is 19; it must be at least 20"):
         Audit(19)
+    with pytest.raises(InvalidValueError, match=r"canaries is 100001; it must be at most 100000"):
+        Audit(100_001)
     assert Audit(20).canaries == 20
+    assert Audit(100_000).canaries == 100_000

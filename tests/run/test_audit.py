@@ -96,6 +96,16 @@ def test_a_run_says_what_its_releases_show(file: Path, tmp_path: Path) -> None:
     assert event.sampling.expected_cohort_size == 20.0
 
 
+def test_the_report_rounds_lower_bounds_down(file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    printed("simulate", file, "--set", "rounds=1", "--out", out)
+    folder = RunFolder(out)
+    found = json.loads(folder.audit.read_text("utf-8")) | {"epsilon_low": 0.8819, "mu_low": 0.3499}
+    folder.audit.write_text(json.dumps(found), "utf-8")
+    page = Path(printed("report", out).strip()).read_text("utf-8")
+    assert "ε ≥ 0.881 at δ = 0.01, with 95% confidence (μ-GDP with μ ≥ 0.349)" in page
+
+
 def test_python_has_the_same_audit(file: Path, tmp_path: Path) -> None:
     printed("simulate", file, "--out", tmp_path / "one")
     mechanism = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(0.5))
@@ -264,6 +274,7 @@ def test_every_policy_with_a_statistic_is_audited(file: Path, tmp_path: Path, po
 REFUSED = {
     "audit.canaries=19": "canaries is 19; it must be at least 20",
     "audit.canaries=0": "audit.canaries is 0; input should be greater than or equal to 1",
+    "audit.canaries=1000000000": "canaries is 1000000000; it must be at most 100000",
     "audit.canary=5": "unknown key audit.canary; did you mean 'canaries'?",
     "averaging.floor=0.5": "audit is given and averaging.floor is 0.5; it must be absent",
 }
