@@ -54,24 +54,29 @@ class Directions:
 
     def rows(self, canaries: Positions, span: slice = slice(None)) -> Float32Matrix:
         """Numbers of a span of the directions of some canaries: [c, numbers of the span]."""
-        directions = np.zeros((len(canaries), self.dimension), np.float32)
+        start, stop, _ = span.indices(self.dimension)
+        directions = np.zeros((len(canaries), stop - start), np.float32)
         for direction, canary in zip(directions, canaries.tolist(), strict=True):
             block, row = divmod(canary, self.dimension)
             (piece,) = (piece for piece in self._pieces if piece.start <= row < piece.stop)
+            first, last = max(start, piece.start), min(stop, piece.stop)
+            if first >= last:
+                continue
             left, right = _hadamard_factors(piece.stop - piece.start)
             one, other = divmod(row - piece.start, len(right))
-            square = direction[piece].reshape(len(left), len(right))
-            np.multiply(left[one][:, np.newaxis], right[other], out=square)
-            direction[piece] *= self._signs(block, 1)[0, piece]
-        return directions[:, span]
+            # Only those rows of the matrix [left, right] that hold numbers of the span.
+            width, skipped = len(right), first - piece.start
+            held = slice(skipped // width, -(-(last - piece.start) // width))
+            numbers = (left[one, held, np.newaxis] * right[other]).ravel()
+            numbers = numbers[skipped % width :][: last - first]
+            direction[first - start : last - start] = numbers * self._signs[block, first:last]
+        return directions
 
     def along(self, vector: FloatVector) -> FloatVector:
         """How far a vector [d] goes along each direction: [m]."""
-        d, found = self.dimension, list[Float32Matrix]()
-        blocks, at_once = -(-self.canaries // d), max(1, _NUMBERS // d)
-        for first in range(0, blocks, at_once):
-            signed = self._signs(first, min(at_once, blocks - first))
-            signed *= vector
+        found, at_once = list[Float32Matrix](), max(1, _NUMBERS // self.dimension)
+        for first in range(0, len(self._signs), at_once):
+            signed = np.multiply(self._signs[first : first + at_once], vector, dtype=np.float32)
             for piece in self._pieces:
                 left, right = _hadamard_factors(piece.stop - piece.start)
                 square = signed[:, piece].reshape(-1, len(left), len(right))
@@ -87,10 +92,11 @@ class Directions:
         ends = accumulate(sizes)
         return tuple(slice(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
-    def _signs(self, first: int, blocks: int) -> Float32Matrix:
-        """Random signs of some blocks: [blocks, d]."""
-        each = -(-self.dimension // 64)  # words of a block
-        drawn = words(self.key, blocks * each, start=first * each)
+    @cached_property
+    def _signs(self) -> Float32Matrix:
+        """Random signs of each block: [blocks, d]."""
+        blocks, each = -(-self.canaries // self.dimension), -(-self.dimension // 64)
+        drawn = words(self.key, blocks * each)
         return _signs(drawn).reshape(blocks, -1)[:, : self.dimension]
 
 

@@ -607,7 +607,7 @@ def activations_named(name: object, device: torch.device) -> Activations:
     known = [each for each in get_args(Activations) if each != "tf32" or device.type != "cpu"]
     if name not in known:
         raise InvalidValueError(
-            f"activations is {name!r}; legal on {device.type} are {' and '.join(known)}"
+            f"activations is {name!r}; legal on {device.type} are {', '.join(known)}"
         )
     return cast(Activations, name)
 

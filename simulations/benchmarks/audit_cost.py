@@ -2,14 +2,16 @@
 
     python -m simulations.benchmarks.audit_cost --json simulations/results/audit_cost.json
 
-By default an MLP of 999,010 parameters, cohorts of 1,000 of 100,000 users with one example each,
-and 10,000 canaries. Both runs are whole ones of `fedpriv.simulate`, each in one thread of a process
-of its own. Figures are the median of processor time over the rounds but the first, which tries
-shapes, and the largest memory that the process ever had.
+By default an MLP of 999,010 parameters, cohorts of 1,000 of a million users with one example each,
+and 10,000 canaries, five of whom are drawn and there in a round. All runs are whole ones of
+`fedpriv.simulate`, each in one thread of a process of its own, in alternation. Figures are medians:
+of processor time over all rounds but the first of each run, which tries shapes, and of the largest
+memory that a process ever had.
 """
 
 import argparse
 import json
+import os
 import resource
 import shlex
 import subprocess
@@ -18,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +30,10 @@ from fedpriv.models import build_model
 from simulations.benchmarks.machine import machine, versions
 
 INPUTS, HIDDEN, CLASSES = 100, 9000, 10
+SECONDS, PEAK = "processor seconds", "peak MiB"
 
 
-def rounds_of(users: int, cohort: int, canaries: int, rounds: int) -> dict[str, object]:
+def rounds_of(users: int, cohort: int, canaries: int, rounds: int) -> dict[str, Any]:
     """Processor seconds of the rounds of a run, and the peak of its memory in MiB."""
     torch.set_num_threads(1)
     random = np.random.default_rng(0)
@@ -60,16 +64,31 @@ def rounds_of(users: int, cohort: int, canaries: int, rounds: int) -> dict[str, 
             quiet=True,
         )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB on Linux
-    return {"processor seconds": seconds[1:], "peak MiB": peak}
+    return {SECONDS: seconds[1:], PEAK: peak}
+
+
+def _alone(*sizes: int) -> dict[str, Any]:
+    """What `rounds_of` gives in a process of its own."""
+    options = zip(("--users", "--cohort", "--canaries", "--rounds"), map(str, sizes), strict=True)
+    command = [sys.executable, "-m", "simulations.benchmarks.audit_cost", "--alone"]
+    done = subprocess.run(
+        [*command, *(part for pair in options for part in pair)],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        check=True,
+    )
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
 def main() -> None:
     """Measure, print and keep the figures."""
     parser = argparse.ArgumentParser(description="what an audit costs a run")
-    parser.add_argument("--users", type=int, default=100_000)
+    parser.add_argument("--users", type=int, default=1_000_000)
     parser.add_argument("--cohort", type=int, default=1000)
     parser.add_argument("--canaries", type=int, default=10_000)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=4, help="runs of each, in alternation")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--alone", action="store_true", help="run once, and print what it took")
     given = parser.parse_args()
@@ -77,22 +96,13 @@ def main() -> None:
     if given.alone:
         print(json.dumps(rounds_of(*sizes)))
         return
-    found = {}
-    for name, canaries in (("without", 0), ("with", given.canaries)):
-        sizes[2] = canaries
-        options = zip(
-            ("--users", "--cohort", "--canaries", "--rounds"), map(str, sizes), strict=True
-        )
-        command = [sys.executable, "-m", "simulations.benchmarks.audit_cost", "--alone"]
-        done = subprocess.run(
-            [*command, *(part for pair in options for part in pair)],
-            stdout=subprocess.PIPE,
-            check=True,
-        )
-        found[name] = json.loads(done.stdout)
-    times = {name: median(each["processor seconds"]) for name, each in found.items()}
-    more = found["with"]["peak MiB"] - found["without"]["peak MiB"]
-    share = times["with"] / times["without"] - 1.0
+    found: dict[str, list[dict[str, Any]]] = {"without": [], "with": []}
+    for _ in range(given.repeats):
+        for name, canaries in (("without", 0), ("with", given.canaries)):
+            found[name].append(_alone(given.users, given.cohort, canaries, given.rounds))
+    times = {n: median(t for run in runs for t in run[SECONDS]) for n, runs in found.items()}
+    peaks = {name: median(run[PEAK] for run in runs) for name, runs in found.items()}
+    more, share = peaks["with"] - peaks["without"], times["with"] / times["without"] - 1.0
     print(f"{share:.1%} more processor time a round, {more:.0f} MiB more memory")
     if given.json:
         kept = {

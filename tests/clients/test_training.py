@@ -172,7 +172,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 def test_activations_that_there_are_not_are_refused() -> None:
     for name in ("half", "tf32"):
-        found = f"activations is '{name}'; legal on cpu are float32 and bfloat16"
+        found = f"activations is '{name}'; legal on cpu are float32, bfloat16"
         with pytest.raises(InvalidValueError, match=found):
             Host.of(replace(source_of("users"), activations=name))
 

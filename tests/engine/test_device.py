@@ -106,13 +106,12 @@ def test_on_a_device_memory_alone_says_how_many_train_together(model: str) -> No
     plan = Plan(model, "flat", "equal", LOCALS[1], False, False, 0.3)
     users = store_of([User("normal", 6, seed) for seed in range(USERS)], model in READERS)
     request, (lanes, on_cpu) = request_of(plan, USERS), ([], [])
+    (rung, _), *_ = by_rung(sizes_of(users, request.users), request.local, measured=True)
     for memory in (1, 2**22, 2**40):
         for device, found in ((DEVICE, lanes), (torch.device("cpu"), on_cpu)):
-            trainer = Trainer(
-                task_of(model), users, None, device, memory, "float32", observed=False
-            )
-            (rung, _), *_ = by_rung(sizes_of(users, request.users), request.local, measured=True)
-            found.append(trainer.most_lanes(request, rung))
+            given = task_of(model), users, None, device, memory, "float32"
+            with without_autocast():
+                found.append(Trainer(*given, observed=False).most_lanes(request, rung))
     assert lanes[0] == 1 < lanes[1] < lanes[2] == 2048
     assert on_cpu[2] < 2048
 

@@ -229,10 +229,10 @@ def test_other_names_are_refused() -> None:
     assert activations_named("bfloat16", cpu) == activations_named("bfloat16", gpu) == "bfloat16"
     assert activations_named("tf32", gpu) == "tf32"
     for name in ("float16", "tf32"):
-        message = f"activations is '{name}'; legal on cpu are float32 and bfloat16"
+        message = f"activations is '{name}'; legal on cpu are float32, bfloat16"
         with pytest.raises(InvalidValueError, match=message):
             replace(transport_of("mlp"), activations=name)
-    with pytest.raises(InvalidValueError, match="legal on cuda are float32 and tf32 and bfloat16"):
+    with pytest.raises(InvalidValueError, match="legal on cuda are float32, tf32, bfloat16"):
         activations_named("float16", gpu)
 
 

@@ -194,7 +194,7 @@ def _names(node: ast.AST) -> set[str]:
 
 
 ROUND, QUERY = "fedpriv/privacy/round.py", "fedpriv/privacy/gaussian_mechanism.py"
-NOISE = "fedpriv/privacy/correlated_noise.py"
+NOISE, ENEMY = "fedpriv/privacy/correlated_noise.py", "fedpriv/attack/distinguishers.py"
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,8 @@ NOISE = "fedpriv/privacy/correlated_noise.py"
         ),
         ("noised_average", {Use(ROUND, "release")}),
         ("redeem", {Use(ROUND, "release")}),
-        ("add_up", {Use(ROUND, "private_round")}),
+        # An enemy who knows all data adds up what one user contributes.
+        ("add_up", {Use(ROUND, "private_round"), Use(ENEMY, ""), Use(ENEMY, "added")}),
     ],
 )
 def test_only_the_round_noises_and_releases_sums(name: str, uses: set[Use]) -> None:
@@ -223,7 +224,8 @@ def test_only_the_round_calls_release_and_only_the_ledger_makes_charges() -> Non
         if isinstance(node, ast.ImportFrom) and node.module in {"fedpriv.privacy", PRIVATE}
         for alias in node.names
     }
-    assert not {use for use in imports if use[1] in {"round", "release", "add_up", "*"}}
+    used = {use for use in imports if use[1] in {"round", "release", "add_up", "*"}}
+    assert used == {(ENEMY, "add_up")}
     assert {use.function for use in uses_of("release") if use.module == ROUND} == {"private_round"}
     made = {
         path.relative_to(ROOT).parts[1]
