@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 DEVICE ?= cpu
+# Tests wait a third of the time, for deadlines and for processes that were killed.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() * 3 // 2)")
 
 .PHONY: simulate attack federation docs docs-build test test-slow test-search test-mutants lint format bench bench-rivals proto clean
 
@@ -25,13 +27,11 @@ docs-build: .venv/installed-docs
 	rm -rf build/notebooks
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Files of tests side by side, one on each core.
 test: lint
-	$(BIN)/pytest -m "not slow" --numprocesses auto --dist loadfile
+	$(BIN)/pytest -m "not slow" --numprocesses $(WORKERS) --dist loadfile
 
-# They wait half of the time, for deadlines and for processes that were killed: three on two cores.
 test-slow: .venv/installed-test
-	$(BIN)/pytest -m slow --numprocesses 3 --dist loadfile
+	$(BIN)/pytest -m slow --numprocesses $(WORKERS) --dist loadfile
 
 # What is said of all values, tried with others than `make test` does, and with more.
 test-search: .venv/installed-test

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 START = ROOT / "docs" / "start.md"
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 FINE_TUNING = ROOT / "docs" / "fine-tuning.md"
-FAST = {"start", "arrays", "fine-tuning"}
+FAST = {"arrays"}
 INSTALLATION = re.compile(r"^(python3 -m venv .*|\. .*/activate|pip install .*)$", re.MULTILINE)
 PAGES = [
     pytest.param(page, id=page.stem, marks=[] if page.stem in FAST else [pytest.mark.slow])

@@ -101,7 +101,7 @@ def test_no_chunk_waits_whatever_is_trained(
     check(model, local, clipping)
 
 
-@pytest.mark.parametrize("model", ["linear", "own"])
+@pytest.mark.parametrize("model", ["cnn", "own"])
 def test_on_a_device_memory_alone_says_how_many_train_together(model: str) -> None:
     plan = Plan(model, "flat", "equal", LOCALS[1], False, False, 0.3)
     users = store_of([User("normal", 6, seed) for seed in range(USERS)], model in READERS)

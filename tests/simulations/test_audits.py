@@ -67,6 +67,7 @@ def test_the_page_quotes_the_study() -> None:
         assert re.search(rf"^\| {re.escape(' | '.join(cells))} \|", page, re.MULTILINE), cells
 
 
+@pytest.mark.slow
 def test_what_an_audit_costs_is_measured_in_whole_runs() -> None:
     without, with_some = (audit_cost.rounds_of(50, 5, canaries, 3) for canaries in (0, 20))
     for found in (without, with_some):

@@ -110,6 +110,7 @@ def test_players_are_stopped_when_it_is_not_their_turn_and_end_with_the_block() 
     assert one.process.returncode == 0
 
 
+@pytest.mark.slow
 def test_processes_share_the_users_of_a_turn() -> None:
     turn = Turn(range(7), WORKS["mlp"]().without_order())
     settings = {f"{n}": Setting("plain", "mlp", "cpu", 1, n) for n in (1, 3)}

@@ -50,6 +50,7 @@ def test_plays_are_shared_out_and_users_write_without_punctuation(folder: Path) 
     assert other.enrolled.keys() != plays.enrolled.keys()
 
 
+@pytest.mark.slow
 def test_the_study_writes_a_row_for_each_arm(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

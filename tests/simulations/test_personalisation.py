@@ -28,6 +28,7 @@ def two_digits(users: int = 30) -> fedpriv.Population:
     )
 
 
+@pytest.mark.slow
 def test_the_study_writes_a_row_for_each_arm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
