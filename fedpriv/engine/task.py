@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -633,13 +633,22 @@ def lowered(x: Tensor) -> Tensor:
 @contextmanager
 def tf32(*, allowed: bool) -> Iterator[None]:
     """Whether GPUs may round the factors of products of float32; convolutions do unless told."""
-    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = products.allow_tf32, convolutions.allow_tf32
-    products.allow_tf32 = convolutions.allow_tf32 = allowed
+    backends: Any = torch.backends
+    products, cudnn, mkldnn = backends.cuda.matmul, backends.cudnn, backends.mkldnn
+    libraries: list[Any] = [products, cudnn]  # of torch before 2.9
+    name, value = "allow_tf32", cast(Any, allowed)
+    if hasattr(products, "fp32_precision"):
+        libraries = [b for each in (cudnn, mkldnn) for b in (each.conv, each.rnn)]
+        libraries += products, mkldnn.matmul
+        name, value = "fp32_precision", "tf32" if allowed else "ieee"
+    before = [getattr(each, name) for each in libraries]
+    for each in libraries:
+        setattr(each, name, value)
     try:
         yield
     finally:
-        products.allow_tf32, convolutions.allow_tf32 = before
+        for each, own in zip(libraries, before, strict=True):
+            setattr(each, name, own)
 
 
 @contextmanager

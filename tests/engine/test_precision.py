@@ -236,16 +236,20 @@ def test_other_names_are_refused() -> None:
         activations_named("float16", gpu)
 
 
-def allowed() -> tuple[bool, bool]:
-    return torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+def rounding() -> set[str]:
+    backends = torch.backends
+    libraries = backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul
+    return {each.fp32_precision for each in libraries}
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_gpu_rounds_factors_only_if_asked_to_and_only_while_users_train(before: bool) -> None:
-    seen = list[tuple[bool, bool]]()
+def test_factors_are_rounded_only_if_that_is_asked_for_and_only_while_users_train(
+    before: bool,
+) -> None:
+    seen = set[str]()
 
     def watched(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        seen.append(allowed())
+        seen.update(rounding())
         return cross_entropy(outputs, targets)
 
     task, users = replace(task_of("general"), loss=watched), users_of("general")
@@ -258,10 +262,21 @@ def test_a_gpu_rounds_factors_only_if_asked_to_and_only_while_users_train(before
             for _ in range(2):  # the model is tried before
                 seen.clear()
                 trainer.sent(request, start, Chunk(rung, 1, True, request.users))
-            assert {*seen} == {(kind == "tf32",) * 2}
-            assert allowed() == (before, before)
+            assert seen == {"tf32" if kind == "tf32" else "ieee"}
+            assert rounding() == {"tf32" if before else "ieee"}
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+def test_what_a_caller_has_set_for_all_of_torch_is_left_as_it_was(precision: str) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
         with plain_arithmetic(CPU):
-            assert allowed() == (False, False)
+            assert rounding() == {"ieee"}
+        assert torch.get_float32_matmul_precision() == precision
+        assert torch.backends.cudnn.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_threads_that_flush_subnormal_numbers_are_refused() -> None:
