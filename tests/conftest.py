@@ -11,6 +11,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+# In processes side by side, threads of products of small matrices only wait for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # In the forked processes of other tests gRPC would begin threads, and abort for want of its files.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 

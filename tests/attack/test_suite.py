@@ -67,7 +67,7 @@ def test_the_real_engine_does_not(name: str) -> None:
 @pytest.mark.slow
 def test_the_real_engine_refutes_its_ledger_with_no_kept_population() -> None:
     for name in POPULATIONS:
-        found = attacked(tiny_target(), name, 100)
+        found = attacked(tiny_target(), name, 40)
         assert found.verdict == "consistent", name
 
 

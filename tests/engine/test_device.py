@@ -49,8 +49,14 @@ def chosen() -> list[tuple[str, LocalTraining, str]]:
 
 
 def everything() -> list[tuple[str, LocalTraining, str]]:
-    """Each model with every local algorithm."""
-    return [(m, local, "groups") for m in MODELS for local in LOCALS if fits(m, local)]
+    """Each model with every local algorithm; what is not personal is one tensor of the last."""
+    clippings = {"personal-scale": "per-layer"}
+    return [
+        (model, local, clippings.get(model, "groups"))
+        for model in MODELS
+        for local in LOCALS
+        if fits(model, local)
+    ]
 
 
 def trainer_of(task: Task, users: UserStore) -> Trainer:

@@ -59,7 +59,7 @@ def check(folder: RunFolder) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kills", "rounds"), [(4, 200), pytest.param(12, 800, marks=pytest.mark.slow)]
+    ("kills", "rounds"), [(2, 100), pytest.param(12, 800, marks=pytest.mark.slow)]
 )
 def test_killing_and_resuming_never_loses_a_charge(tmp_path: Path, kills: int, rounds: int) -> None:
     config, folder = tmp_path / "killed.toml", RunFolder(tmp_path / "run")
