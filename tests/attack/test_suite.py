@@ -71,12 +71,6 @@ def test_the_real_engine_refutes_its_ledger_with_no_kept_population() -> None:
         assert found.verdict == "consistent", name
 
 
-@pytest.mark.slow
-def test_a_third_of_the_noise_is_seen_in_a_thousand_runs() -> None:
-    with broken.less_noise(1.0 / 3.0):
-        assert attacked(tiny_target(), "alone", 1000).refuted
-
-
 WITHOUT_COINS = {"epsilon": EPSILON, "delta": DELTA}
 SETTINGS: dict[str, dict[str, object]] = {
     "replaced": {
