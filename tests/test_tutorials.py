@@ -26,10 +26,9 @@ ROOT = Path(__file__).parents[1]
 START = ROOT / "docs" / "start.md"
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 FINE_TUNING = ROOT / "docs" / "fine-tuning.md"
-FAST = {"arrays"}
 INSTALLATION = re.compile(r"^(python3 -m venv .*|\. .*/activate|pip install .*)$", re.MULTILINE)
 PAGES = [
-    pytest.param(page, id=page.stem, marks=[] if page.stem in FAST else [pytest.mark.slow])
+    pytest.param(page, id=page.stem, marks=pytest.mark.slow)
     for page in (START, *TUTORIALS, FINE_TUNING)
 ]
 

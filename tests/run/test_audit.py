@@ -252,7 +252,13 @@ POLICIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+SLOW = ("examples", "random-allocation", "unit")
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(p, marks=[pytest.mark.slow] if p in SLOW else []) for p in POLICIES],
+)
 def test_every_policy_with_a_statistic_is_audited(file: Path, tmp_path: Path, policy: str) -> None:
     rewritten(file, ("sampling_probability = 0.5\n", ""))
     if policy in ("examples", "unit"):

@@ -15,6 +15,7 @@ RESULTS = ROOT / "simulations/results"
 PLAIN = "clipping left out"  # no run of which was believed
 
 
+@pytest.mark.slow
 def test_a_fault_is_found_and_runs_are_not_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
