@@ -5,7 +5,7 @@ Read in this order:
 
 1. `canaries`: who they are, how they move, and what is measured of a release; `canary_transport`
    puts them beside users, and is the only module here that imports torch;
-2. `membership`: how surely a canary is there, given all that was measured;
+2. `likelihood`: how surely a canary is there, given all that was measured;
 3. `one_run`: what guesses about canaries prove;
 4. `verdict`: what is concluded, and two tests of the noise that need no canaries.
 
@@ -14,7 +14,7 @@ data are invented, and all the rest follows from what was released.
 """
 
 from fedpriv.audit.canaries import Canaries, Measurement, Past, measure
-from fedpriv.audit.membership import check_auditable
+from fedpriv.audit.likelihood import check_auditable
 from fedpriv.audit.verdict import Audit, AuditResult, GuessCounts, conclude
 
 __all__ = [

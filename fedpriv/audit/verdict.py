@@ -16,7 +16,7 @@ from scipy.special import gammainc
 from fedpriv.accounting.accountants import accountant_named, format_epsilon
 from fedpriv.accounting.fdp import trade_off
 from fedpriv.audit.canaries import Canaries, Measurement
-from fedpriv.audit.membership import log_likelihood_ratios
+from fedpriv.audit.likelihood import log_likelihood_ratios
 from fedpriv.audit.one_run import (
     best_guesses,
     epsilon_of_mu,
