@@ -424,9 +424,13 @@ class BatchedEmbedding(BatchedLayer):
         if self.alike:
             words = x[0] if x.dim() > 1 and len(x) == 1 else x
             x = words.expand(self.examples, *words.shape)
-        # Unlike a sum of offsets and numbers, this cannot reach into another user's slice.
-        indices = x.reshape(users, -1, 1).expand(-1, -1, width)
-        y = weight.gather(1, indices).view(*x.shape, width)
+        # Unlike sums of offsets and numbers, neither way reaches into another user's slice.
+        words = x.reshape(users, -1)
+        if weight.device.type == "cpu":
+            y = weight.gather(1, words.unsqueeze(-1).expand(-1, -1, width))
+        else:  # a GPU would add up gradients of that in another order each time
+            y = weight[torch.arange(users, device=weight.device)[:, None], words]
+        y = y.view(*x.shape, width)
         if self.padding is None:
             return y
         return torch.where((x == self.padding)[..., None], y.detach(), y)

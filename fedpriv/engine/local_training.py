@@ -8,7 +8,7 @@ each user's own key.
 What a step does with a gradient is up to the `direction` of the round's `LocalTraining`.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -163,6 +163,7 @@ class Examples:
     device: torch.device
     plan: BatchRows
     task: Task  # says which fields it reads
+    resident: TorchTensors | None = None  # the store's fields, if they are `held_on` the device
 
     def batches(self) -> Batches:
         """What they train on."""
@@ -185,6 +186,13 @@ class Examples:
 
     def _gathered(self, rows: Integers) -> tuple[Inputs, Tensor]:
         """Inputs and targets [L, …] of rows [C, …], in memory whose alignment does not vary."""
+        if self.resident is not None:
+            places = self._blank(rows.shape[1:], torch.int64)
+            places[: len(rows)] = torch.from_numpy(rows)
+            places[len(rows) :] = self.store.rows  # zeros
+            chosen, shape = self._moved(places).flatten(), places.shape
+            columns = {n: c.index_select(0, chosen) for n, c in self.resident.items()}
+            return self.task.given({n: c.view(*shape, *c.shape[1:]) for n, c in columns.items()})
         held = {}
         for name in self.task.fields:
             field = self.store.fields[name]
@@ -203,6 +211,16 @@ class Examples:
     def _moved(self, memory: Tensor) -> Tensor:
         """The same on the device; a GPU does other work meanwhile."""
         return memory.to(self.device, non_blocking=True)
+
+
+def held_on(device: torch.device, columns: Mapping[str, npt.NDArray[np.generic]]) -> TorchTensors:
+    """Fields [rows + 1, …] on a device, of which the last row is zero."""
+    held = {}
+    for name, column in columns.items():
+        kind = torch.from_numpy(np.empty(0, column.dtype)).dtype
+        held[name] = torch.zeros((len(column) + 1, *column.shape[1:]), dtype=kind, device=device)
+        held[name][:-1] = torch.from_numpy(np.ascontiguousarray(column))
+    return held
 
 
 def _batches(counts: Integers, local: LocalTraining) -> Integers:

@@ -14,11 +14,12 @@ or neighbours make a difference, users of the rung train one at a time.
 import hashlib
 import logging
 import threading
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd, prod
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +29,10 @@ from torch import Tensor
 from fedpriv.data.population import UserStore
 from fedpriv.engine import local_training
 from fedpriv.engine.adapters import Adapted
+from fedpriv.engine.graphs import Graphs
+from fedpriv.engine.indices import Indices
 from fedpriv.engine.layers import BatchedModel, batched_model
-from fedpriv.engine.local_training import Examples, Integers, Rung
+from fedpriv.engine.local_training import Batches, Examples, Integers, Rung, held_on
 from fedpriv.engine.metrics import Measuring, diagnose_chunk, group_norms, user_metrics
 from fedpriv.engine.task import (
     Activations,
@@ -61,6 +64,11 @@ _BUSY = 2**24
 _FEW_NUMBERS = 2**21
 _FEW_LANES = 160
 _MANY_LANES = 2048  # all of which are tried before users train in them
+# On a GPU, whose libraries choose kernels by the size of a product, all chunks of a rung have the
+# same lanes. With fewer it would wait for its next kernel, and with more train blank ones.
+_BUSY_DEVICE = 2**23
+_DEVICE_LANES = 128
+_RESIDENT = 4  # of a GPU's free memory, users' data may take the share of one over this
 _UNROLLED = 32  # numbers: two vectors of AVX-512
 # Random users that are compared in smaller shapes, in turns; of fewer, differences stay unseen.
 _COMPARED = 64
@@ -131,6 +139,33 @@ class Trainer:
         """Frozen parameters and buffers, on the device."""
         with plain_arithmetic(self.device):
             return self.task.constants(self.device)
+
+    @cached_property
+    def resident(self) -> TorchTensors | None:
+        """The store's fields on a GPU whose memory they leave free, or None.
+
+        Behind the users' rows is one of zeros. What is mapped from files is taken to be too large.
+        """
+        columns = {name: self.users.fields[name] for name in self.task.fields}
+        mapped = any(isinstance(column, np.memmap) for column in columns.values())
+        if self.device.type != "cuda" or mapped:
+            return None
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if sum(column.nbytes for column in columns.values()) > free // _RESIDENT:
+            return None
+        return held_on(self.device, columns)
+
+    @cached_property
+    def indices(self) -> Indices:
+        """Which users have integers that the task cannot compute with."""
+        return Indices(self.task, self.users)
+
+    @cached_property
+    def graphs(self) -> Graphs | None:
+        """Where chunks are captured, or None."""
+        if self.device.type != "cuda":
+            return None
+        return Graphs(self.device, self.constants, self.memory)
 
     @cached_property
     def draws(self) -> bool:
@@ -214,8 +249,8 @@ class Trainer:
         inputs, outputs, patches = self._numbers
         of_step = max(1, rung.width * (inputs + sum(outputs) + patches))
         wanted = min(_BUSY // of_step, _FEW_LANES)
-        if self.device.type != "cpu":  # which many users keep busy, and few leave idle
-            wanted = _MANY_LANES
+        if self.device.type != "cpu":
+            wanted = min(max(_BUSY_DEVICE // of_step, _DEVICE_LANES), _MANY_LANES)
         elif self.batched is not None:
             wanted = max(wanted, min(_FEW_NUMBERS // of_step, _MANY_LANES))
         most = max(1, min(wanted, self.memory // max(1, self._lane_bytes(request, rung))))
@@ -245,18 +280,28 @@ class Trainer:
         If training fails, or memory is short, half of the users train in the same shape, with
         blanks beside them, and then the other half; one for whom it fails alone counts as zero.
         """
+        return self.launched(request, start, chunk)()
+
+    def launched(
+        self, request: RoundRequest, start: RoundParameters, chunk: Chunk
+    ) -> Callable[[], ChunkSum]:
+        """Train a chunk; on a GPU it is under way, and the call that is returned waits for it."""
         name, dimension = str(chunk.users[0]), request.clipping.layout.dimension
         try:
-            return self._sum(request, start, chunk)
+            if self.device.type != "cpu":
+                self.indices.check(chunk.users)
+            return self._launched(request, start, chunk)
         except Exception as error:
+            if self.graphs is not None and isinstance(error, torch.OutOfMemoryError):
+                self.graphs.clear()
             if len(chunk.users) == 1:
                 if self.naming:
                     reason = f"training raised {type(error).__name__}: {error}"
                     dropped = SimulationOnlyDropped(int(chunk.users[0]), reason)
-                    return ChunkSum(merged(name, (), dimension), dropped=dropped)
+                    return lambda: ChunkSum(merged(name, (), dimension), dropped=dropped)
                 # The text of the error may hold the user's data.
                 _log.warning("a user counts as zero: training raised %s", type(error).__name__)
-                return ChunkSum(merged(name, (), dimension))
+                return lambda: ChunkSum(merged(name, (), dimension))
         halves = [
             self.sum_of(request, start, replace(chunk, users=users))
             for users in np.array_split(chunk.users, 2)
@@ -264,33 +309,40 @@ class Trainer:
         partial = merged(name, [each.partial for each in halves], dimension)
         first, second = halves
         diagnostics = first.diagnostics + second.diagnostics
-        return ChunkSum(partial, diagnostics, first.dropped or second.dropped)
+        return lambda: ChunkSum(partial, diagnostics, first.dropped or second.dropped)
 
-    def _sum(self, request: RoundRequest, start: RoundParameters, chunk: Chunk) -> ChunkSum:
-        diagnostics: tuple[npt.NDArray[np.float64], ...] = ()
+    def _launched(
+        self, request: RoundRequest, start: RoundParameters, chunk: Chunk
+    ) -> Callable[[], ChunkSum]:
         with self.lock, plain_arithmetic(self.device):
             examples = self._examples(request, chunk)
             tensors = self._sent(request, start, chunk, examples)
+            diagnostics = []
             if self.observed:
                 measuring = Measuring(self.evaluated, start, self.measured)
-                found = diagnose_chunk(measuring, examples, tensors, request)
-                diagnostics = (found.cpu().numpy(),)
+                diagnostics = [_fetched(diagnose_chunk(measuring, examples, tensors, request))]
             weights = np.minimum(examples.plan.counts, request.clipping.weight_cap)
-            total = integer_sum(tensors, request.clipping, weights).cpu().numpy()
-            dropped = self._not_finite(request, chunk, tensors, total) if self.naming else None
-        name, users = str(chunk.users[0]), len(chunk.users)
-        return ChunkSum(PartialSum(name, users, total, int(weights.sum())), diagnostics, dropped)
+            summed = _fetched(integer_sum(tensors, request.clipping, weights))
+
+        def finish(sent: Updates | None = None) -> ChunkSum:
+            total, dropped = summed(), None
+            if self.naming and _contributors(request, total) not in (None, len(chunk.users)):
+                with self.lock, plain_arithmetic(self.device):
+                    sent = sent or self._sent(request, start, chunk, examples)
+                    dropped = self._not_finite(request, chunk, sent)
+            users, weight = chunk.users, int(weights.sum())
+            partial = PartialSum(str(users[0]), len(users), total, weight)
+            return ChunkSum(partial, tuple(fetch() for fetch in diagnostics), dropped)
+
+        if self.device.type == "cuda":  # by then the next chunk overwrites what was sent
+            return finish
+        found = finish(tensors)
+        return lambda: found
 
     def _not_finite(
-        self, request: RoundRequest, chunk: Chunk, tensors: Updates, total: IntegerVector
-    ) -> SimulationOnlyDropped | None:
-        """The first user that was zeroed, where the count of contributors says that one was."""
-        if CONTRIBUTORS not in request.metrics:
-            return None
-        layout, step = request.clipping.layout, CONTRIBUTORS.group.granularity
-        (counted,) = total[layout.slices[CONTRIBUTORS.tensor]].tolist()
-        if round(counted * step) == len(chunk.users):
-            return None
+        self, request: RoundRequest, chunk: Chunk, tensors: Updates
+    ) -> SimulationOnlyDropped:
+        """The first user that was zeroed."""
         norms = torch.stack([*group_norms(tensors, request.clipping.sent).values()], 1)
         places = (~torch.isfinite(norms).all(1)).nonzero().flatten().tolist()
         user, reason = int(chunk.users[places[0]]), "its update is not finite"
@@ -343,20 +395,53 @@ class Trainer:
         local, rung = request.local, chunk.rung
         starts, sizes = store.offsets[chunk.users], sizes_of(store, chunk.users)
         plan = local_training.schedule(enrolled, starts, sizes, local, request.local_key, rung)
-        return Examples(rung, chunk.lanes, enrolled, store, self.device, plan, self.task)
+        resident = self.resident if store is self.users else None
+        return Examples(rung, chunk.lanes, enrolled, store, self.device, plan, self.task, resident)
 
     def _train(
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
     ) -> Updates:
-        inputs = self.task, start, examples.batches(), request.local, self.activations
+        local, batches, batched = request.local, examples.batches(), self.batched
+
+        def train(start: RoundParameters, batches: Batches) -> Updates:
+            inputs = self.task, start, batches, local, self.activations
+            if chunk.together and batched is not None:
+                return local_training.train_layers_chunk(batched, *inputs)
+            return {**local_training.train_chunk(*inputs, alone=not chunk.together)}
+
         with tf32(allowed=self.activations == "tf32"):
-            if chunk.together and self.batched is not None:
-                return local_training.train_layers_chunk(self.batched, *inputs)
-            if chunk.together:
-                return {**local_training.train_chunk(*inputs)}
+            if chunk.together and self.graphs is not None:
+                shape = chunk.rung, chunk.lanes
+                return self.graphs.trained(train, local, shape, start, batches)
+            if chunk.together or not self.draws:
+                return train(start, batches)
             (user,) = examples.users.tolist()
-            with seeded(request.local_key, user, self.device) if self.draws else nullcontext():
-                return {**local_training.train_chunk(*inputs, alone=True)}
+            with seeded(request.local_key, user, self.device):
+                return train(start, batches)
+
+
+def _fetched(tensor: Tensor) -> Callable[[], npt.NDArray[Any]]:
+    """Begin to copy a tensor to the CPU; the call that is returned waits for that alone."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu().numpy
+    memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    memory.copy_(tensor, non_blocking=True)
+    copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record(torch.cuda.current_stream(tensor.device))
+
+    def fetch() -> npt.NDArray[Any]:
+        copied.synchronize()
+        return memory.numpy().copy()
+
+    return fetch
+
+
+def _contributors(request: RoundRequest, total: IntegerVector) -> int | None:
+    """How many users were not zeroed, where that is counted."""
+    if CONTRIBUTORS not in request.metrics:
+        return None
+    counted = int(total[request.clipping.layout.slices[CONTRIBUTORS.tensor]][0])
+    return round(counted * CONTRIBUTORS.group.granularity)
 
 
 @dataclass(frozen=True)
@@ -418,8 +503,8 @@ class Isolation:
 
     def _lanes(self, verdict: _Verdict, request: RoundRequest, rung: Rung, users: int) -> int:
         """The least number of lanes for so many users that gives what all lanes give."""
-        if self._trainer.batched is None:  # other models' products may depend on how many there are
-            return verdict.most
+        if self._trainer.batched is None or self._trainer.device.type != "cpu":
+            return verdict.most  # products may depend on how many there are
         while (lanes := self._trainer.lanes_for(users, rung)) < verdict.most:
             if lanes not in verdict.counts:
                 few = self._random_users(request, rung, min(_COMPARED, len(verdict.digests)))

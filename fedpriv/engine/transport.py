@@ -14,6 +14,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -142,8 +143,8 @@ class InProcessTransport(Transport):
                 refuse_flushing_threads()
             chunks = list(self._chunks(request, start))
             if min(self._side_by_side, len(chunks)) <= 1:
-                for chunk in chunks:
-                    yield chunk.users, self._trainer.sum_of(request, start, chunk)
+                sums = _one_ahead(self._trainer, request, start, chunks)
+                yield from zip((chunk.users for chunk in chunks), sums, strict=True)
                 return
         # Processes are kept for the next round if all goes well.
         processes = self._idle.copy()
@@ -217,6 +218,19 @@ def computing_with(threads: int) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(before)
+
+
+def _one_ahead(
+    trainer: Trainer, request: RoundRequest, start: RoundParameters, chunks: Sequence[Chunk]
+) -> Iterator[ChunkSum]:
+    """The sums of chunks in their order; a GPU trains the next one while one is fetched."""
+    waiting = deque[Callable[[], ChunkSum]]()
+    for chunk in chunks:
+        waiting.append(trainer.launched(request, start, chunk))
+        if len(waiting) > 1:
+            yield waiting.popleft()()
+    for last in waiting:
+        yield last()
 
 
 def _in_processes(

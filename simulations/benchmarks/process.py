@@ -8,6 +8,7 @@ from time import perf_counter
 
 import torch
 
+from fedpriv.engine.task import tf32
 from simulations.benchmarks.contestants import (
     CEILING,
     Contestant,
@@ -75,7 +76,8 @@ def main(name: str, work: str, device: str, threads: str, end: str) -> None:
     torch.set_num_threads(int(threads))
     torch.manual_seed(0)
     contestant = contestant_named(name, work)
-    with Connection(int(end)) as pipe:
+    # Only some would round to TF32, and sums would differ.
+    with Connection(int(end)) as pipe, tf32(allowed=False):
         contestant(WORKS[work](), torch.device(device), partial(serve, pipe))
 
 

@@ -1,10 +1,11 @@
-"""What is trained in a benchmark: five works, each with users, a model and local settings.
+"""What is trained in a benchmark: works, each with users, a model and local settings.
 
 Images are random, of MNIST's shape: how fast a model trains does not depend on what they show.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -120,16 +121,23 @@ def _images(users: int, examples: int) -> tuple[torch.Tensor, torch.Tensor, NDAr
     return x, y, np.arange(0, rows + 1, examples)
 
 
-def _mlp() -> Work:
+def _mlp(users: int) -> Work:
     local = LocalTraining(learning_rate=0.1, batch_size=10, epochs=1)
     build = lambda: _seeded(mlp)  # noqa: E731
-    return Work("MLP 784–128–10, 100 users × 50", build, *_images(100, 50), local, 0.5, 100)
+    title, data = f"MLP 784–128–10, {users:,} users × 50", _images(users, 50)
+    return Work(title, build, *data, local, 0.5, 100, _fewer(users))
 
 
-def _cnn() -> Work:
+def _cnn(users: int) -> Work:
     local = LocalTraining(learning_rate=0.1, batch_size=10, epochs=1)
     build = lambda: _seeded(cnn)  # noqa: E731
-    return Work("CNN, 100 users × 50", build, *_images(100, 50), local, 0.1, 100)
+    title, data = f"CNN, {users:,} users × 50", _images(users, 50)
+    return Work(title, build, *data, local, 0.1, 100, _fewer(users))
+
+
+def _fewer(users: int) -> dict[str, int]:
+    """How many of many users those train who train one after another."""
+    return {name: min(users, 200) for name in ("plain", "pfl", "flower")}
 
 
 def _shakespeare() -> Work:
@@ -157,8 +165,10 @@ def _dpsgd() -> Work:
 
 
 WORKS: Mapping[str, Callable[[], Work]] = {
-    "mlp": _mlp,
-    "cnn": _cnn,
+    "mlp": partial(_mlp, 100),
+    "cnn": partial(_cnn, 100),
+    "mlp-2000": partial(_mlp, 2_000),
+    "cnn-2000": partial(_cnn, 2_000),
     "shakespeare": _shakespeare,
     "softmax": _softmax,
     "dpsgd": _dpsgd,

@@ -16,6 +16,7 @@ from fedpriv.engine.local_training import (
     Examples,
     Rung,
     by_rung,
+    held_on,
     ladder,
     schedule,
 )
@@ -198,7 +199,8 @@ def test_orders_of_neighbours_and_of_passes_are_independent() -> None:
     _assert_uniform(orders[::2, 0] * 27 + orders[1::2, 0])
 
 
-def test_lanes_beyond_the_users_are_blank_and_blocks_hold_each_example_once() -> None:
+@pytest.mark.parametrize("held", [False, True])
+def test_lanes_beyond_the_users_are_blank_and_blocks_hold_each_example_once(held: bool) -> None:
     numbers = np.arange(1, 26)
     store = UserStore({"x": numbers * 1.0, "y": -numbers}, np.array([0, 7, 14, 25]))
     local = LocalTraining(0.1, batch_size=3, epochs=1)
@@ -207,7 +209,8 @@ def test_lanes_beyond_the_users_are_blank_and_blocks_hold_each_example_once() ->
     starts = store.offsets[users]
     plan = schedule(users, starts, sizes, local, KEY, rung)
     task = Task(torch.nn.Linear(1, 1), cross_entropy)
-    examples = Examples(rung, 4, users, store, CPU, plan, task)
+    resident = held_on(CPU, store.fields) if held else None
+    examples = Examples(rung, 4, users, store, CPU, plan, task, resident)
     batches = examples.batches()
     assert batches.weights.shape == (4, 3, 3)
     for tensor in (batches.x, batches.y, batches.weights):

@@ -1,5 +1,6 @@
 """Clipping and summing lanes: exactly what `Clipping.contribution` says of each user."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -71,18 +72,18 @@ def test_a_sum_is_that_of_contributions_to_the_last_step(
 def test_in_torch_what_the_first_sum_of_squares_misses_is_shrunk_once_or_counts_as_zero(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    honest, calls = module._squares, []
+    honest, calls = module._norms, []
     clipping = Clipping(LAYOUT, flat(LAYOUT, 1.0))
     for missed, kept in ((1.0 - 2.0**-21, True), (0.5, False)):
         calls.clear()
 
         def less_at_first(pieces: Sequence[torch.Tensor], missed: float = missed) -> torch.Tensor:
             calls.append(len(pieces))
-            return honest(pieces) * (missed if len(calls) == 1 else 1.0)
+            return honest(pieces) * (math.sqrt(missed) if len(calls) == 1 else 1.0)
 
-        monkeypatch.setattr(module, "_squares", less_at_first)
+        monkeypatch.setattr(module, "_norms", less_at_first)
         rows = torch.full((1, 13), 0.2778, dtype=torch.float64)  # √13 of them are a little above 1
-        clip_rows(rows, clipping, np.ones(1, np.int64))
+        rows *= clip_rows(rows, clipping, np.ones(1, np.int64))[:, None]
         assert len(calls) == 3
         assert clipping.admits(rows[0].to(torch.int64).numpy(), 1, 1)
         assert (float(rows.norm()) > 0.999 * 2**24) == kept
@@ -100,7 +101,7 @@ def test_torch_clips_as_numpy_does(
     rows[:, :13] = lanes
     found = torch.from_numpy(rows.copy())
     clipping.clip_rows(rows, units)
-    clip_rows(found, clipping, units)
+    found *= clip_rows(found, clipping, units)[:, None]
     np.testing.assert_array_equal(found.numpy(), rows)
 
 
@@ -180,3 +181,22 @@ def test_factors_are_clipped_as_the_matrices_that_they_stand_for(update: OuterPr
         np.testing.assert_allclose(matrices.numpy(), exact, atol=1e-5 * max(scale, 1e-30))
     found = integer_sum({"a.w": update, **rest}, clipping, ones)
     assert torch.equal(found, integer_sum({"a.w": matrices, **rest}, clipping, ones))
+
+
+@given(
+    hnp.arrays(
+        np.int64,
+        st.tuples(st.integers(1, 5), st.integers(1, 9)),
+        elements=st.integers(-(2**25), 2**25),
+    ),
+    st.integers(1, 9),
+)
+def test_squares_of_whole_numbers_are_exact_up_to_any_bound(whole: np.ndarray, at: int) -> None:
+    pieces = [
+        torch.from_numpy(each.astype(np.float64))
+        for each in np.split(whole, [at % whole.shape[1]], 1)
+    ]
+    found = module._squares(pieces)
+    for row, square in zip(whole.tolist(), found.tolist(), strict=True):
+        exact = sum(number * number for number in row)
+        assert square == exact if exact <= 2**50 else square > 2**50

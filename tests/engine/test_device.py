@@ -114,7 +114,7 @@ def test_on_a_device_memory_alone_says_how_many_train_together(model: str) -> No
             given = task_of(model), users, None, device, memory, "float32"
             with without_autocast():
                 found.append(Trainer(*given, observed=False).most_lanes(request, rung))
-    assert lanes[0] == 1 < lanes[1] < lanes[2] == 2048
+    assert lanes[0] == 1 < lanes[1] < lanes[2] >= 128
     assert on_cpu[2] < 2048
 
 

@@ -1,0 +1,144 @@
+"""Local training as CUDA graphs.
+
+Training in one shape is the same sequence of kernels for every chunk of users, and many of them
+take less time than Python takes to launch them. So the first chunk of a shape trains as on any
+device, the second is captured, and from then on the graph is replayed, which launches its kernels
+together. They are the same kernels, so a user gets the same to the last bit; that random users do
+is checked by `trainer.Isolation`, which compares what they get in the first chunks of a shape.
+"""
+
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedpriv.engine.local_training import Batches
+from fedpriv.engine.task import Inputs, RoundParameters, each_input
+from fedpriv.privacy.clipping_torch import TorchTensors, Updates
+from fedpriv.privacy.round import LocalTraining
+
+_log = logging.getLogger(__name__)
+
+Train = Callable[[RoundParameters, Batches], Updates]
+
+
+class Graphs:
+    """Trains chunks on a GPU, and captures how.
+
+    What is captured holds numbers of the local algorithm, so graphs last as long as that does.
+    """
+
+    def __init__(self, device: torch.device, constants: TorchTensors, memory: int) -> None:
+        """`constants` are never written to; graphs are dropped if less than `memory` is free."""
+        self._device, self._constants, self._memory = device, constants, memory
+        self._local: LocalTraining | None = None
+        self._seen: set[Hashable] = set()  # shapes in which users have trained
+        self._captured: dict[Hashable, _Graph | None] = {}  # None: it cannot be
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool: Any = None  # of all graphs, for what no replay leaves behind
+
+    def trained(
+        self,
+        train: Train,
+        local: LocalTraining,
+        shape: Hashable,
+        start: RoundParameters,
+        batches: Batches,
+    ) -> Updates:
+        """What `train` returns, in memory that the next call overwrites.
+
+        It must do the same with every chunk of a shape, as long as `local` is the same.
+        """
+        if local != self._local:
+            self.clear()
+            self._local = local
+        if shape not in self._seen:
+            self._seen.add(shape)
+            return train(start, batches)
+        if shape not in self._captured:
+            if self._free() < self._memory:
+                self._captured.clear()
+            self._captured[shape] = self._capture(train, start, batches)
+        graph = self._captured[shape]
+        return train(start, batches) if graph is None else graph.replayed(start, batches)
+
+    def clear(self) -> None:
+        """Forget what was captured, and free its memory."""
+        self._seen.clear()
+        self._captured.clear()
+
+    def _free(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self._device)
+        reserved = torch.cuda.memory_reserved(self._device)
+        return free + reserved - torch.cuda.memory_allocated(self._device)
+
+    def _capture(self, train: Train, start: RoundParameters, batches: Batches) -> "_Graph | None":
+        try:
+            # This also makes the present stream current again if a capture fails.
+            with torch.cuda.stream(torch.cuda.current_stream(self._device)):
+                where = self._stream, self._pool
+                graph = _Graph(train, start, batches, self._constants, *where)
+        except Exception as error:  # a model may do what cannot be captured
+            _log.info("local training is not captured: %s", type(error).__name__)
+            return None
+        self._pool = graph.pool
+        return graph
+
+
+class _Graph:
+    """Training in one shape, of what its inputs hold."""
+
+    def __init__(
+        self,
+        train: Train,
+        start: RoundParameters,
+        batches: Batches,
+        constants: TorchTensors,
+        stream: Any,
+        pool: Any,
+    ) -> None:
+        changing = {n: t for n, t in start.constants.items() if constants.get(n) is not t}
+        self._changing = {n: t.clone() for n, t in changing.items()}
+        self._start = RoundParameters(
+            {n: t.clone() for n, t in start.parameters.items()},
+            start.constants | self._changing,
+            {n: t.clone() for n, t in start.control.items()},
+            start.personal,
+        )
+        x = each_input(torch.clone, batches.x)
+        self._batches = replace(batches, x=x, y=batches.y.clone(), weights=batches.weights.clone())
+        # What libraries prepare for a stream, they do before.
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            train(self._start, self._batches)
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(self._graph, pool, stream, capture_error_mode="thread_local"):
+            self._learnt = train(self._start, self._batches)
+
+    @property
+    def pool(self) -> Any:
+        """Its memory, which other graphs that are never replayed at the same time can share."""
+        return self._graph.pool()
+
+    def replayed(self, start: RoundParameters, batches: Batches) -> Updates:
+        """What this start and these batches lead to."""
+        for own, given in (
+            (self._start.parameters, start.parameters),
+            (self._start.control, start.control),
+            (self._changing, start.constants),
+            (_by_name(self._batches), _by_name(batches)),
+        ):
+            for name, tensor in own.items():
+                tensor.copy_(given[name])
+        self._graph.replay()
+        return self._learnt
+
+
+def _by_name(batches: Batches) -> TorchTensors:
+    x: Inputs = batches.x
+    inputs: dict[str, Tensor] = x if isinstance(x, dict) else {"": x}
+    return {f"x.{n}": t for n, t in inputs.items()} | {"y": batches.y, "weights": batches.weights}

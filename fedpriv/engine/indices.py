@@ -1,0 +1,115 @@
+"""Integers that a model or its loss cannot compute with, found before a GPU meets them.
+
+Such as a label that is no class, or a word beyond an embedding. On a CPU they raise, and their user
+alone counts as zero. On a GPU a kernel finds them, and its process can compute nothing any more. So
+users who have integers that are not known to be legal are tried on the CPU.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedpriv.data.population import UserStore
+from fedpriv.engine.task import Task, called, plain_arithmetic
+
+_CPU = torch.device("cpu")
+
+
+class Indices:
+    """Knows which users of a store have integers that model or loss refuse."""
+
+    def __init__(self, task: Task, users: UserStore) -> None:
+        model = copy.deepcopy(task.model).to(_CPU).eval()
+        self._task, self._users = replace(task, model=model), users
+        self._reasons: dict[int, Exception | None] = {}  # by user, of those that were tried
+        fields = {name: users.fields[name] for name in task.fields}
+        self._zeros = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in fields.items()}
+        self._legal = self._ranges()
+        self._may_ignore = self._all_legal(task.targets, task.ignore_index)
+
+    def check(self, users: npt.NDArray[np.int64]) -> None:
+        """Raise what model or loss raise for the rows of the first of these users for whom they do.
+
+        Users have rows, some of which may not count in a round.
+        """
+        for user in self._odd(users).tolist():
+            if user not in self._reasons:
+                self._reasons[user] = self._raised(self._users.examples_of(user))
+            reason = self._reasons[user]
+            if reason is not None:
+                raise reason.with_traceback(None)  # which would grow each time, and keep rows
+
+    def _odd(self, users: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Users with an integer that is not known to be legal."""
+        starts, ends = self._users.offsets[users], self._users.offsets[users + 1]
+        firsts = np.cumsum(ends - starts) - (ends - starts)
+        rows = np.arange(len(users)).repeat(ends - starts)  # whose each is
+        rows = np.arange(len(rows)) + (starts - firsts)[rows]
+        odd = np.zeros(len(users), np.bool_)
+        for name, (least, most) in self._legal.items():
+            field = cast(npt.NDArray[np.integer], self._users.fields[name])
+            memory = np.empty((len(rows), *field.shape[1:]), field.dtype)
+            self._users.take(rows, {name: memory})
+            beyond = (memory < least) | (memory > most)
+            if name == self._task.targets and self._may_ignore:
+                beyond &= memory != self._task.ignore_index
+            odd |= np.logical_or.reduceat(beyond.reshape(len(rows), -1).any(1), firsts)
+        return users[odd]
+
+    def _ranges(self) -> dict[str, tuple[int, int]]:
+        """Numbers around 0 of which all are legal, by field; fields of which any is are absent.
+
+        Tried with all numbers of a field alike. Beyond a range numbers may be legal as well, in
+        some places of the field or further on.
+        """
+        found = {}
+        for name, column in self._zeros.items():
+            if np.issubdtype(column.dtype, np.integer):
+                limits = np.iinfo(cast("np.dtype[np.integer]", column.dtype))
+                ends = int(limits.min), int(limits.max)
+                least, most = (_last(partial(self._all_legal, name), end) for end in ends)
+                if (least, most) != ends:
+                    found[name] = least, most
+        return found
+
+    def _all_legal(self, name: str, number: int) -> bool:
+        """Whether an example computes that is zero but for one field, which is this number."""
+        try:
+            column = np.full_like(self._zeros[name], number)
+        except OverflowError:
+            return False
+        return self._raised({**self._zeros, name: column}) is None
+
+    def _raised(self, columns: Mapping[str, npt.NDArray[np.generic]]) -> Exception | None:
+        x, y = self._task.given({n: torch.tensor(columns[n]) for n in self._task.fields})
+        with plain_arithmetic(_CPU), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            try:
+                self._task.losses_of(called(self._task.model, {}, x), y)
+            except Exception as error:
+                return error
+        return None
+
+
+def _last(legal: Callable[[int], bool], end: int) -> int:
+    """The last of the numbers from 0 towards an end up to which those that are tried are legal.
+
+    Tried are powers of two, and then halves of what lies between the last legal one and the next.
+    """
+    sign, size = (-1 if end < 0 else 1), abs(end)
+    known, refused = 0, size + 1
+    while known < size:
+        tried = min(2 * known or 1, size)
+        if not legal(sign * tried):
+            refused = tried
+            break
+        known = tried
+    while refused - known > 1:
+        tried = (known + refused) // 2
+        known, refused = (tried, refused) if legal(sign * tried) else (known, tried)
+    return sign * known

@@ -1,0 +1,190 @@
+"""Chunks on a GPU: users apart to the last bit, captured and not, and nothing waits in them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from fedpriv.engine.local_training import Examples
+from fedpriv.engine.task import Activations, RoundParameters, Task
+from fedpriv.engine.trainer import Chunk, Trainer
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.clipping_torch import Updates
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.round import LocalTraining, RoundRequest
+from tests.isolation import (
+    LOCALS,
+    MODELS,
+    READERS,
+    Plan,
+    User,
+    assert_bounded,
+    request_of,
+    store_of,
+    task_of,
+    total,
+)
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+CPU, MEMORY = torch.device("cpu"), 2**24
+KINDS = ["normal"] * 10 + ["nan", "illegal", "cancelling", "every label", "huge", "subnormal"]
+PAIRS = [(model, LOCALS[(i + j) % 8]) for i, model in enumerate(sorted(MODELS)) for j in (0, 4)]
+
+
+def transport_of(
+    model: str,
+    users: list[User],
+    device: torch.device,
+    activations: Activations = "float32",
+    **held: object,
+) -> InProcessTransport:
+    """A transport with own cached properties of its trainer, such as no graphs."""
+    store = store_of(users, words=model in READERS)
+    given = task_of(model), store, device, MEMORY
+    transport = InProcessTransport(*given, activations=activations, processes=1)
+    vars(transport._trainer).update(held)
+    return transport
+
+
+def crowd() -> list[User]:
+    sizes = np.random.default_rng(0).choice([0, 1, 3, 8, 11, 17], len(KINDS))
+    return [User(kind, int(n), i) for i, (kind, n) in enumerate(zip(KINDS, sizes, strict=True))]
+
+
+def asked(model: str, local: LocalTraining, users: int) -> RoundRequest:
+    return request_of(Plan(model, "per-layer", "weights", local, True, True, 0.3), users)
+
+
+@pytest.mark.parametrize(("model", "local"), PAIRS, ids=str)
+def test_each_user_gives_what_it_gives_alone_in_every_round(
+    model: str, local: LocalTraining
+) -> None:
+    users, gpu = crowd(), torch.device("cuda")
+    request = asked(model, local, len(users))
+    transport = transport_of(model, users, gpu)
+    alone = [total(transport, request, [user]) for user in range(len(users))]
+    for own in alone:
+        assert_bounded(request, own)
+    for _ in range(3):  # not captured, captured, replayed
+        np.testing.assert_array_equal(total(transport, request, range(len(users))), sum(alone))
+    np.testing.assert_array_equal(total(transport, request, range(5, len(users))), sum(alone[5:]))
+    eager = transport_of(model, users, gpu, graphs=None, resident=None)
+    np.testing.assert_array_equal(total(eager, request, range(len(users))), sum(alone))
+    on_cpu = transport_of(model, users, CPU)
+    for user, own in enumerate(alone):  # the same users count as zero
+        if users[user].kind != "huge":  # of whose numbers some overflow in sums in one order only
+            assert np.any(own[:-1]) == np.any(total(on_cpu, request, [user])[:-1])
+
+
+@pytest.mark.parametrize("model", sorted({*MODELS} - {"dropout"}))  # which draws other numbers
+def test_one_step_is_that_of_a_cpu(model: str) -> None:
+    users, gpu = [User("normal", 8, seed) for seed in range(9)], torch.device("cuda")
+    request = request_of(Plan(model, "flat", "equal", LOCALS[1], False, True, 0.3), 9)
+    found, expected = (
+        total(transport_of(model, users, device), request, range(9)) for device in (gpu, CPU)
+    )
+    assert np.linalg.norm(found - expected) <= 1e-4 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("activations", ["tf32", "bfloat16"])
+@pytest.mark.parametrize("model", ["mlp", "cnn", "transformer", "own"])
+def test_users_are_apart_in_fewer_bits(model: str, activations: Activations) -> None:
+    users, gpu = crowd(), torch.device("cuda")
+    request = asked(model, LOCALS[0], len(users))
+    transport = transport_of(model, users, gpu, activations)
+    alone = [total(transport, request, [user]) for user in range(len(users))]
+    np.testing.assert_array_equal(total(transport, request, range(len(users))), sum(alone))
+    exact = transport_of(model, users, gpu)
+    assert np.any(total(exact, request, range(len(users))) != sum(alone))
+
+
+def test_what_is_captured_follows_model_data_and_rate() -> None:
+    users, gpu = crowd(), torch.device("cuda")
+    request = asked("mlp", LOCALS[0], len(users))
+    everyone = range(len(users))
+    captured = transport_of("mlp", users, gpu)
+    eager = transport_of("mlp", users, gpu, graphs=None)
+    moved = {name: p + np.float32(0.01) for name, p in request.parameters.items()}
+    for changed in (
+        request,
+        request,
+        replace(request, parameters=moved),
+        replace(request, local_key=bytes(32)),
+        replace(request, local=replace(request.local, learning_rate=0.2)),
+        request,
+    ):
+        for _ in range(3):
+            found = total(captured, changed, everyone)
+            np.testing.assert_array_equal(found, total(eager, changed, everyone))
+    graphs = captured._trainer.graphs
+    assert graphs is not None
+    assert graphs._captured
+    assert all(graph is not None for graph in graphs._captured.values())
+
+
+@contextmanager
+def never_waiting() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.parametrize("model", sorted({*MODELS} - {"dropout"}))
+def test_training_does_not_wait_for_the_device(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    users, gpu = crowd(), torch.device("cuda")
+    request = asked(model, LOCALS[0], len(users))
+    transport = transport_of(model, users, gpu)
+    found = total(transport, request, range(len(users)))  # examines all shapes
+    honest, seen = Trainer._sent, list[Chunk]()
+
+    def watched(
+        trainer: Trainer,
+        request: RoundRequest,
+        start: RoundParameters,
+        chunk: Chunk,
+        examples: Examples,
+    ) -> Updates:
+        seen.append(chunk)
+        with never_waiting():
+            return honest(trainer, request, start, chunk, examples)
+
+    monkeypatch.setattr(Trainer, "_sent", watched)
+    again = transport_of(model, users, gpu, graphs=None)
+    for each in (transport, again):
+        np.testing.assert_array_equal(total(each, request, range(len(users))), found)
+    assert seen
+
+
+class Reads(torch.nn.Module):
+    """Cannot be captured: it waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(36, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.cuda.synchronize()
+        outputs: torch.Tensor = self.inner(x.flatten(1))
+        return outputs
+
+
+def test_what_cannot_be_captured_trains_all_the_same() -> None:
+    torch.manual_seed(0)
+    users = [User("normal", 6, seed) for seed in range(9)]
+    task = Task(Reads())
+    request = replace(asked("linear", LOCALS[0], 9), parameters=task.parameters())
+    layout = Layout.of(request.parameters)
+    request = replace(request, clipping=Clipping(layout, flat(layout, 0.3)), metrics=())
+    store = store_of(users, words=False)
+    transport = InProcessTransport(task, store, torch.device("cuda"), MEMORY)
+    alone = [total(transport, request, [user]) for user in range(9)]
+    for _ in range(3):
+        np.testing.assert_array_equal(total(transport, request, range(9)), sum(alone))
+    assert all(own[:-1].any() for own in alone)
