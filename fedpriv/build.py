@@ -107,8 +107,13 @@ def simulated(
     config: Config, run: str, spent: Sequence[RoundEvent] = ()
 ) -> tuple[Experiment, InProcessTransport]:
     """The experiment on the configured population, and a transport that trains it here."""
+    return on_population(config, run, population_of(config), spent)
+
+
+def population_of(config: Config) -> Population:
+    """The configured population, loaded."""
     data = config.simulated_data
-    return on_population(config, run, load_population(data.name, data.options), spent)
+    return load_population(data.name, data.options)
 
 
 def on_population(

@@ -19,11 +19,12 @@ from fedpriv.build import (
     Method,
     on_population,
     personalisation_table,
+    population_of,
     settings_of,
     simulated,
 )
 from fedpriv.config import load_config, method_left_out
-from fedpriv.data.population import Population, load_population
+from fedpriv.data.population import Population
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
@@ -128,21 +129,17 @@ def simulate(
         raise InvalidValueError("resume is true; out must then be given")
     method = Method(task, mechanism, *method_left_out(mechanism, local, server))
     output = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
-    others: dict[str, object] = {
+    sections = {
         "privacy": {"ledger": str(ledger) if ledger else None},
         "engine": {"device": device},
         "output": output | {"simulation_only": simulation_only},
+        "projection": projection and asdict(projection),
+        "federated_evaluation": federated_evaluation and asdict(federated_evaluation),
         "personalisation": personalisation_table(personalisation),
+        "stopping": stopping and asdict(stopping),
+        "audit": audit and asdict(audit),
     }
-    if projection:
-        others["projection"] = asdict(projection)
-    if federated_evaluation:
-        others["federated_evaluation"] = asdict(federated_evaluation)
-    if audit:
-        others["audit"] = asdict(audit)
-    if stopping:
-        others["stopping"] = asdict(stopping)
-    config = settings_of(name, population, method, rounds=rounds, seed=seed, **others)
+    config = settings_of(name, population, method, rounds=rounds, seed=seed, **sections)
     setup = RunSetup.at(config, Path(out) if out else None, resume=resume)
     if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
         begun = setup.config.privacy.noise_multiplier
@@ -164,8 +161,7 @@ def simulate(
 def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> Run:
     """Run or resume the experiment of a file in this process, and print how it went."""
     setup, console = RunSetup.of(file, assignments, out, resume=resume), Console()
-    config, data = setup.config, setup.config.simulated_data
-    population = load_population(data.name, data.options)
+    config, population = setup.config, population_of(setup.config)
     if config.projection:
         experiment, transport = projected(setup, population, console)
     else:
@@ -232,8 +228,7 @@ def _signal_to_noise(
 def show_allocation(file: Path, assignments: list[str]) -> None:
     """Print how a round of an experiment is released and what all rounds cost; spend nothing."""
     config = load_config(file, assignments)
-    data, before = config.simulated_data, list[RoundEvent]()
-    population = load_population(data.name, data.options)
+    population, before = population_of(config), list[RoundEvent]()
     if config.projection:
         survey, experiment = planned(config, "plan", population)
         before.append(survey.event)
