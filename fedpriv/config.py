@@ -606,15 +606,7 @@ class FederationSection(Section):
 
 
 # Keys of the section privacy that are attributes of a mechanism.
-_MECHANISM_KEYS = {
-    "unit",
-    "microbatch",
-    "delta",
-    "epsilon",
-    "noise_multiplier",
-    "accountant",
-    "unsafe_no_privacy",
-}
+_MECHANISM_KEYS = PrivacySection.model_fields.keys() - {"sampling_probability", "ledger"}
 
 
 class Config(Section):

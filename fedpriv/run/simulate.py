@@ -30,7 +30,6 @@ from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.federated_evaluation import FederatedEvaluation
-from fedpriv.importing import path_of
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
 from fedpriv.ledger.participation import beside
 from fedpriv.mechanism import Mechanism
@@ -39,7 +38,7 @@ from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
 from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import LocalTraining, PartialSum, PrivacyRecords, RoundRequest, Transport
-from fedpriv.report.tables import Column, Table, plural, print_table
+from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table
 from fedpriv.run.projection import Projection, planned, projected
 from fedpriv.run.run import Run, RunSetup, carry_out
 from fedpriv.trackers import Tracker, named
@@ -153,8 +152,7 @@ def simulate(
         spent = setup.spent if federated_evaluation else ()
         config, run = setup.config, setup.run
         experiment, transport = on_population(config, run, population, spent, method)
-    callbacks = {f"{number}: {path_of(each)}": each for number, each in enumerate(on_round)}
-    followed = replace(experiment, on_round=callbacks, trackers=named(trackers))
+    followed = replace(experiment, on_round=named(on_round), trackers=named(trackers))
     return _run(setup, followed, transport, console)
 
 
@@ -245,8 +243,6 @@ def show_allocation(file: Path, assignments: list[str]) -> None:
         before.append(experiment.evaluation.events(plan.rounds))
     loss = epsilon_of([*before, plan.event], privacy.delta, privacy.accountant)
     sampling, weight = plan.sampling, plan.averaging.total_weight
-    units, k = plural(sampling.unit), sampling.event().examples_per_user
-    of_each = f"up to {k} examples of each of " if k else ""
     more = {"projection": config.projection, "evaluation": experiment.evaluation}
     rounds = (
         f"{plan.rounds} rounds{f', charged as {passes} of {plan.sampling.rounds},' * bool(passes)}"
@@ -257,9 +253,8 @@ def show_allocation(file: Path, assignments: list[str]) -> None:
     if loss.relation is NeighbouringRelation.REPLACE_ONE:
         moves = f"{unit} more or less moves the sum of a group, one that is replaced twice that"
     facts = [
-        f"z = {plan.noise_multiplier:.6g} of the whole round, {sampling.event().text} of "
-        f"{of_each}N = {sampling.population} {units}, expected cohort "
-        f"{sampling.expected_cohort_size:g}",
+        f"z = {plan.noise_multiplier:.6g} of the whole round, {cohort_text(sampling.event())}, "
+        f"expected cohort {sampling.expected_cohort_size:g}",
         f"{charged} cost ε = {format_epsilon(loss.epsilon)} at δ = {privacy.delta:g}: "
         f"{loss.assumptions}",
         f"S is how far one {moves}, σ the noise on it. Signal/noise "
