@@ -159,11 +159,9 @@ def compare(
     given = {"task": task, "mechanism": mechanism, "local": local, "server": server}
     methods = _Methods(population, given, arms)
     numbers = tuple(range(seeds) if isinstance(seeds, int) else seeds)
-    sections = {
-        "output": {"evaluate_every": evaluate_every},
-        "engine": {"device": device},
-        "personalisation": personalisation_table(personalisation),
-    }
+    output, engine = {"evaluate_every": evaluate_every}, {"device": device}
+    personal = personalisation_table(personalisation)
+    sections = {"output": output, "engine": engine, "personalisation": personal}
     study = study_of_settings(
         {arm: methods.settings(arm, next(iter(numbers), 0), **sections) for arm in arms},
         name=name,

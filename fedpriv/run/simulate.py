@@ -232,43 +232,49 @@ def show_allocation(file: Path, assignments: list[str]) -> None:
         before.append(survey.event)
     else:
         experiment, _ = on_population(config, "plan", population)
-    plan, privacy = experiment.plan, experiment.config.privacy
-    console = Console(markup=False, emoji=False)
-    passes = plan.event.count if plan.sampling.rounds > 1 else 0
-    charge = f"{plan.sampling.rounds} rounds to a charge" if passes else "one charge"
+    plan, console = experiment.plan, Console(markup=False, emoji=False)
+    at_once = plan.sampling.rounds
+    charge = f"{at_once} rounds to a charge" if at_once > 1 else "one charge"
     title = f"One round: {len(plan.shares)} vector groups, one sample, {charge}"
     names = ("group", "tensors", "d", "S", "σ", "share", "signal/noise")
     _print(console, title, names, _group_rows(plan))
     if experiment.evaluation:
         before.append(experiment.evaluation.events(plan.rounds))
-    loss = epsilon_of([*before, plan.event], privacy.delta, privacy.accountant)
-    sampling, weight = plan.sampling, plan.averaging.total_weight
-    more = {"projection": config.projection, "evaluation": experiment.evaluation}
-    rounds = (
-        f"{plan.rounds} rounds{f', charged as {passes} of {plan.sampling.rounds},' * bool(passes)}"
+    for line in (*_facts(experiment, before), "Nothing was spent."):
+        console.print(line, highlight=False)
+
+
+def _facts(experiment: Experiment, before: Sequence[RoundEvent]) -> Iterator[str]:
+    """What a round draws and adds, and what all rounds cost after the events before them."""
+    plan, config = experiment.plan, experiment.config
+    sampling, weight, privacy = plan.sampling, plan.averaging.total_weight, config.privacy
+    yield (
+        f"z = {plan.noise_multiplier:.6g} of the whole round, {cohort_text(sampling.event())}, "
+        f"expected cohort {sampling.expected_cohort_size:g}"
     )
+    rounds = f"{plan.rounds} rounds"
+    if sampling.rounds > 1:
+        rounds += f", charged as {plan.event.count} of {sampling.rounds},"
+    more = {"projection": config.projection, "evaluation": experiment.evaluation}
     charged = " and the ".join([rounds, *(name for name in more if more[name])])
+    loss = epsilon_of([*before, plan.event], privacy.delta, privacy.accountant)
+    spent = f"ε = {format_epsilon(loss.epsilon)} at δ = {privacy.delta:g}"
+    yield f"{charged} cost {spent}: {loss.assumptions}"
     unit = sampling.drawn
     moves = f"{unit} moves the sum of a group"
     if loss.relation is NeighbouringRelation.REPLACE_ONE:
         moves = f"{unit} more or less moves the sum of a group, one that is replaced twice that"
-    facts = [
-        f"z = {plan.noise_multiplier:.6g} of the whole round, {cohort_text(sampling.event())}, "
-        f"expected cohort {sampling.expected_cohort_size:g}",
-        f"{charged} cost ε = {format_epsilon(loss.epsilon)} at δ = {privacy.delta:g}: "
-        f"{loss.assumptions}",
+    yield (
         f"S is how far one {moves}, σ the noise on it. Signal/noise "
-        "compares the most that an expected cohort can add up to with the norm of the noise.",
-    ]
+        "compares the most that an expected cohort can add up to with the norm of the noise."
+    )
     if plan.strategy != INDEPENDENT:
-        facts.append(_about_strategy(plan))
+        yield _about_strategy(plan)
     if weight is not None:
-        facts.append(
+        yield (
             f"The weights of all enrolled users are taken to add up to {weight:g} × the largest "
             "weight, a public constant."
         )
-    for line in (*facts, "Nothing was spent."):
-        console.print(line, highlight=False)
 
 
 def _about_strategy(plan: TrainingPlan) -> str:
