@@ -24,14 +24,7 @@ from fedpriv.data.places import in_places, refuse_shared
 from fedpriv.data.population import Population, cut_up, load_population
 from fedpriv.engine.adapters import with_adapters
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics
-from fedpriv.engine.task import (
-    LOSSES,
-    HeldOut,
-    Task,
-    check_held_out,
-    check_task,
-    running_norms,
-)
+from fedpriv.engine.task import LOSSES, HeldOut, Task, check_held_out, check_task, running_norms
 from fedpriv.engine.trainer import SimulationOnlyDropped
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import InvalidValueError, ModelError, known_names
@@ -107,8 +100,13 @@ def simulated(
     config: Config, run: str, spent: Sequence[RoundEvent] = ()
 ) -> tuple[Experiment, InProcessTransport]:
     """The experiment on the configured population, and a transport that trains it here."""
+    return on_population(config, run, population_of(config), spent)
+
+
+def population_of(config: Config) -> Population:
+    """The configured population, loaded."""
     data = config.simulated_data
-    return on_population(config, run, load_population(data.name, data.options), spent)
+    return load_population(data.name, data.options)
 
 
 def on_population(

@@ -66,6 +66,7 @@ ledger_app = typer.Typer(
 # Typer publishes the class of all errors of its parser only as a base of this one.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 _INTERRUPTED = 130
+_GOES_ON = {"simulate": "--resume", "serve": "--resume", "compare": "the same command"}
 
 
 def _print_version(asked: bool) -> None:  # noqa: FBT001
@@ -391,7 +392,8 @@ def main() -> None:
     except (FedprivError, OSError) as error:
         _refuse(sentence_of(error), _exit_code(error))
     if code == _INTERRUPTED:
-        typer.echo("interrupted; --resume goes on, and so does compare by itself", err=True)
+        how = _GOES_ON.get("".join(sys.argv[1:2]))
+        typer.echo(f"interrupted; {how} goes on" if how else "interrupted", err=True)
     sys.exit(code)
 
 

@@ -60,13 +60,13 @@ def parse_toml(text: str, source: str) -> dict[str, object]:
 
 def read_experiment(path: Path) -> dict[str, object]:
     """Read the table of an experiment, `spelled_out`; paths in it are relative to its file."""
-    return from_folder(path.parent, spelled_out(read_toml(path)))
+    return from_folder(path.parent, read_toml(path))
 
 
 def from_folder(folder: Path, table: Mapping[str, Any]) -> dict[str, Any]:
-    """An experiment's table, whose paths are relative to the folder, with absolute paths."""
+    """An experiment's table, `spelled_out`; its paths, relative to the folder, made absolute."""
     home = folder.resolve()
-    return with_paths(table, lambda path: os.path.normpath(home / path))
+    return with_paths(spelled_out(table), lambda path: os.path.normpath(home / path))
 
 
 def for_folder(folder: Path, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -606,15 +606,7 @@ class FederationSection(Section):
 
 
 # Keys of the section privacy that are attributes of a mechanism.
-_MECHANISM_KEYS = {
-    "unit",
-    "microbatch",
-    "delta",
-    "epsilon",
-    "noise_multiplier",
-    "accountant",
-    "unsafe_no_privacy",
-}
+_MECHANISM_KEYS = PrivacySection.model_fields.keys() - {"sampling_probability", "ledger"}
 
 
 class Config(Section):
@@ -872,8 +864,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     return config_of(read_experiment(path), str(path), overrides)
 
 
-def config_of(table: dict[str, object], source: str, overrides: Sequence[str] = ()) -> Config:
-    """Check an experiment's table, `spelled_out`, after overrides "a.b=value" of its keys."""
+def config_of(table: Mapping[str, object], source: str, overrides: Sequence[str] = ()) -> Config:
+    """Check an experiment's table after overrides "a.b=value" of its keys."""
+    table = spelled_out(table)
     for override in overrides:
         assign(table, override)
     return parse_config(table, source)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedpriv.config import Config, flat, with_paths
 from fedpriv.errors import InvalidValueError
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _PROJECT = "fedpriv"  # where a service keeps runs, unless its own variable says otherwise
 _MLFLOW_KEY = "fedpriv.key"
 _MLFLOW_PARAMETERS, _MLFLOW_LENGTH = 100, 6000  # in one request; characters of one
+_Follower = TypeVar("_Follower")
 _log = logging.getLogger(__name__)
 
 
@@ -253,9 +254,9 @@ class Followers:
                 del self._trackers[name]
 
 
-def named(trackers: Sequence[Tracker]) -> dict[str, Tracker]:
-    """Trackers by name, each by another."""
-    return {f"{number}: {path_of(each)}": each for number, each in enumerate(trackers)}
+def named(followers: Sequence[_Follower]) -> dict[str, _Follower]:
+    """Trackers or callbacks by name, each by another."""
+    return {f"{number}: {path_of(each)}": each for number, each in enumerate(followers)}
 
 
 def shown_settings(config: Config) -> dict[str, object]:

@@ -189,51 +189,80 @@ def serve(
     enrolment = Enrolment.load(Path(section.enrolment))
     check_connections(len(enrolment.nodes))
     _check_free(endpoint.address, "federation.address")
+    monitored, key = None, "federation.metrics_address"
     if section.metrics_address is not None:
-        key = "federation.metrics_address"
-        _check_free(Address.parse(section.metrics_address, key), key)
+        monitored = Address.parse(section.metrics_address, key)
+        _check_free(monitored, key)
     experiment = setup.on_nodes(section, enrolment.population_id, enrolment.population)
-    console, asked, started = Console(), threading.Event(), []
-    with ExitStack() as stack:
+    console = Console()
+    with ExitStack() as opened:
         # Updates are added up in many threads already; more would only wait for each other.
-        stack.enter_context(threadpool_limits(1, "blas"))
-
-        def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
-            ledger = stack.enter_context(Ledger.open(setup.ledger))  # also after the run
-            service = _service(experiment, section, enrolment, endpoint, records, ledger)
-            service.model = partial(_newest_model, setup.folder)
-            if section.metrics_address is not None:
-                address = Address.parse(section.metrics_address, "federation.metrics_address")
-                monitor = service.authentication.monitor
-                stack.enter_context(monitor.served(address.host, address.port))
-            service.sites.serves_until(endpoint.certificate_end)
-            stack.enter_context(service.sites.kept(setup.folder))
-            serving = listening(service, endpoint.address, endpoint.credentials)
-            started.append(stack.enter_context(serving))
-            price_of = prices(experiment.plan, records)
-            transport = GrpcTransport(started[0], price_of, section)
-            stack.enter_context(_stop_signals(asked, transport.stop))
-            return transport
-
-        def follow(experiment: Experiment, first: int, run: Callable[[OnRound], Run]) -> Run:
-            (listener,) = started
-            console.print(
-                f"{experiment.plan.run}: listening on {listener.address}, "
-                f"{len(enrolment.nodes)} nodes and {enrolment.population} users are enrolled, "
-                f"{first} of {experiment.plan.rounds} rounds are released, "
-                f"folder {setup.folder.path}",
-                soft_wrap=True,
-                highlight=False,
-            )
-            return _published(run, listener, first, experiment.plan.rounds)
-
-        ended = carry_out(setup, experiment, hosted, console, follow, clock=None)
+        opened.enter_context(threadpool_limits(1, "blas"))
+        server = _Server(setup, section, enrolment, endpoint, monitored, console, opened)
+        ended = carry_out(setup, experiment, server.hosted, console, server.follow, clock=None)
         if ended.stop is Stop.DECLINED:
             console.print("the log says why nodes do not agree; --resume goes on with the run")
-        elif not (leave or asked.is_set()):
+        elif not (leave or server.asked.is_set()):
             console.print("serving ledger and status until stopped")
-            asked.wait()
+            server.asked.wait()
     return ended
+
+
+@dataclass(frozen=True, eq=False)
+class _Server:
+    """Where the nodes of a run connect, from its first round until what was opened is closed."""
+
+    setup: RunSetup
+    section: FederationSection
+    enrolment: Enrolment
+    endpoint: Endpoint
+    monitored: Address | None  # at which metrics are read
+    console: Console
+    opened: ExitStack
+    asked: threading.Event = field(default_factory=threading.Event)  # to stop
+    _started: list[Listener] = field(default_factory=list)
+
+    def hosted(self, experiment: Experiment, records: PrivacyRecords) -> Transport:
+        """Listen, and ask the nodes that connect."""
+        enter, service = self.opened.enter_context, self._service(experiment, records)
+        if self.monitored is not None:
+            monitor = service.authentication.monitor
+            enter(monitor.served(self.monitored.host, self.monitored.port))
+        service.sites.serves_until(self.endpoint.certificate_end)
+        enter(service.sites.kept(self.setup.folder))
+        listener = enter(listening(service, self.endpoint.address, self.endpoint.credentials))
+        self._started.append(listener)
+        transport = GrpcTransport(listener, prices(experiment.plan, records), self.section)
+        enter(_stop_signals(self.asked, transport.stop))
+        return transport
+
+    def _service(self, experiment: Experiment, records: PrivacyRecords) -> Service:
+        ledger = self.opened.enter_context(Ledger.open(self.setup.ledger))  # also after the run
+        plan, enrolment, section = experiment.plan, self.enrolment, self.section
+        welcome_of = welcomes(experiment.config, enrolment, self.endpoint.certificate_end)
+        for node in enrolment.nodes:
+            encode_welcome(welcome_of(node))  # what cannot be sent is refused before nodes connect
+        memory = section.transfer_mebibytes * 2**20
+        dimension = plan.mechanism.clipping.layout.dimension
+        limits = TransferLimits.within(memory, dimension, section.transfer_seconds)
+        rates = RateLimit(section.calls_per_minute)
+        authentication = Authentication(self.endpoint.identify, enrolment, rates, Monitor())
+        status = status_at_start(plan, records, enrolment)
+        service = Service(authentication, welcome_of, ledger.since, status, limits)
+        service.model = partial(_newest_model, self.setup.folder)
+        return service
+
+    def follow(self, experiment: Experiment, first: int, run: Callable[[OnRound], Run]) -> Run:
+        """Say where the server listens, and run."""
+        (listener,), enrolment, plan = self._started, self.enrolment, experiment.plan
+        self.console.print(
+            f"{plan.run}: listening on {listener.address}, "
+            f"{len(enrolment.nodes)} nodes and {enrolment.population} users are enrolled, "
+            f"{first} of {plan.rounds} rounds are released, folder {self.setup.folder.path}",
+            soft_wrap=True,
+            highlight=False,
+        )
+        return _published(run, listener, first, plan.rounds)
 
 
 def _allow_many_files() -> None:
@@ -252,26 +281,6 @@ def _check_free(address: Address, key: str) -> None:
     except OSError as error:
         sentence = f"{key} is {address}, where the server cannot listen: {error.strerror}"
         raise InvalidValueError(sentence) from error
-
-
-def _service(
-    experiment: Experiment,
-    section: FederationSection,
-    enrolment: Enrolment,
-    endpoint: Endpoint,
-    records: PrivacyRecords,
-    ledger: Ledger,
-) -> Service:
-    plan = experiment.plan
-    welcome_of = welcomes(experiment.config, enrolment, endpoint.certificate_end)
-    for node in enrolment.nodes:
-        encode_welcome(welcome_of(node))  # what cannot be sent is refused before nodes connect
-    memory, dimension = section.transfer_mebibytes * 2**20, plan.mechanism.clipping.layout.dimension
-    limits = TransferLimits.within(memory, dimension, section.transfer_seconds)
-    rates = RateLimit(section.calls_per_minute)
-    authentication = Authentication(endpoint.identify, enrolment, rates, Monitor())
-    status = status_at_start(plan, records, enrolment)
-    return Service(authentication, welcome_of, ledger.since, status, limits)
 
 
 def _newest_model(folder: RunFolder) -> bytes | None:

@@ -21,15 +21,7 @@ from rich.console import Console
 
 from fedpriv import wire
 from fedpriv.build import Experiment, simulated
-from fedpriv.config import (
-    Count,
-    FederationSection,
-    Section,
-    checked,
-    config_of,
-    parse_toml,
-    spelled_out,
-)
+from fedpriv.config import Count, FederationSection, Section, checked, config_of, parse_toml
 from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, StoppedError, WireError, WorkerError
 from fedpriv.logs import LogFormat, configure, one_line, trouble
@@ -359,8 +351,7 @@ class RunConfig(Section):
         out = Path(self.out) if self.out else None
         if "\n" in self.experiment:
             source = "run config: experiment"
-            table = spelled_out(parse_toml(self.experiment, source))
-            config = config_of(table, source, assignments)
+            config = config_of(parse_toml(self.experiment, source), source, assignments)
             return RunSetup.at(config, out, resume=self.resume)
         # Flower puts the folder of the app in front of the import path.
         found = (Path(place) / self.experiment for place in sys.path)

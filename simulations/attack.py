@@ -16,8 +16,8 @@ from typing import Any
 
 from fedpriv.attack import POPULATIONS, Target
 from fedpriv.attack.command import Report
+from fedpriv.build import population_of
 from fedpriv.config import load_config
-from fedpriv.data.population import load_population
 from fedpriv.experiments import experiment_file
 from fedpriv.report.tables import Column, Table
 from simulations import broken_engines
@@ -68,8 +68,7 @@ def attacked(attempt: Attempt) -> Row:
     """What was found, with the engine and the plan."""
     keys = f"privacy.epsilon={attempt.epsilon}", f"privacy.sampling_probability={attempt.drawn}"
     config = load_config(experiment_file(Path("digits")), keys)
-    data = config.simulated_data
-    target = Target.of(config, load_population(data.name, data.options), ROUNDS, USERS)
+    target = Target.of(config, population_of(config), ROUNDS, USERS)
     with attempt.broken():
         report = Report.of("digits", target, [POPULATIONS[attempt.population]], attempt.runs)
     content = dict(report.content)

@@ -19,8 +19,9 @@ from statistics import fmean, stdev
 import numpy as np
 
 from fedpriv.accounting.accountants import format_epsilon
+from fedpriv.build import population_of
 from fedpriv.config import Config, load_config
-from fedpriv.data import Population, load_population
+from fedpriv.data import Population
 from fedpriv.errors import FedprivError
 from fedpriv.models import build_model
 from simulations.seeds import run_seed
@@ -95,9 +96,7 @@ def measured(baseline: Baseline, seeds: int, more: Sequence[str]) -> Outcome:
     """Run a task under all seeds; `more` are keys set after those of the row."""
     file = FOLDER / baseline.file
     config = load_config(file, more)
-    data = config.simulated_data
-    population = load_population(data.name, data.options)
-    rows = []
+    population, rows = population_of(config), []
     for epsilon in baseline.epsilons:
         keys = [*assignments(baseline, epsilon), *more]
         last = [run_seed(file, seed, keys)[-1] for seed in range(seeds)]

@@ -15,9 +15,9 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from fedpriv.build import build_task
+from fedpriv.build import build_task, population_of
 from fedpriv.config import Config, load_config
-from fedpriv.data.population import UserStore, load_population
+from fedpriv.data.population import UserStore
 from fedpriv.engine.task import Task
 
 WORK = Path(__file__).with_name("flower_overhead.toml")
@@ -46,8 +46,7 @@ def work_of(users: int) -> Work:
     config = load_config(WORK, [f"data.options.users={users}"])
     model = config.model
     task = build_task(model.name, model.options, model.seed, model.loss)
-    population = load_population(config.simulated_data.name, config.simulated_data.options)
-    return Work(config, task, population.users)
+    return Work(config, task, population_of(config).users)
 
 
 @app.train()

@@ -27,8 +27,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from fedpriv.build import population_of
 from fedpriv.config import load_config
-from fedpriv.data.population import load_population
 from fedpriv.report.charts import Axis, Chart, Series, figure
 from fedpriv.report.tables import Column, Table
 from fedpriv.run.folder import RunFolder
@@ -119,8 +119,7 @@ def counted(work: Work) -> float:
 @cache
 def sizes_of(file: str) -> NDArray[np.int64]:
     """Rows of each user of a base file's population [users]."""
-    data = load_config(HERE / file).simulated_data
-    return load_population(data.name, data.options).users.sizes
+    return population_of(load_config(HERE / file)).users.sizes
 
 
 def trained(

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -350,6 +351,23 @@ def test_bad_accountant_and_delta_are_refused(run_folder: Path) -> None:
     ledger = run_folder / "ledger.sqlite"
     assert "'moments'" in refused("epsilon", ledger, "--accountant", "moments")
     assert "2" in refused("epsilon", ledger, "--delta", "2")
+
+
+@pytest.mark.parametrize(
+    ("command", "function", "told"),
+    [
+        ("simulate", "fedpriv.run.simulate.run_simulation", "interrupted; --resume goes on\n"),
+        ("serve", "fedpriv.server.deployment.serve", "interrupted; --resume goes on\n"),
+        ("compare", "fedpriv.run.compare.run_study", "interrupted; the same command goes on\n"),
+        ("attack", "fedpriv.attack.command.attack_file", "interrupted\n"),
+    ],
+)
+def test_what_is_interrupted_says_whether_it_can_go_on(
+    command: str, function: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(function, Mock(side_effect=KeyboardInterrupt))
+    done = fedpriv(command, DIGITS)
+    assert (done.returncode, done.stderr) == (130, told)
 
 
 def test_help_names_every_command() -> None:

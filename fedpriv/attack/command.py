@@ -12,8 +12,8 @@ from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.attack.certification import CONFIDENCE, largest_certifiable
 from fedpriv.attack.populations import POPULATIONS, KeptPopulation
 from fedpriv.attack.suite import Finding, Target, attack, certifying
+from fedpriv.build import population_of
 from fedpriv.config import load_config
-from fedpriv.data.population import load_population
 from fedpriv.errors import InvalidValueError, known_names
 from fedpriv.report.tables import Column, Table, format_epsilon_low, json_text, plural, print_table
 from fedpriv.run.run import Display, displayed
@@ -35,9 +35,7 @@ def attack_file(
     """
     populations = [population_named(name) for name in names or POPULATIONS]
     config = load_config(file, assignments)
-    data = config.simulated_data
-    population = load_population(data.name, data.options)
-    target = Target.of(config, population, rounds, users)
+    target = Target.of(config, population_of(config), rounds, users)
     report = Report.of(config.name, target, populations, runs)
     if as_json:
         sys.stdout.write(json_text(report.content))

@@ -20,7 +20,7 @@ from fedpriv.accounting.calibration import Plan
 from fedpriv.accounting.pricing import Arithmetic, Spending, read_ledger
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Head
-from fedpriv.ledger.events import RoundEvent, SumQueryEvent, Unit
+from fedpriv.ledger.events import RoundEvent, SamplingEvent, SumQueryEvent, Unit
 from fedpriv.ledger.ledger import ExportedLedger, Ledger, is_export
 from fedpriv.ledger.participation import ParticipationRecord
 
@@ -176,6 +176,13 @@ def plural(unit: str) -> str:
     ('users', 'microbatches')
     """
     return f"{unit}es" if unit.endswith("ch") else f"{unit}s"
+
+
+def cohort_text(sampling: SamplingEvent) -> str:
+    """How cohorts are drawn, and of how many."""
+    k = sampling.examples_per_user
+    of_each = f"up to {k} examples of each of " if k else ""
+    return f"{sampling.text} of {of_each}N = {sampling.population} {plural(sampling.unit)}"
 
 
 def print_spending(spending: Spending) -> None:

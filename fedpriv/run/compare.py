@@ -157,32 +157,13 @@ def compare(
     """
     _, server = method_left_out(mechanism, local, server)
     given = {"task": task, "mechanism": mechanism, "local": local, "server": server}
-    for arm, changes in arms.items():
-        for key in changes:
-            if key not in given:
-                raise InvalidValueError(f"arm {arm!r} sets {key!r}; {known_names(key, given)}")
-
-    def method(arm: str, seed: int) -> Method:
-        chosen: dict[str, Any] = {**given, **arms[arm]}
-        if not isinstance(chosen["task"], Task):
-            chosen["task"] = chosen["task"](seed)
-        chosen["local"], _ = method_left_out(chosen["mechanism"], chosen["local"], server)
-        return Method(**chosen)
-
-    personal = personalisation_table(personalisation)
+    methods = _Methods(population, given, arms)
     numbers = tuple(range(seeds) if isinstance(seeds, int) else seeds)
-
-    def settings(arm: str) -> dict[str, object]:
-        output, engine = {"evaluate_every": evaluate_every}, {"device": device}
-        with _naming_arm(arm):
-            of_arm = method(arm, next(iter(numbers), 0))
-            config = settings_of(
-                "arm", population, of_arm, output=output, engine=engine, personalisation=personal
-            )
-        return config.model_dump(exclude_none=True, exclude={"name"})
-
+    output, engine = {"evaluate_every": evaluate_every}, {"device": device}
+    personal = personalisation_table(personalisation)
+    sections = {"output": output, "engine": engine, "personalisation": personal}
     study = study_of_settings(
-        {arm: settings(arm) for arm in arms},
+        {arm: methods.settings(arm, next(iter(numbers), 0), **sections) for arm in arms},
         name=name,
         seeds=numbers,
         baseline=baseline or "",
@@ -190,19 +171,55 @@ def compare(
     )
     folder = Path(out or Path("studies") / name)
 
-    def prepared(cell: Cell) -> tuple[Experiment, InProcessTransport]:
-        with _naming_arm(cell.arm.name):
-            of_cell = method(cell.arm.name, cell.seed)
-            made = on_population(study.config_of(cell), "", population, method=of_cell)
-        return replace(made[0], trackers=named(trackers)), made[1]
-
     def start(missing: Sequence[Cell]) -> Generator[Ended]:
         # No run starts before all arms could be built.
-        _check_alike({c.arm.name: prepared(c)[0] for c in study.cells[: len(study.arms)]})
-        return ((cell, _run_prepared(study, cell, folder, *prepared(cell))) for cell in missing)
+        firsts = study.cells[: len(study.arms)]
+        _check_alike({cell.arm.name: methods.prepared(study, cell)[0] for cell in firsts})
+        return ((cell, run(cell)) for cell in missing)
+
+    def run(cell: Cell) -> RunResult:
+        experiment, transport = methods.prepared(study, cell)
+        followed = replace(experiment, trackers=named(trackers))
+        return _run_prepared(study, cell, folder, followed, transport)
 
     read = _complete(study, folder, start, Console(quiet=quiet))
     return Comparison(folder, read.runs, read.arms, " ".join(verdict(study, read.arms)))
+
+
+@dataclass(frozen=True)
+class _Methods:
+    """How the arms of a comparison are trained, as values; errors name the arm."""
+
+    population: Population
+    given: Mapping[str, Any]  # task, mechanism, local and server of all arms
+    arms: Mapping[str, Mapping[str, Any]]  # what each has in their place
+
+    def __post_init__(self) -> None:
+        for arm, changes in self.arms.items():
+            for key in changes:
+                if key not in self.given:
+                    known = known_names(key, self.given)
+                    raise InvalidValueError(f"arm {arm!r} sets {key!r}; {known}")
+
+    def of(self, arm: str, seed: int) -> Method:
+        """The method of an arm; a task may be one of the seed."""
+        chosen = {**self.given, **self.arms[arm]}
+        if not isinstance(chosen["task"], Task):
+            chosen["task"] = chosen["task"](seed)
+        chosen["local"], _ = method_left_out(chosen["mechanism"], chosen["local"], chosen["server"])
+        return Method(**chosen)
+
+    def settings(self, arm: str, seed: int, **sections: object) -> dict[str, object]:
+        """What a study says of an arm."""
+        with _naming_arm(arm):
+            config = settings_of("arm", self.population, self.of(arm, seed), **sections)
+        return config.model_dump(exclude_none=True, exclude={"name"})
+
+    def prepared(self, study: Study, cell: Cell) -> tuple[Experiment, InProcessTransport]:
+        """The experiment of a run, and what trains it here."""
+        with _naming_arm(cell.arm.name):
+            method = self.of(cell.arm.name, cell.seed)
+            return on_population(study.config_of(cell), "", self.population, method=method)
 
 
 def _complete(

@@ -49,7 +49,7 @@ from fedpriv.local import ALGORITHMS
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PrivacyRecords, Transport, with_room
 from fedpriv.report.records import versions
-from fedpriv.report.tables import Column, Table, plural, print_table
+from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table
 from fedpriv.run.auditor import Auditor
 from fedpriv.run.folder import RunFolder, held, read_run, write_figures, write_report
 from fedpriv.trackers import Followers, StartedRun
@@ -637,12 +637,9 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
     clipped = f"{clipping.strategy} clipping"
     if clipping.groups:
         clipped = f"{len(plan.groups)} vector groups in {len(clipping.groups)} parts"
-    k = plan.sampling.event().examples_per_user
-    of_each = f"up to {k} examples of each of " if k else ""
     mechanism = (
-        f"{plan.sampling.event().text} of {of_each}N = {plan.sampling.population} "
-        f"{plural(plan.sampling.unit)}, "
-        f"z = {plan.noise_multiplier:.4g}, {clipped}{' that adapts' if plan.adaptive else ''}"
+        f"{cohort_text(plan.sampling.event())}, z = {plan.noise_multiplier:.4g}, "
+        f"{clipped}{' that adapts' if plan.adaptive else ''}"
     )
     paid = f", paid by {len(of_run)}" if len(of_run) < len(rows_of_run) else ""
     charged = f"{len(rows_of_run)} charged{paid}"

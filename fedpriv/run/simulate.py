@@ -19,17 +19,17 @@ from fedpriv.build import (
     Method,
     on_population,
     personalisation_table,
+    population_of,
     settings_of,
     simulated,
 )
 from fedpriv.config import load_config, method_left_out
-from fedpriv.data.population import Population, load_population
+from fedpriv.data.population import Population
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.federated_evaluation import FederatedEvaluation
-from fedpriv.importing import path_of
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
 from fedpriv.ledger.participation import beside
 from fedpriv.mechanism import Mechanism
@@ -38,7 +38,7 @@ from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
 from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import LocalTraining, PartialSum, PrivacyRecords, RoundRequest, Transport
-from fedpriv.report.tables import Column, Table, plural, print_table
+from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table
 from fedpriv.run.projection import Projection, planned, projected
 from fedpriv.run.run import Run, RunSetup, carry_out
 from fedpriv.trackers import Tracker, named
@@ -128,21 +128,17 @@ def simulate(
         raise InvalidValueError("resume is true; out must then be given")
     method = Method(task, mechanism, *method_left_out(mechanism, local, server))
     output = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
-    others: dict[str, object] = {
+    sections = {
         "privacy": {"ledger": str(ledger) if ledger else None},
         "engine": {"device": device},
         "output": output | {"simulation_only": simulation_only},
+        "projection": projection and asdict(projection),
+        "federated_evaluation": federated_evaluation and asdict(federated_evaluation),
         "personalisation": personalisation_table(personalisation),
+        "stopping": stopping and asdict(stopping),
+        "audit": audit and asdict(audit),
     }
-    if projection:
-        others["projection"] = asdict(projection)
-    if federated_evaluation:
-        others["federated_evaluation"] = asdict(federated_evaluation)
-    if audit:
-        others["audit"] = asdict(audit)
-    if stopping:
-        others["stopping"] = asdict(stopping)
-    config = settings_of(name, population, method, rounds=rounds, seed=seed, **others)
+    config = settings_of(name, population, method, rounds=rounds, seed=seed, **sections)
     setup = RunSetup.at(config, Path(out) if out else None, resume=resume)
     if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
         begun = setup.config.privacy.noise_multiplier
@@ -156,16 +152,14 @@ def simulate(
         spent = setup.spent if federated_evaluation else ()
         config, run = setup.config, setup.run
         experiment, transport = on_population(config, run, population, spent, method)
-    callbacks = {f"{number}: {path_of(each)}": each for number, each in enumerate(on_round)}
-    followed = replace(experiment, on_round=callbacks, trackers=named(trackers))
+    followed = replace(experiment, on_round=named(on_round), trackers=named(trackers))
     return _run(setup, followed, transport, console)
 
 
 def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> Run:
     """Run or resume the experiment of a file in this process, and print how it went."""
     setup, console = RunSetup.of(file, assignments, out, resume=resume), Console()
-    config, data = setup.config, setup.config.simulated_data
-    population = load_population(data.name, data.options)
+    config, population = setup.config, population_of(setup.config)
     if config.projection:
         experiment, transport = projected(setup, population, console)
     else:
@@ -232,53 +226,55 @@ def _signal_to_noise(
 def show_allocation(file: Path, assignments: list[str]) -> None:
     """Print how a round of an experiment is released and what all rounds cost; spend nothing."""
     config = load_config(file, assignments)
-    data, before = config.simulated_data, list[RoundEvent]()
-    population = load_population(data.name, data.options)
+    population, before = population_of(config), list[RoundEvent]()
     if config.projection:
         survey, experiment = planned(config, "plan", population)
         before.append(survey.event)
     else:
         experiment, _ = on_population(config, "plan", population)
-    plan, privacy = experiment.plan, experiment.config.privacy
-    console = Console(markup=False, emoji=False)
-    passes = plan.event.count if plan.sampling.rounds > 1 else 0
-    charge = f"{plan.sampling.rounds} rounds to a charge" if passes else "one charge"
+    plan, console = experiment.plan, Console(markup=False, emoji=False)
+    at_once = plan.sampling.rounds
+    charge = f"{at_once} rounds to a charge" if at_once > 1 else "one charge"
     title = f"One round: {len(plan.shares)} vector groups, one sample, {charge}"
     names = ("group", "tensors", "d", "S", "σ", "share", "signal/noise")
     _print(console, title, names, _group_rows(plan))
     if experiment.evaluation:
         before.append(experiment.evaluation.events(plan.rounds))
-    loss = epsilon_of([*before, plan.event], privacy.delta, privacy.accountant)
-    sampling, weight = plan.sampling, plan.averaging.total_weight
-    units, k = plural(sampling.unit), sampling.event().examples_per_user
-    of_each = f"up to {k} examples of each of " if k else ""
-    more = {"projection": config.projection, "evaluation": experiment.evaluation}
-    rounds = (
-        f"{plan.rounds} rounds{f', charged as {passes} of {plan.sampling.rounds},' * bool(passes)}"
+    for line in (*_facts(experiment, before), "Nothing was spent."):
+        console.print(line, highlight=False)
+
+
+def _facts(experiment: Experiment, before: Sequence[RoundEvent]) -> Iterator[str]:
+    """What a round draws and adds, and what all rounds cost after the events before them."""
+    plan, config = experiment.plan, experiment.config
+    sampling, weight, privacy = plan.sampling, plan.averaging.total_weight, config.privacy
+    yield (
+        f"z = {plan.noise_multiplier:.6g} of the whole round, {cohort_text(sampling.event())}, "
+        f"expected cohort {sampling.expected_cohort_size:g}"
     )
+    rounds = f"{plan.rounds} rounds"
+    if sampling.rounds > 1:
+        rounds += f", charged as {plan.event.count} of {sampling.rounds},"
+    more = {"projection": config.projection, "evaluation": experiment.evaluation}
     charged = " and the ".join([rounds, *(name for name in more if more[name])])
+    loss = epsilon_of([*before, plan.event], privacy.delta, privacy.accountant)
+    spent = f"ε = {format_epsilon(loss.epsilon)} at δ = {privacy.delta:g}"
+    yield f"{charged} cost {spent}: {loss.assumptions}"
     unit = sampling.drawn
     moves = f"{unit} moves the sum of a group"
     if loss.relation is NeighbouringRelation.REPLACE_ONE:
         moves = f"{unit} more or less moves the sum of a group, one that is replaced twice that"
-    facts = [
-        f"z = {plan.noise_multiplier:.6g} of the whole round, {sampling.event().text} of "
-        f"{of_each}N = {sampling.population} {units}, expected cohort "
-        f"{sampling.expected_cohort_size:g}",
-        f"{charged} cost ε = {format_epsilon(loss.epsilon)} at δ = {privacy.delta:g}: "
-        f"{loss.assumptions}",
+    yield (
         f"S is how far one {moves}, σ the noise on it. Signal/noise "
-        "compares the most that an expected cohort can add up to with the norm of the noise.",
-    ]
+        "compares the most that an expected cohort can add up to with the norm of the noise."
+    )
     if plan.strategy != INDEPENDENT:
-        facts.append(_about_strategy(plan))
+        yield _about_strategy(plan)
     if weight is not None:
-        facts.append(
+        yield (
             f"The weights of all enrolled users are taken to add up to {weight:g} × the largest "
             "weight, a public constant."
         )
-    for line in (*facts, "Nothing was spent."):
-        console.print(line, highlight=False)
 
 
 def _about_strategy(plan: TrainingPlan) -> str:

@@ -210,8 +210,7 @@ def tune(
         "users": users, "held_out_is_public": held_out_is_public, "space": searched,
     }  # fmt: skip
     privacy = {"ledger": str(ledger) if ledger else None}
-    others: dict[str, Any] = {"tune": section, "privacy": privacy, "engine": {"device": "auto"}}
-    config = settings_of(name, population, method, seed=seed, **others)
+    config = settings_of(name, population, method, seed=seed, tune=section, privacy=privacy)
 
     def prepare(settings: Settings, noise: float | None, run: str) -> Prepared:
         chosen = _applied(method, settings)
@@ -229,9 +228,9 @@ def tune(
         return found
     chosen = _applied(method, found.settings)
     enrolled = users or records_of(population, mechanism).users.population
-    budget = {"epsilon": mechanism.epsilon, "delta": mechanism.delta, "users": enrolled}
+    delta, rounds = cast(float, mechanism.delta), cast(int, chosen.mechanism.rounds)
     calibrated = chosen.mechanism.calibrate(
-        **cast(Any, budget | {"rounds": chosen.mechanism.rounds})
+        epsilon=mechanism.epsilon, delta=delta, rounds=rounds, users=enrolled
     )
     arguments = {"mechanism": calibrated, "local": chosen.local, "server": chosen.server}
     return replace(found, arguments=arguments)
@@ -255,16 +254,12 @@ def tune_file(
         assign(table, assignment)
     table = with_defaults(table)  # before a trial's own norm decides what goes with it
     config = parse_config(table, str(file))
-    for name in ("projection", "federated_evaluation", "stopping"):
+    priced = "a trial is priced by its rounds alone"
+    reasons = dict.fromkeys(("projection", "federated_evaluation", "stopping"), priced)
+    reasons["audit"] = "of the trials of a search nothing but the best is released"
+    for name, reason in reasons.items():
         if getattr(config, name) is not None:
-            raise InvalidValueError(
-                f"{name} is given; it must be absent, as a trial is priced by its rounds alone"
-            )
-    if config.audit is not None:
-        raise InvalidValueError(
-            "audit is given; it must be absent, as of the trials of a search nothing but the best "
-            "is released"
-        )
+            raise InvalidValueError(f"{name} is given; it must be absent, as {reason}")
     if on == "users" and synthetic:
         raise InvalidValueError("--synthetic is given with --on users; it is for --on public")
     if on == "public" and price_only:

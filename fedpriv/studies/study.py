@@ -28,7 +28,6 @@ from fedpriv.config import (
     parse_config,
     read_experiment,
     read_toml,
-    spelled_out,
     with_paths,
 )
 from fedpriv.errors import InvalidValueError, known_names
@@ -211,7 +210,7 @@ def load_study(path: Path) -> Study:
     if isinstance(base, str):
         table["base"] = read_experiment(experiment_file(Path(base), path.parent))
     elif isinstance(base, dict):
-        table["base"] = from_folder(path.parent, spelled_out(base))
+        table["base"] = from_folder(path.parent, base)
     if not isinstance(axes, dict) or bool(axes) == bool(table.get("arms")):
         raise InvalidValueError(f"{path}: exactly one of arms and axes must be given")
     if axes:
