@@ -9,7 +9,8 @@ Each kind of work has batches of 10, one local epoch and flat clipping:
 
 Both sides train, clip and sum; they run in alternation and the medians are printed.
 
-    python -m simulations.throughput [--json FILE] [--device cuda] [--activations float32 bfloat16]
+    python -m simulations.throughput [--json FILE] [--activations float32 bfloat16]
+    python -m simulations.throughput --device cuda --work mlp cnn --users 2048
 """
 
 import argparse
@@ -18,7 +19,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -169,17 +170,21 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="users per second beside a plain PyTorch loop")
     parser.add_argument("--work", choices=sorted(WORKS), nargs="+", default=list(WORKS))
+    parser.add_argument("--users", type=int, help="instead of those above")
     parser.add_argument("--chunk-mebibytes", type=int, nargs="+", default=[None])
     known = get_args(Activations)
     parser.add_argument("--activations", nargs="+", choices=known, default=["float32"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     arguments = parser.parse_args()
+    if arguments.users is not None and arguments.users < 1:
+        parser.error(f"--users is {arguments.users}; it must be at least 1")
     device = device_named(arguments.device)
     found = {}
     for name in arguments.work:
         given = device, arguments.chunk_mebibytes, arguments.activations
-        found[name] = speeds_of(WORKS[name], *given)
+        work = WORKS[name]
+        found[name] = speeds_of(replace(work, users=arguments.users or work.users), *given)
         plain, *_ = found[name].values()
         for engine, speed in found[name].items():
             print(f"{name:11} {engine:44} {speed:8.0f} users/s   {speed / plain:5.2f} ×")

@@ -73,8 +73,10 @@ def compare(name: str, settings: Mapping[str, Setting], repeats: int) -> Row:
         WorkerError: the sum of a contestant is another, or its process has ended.
     """
     work = WORKS[name]()
+    _say(f"{name}: {len(settings)} contestants prepare, and their sums are compared")
     with playing(settings) as players:
         differences = differences_of(work, players)
+        _say(f"{name}: all sums agree; contestants take turns")
         players.pop(REFERENCE).leave()
         users = {c: range(work.users_in_a_turn(settings[c].contestant)) for c in players}
         turns = {c: Turn(some, work.local, _SECONDS) for c, some in users.items()}
@@ -107,6 +109,10 @@ def differences_of(work: Work, players: Mapping[str, Player]) -> dict[str, float
                 f"does other work ({work.title})"
             )
     return differences
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
 
 
 def _check(contestants: Collection[str]) -> None:

@@ -147,12 +147,16 @@ def test_a_simulation_names_the_first_user_who_is_dropped_once(
     assert "counts as zero" not in "".join(e.message for e in caplog.records if e is not record)
 
 
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NO_GPU)])
 @pytest.mark.parametrize("broken", [NAN, ILLEGAL])
-def test_each_reason_is_said(broken: int) -> None:
+def test_each_reason_is_said(broken: int, device: str) -> None:
     told: list[SimulationOnlyDropped] = []
     method = Method(task(), exact(), fedpriv.SGD(0.1, epochs=1), fedpriv.FedAvg())
     people = population()
-    settings = settings_of("run", people, method, rounds=1)
+    settings = settings_of("run", people, method, rounds=1, engine={"device": device})
     experiment, transport = on_population(settings, "run", people, method=method)
     request = round_request(
         experiment.plan,
