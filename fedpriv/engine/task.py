@@ -652,6 +652,18 @@ def tf32(*, allowed: bool) -> Iterator[None]:
 
 
 @contextmanager
+def _same_convolutions() -> Iterator[None]:
+    """A GPU convolves in the same way each time, and not in the one that was fastest once."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic
+    cudnn.benchmark, cudnn.deterministic = False, True
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = before
+
+
+@contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """Compute as the numbers' types say, whatever the caller has set in this thread."""
     # As the processor's flag says, which torch and NumPy share in a thread.
@@ -664,6 +676,7 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
             torch.autocast("cpu", enabled=False),
             torch.autocast(device.type, enabled=False),
             tf32(allowed=False),
+            _same_convolutions(),
         ):
             yield
     finally:

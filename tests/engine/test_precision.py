@@ -302,3 +302,15 @@ def test_threads_that_flush_subnormal_numbers_are_refused() -> None:
     sentence, sums = done.stdout.splitlines()
     assert sentence.startswith("threads of torch take subnormal numbers for zero")
     assert int(sums) > 1
+
+
+@pytest.mark.parametrize("before", [(True, False), (False, True)])
+def test_convolutions_of_a_gpu_are_the_same_each_time(
+    before: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cudnn = torch.backends.cudnn
+    for name, value in zip(("benchmark", "deterministic"), before, strict=True):
+        monkeypatch.setattr(cudnn, name, value)
+    with plain_arithmetic(CPU):
+        assert (cudnn.benchmark, cudnn.deterministic) == (False, True)
+    assert (cudnn.benchmark, cudnn.deterministic) == before
