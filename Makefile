@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 DEVICE ?= cpu
+# Tests start many processes, each of which would compile the package, and pytest all tests twice.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests wait a third of the time, for deadlines and for processes that were killed.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() * 3 // 2)")
 
