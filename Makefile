@@ -34,7 +34,7 @@ test: .venv/installed-test
 	$(MAKE) --no-print-directory --jobs 2 lint test-fast
 
 test-fast: .venv/installed-test
-	$(BIN)/pytest -m "not slow" --numprocesses $(WORKERS) --dist loadfile
+	$(BIN)/pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
 
 test-slow: .venv/installed-test
 	$(BIN)/pytest -m slow --numprocesses $(WORKERS) --dist loadfile
