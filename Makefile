@@ -2,10 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 DEVICE ?= cpu
+# Tests start many processes, each of which would compile the package, and pytest all tests twice.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests wait a third of the time, for deadlines and for processes that were killed.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() * 3 // 2)")
 
-.PHONY: simulate attack federation docs docs-build test test-slow test-search test-mutants lint format bench bench-rivals proto clean
+.PHONY: simulate attack federation docs docs-build test test-fast test-slow test-search test-mutants lint format bench bench-rivals proto clean
 
 simulate: .venv/installed
 	$(BIN)/fedpriv simulate digits
@@ -27,8 +29,12 @@ docs-build: .venv/installed-docs
 	rm -rf build/notebooks
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-test: lint
-	$(BIN)/pytest -m "not slow" --numprocesses $(WORKERS) --dist loadfile
+# Side by side, as the type checker keeps one core busy for a minute.
+test: .venv/installed-test
+	$(MAKE) --no-print-directory --jobs 2 lint test-fast
+
+test-fast: .venv/installed-test
+	$(BIN)/pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
 
 test-slow: .venv/installed-test
 	$(BIN)/pytest -m slow --numprocesses $(WORKERS) --dist loadfile

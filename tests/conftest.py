@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
-import torch
 from hypothesis import settings
 
-# In processes side by side, threads of products of small matrices only wait for each other.
+# In processes side by side, threads of products of small matrices only wait for each other. Those
+# that there are, in processes that tests start too, sleep while they wait: left alone, OpenMP lets
+# them spin on a core that another process needs. It reads this when torch is loaded.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
 
 # In the forked processes of other tests gRPC would begin threads, and abort for want of its files.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"

@@ -182,7 +182,7 @@ def embedded(chart: Chart) -> dict[str, Any]:
         background="transparent",
         description=f"{chart.title}. {chart.caption}",
     )
-    return drawn.to_dict()
+    return drawn.to_dict(validate=False)  # a check takes longer than all else
 
 
 @cache

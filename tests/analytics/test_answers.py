@@ -59,10 +59,9 @@ def test_answers_are_unbiased_over_all_cohorts(q: float) -> None:
         np.testing.assert_allclose(value, truth[name].value, rtol=1e-9, atol=near)
 
 
-@pytest.mark.parametrize("z", [0.0, 1.5])
-def test_answers_are_unbiased_over_seeded_rounds(z: float) -> None:
+def test_answers_are_unbiased_over_seeded_rounds() -> None:
     users = some_people(80, seed=4)
-    asked, truth = survey(80, 0.5, z, questions=UNBIASED), exact(survey(80), users)
+    asked, truth = survey(80, 0.5, 1.5, questions=UNBIASED), exact(survey(80), users)
     rounds = [released(asked, users, seed) for seed in range(2 * ROUNDS)]
     for question in UNBIASED:
         values = np.array([answers[question.name].value for answers in rounds])
@@ -126,7 +125,7 @@ def test_the_noise_of_a_curve_grows_with_the_logarithm(size: int) -> None:
 
 
 @pytest.mark.parametrize(("q", "z"), [(1.0, 3.0), (0.4, 3.0), (0.4, 0.3)])
-def test_intervals_hold_as_often_as_they_say(q: float, z: float) -> None:
+def test_intervals_hold_as_often_as_they_say_and_of_all_users_no_more(q: float, z: float) -> None:
     users = some_people(300, seed=6)
     asked, truth = survey(300, q, z), exact(survey(300), users)
     rounds = [released(asked, users, seed) for seed in range(ROUNDS)]
@@ -135,19 +134,11 @@ def test_intervals_hold_as_often_as_they_say(q: float, z: float) -> None:
         answers = [each[question.name] for each in rounds]
         held = np.mean([(a.low <= true) & (true <= a.high) for a in answers], axis=0)
         # 95.4% but for a chance of one in a million per component.
-        assert np.all(held > 0.954 - 5 * math.sqrt(0.954 * 0.046 / ROUNDS)), question.name
+        chance = 5 * math.sqrt(0.954 * 0.046 / ROUNDS)
+        assert np.all(held > 0.954 - chance), question.name
+        if q == 1.0 and question in UNBIASED:
+            assert np.all(held < 0.954 + chance), question.name
         assert all(np.all((a.low <= a.value) & (a.value <= a.high)) for a in answers)
-
-
-def test_intervals_of_all_users_are_no_wider_than_needed() -> None:
-    users = some_people(300, seed=6)
-    asked, truth = survey(300, 1.0, 3.0, questions=UNBIASED), exact(survey(300), users)
-    rounds = [released(asked, users, seed) for seed in range(ROUNDS)]
-    for question in UNBIASED:
-        true = truth[question.name].value
-        answers = [each[question.name] for each in rounds]
-        held = np.mean([(a.low <= true) & (true <= a.high) for a in answers], axis=0)
-        assert np.all(held < 0.954 + 5 * math.sqrt(0.954 * 0.046 / ROUNDS)), question.name
 
 
 def test_quantiles_are_read_off_the_curve_made_rising() -> None:

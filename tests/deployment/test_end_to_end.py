@@ -51,16 +51,11 @@ def test_a_federation_trains_within_its_budget_and_its_nodes_check_it(tmp_path: 
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [(96, 96, 95), pytest.param((1, 1, 285), marks=pytest.mark.slow)],
-    ids=["silos", "nodes of one user"],
-)
 @pytest.mark.slow
-def test_without_noise_the_model_is_that_of_the_simulator(
-    tmp_path: Path, sizes: tuple[int, ...]
+def test_without_noise_the_model_is_that_of_the_simulator_though_nodes_have_one_user(
+    tmp_path: Path,
 ) -> None:
-    loopback.lay_out_digits(tmp_path, sizes)
+    loopback.lay_out_digits(tmp_path, (1, 1, 285))
     settings = [f"--set={setting}" for setting in NOISELESS]
     with loopback.server(tmp_path, federation.FILE, "--exit", *settings) as server:
         port = loopback.port_of(server)
@@ -101,17 +96,13 @@ def test_a_federation_audits_itself_as_its_simulation_does(tmp_path: Path) -> No
     assert found.text in " ".join(server.text.split())
 
 
-POLICIES = {
-    "random-allocation": "{ rounds = 16, participations = 2 }",
-    "fixed-size": "{ cohort_size = 90 }",
-}
-
-
-def without_coins(folder: Path, policy: str) -> Path:
-    """The plan of a federation under another sampling policy, with a seed."""
+def without_coins(folder: Path) -> Path:
+    """The plan of a federation whose users are in two rounds of each pass."""
     text = federation.FILE.read_text(encoding="utf-8")
     coins = [line for line in text.splitlines() if line.startswith("sampling_probability")]
-    other = f'[sampling]\npolicy = "{policy}"\noptions = {POLICIES[policy]}\n'
+    other = (
+        '[sampling]\npolicy = "random-allocation"\noptions = { rounds = 16, participations = 2 }\n'
+    )
     given = ("epsilon = 8.0", "epsilon = 1e6\nnoise_multiplier = 1.0")
     changed = text.replace(*coins, "").replace(*given).replace("rounds = 20", "rounds = 40")
     file = folder / "other.toml"
@@ -119,25 +110,26 @@ def without_coins(folder: Path, policy: str) -> Path:
     return file
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.slow
 def test_under_another_policy_nodes_agree_and_the_model_is_that_of_the_simulator(
-    tmp_path: Path, policy: str
+    tmp_path: Path,
 ) -> None:
-    """A server that ends in the middle of a pass goes on with it, asking and noising the same."""
-    file, settings, port = without_coins(tmp_path, policy), ["run=same", "seed=7"], free_port()
+    """A server that ends in the middle of a pass goes on with it, asking and noising the same.
+
+    Other policies are tried without processes, in tests/server/test_policies_on_nodes.py.
+    """
+    file, settings, port = without_coins(tmp_path), ["run=same", "seed=7"], free_port()
     loopback.lay_out_digits(tmp_path)
     given = ("--exit", "--resume", *(f"--set={setting}" for setting in settings))
     serving = partial(loopback.server, tmp_path, file, *given, port=port)
     run = RunFolder(tmp_path / "run")
     with loopback.nodes(tmp_path, federation.NODES, port, "--verify-ledger", "--once") as nodes:
-        if policy == "random-allocation":
-            with serving() as server:
-                until(lambda: run.metrics.exists() and any(run.read_metrics()), server)
-                server.process.terminate()
-                assert server.process.wait() == 0, server.text
-            stopped_after = len(list(run.read_metrics()))
-            assert 0 < stopped_after < 40
+        with serving() as server:
+            until(lambda: run.metrics.exists() and any(run.read_metrics()), server)
+            server.process.terminate()
+            assert server.process.wait() == 0, server.text
+        stopped_after = len(list(run.read_metrics()))
+        assert 0 < stopped_after < 40
         with serving() as server:
             for program in (server, *nodes.values()):
                 assert program.process.wait(LIMIT) == 0, program.text
@@ -148,8 +140,7 @@ def test_under_another_policy_nodes_agree_and_the_model_is_that_of_the_simulator
         assert "declined" not in log
     with Ledger.open(run.ledger) as ledger:
         rows = list(ledger.charges())
-    span = rows[0].event.sampling.schedule.rounds if policy == "random-allocation" else 1
-    assert [row.part for row in rows] == [number % span for number in range(40)]
+    assert [row.part for row in rows] == [number % 16 for number in range(40)]
     run_simulation(file, settings, tmp_path / "simulated", resume=False)
     deployed, simulated = (
         load_file(RunFolder(tmp_path / name).model) for name in ("run", "simulated")

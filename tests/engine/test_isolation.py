@@ -75,10 +75,12 @@ def test_a_sum_is_that_of_what_each_user_gives_alone(
     )
 
 
-# Those made of known layers.
-KNOWN = ["linear", "mlp", "cnn", "transformer", "adapters", "frozen-trunk"]
-# Each model with two ways to train; each way with two models or more.
-PAIRS = [(model, LOCALS[(i + j) % 8]) for i, model in enumerate(sorted(MODELS)) for j in (0, 4)]
+# Each model with two ways to train. The first of each try every way already; the others are slow.
+PAIRS = [
+    pytest.param(model, LOCALS[(i + j) % 8], marks=[pytest.mark.slow] if j else [])
+    for i, model in enumerate(sorted(MODELS))
+    for j in (0, 4)
+]
 
 
 @pytest.mark.parametrize(("model", "local"), PAIRS, ids=str)
@@ -124,9 +126,8 @@ def test_processes_give_the_same_sums(model: str) -> None:
     assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize(
-    "model", ["linear", "mlp", "cnn", "transformer", "adapters", "frozen-trunk"]
-)
+# Of known layers; those of the other models are among them.
+@pytest.mark.parametrize("model", ["mlp", "cnn", "transformer", "adapters"])
 def test_torchs_own_products_keep_users_apart_side_by_side(
     model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

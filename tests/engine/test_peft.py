@@ -18,9 +18,6 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.privacy.round import LocalTraining
 from tests.engine.everyone import alone, request_under, total_of, unclipped
 
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
-
 # What the two libraries say of each other's calls, and of a layer that is stored transposed.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),
@@ -31,6 +28,7 @@ INPUTS = ("input_ids", "attention_mask")
 
 
 def _adapted(model: nn.Module, layers: list[str]) -> nn.Module:
+    peft = pytest.importorskip("peft")  # here, as loading it takes seconds
     how = peft.LoraConfig(
         task_type="SEQ_CLS", r=2, lora_alpha=8, target_modules=layers, lora_dropout=0.0
     )
@@ -38,6 +36,7 @@ def _adapted(model: nn.Module, layers: list[str]) -> nn.Module:
 
 
 def bert() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=WORDS,
@@ -54,6 +53,7 @@ def bert() -> nn.Module:
 
 
 def gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=WORDS,

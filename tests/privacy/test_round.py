@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,18 +159,24 @@ class Use:
     function: str
 
 
+@cache
+def product_code() -> dict[str, list[tuple[str, ast.AST]]]:
+    """All nodes of each module of the product, with the function that each is in."""
+    return {
+        path.relative_to(ROOT).as_posix(): list(_walk(ast.parse(path.read_text("utf-8")), ""))
+        for top in ("fedpriv", "server", "clients")
+        for path in (ROOT / top).rglob("*.py")
+    }
+
+
 def uses_of(name: str) -> set[Use]:
     """All functions of the product that use a name, as a variable, an attribute or an import."""
-    found = set()
-    for top in ("fedpriv", "server", "clients"):
-        for path in sorted((ROOT / top).rglob("*.py")):
-            tree = ast.parse(path.read_text("utf-8"))
-            found |= {
-                Use(path.relative_to(ROOT).as_posix(), function)
-                for function, node in _walk(tree, "")
-                if _names(node) & {name, f"_{name}"}
-            }
-    return found
+    return {
+        Use(module, function)
+        for module, nodes in product_code().items()
+        for function, node in nodes
+        if _names(node) & {name, f"_{name}"}
+    }
 
 
 def _walk(node: ast.AST, inside: str) -> Iterator[tuple[str, ast.AST]]:
@@ -217,10 +224,9 @@ def test_only_the_round_noises_and_releases_sums(name: str, uses: set[Use]) -> N
 def test_only_the_round_calls_release_and_only_the_ledger_makes_charges() -> None:
     # Locks have a method of that name, so only what is imported from the round counts.
     imports = {
-        (path.relative_to(ROOT).as_posix(), alias.name)
-        for top in ("fedpriv", "server", "clients")
-        for path in (ROOT / top).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        (module, alias.name)
+        for module, nodes in product_code().items()
+        for _, node in nodes
         if isinstance(node, ast.ImportFrom) and node.module in {"fedpriv.privacy", PRIVATE}
         for alias in node.names
     }
@@ -228,10 +234,9 @@ def test_only_the_round_calls_release_and_only_the_ledger_makes_charges() -> Non
     assert used == {(ENEMY, "add_up")}
     assert {use.function for use in uses_of("release") if use.module == ROUND} == {"private_round"}
     made = {
-        path.relative_to(ROOT).parts[1]
-        for top in ("fedpriv", "server", "clients")
-        for path in (ROOT / top).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        Path(module).parts[1]
+        for module, nodes in product_code().items()
+        for _, node in nodes
         if isinstance(node, ast.Call) and "Charge" in _names(node.func)
     }
     assert made == {"ledger"}

@@ -7,7 +7,9 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import altair as alt
 import pytest
+from jsonschema import ValidationError
 from scipy.stats import norm
 
 from fedpriv.accounting.accountants import ACCOUNTANTS
@@ -295,6 +297,15 @@ def test_a_shared_ledger_counts_whole(tmp_path: Path) -> None:
     for text, count in ((all_runs, 5), (alone, 1)):
         true = epsilon_of([FULL] * count, 1e-5).epsilon
         assert true <= float(text) <= true + 1.001e-3
+
+
+def test_charts_are_legal_vega_lite(page: str) -> None:
+    texts = [e.text for e in parsed(page).iter("script") if e.get("type") == "application/json"]
+    assert len(texts) > 3
+    for text in texts:
+        alt.LayerChart.from_json(text)
+    with pytest.raises(ValidationError):
+        alt.LayerChart.from_json(text.replace('"quantitative"', '"quantity"'))
 
 
 def test_a_band_is_drawn_around_its_line() -> None:
