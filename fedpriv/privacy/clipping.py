@@ -31,7 +31,6 @@ IntegerVector = npt.NDArray[np.int64]
 MOST_WEIGHT = 2**31
 UNCLIPPED = "unclipped"  # tensor and vector group of the indicator
 COARSE = ~((1 << 29) - 1)  # keeps the first 24 bits of a float64
-SHRINK = 1.0 - 2.0**-20
 _BLOCK = 2**13  # numbers whose squares are added up at a time
 
 _log = logging.getLogger(__name__)
@@ -49,44 +48,41 @@ def clip_rows(
 
     * Σaᵢ² ≤ B, or ⌊m²·B/c²⌋ with a weight, in exact arithmetic, for every input;
     * NaN or ±inf anywhere, or a norm whose square float64 does not hold (from 1.34e154 on), gives
-      the zero vector;
+      the zero vector. So does a vector that rounding would make longer than B, which takes numbers
+      chosen for it;
     * where w = 1 and ‖v‖ ≤ S up to rounding, γ·a differs from v by less than γ per component,
-      towards 0; where ‖v‖ is larger, γ·a has the direction of v up to 2γ per component, and a norm
-      of at least S·(1 − 2^-19) − 2γ·√d;
+      towards 0; where ‖v‖ is larger, γ·a has the direction of v up to γ per component, and a norm
+      of at least S·(1 − 2^-22) − γ·√d;
     * what a row becomes is a function of that row and its weight alone, to the last bit.
 
     Pieces are [C, d_k] of contiguous rows; together a user's vector lies in one row of each.
     Weights are m [C], 0 ≤ m ≤ c, and c; None: all are 1. Returns which rows were within S, and
-    which were finite: [C] each.
+    which are sound, as all are but those that became zero for the second reason: [C] each.
     """
     step, bound = granularity(clipping_norm), squared_bound(clipping_norm)
-    with np.errstate(over="ignore", invalid="ignore"):
-        norms = np.sqrt(_squares(pieces)) / step
-    finite = np.isfinite(norms)
-    if not finite.all():
-        for piece in pieces:
-            piece[~finite] = 0.0
-        norms[~finite] = 0.0
-    within = norms <= math.sqrt(bound)
-    # Rounding factors down to 24 bits mostly keeps what is off by rounding within the norm, and
-    # norms that are added up in another order give the same integers.
-    ratios = math.sqrt(bound) / np.maximum(norms, math.sqrt(bound))
-    shares = (ratios.view(np.int64) & COARSE).view(np.float64)
-    limits = np.full(len(norms), float(bound))
+    root, limits = math.sqrt(bound), np.full(len(pieces[0]), float(bound))
+    share: float | FloatVector = 1.0
     if weights is not None:
         units, whole = weights
-        shares = shares * (units / whole)
+        share = units / whole
         limits = np.array([float(m * m * bound // (whole * whole)) for m in units.tolist()])
-    factors = (shares / step)[:, np.newaxis]
-    for piece in pieces:
-        np.multiply(piece, factors, out=piece)
-        np.trunc(piece, out=piece)
-    # Squares of integers and their sums are exact in float64 up to 2^53, far above all limits, and
-    # larger ones are not rounded to below a limit: when the loop ends, the bound holds exactly.
-    while (over := _squares(pieces) > limits).any():
+    with np.errstate(over="ignore", invalid="ignore"):  # of rows that become zero
+        norms = np.sqrt(_squares(pieces)) / step
+        # Rounding factors down to 24 bits keeps what is off by rounding within the norm, and norms
+        # that are added up in another order give the same integers.
+        ratios = root / np.maximum(norms, root)
+        shares = (ratios.view(np.int64) & COARSE).view(np.float64) * share
+        factors = (shares / step)[:, np.newaxis]
         for piece in pieces:
-            piece[over] = np.trunc(piece[over] * SHRINK)
-    return within & finite, finite
+            np.multiply(piece, factors, out=piece)
+            np.trunc(piece, out=piece)
+        # Squares of integers and their sums are exact in float64 up to 2^53, far above all limits,
+        # and larger ones are not rounded to below a limit: so the bound holds exactly.
+        sound = np.isfinite(norms) & (_squares(pieces) <= limits)
+    if not sound.all():
+        for piece in pieces:
+            piece[~sound] = 0.0
+    return sound & (norms <= root), sound
 
 
 def _squares(pieces: Sequence[FloatMatrix]) -> FloatVector:
@@ -232,7 +228,7 @@ class Clipping:
         the order of the layout, the indicator is overwritten, and weights m [C] are from 0 to c.
         """
         within: dict[str, Flags] = {}
-        finite = np.ones(len(rows), np.bool_)
+        sound = np.ones(len(rows), np.bool_)
         for group in self.sent:
             for tensor, scale in zip(group.tensors, group.scales, strict=True):
                 if scale != 1.0:
@@ -240,14 +236,14 @@ class Clipping:
                         rows[:, self.layout.slices[tensor]] /= scale
             weighing = (weights, self.weight_cap) if group.name in self.weighted else None
             pieces = [rows[:, span] for span in self.spans[group.name]]
-            within[group.name], sound = clip_rows(pieces, group.clipping_norm, weighing)
-            finite &= sound
+            within[group.name], part = clip_rows(pieces, group.clipping_norm, weighing)
+            sound &= part
         if self.indicator is not None:
             step = self.indicator.group.granularity
             said = np.stack([within[name] for name in self.indicator.groups], axis=1)
             rows[:, self.layout.slices[self.indicator.tensor]] = (said - 0.5) / step
-        if not finite.all():
-            rows[~finite] = 0.0
+        if not sound.all():
+            rows[~sound] = 0.0
 
     def admits(self, total: IntegerVector, users: int, weight: int) -> bool:
         """Whether `total` can be the sum of the contributions of this many users, of this weight.

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedpriv.privacy.clipping import COARSE, SHRINK, Clipping
+from fedpriv.privacy.clipping import COARSE, Clipping
 from fedpriv.privacy.layout import Layout, VectorGroup
 
 TorchTensors = dict[str, torch.Tensor]
@@ -61,22 +61,16 @@ def integer_sum(
     for users, rows in rows_of(updates, layout, len(weights), indicator):
         if device.type == "cpu":
             clipping.clip_rows(rows.numpy(), weights[users])
-            total += rows[0] if len(rows) == 1 else rows.sum(0)
         else:
-            total += clip_rows(rows, clipping, weights[users]) @ rows
+            clip_rows(rows, clipping, weights[users])
+        total += rows[0] if len(rows) == 1 else rows.sum(0)
     return total.to(torch.int64)
 
 
-def clip_rows(
-    rows: torch.Tensor, clipping: Clipping, weights: npt.NDArray[np.int64]
-) -> torch.Tensor:
-    """`Clipping.clip_rows` in torch: in place, and without waiting for a device.
-
-    Returns a factor for each row, by which it is yet to be multiplied: 0 if the row must count as
-    zero, else 1; float64 [c].
-    """
+def clip_rows(rows: torch.Tensor, clipping: Clipping, weights: npt.NDArray[np.int64]) -> None:
+    """`Clipping.clip_rows` in torch: in place, and without waiting for a device."""
     within: dict[str, torch.Tensor] = {}
-    finite = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    sound = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
     for group in clipping.sent:
         for tensor, scale in zip(group.tensors, group.scales, strict=True):
             if scale != 1.0:
@@ -88,13 +82,13 @@ def clip_rows(
             of_each = [float(m * m * bound // whole**2) for m in weights.tolist()]
             limits, shares = (_beside(rows, each) for each in (of_each, weights / whole))
         pieces = [rows[:, span] for span in clipping.spans[group.name]]
-        within[group.name], sound = _clip_group(pieces, group, shares, limits)
-        finite &= sound
+        within[group.name], part = _clip_group(pieces, group, shares, limits)
+        sound &= part
     if clipping.indicator is not None:
         step = clipping.indicator.group.granularity
         said = torch.stack([within[name] for name in clipping.indicator.groups], 1).double()
         rows[:, clipping.layout.slices[clipping.indicator.tensor]] = (said - 0.5) / step
-    return finite.double()
+    rows.masked_fill_(~sound[:, None], 0.0)
 
 
 def _clip_group(
@@ -105,26 +99,17 @@ def _clip_group(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`fedpriv.privacy.clipping.clip_rows`: which were within the norm, and which are sound.
 
-    Weights are shares of the whole, and limits those of squares: of each row, [c], or of all.
+    What is not sound is left as it is. Weights are shares of the whole, and limits those of
+    squares: of each row, [c], or of all.
     """
-    step = group.granularity
+    step, root = group.granularity, math.sqrt(group.squared_bound)
     norms = torch.linalg.vector_norm(_norms(pieces), dim=0) / step
-    finite = torch.isfinite(norms)
-    norms = norms.masked_fill(~finite, 0.0)
-    for piece in pieces:
-        piece.masked_fill_(~finite[:, None], 0.0)
-    root = math.sqrt(group.squared_bound)
-    within = norms <= root
     coarse = (root / norms.clamp(min=root)).view(torch.int64) & COARSE
     factors = (coarse.view(torch.float64) * shares / step)[:, None]
     for piece in pieces:
         piece.mul_(factors).trunc_()
-    # Shrinking once is enough, as it outweighs all rounding of norms and factors. It is done
-    # without asking whether it is needed, and whoever were too long even so would count as zero.
-    shrunk = torch.where(_squares(pieces) > limits, SHRINK, 1.0)[:, None]
-    for piece in pieces:
-        piece.mul_(shrunk).trunc_()
-    return within & finite, finite & (_squares(pieces) <= limits)
+    sound = torch.isfinite(norms) & (_squares(pieces) <= limits)
+    return sound & (norms <= root), sound
 
 
 def _beside(rows: torch.Tensor, numbers: Sequence[float] | npt.NDArray[np.float64]) -> torch.Tensor:

@@ -57,12 +57,12 @@ def clipped(
 def agree(found: Sequence[int], expected: Sequence[int], *, shortened: bool) -> bool:
     """Whether integers are the exact ones but for rounding.
 
-    That is, up to 1; and, where the vector was shortened, up to 2^-19 of them and 1 more towards
-    zero, since the factor has few bits and may have to be taken smaller.
+    That is, up to 1; and, where the vector was shortened, up to 2^-22 of them towards zero, since
+    the factor has few bits.
     """
     for a, exact in zip(found, expected, strict=True):
         size = int(a) * (1 if exact >= 0 else -1)
-        least = abs(exact) * (1 - Fraction(1, 2**19)) - 2 if shortened else abs(exact) - 1
+        least = abs(exact) * (1 - Fraction(1, 2**22)) - 1 if shortened else abs(exact) - 1
         if not least <= size <= abs(exact) + 1:
             return False
     return True

@@ -198,14 +198,11 @@ def test_what_is_clipped_keeps_its_direction_and_nearly_all_of_the_norm(
     assume(norm >= 1e-30 and length >= Fraction(norm) ** 2)
     step = Fraction(granularity(norm))
     found = [int(a) * step for a in clip(vector, norm)]
-    least = 1 - 2.0**-19 - 2.0 * float(step / Fraction(norm)) * math.sqrt(vector.size)
+    least = 1 - 2.0**-22 - float(step / Fraction(norm)) * math.sqrt(vector.size)
     if least > 0:
         assert square(found) >= Fraction(norm) ** 2 * Fraction(least) ** 2
-    # All components are shortened by one factor, and then by less than a step: by less than two
-    # if the factor had to be taken smaller.
-    factors = [
-        (a / v, (abs(a) + 2 * step) / abs(v)) for a, v in zip(found, numbers, strict=True) if v
-    ]
+    # All components are shortened by one factor, and then by less than a step.
+    factors = [(a / v, (abs(a) + step) / abs(v)) for a, v in zip(found, numbers, strict=True) if v]
     assert max(low for low, _ in factors) <= min(high for _, high in factors)
     assert min(low for low, _ in factors) >= 0
     assert agree(clip(vector, norm), clipped(numbers, norm), shortened=True)
@@ -377,7 +374,7 @@ def test_a_larger_weight_makes_no_component_smaller(
 
 @pytest.mark.parametrize("ones", [142, 371, 506])
 @pytest.mark.parametrize("share", [15_850_751, 15_947_825, 15_989_035])
-def test_what_rounding_lets_through_is_seen_and_shortened(ones: int, share: int) -> None:
+def test_what_rounding_lets_through_is_seen_and_counts_as_zero(ones: int, share: int) -> None:
     # One step too many in all, in numbers whose squares round down when they are added up.
     norm = math.nextafter(2.0, 0.0)
     bound = squared_bound(norm)
@@ -386,9 +383,10 @@ def test_what_rounding_lets_through_is_seen_and_shortened(ones: int, share: int)
     assert squares(wanted) == bound + 1
     longer = np.array(wanted) * 2.0**24 / share
     longer = np.where(longer * (share / 2.0**24) < wanted, np.nextafter(longer, np.inf), longer)
-    steps = clip(longer * granularity(norm), norm)
-    assert squares(steps) <= bound
-    assert math.sqrt(squares(steps)) >= 2**25 * (1 - 2.0**-19) - 2 * math.sqrt(len(wanted))
+    row = longer[np.newaxis] * granularity(norm)
+    _, (sound,) = clip_rows([row], norm)
+    assert squares(row[0]) <= bound
+    assert bool(row.any()) == sound  # in whatever order this machine adds up
 
 
 @pytest.fixture
@@ -405,15 +403,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [1, 4, 300])
-def test_whatever_the_first_sum_of_squares_misses_the_next_ones_see(
+def test_what_the_first_sum_of_squares_misses_the_next_one_sees(
     size: int, calls: list[int]
 ) -> None:
     too_many = np.full(size, math.isqrt(2**48 // size) + 1)
     assert squares(too_many) > 2**48
     steps = clip(too_many * 2.0**-24, 1.0)
-    assert len(calls) >= 3
-    assert squares(steps) <= 2**48
-    assert math.sqrt(squares(steps)) >= 2**24 * (1 - 2.0**-19) - 2 * math.sqrt(size)
+    assert len(calls) == 2
+    assert not steps.any()
 
 
 @pytest.mark.parametrize(("weight", "cap"), [(1, 1), (1, 2), (2, 3), (5, 7), (2**31 - 1, 2**31)])
@@ -426,9 +423,5 @@ def test_the_limit_of_a_weight_is_held_to_the_last_unit(
     wanted = np.array([roots_of(limit + more)])
     row = np.nextafter(wanted * (cap / weight) * 2.0**-24, wanted * 1e300)
     clip_rows([row], 1.0, (np.array([weight]), cap))
-    if more:
-        assert squares(row[0]) <= limit
-        assert len(calls) >= 3
-    else:
-        assert row.tolist() == wanted.tolist()
-        assert len(calls) == 2
+    assert row.tolist() == (np.zeros_like(wanted) if more else wanted).tolist()
+    assert len(calls) == 2
