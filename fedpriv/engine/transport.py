@@ -143,7 +143,7 @@ class InProcessTransport(Transport):
                 refuse_flushing_threads()
             chunks = list(self._chunks(request, start))
             if min(self._side_by_side, len(chunks)) <= 1:
-                sums = _one_ahead(self._trainer, request, start, chunks)
+                sums = _in_turn(self._trainer, request, start, chunks)
                 yield from zip((chunk.users for chunk in chunks), sums, strict=True)
                 return
         # Processes are kept for the next round if all goes well.
@@ -220,16 +220,19 @@ def computing_with(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _one_ahead(
+def _in_turn(
     trainer: Trainer, request: RoundRequest, start: RoundParameters, chunks: Sequence[Chunk]
 ) -> Iterator[ChunkSum]:
-    """The sums of chunks in their order; a GPU trains the next one while one is fetched."""
-    waiting = deque[Callable[[], ChunkSum]]()
+    """The sums of chunks in their order; a GPU trains the next one while one is fetched.
+
+    On a CPU each is there before the next one begins, which may fail or hang.
+    """
+    ahead, under_way = int(trainer.device.type == "cuda"), deque[Callable[[], ChunkSum]]()
     for chunk in chunks:
-        waiting.append(trainer.launched(request, start, chunk))
-        if len(waiting) > 1:
-            yield waiting.popleft()()
-    for last in waiting:
+        under_way.append(trainer.launched(request, start, chunk))
+        if len(under_way) > ahead:
+            yield under_way.popleft()()
+    for last in under_way:
         yield last()
 
 
