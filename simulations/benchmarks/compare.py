@@ -41,9 +41,10 @@ _PACKAGES = {"pfl": ("pfl",), "flower": ("flwr", "ray"), "opacus": ("opacus",)}
 _SECONDS = 1.0  # a simulation is round after round: the first one after a rest is slower
 _AGREE = 1e-4
 _MOST_PROCESSES = 5  # on a GPU, which no single one of a rival's fills
+LARGE = ("mlp-2000", "cnn-2000")
+"""Rows of cohorts that keep a GPU busy; on a CPU a user costs as much in a smaller one."""
 REFERENCE = "reference"
 """Name of the plain loop on the CPU, which all sums are compared with."""
-_LARGE = ("mlp-2000", "cnn-2000")  # cohorts, which on a CPU cost as much for each user as others
 _AGREES = {"flower": 1e-2}  # a difference of two models in float32, times the number of users
 
 
@@ -149,7 +150,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     given = parser.parse_args()
-    given.rows = given.rows or [n for n in WORKS if given.device == "cuda" or n not in _LARGE]
+    given.rows = given.rows or [n for n in WORKS if given.device == "cuda" or n not in LARGE]
     switch_off_telemetry()
     try:
         rows = _measure(given, Console())

@@ -116,7 +116,11 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+LONGEST = "random allocation"
+OTHERS = [policy for policy in POLICIES if policy != LONGEST]
+
+
+@pytest.mark.parametrize("policy", [*OTHERS, pytest.param(LONGEST, marks=pytest.mark.slow)])
 def test_noise_and_number_of_every_policy(policy: str) -> None:
     def price(z: float, count: int) -> float:
         return epsilon([event(z, count)], 1e-6, "tight").epsilon

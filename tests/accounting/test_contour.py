@@ -235,6 +235,7 @@ class TestManyDifferentRounds:
                  for setting in [tuple(setting)]}  # fmt: skip
         assert tight_epsilon(rounds, 1e-6) == pytest.approx(tight_epsilon(other, 1e-6), rel=1e-9)
 
+    @pytest.mark.slow
     def test_memory_stays_small(self):
         rounds = drifting(50_000, 0.3)
         tracemalloc.start()

@@ -227,6 +227,7 @@ def test_other_policies_have_a_curve_without_a_mu(event: RoundEvent) -> None:
         assert alpha < float(found.power(alpha)) < 1.0
 
 
+@pytest.mark.slow
 def test_a_curve_is_of_one_accountant() -> None:
     events = [poisson_gaussian(0.1, 1.0, count=20)]
     names = [name for name in ACCOUNTANTS if name != "advanced"]  # whose δ is slow

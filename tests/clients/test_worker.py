@@ -257,6 +257,7 @@ def test_a_request_that_does_not_fit_is_refused(worker: Worker, runner: asyncio.
         runner.run(worker.train(request, LIMIT))
 
 
+@pytest.mark.slow
 def test_a_cancelled_call_kills_the_process_and_the_next_starts_another(
     worker: Worker, runner: asyncio.Runner, mark: Path
 ) -> None:
@@ -271,6 +272,7 @@ def test_a_cancelled_call_kills_the_process_and_the_next_starts_another(
     assert training_process() != pid
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_between_rounds_is_started_again(
     worker: Worker, runner: asyncio.Runner
 ) -> None:
@@ -302,6 +304,7 @@ def test_a_second_call_at_once_is_refused(worker: Worker, runner: asyncio.Runner
     assert "busy" in str(second)
 
 
+@pytest.mark.slow
 def test_a_task_that_does_not_fit_is_refused_until_one_fits(
     worker: Worker, runner: asyncio.Runner
 ) -> None:
@@ -323,6 +326,7 @@ def test_a_task_that_does_not_fit_is_refused_until_one_fits(
     assert_equal(runner.run(worker.train(request_to(GOOD), LIMIT)), of_good(GOOD))
 
 
+@pytest.mark.slow
 def test_users_that_cannot_be_loaded_are_refused_and_nothing_is_left(
     runner: asyncio.Runner,
 ) -> None:

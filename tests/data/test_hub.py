@@ -120,6 +120,7 @@ def test_what_is_neither_reached_nor_cached_is_one_sentence(fetched):
     assert not any("\n" in each[1] for each in (absent, split, subset, same))
 
 
+@pytest.mark.slow
 def test_the_command_line_ends_with_that_sentence_and_code_2(tmp_path):
     (tmp_path / "hub.toml").write_text(EXPERIMENT.format(name="someone/nothing"))
     done = subprocess.run(

@@ -178,6 +178,7 @@ def test_a_node_fetches_the_model_that_was_released(tmp_path: Path) -> None:
         np.testing.assert_array_equal(fetched[name], tensor)
 
 
+@pytest.mark.slow
 def test_status_tells_where_the_run_stands_and_nothing_else(tmp_path: Path) -> None:
     loopback.lay_out_digits(tmp_path)
     with loopback.server(tmp_path, federation.FILE) as server:

@@ -56,6 +56,7 @@ def simulated(
     return fedpriv.simulate(people(), made, mechanism(), out=folder, quiet=quiet, **settings)
 
 
+@pytest.mark.slow
 def test_a_run_shows_figures_where_it_shows_accuracy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

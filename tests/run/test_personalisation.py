@@ -432,6 +432,7 @@ def test_a_file_that_cannot_be_is_refused_in_one_sentence(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_arms_of_a_comparison_may_differ_in_what_is_personal(tmp_path: Path) -> None:
     mechanism = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(0.5))
     recon = FedRecon(0.3, steps=6, personal_steps=3, personal_rate=0.5)
