@@ -60,7 +60,7 @@ class Graphs:
             return train(start, batches)
         if shape not in self._captured:
             if self._free() < self._memory:
-                self._captured.clear()
+                self._drop()
             self._captured[shape] = self._capture(train, start, batches)
         graph = self._captured[shape]
         return train(start, batches) if graph is None else graph.replayed(start, batches)
@@ -68,7 +68,13 @@ class Graphs:
     def clear(self) -> None:
         """Forget what was captured, and free its memory."""
         self._seen.clear()
+        self._drop()
+
+    def _drop(self) -> None:
+        if any(self._captured.values()):
+            torch.cuda.synchronize(self._device)  # one may still be under way
         self._captured.clear()
+        self._pool = None  # a pool ends with its last graph
 
     def _free(self) -> int:
         free, _ = torch.cuda.mem_get_info(self._device)

@@ -7,8 +7,8 @@ into pieces of one size; and no shape is trusted for that. Before the first user
 random users do, in other places and beside other neighbours, and each must get what it got before.
 
 A rung has one shape with as many lanes as pay, which says what a user gets. Where there are fewer
-users, other lanes are blank, or there are fewer lanes that are found to give the same. Where places
-or neighbours make a difference, users of the rung train one at a time.
+users, other lanes are blank, or, on a CPU, there are fewer lanes that are found to give the same.
+Where places or neighbours make a difference, users of the rung train one at a time.
 """
 
 import hashlib
@@ -68,7 +68,6 @@ _MANY_LANES = 2048  # all of which are tried before users train in them
 # same lanes. With fewer it would wait for its next kernel, and with more train blank ones.
 _BUSY_DEVICE = 2**23
 _DEVICE_LANES = 128
-_RESIDENT = 4  # of a GPU's free memory, users' data may take the share of one over this
 _UNROLLED = 32  # numbers: two vectors of AVX-512
 # Random users that are compared in smaller shapes, in turns; of fewer, differences stay unseen.
 _COMPARED = 64
@@ -151,7 +150,7 @@ class Trainer:
         if self.device.type != "cuda" or mapped:
             return None
         free, _ = torch.cuda.mem_get_info(self.device)
-        if sum(column.nbytes for column in columns.values()) > free // _RESIDENT:
+        if sum(column.nbytes for column in columns.values()) > free // 4:  # the rest is for chunks
             return None
         return held_on(self.device, columns)
 

@@ -57,7 +57,7 @@ def clip_rows(
 
     Pieces are [C, d_k] of contiguous rows; together a user's vector lies in one row of each.
     Weights are m [C], 0 ≤ m ≤ c, and c; None: all are 1. Returns which rows were within S, and
-    which are sound, as all are but those that became zero for the second reason: [C] each.
+    which are sound, that is, are not zero by the second of these: [C] each.
     """
     step, bound = granularity(clipping_norm), squared_bound(clipping_norm)
     root, limits = math.sqrt(bound), np.full(len(pieces[0]), float(bound))

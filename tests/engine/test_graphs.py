@@ -22,7 +22,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.captured: list[Recorder.CUDAGraph] = []
-        self.free, self.last = 10, lambda: None
+        self.free, self.waited, self.last = 10, 0, lambda: None
+        self.pools: list[object] = []
 
     class CUDAGraph:
         def __init__(self) -> None:
@@ -43,13 +44,17 @@ class Recorder:
         return self.Stream()
 
     @contextmanager
-    def graph(self, graph: CUDAGraph, *_: object, **__: object) -> Iterator[None]:
+    def graph(self, graph: CUDAGraph, pool: object, *_: object, **__: object) -> Iterator[None]:
+        self.pools.append(pool)
         yield
         graph.replay = self.last
         self.captured.append(graph)
 
     def mem_get_info(self, _: object) -> tuple[int, int]:
         return self.free, 100
+
+    def synchronize(self, _: object) -> None:
+        self.waited += 1
 
     def memory_reserved(self, _: object) -> int:
         return 0
@@ -140,6 +145,8 @@ def test_graphs_are_dropped_where_memory_is_short(cuda: Recorder) -> None:
         for digit in (1.0, 2.0, 3.0):
             trained(graphs, train, LOCAL, free * 10 + kept, digit)
         assert len(graphs._captured) == kept
+    assert cuda.waited == 1  # for those that may be under way
+    assert cuda.pools == [None, (0, 1), None]  # which ended with them
 
 
 def test_what_cannot_be_captured_trains_as_before(cuda: Recorder) -> None:

@@ -1,6 +1,7 @@
 """The benchmarks of the engine: what they measure, not how fast anything is."""
 
 import cProfile
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,32 @@ def test_activations_are_timed_side_by_side(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(throughput, "TURN", 0.0)
     names = [*speeds_of(SMALL, torch.device("cpu"), [1], ("float32", "bfloat16"))][1:]
     assert names == ["fedpriv on cpu, chunks of 1 MiB", "fedpriv on cpu, chunks of 1 MiB, bfloat16"]
+
+
+@pytest.mark.parametrize(("users", "asked"), [([], 1_000), (["--users", "3"], 3)])
+def test_as_many_users_train_as_are_asked_for(
+    users: list[str], asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def speeds(work: Work, *_: object) -> dict[str, float]:
+        seen.append(work.users)
+        return {"plain PyTorch loop": 1.0}
+
+    monkeypatch.setattr(throughput, "speeds_of", speeds)
+    monkeypatch.setattr(sys, "argv", ["throughput", "--work", "softmax", *users])
+    throughput.main()
+    assert seen == [asked]
+
+
+def test_no_users_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["throughput", "--users", "0"])
+    with pytest.raises(SystemExit) as stopped:
+        throughput.main()
+    assert stopped.value.code == 2
+    assert "--users is 0; it must be at least 1" in capsys.readouterr().err
 
 
 def test_the_plain_loop_leaves_the_model_as_it_was() -> None:
