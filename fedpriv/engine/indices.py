@@ -14,6 +14,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine.task import Task, called, plain_arithmetic
@@ -22,16 +23,24 @@ _CPU = torch.device("cpu")
 
 
 class Indices:
-    """Knows which users of a store have integers that model or loss refuse."""
+    """Knows which users of a store have integers that model or loss, evaluated, refuse."""
 
     def __init__(self, task: Task, users: UserStore) -> None:
-        model = copy.deepcopy(task.model).to(_CPU).eval()
+        model = task.model if _on_cpu(task.model) else copy.deepcopy(task.model).to(_CPU)
         self._task, self._users = replace(task, model=model), users
         self._reasons: dict[int, Exception | None] = {}  # by user, of those that were tried
         fields = {name: users.fields[name] for name in task.fields}
         self._zeros = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in fields.items()}
         self._legal = self._ranges()
         self._may_ignore = self._all_legal(task.targets, task.ignore_index)
+
+    def legal(self, name: str) -> tuple[int, int]:
+        """The least and the largest number of a field of integers, or of bools, that are legal."""
+        kind = self._zeros[name].dtype
+        if kind.kind == "b":
+            return 0, 1
+        limits = np.iinfo(cast("np.dtype[np.integer]", kind))
+        return self._legal.get(name, (int(limits.min), int(limits.max)))
 
     def check(self, users: npt.NDArray[np.int64]) -> None:
         """Raise what model or loss raise for the rows of the first of these users for whom they do.
@@ -94,6 +103,10 @@ class Indices:
             except Exception as error:
                 return error
         return None
+
+
+def _on_cpu(model: nn.Module) -> bool:
+    return all(p.device.type == "cpu" for p in model.parameters())
 
 
 def _last(legal: Callable[[int], bool], end: int) -> int:

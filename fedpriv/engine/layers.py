@@ -59,6 +59,7 @@ _ALIGNED, _ALIGNED_BYTES = 4, 16  # so many float32 numbers
 _RUN = 16  # numbers in a row in memory; copying fewer costs as much
 _TOUCHES = 40  # multiplications in the time that it takes to change a weight in memory
 _TOLERANCE = 1e-4
+_OFF = 1e-2  # of the norm of a gradient
 _EACH = 2  # examples of each user that is tried
 # Which of the users of `_users_like` are tried together: mixing may show only at an extreme.
 _TRIALS = ((0, 1, 2), (4, 3, 0), (3, 4, 0))
@@ -462,7 +463,7 @@ def batched_layer(layer: nn.Module, *, alike: bool = False) -> BatchedLayer:
         return BatchedLinear()
     if type(layer) is nn.Conv2d:
         return BatchedConv2d(layer)
-    if type(layer) is nn.Embedding and layer.max_norm is None:
+    if type(layer) is nn.Embedding and layer.max_norm is None and not layer.scale_grad_by_freq:
         return BatchedEmbedding(layer, alike=alike)
     if type(layer) is nn.GroupNorm or type(layer) is nn.LayerNorm:
         return BatchedAffine(layer)
@@ -808,9 +809,12 @@ def batched_model(task: Task, x: Inputs, y: Tensor) -> BatchedModel | None:
                 trained[name] = layer
                 if not all(required):
                     return None
+        inputs, targets = _users_like(x), _users_like(y)
         with torch.no_grad():
-            inputs, targets = _users_like(x), _users_like(y)
             model = _copied(task.model, trained, torch.cat(inputs[:2]))
+        if not _same_gradients(task, model, inputs, targets):
+            return None
+        with torch.no_grad():
             for users in _TRIALS:
                 chosen = [inputs[u] for u in users], [targets[u] for u in users]
                 if not _separate(task, model, *chosen):
@@ -859,11 +863,42 @@ def _copied(model: nn.Module, trained: Mapping[str, nn.Module], x: Tensor) -> Ba
     return BatchedModel(copied, trained, batched, keys, rows, once, held)
 
 
+def _same_gradients(task: Task, model: BatchedModel, x: list[Tensor], y: list[Tensor]) -> bool:
+    """Whether the first two users get the gradients that the model itself gives each.
+
+    So a hook of a layer, which its copy lacks, is noticed. By their norms: where a rounding decides
+    on which side of a kink a number is, some components differ.
+    """
+    one, other = _two_sets(task)
+    both = {name: torch.stack([p, other[name]]).requires_grad_() for name, p in one.items()}
+    outputs = model.outputs(both, {}, torch.cat(x[:2]))
+    together = _gradients(task.losses_of(outputs, torch.cat(y[:2])), both)
+    for user, own in enumerate((one, other)):
+        leaves = {name: p.requires_grad_() for name, p in own.items()}
+        alone = _gradients(task.losses_of(called(task.model, leaves, x[user]), y[user]), leaves)
+        least = _TOLERANCE * max(float(g.norm()) for g in alone.values())
+        for name, gradient in alone.items():
+            off = float((together[name][user] - gradient).norm())
+            if not off <= _OFF * float(gradient.norm()) + least:
+                return False
+    return True
+
+
+def _gradients(losses: Tensor, parameters: TorchTensors) -> TorchTensors:
+    found = torch.autograd.grad(losses.sum(), [*parameters.values()], materialize_grads=True)
+    return dict(zip(parameters, found, strict=True))
+
+
+def _two_sets(task: Task) -> tuple[TorchTensors, TorchTensors]:
+    """The task's parameters, and others near them."""
+    generator = torch.Generator().manual_seed(0)
+    one = {name: p.clone() for name, p in task.trainable().items()}  # which may be of inference
+    return one, {n: p + torch.randn(p.shape, generator=generator) / 8 for n, p in one.items()}
+
+
 def _separate(task: Task, model: BatchedModel, x: list[Tensor], y: list[Tensor]) -> bool:
     """Whether the first of three users gets what it gets alone, beside the second and the third."""
-    generator = torch.Generator().manual_seed(0)
-    one = task.trainable()
-    other = {n: p + torch.randn(p.shape, generator=generator) / 8 for n, p in one.items()}
+    one, other = _two_sets(task)
     both = {name: torch.stack([p, other[name]]) for name, p in one.items()}
     each = [called(task.model, own, x[user]) for user, own in enumerate((one, other))]
     together, beside = (model.outputs(both, {}, torch.cat([x[0], second])) for second in x[1:])

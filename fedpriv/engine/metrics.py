@@ -31,6 +31,7 @@ from fedpriv.engine.task import (
     RunningNorm,
     Task,
     called,
+    each_input,
     running_norms,
 )
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError, known_names
@@ -126,8 +127,8 @@ class _Seen(NamedTuple):
 
     task: Task
     outputs: Tensor  # [n, …]
-    targets: Tensor  # [n, …]
     moments: Mapping[str, Sequence[Tensor]]  # of each running norm, one for each call
+    targets: Tensor  # [n, …]
 
 
 def _hits(seen: _Seen, metric: Metric) -> Tensor:
@@ -255,19 +256,37 @@ class Measuring:
 
     def seen(self, x: Inputs, y: Tensor, lanes: int) -> _Seen:
         """Evaluate examples [n, …], the same number of each lane."""
-        start, batched = self.start, self.batched
-        moments: dict[str, list[Tensor]] = {}
-        with ExitStack() as hooks:
-            for name, norm in running_norms(batched.model if batched else self.task.model).items():
-                hook = partial(_record_moments, moments.setdefault(name, []))
-                hooks.enter_context(norm.register_forward_pre_hook(hook))
-            if batched and isinstance(x, Tensor):
-                own = same_for_all(start.parameters, lanes)
-                outputs = batched.outputs(own, start.constants, x)
-            else:
-                tensors = start.parameters | start.constants
-                outputs = called(self.task.model, tensors, x)
-        return _Seen(self.task, outputs, y, moments)
+        batched = self.batched
+        if batched and isinstance(x, Tensor):
+            own = same_for_all(self.start.parameters, lanes)
+            run = partial(batched.outputs, own, self.start.constants)
+            return _Seen(self.task, *_recorded(batched.model, run, x), y)
+        # Nothing says that others keep apart what lies side by side.
+        tensors, each = self.start.parameters | self.start.constants, len(y) // lanes
+        found = []
+        for first in range(0, len(y), each):
+            rows = each_input(lambda t, first=first: t[first : first + each], x)  # type: ignore[misc]
+            found.append(
+                _recorded(self.task.model, partial(called, self.task.model, tensors), rows)
+            )
+        outputs, moments = zip(*found, strict=True)
+        calls = {
+            name: [torch.cat(some) for some in zip(*(m[name] for m in moments), strict=True)]
+            for name in moments[0]
+        }
+        return _Seen(self.task, torch.cat(outputs), calls, y)
+
+
+def _recorded(
+    model: nn.Module, run: Callable[[Inputs], Tensor], x: Inputs
+) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    """Outputs for x, and what its running norms were given meanwhile."""
+    moments: dict[str, list[Tensor]] = {}
+    with ExitStack() as hooks:
+        for name, norm in running_norms(model).items():
+            hook = partial(_record_moments, moments.setdefault(name, []))
+            hooks.enter_context(norm.register_forward_pre_hook(hook))
+        return run(x), moments
 
 
 def _record_moments(calls: list[Tensor], layer: nn.Module, inputs: tuple[Tensor]) -> None:

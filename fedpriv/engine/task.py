@@ -664,6 +664,18 @@ def _same_convolutions() -> Iterator[None]:
 
 
 @contextmanager
+def _attention_as_in_training() -> Iterator[None]:
+    """torch has a faster one for evaluation, which it takes if all masks of a batch are alike."""
+    attention: Any = torch.backends.mha
+    before = attention.get_fastpath_enabled()
+    attention.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        attention.set_fastpath_enabled(before)
+
+
+@contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """Compute as the numbers' types say, whatever the caller has set in this thread."""
     # As the processor's flag says, which torch and NumPy share in a thread.
@@ -677,6 +689,7 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
             torch.autocast(device.type, enabled=False),
             tf32(allowed=False),
             _same_convolutions(),
+            _attention_as_in_training(),
         ):
             yield
     finally:

@@ -13,9 +13,11 @@ Where places or neighbours make a difference, users of the rung train one at a t
 
 import hashlib
 import logging
+import pickle
+import random
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd, prod
@@ -72,6 +74,8 @@ _UNROLLED = 32  # numbers: two vectors of AVX-512
 # Random users that are compared in smaller shapes, in turns; of fewer, differences stay unseen.
 _COMPARED = 64
 _TURNS = 16
+_NOT_FINITE = (np.nan, np.inf, -np.inf, 1e30)
+_LARGE = 2**10  # integers of random users are less, where larger ones are legal
 _LEARNING_RATE = 0.05  # at which random users stay finite, whatever the plan's
 
 
@@ -157,7 +161,7 @@ class Trainer:
     @cached_property
     def indices(self) -> Indices:
         """Which users have integers that the task cannot compute with."""
-        return Indices(self.task, self.users)
+        return Indices(self.evaluated, self.users)
 
     @cached_property
     def graphs(self) -> Graphs | None:
@@ -359,7 +363,9 @@ class Trainer:
     ) -> Updates:
         """How far each lane, users of a store, moves from the start, in personal parameters too."""
         with self.lock, plain_arithmetic(self.device):
-            return self._train(request, start, chunk, self._examples(request, chunk, store))
+            examples = self._examples(request, chunk, store)
+            with self._seeded(request, chunk, examples):
+                return self._train(request, start, chunk, examples)
 
     def sent(
         self,
@@ -375,16 +381,26 @@ class Trainer:
     def _sent(
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
     ) -> Updates:
-        moved = self._train(request, start, chunk, examples)
-        updates = {name: t for name, t in moved.items() if name not in start.personal}
         reported = TorchTensors()
-        if request.measured:
-            measuring = Measuring(self.evaluated, start, self.measured)
-            groups = request.clipping.groups
-            reported = user_metrics(measuring, examples, request.measured, updates, groups)
+        with self._seeded(request, chunk, examples):  # metrics may draw, too
+            moved = self._train(request, start, chunk, examples)
+            updates = {name: t for name, t in moved.items() if name not in start.personal}
+            if request.measured:
+                measuring = Measuring(self.evaluated, start, self.measured)
+                groups = request.clipping.groups
+                reported = user_metrics(measuring, examples, request.measured, updates, groups)
         if CONTRIBUTORS in request.metrics:
             reported[CONTRIBUTORS.tensor] = torch.ones(chunk.lanes, device=self.device)
         return {**updates, **reported}
+
+    def _seeded(
+        self, request: RoundRequest, chunk: Chunk, examples: Examples
+    ) -> AbstractContextManager[None]:
+        """The generators of the user who trains alone; it may draw for some data only."""
+        if chunk.together:
+            return nullcontext()
+        (user,) = examples.users.tolist()
+        return seeded(request.local_key, user, self.device)
 
     def _examples(
         self, request: RoundRequest, chunk: Chunk, store: UserStore | None = None
@@ -412,11 +428,7 @@ class Trainer:
             if chunk.together and self.graphs is not None:
                 shape = chunk.rung, chunk.lanes
                 return self.graphs.trained(train, local, shape, start, batches)
-            if chunk.together or not self.draws:
-                return train(start, batches)
-            (user,) = examples.users.tolist()
-            with seeded(request.local_key, user, self.device):
-                return train(start, batches)
+            return train(start, batches)
 
 
 def _fetched(tensor: Tensor) -> Callable[[], npt.NDArray[Any]]:
@@ -507,13 +519,26 @@ class Isolation:
         while (lanes := self._trainer.lanes_for(users, rung)) < verdict.most:
             if lanes not in verdict.counts:
                 few = self._random_users(request, rung, min(_COMPARED, len(verdict.digests)))
-                verdict.counts[lanes] = _agree(few.in_turns(lanes), verdict.digests)
+                try:
+                    verdict.counts[lanes] = _agree(few.in_turns(lanes), verdict.digests)
+                except Exception:  # of a model that takes other numbers of examples only
+                    verdict.counts[lanes] = False
             if verdict.counts[lanes]:
                 return lanes
             users += 1
         return verdict.most
 
     def _examined(self, request: RoundRequest, rung: Rung) -> _Verdict:
+        before = _own_generators()
+        verdict = self._tried(request, rung)
+        if _own_generators() != before:
+            raise ModelError(
+                "training draws from the generators of Python's random or NumPy's, of which all "
+                "users have the same; it must draw from torch's, which are seeded for each user"
+            )
+        return verdict
+
+    def _tried(self, request: RoundRequest, rung: Rung) -> _Verdict:
         trainer = self._trainer
         lanes = trainer.most_lanes(request, rung)
         if not trainer.draws and (lanes > 1 or trainer.batched is not None):
@@ -529,18 +554,18 @@ class Isolation:
                 rung.width,
                 rung.steps,
             )
-        self._check_alone(self._random_users(request, rung, 1))
+        self._check_alone(self._random_users(request, rung, len(_NOT_FINITE)))
         return _Verdict(1)
 
     def _check_alone(self, users: "_RandomUsers") -> None:
         """Refuse a model that cannot be trained, or gives one user something else the next time."""
         try:
-            found = [users.alone() for _ in range(2)]
+            found = users.alone()
         except Exception:  # random numbers need not be legal, but rows of zeros are
             zeros = {name: np.zeros_like(column) for name, column in users.store.fields.items()}
             users = replace(users, store=UserStore(zeros, users.store.offsets))
             try:
-                found = [users.alone() for _ in range(2)]
+                found = users.alone()
             except (MemoryError, torch.OutOfMemoryError):
                 return  # users of this size will count as zero
             except Exception as error:
@@ -551,7 +576,8 @@ class Isolation:
         if found[0] != found[1]:
             raise ModelError(
                 "training the same user twice gives two results; what a user gets must depend on "
-                "its rows and on torch's generators alone, which are seeded for each user"
+                "its rows and on torch's generators alone, which are seeded for each user, and not "
+                "on who trained before"
             )
 
     def _random_users(self, request: RoundRequest, rung: Rung, users: int) -> "_RandomUsers":
@@ -565,7 +591,11 @@ class Isolation:
 
 @dataclass(frozen=True)
 class _RandomUsers:
-    """Users of one rung; user u is random, and user u + `users` broken, for u < `users`."""
+    """Users of one rung, in three kinds; u < `users` is random, in the middle of what is legal.
+
+    User u + `users` is at the ends of that or not finite, and user u + 2·`users` is as user u but
+    for zeros at the end of each row, as of a text that is short.
+    """
 
     trainer: Trainer
     request: RoundRequest
@@ -575,7 +605,7 @@ class _RandomUsers:
     store: UserStore
 
     def digests(self, order: Integers, lanes: int, *, together: bool = True) -> dict[int, bytes]:
-        """SHA-256 of all bits that users who are not broken get if all train in this order."""
+        """SHA-256 of all bits that each user gets if all train in this order."""
         chunk, found = Chunk(self.rung, lanes, together, order), []
         updates = self.trainer.sent(self.request, self.start, chunk, self.store)
         shapes = tuple(tuple(update.shape[1:]) for update in updates.values())
@@ -583,24 +613,26 @@ class _RandomUsers:
             for row in rows.float().cpu().numpy():  # as they were, and half as much to read
                 row[np.isnan(row)] = np.nan  # one of the many
                 found.append(hashlib.sha256(row).digest())
-        by_user = zip(order.tolist(), found, strict=True)
-        return {user: digest for user, digest in by_user if user < self.users}
+        return dict(zip(order.tolist(), found, strict=True))
 
     def together(self, lanes: int) -> tuple[bytes, ...]:
-        """What all get side by side; nothing if place or neighbours make a difference."""
-        users = self.users
-        digests = self.digests(np.arange(users), lanes)
-        expected = tuple(digests[user] for user in range(users))
+        """What random users get side by side; nothing if place or neighbours make a difference."""
+        users, everyone = self.users, np.arange(self.users)
+        digests = self.digests(everyone, lanes)
+        short = self.digests(everyone + 2 * users, lanes)
         for number, places in ((0, 1), (1, users // 3 + 1), (2, 2 * (users // 3 + 1))):
-            turned = np.roll(np.arange(users), places)
-            broken = np.where(np.arange(users) % 3 == number, turned + users, turned)
+            turned = np.roll(everyone, places)
+            broken = np.where(everyone % 3 == number, turned + users, turned)
             try:
                 found = self.digests(broken, lanes)
             except Exception:  # a model may raise for what is not finite; then none is beside
                 found = self.digests(turned, lanes)
-            if not _agree(found, expected):
+            if not _agree(found, digests):
                 return ()
-        return expected
+        mixed = np.roll(np.where(everyone % 3 == 0, everyone, everyone + 2 * users), 1)
+        if not _agree(self.digests(mixed, lanes), short):
+            return ()
+        return tuple(digests[user] for user in range(users))
 
     def in_turns(self, lanes: int) -> dict[int, bytes]:
         """What some get, as many as tell, in fewer lanes at a time and one place further on."""
@@ -610,12 +642,24 @@ class _RandomUsers:
             found |= self.digests(turn, lanes)
         return found
 
-    def alone(self) -> dict[int, bytes]:
-        return self.digests(np.zeros(1, np.int64), 1, together=False)
+    def alone(self) -> list[dict[int, bytes]]:
+        """What the first gets, and what it gets after all who are broken."""
+        first = np.zeros(1, np.int64)
+        found = self.digests(first, 1, together=False)
+        for broken in range(self.users, 2 * self.users):
+            with suppress(Exception):  # of a model that refuses it
+                self.digests(np.array([broken]), 1, together=False)
+        return [found, self.digests(first, 1, together=False)]
 
 
-def _agree(found: Mapping[int, bytes], expected: Sequence[bytes]) -> bool:
-    return all(expected[user] == digest for user, digest in found.items())
+def _agree(found: Mapping[int, bytes], expected: Mapping[int, bytes] | Sequence[bytes]) -> bool:
+    known = expected if isinstance(expected, Mapping) else dict(enumerate(expected))
+    return all(found[user] == known[user] for user in found.keys() & known.keys())
+
+
+def _own_generators() -> bytes:
+    """States of the global generators that torch does not seed."""
+    return pickle.dumps((random.getstate(), np.random.get_state()))
 
 
 def _sizes_on(rung: Rung, local: LocalTraining, users: int) -> Integers:
@@ -632,18 +676,28 @@ def _sizes_on(rung: Rung, local: LocalTraining, users: int) -> Integers:
 
 
 def _random_store(trainer: Trainer, sizes: Integers) -> UserStore:
-    """Random users of these sizes, and as many whose numbers are zero or not finite."""
-    rows = int(sizes.sum())
+    """Random users of these sizes, in the three kinds of `_RandomUsers`."""
+    rows, whose = int(sizes.sum()), np.repeat(np.arange(len(sizes)), sizes)
     fields: dict[str, npt.NDArray[np.generic]] = {}
     for seed, name in enumerate(trainer.task.fields):
         rng = np.random.default_rng(seed)
         column = trainer.users.fields[name]
-        values = np.zeros((2 * rows, *column.shape[1:]), column.dtype)
-        if np.issubdtype(column.dtype, np.floating):
-            values[:rows] = rng.random(values[:rows].shape, np.float32)
-            for number, broken in enumerate((np.nan, np.inf, -np.inf, 1e30)):
-                values[rows + number :: 4] = broken
+        values = np.zeros((3 * rows, *column.shape[1:]), column.dtype)
+        drawn = values[:rows]
+        if np.issubdtype(column.dtype, np.inexact):
+            drawn[:] = rng.random(drawn.shape, np.float32)
+            with np.errstate(over="ignore"):  # of float16
+                ends = [np.asarray(end).astype(column.dtype) for end in _NOT_FINITE]
         else:
-            values[:rows] = rng.integers(0, 2, values[:rows].shape)
+            # Where more than 0 and 1 are legal: neither 0, which ends a short row, nor too large.
+            least, most = trainer.indices.legal(name)
+            low, high = (1, (min(most, _LARGE) + 1) // 2) if most > 1 else (0, max(most, 0))
+            drawn[:] = rng.integers(low, high, drawn.shape, endpoint=True)
+            ends = [np.asarray(end, column.dtype) for end in (least, most, 0)]
+        for number, end in enumerate(ends):
+            values[rows : 2 * rows][whose % len(ends) == number] = end
+        values[2 * rows :] = drawn
+        if column.ndim > 1:
+            values[2 * rows :, ..., column.shape[-1] // 2 :] = 0
         fields[name] = values
-    return UserStore(fields, np.cumsum([0, *sizes, *sizes]))
+    return UserStore(fields, np.cumsum([0, *sizes, *sizes, *sizes]))

@@ -12,7 +12,13 @@ from torch.nn import functional
 
 from fedpriv.engine import layers as module
 from fedpriv.engine.adapters import with_adapters
-from fedpriv.engine.layers import OuterProducts, PatchProducts, Window, batched_model
+from fedpriv.engine.layers import (
+    OnceConv2d,
+    OuterProducts,
+    PatchProducts,
+    Window,
+    batched_model,
+)
 from fedpriv.engine.local_training import (
     Batches,
     by_rung,
@@ -214,6 +220,31 @@ def pieces() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Linear(3, 4), nn.Flatten(), nn.Linear(8, 3))
 
 
+class Differentiating(nn.Module):
+    """Returns a derivative by its input, as models of forces do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 3), nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.outer(torch.tanh(self.inner(x))).sum()
+            return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def hooked(layer: int, *, trained: bool) -> nn.Module:
+    """Its layer passes back a tenth of its gradient."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+    if not trained:  # one before it is
+        frozen = nn.Linear(6, 6).requires_grad_(requires_grad=False)
+        model = nn.Sequential(nn.Linear(6, 6), frozen, *model)
+        layer = 1
+    model[layer].register_full_backward_pre_hook(lambda _, back: (back[0] / 10.0,))
+    return model
+
+
 def half_frozen() -> nn.Module:
     layer = nn.Linear(6, 3)
     layer.bias.requires_grad_(requires_grad=False)
@@ -297,6 +328,11 @@ KINDS = {
         (nn.Conv2d(2, 2, 3, padding=1, padding_mode="circular"), IMAGE, None),
         (nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), SIX, None),
         (nn.Embedding(9, 4, max_norm=1.0), SENTENCE, None),
+        (nn.Embedding(9, 4, scale_grad_by_freq=True), SENTENCE, None),
+        (hooked(0, trained=True), SIX, None),
+        (hooked(0, trained=False), SIX, None),
+        (hooked(1, trained=True), SIX, {"0": 1, "2": 1}),  # a layer that stays as it is
+        (Differentiating(), SIX, None),
         (nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)), SIX, None),
     ],
 )
@@ -449,21 +485,13 @@ def test_only_what_is_called_once_is_convolved_at_once() -> None:
     assert found.once == ("once",)
 
 
-class Overwriting(nn.Sequential):
-    """Changes the input of its convolution afterwards, which autograd forbids."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(x).contiguous(memory_format=torch.channels_last)
-        y = self[0](x)
-        x.zero_()
-        return y.mean((2, 3))
-
-
 def test_what_a_convolution_remembers_cannot_be_overwritten() -> None:
-    task = Task(Overwriting(nn.Conv2d(2, 3, 3)), cross_entropy)
-    batches = batches_of(IMAGE, [1, 1], LocalTraining(0.5, steps=1), positions=False)
+    layer = OnceConv2d(1, Window((3, 3), (1, 1), (0, 0), (1, 1)), torch.zeros(3, 2, 3, 3), None)
+    images = torch.zeros(IMAGE.shape).contiguous(memory_format=torch.channels_last)
+    outputs = layer(images)
+    images.zero_()
     with pytest.raises(ModelError, match="changed in place"):
-        trained_in_layers(task, IMAGE, batches, LocalTraining(0.5, steps=1), 10**9)
+        outputs.sum().backward()
 
 
 @pytest.mark.parametrize("step", [1, 2])
