@@ -239,6 +239,28 @@ def test_they_begin_after_others_have_trained_here() -> None:
     assert summed(transport.collect(request)) == expected
 
 
+def test_they_compute_in_one_thread_whatever_threads_this_process_has() -> None:
+    program = (
+        "import torch\n"
+        "from torch import nn\n"
+        "from tests.engine.test_workers import InProcessTransport, LocalTraining, Task\n"
+        "from tests.engine.test_workers import cross_entropy, replace, request_under, users_of\n"
+        "torch.set_num_threads(4)\n"
+        "torch.manual_seed(0)\n"
+        "model = nn.Sequential(nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 3))\n"
+        "model(torch.ones(512, 400)).sum().backward()\n"  # as an evaluation: they exist
+        "task, users = Task(model, cross_entropy), users_of([64, 64, 64, 100, 100], (400,))\n"
+        "request = request_under(task, LocalTraining(0.05, batch_size=32, epochs=1), 5, 0.3)\n"
+        "transport = InProcessTransport(task, users, torch.device('cpu'), 2**27, processes=2)\n"
+        "found = sum(partial.total for partial in transport.collect(request))\n"
+        "torch.set_num_threads(1)\n"
+        "single = replace(transport, processes=1)\n"
+        "assert (found == sum(partial.total for partial in single.collect(request))).all()\n"
+    )
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "4"}
+    subprocess.run([sys.executable, "-c", program], env=found, timeout=60, check=True)
+
+
 @pytest.mark.parametrize("why", ["no fork", "one chunk"])
 def test_there_are_none_where_they_cannot_help(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "can_fork", lambda: why != "no fork")
