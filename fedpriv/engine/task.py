@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ Activations = Literal["float32", "tf32", "bfloat16"]
 users train. Under "tf32", which only a GPU knows, products of float32 round their factors to 11.
 Parameters, losses, updates, their sums and all metrics stay float32."""
 
+_Result = TypeVar("_Result")
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _SMALLEST = torch.finfo(torch.float32).tiny
 _ROWS = 500  # held-out rows that are evaluated at once: what more give leaves the caches
@@ -84,7 +85,8 @@ class Task:
     Attributes:
         model: any module that maps inputs [B, …] to outputs [B, …] without mixing examples or
             changing its own buffers. Its forward must reach parameters through `self`, since users
-            train on copies of it. Batch normalisation is replaced, in a copy, by `RunningNorm`.
+            train on copies of it. Batch normalisation is replaced, in a copy, by `RunningNorm`. If
+            it checkpoints activations, with `use_reentrant=False`, users train one at a time.
         loss: maps outputs and targets [B, …] to one loss per example [B], or to losses [B, …]
             that are averaged over all but the first axis; or the name of one: "cross-entropy",
             "squared-error" or "package.module:function".
@@ -504,6 +506,23 @@ def called(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor
         else model(*unnamed, **named)
     )
     return cast(Tensor, outputs if isinstance(outputs, Tensor) else outputs.logits)
+
+
+class _During(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, do: Callable[[], Any]) -> Any:
+        return do()
+
+
+def done_with(
+    model: nn.Module, tensors: Mapping[str, Tensor], do: Callable[[], _Result]
+) -> _Result:
+    """What is returned by a call during which a model has tensors put in by name."""
+    put_in = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    return cast(_Result, functional_call(_During(model), put_in, (do,)))
 
 
 def matching(patterns: Iterable[str], names: Iterable[str], what: str) -> tuple[str, ...]:
