@@ -293,7 +293,7 @@ def evaluate(
     if HELD_OUT_USER in rows:
         users, owners = np.unique(rows[HELD_OUT_USER], return_inverse=True)
     sums, parts, failed = dict[str, Tensor](), list[Collected](), dict[str, str]()
-    was_training = task.model.training
+    modes = [(module, module.training) for module in task.model.modules()]
     task.model.eval()
     try:
         tensors = _channels_last(task, tensors, rows, device)
@@ -318,7 +318,8 @@ def evaluate(
             if functions:
                 parts.append(Collected.of(seen, own))
     finally:
-        task.model.train(was_training)
+        for module, training in modes:  # a part may always be in evaluation mode
+            module.training = training
     values, by_user = dict[str, float](), dict[str, npt.NDArray[np.float64]]()
     for name, total in sums.items():
         values[name] = float(summed[name].finish(total.sum(0, keepdim=True)))

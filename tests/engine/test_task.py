@@ -6,7 +6,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedpriv.engine.task import LOSSES, Task, check_task, cross_entropy, find_loss, squared_error
+from fedpriv.engine.task import (
+    LOSSES,
+    Task,
+    check_task,
+    cross_entropy,
+    evaluate,
+    find_loss,
+    squared_error,
+)
 from fedpriv.errors import ModelError
 from fedpriv.models import MODELS, build_model
 
@@ -93,6 +101,16 @@ def test_a_good_task_passes_and_is_unchanged() -> None:
     for name, parameter in task.parameters().items():
         np.testing.assert_array_equal(parameter, before[name])
         assert parameter.dtype == np.float32
+
+
+def test_an_evaluation_leaves_every_part_of_the_model_in_its_mode() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 8), nn.Dropout()), nn.Linear(8, 3))
+    model[0].eval()
+    modes = [module.training for module in model.modules()]
+    task = Task(model, cross_entropy)
+    evaluate(task, EXAMPLES, torch.device("cpu"), task.parameters())
+    assert [module.training for module in model.modules()] == modes
+    assert len(set(modes)) == 2
 
 
 def test_losses_of_sequences_are_averaged_per_example() -> None:
