@@ -5,6 +5,7 @@ Threads of one process would wait for Python's lock, the longer the smaller a mo
 
 import ctypes
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
@@ -19,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 
 import numpy as np
@@ -301,7 +301,7 @@ def _serve(trainer: Trainer, connection: Connection) -> None:
     assert parent is not None
     # Files and sockets of the parent would stay locked or open after its end.
     kept = sorted((2, connection.fileno(), parent.sentinel, os.sysconf("SC_OPEN_MAX")))
-    for before, after in pairwise(kept):
+    for before, after in itertools.pairwise(kept):
         os.closerange(before + 1, after)
 
     def end_with_parent() -> None:  # whatever this process is doing
@@ -325,13 +325,20 @@ def _serve(trainer: Trainer, connection: Connection) -> None:
                 answer = trainer.sum_of(request, start, chunk)
             except Exception as error:  # not of a user's training, which is caught there
                 answer = error
-            try:
-                message = pickle.dumps((logged.records, answer), protocol=5)
-            except Exception:
-                answer = WorkerError(f"a process raised {type(answer).__name__}")
-                message = pickle.dumps((logged.records, answer))
-            connection.send_bytes(message)
+            connection.send_bytes(_packed(logged.records, answer))
             logged.records.clear()
+
+
+def _packed(records: list[logging.LogRecord], answer: "ChunkSum | Exception") -> bytes:
+    """What is logged and answered, without what cannot be brought to another process."""
+    instead = WorkerError(f"a process raised {type(answer).__name__}")
+    for kept, sent in itertools.product((answer, instead), (records, [])):
+        with suppress(Exception):
+            message = pickle.dumps((sent, kept), protocol=5)
+            if sent or isinstance(kept, Exception):
+                pickle.loads(message)  # may fail where packing did not
+            return message
+    raise AssertionError("an error of a worker can be packed")
 
 
 def _keep_memory() -> None:

@@ -216,6 +216,37 @@ def test_what_is_raised_there_is_raised_here(monkeypatch: pytest.MonkeyPatch) ->
         list(transport.collect(request))
 
 
+class TwoReasons(Exception):  # noqa: N818 - is packed, and cannot be unpacked
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} {other}")
+
+
+def test_an_error_that_cannot_be_unpacked_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(*_args: object) -> None:
+        raise TwoReasons("of", "user 7")
+
+    monkeypatch.setattr(Trainer, "sum_of", odd)
+    transport, request = parts()
+    with pytest.raises(WorkerError, match=r"^a process raised TwoReasons$"):
+        list(transport.collect(request))
+
+
+def test_a_log_record_that_cannot_be_brought_here_costs_no_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport, request = parts()
+    expected = summed(replace(transport, processes=1).collect(request))
+    honest = Trainer.sum_of
+
+    def logs(*args: object) -> ChunkSum:
+        logging.getLogger("of a model").warning("odd", extra={"function": lambda: 0})
+        return honest(*args)
+
+    monkeypatch.setattr(Trainer, "sum_of", logs)
+    assert summed(transport.collect(request)) == expected
+    assert not caplog.records
+
+
 def test_what_cannot_be_brought_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class Local(Exception):  # noqa: N818 - pickle does not find it
         pass
