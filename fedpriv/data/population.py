@@ -319,7 +319,8 @@ def check_count(name: str, value: object, least: int = 1) -> int:
 def check_like(what: str, rows: Array, others: str, like: Array) -> None:
     """Raise DataError unless rows of two arrays may stand in one field."""
     # The dtype's type, because strings of different widths fit each other.
-    if (rows.dtype.type, rows.shape[1:]) != (like.dtype.type, like.shape[1:]):
+    kind, other = ((a.dtype.type, a.dtype.isnative, a.shape[1:]) for a in (rows, like))
+    if kind != other:
         raise DataError(f"{what} is {_per_row(rows)} per row; {others} {_per_row(like)}")
 
 
