@@ -319,7 +319,8 @@ def check_count(name: str, value: object, least: int = 1) -> int:
 def check_like(what: str, rows: Array, others: str, like: Array) -> None:
     """Raise DataError unless rows of two arrays may stand in one field."""
     # The dtype's type, because strings of different widths fit each other.
-    if (rows.dtype.type, rows.shape[1:]) != (like.dtype.type, like.shape[1:]):
+    kind, other = ((a.dtype.type, a.dtype.isnative, a.shape[1:]) for a in (rows, like))
+    if kind != other:
         raise DataError(f"{what} is {_per_row(rows)} per row; {others} {_per_row(like)}")
 
 
@@ -340,7 +341,8 @@ def spread_over(offsets: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
 def as_id_array(ids: Sequence[object] | Array) -> IdArray:
     """Turn user ids [n] into an array of strings or of integers; DataError if they are neither.
 
-    NumPy would merge or split users by converting mixed, missing (None, NaN), float or bool ids.
+    NumPy would merge or split users by converting mixed, missing (None, NaN), float or bool ids,
+    and by taking null characters from the ends of strings, as it did with those that it holds.
     """
     if isinstance(ids, np.ndarray) and ids.ndim != 1:
         raise DataError(f"user ids have shape {ids.shape}; they must be one-dimensional")
@@ -352,6 +354,8 @@ def as_id_array(ids: Sequence[object] | Array) -> IdArray:
         if isinstance(value, bool) or not isinstance(value, kind):
             found = f"user id number {position} is {value!r}"
             raise DataError(f"{found}; ids must be all strings or all integers")
+        if isinstance(value, str) and value.endswith("\0"):
+            raise DataError(f"user id number {position} is {value!r}; it must not end in a null")
     array = np.array(values) if values else np.empty(0, dtype=np.str_)
     if array.dtype.kind not in "iuU":
         raise DataError("user ids hold an integer beyond 64 bits; write such ids as strings")

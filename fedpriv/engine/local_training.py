@@ -25,6 +25,7 @@ from fedpriv.engine.task import (
     Inputs,
     RoundParameters,
     Task,
+    done_with,
     each_input,
     outputs_of,
 )
@@ -348,20 +349,28 @@ def train_chunk(
     included, and changes of control variates where the algorithm has some.
     """
 
-    def mean_loss(parameters: TorchTensors, x: Inputs, y: Tensor, weights: Tensor) -> Tensor:
-        outputs = outputs_of(task.model, {**parameters, **start.constants}, x, activations)
+    def mean_loss(tensors: TorchTensors, x: Inputs, y: Tensor, weights: Tensor) -> Tensor:
+        outputs = outputs_of(task.model, tensors, x, activations)
         losses = task.losses_of(outputs, y)
         return (losses * weights).sum() / _one_if_none((weights * task.shares(y)).sum())
 
     def of_one(current: TorchTensors, x: Inputs, y: Tensor, weights: Tensor) -> TorchTensors:
         own = {name: p[0].detach().requires_grad_() for name, p in current.items()}
-        loss = mean_loss(own, each_input(lambda t: t[0], x), y[0], weights[0])
-        found = torch.autograd.grad(loss, [*own.values()], materialize_grads=True)
+
+        def gradients() -> tuple[Tensor, ...]:
+            loss = mean_loss({}, each_input(lambda t: t[0], x), y[0], weights[0])
+            return torch.autograd.grad(loss, [*own.values()], materialize_grads=True)
+
+        # What is checkpointed is computed again in the backward pass, by the same parameters.
+        found = done_with(task.model, {**own, **start.constants}, gradients)
         return {name: g.unsqueeze(0) for name, g in zip(own, found, strict=True)}
+
+    def of_lane(own: TorchTensors, x: Inputs, y: Tensor, weights: Tensor) -> Tensor:
+        return mean_loss({**own, **start.constants}, x, y, weights)
 
     # In the first step, too, each user has parameters of its own: one product for all users would
     # round a user's numbers according to their place in it.
-    gradient = of_one if alone else vmap(grad(mean_loss), randomness="error")
+    gradient = of_one if alone else vmap(grad(of_lane), randomness="error")
     descent = Descent(start.parameters, local, start.control, start.personal)
     lanes, steps, _ = batches.weights.shape
     for step in range(steps):
@@ -416,7 +425,9 @@ def train_layers_chunk(
         x, y, share = (t[:, step].flatten(0, 1) for t in (inputs, batches.y, shares))
         for layer in low_rank.values():
             layer.expect(x)
-        outputs = model.outputs(own, start.constants, x, activations, low_rank)
+        # Nor can a layer be computed again in the backward pass, as what is checkpointed is.
+        with torch.autograd.graph.disable_saved_tensors_hooks("users train side by side"):
+            outputs = model.outputs(own, start.constants, x, activations, low_rank)
         gradients = torch.autograd.grad(
             (task.losses_of(outputs, y) * share).sum(),
             [*own.values(), *(layer.probe for layer in low_rank.values())],

@@ -1,9 +1,10 @@
 """Metrics that users report beside their updates, and what only a simulation may know.
 
 All metrics are measured at the round's initial parameters, in evaluation mode, on all of a user's
-examples, whatever number of them it trains on; loss, accuracy and own metrics on those of its
-targets that the task does not ignore. A user without examples contributes nothing, and so
-does one for whom a metric raises or is not finite; it then does not contribute an update either.
+examples that count, `max_examples` of them at most, however often it trains on each; loss, accuracy
+and own metrics on those of its targets that the task does not ignore. A user without examples
+contributes nothing, and so does one for whom a metric raises or is not finite; it then does not
+contribute an update either.
 
 `SimulationOnlyDiagnostics` are true figures, which are not private: they never enter a partial sum.
 """

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -40,10 +40,12 @@ Activations = Literal["float32", "tf32", "bfloat16"]
 users train. Under "tf32", which only a GPU knows, products of float32 round their factors to 11.
 Parameters, losses, updates, their sums and all metrics stay float32."""
 
+_Result = TypeVar("_Result")
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _SMALLEST = torch.finfo(torch.float32).tiny
 _ROWS = 500  # held-out rows that are evaluated at once: what more give leaves the caches
 _PER_THREAD = 2**15  # torch gives a thread no fewer numbers
+_ROUNDING = 0.02
 _IGNORED = -100  # the target that torch's losses leave out
 
 
@@ -79,15 +81,17 @@ class Task:
     >>> sorted(task.parameters())
     ['bias', 'weight']
 
-    A layer that depends on other examples or keeps state across them is a `ModelError`.
+    A layer that depends on other examples or keeps state across them is a `ModelError`, and so is a
+    trained parameter that is complex or has a hook.
 
     Attributes:
         model: any module that maps inputs [B, …] to outputs [B, …] without mixing examples or
             changing its own buffers. Its forward must reach parameters through `self`, since users
-            train on copies of it. Batch normalisation is replaced, in a copy, by `RunningNorm`.
-        loss: maps outputs and targets [B, …] to one loss per example [B], or to losses [B, …]
-            that are averaged over all but the first axis; or the name of one: "cross-entropy",
-            "squared-error" or "package.module:function".
+            train on copies of it. Batch normalisation is replaced, in a copy, by `RunningNorm`. If
+            it checkpoints activations, with `use_reentrant=False`, users train one at a time.
+        loss: maps outputs and targets [B, …], and nothing else that is trained, to one loss per
+            example [B], or to losses [B, …] that are averaged over all but the first axis; or the
+            name of one: "cross-entropy", "squared-error" or "package.module:function".
         inputs: name of the field that the model reads; or names of several, which it is given as
             arguments of these names; `targets`: of that which the loss reads.
         metrics: own metrics by name, e.g. from `own_metrics`: functions of outputs and targets
@@ -128,7 +132,10 @@ class Task:
             one = isinstance(patterns, str)
             object.__setattr__(self, name, (patterns,) if one else tuple(patterns))
         model = without_batch_norm(self.model)
+        given = dict(self.model.named_parameters())  # copies have no hooks
         object.__setattr__(self, "model", training_only(model, self.trained, self.frozen))
+        for name in self.trainable():
+            _check_trainable(name, given[name])
         object.__setattr__(
             self, "personal", matching(self.personal, self.trainable(), "trainable parameter")
         )
@@ -230,6 +237,22 @@ class Task:
         return counts.sum(axes).to(kind) / counts.shape[axes]
 
 
+def _check_trainable(name: str, parameter: Tensor) -> None:
+    """Refuse what would be lost of a parameter that users train."""
+    if not parameter.is_floating_point():
+        kind = str(parameter.dtype).removeprefix("torch.")
+        raise ModelError(
+            f"parameter {name!r} is {kind}; users train floating-point numbers, so let it hold the "
+            "real and imaginary parts, for torch.view_as_complex"
+        )
+    hooks = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+    if any(hooks):
+        raise ModelError(
+            f"parameter {name!r} has a hook, which users would not call; change gradients in a "
+            "local algorithm"
+        )
+
+
 @dataclass(frozen=True)
 class RoundParameters:
     """The model at the start of a round, on the device where users train; never written to."""
@@ -291,7 +314,7 @@ def evaluate(
     if HELD_OUT_USER in rows:
         users, owners = np.unique(rows[HELD_OUT_USER], return_inverse=True)
     sums, parts, failed = dict[str, Tensor](), list[Collected](), dict[str, str]()
-    was_training = task.model.training
+    modes = [(module, module.training) for module in task.model.modules()]
     task.model.eval()
     try:
         tensors = _channels_last(task, tensors, rows, device)
@@ -316,7 +339,8 @@ def evaluate(
             if functions:
                 parts.append(Collected.of(seen, own))
     finally:
-        task.model.train(was_training)
+        for module, training in modes:  # a part may always be in evaluation mode
+            module.training = training
     values, by_user = dict[str, float](), dict[str, npt.NDArray[np.float64]]()
     for name, total in sums.items():
         values[name] = float(summed[name].finish(total.sum(0, keepdim=True)))
@@ -406,10 +430,11 @@ def check_held_out(task: Task, rows: HeldOut, device: torch.device) -> None:
 def check_task(task: Task, examples: HeldOut) -> None:
     """Refuse a task that cannot train, before any user's data are touched.
 
-    Examples are a few rows of public or held-out data. A `ModelError` says that a field is absent,
-    model or loss raise, the loss is not one finite number per example, there is nothing to train,
-    the model changes buffers, a copy of it does not use its own parameters, or what it gives for an
-    example depends on those beside it.
+    Examples are a few rows of public or held-out data. A `ModelError` says that a field is absent
+    or no tensor, model or loss raise, the loss is not one finite number per example or depends on
+    parameters itself, there is nothing to train, gradients are sparse, the model changes or
+    replaces buffers, a copy of it does not use its own parameters, or what it gives for an example
+    depends on those beside it or on their number.
     """
     for column in task.fields:
         if column not in examples:
@@ -417,19 +442,45 @@ def check_task(task: Task, examples: HeldOut) -> None:
     parameters = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
     if not parameters:
         raise ModelError("the model has no trainable parameter")
-    x, y = task.given({column: torch.tensor(examples[column]) for column in task.fields})
-    constants = task.constants(torch.device("cpu"))
-    tensors, before = parameters | constants, {n: t.clone() for n, t in constants.items()}
+    for name, layer in task.model.named_modules():
+        trained = any(p.requires_grad for p in layer.parameters(recurse=False))
+        if trained and getattr(layer, "sparse", False) is True:
+            raise ModelError(f"layer {name!r} has sparse gradients; make it with sparse=False")
+        if trained and getattr(layer, "scale_grad_by_freq", False) is True:
+            raise ModelError(
+                f"layer {name!r} divides gradients by how often a word is in a batch, where words "
+                "that fill it up count, too; make it with scale_grad_by_freq=False"
+            )
+    x, y = task.given({column: _tensor(column, examples[column]) for column in task.fields})
+    tensors = parameters | task.constants(torch.device("cpu"))
+    _check_losses(task, tensors, x, y)
+    _check_buffers(task, x)
+    _check_copy(task, tensors, x)
+    _check_apart(task, tensors, x, y)
+
+
+def _tensor(name: str, column: npt.NDArray[np.generic]) -> Tensor:
     try:
-        losses = task.losses_of(called(task.model, tensors, x), y)
+        return torch.tensor(np.array(column))
+    except (TypeError, ValueError) as error:
+        raise ModelError(
+            f"field {name!r} is of type {column.dtype}, which torch cannot compute with; convert "
+            "it to numbers of at most 64 bits, in the byte order of this machine"
+        ) from error
+
+
+def _check_losses(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> None:
+    """Refuse a model or a loss that raises, changes buffers, or gives no finite losses."""
+    before = {name: t.clone() for name, t in tensors.items()}
+    try:
+        outputs = called(task.model, tensors, x)
+        with torch.enable_grad():
+            losses = task.losses_of(outputs.detach(), y)
     except Exception as error:
         raise ModelError(f"the model cannot be evaluated on the data: {error}") from error
     for name, tensor in before.items():
-        if not torch.equal(tensor, constants[name]):
-            raise ModelError(
-                f"buffer {name!r} changes in the forward pass, which would carry one user's data "
-                "to the next; use a layer without running state, such as GroupNorm"
-            )
+        if not torch.equal(tensor, tensors[name]):
+            raise _changed(name)
     if losses.shape != (len(y),):
         raise ModelError(
             f"the loss of {len(y)} examples has shape {list(losses.shape)}; it must be one "
@@ -440,21 +491,88 @@ def check_task(task: Task, examples: HeldOut) -> None:
             "the model returns NaN or infinite losses at its initial parameters; "
             "check its initialisation and the scale of the inputs"
         )
-    _check_copy(task, tensors, x)
-    # What the first example gives, beside others and beside zeros.
-    seen = []
-    for beside in (torch.clone, torch.zeros_like):
+    if losses.requires_grad:
+        raise ModelError(
+            "the loss reads parameters itself, not those of each user; it must be a function of "
+            "outputs and targets alone, so have forward return what else it needs"
+        )
 
-        def first_of(column: Tensor, beside: Callable[[Tensor], Tensor] = beside) -> Tensor:
-            return torch.cat([column[:1], beside(column)])
 
-        outputs = _outputs_once(task.evaluated().model, tensors, each_input(first_of, x))
-        seen.append((outputs[:1], task.losses_of(outputs, first_of(y))[:1]))
-    if not all(torch.equal(one, other) for one, other in zip(*seen, strict=True)):
+def _check_buffers(task: Task, x: Inputs) -> None:
+    """Refuse a model that fails with its own parameters, or has other buffers afterwards."""
+    try:
+        model = copy.deepcopy(task.model).to("cpu")
+        before = dict(model.named_buffers())
+        _outputs_once(model, {}, x)
+    except Exception as error:
+        kinds = sorted({str(p.dtype).removeprefix("torch.") for p in task.trainable().values()})
+        raise ModelError(
+            "the model cannot be copied, or not evaluated with its own parameters of "
+            f"{', '.join(kinds)}, which users train as float32: {error}"
+        ) from error
+    after = dict(model.named_buffers())
+    for name in before | after:
+        if before.get(name) is not after.get(name):
+            raise _changed(name)
+
+
+def _changed(buffer: str) -> ModelError:
+    return ModelError(
+        f"buffer {buffer!r} changes in the forward pass, which would carry one user's data "
+        "to the next; use a layer without running state, such as GroupNorm"
+    )
+
+
+def _check_apart(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> None:
+    """Refuse a task in which what an example gives depends on those beside it."""
+    model = task.evaluated().model
+    for row in range(len(y)):  # any may be the one that decides
+        _check_one_apart(task, model, tensors, x, y, slice(row, row + 1))
+
+
+def _check_one_apart(
+    task: Task, model: nn.Module, tensors: TorchTensors, x: Inputs, y: Tensor, one: slice
+) -> None:
+    def first_of(beside: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        several = each_input(lambda t: torch.cat([t[one], beside(t)]), x)
+        outputs = _outputs_once(model, tensors, several)
+        return outputs[:1], task.losses_of(outputs, torch.cat([y[one], beside(y)]))[:1]
+
+    try:
+        copies, zeros = first_of(torch.clone), first_of(torch.zeros_like)
+        outputs = _outputs_once(model, tensors, each_input(lambda t: t[one], x))
+        alone = outputs, task.losses_of(copies[0], y[one])
+    except Exception as error:
+        raise ModelError(
+            f"the model cannot be evaluated on one example, alone or beside zeros: {error}"
+        ) from error
+    if not all(map(torch.equal, copies, zeros)):
         raise ModelError(
             "model or loss mix examples: what one example gives depends on those beside it, which "
             "would put one user's data into what another sends"
         )
+    same = all(map(_close, alone, copies))
+    if not same and not _draws(model, tensors, x):  # other numbers may be drawn for one
+        raise ModelError(
+            "what model or loss give for one example depends on how many are beside it; users have "
+            "batches of any size, so it must be the same for one alone"
+        )
+
+
+def _draws(model: nn.Module, tensors: TorchTensors, x: Inputs) -> bool:
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        before = torch.random.get_rng_state()
+        called(model, tensors, x)
+        return not torch.equal(before, torch.random.get_rng_state())
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors agree but for rounding, which may be that of bfloat16."""
+    sizes = other.abs().double()
+    most = float(sizes[torch.isfinite(sizes)].max()) if torch.isfinite(sizes).any() else 0.0
+    return one.shape == other.shape and torch.allclose(
+        one, other, rtol=0.0, atol=_ROUNDING * most, equal_nan=True
+    )
 
 
 def _check_copy(task: Task, tensors: TorchTensors, x: Inputs) -> None:
@@ -504,6 +622,23 @@ def called(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor
         else model(*unnamed, **named)
     )
     return cast(Tensor, outputs if isinstance(outputs, Tensor) else outputs.logits)
+
+
+class _During(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, do: Callable[[], Any]) -> Any:
+        return do()
+
+
+def done_with(
+    model: nn.Module, tensors: Mapping[str, Tensor], do: Callable[[], _Result]
+) -> _Result:
+    """What is returned by a call during which a model has tensors put in by name."""
+    put_in = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    return cast(_Result, functional_call(_During(model), put_in, (do,)))
 
 
 def matching(patterns: Iterable[str], names: Iterable[str], what: str) -> tuple[str, ...]:
@@ -676,6 +811,17 @@ def _attention_as_in_training() -> Iterator[None]:
 
 
 @contextmanager
+def _default_type(kind: torch.dtype) -> Iterator[None]:
+    """What torch makes of numbers that a model writes down."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(kind)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """Compute as the numbers' types say, whatever the caller has set in this thread."""
     # As the processor's flag says, which torch and NumPy share in a thread.
@@ -685,6 +831,7 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
         with (
             torch.inference_mode(mode=False),
             torch.enable_grad(),
+            _default_type(torch.float32),
             torch.autocast("cpu", enabled=False),
             torch.autocast(device.type, enabled=False),
             tf32(allowed=False),

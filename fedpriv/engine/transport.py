@@ -5,6 +5,7 @@ Threads of one process would wait for Python's lock, the longer the smaller a mo
 
 import ctypes
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
@@ -19,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 
 import numpy as np
@@ -100,9 +100,9 @@ class InProcessTransport(Transport):
     # Called with users who count as zero; None in every deployment.
     on_dropped: Callable[[SimulationOnlyDropped], None] | None = None
     activations: Activations = "float32"  # of the model while users train
-    # How many train side by side on a CPU, with an equal share of torch's threads each; None: one
-    # for each thread. They are forked from this one before the first round that has work for two,
-    # and end when it rests, or with it. If it is 1, on a GPU and not on Linux, this process trains.
+    # How many train side by side on a CPU, in one thread each; None: one for each of torch's. They
+    # are forked from this one before the first round that has work for two, and end when it rests,
+    # or with it. If it is 1, on a GPU and not on Linux, this process trains, with all threads.
     processes: int | None = None
 
     def __post_init__(self) -> None:
@@ -150,7 +150,7 @@ class InProcessTransport(Transport):
         processes = self._idle.copy()
         self._idle.clear()
         while len(processes) < self._side_by_side:
-            processes.append(_TrainerProcess(self._trainer, self._threads))
+            processes.append(_TrainerProcess(self._trainer))
         for chunk, found in zip(chunks, _in_processes(processes, request, chunks), strict=True):
             yield chunk.users, found
         self._idle.extend(processes)
@@ -178,8 +178,9 @@ class InProcessTransport(Transport):
 
     @cached_property
     def _threads(self) -> int:
-        """Threads that a chunk trains with."""
-        return max(1, torch.get_num_threads() // self._side_by_side)
+        """Threads that a chunk trains with, and is tried with, since they decide its bits."""
+        # A fork waits for ever for threads that its parent had, if it computes with several.
+        return torch.get_num_threads() if self._side_by_side == 1 else 1
 
     @cached_property
     def _isolation(self) -> Isolation:
@@ -254,11 +255,11 @@ def _in_processes(
 class _TrainerProcess:
     """A fork that does what a trainer does; it ends with this process or its last reference."""
 
-    def __init__(self, trainer: Trainer, threads: int) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._request = b""
         context = multiprocessing.get_context("fork")
         self._connection, its = context.Pipe()
-        self._process = context.Process(target=_serve, args=(trainer, its, threads), daemon=True)
+        self._process = context.Process(target=_serve, args=(trainer, its), daemon=True)
         with warnings.catch_warnings(), trainer.lock:
             # Locks that a thread holds at this moment stay locked; torch's, NumPy's and Python's
             # own are made anew, and training takes no other but the trainer's, which is ours.
@@ -294,13 +295,13 @@ class _TrainerProcess:
         )
 
 
-def _serve(trainer: Trainer, connection: Connection, threads: int) -> None:
+def _serve(trainer: Trainer, connection: Connection) -> None:
     """Train what is asked for until the other end is closed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     # Files and sockets of the parent would stay locked or open after its end.
     kept = sorted((2, connection.fileno(), parent.sentinel, os.sysconf("SC_OPEN_MAX")))
-    for before, after in pairwise(kept):
+    for before, after in itertools.pairwise(kept):
         os.closerange(before + 1, after)
 
     def end_with_parent() -> None:  # whatever this process is doing
@@ -313,7 +314,7 @@ def _serve(trainer: Trainer, connection: Connection, threads: int) -> None:
     _keep_memory()
     gc.freeze()  # or collections would look at all that was inherited, again and again
     logged = _LogRecords()
-    with computing_with(threads), suppress(EOFError, OSError):
+    with computing_with(1), suppress(EOFError, OSError):
         while True:
             packed, chunk = connection.recv()
             answer: ChunkSum | Exception
@@ -324,13 +325,20 @@ def _serve(trainer: Trainer, connection: Connection, threads: int) -> None:
                 answer = trainer.sum_of(request, start, chunk)
             except Exception as error:  # not of a user's training, which is caught there
                 answer = error
-            try:
-                message = pickle.dumps((logged.records, answer), protocol=5)
-            except Exception:
-                answer = WorkerError(f"a process raised {type(answer).__name__}")
-                message = pickle.dumps((logged.records, answer))
-            connection.send_bytes(message)
+            connection.send_bytes(_packed(logged.records, answer))
             logged.records.clear()
+
+
+def _packed(records: list[logging.LogRecord], answer: "ChunkSum | Exception") -> bytes:
+    """What is logged and answered, without what cannot be brought to another process."""
+    instead = WorkerError(f"a process raised {type(answer).__name__}")
+    for kept, sent in itertools.product((answer, instead), (records, [])):
+        with suppress(Exception):
+            message = pickle.dumps((sent, kept), protocol=5)
+            if sent or isinstance(kept, Exception):
+                pickle.loads(message)  # may fail where packing did not
+            return message
+    raise AssertionError("an error of a worker can be packed")
 
 
 def _keep_memory() -> None:

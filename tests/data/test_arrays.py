@@ -60,6 +60,7 @@ def test_integer_ids_of_any_container(ids):
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
+        (["a", "a\0", "b"], "number 1 is .*; it must not end in a null"),
         (["1", 1, "2"], "number 1 is 1; ids must be all strings or all integers"),
         ([1, None, 2], "number 1 is None"),
         (np.array(["a", None, "b"], dtype=object), "number 1 is None"),

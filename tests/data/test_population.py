@@ -28,6 +28,7 @@ def test_name_must_be_one_printable_line(name):
     [
         ({"z": np.zeros(2)}, r"fields \['x', 'y', 'z'\]; users have \['x', 'y'\]"),
         ({"x": np.ones((2, 2))}, r"'x' is float64\[2\] per row; the users' is float32\[2\]"),
+        ({"x": np.ones((2, 2), ">f4")}, r"'x' is >f4\[2\] per row; the users' is float32\[2\]"),
         ({"x": np.ones((2, 3), np.float32)}, r"float32\[3\] per row"),
         ({"y": np.arange(3)}, r"have \[2, 3\] rows"),
         ({"x": np.ones((0, 2), np.float32), "y": np.arange(0)}, r"\[0\] rows"),

@@ -276,6 +276,17 @@ def flushing() -> Iterator[None]:
     assert still  # what the caller has set stays set
 
 
+@contextmanager
+def float64_by_default() -> Iterator[None]:
+    """Numbers that a model or the engine writes down are float64."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize(
     "around",
     [
@@ -284,8 +295,9 @@ def flushing() -> Iterator[None]:
         torch.inference_mode,
         flushing,
         lambda: torch_threads(3),
+        float64_by_default,
     ],
-    ids=["autocast", "no grad", "inference", "flushing", "threads"],
+    ids=["autocast", "no grad", "inference", "flushing", "threads", "default type"],
 )
 @pytest.mark.parametrize("model", ["mlp", "own"])
 def test_what_the_caller_has_set_changes_no_bit(model: str, around: type[nullcontext]) -> None:

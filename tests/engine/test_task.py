@@ -1,12 +1,22 @@
 """Tasks that cannot be trained for users separately are refused by name."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from fedpriv.engine.task import LOSSES, Task, check_task, cross_entropy, find_loss, squared_error
+from fedpriv.engine.task import (
+    LOSSES,
+    Task,
+    check_task,
+    cross_entropy,
+    evaluate,
+    find_loss,
+    squared_error,
+)
 from fedpriv.errors import ModelError
 from fedpriv.models import MODELS, build_model
 
@@ -27,6 +37,85 @@ class Counting(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
         return self.linear(x)
+
+
+class Replacing(nn.Module):
+    """Counts its calls in a new buffer each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        return self.linear(x)
+
+
+class Applied(nn.Module):
+    """A linear layer after a function."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(6, 3), function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.function(x))
+
+
+class TwoInputs(nn.Module):
+    """Words beside numbers."""
+
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        self.words, self.linear = nn.Embedding(3, 6, **options), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.linear(x + self.words(y))
+
+
+class BrightestIsOne(nn.Module):
+    """Divides by the largest number of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x / x.max())
+
+
+def test_any_row_may_show_that_examples_are_mixed() -> None:
+    rows = np.random.default_rng(0).random((4, 6), np.float32)
+    rows[0, 0] = 9.0
+    for turned in range(4):
+        examples = {"x": np.roll(rows, turned, 0), "y": np.arange(4) % 3}
+        with pytest.raises(ModelError, match="model or loss mix examples"):
+            check_task(Task(BrightestIsOne()), examples)
+
+
+class Complex(nn.Module):
+    """Multiplies by complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, 3, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs()
+
+
+def some_or_raise(x: torch.Tensor) -> torch.Tensor:
+    if not x.any(dim=1).all():
+        raise ValueError("nothing there")
+    return x
+
+
+PENALISED = nn.Linear(6, 3)
+
+
+def penalised(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(outputs, targets) + PENALISED.weight.square().sum()
 
 
 class Broken(nn.Module):
@@ -73,7 +162,22 @@ def linear(outputs: int = 3) -> nn.Module:
     ("task", "message"),
     [
         (Task(Counting(), cross_entropy), "buffer 'calls' changes"),
+        (Task(Replacing(), cross_entropy), "buffer 'calls' changes"),
         (Task(Broken(), cross_entropy), "returns NaN"),
+        (
+            Task(TwoInputs(sparse=True), inputs=("x", "y")),
+            "^layer 'words' has sparse gradients; make it with",
+        ),
+        (
+            Task(TwoInputs(scale_grad_by_freq=True), inputs=("x", "y")),
+            "^layer 'words' divides gradients by how often a word is in a batch, where",
+        ),
+        (Task(nn.Linear(6, 3).bfloat16()), "own parameters of bfloat16, which users train as flo"),
+        (Task(Applied(lambda x: x / len(x))), "depends on how many are beside it"),
+        (Task(Applied(lambda x: x.squeeze())), "depends on how many are beside it"),
+        (Task(Applied(some_or_raise)), "one example, alone or beside zeros: nothing there"),
+        (Task(linear(), lambda o, y: cross_entropy(o, y) / len(y)), "depends on how many are"),
+        (Task(PENALISED, penalised), "^the loss reads parameters itself"),
         (Task(nn.Linear(5, 3), cross_entropy), "cannot be evaluated"),
         (Task(nn.ReLU(), cross_entropy), "no trainable parameter"),
         (Task(linear(), functional.cross_entropy), r'shape \[\].*reduction="none"'),
@@ -86,6 +190,28 @@ def test_tasks_that_cannot_train_are_refused(task: Task, message: str) -> None:
         check_task(task, EXAMPLES)
 
 
+@pytest.mark.parametrize("name", ["x", "y"])
+@pytest.mark.parametrize("kind", ["U1", "datetime64[D]", ">i8", "longdouble"])
+def test_fields_that_torch_cannot_read_are_refused_by_name(name: str, kind: str) -> None:
+    examples = {**EXAMPLES, name: EXAMPLES[name].astype(np.int64).astype(kind)}
+    with pytest.raises(ModelError, match=f"^field '{name}' is of type .*; convert it"):
+        check_task(Task(linear(), cross_entropy), examples)
+
+
+def test_parameters_that_cannot_be_trained_as_they_are_are_refused() -> None:
+    with pytest.raises(ModelError, match="parameter 'weight' is complex64; users train floating"):
+        Task(Complex())
+    hooked = nn.Linear(6, 3)
+    hooked.weight.register_hook(lambda gradient: gradient / 2)
+    with pytest.raises(ModelError, match="parameter 'weight' has a hook, which users would not"):
+        Task(hooked)
+    assert list(Task(hooked, frozen="weight").trainable()) == ["bias"]
+
+
+def test_a_model_may_draw_other_numbers_for_one_example() -> None:
+    check_task(Task(Applied(lambda x: x + torch.randn_like(x).flip(0))), EXAMPLES)
+
+
 def test_a_good_task_passes_and_is_unchanged() -> None:
     task = Task(linear(), cross_entropy)
     before = task.parameters()
@@ -93,6 +219,16 @@ def test_a_good_task_passes_and_is_unchanged() -> None:
     for name, parameter in task.parameters().items():
         np.testing.assert_array_equal(parameter, before[name])
         assert parameter.dtype == np.float32
+
+
+def test_an_evaluation_leaves_every_part_of_the_model_in_its_mode() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 8), nn.Dropout()), nn.Linear(8, 3))
+    model[0].eval()
+    modes = [module.training for module in model.modules()]
+    task = Task(model, cross_entropy)
+    evaluate(task, EXAMPLES, torch.device("cpu"), task.parameters())
+    assert [module.training for module in model.modules()] == modes
+    assert len(set(modes)) == 2
 
 
 def test_losses_of_sequences_are_averaged_per_example() -> None:

@@ -1,6 +1,7 @@
 """The engine against the obvious: one user at a time, with torch's own optimiser."""
 
 import copy
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transport_conformance import TransportConformance
 
 from fedpriv.data.population import UserStore
@@ -147,6 +149,37 @@ def test_equals_one_user_at_a_time(
         found, expected = sum(p.total for p in partials), one_at_a_time(task, users, request)
         steps = request.clipping.steps
         np.testing.assert_allclose(found * steps, expected * steps, atol=2e-6)
+
+
+class Checkpointed(nn.Module):
+    """Computes some layers again in the backward pass."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layers, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("kind", ["a trained layer", "statistics that a round brings"])
+def test_what_is_checkpointed_is_computed_again_by_the_same_numbers(kind: str) -> None:
+    torch.manual_seed(0)
+    trained = kind == "a trained layer"
+    layer = nn.Linear(8, 8) if trained else nn.BatchNorm1d(8, affine=False)
+    middle = Checkpointed(nn.Tanh(), layer, nn.Softplus())
+    task = Task(nn.Sequential(nn.Linear(6, 8), middle, nn.Linear(8, 3)), cross_entropy)
+    later = Task(copy.deepcopy(task.model), cross_entropy)  # as in a later round
+    with torch.no_grad():
+        for tensor in (*later.model.parameters(), *later.model.buffers()):
+            tensor.add_(torch.rand_like(tensor))
+    local = LocalTraining(0.3, batch_size=4, steps=3)
+    request = request_for(later, local, list(range(len(SIZES))), "flat")
+    request = replace(request, statistics=later.statistics())
+    transport = InProcessTransport(task, make_users(), torch.device("cpu"), 10**7, processes=1)
+    found = sum(partial.total for partial in transport.collect(request))
+    expected = one_at_a_time(later, make_users(), request)
+    np.testing.assert_allclose(*(t * request.clipping.steps for t in (found, expected)), atol=2e-6)
 
 
 def test_frozen_parameters_stay_out_of_the_update() -> None:

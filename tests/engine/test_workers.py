@@ -216,6 +216,37 @@ def test_what_is_raised_there_is_raised_here(monkeypatch: pytest.MonkeyPatch) ->
         list(transport.collect(request))
 
 
+class TwoReasons(Exception):  # noqa: N818 - is packed, and cannot be unpacked
+    def __init__(self, one: str, other: str) -> None:
+        super().__init__(f"{one} {other}")
+
+
+def test_an_error_that_cannot_be_unpacked_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(*_args: object) -> None:
+        raise TwoReasons("of", "user 7")
+
+    monkeypatch.setattr(Trainer, "sum_of", odd)
+    transport, request = parts()
+    with pytest.raises(WorkerError, match=r"^a process raised TwoReasons$"):
+        list(transport.collect(request))
+
+
+def test_a_log_record_that_cannot_be_brought_here_costs_no_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport, request = parts()
+    expected = summed(replace(transport, processes=1).collect(request))
+    honest = Trainer.sum_of
+
+    def logs(*args: object) -> ChunkSum:
+        logging.getLogger("of a model").warning("odd", extra={"function": lambda: 0})
+        return honest(*args)
+
+    monkeypatch.setattr(Trainer, "sum_of", logs)
+    assert summed(transport.collect(request)) == expected
+    assert not caplog.records
+
+
 def test_what_cannot_be_brought_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     class Local(Exception):  # noqa: N818 - pickle does not find it
         pass
@@ -237,6 +268,28 @@ def test_they_begin_after_others_have_trained_here() -> None:
     model(torch.randn(512, 1, 28, 28)).sum().backward()
     np.random.default_rng(0).standard_normal((512, 512)) @ np.ones((512, 512))
     assert summed(transport.collect(request)) == expected
+
+
+def test_they_compute_in_one_thread_whatever_threads_this_process_has() -> None:
+    program = (
+        "import torch\n"
+        "from torch import nn\n"
+        "from tests.engine.test_workers import InProcessTransport, LocalTraining, Task\n"
+        "from tests.engine.test_workers import cross_entropy, replace, request_under, users_of\n"
+        "torch.set_num_threads(4)\n"
+        "torch.manual_seed(0)\n"
+        "model = nn.Sequential(nn.Linear(400, 400), nn.ReLU(), nn.Linear(400, 3))\n"
+        "model(torch.ones(512, 400)).sum().backward()\n"  # as an evaluation: they exist
+        "task, users = Task(model, cross_entropy), users_of([64, 64, 64, 100, 100], (400,))\n"
+        "request = request_under(task, LocalTraining(0.05, batch_size=32, epochs=1), 5, 0.3)\n"
+        "transport = InProcessTransport(task, users, torch.device('cpu'), 2**27, processes=2)\n"
+        "found = sum(partial.total for partial in transport.collect(request))\n"
+        "torch.set_num_threads(1)\n"
+        "single = replace(transport, processes=1)\n"
+        "assert (found == sum(partial.total for partial in single.collect(request))).all()\n"
+    )
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "4"}
+    subprocess.run([sys.executable, "-c", program], env=found, timeout=60, check=True)
 
 
 @pytest.mark.parametrize("why", ["no fork", "one chunk"])
