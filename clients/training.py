@@ -22,7 +22,8 @@ from fedpriv.build import build_task
 from fedpriv.clients.users import enrolled_positions, hosted_users
 from fedpriv.clients.worker import HostSettings, Loaded, OneByOne, Ready, receive, send
 from fedpriv.data.population import UserStore
-from fedpriv.engine.task import Activations, activations_named, check_task
+from fedpriv.engine.checks import check_task
+from fedpriv.engine.task import Activations, activations_named
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.privacy.clipping import Clipping

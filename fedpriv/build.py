@@ -23,8 +23,9 @@ from fedpriv.config import (
 from fedpriv.data.places import in_places, refuse_shared
 from fedpriv.data.population import Population, cut_up, load_population
 from fedpriv.engine.adapters import with_adapters
+from fedpriv.engine.checks import check_held_out, check_task
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics
-from fedpriv.engine.task import LOSSES, HeldOut, Task, check_held_out, check_task, running_norms
+from fedpriv.engine.task import LOSSES, HeldOut, Task, running_norms
 from fedpriv.engine.trainer import SimulationOnlyDropped
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import InvalidValueError, ModelError, known_names

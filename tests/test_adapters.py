@@ -13,8 +13,9 @@ from fedpriv import wire
 from fedpriv.build import build_task, method_of
 from fedpriv.config import load_config
 from fedpriv.engine.adapters import Adapted, merge_adapters, with_adapters
+from fedpriv.engine.checks import check_task
 from fedpriv.engine.layers import batched_model
-from fedpriv.engine.task import Task, check_task
+from fedpriv.engine.task import Task
 from fedpriv.errors import ModelError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.models import build_model

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from fedpriv.engine.checks import check_task
 from fedpriv.engine.layers import batched_model
-from fedpriv.engine.task import Task, check_task, cross_entropy
+from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.models import CharacterMLP, build_model
 
 SIZES = {"alphabet": 7, "width": 4}

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fedpriv.engine.task import Task, check_task, cross_entropy
+from fedpriv.engine.checks import check_task
+from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.errors import ModelError
 from fedpriv.models import MODELS, build_model
 

@@ -13,8 +13,9 @@ from sklearn import metrics as known
 from torch import Tensor, nn
 
 from fedpriv.data.population import HELD_OUT_USER
+from fedpriv.engine.checks import check_held_out
 from fedpriv.engine.figures import ALWAYS, BETTER, FIGURES
-from fedpriv.engine.task import Task, check_held_out, evaluate, squared_error
+from fedpriv.engine.task import Task, evaluate, squared_error
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError
 
 CPU = torch.device("cpu")

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import fedpriv
 from fedpriv.data.population import UserStore
+from fedpriv.engine.checks import check_task
 from fedpriv.engine.metrics import metric
-from fedpriv.engine.task import Task, check_task, evaluate
+from fedpriv.engine.task import Task, evaluate
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, ModelError
 from fedpriv.privacy.clipping import Clipping

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from fedpriv.engine.checks import check_task
 from fedpriv.engine.layers import batched_model
-from fedpriv.engine.task import Task, check_task, cross_entropy
+from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.errors import ModelError
 from fedpriv.models import mlp
 

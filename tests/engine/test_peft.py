@@ -13,7 +13,8 @@ from torch.nn import functional
 
 import fedpriv
 from fedpriv.data.population import UserStore
-from fedpriv.engine.task import Task, check_task
+from fedpriv.engine.checks import check_task
+from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.privacy.round import LocalTraining
 from tests.engine.everyone import alone, request_under, total_of, unclipped

@@ -8,15 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedpriv.engine.task import (
-    LOSSES,
-    Task,
-    check_task,
-    cross_entropy,
-    evaluate,
-    find_loss,
-    squared_error,
-)
+from fedpriv.engine.checks import check_task
+from fedpriv.engine.task import LOSSES, Task, cross_entropy, evaluate, find_loss, squared_error
 from fedpriv.errors import ModelError
 from fedpriv.models import MODELS, build_model
 

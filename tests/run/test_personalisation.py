@@ -16,8 +16,9 @@ from fedpriv.analytics.survey import collect
 from fedpriv.build import Method, on_population, settings_of
 from fedpriv.config import local_table
 from fedpriv.data.population import HELD_OUT_USER, UserStore
+from fedpriv.engine.checks import check_task
 from fedpriv.engine.metrics import metric
-from fedpriv.engine.task import Task, check_task, evaluate
+from fedpriv.engine.task import Task, evaluate
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError
 from fedpriv.federated_evaluation import UserEvaluation
 from fedpriv.local import SGD, AdamW, FedRecon, Scaffold

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedpriv.engine.task import Task, check_task
+from fedpriv.engine.checks import check_task
+from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.models import softmax_regression
 from simulations import overheads, throughput
