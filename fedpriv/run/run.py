@@ -65,6 +65,7 @@ from fedpriv.training.rounds import (
     TrainingPlan,
     checkpoints,
     contributors_text,
+    own_charges,
     released_model,
     resume,
     save_checkpoint,
@@ -363,8 +364,9 @@ def conduct(
     with_room(lambda: write_atomically(folder.model, model))
     transport.rest()
     figures = figures if latest is state else _measured(experiment, state.model)
-    own = (row for row in records.ledger.charges() if row.run == plan.run)
-    audit = auditor.conclude(paid_events(own)) if auditor else None
+    # Canaries are in the rounds alone, not in what is asked before them or between them.
+    of_rounds = (row for row in records.ledger.charges() if row.run == plan.run and row.round > 0)
+    audit = auditor.conclude(paid_events(of_rounds)) if auditor else None
     return Run(folder.path, experiment.task, stop, state, audit=audit, **figures)
 
 
@@ -605,7 +607,7 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
     privacy, plan, clipping = experiment.config.privacy, experiment.plan, experiment.config.clipping
     with Ledger.open(setup.ledger) as ledger:
         spent, charges, head = ledger.spent(), tuple(ledger.charges()), ledger.head
-    rows_of_run = [charge for charge in charges if charge.run == plan.run]
+    rows_of_run = own_charges(plan.run, charges)
     of_run = paid_events(rows_of_run)
     loss = epsilon_of(spent, privacy.delta, privacy.accountant)
     rows = [] if run.accuracy is None else [("accuracy on held-out rows", f"{run.accuracy:.2%}")]

@@ -28,7 +28,7 @@ from fedpriv.errors import (
     InvalidValueError,
     StoppedError,
 )
-from fedpriv.ledger import Head, Ledger
+from fedpriv.ledger import ChargedRow, Head, Ledger
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent, SamplingEvent, Unit
 from fedpriv.privacy.clipping import UNCLIPPED, Clipping, Indicator
 from fedpriv.privacy.correlated_noise import Strategy
@@ -620,6 +620,16 @@ def released_model(state: ServerState, results: Iterable[RoundResult]) -> bytes:
     tensors = {name: np.asarray(p, order="C") for name, p in state.model.items()}
     # One key: safetensors writes several in any order, and equal runs have equal files.
     return save(tensors, {"release": json.dumps(released)})
+
+
+def evaluation_run(run: str) -> str:
+    """Under which name a ledger has what users are asked of the models of a run."""
+    return f"{run}-evaluation"
+
+
+def own_charges(run: str, charges: Iterable[ChargedRow]) -> list[ChargedRow]:
+    """All that a run charged: its projection, its rounds, and what users said of its models."""
+    return [row for row in charges if row.run in (run, evaluation_run(run))]
 
 
 def checkpoints(folder: Path) -> list[Path]:
