@@ -32,8 +32,8 @@ def back_up(ledger: Path, to: Path) -> Head:
     """Copy a ledger, and the record beside it, to where there is nothing; the head of the copy.
 
     Both may be in use: every charge of the copy has its cohort, and the record knows no newer one.
-    Of a series of rounds that is under way the copy has no key: what goes on from it never draws the
-    noise of the original once more.
+    Of a series of rounds that is under way the copy has no key: what goes on from it never draws
+    the noise of the original once more.
     """
     if beside(to).exists():
         raise LedgerError(f"{beside(to)} exists already; it is not overwritten")
