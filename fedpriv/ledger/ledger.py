@@ -357,6 +357,7 @@ class Ledger:
         self._known = self._genesis.head  # the head up to which `_rounds` counts the charges
         self._rounds = Counter[RoundEvent]()
         self._series = SeriesBook()
+        self._randomness = Randomness.OPERATING_SYSTEM
         self._price: tuple[object, float] = (None, 0.0)  # the last one, and what it was asked for
 
     @classmethod
@@ -441,6 +442,13 @@ class Ledger:
         with self._lock:
             self._catch_up()
             return list(repeated(self._rounds))
+
+    @property
+    def randomness(self) -> Randomness:
+        """The weakest source of all charges: what is seeded guarantees nothing."""
+        with self._lock:
+            self._catch_up()
+            return self._randomness
 
     @property
     def first_run(self) -> str | None:
@@ -546,6 +554,8 @@ class Ledger:
     def _catch_up(self) -> None:
         for row in self._walk(self._known, self.head, self._series):
             self._rounds[row.event] += row.pays
+            if row.randomness is Randomness.SEEDED:
+                self._randomness = row.randomness
             self._known = row.head
 
 

@@ -243,6 +243,7 @@ class Run:
     task: Task
     stop: Stop  # why it ended
     state: ServerState  # at the end, all of it released
+    epsilon: float  # of all charges of the ledger at the end, at the δ of the budget
     accuracy: float | None  # None if targets are not classes
     loss: float | None
     figures: Mapping[str, float] = field(default_factory=dict)  # those of the task, by name
@@ -254,11 +255,6 @@ class Run:
     def rounds(self) -> tuple[RoundResult, ...]:
         """The result of each round, those before a resumption included."""
         return tuple(RunFolder(self.folder).results())
-
-    @property
-    def epsilon(self) -> float:
-        """ε of all charges of the ledger after the last round, at the δ of the budget."""
-        return self.rounds[-1].epsilon if self.rounds else 0.0
 
     @property
     def model(self) -> nn.Module:
@@ -367,7 +363,8 @@ def conduct(
     # Canaries are in the rounds alone, not in what is asked before them or between them.
     of_rounds = (row for row in records.ledger.charges() if row.run == plan.run and row.round > 0)
     audit = auditor.conclude(paid_events(of_rounds)) if auditor else None
-    return Run(folder.path, experiment.task, stop, state, audit=audit, **figures)
+    spent = records.ledger.epsilon(records.budget)
+    return Run(folder.path, experiment.task, stop, state, spent, audit=audit, **figures)
 
 
 def _measured(experiment: Experiment, model: Tensors) -> dict[str, Any]:
