@@ -66,8 +66,10 @@ class Head:
 
 
 def beside(ledger: Path) -> Path:
-    """Where the participation record of a ledger lies."""
-    return ledger.with_suffix(".participation.sqlite")
+    """Where the participation record of a ledger lies: no two ledgers of a folder share one."""
+    plain = ledger.name.removesuffix(".sqlite")
+    end = ".participation" if plain == ledger.name else ".participation.sqlite"
+    return ledger.with_name(plain + end)
 
 
 class ParticipationRecord:
