@@ -58,6 +58,7 @@ from fedpriv.training.rounds import (
     RunningStatistics,
     ServerState,
     TrainingPlan,
+    evaluation_run,
     initial_state,
 )
 
@@ -173,7 +174,7 @@ def _evaluation(
     metrics = tuple(_metric(*named, task, None) for named in asked.report.items())
     trained, kept = kept_apart(population.users, asked.held_out)
     how = _personalisation(config)
-    users, name = population.users if how else kept, f"{config.run or run}-evaluation"
+    users, name = population.users if how else kept, evaluation_run(config.run or run)
     evaluation = UserEvaluation(asked, name, users, task, metrics, how)
     evaluation.check(population.test)
     return evaluation, replace(population, users=trained)

@@ -97,7 +97,7 @@ clipping = {{ norm = 0.5 }}
 privacy = {{ sampling_probability = 0.5, epsilon = 9.0, delta = 1e-3, noise_multiplier = 1.0 }}
 """
 BY_PART = 'partitioner = "IidPartitioner", arguments = { num_partitions = 20 }'
-DRAWN = {"ledger_id", "created_at", "charged_at", "cohort_commitment", "hash", "previous_hash"}
+DRAWN = {"ledger_id", "created_at", "day", "cohort_commitment", "hash", "previous_hash"}
 """What a ledger draws or reads from the clock, and digests of that and of the rest."""
 
 

@@ -5,11 +5,13 @@ a question, derive a frozen dataclass from `VectorQuestion`, or from `Question` 
 users are too long to be written down one by one.
 """
 
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,6 +25,7 @@ from fedpriv.privacy.clipping import IntegerVector, clip_rows
 from fedpriv.privacy.layout import FloatVector, VectorGroup
 from fedpriv.privacy.sampling import PoissonSampling
 
+_log = logging.getLogger(__name__)
 _WIDTH = 2.0  # standard deviations to either side of an interval: 95.4% of a normal law
 _MOST_THRESHOLDS = 4096
 
@@ -76,7 +79,8 @@ class Question(ABC):
     * a user without a value that counts contributes the zero vector, and so does NaN;
     * the answer is a function of the released average and of public numbers alone.
 
-    A `VectorQuestion` need not clip: that is done for it. Another must, in its `total`.
+    A `VectorQuestion` need not clip, nor keep users apart: that is done for it. Another must, in
+    its `total`.
     """
 
     name: str  # of the question, and of its vector group in the ledger
@@ -146,28 +150,73 @@ class Question(ABC):
 
 
 class VectorQuestion(Question):
-    """A question for which the vector of each user is written down and clipped."""
+    """A question for which the vector of each user is written down and clipped.
+
+    Users are asked one by one, so that the vector of one cannot depend on what others hold; nothing
+    must be kept from one to the next.
+    """
 
     @property
     def dimension(self) -> int:
-        """Length d of a user's vector."""
-        nobody = UserValues(np.empty(0, self.scalar), np.zeros(1, np.int64))
-        return len(self.contributions(nobody).T)
+        """Length d of a user's vector, found from a user without values.
+
+        InvalidValueError if that user's is not one row of numbers.
+        """
+        shape = (0,) if self.width is None else (0, self.width)
+        blank = UserValues(np.empty(shape, self.scalar), np.zeros(2, np.int64))
+        try:
+            found = np.asarray(self.contributions(blank))
+        except Exception as error:
+            raise self._refusal(
+                f"contributions that raise {type(error).__name__} of a user without values; they "
+                "must be zeros [1, d]"
+            ) from error
+        if found.dtype.kind not in "biuf" or found.ndim != 2 or len(found) != 1:
+            raise self._refusal(
+                f"contributions {found.dtype}{list(found.shape)} of a user without values; they "
+                "must be numbers [1, d]"
+            )
+        return len(found[0])
 
     def numbers(self, values: IntegerVector) -> IntegerVector:
         """A vector for each user, beside its values."""
         return values + self.dimension
 
     def total(self, held: UserValues) -> IntegerVector:
-        """Sum of users' vectors, each clipped by itself, in steps of the group: [d]."""
-        vectors = self.contributions(held)
+        """Sum of users' vectors, each asked for and clipped by itself, in steps of the group: [d].
+
+        Nothing raises: a user whose vector does, or is not d numbers, contributes zero.
+        """
+        vectors = np.zeros((len(held.offsets) - 1, self.dimension))
+        for vector, (begin, end) in zip(vectors, pairwise(held.offsets.tolist()), strict=True):
+            alone = UserValues(held.values[begin:end].copy(), np.array([0, end - begin]))
+            try:
+                found = np.asarray(self.contributions(alone), np.float64)
+                if found.shape == (1, vector.size):
+                    vector[:] = found[0]
+                    continue
+                reason = f"the shape {list(found.shape)}"
+            except Exception as error:  # a failing user counts as zero, whatever the failure
+                reason = type(error).__name__  # its text may hold the user's data
+            _log.warning("a user counts as zero: question %r gave %s", self.name, reason)
+        return self._clipped_sum(vectors)
+
+    def _clipped_sum(self, vectors: FloatMatrix) -> IntegerVector:
         clip_rows([vectors], self.clipping_norm)
         total: IntegerVector = vectors.sum(axis=0).astype(np.int64)
         return total
 
     @abstractmethod
     def contributions(self, held: UserValues) -> FloatMatrix:
-        """Vectors of users, before they are clipped: [users, d], which the caller may change."""
+        """Vectors of users, before they are clipped: [users, d]; `total` asks for one user's."""
+
+
+class _AtOnce(VectorQuestion):
+    """A question of this module: rows of its contributions are known not to depend on others."""
+
+    def total(self, held: UserValues) -> IntegerVector:
+        """Sum of users' vectors, all made at once, in steps of the group: [d]."""
+        return self._clipped_sum(self.contributions(held))
 
 
 def sampling_spread(sampling: PoissonSampling) -> float:
@@ -180,7 +229,7 @@ def sampling_spread(sampling: PoissonSampling) -> float:
 
 
 @dataclass(frozen=True)
-class Histogram(VectorQuestion):
+class Histogram(_AtOnce):
     """Values of all enrolled users, counted by category.
 
     A user contributes its counts, scaled down to the clipping norm if they are longer. Where users
@@ -228,7 +277,7 @@ class Histogram(VectorQuestion):
 
 
 @dataclass(frozen=True)
-class Distribution(VectorQuestion):
+class Distribution(_AtOnce):
     """The share of all enrolled users whose value is at or below each threshold.
 
     The m thresholds are finite and rise. A user with several values counts as equal parts of each;
@@ -287,7 +336,7 @@ class Distribution(VectorQuestion):
 
 
 @dataclass(frozen=True)
-class Quantiles(VectorQuestion):
+class Quantiles(_AtOnce):
     """Quantiles over all enrolled users: the least threshold with a share p of them at or below.
 
     All are read off one released `Distribution`, made rising by least squares; so ten quantiles
@@ -353,7 +402,7 @@ def crossings(
 
 
 @dataclass(frozen=True)
-class _Ranged(VectorQuestion):
+class _Ranged(_AtOnce):
     """A question about values that are clipped to [low, high]."""
 
     low: float

@@ -79,7 +79,7 @@ class AuditResult:
     epsilon_low: float  # at `delta`
     # By normal laws of how far releases go along canaries (Andrew et al. 2023): no bound.
     epsilon_estimate: float | None
-    epsilon: float  # of the run's charges at `delta`: what is claimed
+    epsilon: float  # of the charges of the run's rounds at `delta`: what is claimed
     delta: float
     noise_level: float  # p-value of the test of noise: small if noise is too weak
     noise_fresh: float  # p-value of that of freshness: small if noise comes twice

@@ -150,7 +150,8 @@ class Database:
         # EXTRA: without the folder's entry synced, a crash could bring back a journal that was
         # deleted, and with it the state before the transaction.
         self._connection.executescript("PRAGMA synchronous = EXTRA; PRAGMA fullfsync = ON")
-        self._connection.execute("PRAGMA secure_delete = ON")  # keys are forgotten, not unlinked
+        # What is deleted is overwritten in the file, though not in the journal, which is unlinked.
+        self._connection.execute("PRAGMA secure_delete = ON")
         *_, found = str(pragma("integrity_check(1)")).splitlines()
         if found != "ok":
             torn = "is damaged, or a copy that was made while it was written"

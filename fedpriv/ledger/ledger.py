@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -160,7 +160,8 @@ class ChargedRow:
     cohort_commitment: str
     part: int  # as in `ProposedCharge`
     series: int | None
-    charged_at: str  # UTC, ISO 8601
+    # UTC, ISO 8601. A finer time would say how long rounds took, which depends on who was drawn.
+    day: str
     previous_hash: str  # digest of the text before
 
     @cached_property
@@ -181,7 +182,7 @@ class ChargedRow:
                 **own,
                 "randomness": self.randomness,
                 "cohort_commitment": self.cohort_commitment,
-                "charged_at": self.charged_at,
+                "day": self.day,
                 "previous_hash": self.previous_hash,
             }
         )
@@ -356,6 +357,7 @@ class Ledger:
         self._known = self._genesis.head  # the head up to which `_rounds` counts the charges
         self._rounds = Counter[RoundEvent]()
         self._series = SeriesBook()
+        self._randomness = Randomness.OPERATING_SYSTEM
         self._price: tuple[object, float] = (None, 0.0)  # the last one, and what it was asked for
 
     @classmethod
@@ -366,7 +368,7 @@ class Ledger:
     @classmethod
     def open_or_create(cls, path: Path, population: str) -> Self:
         """Open the ledger of a population, or create it if there is no file."""
-        genesis = Genesis(secrets.token_hex(16), population, _now())
+        genesis = Genesis(secrets.token_hex(16), population, _now().isoformat(timespec="seconds"))
         first = {"position": 0, "text": genesis.text, "hash": genesis.head.hash}
         rows = {"chain": first, "head": asdict(genesis.head)}
         ledger = cls(Database(path, LEDGER, rows))
@@ -404,7 +406,7 @@ class Ledger:
                     f"budget of ε = {budget.epsilon}; nothing was charged"
                 )
             last = self._known
-            fields = vars(charge) | {"charged_at": _now(), "previous_hash": last.hash}
+            fields = vars(charge) | {"day": _now().date().isoformat(), "previous_hash": last.hash}
             row = ChargedRow(last.count + 1, **fields)
             self._series.check(row)
             columns = _columns(row)
@@ -440,6 +442,13 @@ class Ledger:
         with self._lock:
             self._catch_up()
             return list(repeated(self._rounds))
+
+    @property
+    def randomness(self) -> Randomness:
+        """The weakest source of all charges: what is seeded guarantees nothing."""
+        with self._lock:
+            self._catch_up()
+            return self._randomness
 
     @property
     def first_run(self) -> str | None:
@@ -545,6 +554,8 @@ class Ledger:
     def _catch_up(self) -> None:
         for row in self._walk(self._known, self.head, self._series):
             self._rounds[row.event] += row.pays
+            if row.randomness is Randomness.SEEDED:
+                self._randomness = row.randomness
             self._known = row.head
 
 
@@ -679,8 +690,8 @@ def _row(fields: dict[str, Any], book: SeriesBook) -> ChargedRow:
     series, part = fields.pop("series", None), fields.pop("part", 0)
     event = _event(fields) if series is None else book.event_of(series)
     randomness = Randomness(fields.pop("randomness"))
-    place = {name: fields.pop(name) for name in ("position", "charged_at", "previous_hash")}
-    _check_name("charged_at", place["charged_at"])
+    place = {name: fields.pop(name) for name in ("position", "day", "previous_hash")}
+    _check_day(place["day"])
     charge = ProposedCharge(**fields, randomness=randomness, event=event, part=part, series=series)
     return ChargedRow(**place, **vars(charge))
 
@@ -769,5 +780,10 @@ def _columns(row: ChargedRow) -> dict[str, object]:
     return {name: getattr(row, name) for name in names}
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="microseconds")
+def _check_day(day: str) -> None:
+    whole = date.fromisoformat(day).isoformat() == day
+    require(whole, f"day is {day!r}; it must be YYYY-MM-DD")
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)

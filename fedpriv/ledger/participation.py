@@ -66,8 +66,10 @@ class Head:
 
 
 def beside(ledger: Path) -> Path:
-    """Where the participation record of a ledger lies."""
-    return ledger.with_suffix(".participation.sqlite")
+    """Where the participation record of a ledger lies: no two ledgers of a folder share one."""
+    plain = ledger.name.removesuffix(".sqlite")
+    end = ".participation" if plain == ledger.name else ".participation.sqlite"
+    return ledger.with_name(plain + end)
 
 
 class ParticipationRecord:
@@ -144,7 +146,10 @@ class ParticipationRecord:
         return bytes(rows[0]["key"]) if rows else None
 
     def forget_series(self, run: str | None = None) -> None:
-        """Forget the key of a run's series, or of all: what it determines is over, or must be."""
+        """Forget the key of a run's series, or of all: what it determines is over, or must be.
+
+        It is overwritten in the file. The journal of the transaction had it, and is only unlinked.
+        """
         with self.database.transaction():
             self.database.write("DELETE FROM series WHERE run = coalesce(?, run)", (run,))
 

@@ -35,6 +35,7 @@ from fedpriv.training.rounds import (
     EVALUATION_PREFIX,
     RoundResult,
     contributors_text,
+    own_charges,
 )
 
 FOOTER: str = texts()["footer"].format(version=__version__)
@@ -120,7 +121,8 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> Section:
 
 def _contributors(record: RunRecord) -> list[Card]:
     """How many users' updates counted, if that was released."""
-    charges = (row.event.sampling for row in record.ledger.charges if row.run == record.name)
+    released = {result.charge for result in record.rounds}
+    charges = (row.event.sampling for row in record.ledger.charges if row.hash in released)
     sampling = next(charges, None)
     if sampling is None:
         return []
@@ -130,10 +132,10 @@ def _contributors(record: RunRecord) -> list[Card]:
 
 
 def _epsilon_note(record: RunRecord) -> str:
-    runs = record.ledger.runs()
-    if len(runs) < 2:
+    charges = own_charges(record.name, record.ledger.charges)
+    if len(charges) == len(record.ledger.charges):
         return "no budget was set" if record.budget is None else f"budget {record.budget:g}"
-    own = merge_equal(paid_events(runs.get(record.name, [])))
+    own = merge_equal(paid_events(charges))
     alone = accountant_named(record.accountant).epsilon(own, record.delta).epsilon if own else 0.0
     return f"all runs of the ledger; this run alone {format_epsilon(alone)}"
 

@@ -32,6 +32,8 @@ def back_up(ledger: Path, to: Path) -> Head:
     """Copy a ledger, and the record beside it, to where there is nothing; the head of the copy.
 
     Both may be in use: every charge of the copy has its cohort, and the record knows no newer one.
+    Of a series of rounds that is under way the copy has no key: what goes on from it never draws
+    the noise of the original once more.
     """
     if beside(to).exists():
         raise LedgerError(f"{beside(to)} exists already; it is not overwritten")
@@ -43,6 +45,8 @@ def back_up(ledger: Path, to: Path) -> Head:
         pair.ledger.database.copy(to)
         if pair.record is not None:
             pair.record.database.copy(beside(to))
+            with ParticipationRecord.open(beside(to)) as copied:
+                copied.forget_series()
     with Ledger.open(to) as copy:
         return copy.head
 

@@ -374,7 +374,7 @@ def _result(
         stop=str(outcome.stop),
         rounds=len(rounds),
         noise_multiplier=plan.noise_multiplier,
-        epsilon=rounds[-1].epsilon,
+        epsilon=outcome.epsilon,
         accuracy=outcome.accuracy,
         loss=cast(float, outcome.loss),  # populations have held-out rows
         evaluations=tuple((row.round, row.accuracy) for row in rounds if row.accuracy is not None),

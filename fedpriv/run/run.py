@@ -65,6 +65,7 @@ from fedpriv.training.rounds import (
     TrainingPlan,
     checkpoints,
     contributors_text,
+    own_charges,
     released_model,
     resume,
     save_checkpoint,
@@ -242,6 +243,7 @@ class Run:
     task: Task
     stop: Stop  # why it ended
     state: ServerState  # at the end, all of it released
+    epsilon: float  # of all charges of the ledger at the end, at the δ of the budget
     accuracy: float | None  # None if targets are not classes
     loss: float | None
     figures: Mapping[str, float] = field(default_factory=dict)  # those of the task, by name
@@ -253,11 +255,6 @@ class Run:
     def rounds(self) -> tuple[RoundResult, ...]:
         """The result of each round, those before a resumption included."""
         return tuple(RunFolder(self.folder).results())
-
-    @property
-    def epsilon(self) -> float:
-        """ε of all charges of the ledger after the last round, at the δ of the budget."""
-        return self.rounds[-1].epsilon if self.rounds else 0.0
 
     @property
     def model(self) -> nn.Module:
@@ -363,9 +360,11 @@ def conduct(
     with_room(lambda: write_atomically(folder.model, model))
     transport.rest()
     figures = figures if latest is state else _measured(experiment, state.model)
-    own = (row for row in records.ledger.charges() if row.run == plan.run)
-    audit = auditor.conclude(paid_events(own)) if auditor else None
-    return Run(folder.path, experiment.task, stop, state, audit=audit, **figures)
+    # Canaries are in the rounds alone, not in what is asked before them or between them.
+    of_rounds = (row for row in records.ledger.charges() if row.run == plan.run and row.round > 0)
+    audit = auditor.conclude(paid_events(of_rounds)) if auditor else None
+    spent = records.ledger.epsilon(records.budget)
+    return Run(folder.path, experiment.task, stop, state, spent, audit=audit, **figures)
 
 
 def _measured(experiment: Experiment, model: Tensors) -> dict[str, Any]:
@@ -605,7 +604,7 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
     privacy, plan, clipping = experiment.config.privacy, experiment.plan, experiment.config.clipping
     with Ledger.open(setup.ledger) as ledger:
         spent, charges, head = ledger.spent(), tuple(ledger.charges()), ledger.head
-    rows_of_run = [charge for charge in charges if charge.run == plan.run]
+    rows_of_run = own_charges(plan.run, charges)
     of_run = paid_events(rows_of_run)
     loss = epsilon_of(spent, privacy.delta, privacy.accountant)
     rows = [] if run.accuracy is None else [("accuracy on held-out rows", f"{run.accuracy:.2%}")]

@@ -54,6 +54,7 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, RunError, known_names, writing
 from fedpriv.ledger.events import (
     PrivacyBudget,
+    Randomness,
     RoundEvent,
     SamplingPolicy,
     Selection,
@@ -428,14 +429,16 @@ class _Search:
         if price_only:
             return Tuning(setup.folder.path, {}, None, epsilon=price)
         run, folder = f"{setup.run}-tune", self._make_folder()
-        with self._charged(run, event, budget, first) as (charge, price):
+        with self._charged(run, event, budget, first) as (charge, price, randomness):
             self._say("charged; searching, without a word until it ends")
             best = self._best_of(kinds, score, sign)
         if best is None:
             self._say("no trial ended; the charge stays, and nothing is released")
             return Tuning(folder.path, {}, None, epsilon=price)
         settings, found, state, last = best
-        result = replace(last, run=run, epsilon=price, delta=delta, charge=charge)
+        result = replace(
+            last, run=run, epsilon=price, delta=delta, charge=charge, randomness=randomness
+        )
         write_atomically(folder.model, released_model(state, [result]))
         about = f"ε = {format_epsilon(price)} at δ = {delta:g}, the model included"
         return self._told(Tuning(folder.path, settings, found, epsilon=price), about)
@@ -462,8 +465,8 @@ class _Search:
     @contextmanager
     def _charged(
         self, run: str, event: RoundEvent, budget: PrivacyBudget, first: Experiment
-    ) -> Iterator[tuple[str, float]]:
-        """Charge the search, and keep its ledger open; the charge's hash and the ledger's ε."""
+    ) -> Iterator[tuple[str, float, Randomness]]:
+        """Charge the search, and keep its ledger open; the charge's hash, and of the ledger ε."""
         files = self.setup.ledger, beside(self.setup.ledger)
         with PrivacyRecords.open(*files, first.plan.population, budget) as records:
             # Who is in any trial stays secret; all may be.
@@ -473,7 +476,7 @@ class _Search:
             asked = ProposedCharge(run, 1, attempt, randomness, event, commitment)
             charge = records.ledger.charge(asked, budget)
             records.participation.keep_head(records.ledger.head)
-            yield charge.hash, records.ledger.epsilon(budget)
+            yield charge.hash, records.ledger.epsilon(budget), records.ledger.randomness
 
     def _event(self, spent: Sequence[RoundEvent]) -> tuple[RoundEvent, Mapping[Any, Trial]]:
         """The search as an event, and what trials are by their q and rounds.

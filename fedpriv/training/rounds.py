@@ -28,8 +28,15 @@ from fedpriv.errors import (
     InvalidValueError,
     StoppedError,
 )
-from fedpriv.ledger import Head, Ledger
-from fedpriv.ledger.events import PrivacyBudget, RoundEvent, SamplingEvent, Unit
+from fedpriv.ledger import ChargedRow, Head, Ledger
+from fedpriv.ledger.events import (
+    NeighbouringRelation,
+    PrivacyBudget,
+    Randomness,
+    RoundEvent,
+    SamplingEvent,
+    Unit,
+)
 from fedpriv.privacy.clipping import UNCLIPPED, Clipping, Indicator
 from fedpriv.privacy.correlated_noise import Strategy
 from fedpriv.privacy.draws import RoundAttempt
@@ -368,6 +375,9 @@ class RoundResult:
     held_out_users: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     simulation_only_seconds: float | None = None
     unit: Unit = Unit.USER  # what (ε, δ) protects
+    relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE  # what it compares
+    # The weakest of all charges so far; if seeded, no ε holds against those who know the seed.
+    randomness: Randomness = Randomness.OPERATING_SYSTEM
 
     @property
     def scalar_metrics(self) -> dict[str, float]:
@@ -494,7 +504,8 @@ def run_round(
     release = private_round(mechanism, plan.run, number, collect, records, entropy, prepare)
     on_release(mechanism, number, release)
     epsilon = records.ledger.epsilon(records.budget)
-    return close_round(plan, state, release, epsilon, records.budget.delta)
+    after, result = close_round(plan, state, release, epsilon, records.budget.delta)
+    return after, replace(result, randomness=records.ledger.randomness)
 
 
 def round_request(
@@ -565,6 +576,7 @@ def close_round(
         metrics={name: value.tolist() for name, value in metrics.items()},
         metrics_noise_stddev=stddevs,
         unit=plan.sampling.unit,
+        relation=plan.sampling.event().relation,
     )
     after = ServerState(state.round + 1, parameters, optimizer, norms, statistics, control)
     return after, result
@@ -610,16 +622,26 @@ def released_model(state: ServerState, results: Iterable[RoundResult]) -> bytes:
     """The model of a state as a file of safetensors; its metadata say what it cost.
 
     Under the key "release" they are a JSON object: `round`, and of its result `run`, `rounds`,
-    `epsilon`, `delta` and `unit`.
+    `epsilon`, `delta`, `unit`, `relation` and `randomness`.
     """
     released: dict[str, object] = {"round": state.round}
     for result in results:
         if result.round == state.round:
-            keys = ("run", "rounds", "epsilon", "delta", "unit")
+            keys = ("run", "rounds", "epsilon", "delta", "unit", "relation", "randomness")
             released |= {key: getattr(result, key) for key in keys}
     tensors = {name: np.asarray(p, order="C") for name, p in state.model.items()}
     # One key: safetensors writes several in any order, and equal runs have equal files.
     return save(tensors, {"release": json.dumps(released)})
+
+
+def evaluation_run(run: str) -> str:
+    """Under which name a ledger has what users are asked of the models of a run."""
+    return f"{run}-evaluation"
+
+
+def own_charges(run: str, charges: Iterable[ChargedRow]) -> list[ChargedRow]:
+    """All that a run charged: its projection, its rounds, and what users said of its models."""
+    return [row for row in charges if row.run in (run, evaluation_run(run))]
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """What users contribute: bounds for any data, and agreement with slow and obvious code."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -208,6 +208,93 @@ def test_what_cannot_be_used_is_zeroed_for_its_question_and_what_is_long_is_shor
     np.testing.assert_array_equal(total(asked, users, range(5)), sum(alone))
 
 
+@dataclass(frozen=True)
+class Written(VectorQuestion):
+    """A question of one's own, which a function answers."""
+
+    name: str
+    of: str
+    written: Callable[[UserValues], object]
+    clipping_norm: float = 1.0
+
+    def contributions(self, held: UserValues) -> np.ndarray:
+        return self.written(held)  # type: ignore[return-value]
+
+    def answer(self, *_: object) -> Answer:
+        raise NotImplementedError
+
+
+def centred(held: UserValues) -> np.ndarray:
+    """Less the mean of whoever else is asked."""
+    sums = held.sums(held.values)[:, np.newaxis]
+    return sums - sums.mean()
+
+
+def for_each_value(held: UserValues) -> np.ndarray:
+    """A row for each value, and for a user without any."""
+    return held.values[:, np.newaxis] if held.values.size else np.zeros((1, 1))
+
+
+def raising(held: UserValues) -> np.ndarray:
+    if 7.0 in held.values:
+        raise RuntimeError(held.values)
+    return np.ones((1, 1))
+
+
+def writing(held: UserValues) -> np.ndarray:
+    found = held.values.sum()
+    held.values[:] = 9.0
+    return np.array([[found]])
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (centred, [0, 0, 0, 0]),
+        (for_each_value, [0.5, 0, -0.25, 0]),
+        (raising, [1, 1, 1, 0]),
+        (writing, [0.5, 1, -0.25, 0]),
+        (lambda held: np.full((1, 1), held.values.size, np.float32), [1, 1, 1, 0]),
+        (lambda held: np.full((1, 1), held.values.size), [1, 1, 1, 0]),
+        (lambda held: [[held.values.size]], [1, 1, 1, 0]),
+    ],
+)
+def test_a_question_of_ones_own_is_asked_of_each_user_alone(
+    written: Callable[[UserValues], object], expected: list[float]
+) -> None:
+    values: list[list[float]] = [[0.5], [1.0, 1.0], [-0.25], []]
+    if written is raising:
+        values[3] = [7.0]
+    users = store([{"x": x, "kind": ["a"] * len(x)} for x in values])
+    before = users.fields["x"].copy()
+    asked = survey(4, questions=(Written("own", "x", written),))
+    step, _ = steps_of(1.0)
+    alone = [total(asked, users, [user]) for user in range(4)]
+    assert [float(each[0] * step) for each in alone] == expected
+    np.testing.assert_array_equal(total(asked, users, range(4)), sum(alone))
+    np.testing.assert_array_equal(users.fields["x"], before)
+
+
+@pytest.mark.parametrize(
+    ("written", "complaint"),
+    [
+        (lambda held: held.values[:, np.newaxis], r"contributions float64\[0, 1\] of a user with"),
+        (
+            lambda _: np.zeros(3),
+            r"contributions float64\[3\] of a user without values; they must be",
+        ),
+        (lambda _: [["a"]], "numbers"),
+        (lambda _: np.zeros((1, 1), complex), "numbers"),
+        (lambda held: held.values[0], "contributions that raise IndexError of a user without"),
+    ],
+)
+def test_a_question_that_does_not_fit_is_refused_before_anybody_is_asked(
+    written: Callable[[UserValues], object], complaint: str
+) -> None:
+    with pytest.raises(InvalidValueError, match=complaint):
+        survey(4, questions=(Written("own", "x", written),))
+
+
 def test_functions_are_read_as_columns_are() -> None:
     users = some_people(60)
     by_column, by_function = (
@@ -295,9 +382,9 @@ def test_chunks_are_cut_by_what_their_users_hold(monkeypatch: pytest.MonkeyPatch
 
     def seen(held: UserValues) -> np.ndarray:
         chunks.append(np.diff(held.offsets).tolist())
-        return np.ones((len(held.offsets) - 1, 2))
+        return np.ones(2, np.int64)
 
-    monkeypatch.setattr(Told, "contributions", lambda _, held: seen(held))
+    monkeypatch.setattr(Told, "total", lambda _, held: seen(held))
     total(survey(7, questions=(Told("told", "x", ()),)), users, range(7))
     # Users hold 2, 32, 5, 5, 5, 2 and 6 numbers; chunks end where the running sum passes tens.
     assert chunks == [[0], [30, 3], [3, 3], [0, 4]]

@@ -151,7 +151,7 @@ class TestExamining:
         charge(both.ledger)
         both.examined()
         kept = read(both.ledger)
-        row = replace(kept.rows[0], charged_at="2000-01-01T00:00:00.000000+00:00")
+        row = replace(kept.rows[0], day="2000-01-01")
         forged = replace(kept, rows=(row,))
         with pytest.raises(AuditError, match="its former head of 1 charges"):
             examine(forged, WELCOME, both.journal, DELTA)

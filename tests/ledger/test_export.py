@@ -336,7 +336,7 @@ class TestForgersWhoHash:
          ("run", ""), ("run", "a\nb"), ("run", 7), ("policy", "lucky"), ("randomness", "dice"),
          ("sampling_probability", 1), ("sampling_probability", float("nan")),
          ("sampling_probability", 0.0), ("population", 0), ("population", 300.0),
-         ("cohort_commitment", "0" * 63), ("charged_at", "\x1b[2J"), ("schedule", {}),
+         ("cohort_commitment", "0" * 63), ("day", "\x1b[2J"), ("day", "20260101"), ("schedule", {}),
          ("strategy", "[1.0]"), ("strategy", [1]), ("more", 1)],
     )  # fmt: skip
     def test_what_no_ledger_charges_is_refused(self, lines, name, value):

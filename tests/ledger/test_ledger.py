@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import math
+import re
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -212,12 +213,20 @@ class TestReading:
             assert ledger.next_attempt("a", 1) == 0
             assert ledger.next_attempt("b", 0) == 0
 
-    def test_charges_carry_utc_times(self, path):
+    def test_charges_carry_the_day_and_no_finer_time(self, path):
+        """Rounds take longer with users who hold more, so a time would tell who was drawn."""
         with Ledger.open_or_create(path, "users") as ledger:
-            before = datetime.now(UTC)
-            ledger.charge(propose())
-            (row,) = ledger.charges()
-        assert before <= datetime.fromisoformat(row.charged_at) <= datetime.now(UTC)
+            before = datetime.now(UTC).date()
+            ledger.charge(propose(round_number=1))
+            ledger.charge(propose(round_number=2))
+            first, second = ledger.charges()
+            after = datetime.now(UTC).date()
+        assert {first.day, second.day} <= {before.isoformat(), after.isoformat()}
+        texts = [row.text.replace(row.day, "") for row in (first, second)]
+        assert not any(re.search(r"\d\d:\d\d", text) for text in texts)
+        # But for the cohort, the second charge follows from the first and the calendar.
+        same = replace(second, position=1, round=1, previous_hash=first.previous_hash)
+        assert replace(same, cohort_commitment=first.cohort_commitment, day=first.day) == first
 
     def test_more_rows_than_one_page_of_reading(self, path, monkeypatch):
         """Also that a second reader catches up with what the first wrote in between."""
@@ -259,7 +268,8 @@ class TestHead:
             assert not restored.contains_head(head)
             with pytest.raises(LedgerError, match="never had the head of 2 charges"):
                 restored.verify(head=head)
-            restored.charge(propose(round_number=1))  # the same charge, at another time
+            # The same attempt; commitments have salts, so that of its cohort is another.
+            restored.charge(replace(propose(round_number=1), cohort_commitment="1e" * 32))
             assert not restored.contains_head(head)
 
     def test_two_ledgers_of_one_population_share_no_head(self, tmp_path):

@@ -16,7 +16,7 @@ from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.errors import InvalidValueError, LedgerError
 from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
-from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.ledger.participation import ParticipationRecord, beside
 
 
 @pytest.fixture
@@ -28,6 +28,14 @@ def path(tmp_path):
 def record(path):
     with ParticipationRecord.open_or_create(path) as record:
         yield record
+
+
+def test_ledgers_of_one_folder_have_records_of_their_own(tmp_path):
+    names = ["study", "study.sqlite", "study.2025", "study.2026", "study.2025.sqlite", "study.db"]
+    records = [beside(tmp_path / name) for name in names]
+    assert len({*names, *(record.name for record in records)}) == 2 * len(names)
+    assert {record.parent for record in records} == {tmp_path}
+    assert beside(tmp_path / "ledger.sqlite").name == "ledger.participation.sqlite"
 
 
 class TestRecord:

@@ -208,7 +208,9 @@ UNKNOWN = [
     *({"run": value} for value in ("", "a\nb", 7)),
     *({"round": value} for value in (-1, 3.0, True, 2**63)),
     *({"cohort_commitment": value} for value in ("0" * 63, "G" * 64, 7)),
-    *({"charged_at": value} for value in ("\x1b[2J", 7, None)),
+    *({"day": value} for value in (
+        "\x1b[2J", 7, None, "2026-13-01", "20260101", "2026-01-01T09:30:00+00:00",
+    )),
     *({"schedule": value} for value in (
         None, "", [9, 3, 2], {"rounds": 9}, {"participations": 3, "rounds": 9, "separation": 2},
         {"rounds": 9.0, "participations": 3, "separation": 2},

@@ -71,6 +71,18 @@ class TestBackingUp:
             charge(records, 7)
         assert verified(backup) == 3
 
+    def test_no_key_of_a_series_is_copied(self, ledger, tmp_path):
+        """What goes on from a backup in its place would release the same noise on another sum."""
+        with ParticipationRecord.open(beside(ledger)) as record:
+            first = record.record("r", 1, 0, np.arange(3), b"k" * 32)
+            to = tmp_path / "backup.sqlite"
+            back_up(ledger, to)
+            assert record.series_key(first) == b"k" * 32
+        with ParticipationRecord.open(beside(to)) as copied:
+            assert copied.series_key(first) is None
+            np.testing.assert_array_equal(copied.users_of(first), np.arange(3))
+        assert b"k" * 32 not in beside(to).read_bytes()
+
     @pytest.mark.parametrize("there", ["ledger", "record"])
     def test_nothing_is_overwritten(self, ledger, tmp_path, there):
         to = tmp_path / "to.sqlite"
@@ -194,8 +206,9 @@ class TestRestoring:
         """More of it may have been released than the backup knows, by noise that it determines."""
         with ParticipationRecord.open(beside(ledger)) as record:
             first = record.record("r", 1, 0, np.arange(3), b"k" * 32)
-            to = tmp_path / "backup.sqlite"
-            back_up(ledger, to)
+        to = tmp_path / "backup.sqlite"
+        for source, copy in ((ledger, to), (beside(ledger), beside(to))):
+            shutil.copy(source, copy)  # not by `back_up`, which copies no key
         if lost:
             ledger.unlink()
             beside(ledger).unlink()

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fedpriv
+from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.analytics import Survey
 from fedpriv.analytics.survey import collect
 from fedpriv.data.population import UserStore
@@ -197,6 +199,33 @@ def test_queries_are_charged_beside_the_rounds_within_one_budget(tmp_path: Path)
     noise = [each.rounds[0].metrics_noise_stddev["contributors"] for each in (plain, asked)]
     assert noise[1] > noise[0]
     assert asked.report().read_text().startswith("<!DOCTYPE html>")
+
+
+def test_what_a_run_alone_costs_counts_what_its_users_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = tmp_path / "ledger.sqlite"
+    mechanism = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(1.0))
+    shared = {"ledger": ledger, "quiet": False, "rounds": 2}
+    shared |= {"mechanism": mechanism.with_noise(4.0, epsilon=4.0, delta=1e-2)}
+    asked = fedpriv.FederatedEvaluation(noise_multiplier=3.0, every=1, held_out=0.4)
+    alone = run(tmp_path / "asked", asked, **shared, name="asked")
+    # Nothing else is in the ledger yet: what the run alone costs goes without saying.
+    said = [capsys.readouterr().out, alone.report().read_text()]
+    assert not any("this run alone" in each for each in said)
+    run(tmp_path / "other", None, **shared, name="other")
+    capsys.readouterr()
+    again = run(tmp_path / "asked", asked, **shared, name="asked", resume=True)
+    said = [capsys.readouterr().out, again.report().read_text()]
+    with Ledger.open(ledger) as opened:
+        charges = [(charge.run, charge.event) for charge in opened.charges()]
+    own = [event for name, event in charges if name in ("asked-seed1", "asked-seed1-evaluation")]
+    assert (len(own), len(charges)) == (4, 6)
+    cost = format_epsilon(fedpriv.epsilon(own, 1e-2).epsilon)
+    for each in said:
+        (found,) = re.findall(r"this run alone[^0-9]*([0-9.]+)", each)
+        assert found == cost
+    assert "2 of 2, 4 charged" in said[0]
 
 
 def test_a_run_that_is_resumed_repeats_and_pays_for_nothing_more(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from fedpriv.engine.task import Task
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Ledger
 from fedpriv.models import Projected, mlp
-from fedpriv.run.folder import RunFolder
+from fedpriv.run.folder import RunFolder, write_report
 from fedpriv.run.run import RunSetup
 from tests.commandline import fedpriv, printed, refused
 
@@ -80,6 +80,13 @@ def test_the_model_sees_inputs_along_the_directions_and_does_not_train_them() ->
 def test_users_train_side_by_side_behind_a_projection(inputs: int, components: int) -> None:
     task = Task(Projected(np.eye(inputs)[:, :components], mlp(components, 8, 3)))
     assert batched_model(task, torch.zeros(1, inputs), torch.zeros(1, dtype=torch.int64))
+
+
+def test_a_page_holds_contributors_against_the_cohorts_of_rounds(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    printed("simulate", FILE, *SHORT, "--set", "privacy.sampling_probability=0.25", "--out", folder)
+    # The projection asked all 40 users.
+    assert "of 10.0 expected in a round" in write_report(folder).read_text()
 
 
 def test_a_resumed_run_keeps_its_directions_and_does_not_ask_again(tmp_path: Path) -> None:

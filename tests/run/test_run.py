@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.build import simulated
 from fedpriv.config import parse_config
-from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.events import Randomness
+from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.ledger.participation import beside
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run import run
@@ -77,3 +79,13 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_charge
         with pytest.raises(OSError, match="full"):
             conducted()
         assert records.ledger.head.count == 1
+
+
+def test_epsilon_is_that_of_the_ledger_where_no_round_is_left_of_the_budget(tmp_path: Path) -> None:
+    with opened(tmp_path) as (records, conducted):
+        loud = poisson_gaussian(1.0, 0.1, population=300)
+        given = ("other", 1, 0, Randomness.SEEDED, loud, "0" * 64)
+        records.ledger.charge(ProposedCharge(*given))
+        found = conducted()
+        assert (found.stop, found.rounds) == (Stop.BUDGET, ())
+        assert found.epsilon == records.ledger.epsilon(records.budget) > records.budget.epsilon

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 
 import fedpriv
@@ -567,3 +568,25 @@ def test_lots_of_mnist_are_streamed() -> None:
     for users in (lot, np.arange(20_000)):
         request = replace(request_under(small, GRADIENT, 1, 1.0), users=users)
         assert sum(part.users for part in transport.collect(request)) == users.size
+
+
+def test_what_is_released_states_what_its_epsilon_compares_and_rests_on(tmp_path: Path) -> None:
+    mechanism = fedpriv.Mechanism(fedpriv.FixedSize(2), fedpriv.Flat(NORM))
+    mechanism = mechanism.with_noise(9.0, epsilon=9.0, delta=1e-3)
+    shared = {"ledger": tmp_path / "ledger.sqlite"}
+    for name, seed, weakest in (
+        ("fresh", None, "operating system"),
+        ("seeded", 1, "seeded: reproducible, not a guarantee"),
+        # One ε is of all charges, so what another run drew with a seed makes it void.
+        ("later", None, "seeded: reproducible, not a guarantee"),
+    ):
+        out = tmp_path / name
+        run(population(), mechanism, out, name=name, seed=seed, **shared)
+        with safe_open(out / "model.safetensors", "np") as file:
+            released = json.loads(file.metadata()["release"])
+        for stated in (
+            released,
+            *map(json.loads, (out / "metrics.jsonl").read_text().splitlines()),
+        ):
+            assert (stated["unit"], stated["relation"]) == ("user", "replace-one")
+            assert stated["randomness"] == weakest
