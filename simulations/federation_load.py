@@ -2,7 +2,7 @@
 
 Three processes on loopback: the server of `fedpriv serve`, a bare gRPC server, and all nodes, each
 with a connection and a certificate of its own. In a round the sampled nodes take the model and send
-updates, which the server checks, clips and adds up; every sum is compared with the known one.
+updates, which the server checks and adds up; every sum is compared with the known one.
 Between rounds the same nodes move the same bytes, as many streams at once and in the same
 directions, through the bare server, which is grpc.aio over the same mutual TLS with messages of
 1 MiB, and does nothing with them. In both, the nodes are a load and nothing else: they send what

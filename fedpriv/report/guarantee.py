@@ -156,9 +156,8 @@ def _powers(off: TradeOff, unit: Unit) -> Table:
         percent = math.ceil(1000 * float(off.power(alpha))) / 10
         rows.append((f"{alpha:.1%}", f"{percent:.1f}%", f"{alpha:.1%}"))
     share = math.ceil(1000 * off.advantage) / 10
-    return Table(
-        f"At no rate is a test better than guessing by more than {share:.1f}%", columns, rows
-    )
+    caption = f"No test beats guessing by more than {share:.1f} percentage points"
+    return Table(caption, columns, rows)
 
 
 def _epsilon_chart(cost: Cost, unit: Unit) -> Chart:
@@ -193,8 +192,8 @@ def _trade_off_chart(off: TradeOff, unit: Unit) -> Chart:
     series.append(Series(guessing, ends, ends[::-1], dashed=True, marked=False, colour=7))
     # One point in words; the number is rounded down, as a bound is.
     percent = math.floor(1000 * float(off.type_two(_FALSE_ALARMS))) / 10
-    words = {"false_alarms": _FALSE_ALARMS, "misses": percent, "unit": unit}
-    return declared("trade-off", series, words)
+    words = {"false_alarms": _FALSE_ALARMS, "misses": percent}
+    return declared("trade-off", series, words | unit_words(unit))
 
 
 def _trade_off_rows(off: TradeOff) -> list[tuple[float, float, float | None, float]]:

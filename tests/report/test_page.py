@@ -222,7 +222,7 @@ def test_the_trade_off_says_no_more_than_is_true(tmp_path: Path) -> None:
     noise = 1.25
     record = made_up(tmp_path / "a", [RoundEvent(EVERYBODY, (SumQueryEvent("u", 1.0, noise),))])
     text = words(section(parsed(render(page_of_run(record))), "trade-off"))
-    (percent,) = re.findall(r"goes unnoticed with probability at least ([0-9.]+)%", text)
+    (percent,) = re.findall(r"at least ([0-9.]+)% of the users that took part go unnoticed", text)
     # Dong, Roth & Su 2019, equation (6): G_μ(α) = Φ(Φ⁻¹(1 − α) − μ) with μ = 1/z.
     true = norm.cdf(norm.ppf(0.95) - 1.0 / noise)
     assert true - 0.03 < float(percent) / 100 <= true
@@ -231,7 +231,7 @@ def test_the_trade_off_says_no_more_than_is_true(tmp_path: Path) -> None:
     for alarms, power in powers:
         true = norm.sf(norm.isf(float(alarms) / 100) - 1.0 / noise)
         assert true <= float(power) / 100 < true + 3e-3
-    (advantage,) = re.findall(r"better than guessing by more than ([0-9.]+)%", text)
+    (advantage,) = re.findall(r"beats guessing by more than ([0-9.]+) percentage points", text)
     true = 2 * norm.cdf(0.5 / noise) - 1  # the total variation of the two Gaussians
     assert true <= float(advantage) / 100 < true + 1.1e-3
 

@@ -25,16 +25,19 @@ def test_the_summary_by_hand() -> None:
         (REFERENCES[0], answer(0.999, 1.0, 0.01), answer(0.0, 1.5, 0.2)),
         (REFERENCES[1], answer(2.0, 2.0, 0.03), answer(0.0, 1.9, 0.3)),
         (REFERENCES[2], answer(3.0, 3.0, 0.02, 40.0), answer(0.0, math.inf, 60.0, math.inf)),
+        (REFERENCES[3], answer(4.0, 4.0, 0.02), answer(0.0, 4.0, 0.01)),
     ]
     found = summary(rows)
     assert found["median seconds"] == 0.02
     assert found["largest MiB"] == 40.0
-    assert found["median of dp-accounting's time over ours"] == pytest.approx(20.0)
-    assert found["least of dp-accounting's time over ours"] == pytest.approx(10.0)
-    assert found["settings in which ours is at least as tight"] == 2
+    assert found["settings in which ours is at least as tight"] == 3
+    assert found["settings in which dp-accounting is as tight"] == 2
+    assert found["there, median of its time over ours"] == pytest.approx(5.25)
+    assert found["there, least of its time over ours"] == pytest.approx(0.5)
+    assert found["there, settings in which it is faster"] == 1
     assert found["settings that dp-accounting did not finish"] == 1
     assert found["largest width over 1e-3·ε + 1e-6"] == pytest.approx(0.001 / 0.001001)
-    assert table_of(rows).row_count == 3
+    assert table_of(rows).row_count == 4
 
 
 @pytest.mark.parametrize("name", ACCOUNTANTS)
