@@ -11,6 +11,7 @@ from fedpriv.accounting.accountants import epsilon
 from fedpriv.ledger.ledger import Ledger
 from tests.commandline import printed, refused, table
 
+DIGITS = Path(__file__).parents[1] / "simulations" / "digits.toml"
 EXPERIMENT = """
 name = "released"
 rounds = 3
@@ -160,6 +161,13 @@ def test_resuming_keeps_the_noise_that_was_calibrated_at_first(file: Path, tmp_p
 def test_bad_input_is_refused(arguments: list[str], message: str, file: Path) -> None:
     command, *rest = arguments
     assert message in refused(command, file, *rest, cwd=file.parent)
+
+
+def test_norms_are_not_asked_of_updates_that_control_variates_will_move(tmp_path: Path) -> None:
+    table = 'algorithm="scaffold", learning_rate=0.3, epochs=1, options={control_norm=0.5}'
+    asked = ("suggest", DIGITS, "--set", f"local={{{table}}}", "--ledger", tmp_path / "l.sqlite")
+    assert "local.algorithm has control variates; they are zero in the first" in refused(*asked)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_by_examples_and_a_floor_run(file: Path, tmp_path: Path) -> None:

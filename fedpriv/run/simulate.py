@@ -334,6 +334,12 @@ def suggest_norms(
             f"--rounds is {rounds} and {plan.sampling.event().policy} sampling charges {at_once} "
             "rounds at once; it must be a multiple of that, or sampling.policy another"
         )
+    if plan.control is not None:
+        raise InvalidValueError(
+            "local.algorithm has control variates; they are zero in the first round, and the norms "
+            "of its updates say nothing of later ones: ask with another algorithm, or compare "
+            "values of clipping.norm with fedpriv tune"
+        )
     console = Console(markup=False, emoji=False)
     record = beside(charged)
     known: tuple[NormQuantile, ...] = ()

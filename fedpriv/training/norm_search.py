@@ -20,8 +20,7 @@ from fedpriv.training.rounds import RoundResult, ServerState, TrainingPlan, run_
 
 UPDATE_NORMS_METRIC = "update-norms"  # whether a group's norm is within each threshold
 _THRESHOLDS = 20
-# Of the privacy that control variates leave; the update, though not used, needs a share of its own.
-_SHARE = 0.99
+_SHARE = 0.99  # of a round's privacy; the update, though not used, needs a share of its own
 _LEAST, _MOST = 1e-6, 1e6  # norms outside count as these
 
 
@@ -84,10 +83,9 @@ def find_quantiles(
     fixed = replace(
         plan, metrics=(), metrics_share=0.0, contributors_share=0.0, adaptive=None, statistics=None
     )
-    share = _SHARE * (1.0 - (plan.control.share if plan.control else 0.0))
     for number in range(plan.rounds):
         metrics = tuple(each.metric for each in known)
-        asking = replace(fixed, metrics=metrics, metrics_share=share)
+        asking = replace(fixed, metrics=metrics, metrics_share=_SHARE)
         _, result = run_round(asking, replace(state, round=number), transport, records, entropy)
         known = tuple(
             each.narrowed(np.array(value), result.metrics_noise_stddev[name], quantile)

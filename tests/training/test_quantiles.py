@@ -1,6 +1,5 @@
 """Quantiles of update norms from private rounds."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import BudgetExceededError, InvalidValueError
-from fedpriv.local import Scaffold
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, equal_split, flat, layers, per_layer
 from fedpriv.privacy.noise import SeededEntropy
@@ -68,26 +66,6 @@ def test_quantiles_of_all_groups_are_found_and_every_round_is_charged(
         share = float((NORMS[each.group] <= each.estimate).mean())
         assert share == pytest.approx(quantile, abs=0.06)
         assert each.low <= each.estimate <= each.high
-
-
-def test_control_variates_keep_their_share_while_norms_are_asked_for(tmp_path: Path) -> None:
-    local = Scaffold(0.1, epochs=1, control_norm=0.5, control_share=0.25)
-    plan = replace(plan_of(noise_multiplier=0.1), local=local)
-    state = initial_state(plan, PARAMETERS)
-
-    def both(request: RoundRequest, user: int) -> dict[str, np.ndarray]:
-        return sent(request, user) | {f"control/{n}": -c for n, c in request.control.items()}
-
-    with open_records(tmp_path) as records:
-        asked = find_quantiles(plan, state, 0.5, FakeTransport(both), records, SeededEntropy(5))
-        *_, (_, known) = asked
-        (event,) = {row.event for row in records.ledger.charges()}
-    assert event.noise_multiplier == pytest.approx(0.1)
-    (control,) = (query for query in event.queries if query.group == "control/variates")
-    # ω = (z·S/σ)².
-    assert (0.1 * 0.5 / control.noise_stddev) ** 2 == pytest.approx(0.25, rel=1e-3)
-    for each in known:
-        assert float((NORMS[each.group] <= each.estimate).mean()) == pytest.approx(0.5, abs=0.06)
 
 
 def test_the_budget_ends_the_search_before_it_is_passed(tmp_path: Path) -> None:
