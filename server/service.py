@@ -14,7 +14,7 @@ from typing import Protocol, Self, TypeVar
 
 import grpc
 from google.protobuf.message import Message
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError, WireError
@@ -46,6 +46,7 @@ from fedpriv.wire.naming import SERVICE, Address
 _log = logging.getLogger(__name__)
 _LONGEST_REASON = 400  # characters
 _OVER = "the round is over"
+_HEALTH = "grpc.health.v1.Health"
 _NUMBER = re.compile(r"[\d.]+")  # what may differ between equal objections to two rounds
 _SMALL = 8192  # bytes of a message without tensors
 _BYTES_PER_COMPONENT = 12  # of a sum: 32 bits as it came, and 64 as it is added
@@ -179,7 +180,7 @@ class TransferLimits:
 
 @dataclass(eq=False)
 class Service:
-    """Handlers of the six methods; `NODE` says which node calls.
+    """Handlers of the six methods, and of the health check; `NODE` says which node calls.
 
     A WireError or TimeoutError of a handler ends its call, see `Authentication`.
 
@@ -471,6 +472,14 @@ class Service:
         """Return the status of the run."""
         return wire.encode_status(replace(self.status, nodes_connected=len(self.connections)))
 
+    async def check_health(
+        self, request: health_pb2.HealthCheckRequest, _context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        """That the server serves: once it stops, it takes no calls."""
+        if request.service not in ("", SERVICE):
+            raise RefusedCallError(grpc.StatusCode.NOT_FOUND, "the server has no such service")
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
 
 @dataclass(frozen=True)
 class Listener:
@@ -500,7 +509,7 @@ def listening(
     async def serve() -> None:
         loop = asyncio.get_running_loop()
         try:
-            server, healthy, at = await bind(address)
+            server, at = await bind(address)
         except BaseException as error:
             started.set_exception(error)
             return
@@ -512,10 +521,9 @@ def listening(
                 _log.error("gRPC stopped listening on %s; the server listens again", at)
                 await server.stop(None)  # the nodes' calls end, and they connect again
                 try:
-                    server, healthy, at = await bind(at)
+                    server, at = await bind(at)
                 except InvalidValueError as error:
                     _log.error("%s; the server will try again", error)
-        await healthy.enter_graceful_shutdown()
         service.connections.end_all(End.SHUTTING_DOWN)
         await server.stop(_GRACE_SECONDS)
         await bounding
@@ -531,12 +539,10 @@ def listening(
 
 async def _bind(
     service: Service, credentials: grpc.ServerCredentials | None, address: Address
-) -> tuple[grpc.aio.Server, health.aio.HealthServicer, Address]:
+) -> tuple[grpc.aio.Server, Address]:
     options = (*OPTIONS, ("grpc.max_allowed_incoming_connections", most_connections()))
     server = grpc.aio.server(interceptors=[service.authentication], options=options)
-    server.add_generic_rpc_handlers((_generic_handler(service),))
-    healthy = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    server.add_generic_rpc_handlers(_generic_handlers(service))
     try:
         if credentials is None:
             port = server.add_insecure_port(str(address))
@@ -548,9 +554,7 @@ async def _bind(
             "machine, or key and certificate do not fit"
         ) from error
     await server.start()
-    for name in ("", SERVICE):
-        await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return server, healthy, Address(address.host, port)
+    return server, Address(address.host, port)
 
 
 async def _accepts(address: Address) -> bool:
@@ -566,8 +570,8 @@ async def _accepts(address: Address) -> bool:
     return True
 
 
-def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
-    """The methods of federation.proto.
+def _generic_handlers(service: Service) -> Sequence[grpc.GenericRpcHandler]:
+    """The methods of federation.proto, and the Check of gRPC's health service.
 
     Messages are parsed in our own code: gRPC would log a traceback for each malformed request.
     """
@@ -587,14 +591,15 @@ def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
     part = partial(parse, pb.UploadPart, most=SERVER_RECEIVES_BYTES)
     said = partial(parse, pb.FromNode, most=_SMALL)
     stream = grpc.unary_stream_rpc_method_handler
+    one = grpc.unary_unary_rpc_method_handler
     methods = {
         "Connect": grpc.stream_stream_rpc_method_handler(service.connect, said, serialised),
         "Download": stream(reading(pb.RoundId, service.download)),  # writes what is serialised
         "Upload": grpc.stream_unary_rpc_method_handler(service.upload, part, serialised),
         "FetchLedger": stream(reading(pb.LedgerRequest, service.fetch_ledger), None, serialised),
         "FetchModel": stream(reading(pb.ModelRequest, service.fetch_model), None, serialised),
-        "GetStatus": grpc.unary_unary_rpc_method_handler(
-            reading(pb.StatusRequest, service.get_status), None, serialised
-        ),
+        "GetStatus": one(reading(pb.StatusRequest, service.get_status), None, serialised),
     }
-    return grpc.method_handlers_generic_handler(SERVICE, methods)
+    check = one(reading(health_pb2.HealthCheckRequest, service.check_health), None, serialised)
+    made = grpc.method_handlers_generic_handler
+    return made(SERVICE, methods), made(_HEALTH, {"Check": check})

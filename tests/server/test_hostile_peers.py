@@ -19,18 +19,21 @@ from tests.server.hostile_nodes import (
     CALLS,
     HEALTH,
     PATIENCE,
+    PREFACE,
     SERVICE,
     Flood,
+    called,
     encrypted,
     first,
     one,
     plain,
+    settings,
 )
 from tests.server.loopback import site, strike, until
 
 USERS = {"four": ["4"], "five": ["5"]}
 MEBIBYTE = 2**20
-METHODS = [f"{HEALTH if name in ('Check', 'Watch') else SERVICE}{name}" for name in CALLS]
+METHODS = [f"{HEALTH if name == 'Check' else SERVICE}{name}" for name in CALLS]
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +126,25 @@ def test_connections_are_bounded_and_silent_ones_make_room(
             connection.close()
         with made.channel("four") as channel:
             until(lambda: isinstance(first(channel, SERVICE + "FetchLedger"), bytes))
+
+
+def test_who_reads_nothing_does_not_keep_the_server_from_stopping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_GRACE_SECONDS", 0.1)
+    methods = [HEALTH + "Watch", *METHODS]
+    with ExitStack() as peer:
+        give_up = threading.Timer(PATIENCE, peer.close)  # or the server might never stop
+        with site(tmp_path, USERS) as made:
+            port = made.server.address.port
+            connection = peer.enter_context(encrypted(port, made.certs, "four"))
+            connection.sendall(PREFACE + settings(window=0))
+            for number, method in enumerate(methods):
+                connection.sendall(called(method, b"", stream=2 * number + 1, last=False))
+            until(lambda: made.server.service.authentication._open["four"] > 1)
+            give_up.start()
+        assert give_up.is_alive()
+        give_up.cancel()
 
 
 class TestTraffic:
