@@ -26,7 +26,6 @@ from fedpriv.server.authentication import (
     Authentication,
     Context,
     RefusedCallError,
-    UnknownPeerError,
     certificate_end,
 )
 from fedpriv.server.collection import (
@@ -51,8 +50,8 @@ _NUMBER = re.compile(r"[\d.]+")  # what may differ between equal objections to t
 _SMALL = 8192  # bytes of a message without tensors
 _BYTES_PER_COMPONENT = 12  # of a sum: 32 bits as it came, and 64 as it is added
 _DOWNLOADS = 16  # at once; each holds a chunk or two
-_LEDGERS = 2
-_MODELS = 2
+_MODELS = 2  # each holds a model
+_SHARE_OF_A_PART = 0.25  # of the time of a transfer: who reads nothing must not keep its place
 _RECHECK_SECONDS = 5.0  # after which an idle connection of a node struck off has ended
 _GRACE_SECONDS = 5.0
 _WATCH_SECONDS = 2.0
@@ -190,7 +189,8 @@ class Service:
         * A node whose certificate is struck off is offered nothing and counts for nothing from
           then on, whatever it has open.
         * A node that does not read what it is sent, or does not send, ends no later than
-          `limits.seconds` after its turn came, and with the round.
+          `limits.seconds` after its turn came, and with the round; one that does not read a part of
+          a transfer, after a quarter of that.
     """
 
     authentication: Authentication
@@ -211,7 +211,7 @@ class Service:
         seconds = self.limits.seconds
         self._uploads = Transfers(self.limits.uploads, seconds)
         self._downloads = Transfers(_DOWNLOADS, seconds)
-        self._ledgers = Transfers(_LEDGERS, seconds)
+        self._ledgers = Transfers(_DOWNLOADS, seconds)
         self._models = Transfers(_MODELS, seconds)
         self._objections: dict[str, str] = {}  # of nodes whose newest vote was one
 
@@ -272,10 +272,11 @@ class Service:
             node = NODE.get()
             async with asyncio.timeout(self.limits.seconds):
                 self._check_hello(node, (await anext(messages, pb.FromNode())).hello)
+            self.authentication.check(context)  # or it would end the connection of the node
             connection = self.connections.connect(node)
             self.sites.came(node, certificate_end(context))
             _log.info("connected: %s", node)
-            votes = asyncio.create_task(self._take_votes(node, connection, messages))
+            votes = asyncio.create_task(self._take_votes(node, connection, messages, context))
             try:
                 await self._tell(node, connection, votes, context)
             finally:
@@ -303,7 +304,7 @@ class Service:
             if isinstance(what, End):
                 newer, code = what is End.NEWER, grpc.StatusCode
                 raise RefusedCallError(code.ABORTED if newer else code.UNAVAILABLE, str(what))
-            self.authentication.known(context)
+            self.authentication.check(context)
             if votes.done():
                 votes.result()  # a vote that was refused ends the connection
             match what:
@@ -314,9 +315,14 @@ class Service:
                     await say(pb.FromServer(offer=wire.encode_offer(what)))
 
     async def _take_votes(
-        self, node: str, connection: Connection, messages: AsyncIterator[pb.FromNode]
+        self,
+        node: str,
+        connection: Connection,
+        messages: AsyncIterator[pb.FromNode],
+        context: Context,
     ) -> None:
         async for message in messages:
+            self.authentication.check(context)
             vote = wire.decode_vote(message.vote)
             if not connection.votes_due:
                 raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, "a vote on no proposal")
@@ -354,7 +360,7 @@ class Service:
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
         async with self._downloads.turn(node, collection.terms.deadline):
             for chunk in collection.model_chunks:
-                await context.write(chunk)
+                await self._send(chunk, context)
                 self._monitor.add("sent_bytes", len(chunk))
 
     async def upload(self, parts: Parts[pb.UploadPart], context: Context) -> pb.Receipt:
@@ -376,11 +382,9 @@ class Service:
             except WireError as error:
                 # A stream whose connection broke looks like one that ended; then this fails.
                 await context.send_initial_metadata(())
+                self.authentication.check(context)
                 await collection.settle(node, None)
                 refusal = str(error)[:_LONGEST_REASON]
-            except UnknownPeerError:
-                await collection.settle(node, None)
-                raise
         if refusal and not collection.over:  # or it is late, which `missed` says
             self.sites.trouble(node, Trouble.REFUSED, refusal)
         return wire.encode_receipt(wire.Receipt(accepted=not refusal, reason=refusal))
@@ -399,6 +403,7 @@ class Service:
             if reason := collection.refusal(node, answer):
                 return reason
             if isinstance(answer.content, wire.Decline):
+                self.authentication.check(context)
                 if not await collection.settle(node, None):
                     return _OVER
                 self.sites.trouble(node, Trouble.DECLINED, answer.content.reason)
@@ -408,7 +413,7 @@ class Service:
                     received = self._received(node, answer.content, parts, collection.terms)
                     partial_sum, flaw = await received
                 self._uploads.excuse(node)  # what is left to do takes no time of the node
-                self.authentication.known(context)
+                self.authentication.check(context)
                 if not await collection.settle(node, partial_sum):
                     return _OVER
                 self.sites.answered(node)
@@ -450,13 +455,13 @@ class Service:
             if found is None:
                 why = "the node knows a head that the ledger never had"
                 self.sites.trouble(NODE.get(), Trouble.LEDGER, why)
-                await context.write(pb.LedgerPart(unknown=True))
+                await self._send(pb.LedgerPart(unknown=True), context)
                 return
             size, texts = found
-            await context.write(pb.LedgerPart(size=size))
+            await self._send(pb.LedgerPart(size=size), context)
             chunks = wire.chunks(map(str.encode, texts))
             while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
-                await context.write(pb.LedgerPart(chunk=chunk))
+                await self._send(pb.LedgerPart(chunk=chunk), context)
 
     async def fetch_model(self, _request: pb.ModelRequest, context: Context) -> None:
         """Send the newest model that was released and checkpointed; who took part is secret."""
@@ -464,9 +469,15 @@ class Service:
             if (model := await asyncio.to_thread(self.model)) is None:
                 sentence = "no round was released yet"
                 raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
-            await context.write(pb.ModelPart(size=len(model)))
+            await self._send(pb.ModelPart(size=len(model)), context)
             for chunk in wire.chunks([model]):
-                await context.write(pb.ModelPart(chunk=chunk))
+                await self._send(pb.ModelPart(chunk=chunk), context)
+
+    async def _send(self, part: Message | bytes, context: Context) -> None:
+        """Send a part of a transfer to a node that is enrolled still and reads on."""
+        self.authentication.check(context)
+        async with asyncio.timeout(_SHARE_OF_A_PART * self.limits.seconds):
+            await context.write(part)
 
     async def get_status(self, _request: pb.StatusRequest, _context: Context) -> pb.Status:
         """Return the status of the run."""

@@ -555,7 +555,6 @@ def test_a_round_whose_model_cannot_be_fetched_is_declined(play: Callable[[Act],
     [
         ((grpc.StatusCode.INVALID_ARGUMENT, "no\nhello"), r"refuses node 'n': 'no\\nhello'"),
         ((grpc.StatusCode.UNIMPLEMENTED, "no such method"), "refuses"),
-        ((grpc.StatusCode.ABORTED, "newer connection of the same node"), "another process speaks"),
         (b"\xff\xff", "not a message FromServer"),
         (pb.FromServer(offer=pb.Offer()), "not legal"),
     ],
@@ -603,6 +602,24 @@ def test_a_node_comes_back_after_other_failures(
     play(act)
     warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warned == [f"no connection: {code} ({why!r})" for why in ("later", "much later")]
+
+
+NEWER = grpc.StatusCode.ABORTED, "newer connection of the same node"
+
+
+def test_a_node_leaves_to_another_process_once_it_was_replaced_twice_in_a_row(
+    play: Callable[[Act], None],
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        for says in (NEWER, (grpc.StatusCode.UNAVAILABLE, "later"), NEWER, NEWER):
+            await tiny.script.put(says)
+        async with serving(tiny) as port, scene.joined(port) as task:
+            with pytest.raises(WireError, match="another process speaks for node 'n'"):
+                await task
+        assert tiny.calls["Connect"] == 4
+
+    play(act)
 
 
 def test_waits_grow_until_a_welcome(play: Callable[[Act], None]) -> None:
