@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
 
 from fedpriv.accounting.accountants import PrivacyLoss
 from fedpriv.accounting.accountants import epsilon as priced
@@ -265,6 +266,9 @@ class OfferPolicy:
     Guarantees:
         * An offer is held to all that the proposal of its round was held to: it has the same terms
           in the same connection and is the first since the node agreed, or all is checked again.
+        * One journal is of one population, unless the consent names those that it may be of.
+        * No more sums are agreed to in a day than the consent says, whatever other processes of the
+          node agree to.
         * With the ledger, no user is in more rounds of a series than was charged, or sooner again.
         * What is said to a proposal of an honest server depends on no user, draw or earlier answer.
     """
@@ -296,8 +300,22 @@ class OfferPolicy:
             return unfit
         if self.journal.answered(welcome.population_name, offer):
             return "this offer was answered before"
-        today = self.journal.answers_since(datetime.now(UTC) - _DAY)
-        return self.consent.objection_today(today) or self._objection_to_users(welcome, offer)
+        now = datetime.now(UTC)
+        return self._objection_at(now, welcome) or self._objection_to_users(welcome, offer)
+
+    def record(self, welcome: Welcome, offer: RoundOffer) -> str | None:
+        """Record that an offer is answered with a sum, or say why it must not be."""
+        now, name = datetime.now(UTC), welcome.population_name
+        return self.journal.record(name, offer, now, partial(self._objection_at, now, welcome))
+
+    def _objection_at(self, now: datetime, welcome: Welcome) -> str | None:
+        """Why the node gives no sum now, by all that it has given."""
+        today = self.journal.answers_since(now - _DAY)
+        return self._objection_to_population(welcome) or self.consent.objection_today(today)
+
+    def _objection_to_population(self, welcome: Welcome) -> str | None:
+        known = self.journal.populations()
+        return self.consent.objection_to_population(welcome.population_name, known)
 
     def _objection_to_users(self, welcome: Welcome, offer: RoundOffer) -> str | None:
         """Why a series cannot ask these users, after which nobody is asked more than was charged.
@@ -318,7 +336,11 @@ class OfferPolicy:
         return "users would take part more often, or sooner again, than the event says"
 
     async def _objection_to_terms(self, welcome: Welcome, offer: Terms) -> str | None:
-        if unfit := misfit(welcome, offer) or self.consent.objection_to_names(welcome, offer):
+        if unfit := (
+            misfit(welcome, offer)
+            or self.consent.objection_to_names(welcome, offer)
+            or self._objection_to_population(welcome)
+        ):
             return unfit
         epsilon: float | None = None
         if self.audit is not None:
@@ -338,6 +360,9 @@ class OfferPolicy:
     async def report(self, welcome: Welcome) -> None:
         """Check the ledger, if the node does, and log what it has come to."""
         if self.audit is None:
+            return
+        if other := self._objection_to_population(welcome):
+            _log.warning("the ledger is not read: %s", other)
             return
         found = await self.audit.examined(welcome, self.consent.delta_for(welcome.population))
         held = len(found.ledger.rows), found.epsilon, found.delta, found.relation

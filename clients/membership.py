@@ -65,8 +65,8 @@ def join(settings: NodeSettings) -> None:
 
     It raises a FedprivError for settings or users that cannot be used, a server that speaks another
     protocol or refuses the node's name, another process that goes on speaking for the node, and,
-    with `once`, for a ledger that cannot be believed at the end. A server that refuses the node for another
-    reason, or names a task that the node cannot or must not run, is tried again.
+    with `once`, for a ledger that cannot be believed at the end. A server that refuses the node for
+    another reason, or names a task that the node cannot or must not run, is tried again.
     """
 
     async def until_stopped() -> None:
@@ -93,7 +93,7 @@ async def take_part(settings: NodeSettings) -> None:
             policy = OfferPolicy(journal, consent, audit)
             worker = await Worker.start(settings.host)
             try:
-                handler = OfferHandler(server, worker, policy, journal, backoff)
+                handler = OfferHandler(server, worker, policy, backoff)
                 hello = Hello(identity.node, worker.loaded.users_sha256)
                 await Membership(settings, hello, handler, identity.certificate_end).last()
             finally:
@@ -162,7 +162,6 @@ class OfferHandler:
     server: FederationStub
     worker: Worker
     policy: OfferPolicy
-    journal: Journal
     backoff: Backoff
 
     async def vote(
@@ -221,8 +220,8 @@ class OfferHandler:
             if objection := await self.policy.objection(welcome, offer):
                 return Decline(objection[:_LONGEST_REASON])
             answer = await self._trained(offer, deadline)
-            if isinstance(answer, PartialSum):
-                self.journal.record(welcome.population_name, offer, datetime.now(UTC))
+            if isinstance(answer, PartialSum) and (late := self.policy.record(welcome, offer)):
+                return Decline(late[:_LONGEST_REASON])
         except InvalidValueError as error:
             _log.error("the offer cannot be checked or recorded: %.400s", error)
             return Decline("the node cannot check or record the offer")

@@ -190,7 +190,7 @@ class TestObjections:
         assert Consent().objection_today(10**6) is None
         assert Consent(most_rounds_per_day=3).objection_today(2) is None
         assert Consent(most_rounds_per_day=3).objection_today(3) == (
-            "there were 3 rounds today; this node consents to at most 3"
+            "the node gives no more sums today; it consents to at most 3 in a day"
         )
 
     @pytest.mark.parametrize(
@@ -216,6 +216,21 @@ class TestObjections:
             assert objection.startswith(f"the {key[:-1]} is '")
             assert objection.endswith(f"this node consents to {patterns}")
         assert Consent().objection_to_names(welcome, offer) is None
+
+    @pytest.mark.parametrize(
+        ("populations", "known", "objection"),
+        [
+            (None, set(), None),
+            (None, {"people"}, None),
+            (None, {"others"}, "the node knows another and consents to no more"),
+            (None, {"people", "others"}, "the node knows another and consents to no more"),
+            (["p*"], {"others"}, None),
+            (["others"], set(), "this node consents to ['others']"),
+        ],
+    )
+    def test_one_population_or_those_that_are_named(self, populations, known, objection):
+        found = Consent(populations=populations).objection_to_population("people", known)
+        assert found == (objection and f"the population is 'people'; {objection}")
 
     def test_a_norm_split_among_groups_is_not_objected_to_for_its_rounding(self):
         layout, norm = Layout(tuple("abc"), ((), (), ())), 0.25

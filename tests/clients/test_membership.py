@@ -689,6 +689,74 @@ def test_a_task_that_cannot_be_built_is_waited_out(
     play(act)
 
 
+def named(population: str) -> Said:
+    return said(Welcome(population, PRICE.population, np.array([3]), TASK))
+
+
+@pytest.mark.parametrize("verify_ledger", [False, True])
+def test_another_name_of_the_population_is_declined_until_the_consent_has_it(
+    play: Callable[[Act], None], caplog: pytest.LogCaptureFixture, verify_ledger: bool
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny, answers = scene.tiny, []
+
+        async def answer(port: int, population: str, consent: str) -> str:
+            attempt, tiny.welcome = RoundId("run", 0, len(answers)), named(population)
+            with Ledger.open_or_create(scene.folder / f"{population}.sqlite", population) as ledger:
+                tiny.ledger = ledger
+                given = {"consent": scene.consent(consent), "verify_ledger": verify_ledger}
+                async with scene.joined(port, **given):
+                    await tiny.propose(id=attempt, price=HONEST)
+                    objection = (await tiny.votes.get()).objection
+                    await tiny.offer(id=attempt, price=HONEST)
+                    header, _ = await tiny.answers.get()
+            answers.append(header)
+            assert header.decline.reason == objection
+            return objection
+
+        async with serving(tiny) as port:
+            assert await answer(port, "people", "") == ""
+            assert await answer(port, "people", "") == ""
+            other = "the population is 'people-2'; the node knows another and consents to no more"
+            assert await answer(port, "people-2", "") == other
+            assert await answer(port, "people", "") == ""
+            only = 'populations = ["people"]'
+            assert "this node consents to" in await answer(port, "people-2", only)
+            assert await answer(port, "people-2", 'populations = ["people*"]') == ""
+            assert await answer(port, "people", "") == other.replace("-2", "")
+        assert caplog.text.count("the ledger is not read: ") == 3 * verify_ledger
+
+    play(act)
+
+
+@pytest.mark.parametrize("consent", ["most_rounds_per_day = 1\npopulations = ['*']", ""])
+def test_two_processes_with_one_journal_answer_no_more_than_one_may(
+    play: Callable[[Act], None], consent: str
+) -> None:
+    async def act(scene: Scene) -> None:
+        scene.player.go.clear()
+        first, second = scene.tiny, TinyServer()
+        second.welcome = named("others")
+        other = replace(scene, tiny=second)
+        given = scene.consent(consent)
+        async with (
+            serving(first) as one,
+            serving(second) as two,
+            scene.joined(one, consent=given),
+            other.joined(two, consent=given),
+        ):
+            await first.offer()
+            await second.offer()
+            for _ in range(2):
+                await scene.player.asked.get()
+            scene.player.go.set()
+            headers = [(await each.answers.get())[0] for each in (first, second)]
+        assert sorted(header.WhichOneof("what") for header in headers) == ["decline", "sum"]
+        assert len(scene.recorded()) == 1
+
+    play(act)
+
+
 # What is said to proposals, and how offers are held to it
 
 
