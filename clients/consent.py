@@ -153,4 +153,19 @@ def misfit(welcome: Welcome, offer: Terms) -> str | None:
     if offer.local.max_examples is None:
         legal = "the offer must say how many examples of a user count"
         return f"local.max_examples is absent; {legal}, so that no user takes the time of all"
+    return _uncovered(offer)
+
+
+def _uncovered(offer: Terms) -> str | None:
+    """Why the event does not bound how far one user moves the sum that the offer asks for."""
+    groups, queries = offer.clipping.groups, offer.price.event.queries
+    if [query.group for query in queries] != [group.name for group in groups]:
+        return "the offer clips other vector groups than its event charges for"
+    for group, query in zip(groups, queries, strict=True):
+        clipped = f"the offer clips vector group {group.name!r} to {group.clipping_norm}"
+        if not group.clipping_norm <= query.clipping_norm:
+            return f"{clipped}; its event charges for {query.clipping_norm}"
+        if query.granularity not in (None, group.granularity):  # None: noise of real numbers
+            steps = f"in steps of {group.granularity}"
+            return f"{clipped} {steps}; its event charges for steps of {query.granularity}"
     return None
