@@ -21,11 +21,7 @@ from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.gaussian_mechanism import (
     AdaptiveClipping,
     Averaging,
-    GaussianQuery,
     Metric,
-    noise_stddevs,
-    proportional_shares,
-    sensitivities,
 )
 from fedpriv.privacy.layout import Layout, VectorGroup, equal_split, per_layer
 from fedpriv.privacy.noise import OperatingSystemEntropy
@@ -48,16 +44,7 @@ from fedpriv.wire import (
     manifest_of,
     model_of,
 )
-from tests.wire.examples import small_offer, small_request
-
-
-def covering(event, clipping):
-    """The event with the queries that its noise multiplier makes of a clipping."""
-    z, shares = event.noise_multiplier, proportional_shares(clipping.groups)
-    stddevs = noise_stddevs(sensitivities(clipping), z, shares)
-    query = GaussianQuery(clipping, stddevs, 1.0, 1.0)
-    return replace(event, queries=query.events)
-
+from tests.wire.examples import covering, small_offer, small_request
 
 SMALL = small_offer()
 PRICED = replace(SMALL.price, event=covering(SMALL.price.event, SMALL.clipping))

@@ -3,23 +3,27 @@
 import asyncio
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Coroutine
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 import numpy as np
 import pytest
 
+from fedpriv.accounting.accountants import PrivacyLoss
+from fedpriv.accounting.accountants import epsilon as priced
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.clients import membership
+from fedpriv.clients import audit, membership
 from fedpriv.clients.connection import Backoff
 from fedpriv.clients.membership import NodeSettings, take_part
 from fedpriv.clients.worker import HostSettings, Loaded
 from fedpriv.errors import AuditError, ModelError, WireError
-from fedpriv.ledger.events import Randomness
+from fedpriv.ledger.events import Randomness, RoundEvent
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
 from fedpriv.server.certificates import issue
@@ -753,6 +757,84 @@ def test_two_processes_with_one_journal_answer_no_more_than_one_may(
             headers = [(await each.answers.get())[0] for each in (first, second)]
         assert sorted(header.WhichOneof("what") for header in headers) == ["decline", "sum"]
         assert len(scene.recorded()) == 1
+
+    play(act)
+
+
+class Pricing:
+    """Stands in for an accountant that takes very long, until it is let go."""
+
+    def __init__(self) -> None:
+        self.let_go, self.begun, self.at_once, self.most = threading.Event(), 0, 0, 0
+
+    def __call__(self, events: Sequence[RoundEvent], delta: float) -> PrivacyLoss:
+        self.begun += 1
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        assert self.let_go.wait(PATIENCE)
+        self.at_once -= 1
+        return priced(events, delta)
+
+
+def test_a_ledger_that_takes_long_to_price_is_not_agreed_to_and_holds_up_nothing(
+    play: Callable[[Act], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pricing, late = Pricing(), []
+    monkeypatch.setattr(audit, "priced", pricing)
+    monkeypatch.setattr(audit, "_LONGEST_CHECK_SECONDS", 0.2)
+
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        with Ledger.open_or_create(scene.folder / "ledger.sqlite", "people") as tiny.ledger:
+            async with serving(tiny) as port, scene.joined(port, verify_ledger=True) as node:
+                for number in range(2):
+                    await tiny.propose(id=RoundId("run", 0, number), price=HONEST)
+                    objection = (await tiny.votes.get()).objection
+                    assert objection == "the node cannot check the proposal"
+                await tiny.offer(price=HONEST)
+                header, _ = await tiny.answers.get()
+                assert header.decline.reason == "the node cannot check or record the offer"
+                assert pricing.begun == 1
+                monkeypatch.setattr(audit, "_LONGEST_CHECK_SECONDS", PATIENCE)
+                await tiny.propose(id=RoundId("run", 0, 3), price=HONEST)
+                await happens(lambda: tiny.calls["FetchLedger"] >= 4)
+                assert tiny.votes.empty()
+                pricing.let_go.set()
+                assert not (await tiny.votes.get()).objection
+                pricing.let_go.clear()
+                await tiny.propose(id=RoundId("run", 0, 4), price=HONEST)
+                await happens(lambda: pricing.at_once == 1)
+                assert not node.done()
+        late.append(pricing.at_once)
+
+    play(act)
+    assert late == [1]
+    assert pricing.at_once == 1  # the node has ended before it
+    assert pricing.most == 1
+    pricing.let_go.set()
+
+
+@pytest.mark.parametrize("error", [OverflowError, IndexError, ValueError, MemoryError])
+def test_a_ledger_that_cannot_be_priced_is_not_believed(
+    play: Callable[[Act], None], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fails(_events: object, _delta: float) -> NoReturn:
+        raise error("too extreme")
+
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        with Ledger.open_or_create(scene.folder / "ledger.sqlite", "people") as tiny.ledger:
+            async with serving(tiny) as port, scene.joined(port, verify_ledger=True) as node:
+                monkeypatch.setattr(audit, "priced", fails)
+                await tiny.propose(price=HONEST)
+                assert (await tiny.votes.get()).objection == "the ledger cannot be believed"
+                await tiny.offer(price=HONEST)
+                header, _ = await tiny.answers.get()
+                assert header.decline.reason == "the ledger cannot be believed"
+                monkeypatch.undo()
+                await tiny.propose(1, price=HONEST)
+                assert not (await tiny.votes.get()).objection
+                assert not node.done()
 
     play(act)
 
