@@ -181,7 +181,8 @@ class TransferLimits:
 class Service:
     """Handlers of the six methods, and of the health check; `NODE` says which node calls.
 
-    A WireError or TimeoutError of a handler ends its call, see `Authentication`.
+    To make one raises WireError for a welcome that cannot be sent. A WireError or TimeoutError of a
+    handler ends its call, see `Authentication`.
 
     Guarantees:
         * What a node sends ends at most its own call, and moves nothing but its own part of the
@@ -214,6 +215,13 @@ class Service:
         self._ledgers = Transfers(_DOWNLOADS, seconds)
         self._models = Transfers(_MODELS, seconds)
         self._objections: dict[str, str] = {}  # of nodes whose newest vote was one
+        # Made once, or the event loop would sort and encode all users of a node at each hello.
+        enrolled = self.enrolment.users.items()
+        self._digests = {node: wire.digest_of(users) for node, users in enrolled}
+        self._welcomes = {
+            node: pb.FromServer(welcome=wire.encode_welcome(self.welcome_of(node)))
+            for node in self._digests
+        }
 
     def _changed(self) -> None:
         self._monitor.set("nodes_connected", len(self.connections))
@@ -294,7 +302,7 @@ class Service:
             async with asyncio.timeout(self.limits.seconds):  # for a node that does not read it
                 await context.write(message)
 
-        await say(pb.FromServer(welcome=wire.encode_welcome(self.welcome_of(node))))
+        await say(self._welcomes[node])
         if self.collection is not None and (offer := self.collection.offer_to(node)):
             connection.tell(offer)
         elif self.ballot is not None:
@@ -344,7 +352,7 @@ class Service:
         if hello.node != node:
             sentence = "the node that says hello is not the one of the certificate"
             raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, sentence)
-        if hello.users_sha256 != wire.digest_of(self.enrolment.users[node]):
+        if hello.users_sha256 != self._digests[node]:
             self._monitor.add("refused_calls", 1, "enrolment")
             why = "the node holds other users than are enrolled at it"
             self.sites.trouble(node, Trouble.ENROLMENT, why)

@@ -10,10 +10,12 @@ from typing import NoReturn
 import grpc
 import pytest
 
+from fedpriv import wire
 from fedpriv.errors import LedgerError
 from fedpriv.report.records import Trouble
 from fedpriv.server import service
 from fedpriv.server.traffic import Traffic, peer_of
+from fedpriv.wire import federation_pb2 as pb
 from tests.server.charged_server import ChargedServer, charged_server
 from tests.server.hostile_nodes import (
     CALLS,
@@ -147,6 +149,29 @@ def test_who_reads_nothing_does_not_keep_the_server_from_stopping(
         give_up.cancel()
 
 
+def test_a_hello_has_the_server_look_at_no_list_of_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def looks(*_: object) -> NoReturn:
+        raise AssertionError("the users of a node were looked at")
+
+    right, wrong = (
+        pb.FromNode(hello=wire.encode_hello(wire.Hello("four", digest))).SerializeToString()
+        for digest in (wire.digest_of(USERS["four"]), bytes(32))
+    )
+    with site(tmp_path, USERS) as made, made.channel("four") as channel:
+        monkeypatch.setattr(wire, "digest_of", looks)
+        monkeypatch.setattr(wire, "encode_welcome", looks)
+        says = channel.stream_stream(SERVICE + "Connect")
+        with pytest.raises(grpc.RpcError) as caught:
+            list(says(iter([wrong]), timeout=PATIENCE))
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        call = says(iter([right]), timeout=PATIENCE)
+        welcome = wire.decode_welcome(pb.FromServer.FromString(next(call)).welcome)
+        call.cancel()
+    assert welcome.users.tolist() == [0]
+
+
 class TestTraffic:
     """Traffic, on connections of the test's own."""
 
@@ -202,6 +227,16 @@ class TestTraffic:
         self.passed(ends, 20 * MEBIBYTE)
         traffic.shut_excessive(port)
         assert peer.recv(1) == b""
+
+
+def test_connections_that_end_before_they_are_looked_at_leave_nothing() -> None:
+    traffic = Traffic()
+    for number in range(1, 20):
+        traffic.called(("127.0.0.1", number))
+        traffic.shut_excessive(1)
+    assert len(traffic._granted) <= 2
+    traffic.shut_excessive(1)
+    assert traffic._granted == {}
 
 
 @pytest.mark.parametrize("let_in", [True, False])
