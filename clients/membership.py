@@ -105,9 +105,15 @@ def _state_folder(given: Path | None, node: str) -> Path:
 
     By default it is fedpriv/NODE in $XDG_STATE_HOME or ~/.local/state (XDG Base Directory 0.8).
     """
-    home = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(home) if Path(home).is_absolute() else Path.home() / ".local" / "state"
-    folder = given or base / "fedpriv" / quote(node, safe=" ")
+    folder = given
+    if folder is None:
+        home = Path(os.environ.get("XDG_STATE_HOME", ""))
+        try:
+            base = home if home.is_absolute() else Path.home() / ".local" / "state"
+        except RuntimeError as error:
+            sentence = "there is no home folder to remember in; --state must name a folder"
+            raise InvalidValueError(sentence) from error
+        folder = base / "fedpriv" / quote(node, safe=" ")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
