@@ -7,16 +7,26 @@ lies about its noise, nor one that keeps two ledgers and shows each node its own
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any, TypeVar
 
 from fedpriv.accounting.accountants import PrivacyLoss
 from fedpriv.accounting.accountants import epsilon as priced
 from fedpriv.clients.connection import Backoff, FederationStub, persist
 from fedpriv.clients.consent import Consent, misfit
 from fedpriv.clients.journal import Journal, Remembered, Series, TakenPart
-from fedpriv.errors import AuditError, LedgerError, UnsupportedEventError, WireError
+from fedpriv.errors import (
+    AuditError,
+    InvalidValueError,
+    LedgerError,
+    UnsupportedEventError,
+    WireError,
+)
 from fedpriv.ledger import Head, events
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, Unit
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, SeriesBook, paid_events
@@ -26,7 +36,9 @@ DISBELIEF = (AuditError, LedgerError, WireError)  # raised when a ledger cannot 
 _ROUNDING = 1e-9  # relative difference by which the same noise may be computed in two ways
 _UNDERSTATED = 1e-6  # relative
 _DAY = timedelta(days=1)
+_LONGEST_CHECK_SECONDS = 120.0
 _log = logging.getLogger(__name__)
+Checked = TypeVar("Checked")
 
 
 @dataclass(frozen=True)
@@ -202,9 +214,29 @@ def _loss(rows: Iterable[ChargedRow], delta: float, *more: RoundEvent) -> Privac
         loss = priced(events.merge_equal([*paid_events(rows), *more]), delta)
     except UnsupportedEventError as error:
         raise AuditError(f"what the ledger charges has no ε: {error}") from error
+    except InvalidValueError:  # of the node's δ
+        raise
+    except (ArithmeticError, IndexError, ValueError, MemoryError) as error:
+        # Events may be as extreme as whoever wrote them likes.
+        raise AuditError(f"what the ledger charges has no ε: {type(error).__name__}") from error
     if loss.unit is not Unit.USER:
         raise AuditError(f"the ledger charges for each {loss.unit}; its ε says nothing of users")
     return loss
+
+
+def _in_daemon(work: Callable[[], Checked]) -> Future[Checked]:
+    """Work in a thread that an interpreter that ends does not wait for."""
+    found = Future[Checked]()
+    found.set_running_or_notify_cancel()  # from here on nobody can cancel it
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="audit", daemon=True).start()
+    return found
 
 
 @dataclass
@@ -218,11 +250,12 @@ class LedgerAudit:
     journal: Journal
     backoff: Backoff
     _verified: ExportedLedger | None = None
+    _checking: Future[Any] | None = None  # the newest check
 
     async def examined(
         self, welcome: Welcome, delta: float, offer: Terms | None = None
     ) -> Examined:
-        """The ledger as it is now; raises one of DISBELIEF."""
+        """The ledger as it is now; raises one of DISBELIEF, or what `within_time` raises."""
         name, old = welcome.population_name, self._verified
         old = old if old is not None and old.population == name else None
         # Before asking: by what another process of the node remembers later, this may look old.
@@ -239,10 +272,26 @@ class LedgerAudit:
             confirm(found, known, offer)
             return found
 
-        # It takes seconds for a long ledger, in which the connection must stay alive.
-        found = await asyncio.to_thread(checked)
+        found = await self.within_time(checked)
         self._verified = found.ledger
         return found
+
+    async def within_time(self, check: Callable[[], Checked]) -> Checked:
+        """What a check of the ledger finds; InvalidValueError if it takes too long.
+
+        It takes seconds for a long ledger, in which the connection must stay alive, and may take
+        hours for one that was made for that. There is one at a time, and none holds up the end of
+        the node.
+        """
+        try:
+            async with asyncio.timeout(_LONGEST_CHECK_SECONDS):
+                while self._checking is not None and not self._checking.done():
+                    await asyncio.wait([asyncio.wrap_future(self._checking)])
+                checking = self._checking = _in_daemon(check)
+                return await asyncio.wrap_future(checking)
+        except TimeoutError as error:
+            seconds = f"{_LONGEST_CHECK_SECONDS:g} seconds"
+            raise InvalidValueError(f"the ledger takes more than {seconds} to check") from error
 
     def series_of(self, offer: RoundOffer) -> Series | None:
         """The series that an offer belongs to which was checked before; None: it is one round.
@@ -265,6 +314,9 @@ class OfferPolicy:
     Guarantees:
         * An offer is held to all that the proposal of its round was held to: it has the same terms
           in the same connection and is the first since the node agreed, or all is checked again.
+        * One journal is of one population, unless the consent names those that it may be of.
+        * No more sums are agreed to in a day than the consent says, whatever other processes of the
+          node agree to.
         * With the ledger, no user is in more rounds of a series than was charged, or sooner again.
         * What is said to a proposal of an honest server depends on no user, draw or earlier answer.
     """
@@ -296,8 +348,22 @@ class OfferPolicy:
             return unfit
         if self.journal.answered(welcome.population_name, offer):
             return "this offer was answered before"
-        today = self.journal.answers_since(datetime.now(UTC) - _DAY)
-        return self.consent.objection_today(today) or self._objection_to_users(welcome, offer)
+        now = datetime.now(UTC)
+        return self._objection_at(now, welcome) or self._objection_to_users(welcome, offer)
+
+    def record(self, welcome: Welcome, offer: RoundOffer) -> str | None:
+        """Record that an offer is answered with a sum, or say why it must not be."""
+        now, name = datetime.now(UTC), welcome.population_name
+        return self.journal.record(name, offer, now, partial(self._objection_at, now, welcome))
+
+    def _objection_at(self, now: datetime, welcome: Welcome) -> str | None:
+        """Why the node gives no sum now, by all that it has given."""
+        today = self.journal.answers_since(now - _DAY)
+        return self._objection_to_population(welcome) or self.consent.objection_today(today)
+
+    def _objection_to_population(self, welcome: Welcome) -> str | None:
+        known = self.journal.populations()
+        return self.consent.objection_to_population(welcome.population_name, known)
 
     def _objection_to_users(self, welcome: Welcome, offer: RoundOffer) -> str | None:
         """Why a series cannot ask these users, after which nobody is asked more than was charged.
@@ -318,7 +384,11 @@ class OfferPolicy:
         return "users would take part more often, or sooner again, than the event says"
 
     async def _objection_to_terms(self, welcome: Welcome, offer: Terms) -> str | None:
-        if unfit := misfit(welcome, offer) or self.consent.objection_to_names(welcome, offer):
+        if unfit := (
+            misfit(welcome, offer)
+            or self.consent.objection_to_names(welcome, offer)
+            or self._objection_to_population(welcome)
+        ):
             return unfit
         epsilon: float | None = None
         if self.audit is not None:
@@ -327,7 +397,7 @@ class OfferPolicy:
                 examined = await self.audit.examined(welcome, delta, offer)
                 if late := charged_already(examined, offer):
                     return late
-                epsilon = await asyncio.to_thread(price_with, examined, offer)
+                epsilon = await self.audit.within_time(partial(price_with, examined, offer))
             except DISBELIEF as error:
                 _log.error("the ledger cannot be believed: %.400s", error)
                 return "the ledger cannot be believed"
@@ -338,6 +408,9 @@ class OfferPolicy:
     async def report(self, welcome: Welcome) -> None:
         """Check the ledger, if the node does, and log what it has come to."""
         if self.audit is None:
+            return
+        if other := self._objection_to_population(welcome):
+            _log.warning("the ledger is not read: %s", other)
             return
         found = await self.audit.examined(welcome, self.consent.delta_for(welcome.population))
         held = len(found.ledger.rows), found.epsilon, found.delta, found.relation

@@ -1,6 +1,7 @@
 """What a node consents to: limits of its own, to which it holds every offer."""
 
 import math
+from collections.abc import Sequence, Set
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Self
@@ -29,6 +30,8 @@ class Consent(Section):
     purposes: list[str] | None = None
     models: list[str] | None = None
     runs: list[str] | None = None
+    # Each has a limit of its own; if absent, the one that the node's journal knows, or the first.
+    populations: list[str] | None = None
 
     @model_validator(mode="after")
     def _must_have_a_delta(self) -> Self:
@@ -47,7 +50,7 @@ class Consent(Section):
         return delta_below(population) if self.delta is None else self.delta
 
     def objection_to_names(self, welcome: Welcome, offer: Terms) -> str | None:
-        """Why the node has no part in this run, its model or its purpose, in one sentence, or None.
+        """Why the node has no part in what is named so, in one sentence, or None.
 
         Upper and lower case differ.
         """
@@ -58,15 +61,25 @@ class Consent(Section):
             "run": (run, self.runs),
         }
         for what, (name, patterns) in asked.items():
-            if patterns is not None and not any(fnmatchcase(name, each) for each in patterns):
-                return f"the {what} is {name!r}; this node consents to {patterns}"
+            if patterns is not None and (objection := _unlisted(what, name, patterns)):
+                return objection
         return None
+
+    def objection_to_population(self, name: str, known: Set[str]) -> str | None:
+        """Why the node has no part in this population, in one sentence, or None.
+
+        What was spent under a name that the node knows would not count for another.
+        """
+        if self.populations is not None:
+            return _unlisted("population", name, self.populations)
+        others = "the node knows another and consents to no more"
+        return None if known <= {name} else f"the population is {name!r}; {others}"
 
     def objection_today(self, answers: int) -> str | None:
         """Why the node gives no more answers after so many in a day, in one sentence, or None."""
         most = self.most_rounds_per_day
         if most is not None and not answers < most:
-            return f"there were {answers} rounds today; this node consents to at most {most}"
+            return f"the node gives no more sums today; it consents to at most {most} in a day"
         return None
 
     def objection(self, offer: Terms, epsilon_after: float | None = None) -> str | None:
@@ -97,6 +110,12 @@ class Consent(Section):
         if after <= total:
             return None
         return f"ε would be {after}; this node consents to at most {total} at δ = {delta}"
+
+
+def _unlisted(what: str, name: str, patterns: Sequence[str]) -> str | None:
+    if any(fnmatchcase(name, each) for each in patterns):
+        return None
+    return f"the {what} is {name!r}; this node consents to {patterns}"
 
 
 def reach_of(offer: Terms) -> float:
@@ -134,4 +153,19 @@ def misfit(welcome: Welcome, offer: Terms) -> str | None:
     if offer.local.max_examples is None:
         legal = "the offer must say how many examples of a user count"
         return f"local.max_examples is absent; {legal}, so that no user takes the time of all"
+    return _uncovered(offer)
+
+
+def _uncovered(offer: Terms) -> str | None:
+    """Why the event does not bound how far one user moves the sum that the offer asks for."""
+    groups, queries = offer.clipping.groups, offer.price.event.queries
+    if [query.group for query in queries] != [group.name for group in groups]:
+        return "the offer clips other vector groups than its event charges for"
+    for group, query in zip(groups, queries, strict=True):
+        clipped = f"the offer clips vector group {group.name!r} to {group.clipping_norm}"
+        if not group.clipping_norm <= query.clipping_norm:
+            return f"{clipped}; its event charges for {query.clipping_norm}"
+        if query.granularity not in (None, group.granularity):  # None: noise of real numbers
+            steps = f"in steps of {group.granularity}"
+            return f"{clipped} {steps}; its event charges for steps of {query.granularity}"
     return None

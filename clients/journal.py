@@ -1,7 +1,7 @@
 """What a node remembers: the answers it gave, and the ledgers it was shown."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -117,14 +117,32 @@ class Journal:
         with _refusing():
             self._database = Database(path, _FORMAT, {})
 
-    def record(self, population_name: str, offer: RoundOffer, now: datetime) -> None:
-        """Record that an offer is answered; if that raises, the node must not answer it."""
+    def record(
+        self,
+        population_name: str,
+        offer: RoundOffer,
+        now: datetime,
+        objection: Callable[[], str | None] = lambda: None,
+    ) -> str | None:
+        """Record that an offer is answered, and return None, unless there is an objection.
+
+        It is asked for, and what it reads of the journal holds, until the answer is recorded. If
+        there is one, or this raises, the node must not answer.
+        """
         text, part = event_text(offer.price.event), offer.price.part
         event = hashlib.sha256(text.encode()).digest()
         row = {"population_name": population_name, "digest": _digest_of(offer), "at": _text(now)}
         with _refusing(), self._database.transaction():
-            self._database.write(_RECORD_EVENT, {"event": event, "text": text})
-            self._database.write(_RECORD, vars(offer.id) | row | {"event": event, "part": part})
+            if (why := objection()) is None:
+                self._database.write(_RECORD_EVENT, {"event": event, "text": text})
+                self._database.write(_RECORD, vars(offer.id) | row | {"event": event, "part": part})
+        return why
+
+    def populations(self) -> frozenset[str]:
+        """Names of the populations of which an answer or the head of a ledger is remembered."""
+        named = "SELECT population_name FROM"
+        rows = self._read(f"{named} answers UNION {named} ledgers")
+        return frozenset(str(name) for (name,) in rows)
 
     def answered(self, population_name: str, offer: RoundOffer) -> bool:
         """Whether this offer was recorded."""

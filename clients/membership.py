@@ -64,9 +64,9 @@ def join(settings: NodeSettings) -> None:
         * a lost connection never ends it.
 
     It raises a FedprivError for settings or users that cannot be used, a server that speaks another
-    protocol or refuses the node's name, another process that speaks for the node, and, with `once`,
-    for a ledger that cannot be believed at the end. A server that refuses the node for another
-    reason, or names a task that the node cannot or must not run, is tried again.
+    protocol or refuses the node's name, another process that goes on speaking for the node, and,
+    with `once`, for a ledger that cannot be believed at the end. A server that refuses the node for
+    another reason, or names a task that the node cannot or must not run, is tried again.
     """
 
     async def until_stopped() -> None:
@@ -93,7 +93,7 @@ async def take_part(settings: NodeSettings) -> None:
             policy = OfferPolicy(journal, consent, audit)
             worker = await Worker.start(settings.host)
             try:
-                handler = OfferHandler(server, worker, policy, journal, backoff)
+                handler = OfferHandler(server, worker, policy, backoff)
                 hello = Hello(identity.node, worker.loaded.users_sha256)
                 await Membership(settings, hello, handler, identity.certificate_end).last()
             finally:
@@ -105,9 +105,15 @@ def _state_folder(given: Path | None, node: str) -> Path:
 
     By default it is fedpriv/NODE in $XDG_STATE_HOME or ~/.local/state (XDG Base Directory 0.8).
     """
-    home = os.environ.get("XDG_STATE_HOME", "")
-    base = Path(home) if Path(home).is_absolute() else Path.home() / ".local" / "state"
-    folder = given or base / "fedpriv" / quote(node, safe=" ")
+    folder = given
+    if folder is None:
+        home = Path(os.environ.get("XDG_STATE_HOME", ""))
+        try:
+            base = home if home.is_absolute() else Path.home() / ".local" / "state"
+        except RuntimeError as error:
+            sentence = "there is no home folder to remember in; --state must name a folder"
+            raise InvalidValueError(sentence) from error
+        folder = base / "fedpriv" / quote(node, safe=" ")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -162,7 +168,6 @@ class OfferHandler:
     server: FederationStub
     worker: Worker
     policy: OfferPolicy
-    journal: Journal
     backoff: Backoff
 
     async def vote(
@@ -221,8 +226,8 @@ class OfferHandler:
             if objection := await self.policy.objection(welcome, offer):
                 return Decline(objection[:_LONGEST_REASON])
             answer = await self._trained(offer, deadline)
-            if isinstance(answer, PartialSum):
-                self.journal.record(welcome.population_name, offer, datetime.now(UTC))
+            if isinstance(answer, PartialSum) and (late := self.policy.record(welcome, offer)):
+                return Decline(late[:_LONGEST_REASON])
         except InvalidValueError as error:
             _log.error("the offer cannot be checked or recorded: %.400s", error)
             return Decline("the node cannot check or record the offer")
@@ -262,7 +267,7 @@ class Membership:
           the connection is lost, and when the same is offered again.
         * Of the code that the server names, only what is trusted is run.
         * A node that lost its connection comes back, waiting as the back-off says, anew after each
-          welcome.
+          welcome; not so if a newer connection of the node ends two of its own in a row.
         * A certificate that ends within 30 days, its own or the server's, is warned of at once and
           daily.
     """
@@ -281,6 +286,7 @@ class Membership:
             self._ends[hello.node] = certificate_end
         self._prepared: Welcome | None = None
         self._trouble = ""  # why the node is not connected; empty: it is
+        self._replaced = 0  # connections in a row that a newer one of the node has ended
 
     async def last(self) -> None:
         """Take part until the run is over, if `once`, or forever; raises what `join` raises."""
@@ -313,6 +319,7 @@ class Membership:
     async def _connection(self) -> tuple[bool, bool]:
         """Stay connected; whether the server had welcomed, and whether the run is over."""
         welcomed, votes = False, asyncio.Queue[Vote]()
+        replaced, self._replaced = self._replaced, 0
         try:
             async with aclosing(self._handler.server.connect(self._hello, votes)) as messages:
                 async for message in messages:
@@ -322,8 +329,12 @@ class Membership:
                     elif self._prepared is not None:
                         await self._begin(self._prepared, message, votes)
         except grpc.aio.AioRpcError as error:
-            self._check_recoverable(error)
-            self._warn(f"no connection: {error.code().name} ({error.details()!r})")
+            self._check_recoverable(error, replaced)
+            why = f"no connection: {error.code().name} ({error.details()!r})"
+            if self._replaced:
+                _log.info(why)
+            else:
+                self._warn(why)
             return welcomed, False
         except _CannotTakePartError as error:
             self._warn(str(error))
@@ -345,11 +356,13 @@ class Membership:
         _log.log(logging.DEBUG if trouble == self._trouble else logging.WARNING, trouble)
         self._trouble = trouble
 
-    def _check_recoverable(self, error: grpc.aio.AioRpcError) -> None:
+    def _check_recoverable(self, error: grpc.aio.AioRpcError, replaced: int) -> None:
         node, server = self._hello.node, self._settings.server
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.ABORTED and _NEWER in details:
-            raise WireError(f"another process speaks for node {node!r} at {server}") from error
+            self._replaced = replaced + 1
+            if replaced:  # the first may be one that had the node's certificate before
+                raise WireError(f"another process speaks for node {node!r} at {server}") from error
         if code.name in _FINAL.split():
             raise WireError(f"{server} refuses node {node!r}: {details[:400]!r}") from error
 

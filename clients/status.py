@@ -22,9 +22,12 @@ from fedpriv.report.records import SiteRecord, Trouble
 from fedpriv.report.tables import Column, number, print_table
 from fedpriv.report.tables import Table as Rows
 from fedpriv.training.rounds import write_atomically
+from fedpriv.wire.codec import MAX_NAME
 
 _PATIENCE_SECONDS = 10.0
 _MODEL_SECONDS = 600.0
+# What reading the header of a model may raise.
+_NO_MODEL = SafetensorError, ValueError, KeyError, TypeError, OverflowError, RecursionError
 _COUNTED = {  # heading: what is counted there
     "declined": (Trouble.UNWILLING, Trouble.DECLINED),
     "refused": (Trouble.REFUSED, Trouble.CALL, Trouble.ENROLMENT),
@@ -67,7 +70,9 @@ def save_model(server: str, identity: Identity, out: Path) -> None:
         header = json.loads(header["release"])
         run, *rounds = str(header["run"]), int(header["round"]), int(header["rounds"])
         epsilon, delta = float(header["epsilon"]), float(header["delta"])
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        if len(run) > MAX_NAME or not all(0 <= number < 2**32 for number in rounds):
+            raise ValueError("the run or its rounds are too long to print")
+    except _NO_MODEL as error:
         raise WireError(f"what {server} sends is not a model with its round and ε") from error
     with writing(out):
         write_atomically(out, data)

@@ -220,6 +220,12 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
             self.sites.trouble(error.node, error.what, error.why)
             raise
 
+    def check(self, context: Context) -> None:
+        """UnknownPeerError unless the caller of a call that was let in is its node still."""
+        if self.known(context) != (node := NODE.get()):
+            sentence = "the certificate is enrolled at another node now"
+            raise UnknownPeerError(_UNAUTHENTICATED, sentence, node)
+
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],

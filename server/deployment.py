@@ -51,7 +51,7 @@ from fedpriv.training.rounds import (
     load_checkpoint,
     released_model,
 )
-from fedpriv.wire import Price, Proposal, RunState, encode_welcome
+from fedpriv.wire import Price, Proposal, RunState
 from fedpriv.wire.naming import Address
 
 _log = logging.getLogger(__name__)
@@ -240,8 +240,6 @@ class _Server:
         ledger = self.opened.enter_context(Ledger.open(self.setup.ledger))  # also after the run
         plan, enrolment, section = experiment.plan, self.enrolment, self.section
         welcome_of = welcomes(experiment.config, enrolment, self.endpoint.certificate_end)
-        for node in enrolment.nodes:
-            encode_welcome(welcome_of(node))  # what cannot be sent is refused before nodes connect
         memory = section.transfer_mebibytes * 2**20
         dimension = plan.mechanism.clipping.layout.dimension
         limits = TransferLimits.within(memory, dimension, section.transfer_seconds)

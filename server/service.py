@@ -14,7 +14,7 @@ from typing import Protocol, Self, TypeVar
 
 import grpc
 from google.protobuf.message import Message
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError, WireError
@@ -26,7 +26,6 @@ from fedpriv.server.authentication import (
     Authentication,
     Context,
     RefusedCallError,
-    UnknownPeerError,
     certificate_end,
 )
 from fedpriv.server.collection import (
@@ -46,12 +45,13 @@ from fedpriv.wire.naming import SERVICE, Address
 _log = logging.getLogger(__name__)
 _LONGEST_REASON = 400  # characters
 _OVER = "the round is over"
+_HEALTH = "grpc.health.v1.Health"
 _NUMBER = re.compile(r"[\d.]+")  # what may differ between equal objections to two rounds
 _SMALL = 8192  # bytes of a message without tensors
 _BYTES_PER_COMPONENT = 12  # of a sum: 32 bits as it came, and 64 as it is added
 _DOWNLOADS = 16  # at once; each holds a chunk or two
-_LEDGERS = 2
-_MODELS = 2
+_MODELS = 2  # each holds a model
+_SHARE_OF_A_PART = 0.25  # of the time of a transfer: who reads nothing must not keep its place
 _RECHECK_SECONDS = 5.0  # after which an idle connection of a node struck off has ended
 _GRACE_SECONDS = 5.0
 _WATCH_SECONDS = 2.0
@@ -179,9 +179,10 @@ class TransferLimits:
 
 @dataclass(eq=False)
 class Service:
-    """Handlers of the six methods; `NODE` says which node calls.
+    """Handlers of the six methods, and of the health check; `NODE` says which node calls.
 
-    A WireError or TimeoutError of a handler ends its call, see `Authentication`.
+    To make one raises WireError for a welcome that cannot be sent. A WireError or TimeoutError of a
+    handler ends its call, see `Authentication`.
 
     Guarantees:
         * What a node sends ends at most its own call, and moves nothing but its own part of the
@@ -189,7 +190,8 @@ class Service:
         * A node whose certificate is struck off is offered nothing and counts for nothing from
           then on, whatever it has open.
         * A node that does not read what it is sent, or does not send, ends no later than
-          `limits.seconds` after its turn came, and with the round.
+          `limits.seconds` after its turn came, and with the round; one that does not read a part of
+          a transfer, after a quarter of that.
     """
 
     authentication: Authentication
@@ -210,9 +212,16 @@ class Service:
         seconds = self.limits.seconds
         self._uploads = Transfers(self.limits.uploads, seconds)
         self._downloads = Transfers(_DOWNLOADS, seconds)
-        self._ledgers = Transfers(_LEDGERS, seconds)
+        self._ledgers = Transfers(_DOWNLOADS, seconds)
         self._models = Transfers(_MODELS, seconds)
         self._objections: dict[str, str] = {}  # of nodes whose newest vote was one
+        # Made once, or the event loop would sort and encode all users of a node at each hello.
+        enrolled = self.enrolment.users.items()
+        self._digests = {node: wire.digest_of(users) for node, users in enrolled}
+        self._welcomes = {
+            node: pb.FromServer(welcome=wire.encode_welcome(self.welcome_of(node)))
+            for node in self._digests
+        }
 
     def _changed(self) -> None:
         self._monitor.set("nodes_connected", len(self.connections))
@@ -271,10 +280,11 @@ class Service:
             node = NODE.get()
             async with asyncio.timeout(self.limits.seconds):
                 self._check_hello(node, (await anext(messages, pb.FromNode())).hello)
+            self.authentication.check(context)  # or it would end the connection of the node
             connection = self.connections.connect(node)
             self.sites.came(node, certificate_end(context))
             _log.info("connected: %s", node)
-            votes = asyncio.create_task(self._take_votes(node, connection, messages))
+            votes = asyncio.create_task(self._take_votes(node, connection, messages, context))
             try:
                 await self._tell(node, connection, votes, context)
             finally:
@@ -292,7 +302,7 @@ class Service:
             async with asyncio.timeout(self.limits.seconds):  # for a node that does not read it
                 await context.write(message)
 
-        await say(pb.FromServer(welcome=wire.encode_welcome(self.welcome_of(node))))
+        await say(self._welcomes[node])
         if self.collection is not None and (offer := self.collection.offer_to(node)):
             connection.tell(offer)
         elif self.ballot is not None:
@@ -302,7 +312,7 @@ class Service:
             if isinstance(what, End):
                 newer, code = what is End.NEWER, grpc.StatusCode
                 raise RefusedCallError(code.ABORTED if newer else code.UNAVAILABLE, str(what))
-            self.authentication.known(context)
+            self.authentication.check(context)
             if votes.done():
                 votes.result()  # a vote that was refused ends the connection
             match what:
@@ -313,9 +323,14 @@ class Service:
                     await say(pb.FromServer(offer=wire.encode_offer(what)))
 
     async def _take_votes(
-        self, node: str, connection: Connection, messages: AsyncIterator[pb.FromNode]
+        self,
+        node: str,
+        connection: Connection,
+        messages: AsyncIterator[pb.FromNode],
+        context: Context,
     ) -> None:
         async for message in messages:
+            self.authentication.check(context)
             vote = wire.decode_vote(message.vote)
             if not connection.votes_due:
                 raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, "a vote on no proposal")
@@ -337,7 +352,7 @@ class Service:
         if hello.node != node:
             sentence = "the node that says hello is not the one of the certificate"
             raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, sentence)
-        if hello.users_sha256 != wire.digest_of(self.enrolment.users[node]):
+        if hello.users_sha256 != self._digests[node]:
             self._monitor.add("refused_calls", 1, "enrolment")
             why = "the node holds other users than are enrolled at it"
             self.sites.trouble(node, Trouble.ENROLMENT, why)
@@ -353,7 +368,7 @@ class Service:
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
         async with self._downloads.turn(node, collection.terms.deadline):
             for chunk in collection.model_chunks:
-                await context.write(chunk)
+                await self._send(chunk, context)
                 self._monitor.add("sent_bytes", len(chunk))
 
     async def upload(self, parts: Parts[pb.UploadPart], context: Context) -> pb.Receipt:
@@ -375,11 +390,9 @@ class Service:
             except WireError as error:
                 # A stream whose connection broke looks like one that ended; then this fails.
                 await context.send_initial_metadata(())
+                self.authentication.check(context)
                 await collection.settle(node, None)
                 refusal = str(error)[:_LONGEST_REASON]
-            except UnknownPeerError:
-                await collection.settle(node, None)
-                raise
         if refusal and not collection.over:  # or it is late, which `missed` says
             self.sites.trouble(node, Trouble.REFUSED, refusal)
         return wire.encode_receipt(wire.Receipt(accepted=not refusal, reason=refusal))
@@ -398,6 +411,7 @@ class Service:
             if reason := collection.refusal(node, answer):
                 return reason
             if isinstance(answer.content, wire.Decline):
+                self.authentication.check(context)
                 if not await collection.settle(node, None):
                     return _OVER
                 self.sites.trouble(node, Trouble.DECLINED, answer.content.reason)
@@ -407,7 +421,7 @@ class Service:
                     received = self._received(node, answer.content, parts, collection.terms)
                     partial_sum, flaw = await received
                 self._uploads.excuse(node)  # what is left to do takes no time of the node
-                self.authentication.known(context)
+                self.authentication.check(context)
                 if not await collection.settle(node, partial_sum):
                     return _OVER
                 self.sites.answered(node)
@@ -449,13 +463,13 @@ class Service:
             if found is None:
                 why = "the node knows a head that the ledger never had"
                 self.sites.trouble(NODE.get(), Trouble.LEDGER, why)
-                await context.write(pb.LedgerPart(unknown=True))
+                await self._send(pb.LedgerPart(unknown=True), context)
                 return
             size, texts = found
-            await context.write(pb.LedgerPart(size=size))
+            await self._send(pb.LedgerPart(size=size), context)
             chunks = wire.chunks(map(str.encode, texts))
             while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
-                await context.write(pb.LedgerPart(chunk=chunk))
+                await self._send(pb.LedgerPart(chunk=chunk), context)
 
     async def fetch_model(self, _request: pb.ModelRequest, context: Context) -> None:
         """Send the newest model that was released and checkpointed; who took part is secret."""
@@ -463,13 +477,27 @@ class Service:
             if (model := await asyncio.to_thread(self.model)) is None:
                 sentence = "no round was released yet"
                 raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
-            await context.write(pb.ModelPart(size=len(model)))
+            await self._send(pb.ModelPart(size=len(model)), context)
             for chunk in wire.chunks([model]):
-                await context.write(pb.ModelPart(chunk=chunk))
+                await self._send(pb.ModelPart(chunk=chunk), context)
+
+    async def _send(self, part: Message | bytes, context: Context) -> None:
+        """Send a part of a transfer to a node that is enrolled still and reads on."""
+        self.authentication.check(context)
+        async with asyncio.timeout(_SHARE_OF_A_PART * self.limits.seconds):
+            await context.write(part)
 
     async def get_status(self, _request: pb.StatusRequest, _context: Context) -> pb.Status:
         """Return the status of the run."""
         return wire.encode_status(replace(self.status, nodes_connected=len(self.connections)))
+
+    async def check_health(
+        self, request: health_pb2.HealthCheckRequest, _context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        """That the server serves: once it stops, it takes no calls."""
+        if request.service not in ("", SERVICE):
+            raise RefusedCallError(grpc.StatusCode.NOT_FOUND, "the server has no such service")
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
 
 @dataclass(frozen=True)
@@ -500,7 +528,7 @@ def listening(
     async def serve() -> None:
         loop = asyncio.get_running_loop()
         try:
-            server, healthy, at = await bind(address)
+            server, at = await bind(address)
         except BaseException as error:
             started.set_exception(error)
             return
@@ -512,10 +540,9 @@ def listening(
                 _log.error("gRPC stopped listening on %s; the server listens again", at)
                 await server.stop(None)  # the nodes' calls end, and they connect again
                 try:
-                    server, healthy, at = await bind(at)
+                    server, at = await bind(at)
                 except InvalidValueError as error:
                     _log.error("%s; the server will try again", error)
-        await healthy.enter_graceful_shutdown()
         service.connections.end_all(End.SHUTTING_DOWN)
         await server.stop(_GRACE_SECONDS)
         await bounding
@@ -531,12 +558,10 @@ def listening(
 
 async def _bind(
     service: Service, credentials: grpc.ServerCredentials | None, address: Address
-) -> tuple[grpc.aio.Server, health.aio.HealthServicer, Address]:
+) -> tuple[grpc.aio.Server, Address]:
     options = (*OPTIONS, ("grpc.max_allowed_incoming_connections", most_connections()))
     server = grpc.aio.server(interceptors=[service.authentication], options=options)
-    server.add_generic_rpc_handlers((_generic_handler(service),))
-    healthy = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    server.add_generic_rpc_handlers(_generic_handlers(service))
     try:
         if credentials is None:
             port = server.add_insecure_port(str(address))
@@ -548,9 +573,7 @@ async def _bind(
             "machine, or key and certificate do not fit"
         ) from error
     await server.start()
-    for name in ("", SERVICE):
-        await healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return server, healthy, Address(address.host, port)
+    return server, Address(address.host, port)
 
 
 async def _accepts(address: Address) -> bool:
@@ -566,8 +589,8 @@ async def _accepts(address: Address) -> bool:
     return True
 
 
-def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
-    """The methods of federation.proto.
+def _generic_handlers(service: Service) -> Sequence[grpc.GenericRpcHandler]:
+    """The methods of federation.proto, and the Check of gRPC's health service.
 
     Messages are parsed in our own code: gRPC would log a traceback for each malformed request.
     """
@@ -587,14 +610,15 @@ def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
     part = partial(parse, pb.UploadPart, most=SERVER_RECEIVES_BYTES)
     said = partial(parse, pb.FromNode, most=_SMALL)
     stream = grpc.unary_stream_rpc_method_handler
+    one = grpc.unary_unary_rpc_method_handler
     methods = {
         "Connect": grpc.stream_stream_rpc_method_handler(service.connect, said, serialised),
         "Download": stream(reading(pb.RoundId, service.download)),  # writes what is serialised
         "Upload": grpc.stream_unary_rpc_method_handler(service.upload, part, serialised),
         "FetchLedger": stream(reading(pb.LedgerRequest, service.fetch_ledger), None, serialised),
         "FetchModel": stream(reading(pb.ModelRequest, service.fetch_model), None, serialised),
-        "GetStatus": grpc.unary_unary_rpc_method_handler(
-            reading(pb.StatusRequest, service.get_status), None, serialised
-        ),
+        "GetStatus": one(reading(pb.StatusRequest, service.get_status), None, serialised),
     }
-    return grpc.method_handlers_generic_handler(SERVICE, methods)
+    check = one(reading(health_pb2.HealthCheckRequest, service.check_health), None, serialised)
+    made = grpc.method_handlers_generic_handler
+    return made(SERVICE, methods), made(_HEALTH, {"Check": check})

@@ -65,6 +65,7 @@ class Traffic:
     def __init__(self) -> None:
         self._granted: dict[Peer, float] = {}
         self._counts: dict[Peer, _Count] = {}
+        self._absent: set[Peer] = set()  # at the last look; one may have come since
 
     def called(self, peer: Peer) -> None:
         """A call of a peer was let in."""
@@ -92,9 +93,10 @@ class Traffic:
         What a connection may send beside messages is granted as time goes, and never saved up.
         """
         counts = {peer: self._counted(connection, peer) for connection, peer in _connections(port)}
-        for peer in self._counts.keys() - counts.keys():
+        absent = set(self._granted) - counts.keys()
+        for peer in absent & (self._absent | self._counts.keys()):
             self._granted.pop(peer, None)
-        self._counts = counts
+        self._counts, self._absent = counts, absent
         long_ago = monotonic() - _STRANGER_SECONDS
         strangers = {peer for peer, count in counts.items() if count.since < long_ago}
         excessive = strangers - self._granted.keys()

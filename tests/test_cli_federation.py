@@ -555,6 +555,11 @@ def test_the_released_model_is_fetched_with_its_round_and_epsilon(tmp_path: Path
         (save(WEIGHTS), "is not a model with its round and ε"),
         (released(round="third"), "is not a model with its round and ε"),
         (released()[:-1], "is not a model with its round and ε"),
+        (released(run="x" * 1025), "is not a model with its round and ε"),
+        (released(round=float("inf")), "is not a model with its round and ε"),
+        (released(rounds=-1), "is not a model with its round and ε"),
+        (released(epsilon=10**400), "is not a model with its round and ε"),
+        (save(WEIGHTS, {"release": "[" * 200_000}), "is not a model with its round and ε"),
     ],
 )
 def test_what_is_no_released_model_replaces_no_file(

@@ -6,18 +6,49 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from federation import PARAMETERS, make_plan
 from pydantic import ValidationError
 
 from fedpriv.accounting.policies import poisson_examples_gaussian, poisson_gaussian
 from fedpriv.clients.consent import Consent, misfit, reach_of
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Unit
-from fedpriv.privacy.clipping import Clipping, Indicator
+from fedpriv.ledger.events import NeighbouringRelation
+from fedpriv.local import SGD, Scaffold
+from fedpriv.privacy.clipping import UNCLIPPED, Clipping, Indicator
+from fedpriv.privacy.correlated_noise import BandedStrategy, BufferedStrategy
+from fedpriv.privacy.draws import RoundAttempt
+from fedpriv.privacy.gaussian_mechanism import (
+    AdaptiveClipping,
+    Averaging,
+    Metric,
+)
 from fedpriv.privacy.layout import Layout, VectorGroup, equal_split, per_layer
-from fedpriv.wire import RoundId, RoundOffer, TaskDescription, Welcome, manifest_of, model_of
-from tests.wire.examples import small_offer, small_request
+from fedpriv.privacy.noise import OperatingSystemEntropy
+from fedpriv.privacy.sampling import (
+    BandedPoissonSampling,
+    EveryUserSampling,
+    FixedSizeSampling,
+    RandomAllocationSampling,
+    SeparatedSampling,
+)
+from fedpriv.training.rounds import initial_state, round_request
+from fedpriv.wire import (
+    Price,
+    RoundId,
+    RoundOffer,
+    TaskDescription,
+    Welcome,
+    decode_offer,
+    encode_offer,
+    manifest_of,
+    model_of,
+)
+from tests.wire.examples import covering, small_offer, small_request
 
-OFFER = small_offer()
+SMALL = small_offer()
+PRICED = replace(SMALL.price, event=covering(SMALL.price.event, SMALL.clipping))
+OFFER = replace(SMALL, price=PRICED)
 """S = 1, z = 1, q = 0.5, N = 1000 and ε = 2 at δ = 1e-6; it asks for a metric and an indicator."""
 WELCOME = Welcome(
     "people", 1000, np.array([1, 7, 300], np.int64), TaskDescription("m", {}, 0, "cross-entropy")
@@ -33,6 +64,39 @@ def with_groups(*groups):
     indicator = Indicator("unclipped", (groups[0].name,))
     layout = OFFER.clipping.layout
     return replace(OFFER, clipping=Clipping(layout, groups, indicator))
+
+
+_TWO = (VectorGroup("x", ("w",), 3.0, (0.5,)), VectorGroup("y", ("b",), 0.3, (1.0,)))
+PLANS = {
+    "flat": {},
+    "groups": {"groups": _TWO, "noise_shares": (0.9, 0.1)},
+    "metrics": {"metrics": (Metric("m", (2,), 0.5, 0.7),), "metrics_share": 0.1},
+    "contributors": {"contributors_share": 0.1},
+    "adaptive": {"groups": _TWO, "noise_shares": (0.5, 0.5), "adaptive": AdaptiveClipping()},
+    "control": {"local": Scaffold(0.1, steps=1, control_norm=0.5, max_examples=9)},
+    "weights": {"averaging": Averaging(4, 11.0)},
+    "floor": {"averaging": Averaging(floor=0.5)},
+    "weights with a floor": {
+        "averaging": Averaging(4, 11.0, 0.5),
+        "metrics": (Metric("m"),),
+        "metrics_share": 0.1,
+    },
+    "fixed size": {"sampling": FixedSizeSampling(20, 7)},
+    "everybody": {"sampling": EveryUserSampling(20, NeighbouringRelation.REPLACE_ONE)},
+    "allocation": {"sampling": RandomAllocationSampling(20, 4, 2)},
+    "banded": {
+        "sampling": SeparatedSampling(20, 4, 2),
+        "strategy": BandedStrategy((1.0, 0.5)),
+    },
+    "buffered": {
+        "sampling": SeparatedSampling(20, 4, 2),
+        "strategy": BufferedStrategy((0.875, 0.5), (0.25, 0.375)),
+        "metrics": (Metric("m"),),
+        "metrics_share": 0.1,
+    },
+    "within bands": {"sampling": BandedPoissonSampling(20, 4, 2, 0.5)},
+}
+PLANS = {name: {"local": SGD(0.1, steps=1, max_examples=9), **plan} for name, plan in PLANS.items()}
 
 
 METRIC = VectorGroup("metrics/accuracy", ("metrics/accuracy",), 77.0, (1.0,))
@@ -190,7 +254,7 @@ class TestObjections:
         assert Consent().objection_today(10**6) is None
         assert Consent(most_rounds_per_day=3).objection_today(2) is None
         assert Consent(most_rounds_per_day=3).objection_today(3) == (
-            "there were 3 rounds today; this node consents to at most 3"
+            "the node gives no more sums today; it consents to at most 3 in a day"
         )
 
     @pytest.mark.parametrize(
@@ -216,6 +280,21 @@ class TestObjections:
             assert objection.startswith(f"the {key[:-1]} is '")
             assert objection.endswith(f"this node consents to {patterns}")
         assert Consent().objection_to_names(welcome, offer) is None
+
+    @pytest.mark.parametrize(
+        ("populations", "known", "objection"),
+        [
+            (None, set(), None),
+            (None, {"people"}, None),
+            (None, {"others"}, "the node knows another and consents to no more"),
+            (None, {"people", "others"}, "the node knows another and consents to no more"),
+            (["p*"], {"others"}, None),
+            (["others"], set(), "this node consents to ['others']"),
+        ],
+    )
+    def test_one_population_or_those_that_are_named(self, populations, known, objection):
+        found = Consent(populations=populations).objection_to_population("people", known)
+        assert found == (objection and f"the population is 'people'; {objection}")
 
     def test_a_norm_split_among_groups_is_not_objected_to_for_its_rounding(self):
         layout, norm = Layout(tuple("abc"), ((), (), ())), 0.25
@@ -263,6 +342,52 @@ class TestReach:
 class TestMisfits:
     def test_an_offer_of_the_welcome_fits(self):
         assert misfit(WELCOME, OFFER) is None
+
+    @pytest.mark.parametrize("plan", PLANS)
+    def test_what_an_honest_server_charges_covers_what_it_clips(self, plan):
+        plan = make_plan(**PLANS[plan])
+        state = initial_state(plan, PARAMETERS)
+        norms = tuple(0.7 * norm for norm in state.clipping_norms)
+        for each in (state, replace(state, clipping_norms=norms)):
+            users, entropy = np.arange(3), OperatingSystemEntropy()
+            request = round_request(plan, each, RoundAttempt("run", 1, 0), users, entropy)
+            event = plan.mechanism_at(each.clipping_norms).event
+            price = Price(event, 0, 1.0, 1e-5, 0)
+            sent = RoundOffer.of(request, 9.0, price, manifest_of(model_of(request)))
+            offer = decode_offer(encode_offer(sent))
+            everyone = np.arange(plan.sampling.population)
+            welcome = Welcome("people", plan.sampling.population, everyone, WELCOME.task)
+            assert misfit(welcome, offer) is None
+            for number, group in enumerate(offer.clipping.groups):
+                if group.name == UNCLIPPED:  # its norm is that of its components
+                    continue
+                wider = replace(group, clipping_norm=4.0 * group.clipping_norm)
+                groups = list(offer.clipping.groups)
+                groups[number] = wider
+                clipping = replace(offer.clipping, groups=tuple(groups))
+                assert misfit(welcome, replace(offer, clipping=clipping)).startswith(
+                    f"the offer clips vector group {group.name!r} to {wider.clipping_norm}; its "
+                )
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda qs: qs[:-1], "the offer clips other vector groups than its event charges for"),
+            (lambda qs: (*qs, qs[0]), "the offer clips other vector groups"),
+            (lambda qs: qs[::-1], "the offer clips other vector groups"),
+            (lambda qs: (replace(qs[0], group="other"), *qs[1:]), "the offer clips other vector"),
+            (lambda qs: (replace(qs[0], clipping_norm=0.999), *qs[1:]),
+             "the offer clips vector group 'update' to 1.0; its event charges for 0.999"),
+            (lambda qs: (replace(qs[0], granularity=0.5), *qs[1:]),
+             "; its event charges for steps of 0.5"),
+        ],
+    )  # fmt: skip
+    def test_an_event_that_does_not_cover_the_clipping_does_not(self, change, message):
+        event = OFFER.price.event
+        other = with_price(event=replace(event, queries=change(event.queries)))
+        assert message in misfit(WELCOME, other)
+        real = tuple(replace(query, granularity=None) for query in event.queries)
+        assert misfit(WELCOME, with_price(event=replace(event, queries=real))) is None
 
     def test_an_offer_of_another_population_does_not(self):
         assert misfit(WELCOME, with_price(event=poisson_gaussian(0.5, 1.0, population=1001))) == (

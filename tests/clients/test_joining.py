@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 import numpy as np
@@ -216,3 +217,21 @@ def test_a_node_remembers_in_a_folder_of_its_own_that_nobody_else_can_open(
     folder = base / "fedpriv" / "%C3%A4 %25"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / "journal.sqlite").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("state", [True, False])
+def test_a_node_without_a_home_must_be_told_where_to_remember(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, state: bool
+) -> None:
+    def home() -> NoReturn:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(membership, "Worker", None)
+    folder = tmp_path / "state" if state else None
+    node = NodeSettings("127.0.0.1:9", HostSettings("unused"), node="n", state=folder)
+    with pytest.raises(AttributeError if state else InvalidValueError) as caught:
+        asyncio.run(take_part(node))
+    assert ("--state must name a folder" in str(caught.value)) is not state
+    assert (tmp_path / "state" / "journal.sqlite").exists() is state

@@ -3,23 +3,27 @@
 import asyncio
 import logging
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Coroutine
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 import numpy as np
 import pytest
 
+from fedpriv.accounting.accountants import PrivacyLoss
+from fedpriv.accounting.accountants import epsilon as priced
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.clients import membership
+from fedpriv.clients import audit, membership
 from fedpriv.clients.connection import Backoff
 from fedpriv.clients.membership import NodeSettings, take_part
 from fedpriv.clients.worker import HostSettings, Loaded
 from fedpriv.errors import AuditError, ModelError, WireError
-from fedpriv.ledger.events import Randomness
+from fedpriv.ledger.events import Randomness, RoundEvent
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
 from fedpriv.server.certificates import issue
@@ -555,7 +559,6 @@ def test_a_round_whose_model_cannot_be_fetched_is_declined(play: Callable[[Act],
     [
         ((grpc.StatusCode.INVALID_ARGUMENT, "no\nhello"), r"refuses node 'n': 'no\\nhello'"),
         ((grpc.StatusCode.UNIMPLEMENTED, "no such method"), "refuses"),
-        ((grpc.StatusCode.ABORTED, "newer connection of the same node"), "another process speaks"),
         (b"\xff\xff", "not a message FromServer"),
         (pb.FromServer(offer=pb.Offer()), "not legal"),
     ],
@@ -603,6 +606,24 @@ def test_a_node_comes_back_after_other_failures(
     play(act)
     warned = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert warned == [f"no connection: {code} ({why!r})" for why in ("later", "much later")]
+
+
+NEWER = grpc.StatusCode.ABORTED, "newer connection of the same node"
+
+
+def test_a_node_leaves_to_another_process_once_it_was_replaced_twice_in_a_row(
+    play: Callable[[Act], None],
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        for says in (NEWER, (grpc.StatusCode.UNAVAILABLE, "later"), NEWER, NEWER):
+            await tiny.script.put(says)
+        async with serving(tiny) as port, scene.joined(port) as task:
+            with pytest.raises(WireError, match="another process speaks for node 'n'"):
+                await task
+        assert tiny.calls["Connect"] == 4
+
+    play(act)
 
 
 def test_waits_grow_until_a_welcome(play: Callable[[Act], None]) -> None:
@@ -668,6 +689,152 @@ def test_a_task_that_cannot_be_built_is_waited_out(
             await scene.tiny.offer()
             assert (await scene.tiny.answers.get())[0].HasField("sum")
             assert not task.done()
+
+    play(act)
+
+
+def named(population: str) -> Said:
+    return said(Welcome(population, PRICE.population, np.array([3]), TASK))
+
+
+@pytest.mark.parametrize("verify_ledger", [False, True])
+def test_another_name_of_the_population_is_declined_until_the_consent_has_it(
+    play: Callable[[Act], None], caplog: pytest.LogCaptureFixture, verify_ledger: bool
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny, answers = scene.tiny, []
+
+        async def answer(port: int, population: str, consent: str) -> str:
+            attempt, tiny.welcome = RoundId("run", 0, len(answers)), named(population)
+            with Ledger.open_or_create(scene.folder / f"{population}.sqlite", population) as ledger:
+                tiny.ledger = ledger
+                given = {"consent": scene.consent(consent), "verify_ledger": verify_ledger}
+                async with scene.joined(port, **given):
+                    await tiny.propose(id=attempt, price=HONEST)
+                    objection = (await tiny.votes.get()).objection
+                    await tiny.offer(id=attempt, price=HONEST)
+                    header, _ = await tiny.answers.get()
+            answers.append(header)
+            assert header.decline.reason == objection
+            return objection
+
+        async with serving(tiny) as port:
+            assert await answer(port, "people", "") == ""
+            assert await answer(port, "people", "") == ""
+            other = "the population is 'people-2'; the node knows another and consents to no more"
+            assert await answer(port, "people-2", "") == other
+            assert await answer(port, "people", "") == ""
+            only = 'populations = ["people"]'
+            assert "this node consents to" in await answer(port, "people-2", only)
+            assert await answer(port, "people-2", 'populations = ["people*"]') == ""
+            assert await answer(port, "people", "") == other.replace("-2", "")
+        assert caplog.text.count("the ledger is not read: ") == 3 * verify_ledger
+
+    play(act)
+
+
+@pytest.mark.parametrize("consent", ["most_rounds_per_day = 1\npopulations = ['*']", ""])
+def test_two_processes_with_one_journal_answer_no_more_than_one_may(
+    play: Callable[[Act], None], consent: str
+) -> None:
+    async def act(scene: Scene) -> None:
+        scene.player.go.clear()
+        first, second = scene.tiny, TinyServer()
+        second.welcome = named("others")
+        other = replace(scene, tiny=second)
+        given = scene.consent(consent)
+        async with (
+            serving(first) as one,
+            serving(second) as two,
+            scene.joined(one, consent=given),
+            other.joined(two, consent=given),
+        ):
+            await first.offer()
+            await second.offer()
+            for _ in range(2):
+                await scene.player.asked.get()
+            scene.player.go.set()
+            headers = [(await each.answers.get())[0] for each in (first, second)]
+        assert sorted(header.WhichOneof("what") for header in headers) == ["decline", "sum"]
+        assert len(scene.recorded()) == 1
+
+    play(act)
+
+
+class Pricing:
+    """Stands in for an accountant that takes very long, until it is let go."""
+
+    def __init__(self) -> None:
+        self.let_go, self.begun, self.at_once, self.most = threading.Event(), 0, 0, 0
+
+    def __call__(self, events: Sequence[RoundEvent], delta: float) -> PrivacyLoss:
+        self.begun += 1
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        assert self.let_go.wait(PATIENCE)
+        self.at_once -= 1
+        return priced(events, delta)
+
+
+def test_a_ledger_that_takes_long_to_price_is_not_agreed_to_and_holds_up_nothing(
+    play: Callable[[Act], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pricing, late = Pricing(), []
+    monkeypatch.setattr(audit, "priced", pricing)
+    monkeypatch.setattr(audit, "_LONGEST_CHECK_SECONDS", 0.2)
+
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        with Ledger.open_or_create(scene.folder / "ledger.sqlite", "people") as tiny.ledger:
+            async with serving(tiny) as port, scene.joined(port, verify_ledger=True) as node:
+                for number in range(2):
+                    await tiny.propose(id=RoundId("run", 0, number), price=HONEST)
+                    objection = (await tiny.votes.get()).objection
+                    assert objection == "the node cannot check the proposal"
+                await tiny.offer(price=HONEST)
+                header, _ = await tiny.answers.get()
+                assert header.decline.reason == "the node cannot check or record the offer"
+                assert pricing.begun == 1
+                monkeypatch.setattr(audit, "_LONGEST_CHECK_SECONDS", PATIENCE)
+                await tiny.propose(id=RoundId("run", 0, 3), price=HONEST)
+                await happens(lambda: tiny.calls["FetchLedger"] >= 4)
+                assert tiny.votes.empty()
+                pricing.let_go.set()
+                assert not (await tiny.votes.get()).objection
+                pricing.let_go.clear()
+                await tiny.propose(id=RoundId("run", 0, 4), price=HONEST)
+                await happens(lambda: pricing.at_once == 1)
+                assert not node.done()
+        late.append(pricing.at_once)
+
+    play(act)
+    assert late == [1]
+    assert pricing.at_once == 1  # the node has ended before it
+    assert pricing.most == 1
+    pricing.let_go.set()
+
+
+@pytest.mark.parametrize("error", [OverflowError, IndexError, ValueError, MemoryError])
+def test_a_ledger_that_cannot_be_priced_is_not_believed(
+    play: Callable[[Act], None], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def fails(_events: object, _delta: float) -> NoReturn:
+        raise error("too extreme")
+
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        with Ledger.open_or_create(scene.folder / "ledger.sqlite", "people") as tiny.ledger:
+            async with serving(tiny) as port, scene.joined(port, verify_ledger=True) as node:
+                monkeypatch.setattr(audit, "priced", fails)
+                await tiny.propose(price=HONEST)
+                assert (await tiny.votes.get()).objection == "the ledger cannot be believed"
+                await tiny.offer(price=HONEST)
+                header, _ = await tiny.answers.get()
+                assert header.decline.reason == "the ledger cannot be believed"
+                monkeypatch.undo()
+                await tiny.propose(1, price=HONEST)
+                assert not (await tiny.votes.get()).objection
+                assert not node.done()
 
     play(act)
 

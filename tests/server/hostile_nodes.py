@@ -55,7 +55,6 @@ CALLS: dict[str, Callable[[grpc.Channel], Outcome]] = {
     "FetchModel": lambda channel: first(channel, SERVICE + "FetchModel"),
     "GetStatus": lambda channel: one(channel, SERVICE + "GetStatus"),
     "Check": lambda channel: one(channel, HEALTH + "Check"),
-    "Watch": lambda channel: first(channel, HEALTH + "Watch"),
 }
 """Each method of the service and of the health service, called with an empty message."""
 

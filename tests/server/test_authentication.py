@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import grpc
 import pytest
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health_pb2
 
 from fedpriv import wire
 from fedpriv.server import authentication, certificates
@@ -24,7 +24,7 @@ from fedpriv.server.enrolment import EnrolledCertificates
 from fedpriv.server.service import Service
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import NODE_KEY
-from tests.server.hostile_nodes import CALLS, HEALTH, Outcome, one
+from tests.server.hostile_nodes import CALLS, HEALTH, SERVICE, Outcome, one
 from tests.server.loopback import Site, channel_to, enrol, serving, site, strike, until
 from tests.wire.stub import FederationStub
 
@@ -39,8 +39,8 @@ HANDLERS = {
         "fetch_ledger": "FetchLedger",
         "fetch_model": "FetchModel",
         "get_status": "GetStatus",
+        "check_health": "Check",
     },
-    health.aio.HealthServicer: {"Check": "Check", "Watch": "Watch"},
 }
 
 
@@ -245,9 +245,13 @@ def test_a_known_node_is_told_that_the_server_serves(served: Site) -> None:
         for service in ("", "fedpriv.v1.Federation"):
             asked = health_pb2.HealthCheckRequest(service=service).SerializeToString()
             assert one(channel, HEALTH + "Check", asked) == SERVING
+        other = health_pb2.HealthCheckRequest(service="other").SerializeToString()
+        assert one(channel, HEALTH + "Check", other) is grpc.StatusCode.NOT_FOUND
 
 
-@pytest.mark.parametrize("method", ["/fedpriv.v1.Federation/Other", "/x.Y/Connect", "/", "/../a"])
+@pytest.mark.parametrize(
+    "method", ["/fedpriv.v1.Federation/Other", "/x.Y/Connect", "/", "/../a", HEALTH + "Watch"]
+)
 def test_what_is_no_method_reaches_nothing(
     served: Site, entered: list[tuple[str, str]], method: str
 ) -> None:
@@ -321,16 +325,22 @@ def test_callers_that_are_not_known_and_call_too_often_wait_for_their_refusals(
 
 
 def test_a_node_has_so_many_calls_open_and_no_more(served: Site) -> None:
-    """Whatever a node leaves open ends somewhere; here health is watched, which never ends."""
+    """Whatever a node leaves open ends somewhere; here it connects and does not say hello."""
     until(lambda: served.server.service.authentication.idle_seconds() > 0.0)
+    open_calls = served.server.service.authentication._open
+    silent = threading.Event()
     with ExitStack() as stack:
         # One connection carries 8 calls at once.
         channels = [stack.enter_context(served.channel("four")) for _ in range(3)]
-        watch = [channel.unary_stream(HEALTH + "Watch") for channel in channels]
-        held = [watch[number % 2](b"", timeout=60.0) for number in range(16)]
-        assert [next(call) for call in held] == [SERVING] * 16
+        stack.callback(silent.set)
+        connect = [channel.stream_stream(SERVICE + "Connect") for channel in channels]
+        held = [
+            connect[number % 2]((b"" for _ in iter(silent.wait, True)), timeout=60.0)
+            for number in range(16)
+        ]
+        until(lambda: open_calls["four"] == 16)
         with pytest.raises(grpc.RpcError) as caught:
-            next(watch[2](b"", timeout=60.0))
+            next(connect[2](iter([b""]), timeout=60.0))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert caught.value.details() == "the node has 16 calls open"
         with served.channel("five") as other:

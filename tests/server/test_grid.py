@@ -40,11 +40,16 @@ from fedpriv.wire import Decline, SummedUpdates, Welcome, flower_messages
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.crowd import PRICE, TASK, USERS, population, request_to
 from tests.server.local_grid import App, LocalGrid, app
+from tests.wire.examples import covering
 
 SECRET = "a user's secret"
 SECONDS = 300.0
 # Ids as Flower gives them, most of which no float64 holds.
 FIRST_ID = 2**64 - 1001
+
+
+def price_of(request: RoundRequest) -> wire.Price:
+    return replace(PRICE, event=covering(PRICE.event, request.clipping))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +76,7 @@ def simulated(grids: list[LocalGrid], workers: int = 3) -> tuple[LocalGrid, Tran
         shards(USERS, workers),
         lambda: present,
         lambda _: headers,
-        lambda _: PRICE,
+        price_of,
         SECONDS,
         never,
         required=True,
@@ -138,9 +143,7 @@ def enrolled(
     try:
         yield (
             grid,
-            GridTransport(
-                grid, ENROLMENT.hosting, present, headers, lambda _: PRICE, seconds, stopping
-            ),
+            GridTransport(grid, ENROLMENT.hosting, present, headers, price_of, seconds, stopping),
         )
     finally:
         grid.close()

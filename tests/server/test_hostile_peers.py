@@ -10,27 +10,32 @@ from typing import NoReturn
 import grpc
 import pytest
 
+from fedpriv import wire
 from fedpriv.errors import LedgerError
 from fedpriv.report.records import Trouble
 from fedpriv.server import service
 from fedpriv.server.traffic import Traffic, peer_of
+from fedpriv.wire import federation_pb2 as pb
 from tests.server.charged_server import ChargedServer, charged_server
 from tests.server.hostile_nodes import (
     CALLS,
     HEALTH,
     PATIENCE,
+    PREFACE,
     SERVICE,
     Flood,
+    called,
     encrypted,
     first,
     one,
     plain,
+    settings,
 )
 from tests.server.loopback import site, strike, until
 
 USERS = {"four": ["4"], "five": ["5"]}
 MEBIBYTE = 2**20
-METHODS = [f"{HEALTH if name in ('Check', 'Watch') else SERVICE}{name}" for name in CALLS]
+METHODS = [f"{HEALTH if name == 'Check' else SERVICE}{name}" for name in CALLS]
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +130,48 @@ def test_connections_are_bounded_and_silent_ones_make_room(
             until(lambda: isinstance(first(channel, SERVICE + "FetchLedger"), bytes))
 
 
+def test_who_reads_nothing_does_not_keep_the_server_from_stopping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_GRACE_SECONDS", 0.1)
+    methods = [HEALTH + "Watch", *METHODS]
+    with ExitStack() as peer:
+        give_up = threading.Timer(PATIENCE, peer.close)  # or the server might never stop
+        with site(tmp_path, USERS) as made:
+            port = made.server.address.port
+            connection = peer.enter_context(encrypted(port, made.certs, "four"))
+            connection.sendall(PREFACE + settings(window=0))
+            for number, method in enumerate(methods):
+                connection.sendall(called(method, b"", stream=2 * number + 1, last=False))
+            until(lambda: made.server.service.authentication._open["four"] > 1)
+            give_up.start()
+        assert give_up.is_alive()
+        give_up.cancel()
+
+
+def test_a_hello_has_the_server_look_at_no_list_of_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def looks(*_: object) -> NoReturn:
+        raise AssertionError("the users of a node were looked at")
+
+    right, wrong = (
+        pb.FromNode(hello=wire.encode_hello(wire.Hello("four", digest))).SerializeToString()
+        for digest in (wire.digest_of(USERS["four"]), bytes(32))
+    )
+    with site(tmp_path, USERS) as made, made.channel("four") as channel:
+        monkeypatch.setattr(wire, "digest_of", looks)
+        monkeypatch.setattr(wire, "encode_welcome", looks)
+        says = channel.stream_stream(SERVICE + "Connect")
+        with pytest.raises(grpc.RpcError) as caught:
+            list(says(iter([wrong]), timeout=PATIENCE))
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        call = says(iter([right]), timeout=PATIENCE)
+        welcome = wire.decode_welcome(pb.FromServer.FromString(next(call)).welcome)
+        call.cancel()
+    assert welcome.users.tolist() == [0]
+
+
 class TestTraffic:
     """Traffic, on connections of the test's own."""
 
@@ -180,6 +227,16 @@ class TestTraffic:
         self.passed(ends, 20 * MEBIBYTE)
         traffic.shut_excessive(port)
         assert peer.recv(1) == b""
+
+
+def test_connections_that_end_before_they_are_looked_at_leave_nothing() -> None:
+    traffic = Traffic()
+    for number in range(1, 20):
+        traffic.called(("127.0.0.1", number))
+        traffic.shut_excessive(1)
+    assert len(traffic._granted) <= 2
+    traffic.shut_excessive(1)
+    assert traffic._granted == {}
 
 
 @pytest.mark.parametrize("let_in", [True, False])

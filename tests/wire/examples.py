@@ -4,7 +4,7 @@ import math
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -22,7 +22,13 @@ from fedpriv.ledger.events import (
 )
 from fedpriv.local import AdamW, FedRecon, Scaffold
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
-from fedpriv.privacy.gaussian_mechanism import Metric
+from fedpriv.privacy.gaussian_mechanism import (
+    GaussianQuery,
+    Metric,
+    noise_stddevs,
+    proportional_shares,
+    sensitivities,
+)
 from fedpriv.privacy.layout import Layout, VectorGroup, flat
 from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.wire import (
@@ -57,6 +63,13 @@ def priced(q: float = 0.5, z: float = 1.0, users: int = 1000, **said: float) -> 
     """The price of a Poisson round, after which ε is 2 at δ = 1e-6 if nothing else is said."""
     event = poisson_gaussian(q, z, population=users)
     return Price(event, 0, **{"epsilon_after": 2.0, "delta": 1e-6, "charges": 0} | said)
+
+
+def covering(event: RoundEvent, clipping: Clipping) -> RoundEvent:
+    """The event with the queries that its noise multiplier makes of a clipping."""
+    z, shares = event.noise_multiplier, proportional_shares(clipping.groups)
+    stddevs = noise_stddevs(sensitivities(clipping), z, shares)
+    return replace(event, queries=GaussianQuery(clipping, stddevs, 1.0, 1.0).events)
 
 
 PRICE = priced()
