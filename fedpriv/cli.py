@@ -4,6 +4,7 @@ Commands of other packages, such as those of the server and of nodes, are entry 
 `fedpriv.commands`: functions that are given the `typer.Typer` to add their commands to.
 """
 
+import io
 import sys
 from contextlib import suppress
 from functools import partial
@@ -111,17 +112,21 @@ def verify(
 @ledger_app.command()
 def export(
     ledger: Annotated[Path, typer.Argument(help="the ledger file")],
-    out: Annotated[Path | None, _option("file to write", default="the terminal")] = None,
+    out: Annotated[Path | None, _option("new file to write", default="the terminal")] = None,
 ) -> None:
     """Write a ledger as JSON lines, for anyone to check; never who took part."""
     from fedpriv.ledger.ledger import Ledger
+    from fedpriv.training.rounds import write_atomically
 
     with Ledger.open(ledger) as opened:
         if out is None:
             opened.export(sys.stdout)
             return
-        with writing(out), out.open("w", encoding="utf-8") as stream:
-            opened.export(stream)
+        if out.exists():  # such as the ledger itself
+            raise InvalidValueError(f"{out} exists already; it is not overwritten")
+        opened.export(text := io.StringIO())
+    with writing(out):
+        write_atomically(out, text.getvalue().encode())
 
 
 @ledger_app.command()

@@ -174,6 +174,14 @@ def test_ledger_show_verify_and_export(run_folder: Path, tmp_path: Path) -> None
     assert "cannot be written" in refused("ledger", "export", ledger, "--out", tmp_path / "a" / "b")
 
 
+@pytest.mark.parametrize("name", ["ledger.sqlite", "ledger.participation.sqlite", "plan.toml"])
+def test_an_export_replaces_nothing(run_folder: Path, name: str) -> None:
+    kept = (run_folder / name).read_bytes()
+    line = refused("ledger", "export", run_folder / "ledger.sqlite", "--out", run_folder / name)
+    assert f"{name} exists already; it is not overwritten" in line
+    assert (run_folder / name).read_bytes() == kept
+
+
 def test_verify_names_the_row_that_was_changed(run_folder: Path, tmp_path: Path) -> None:
     forged = tmp_path / "forged.sqlite"
     with sqlite3.connect(run_folder / "ledger.sqlite") as source, sqlite3.connect(forged) as copy:

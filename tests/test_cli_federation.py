@@ -537,9 +537,12 @@ def released(**changes: object) -> bytes:
     return save(WEIGHTS, {"release": json.dumps(SPENT | changes)})
 
 
+OLDER = save({"w": np.zeros(1, np.float32)})
+
+
 def test_the_released_model_is_fetched_with_its_round_and_epsilon(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
-    file.write_text("an older one")
+    file.write_bytes(OLDER)
     with serving(Standing(encode_status(STATUS), model=released())) as server:
         said = printed("model", *plain(server), "--out", file)
     assert said == f"{file}: run digits, round 3 of 10, ε = 1.235 at δ = 1e-05\n"
@@ -561,10 +564,22 @@ def test_what_is_no_released_model_replaces_no_file(
     model: bytes, sentence: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "model.safetensors"
-    file.write_text("an older one")
+    file.write_bytes(OLDER)
     with serving(Standing(encode_status(STATUS), model=model)) as server:
         assert sentence in refused("model", *plain(server), "--out", file)
-    assert file.read_text() == "an older one"
+    assert file.read_bytes() == OLDER
+
+
+def test_a_model_replaces_models_alone(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.sqlite"
+    file.write_bytes(b"not a model")
+    with serving(Standing(encode_status(STATUS), model=released())) as server:
+        sentence = refused("model", *plain(server), "--out", file)
+        assert f"{file} exists already and is no model; it is not overwritten" in sentence
+        assert file.read_bytes() == b"not a model"
+        file.write_bytes(save(WEIGHTS))
+        printed("model", *plain(server), "--out", file)
+    assert file.read_bytes() == released()
 
 
 def test_a_model_that_cannot_be_written_or_fetched_is_one_sentence(tmp_path: Path) -> None:

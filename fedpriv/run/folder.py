@@ -65,6 +65,8 @@ class RunFolder:
             raise InvalidValueError(
                 f"{self.path} holds a run already; resume it or choose another folder"
             )
+        if self.model.exists():  # of a search; runs make their plan first
+            raise InvalidValueError(f"{self.model} exists already; choose another folder")
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
 

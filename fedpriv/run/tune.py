@@ -355,8 +355,11 @@ class _Search:
 
     def _make_folder(self) -> RunFolder:
         folder = self.setup.folder
-        if (folder.path / "experiment.toml").exists() or folder.ledger.exists():
-            raise InvalidValueError(f"{folder.path} holds a search already; choose another folder")
+        kept = folder.path / "experiment.toml", folder.ledger, folder.plan, folder.model
+        if any(path.exists() for path in kept):
+            raise InvalidValueError(
+                f"{folder.path} holds a search or a run already; choose another folder"
+            )
         with writing(folder.path):
             folder.path.mkdir(parents=True, exist_ok=True)
         return folder
