@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import NoneType, UnionType
 
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT}
 _NO_ROOM_IN_SQLITE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN}
@@ -85,6 +86,23 @@ def known_names(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}known are: {', '.join(names)}" if names else "there is none"
+
+
+def check_types(**given: tuple[object, type | UnionType]) -> None:
+    """Refuse the first of these values, by name and with what it must be, that is something else.
+
+    >>> check_types(seed=(3, int | None), name=(3, str))
+    Traceback (most recent call last):
+    fedpriv.errors.InvalidValueError: name is of the type int; it must be of the type str
+    """
+    for name, (value, kind) in given.items():
+        if not isinstance(value, kind):
+            found = "None" if value is None else f"of the type {type(value).__name__}"
+            legal = kind.__args__ if isinstance(kind, UnionType) else (kind,)
+            names = ["None" if each is NoneType else each.__name__ for each in legal]
+            raise InvalidValueError(
+                f"{name} is {found}; it must be of the type {' or '.join(names)}"
+            )
 
 
 @contextmanager

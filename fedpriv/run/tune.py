@@ -51,7 +51,7 @@ from fedpriv.data.population import Population, load_population
 from fedpriv.engine.figures import ALWAYS, BETTER
 from fedpriv.engine.task import Task, evaluate
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.errors import InvalidValueError, RunError, known_names, writing
+from fedpriv.errors import InvalidValueError, RunError, check_types, known_names, writing
 from fedpriv.ledger.events import (
     PrivacyBudget,
     RoundEvent,
@@ -192,6 +192,13 @@ def tune(
     * seed: makes the search repeatable; on users the guarantee does then not hold against those who
       know it.
     """
+    check_types(
+        population=(population, Population),
+        task=(task, Task),
+        mechanism=(mechanism, Mechanism),
+        local=(local, LocalTraining | None),
+        server=(server, ServerOptimizer | None),
+    )
     method = Method(task, mechanism, *method_left_out(mechanism, local, server))
     if on not in ("public", "users"):
         raise InvalidValueError(f"on is {on!r}; it must be 'public' or 'users'")
