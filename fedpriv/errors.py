@@ -121,6 +121,11 @@ def sentence_of(error: FedprivError | OSError) -> str:
     return str(error)
 
 
+def reason_of(error: Exception) -> str:
+    """Why something failed, without the number and the path of an OSError, said elsewhere."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 def lacks_room(error: BaseException | None) -> bool:
     """Whether an error comes of a full disk, or of too many open files; both may pass."""
     while error is not None:

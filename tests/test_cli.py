@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
 import tomllib
+from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 from unittest.mock import Mock
@@ -196,6 +198,31 @@ def test_verify_names_the_row_that_was_changed(run_folder: Path, tmp_path: Path)
     connection.close()
     assert "charge 3" in refused("ledger", "verify", forged)
     assert "charge 3" in refused("epsilon", forged)
+
+
+def test_a_ledger_that_may_shrink_is_not_priced(run_folder: Path, tmp_path: Path) -> None:
+    forged = tmp_path / "forged.sqlite"
+    shutil.copy(run_folder / "ledger.sqlite", forged)
+    with closing(sqlite3.connect(forged)) as connection:
+        connection.execute("DROP TRIGGER chain_no_delete")
+    for command in (["ledger", "verify"], ["ledger", "show"], ["epsilon"]):
+        assert "tables or triggers were altered: chain_no_delete" in refused(*command, forged)
+
+
+def test_a_ledger_without_a_head_is_one_sentence(run_folder: Path, tmp_path: Path) -> None:
+    forged = tmp_path / "forged.sqlite"
+    shutil.copy(run_folder / "ledger.sqlite", forged)
+    with closing(sqlite3.connect(forged)) as connection, connection:
+        connection.execute("DROP TRIGGER head_no_delete")
+        connection.execute("DELETE FROM head")
+    assert "the ledger has no head; it must have one" in refused("ledger", "verify", forged)
+
+
+def test_a_path_in_a_message_is_the_one_that_was_given(run_folder: Path, tmp_path: Path) -> None:
+    line = refused("ledger", "backup", run_folder / "ledger.sqlite", tmp_path / "none" / "b")
+    assert line == f"error: ledger {tmp_path}/none/b cannot be created: No such file or directory"
+    line = refused("ledger", "show", "absent", cwd=tmp_path)
+    assert line == "error: ledger absent cannot be opened: No such file or directory"
 
 
 @pytest.mark.parametrize("strategy", ["flat", "per-layer", "joint"])

@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedpriv.errors import LedgerError
+from fedpriv.errors import LedgerError, reason_of
 
 _BUSY_SECONDS = 60.0
 _VERSION = 1  # of all schemas
@@ -161,7 +161,7 @@ class Database:
         try:
             yield
         except (sqlite3.Error, OSError, OverflowError, UnicodeError) as error:
-            raise LedgerError(f"{self._name} cannot be {done}: {error}") from error
+            raise LedgerError(f"{self._name} cannot be {done}: {reason_of(error)}") from error
 
 
 def _create(path: Path, form: FileFormat, fill: Callable[[sqlite3.Connection], object]) -> bool:
@@ -183,7 +183,7 @@ def _create(path: Path, form: FileFormat, fill: Callable[[sqlite3.Connection], o
         _fsync(path.parent)
         return made
     except (OSError, sqlite3.Error, UnicodeError) as error:
-        raise LedgerError(f"{form.kind} {path} cannot be created: {error}") from error
+        raise LedgerError(f"{form.kind} {path} cannot be created: {reason_of(error)}") from error
     finally:
         draft.unlink(missing_ok=True)
 

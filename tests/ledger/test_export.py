@@ -188,7 +188,7 @@ class TestChangedLines:
     def test_missing(self, lines, number):
         message = complaint(lines[: number - 1], number)
         assert message.endswith(
-            "it is not the first line of a ledger: Expecting value: line 1 column 1 (char 0)"
+            "it is not the first line of a ledger: it is not JSON"
             if number == 1
             else f"charge {number - 1} is missing, or the head"
         )
