@@ -16,7 +16,7 @@ from safetensors.numpy import load
 
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.clients.connection import FederationStub, Identity
-from fedpriv.errors import InvalidValueError, WireError, writing
+from fedpriv.errors import InvalidValueError, UnreachableError, WireError, writing
 from fedpriv.logs import expiry, one_line
 from fedpriv.report.records import SiteRecord, Trouble
 from fedpriv.report.tables import Column, number, print_table
@@ -99,13 +99,13 @@ async def _ask(
             return await call(stub)
     except TimeoutError as error:
         sentence = f"{server} does not answer within {seconds:g} seconds"
-        raise WireError(sentence) from error
+        raise UnreachableError(sentence) from error
     except grpc.aio.AioRpcError as error:
         # Its words are another machine's.
         details, code = one_line(error.details() or "")[:400], error.code()
-        away = code is grpc.StatusCode.UNAVAILABLE
-        failed = "cannot be reached" if away else f"refuses, {code.name}"
-        raise WireError(f"{server} {failed}: {details}") from error
+        if code is grpc.StatusCode.UNAVAILABLE:
+            raise UnreachableError(f"{server} cannot be reached: {details}") from error
+        raise WireError(f"{server} refuses, {code.name}: {details}") from error
 
 
 def show_sites(folder: Path, *, as_json: bool) -> None:

@@ -12,6 +12,9 @@ _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT}
 _NO_ROOM_IN_SQLITE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN}
 
 
+_MOST_NAMES = 40  # that a sentence lists
+
+
 class FedprivError(Exception):
     """Base class of every error that fedpriv raises on purpose."""
 
@@ -56,6 +59,10 @@ class WireError(FedprivError):
     """A message of another machine is malformed, too large, or does not fit what was agreed."""
 
 
+class UnreachableError(FedprivError):
+    """Another machine cannot be reached or does not answer; later it may."""
+
+
 class StoppedError(FedprivError):
     """The operator asked the server to stop; the round was abandoned and nothing charged."""
 
@@ -77,15 +84,17 @@ class WorkerError(FedprivError):
 
 
 def known_names(name: str, known: Iterable[str]) -> str:
-    """End of a sentence about an unknown name: the closest known one, then all of them.
+    """End of a sentence about an unknown name: the closest known one, then all but very many.
 
     >>> known_names("digts", ["digits", "synthetic"])
-    "did you mean 'digits'? known are: digits, synthetic"
+    "did you mean 'digits'? known names: digits, synthetic"
     """
     names = sorted(map(str, known))
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}known are: {', '.join(names)}" if names else "there is none"
+    if len(names) > _MOST_NAMES:
+        return hint.strip() or f"none of {len(names)} known names is like it"
+    return f"{hint}known names: {', '.join(names)}" if names else "there is none"
 
 
 def check_types(**given: tuple[object, type | UnionType]) -> None:

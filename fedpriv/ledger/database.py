@@ -5,6 +5,7 @@ and in the file itself, so that a copy of the file is whole; one that was made i
 transaction may be torn, and is then refused. Every failure is a LedgerError of one sentence.
 """
 
+import errno
 import os
 import secrets
 import sqlite3
@@ -55,6 +56,8 @@ class Database:
             self._file = path.stat()
             if path.is_dir():  # SQLite fails as if there were no room for another open file
                 raise LedgerError(f"{self._name} is a folder; it must be a file")
+            if not os.access(path, os.R_OK):  # likewise
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             mode = self._file.st_mode & 0o777
             if mode & 0o066 & ~file_format.mode:
                 raise LedgerError(
