@@ -44,7 +44,7 @@ _DATA_PATHS = {"folder", "train", "test"}  # options of populations that are bui
 def read_toml(path: Path) -> dict[str, object]:
     """Read a TOML file; InvalidValueError if it cannot be read or is not valid TOML."""
     try:
-        return parse_toml(path.read_text(encoding="utf-8"), str(path))
+        return parse_toml(path.read_text(encoding="utf-8-sig"), str(path))
     except OSError as error:
         raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -449,7 +449,7 @@ class MetricsSection(Section):
     whose update counted; 0 counts nobody.
     """
 
-    share: float = 0.05
+    share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
     contributors_share: Annotated[float, Field(ge=0.0, lt=1.0)] = CONTRIBUTORS_SHARE
     report: dict[str, dict[str, int | float | list[int | float]]] = {}  # options of metrics by name
 
@@ -877,7 +877,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
     Paths in the file are relative to its folder, those in overrides to the working directory.
     """
-    return config_of(read_experiment(path), str(path), overrides)
+    source = f"{path} with --set" if overrides else str(path)
+    return config_of(read_experiment(path), source, overrides)
 
 
 def config_of(table: Mapping[str, object], source: str, overrides: Sequence[str] = ()) -> Config:

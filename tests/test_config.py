@@ -7,7 +7,7 @@ import pytest
 import tomli_w
 
 from fedpriv import SGD, FedAdam, FedAvg, FedAvgM, Flat, Joint, Poisson
-from fedpriv.config import Config, load_config, parse_config
+from fedpriv.config import Config, load_config, parse_config, read_toml
 from fedpriv.errors import InvalidValueError
 
 ROOT = Path(__file__).parents[1]
@@ -108,6 +108,7 @@ def test_what_is_given_of_local_training_stays() -> None:
         ({"clipping__strategy": "layer"}, "clipping.strategy is 'layer'.*'per-layer'"),
         ({"local__batch_size": "some"}, "local.batch_size is 'some'"),
         ({"local__batch_size": 0}, "local.batch_size is 0"),
+        ({"metrics": {"share": 2.0}}, "metrics.share is 2.0; it must be less than 1"),
         ({"rounds": 0}, "rounds is 0"),
         ({"rounds": "ten"}, "rounds is 'ten'; it must be a whole number"),
         ({"data": 3}, "data is 3; it must be a table"),
@@ -216,3 +217,9 @@ def test_options_of_data_of_ones_own_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(tomli_w.dumps(changed(data=data)))
     config = load_config(tmp_path / "a.toml")
     assert config.data.options == data["options"]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "marked.toml"
+    file.write_bytes(b"\xef\xbb\xbfrounds = 3\n")
+    assert read_toml(file) == {"rounds": 3}

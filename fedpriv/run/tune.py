@@ -260,7 +260,8 @@ def tune_file(
     for assignment in assignments:
         assign(table, assignment)
     table = with_defaults(table)  # before a trial's own norm decides what goes with it
-    config = parse_config(table, str(file))
+    source = f"{file} with --set" if assignments else str(file)
+    config = parse_config(table, source)
     priced = "a trial is priced by its rounds alone"
     reasons = dict.fromkeys(("projection", "federated_evaluation", "stopping"), priced)
     reasons["audit"] = "of the trials of a search nothing but the best is released"
@@ -275,7 +276,7 @@ def tune_file(
     population = load_population(data.name, data.options)
 
     def prepare(settings: Settings, noise: float | None, run: str) -> Prepared:
-        chosen = parse_config(_with(table, settings) | {"run": run}, str(file))
+        chosen = parse_config(_with(table, settings) | {"run": run}, source)
         chosen = chosen if noise is None else chosen.with_noise(noise)
         return on_population(chosen, run, population)
 
@@ -362,11 +363,9 @@ class _Search:
 
     def _make_folder(self) -> RunFolder:
         folder = self.setup.folder
-        kept = folder.path / "experiment.toml", folder.ledger, folder.plan, folder.model
+        kept = folder.path / "experiment.toml", folder.ledger, folder.model
         if any(path.exists() for path in kept):
-            raise InvalidValueError(
-                f"{folder.path} holds a search or a run already; choose another folder"
-            )
+            raise InvalidValueError(f"{folder.path} holds a search already; choose another folder")
         with writing(folder.path):
             folder.path.mkdir(parents=True, exist_ok=True)
         return folder
