@@ -148,8 +148,8 @@ def enrol(
     given = len(certificates or ()), len(node or ())
     if given not in ((len(data), 0), (0, len(data))):
         raise InvalidValueError(
-            f"there are {len(data)} DATA, {given[0]} --certificates and {given[1]} --node; there "
-            "must be as many of one of the two as DATA, and none of the other"
+            f"{len(data)} DATA, {given[0]} --certificates and {given[1]} --node are given; give "
+            "one --certificates, or one --node, for each DATA"
         )
     from fedpriv.clients.users import enrolment_toml
     from fedpriv.wire.naming import check_node_name

@@ -143,10 +143,11 @@ def _name_and_end(path: Path, pem: bytes) -> tuple[str, datetime]:
             common = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
             names = [str(part.value) for part in common]
         if len(names) != 1:
-            raise ValueError(f"it has {len(names)} names; it must have one")
+            raise InvalidValueError(f"it has {len(names)} names; it must have one")
         return check_node_name(names[0]), certificate.not_valid_after_utc
     except (ValueError, TypeError, UnsupportedAlgorithm, x509.DuplicateExtension) as error:
-        raise InvalidValueError(f"{path} is not the certificate of a node: {error}") from error
+        told = f": {error}" if isinstance(error, InvalidValueError) else ""
+        raise InvalidValueError(f"{path} is not the certificate of a node{told}") from error
 
 
 def _check_key(path: Path, key: bytes, certificate: bytes) -> None:

@@ -11,12 +11,12 @@ from typing import TypeVar
 import grpc
 from rich.console import Console
 from rich.table import Table
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load
 
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.clients.connection import FederationStub, Identity
-from fedpriv.errors import WireError, writing
+from fedpriv.errors import InvalidValueError, UnreachableError, WireError, writing
 from fedpriv.logs import expiry, one_line
 from fedpriv.report.records import SiteRecord, Trouble
 from fedpriv.report.tables import Column, number, print_table
@@ -62,7 +62,9 @@ def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
 
 
 def save_model(server: str, identity: Identity, out: Path) -> None:
-    """Fetch the newest released model, replace a file by it, and print what it cost."""
+    """Fetch the newest released model, replace a file of one by it, and print what it cost."""
+    if out.exists():
+        _check_model(out)
     data = asyncio.run(_ask(server, identity, FederationStub.fetch_model, _MODEL_SECONDS))
     try:
         load(data)
@@ -80,6 +82,17 @@ def save_model(server: str, identity: Identity, out: Path) -> None:
     print(f"{out}: run {name}, round {rounds[0]} of {rounds[1]}, {spent}")  # noqa: T201
 
 
+def _check_model(path: Path) -> None:
+    """Refuse to replace a file that holds no model."""
+    try:
+        with safe_open(path, "numpy"):
+            return
+    except (SafetensorError, OSError) as error:
+        raise InvalidValueError(
+            f"{path} exists already and is no model; it is not overwritten"
+        ) from error
+
+
 async def _ask(
     server: str,
     identity: Identity,
@@ -91,13 +104,13 @@ async def _ask(
             return await call(stub)
     except TimeoutError as error:
         sentence = f"{server} does not answer within {seconds:g} seconds"
-        raise WireError(sentence) from error
+        raise UnreachableError(sentence) from error
     except grpc.aio.AioRpcError as error:
         # Its words are another machine's.
         details, code = one_line(error.details() or "")[:400], error.code()
-        away = code is grpc.StatusCode.UNAVAILABLE
-        failed = "cannot be reached" if away else f"refuses, {code.name}"
-        raise WireError(f"{server} {failed}: {details}") from error
+        if code is grpc.StatusCode.UNAVAILABLE:
+            raise UnreachableError(f"{server} cannot be reached: {details}") from error
+        raise WireError(f"{server} refuses, {code.name}: {details}") from error
 
 
 def show_sites(folder: Path, *, as_json: bool) -> None:

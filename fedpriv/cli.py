@@ -4,10 +4,13 @@ Commands of other packages, such as those of the server and of nodes, are entry 
 `fedpriv.commands`: functions that are given the `typer.Typer` to add their commands to.
 """
 
+import io
+import re
 import sys
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import entry_points
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -19,6 +22,7 @@ from fedpriv.errors import (
     InvalidValueError,
     RefutedError,
     RunError,
+    UnreachableError,
     UnsupportedEventError,
     lacks_room,
     sentence_of,
@@ -56,17 +60,20 @@ Delta = Annotated[float | None, _option("δ", default="largest power of ten belo
 app = typer.Typer(
     help="Federated learning with user-level differential privacy that can be checked.",
     no_args_is_help=True,
+    suggest_commands=False,  # its parser does, too
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
 ledger_app = typer.Typer(
-    help="Look into, check, copy and restore a privacy ledger.", no_args_is_help=True
+    help="Look into, check, copy and restore a privacy ledger.",
+    no_args_is_help=True,
+    suggest_commands=False,
 )
 
 # Typer publishes the class of all errors of its parser only as a base of this one.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 _INTERRUPTED = 130
-_GOES_ON = {"simulate": "--resume", "serve": "--resume", "compare": "the same command"}
+_CONTINUE = {"simulate": "--resume", "serve": "--resume", "compare": "the same command"}
 
 
 def _print_version(asked: bool) -> None:  # noqa: FBT001
@@ -79,7 +86,7 @@ def _print_version(asked: bool) -> None:  # noqa: FBT001
 def _everywhere(
     version: Annotated[
         bool,
-        typer.Option("--version", help="print it", callback=_print_version, is_eager=True),
+        typer.Option("--version", help="print the version", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
     pass
@@ -111,17 +118,21 @@ def verify(
 @ledger_app.command()
 def export(
     ledger: Annotated[Path, typer.Argument(help="the ledger file")],
-    out: Annotated[Path | None, _option("file to write", default="the terminal")] = None,
+    out: Annotated[Path | None, _option("new file to write", default="the terminal")] = None,
 ) -> None:
     """Write a ledger as JSON lines, for anyone to check; never who took part."""
     from fedpriv.ledger.ledger import Ledger
+    from fedpriv.training.rounds import write_atomically
 
     with Ledger.open(ledger) as opened:
         if out is None:
             opened.export(sys.stdout)
             return
-        with writing(out), out.open("w", encoding="utf-8") as stream:
-            opened.export(stream)
+        if out.exists():  # such as the ledger itself
+            raise InvalidValueError(f"{out} exists already; it is not overwritten")
+        opened.export(text := io.StringIO())
+    with writing(out):
+        write_atomically(out, text.getvalue().encode())
 
 
 @ledger_app.command()
@@ -271,8 +282,10 @@ def tune(
     ],
     assignments: Assignments = None,
     out: Annotated[Path | None, _option("folder of the search", default="tuning/NAME-…")] = None,
-    synthetic: Annotated[bool, _option("on invented people; with --on public")] = False,
-    price: Annotated[bool, _option("print the price of --on users, and stop")] = False,
+    synthetic: Annotated[
+        bool, _option("on invented people; with --on public", "--synthetic")
+    ] = False,
+    price: Annotated[bool, _option("print the price of --on users, and stop", "--price")] = False,
 ) -> None:
     """Search learning rates, clipping norm, sampling and rounds."""
     from fedpriv.run.tune import tune_file
@@ -324,7 +337,7 @@ def calibrate(
     """Find the noise, the rounds or the sampling within (ε, δ); the other two are given.
 
     With all three given: how large a share of every round one more sum query may have. With
-    --same-as instead of --epsilon: the smaller noise that spends the ε which that accountant says.
+    --same-as instead of --epsilon: the smaller noise that spends the ε that accountant reports.
     """
     if epsilon is None and same_as is None:
         raise InvalidValueError("--epsilon is absent; it or --same-as must be given")
@@ -385,6 +398,9 @@ def main() -> None:
     """
     # Models and populations named package.module:function may lie in the working folder.
     sys.path.append(str(Path.cwd()))
+    for before, given in pairwise(sys.argv):
+        if not given or re.fullmatch("--[a-z-]+=", given):  # "" would be the working folder
+            _refuse(f"{given.rstrip('=') or before} has an empty value; it must have some")
     try:
         code = app(prog_name="fedpriv", standalone_mode=False)
     except _UsageError as error:
@@ -392,15 +408,16 @@ def main() -> None:
     except (FedprivError, OSError) as error:
         _refuse(sentence_of(error), _exit_code(error))
     if code == _INTERRUPTED:
-        how = _GOES_ON.get("".join(sys.argv[1:2]))
-        typer.echo(f"interrupted; {how} goes on" if how else "interrupted", err=True)
+        how = _CONTINUE.get("".join(sys.argv[1:2]))
+        typer.echo(f"interrupted; continue with {how}" if how else "interrupted", err=True)
     sys.exit(code)
 
 
 def _exit_code(error: FedprivError | OSError) -> int:
     if isinstance(error, RefutedError):
         return 3
-    return 1 if isinstance(error, RunError) or lacks_room(error) else 2
+    passes = isinstance(error, RunError | UnreachableError) or lacks_room(error)
+    return 1 if passes else 2
 
 
 def _refuse(sentence: str, code: int = 2) -> NoReturn:

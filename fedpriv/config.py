@@ -1,6 +1,7 @@
 """The configuration of an experiment: TOML, checked key by key; see docs/configuration.md."""
 
 import os
+import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
@@ -43,7 +44,7 @@ _DATA_PATHS = {"folder", "train", "test"}  # options of populations that are bui
 def read_toml(path: Path) -> dict[str, object]:
     """Read a TOML file; InvalidValueError if it cannot be read or is not valid TOML."""
     try:
-        return parse_toml(path.read_text(encoding="utf-8"), str(path))
+        return parse_toml(path.read_text(encoding="utf-8-sig"), str(path))
     except OSError as error:
         raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -112,6 +113,17 @@ def checked(model: type[_Model], table: Mapping[str, object], source: str) -> _M
         raise InvalidValueError(f"{source}: {_sentence(table, error.errors()[0])}") from error
 
 
+# What TOML calls what pydantic names after types of Python.
+_LEGAL = {
+    **dict.fromkeys(("model_type", "dict_type", "mapping_type", "dataclass_type"), "a table"),
+    **dict.fromkeys(("tuple_type", "list_type"), "a list"),
+    **dict.fromkeys(("int_type", "int_from_float", "int_parsing"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
+    "string_type": "text",
+}
+
+
 def _sentence(table: Any, error: ErrorDetails) -> str:
     """One sentence for a validation error: the key, its value and what is legal."""
     keys: list[str] = []
@@ -122,7 +134,8 @@ def _sentence(table: Any, error: ErrorDetails) -> str:
             if error["type"] != "missing":
                 break  # pydantic adds the names of the branches of a union
         keys.append(str(part))
-    where, context = ".".join(keys), error.get("ctx", {})
+    where, context, found = ".".join(keys), error.get("ctx", {}), error["input"]
+    shown = "absent" if found is None else repr(found)
     match error["type"]:
         case "unknown_key":
             return f"unknown key {'.'.join([*keys, context['key']])}; {context['hint']}"
@@ -131,10 +144,13 @@ def _sentence(table: Any, error: ErrorDetails) -> str:
         case "value_error":
             return f"{where}: {context['error']}" if where else str(context["error"])
         case "greater_than_equal":  # pydantic writes 1e-60 with all of its zeros
-            legal = f"input should be greater than or equal to {context['ge']:.15g}"
+            legal = f"it must be greater than or equal to {context['ge']:.15g}"
+        case kind if kind in _LEGAL:
+            legal = f"it must be {_LEGAL[kind]}"
         case _:
-            legal = f"{error['msg'][0].lower()}{error['msg'][1:]}"
-    return f"{where} is {error['input']!r}; {legal}"
+            legal = re.sub("^(Input|Value|String) should", "it must", error["msg"])
+            legal = f"{legal[0].lower()}{legal[1:]}"
+    return f"{where} is {shown}; {legal}"
 
 
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
@@ -433,7 +449,7 @@ class MetricsSection(Section):
     whose update counted; 0 counts nobody.
     """
 
-    share: float = 0.05
+    share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
     contributors_share: Annotated[float, Field(ge=0.0, lt=1.0)] = CONTRIBUTORS_SHARE
     report: dict[str, dict[str, int | float | list[int | float]]] = {}  # options of metrics by name
 
@@ -861,7 +877,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
     Paths in the file are relative to its folder, those in overrides to the working directory.
     """
-    return config_of(read_experiment(path), str(path), overrides)
+    source = f"{path} with --set" if overrides else str(path)
+    return config_of(read_experiment(path), source, overrides)
 
 
 def config_of(table: Mapping[str, object], source: str, overrides: Sequence[str] = ()) -> Config:

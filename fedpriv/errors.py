@@ -6,9 +6,13 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import NoneType, UnionType
 
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT}
 _NO_ROOM_IN_SQLITE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN}
+
+
+_MOST_NAMES = 40  # that a sentence lists
 
 
 class FedprivError(Exception):
@@ -55,6 +59,10 @@ class WireError(FedprivError):
     """A message of another machine is malformed, too large, or does not fit what was agreed."""
 
 
+class UnreachableError(FedprivError):
+    """Another machine cannot be reached or does not answer; later it may."""
+
+
 class StoppedError(FedprivError):
     """The operator asked the server to stop; the round was abandoned and nothing charged."""
 
@@ -76,15 +84,34 @@ class WorkerError(FedprivError):
 
 
 def known_names(name: str, known: Iterable[str]) -> str:
-    """End of a sentence about an unknown name: the closest known one, then all of them.
+    """End of a sentence about an unknown name: the closest known one, then all but very many.
 
     >>> known_names("digts", ["digits", "synthetic"])
-    "did you mean 'digits'? known are: digits, synthetic"
+    "did you mean 'digits'? known names: digits, synthetic"
     """
     names = sorted(map(str, known))
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}known are: {', '.join(names)}" if names else "there is none"
+    if len(names) > _MOST_NAMES:
+        return hint.strip() or f"none of {len(names)} known names is like it"
+    return f"{hint}known names: {', '.join(names)}" if names else "there is none"
+
+
+def check_types(**given: tuple[object, type | UnionType]) -> None:
+    """Refuse the first of these values, by name and with what it must be, that is something else.
+
+    >>> check_types(seed=(3, int | None), name=(3, str))
+    Traceback (most recent call last):
+    fedpriv.errors.InvalidValueError: name is of the type int; it must be of the type str
+    """
+    for name, (value, kind) in given.items():
+        if not isinstance(value, kind):
+            found = "None" if value is None else f"of the type {type(value).__name__}"
+            legal = kind.__args__ if isinstance(kind, UnionType) else (kind,)
+            names = ["None" if each is NoneType else each.__name__ for each in legal]
+            raise InvalidValueError(
+                f"{name} is {found}; it must be of the type {' or '.join(names)}"
+            )
 
 
 @contextmanager
@@ -101,6 +128,11 @@ def sentence_of(error: FedprivError | OSError) -> str:
     if isinstance(error, OSError):
         return f"{error.filename or 'a file'} cannot be used: {error.strerror or error}"
     return str(error)
+
+
+def reason_of(error: Exception) -> str:
+    """Why something failed, without the number and the path of an OSError, said elsewhere."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def lacks_room(error: BaseException | None) -> bool:

@@ -4,10 +4,12 @@ Values only: nothing here draws, clips or spends. To add a way to sample or to c
 from `SamplingPolicy` or `ClippingPolicy`.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Literal, Self
 
 from fedpriv.accounting.accountants import Bound, accountant_named
@@ -18,7 +20,7 @@ from fedpriv.accounting.factorisation import (
     optimal_bands,
     optimal_buffers,
 )
-from fedpriv.errors import InvalidValueError, known_names
+from fedpriv.errors import InvalidValueError, check_types, known_names
 from fedpriv.ledger.events import (
     WITH_STRATEGY,
     NeighbouringRelation,
@@ -28,6 +30,8 @@ from fedpriv.ledger.events import (
     Schedule,
     SumQueryEvent,
     Unit,
+    is_whole,
+    require,
 )
 from fedpriv.ledger.events import (
     SamplingPolicy as Policy,
@@ -79,6 +83,9 @@ class Poisson(SamplingPolicy):
 
     probability: float
 
+    def __post_init__(self) -> None:
+        _check_probability(self.probability)
+
     def of(self, users: int | None, unit: Unit) -> PoissonSampling:
         """Poisson sampling of N users."""
         return PoissonSampling(users or 1, self.probability, unit)
@@ -98,6 +105,10 @@ class PoissonExamples(SamplingPolicy):
     examples_per_user: int  # k ≥ 1
     total_examples: float | None = None
 
+    def __post_init__(self) -> None:
+        _check_probability(self.probability)
+        _check_whole("examples_per_user", self.examples_per_user)
+
     def of(self, users: int | None, unit: Unit) -> ExampleSampling:
         """Sampling of the examples of N users."""
         k, total = self.examples_per_user, None if users is None else self.total_examples
@@ -113,6 +124,9 @@ class FixedSize(SamplingPolicy):
     """
 
     cohort_size: int  # m ≥ 1
+
+    def __post_init__(self) -> None:
+        _check_whole("cohort_size", self.cohort_size)
 
     def of(self, users: int | None, unit: Unit) -> FixedSizeSampling:
         """Cohorts of m of N users."""
@@ -145,6 +159,9 @@ class RandomAllocation(SamplingPolicy):
     rounds: int  # n ≥ 1, of a pass
     participations: int = 1  # k in [1, n]
 
+    def __post_init__(self) -> None:
+        Schedule(self.rounds, self.participations)
+
     def of(self, users: int | None, unit: Unit) -> RandomAllocationSampling:
         """Random allocation of N users."""
         return RandomAllocationSampling(users or 1, self.rounds, self.participations, unit)
@@ -161,6 +178,9 @@ class Separated(SamplingPolicy):
     rounds: int  # n ≥ 1, of a series
     separation: int  # b in [1, n]
     relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE
+
+    def __post_init__(self) -> None:
+        Schedule(self.rounds, separation=self.separation)
 
     def of(self, users: int | None, unit: Unit) -> SeparatedSampling:
         """Turns of N users."""
@@ -180,12 +200,30 @@ class BandedPoisson(SamplingPolicy):
     rounds: int  # n ≥ 1, of a series
     separation: int  # b in [1, n]
 
+    def __post_init__(self) -> None:
+        _check_probability(self.probability)
+        Schedule(self.rounds, separation=self.separation)
+
     def of(self, users: int | None, unit: Unit) -> BandedPoissonSampling:
         """Turns of N users, with coins."""
         enrolled, relation = users or self.separation, NeighbouringRelation.ADD_OR_REMOVE_ONE
         return BandedPoissonSampling(
             enrolled, self.rounds, self.separation, self.probability, relation, unit
         )
+
+
+def _check_probability(q: object) -> None:
+    legal = isinstance(q, Real) and 0.0 < float(q) <= 1.0
+    require(legal, f"sampling_probability is {q!r}; it must be in (0, 1]")
+
+
+def _check_whole(name: str, value: object) -> None:
+    require(is_whole(value), f"{name} is {value!r}; it must be a whole number of at least 1")
+
+
+def _check_norm(norm: object) -> None:
+    legal = isinstance(norm, Real) and 0.0 < float(norm) < math.inf
+    require(legal, f"the clipping norm is {norm!r}; it must be positive and finite")
 
 
 SAMPLING_POLICIES: Mapping[str, type[SamplingPolicy]] = {
@@ -348,6 +386,9 @@ class Flat(ClippingPolicy):
 
     norm: float
 
+    def __post_init__(self) -> None:
+        _check_norm(self.norm)
+
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
         """One group."""
         return Grouping.of(vector_groups.flat(layout, self.norm), layout, allocation)
@@ -363,6 +404,10 @@ class PerLayer(ClippingPolicy):
     norm: float
     parts: Literal["layer", "tensor"] = "layer"
     split: Literal["equal", "dimension"] | Mapping[str, float] = "equal"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.split, str):
+            _check_norm(self.norm)
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
         """A group for each part."""
@@ -384,6 +429,9 @@ class Joint(ClippingPolicy):
     norm: float  # S, of the scaled update
     scales: Literal["dimension"] | Mapping[str, float] = "dimension"  # α ∝ dimension^(−1/4), or α
 
+    def __post_init__(self) -> None:
+        _check_norm(self.norm)
+
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
         """One group."""
         scales = self.scales
@@ -399,6 +447,11 @@ class Part:
     tensors: Sequence[str]  # globs over parameter names, such as "conv*" or "*.bias"
     clipping: ClippingPolicy
     share: float | None = None  # weight of the noise budget they get; all parts have one, or none
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tensors, str):  # each of its letters would be a pattern
+            raise InvalidValueError(f"tensors are {self.tensors!r}; they must be a list of globs")
+        check_types(clipping=(self.clipping, ClippingPolicy))
 
 
 @dataclass(frozen=True)
@@ -499,6 +552,13 @@ class Mechanism:
     microbatch: int | None = None  # rows of a microbatch; given for that unit alone
 
     def __post_init__(self) -> None:
+        check_types(
+            sampling=(self.sampling, SamplingPolicy),
+            clipping=(self.clipping, ClippingPolicy),
+            noise=(self.noise, NoisePolicy),
+            adaptive=(self.adaptive, AdaptiveClipping | None),
+            averaging=(self.averaging, Averaging),
+        )
         check_unit(self.unit, self.microbatch)
         object.__setattr__(self, "unit", Unit(self.unit))
         if self.noise_multiplier is not None:
@@ -564,8 +624,7 @@ class Mechanism:
         What the ledger that will be charged holds already, `spent`, counts too. `users` are N,
         which cohorts of a fixed size need. A strategy of correlated noise is searched for here.
         """
-        if rounds < 1:
-            raise InvalidValueError(f"rounds is {rounds}; it must be at least 1")
+        _check_whole("rounds", rounds)
         before, sampling = list(spent), self.sampling.of(users, self.unit)
         charges, drawn = -(-rounds // sampling.rounds), sampling.event()
         strategy = self.noise.strategy(drawn)

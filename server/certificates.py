@@ -45,8 +45,10 @@ def load_ca(path: Path) -> x509.Certificate:
     try:
         ca = x509.load_pem_x509_certificate(path.read_bytes())
         constraints = ca.extensions.get_extension_for_class(x509.BasicConstraints).value
-    except (OSError, x509.ExtensionNotFound, *MALFORMED) as error:
-        raise InvalidValueError(f"{path} is not an authority's certificate: {error}") from error
+    except OSError as error:
+        raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
+    except (x509.ExtensionNotFound, *MALFORMED) as error:
+        raise InvalidValueError(f"{path} is not an authority's certificate") from error
     if not constraints.ca:
         raise InvalidValueError(f"{path} is not an authority's certificate, but one issued by it")
     return ca
@@ -56,8 +58,10 @@ def end_of(path: Path) -> datetime:
     """When a certificate ends."""
     try:
         return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
-    except (OSError, *MALFORMED) as error:
-        raise InvalidValueError(f"{path} is not a certificate: {error}") from error
+    except OSError as error:
+        raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
+    except MALFORMED as error:
+        raise InvalidValueError(f"{path} is not a certificate") from error
 
 
 class Issued(NamedTuple):
@@ -164,7 +168,7 @@ def _requested(path: Path) -> tuple[str, _PublicKey]:
     except OSError as error:
         raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
     except MALFORMED as error:
-        raise InvalidValueError(f"{path} is not a certificate signing request: {error}") from error
+        raise InvalidValueError(f"{path} is not a certificate signing request") from error
     if not valid:
         raise InvalidValueError(f"{path} is not signed with the key that it is about")
     if not _is_sound(key):
@@ -189,12 +193,14 @@ def _opened(folder: Path) -> _Authority:
     try:
         content = read_key(path / "ca.key")
     except OSError as error:
-        raise InvalidValueError(f"{folder} holds no authority: {error}") from error
+        raise InvalidValueError(
+            f"{folder} holds no authority: {path / 'ca.key'} cannot be read: {error.strerror}"
+        ) from error
     ca = load_ca(path / "ca.pem")
     try:
         key = serialization.load_pem_private_key(content, None)
     except MALFORMED as error:
-        raise InvalidValueError(f"{path / 'ca.key'} cannot be read: {error}") from error
+        raise InvalidValueError(f"{path / 'ca.key'} is not a private key in PEM") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
         raise InvalidValueError(f"{path / 'ca.key'} is not the key of {path / 'ca.pem'}")
     return _Authority(ca, key)

@@ -16,7 +16,9 @@ def _option(text: str, *names: str, **more: Any) -> Any:
 
 
 _certs = typer.Typer(
-    help="Make a small authority, and certificates for server and nodes.", no_args_is_help=True
+    help="Make a small authority, and certificates for server and nodes.",
+    no_args_is_help=True,
+    suggest_commands=False,
 )
 _HOSTS = typer.Argument(help="DNS names and IP addresses of the server", metavar="HOST")
 Hosts = Annotated[list[str], _HOSTS]

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING
 
-from fedpriv.errors import DataError, InvalidValueError
+from fedpriv.errors import DataError, InvalidValueError, reason_of
 from fedpriv.logs import expiry, one_line, trouble
 from fedpriv.report.records import Happening, SiteRecord, SiteTable, Trouble
 from fedpriv.run.folder import RunFolder
@@ -113,7 +113,7 @@ class Monitor:
         try:
             server, thread = start_http_server(port, host, registry)
         except (OSError, OverflowError) as error:
-            sentence = f"metrics cannot be served at port {port} of {host}: {error}"
+            sentence = f"metrics cannot be served at port {port} of {host}: {reason_of(error)}"
             raise InvalidValueError(sentence) from error
         try:
             yield server.server_port

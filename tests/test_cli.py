@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
 import tomllib
+from contextlib import closing
 from importlib import metadata
 from pathlib import Path
 from unittest.mock import Mock
@@ -69,7 +71,11 @@ def test_the_resolved_plan_runs_again(run_folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_is_not_overwritten_but_resumed(run_folder: Path) -> None:
-    assert "holds a run already" in refused("simulate", DIGITS, *SHORT, "--out", run_folder)
+    # Also where its charges leave no budget for another round.
+    dear = ["--set", "privacy.ledger=" + str(run_folder / "ledger.sqlite")]
+    for more in ([], [*dear, "--set", "privacy.epsilon=0.1"]):
+        line = refused("simulate", DIGITS, *SHORT, *more, "--out", run_folder)
+        assert f"{run_folder} holds a run already; it is finished, so choose another" in line
     before = (run_folder / "metrics.jsonl").read_bytes()
     done = fedpriv("simulate", DIGITS, *SHORT, "--out", run_folder, "--resume")
     assert done.returncode == 0, done.stderr
@@ -174,6 +180,14 @@ def test_ledger_show_verify_and_export(run_folder: Path, tmp_path: Path) -> None
     assert "cannot be written" in refused("ledger", "export", ledger, "--out", tmp_path / "a" / "b")
 
 
+@pytest.mark.parametrize("name", ["ledger.sqlite", "ledger.participation.sqlite", "plan.toml"])
+def test_an_export_replaces_nothing(run_folder: Path, name: str) -> None:
+    kept = (run_folder / name).read_bytes()
+    line = refused("ledger", "export", run_folder / "ledger.sqlite", "--out", run_folder / name)
+    assert f"{name} exists already; it is not overwritten" in line
+    assert (run_folder / name).read_bytes() == kept
+
+
 def test_verify_names_the_row_that_was_changed(run_folder: Path, tmp_path: Path) -> None:
     forged = tmp_path / "forged.sqlite"
     with sqlite3.connect(run_folder / "ledger.sqlite") as source, sqlite3.connect(forged) as copy:
@@ -188,6 +202,31 @@ def test_verify_names_the_row_that_was_changed(run_folder: Path, tmp_path: Path)
     connection.close()
     assert "charge 3" in refused("ledger", "verify", forged)
     assert "charge 3" in refused("epsilon", forged)
+
+
+def test_a_ledger_that_may_shrink_is_not_priced(run_folder: Path, tmp_path: Path) -> None:
+    forged = tmp_path / "forged.sqlite"
+    shutil.copy(run_folder / "ledger.sqlite", forged)
+    with closing(sqlite3.connect(forged)) as connection:
+        connection.execute("DROP TRIGGER chain_no_delete")
+    for command in (["ledger", "verify"], ["ledger", "show"], ["epsilon"]):
+        assert "tables or triggers were altered: chain_no_delete" in refused(*command, forged)
+
+
+def test_a_ledger_without_a_head_is_one_sentence(run_folder: Path, tmp_path: Path) -> None:
+    forged = tmp_path / "forged.sqlite"
+    shutil.copy(run_folder / "ledger.sqlite", forged)
+    with closing(sqlite3.connect(forged)) as connection, connection:
+        connection.execute("DROP TRIGGER head_no_delete")
+        connection.execute("DELETE FROM head")
+    assert "the ledger has no head; it must have one" in refused("ledger", "verify", forged)
+
+
+def test_a_path_in_a_message_is_the_one_that_was_given(run_folder: Path, tmp_path: Path) -> None:
+    line = refused("ledger", "backup", run_folder / "ledger.sqlite", tmp_path / "none" / "b")
+    assert line == f"error: ledger {tmp_path}/none/b cannot be created: No such file or directory"
+    line = refused("ledger", "show", "absent", cwd=tmp_path)
+    assert line == "error: ledger absent cannot be opened: No such file or directory"
 
 
 @pytest.mark.parametrize("strategy", ["flat", "per-layer", "joint"])
@@ -356,9 +395,17 @@ def test_bad_accountant_and_delta_are_refused(run_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "function", "told"),
     [
-        ("simulate", "fedpriv.run.simulate.run_simulation", "interrupted; --resume goes on\n"),
-        ("serve", "fedpriv.server.deployment.serve", "interrupted; --resume goes on\n"),
-        ("compare", "fedpriv.run.compare.run_study", "interrupted; the same command goes on\n"),
+        (
+            "simulate",
+            "fedpriv.run.simulate.run_simulation",
+            "interrupted; continue with --resume\n",
+        ),
+        ("serve", "fedpriv.server.deployment.serve", "interrupted; continue with --resume\n"),
+        (
+            "compare",
+            "fedpriv.run.compare.run_study",
+            "interrupted; continue with the same command\n",
+        ),
         ("attack", "fedpriv.attack.command.attack_file", "interrupted\n"),
     ],
 )
@@ -368,6 +415,64 @@ def test_what_is_interrupted_says_whether_it_can_go_on(
     monkeypatch.setattr(function, Mock(side_effect=KeyboardInterrupt))
     done = fedpriv(command, DIGITS)
     assert (done.returncode, done.stderr) == (130, told)
+
+
+def test_an_interrupted_run_says_which_folder_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedpriv.run.run.conduct", Mock(side_effect=KeyboardInterrupt))
+    done = fedpriv("simulate", DIGITS, *SHORT, "--set", "seed=5", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (130, "interrupted; continue with --resume\n")
+    assert "runs/digits-seed5 holds the run so far" in done.stdout
+
+
+def test_an_interrupt_of_the_imports_leaves_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    done = subprocess.run(
+        [sys.executable, "-m", "fedpriv", "--version"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_an_empty_value_is_no_folder(tmp_path: Path) -> None:
+    for arguments in (["--out", ""], ["--out="]):
+        line = refused("simulate", DIGITS, *SHORT, *arguments, cwd=tmp_path)
+        assert line == "error: --out has an empty value; it must have some"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_is_suggested_once() -> None:
+    assert refused("simulat").count("mean 'simulate'") == 1
+    assert refused("ledger", "sow").count("mean 'show'") == 1
+
+
+def test_a_flag_has_no_opposite() -> None:
+    assert "--no-" not in fedpriv("tune", "--help").stdout
+
+
+def test_a_key_that_is_set_is_not_said_to_be_in_the_file() -> None:
+    line = refused("simulate", DIGITS, "--set", "rounds=0")
+    assert f"{DIGITS} with --set: rounds is 0" in line
+
+
+def test_a_long_list_of_names_is_left_out() -> None:
+    line = refused("simulate", DIGITS, "--set", "model.name=os:getcw")
+    assert "did you mean 'getcwd'" in line
+    assert len(line) < 200
+
+
+def test_a_charge_has_few_lines_in_a_narrow_terminal(run_folder: Path) -> None:
+    command = [sys.executable, "-m", "fedpriv", "ledger", "show", run_folder / "ledger.sqlite"]
+    narrow = os.environ | {"COLUMNS": "80"}
+    shown = subprocess.run(command, env=narrow, capture_output=True, text=True, check=True).stdout
+    rows = [line for line in shown.splitlines() if line.startswith("│")]
+    assert len(rows) <= 6 * 4
+    assert "sampling: poisson, add-or-remove-one" in shown
+    assert "noise of update: exact, B = 281474976710656, σ/γ =" in shown
 
 
 def test_help_names_every_command() -> None:

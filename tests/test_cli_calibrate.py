@@ -90,7 +90,7 @@ def test_the_noise_of_the_same_epsilon_beside_its_estimate() -> None:
     [
         (
             [*BUDGET, *ROUNDS, *SAMPLING, *NOISE, "--same-as", "rdp"],
-            "same_as is rdp; with a target_epsilon it cannot be given",
+            "same_as is 'rdp' and epsilon is 2.0; one of the two must be absent",
         ),
         (
             [*BUDGET[:1], *BUDGET[3:], *ROUNDS, *NOISE, "--same-as", "rdp"],
@@ -113,8 +113,8 @@ def test_the_noise_of_the_same_epsilon_beside_its_estimate() -> None:
         ([*BUDGET, *NOISE, "--rounds", "1.5"], "--rounds"),
         ([*BUDGET, *NOISE, "--sampling-probability", "1.5"], "is 1.5; it must be in (0, 1]"),
         ([*BUDGET, *SAMPLING, "--noise-multiplier", "nan"], "is nan"),
-        ([*BUDGET, *SAMPLING, "--noise-multiplier", "0"], "not even one round"),
-        ([*BUDGET, *ROUNDS, "--noise-multiplier", "0"], "every sampling probability from 1e-12"),
+        ([*BUDGET, *SAMPLING, "--noise-multiplier", "0"], "multiplier is 0.0; it must be pos"),
+        ([*BUDGET, *ROUNDS, "--noise-multiplier", "0"], "multiplier is 0.0; it must be pos"),
         ([*BUDGET, *ROUNDS, "--noise-multiplier", "1e4"], "every sampling probability up to 1"),
         ([*BUDGET, *ROUNDS, *NOISE, "--accountant", "all"], "accountant 'all'"),
         (

@@ -150,7 +150,10 @@ def test_the_servers_certificate_is_renewed_in_any_folder(tmp_path: Path) -> Non
         (["sign", "n.csr"], "n.csr cannot be read"),
         (["sign", "n.csr", "--days", "0"], "--days"),
         (["sign", "n.csr", "--days", "4000"], "--days"),
-        (["server", "localhost"], "certs holds no authority"),
+        (
+            ["server", "localhost"],
+            "certs holds no authority: certs/authority/ca.key cannot be read: No such file or dir",
+        ),
     ],
     ids=" ".join,
 )
@@ -296,7 +299,10 @@ def test_a_server_that_is_not_there_is_one_sentence() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         server = f"127.0.0.1:{free.getsockname()[1]}"
-        assert f"{server} cannot be reached" in refused("status", *plain(server))
+        for command in (["status"], ["model", "--out", "m"]):
+            done = fedpriv(*command, *plain(server))
+            assert done.returncode == 1  # it may be there later
+            assert f"error: {server} cannot be reached" in done.stderr
 
 
 def test_a_server_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,7 +311,9 @@ def test_a_server_that_is_silent_is_not_waited_for(monkeypatch: pytest.MonkeyPat
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         server = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert f"{server} does not answer within" in refused("status", *plain(server))
+        done = fedpriv("status", *plain(server))
+        assert done.returncode == 1
+        assert f"error: {server} does not answer within" in done.stderr
 
 
 BOTH_OR_NEITHER = [
@@ -512,8 +520,8 @@ def test_a_person_at_two_sites_is_found_by_keyed_ids(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         ([], "Missing argument"),
-        (["u.npz"], "there are 1 DATA, 0 --certificates and 0 --node"),
-        (["u.npz", "--node", "a", "--node", "b"], "there are 1 DATA, 0 --certificates and 2"),
+        (["u.npz"], "1 DATA, 0 --certificates and 0 --node are given; give one --cert"),
+        (["u.npz", "--node", "a", "--node", "b"], "or one --node, for each DATA"),
         (["u.npz", "--node", "a/b"], "the name of a node is 'a/b'"),
         (["none.npz", "--node", "a"], "users 'none.npz' do not exist"),
         (["u.npz", "--certificates", "none"], "none/node.pem cannot be read"),
@@ -537,9 +545,12 @@ def released(**changes: object) -> bytes:
     return save(WEIGHTS, {"release": json.dumps(SPENT | changes)})
 
 
+OLDER = save({"w": np.zeros(1, np.float32)})
+
+
 def test_the_released_model_is_fetched_with_its_round_and_epsilon(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
-    file.write_text("an older one")
+    file.write_bytes(OLDER)
     with serving(Standing(encode_status(STATUS), model=released())) as server:
         said = printed("model", *plain(server), "--out", file)
     assert said == f"{file}: run digits, round 3 of 10, ε = 1.235 at δ = 1e-05\n"
@@ -566,15 +577,26 @@ def test_what_is_no_released_model_replaces_no_file(
     model: bytes, sentence: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "model.safetensors"
-    file.write_text("an older one")
+    file.write_bytes(OLDER)
     with serving(Standing(encode_status(STATUS), model=model)) as server:
         assert sentence in refused("model", *plain(server), "--out", file)
-    assert file.read_text() == "an older one"
+    assert file.read_bytes() == OLDER
 
 
-def test_a_model_that_cannot_be_written_or_fetched_is_one_sentence(tmp_path: Path) -> None:
+def test_a_model_replaces_models_alone(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.sqlite"
+    file.write_bytes(b"not a model")
+    with serving(Standing(encode_status(STATUS), model=released())) as server:
+        sentence = refused("model", *plain(server), "--out", file)
+        assert f"{file} exists already and is no model; it is not overwritten" in sentence
+        assert file.read_bytes() == b"not a model"
+        file.write_bytes(save(WEIGHTS))
+        printed("model", *plain(server), "--out", file)
+    assert file.read_bytes() == released()
+
+
+def test_a_model_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     with serving(Standing(encode_status(STATUS), model=released())) as server:
         file = tmp_path / "none" / "model.safetensors"
         assert f"{file} cannot be written" in refused("model", *plain(server), "--out", file)
         assert "--out" in refused("model", *plain(server))
-    assert "cannot be reached" in refused("model", *plain(server), "--out", tmp_path / "m")

@@ -7,7 +7,7 @@ import pytest
 import tomli_w
 
 from fedpriv import SGD, FedAdam, FedAvg, FedAvgM, Flat, Joint, Poisson
-from fedpriv.config import Config, load_config, parse_config
+from fedpriv.config import Config, load_config, parse_config, read_toml
 from fedpriv.errors import InvalidValueError
 
 ROOT = Path(__file__).parents[1]
@@ -102,13 +102,21 @@ def test_what_is_given_of_local_training_stays() -> None:
         ({"privacy__noise_multiplier": 0.0}, "unsafe_no_privacy = true"),
         ({"privacy__noise_multiplier": -0.5}, "privacy.noise_multiplier is -0.5"),
         ({"privacy__unsafe_no_privacy": True}, "noise_multiplier must then be given"),
-        ({"clipping__norm": 0.0}, "clipping.norm is 0.0; input should be greater than 0"),
+        ({"clipping__norm": 0.0}, "clipping.norm is 0.0; it must be greater than 0"),
         ({"clipping__norm": float("nan")}, "clipping.norm is nan"),
         ({"clipping__norm": "wide"}, "clipping.norm is 'wide'"),
         ({"clipping__strategy": "layer"}, "clipping.strategy is 'layer'.*'per-layer'"),
         ({"local__batch_size": "some"}, "local.batch_size is 'some'"),
         ({"local__batch_size": 0}, "local.batch_size is 0"),
+        ({"metrics": {"share": 2.0}}, "metrics.share is 2.0; it must be less than 1"),
         ({"rounds": 0}, "rounds is 0"),
+        ({"rounds": "ten"}, "rounds is 'ten'; it must be a whole number"),
+        ({"data": 3}, "data is 3; it must be a table"),
+        ({"model__name": 3}, "model.name is 3; it must be text"),
+        ({"model__trained": 3}, "model.trained is 3; it must be a list"),
+        ({"local__learning_rate": []}, "local.learning_rate is .*; it must be a number"),
+        ({"output__simulation_only": 3}, "simulation_only is 3; it must be true or false"),
+        ({"engine__activations": 3}, "it must be 'float32', 'tf32' or"),
         ({"rounds": 1.5}, "rounds is 1.5"),
         ({"name": "a b"}, "name is 'a b'"),
         ({"engine__activations": "half"}, "engine.activations is 'half'.*'float32', 'tf32' or 'bf"),
@@ -209,3 +217,9 @@ def test_options_of_data_of_ones_own_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(tomli_w.dumps(changed(data=data)))
     config = load_config(tmp_path / "a.toml")
     assert config.data.options == data["options"]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "marked.toml"
+    file.write_bytes(b"\xef\xbb\xbfrounds = 3\n")
+    assert read_toml(file) == {"rounds": 3}

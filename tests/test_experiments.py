@@ -47,5 +47,5 @@ def test_a_path_is_no_name(path: str) -> None:
 def test_an_unknown_name_is_refused_with_all_names(command: str, tmp_path: Path) -> None:
     line = refused(command, "digist", cwd=tmp_path)
     assert "did you mean 'digits'?" in line
-    assert line.endswith(f"known are: {', '.join(NAMES)}")
+    assert line.endswith(f"known names: {', '.join(NAMES)}")
     assert list(tmp_path.iterdir()) == []

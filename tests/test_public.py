@@ -4,10 +4,14 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import re
 
+import numpy as np
 import pytest
+import torch
 
 import fedpriv
+from fedpriv.errors import InvalidValueError
 
 PACKAGES = [
     "fedpriv",
@@ -79,3 +83,47 @@ def test_the_face_is_these_names_and_each_is_found() -> None:
         assert getattr(fedpriv, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'simulat'"):
         fedpriv.simulat  # noqa: B018
+
+
+X = np.zeros((4, 2), np.float32)
+MODEL = torch.nn.Linear(2, 2)
+Y = np.arange(4) % 2
+PEOPLE = fedpriv.Population.from_arrays(X, Y, np.arange(4), held_out=(X, Y))
+MECHANISM = fedpriv.Mechanism.poisson().with_noise(1.0, epsilon=1.0, delta=1e-3)
+TASK = fedpriv.Task(MODEL)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: fedpriv.simulate(PEOPLE, MODEL, MECHANISM), "task is of the type Linear"),
+        (lambda: fedpriv.simulate(TASK, PEOPLE, MECHANISM), "population is of the type Task"),
+        (lambda: fedpriv.simulate(PEOPLE, TASK, MECHANISM, server="fedavg"), "or None"),
+        (lambda: fedpriv.simulate(PEOPLE, TASK, MECHANISM, local=0.1), "local is of the type fl"),
+        (lambda: fedpriv.simulate(PEOPLE, TASK, MECHANISM, audit=5), "audit is of the type int"),
+        (lambda: fedpriv.tune(PEOPLE, MODEL, MECHANISM, on="public"), "of the type Task"),
+        (lambda: fedpriv.compare(PEOPLE, MODEL, MECHANISM, {"a": {}}), "of the type Task"),
+        (lambda: fedpriv.compare(PEOPLE, TASK, MECHANISM, {"a": {"local": 1}}), "type LocalTr"),
+        (lambda: fedpriv.compare(TASK, PEOPLE, MECHANISM, {"a": {}}), "type Population"),
+        (lambda: fedpriv.Task("mlp"), "model is of the type str; it must be of the type Module"),
+        (lambda: fedpriv.Task(None), "model is None"),
+        (lambda: fedpriv.epsilon("ledger.sqlite", delta=1e-3), "an event is of the type str"),
+        (lambda: fedpriv.epsilon(3, delta=1e-3), "events is of the type int"),
+        (lambda: fedpriv.Mechanism.poisson(clipping=0.5), "type ClippingPolicy"),
+        (lambda: fedpriv.Mechanism.poisson().calibrate(epsilon=1, delta=0.1, rounds=1.5), "is 1.5"),
+        (lambda: fedpriv.Mechanism.poisson(q="a"), "is 'a'; it must be in"),
+        (lambda: fedpriv.PoissonExamples(0.5, 0), "examples_per_user is 0; it must be a whole"),
+        (lambda: fedpriv.FixedSize(0), "cohort_size is 0; it must be a whole"),
+        (lambda: fedpriv.RandomAllocation(0), "has 0 rounds"),
+        (lambda: fedpriv.Separated(4, 5), "separation of the schedule is 5"),
+        (lambda: fedpriv.BandedPoisson(0.0, 4, 2), "is 0.0; it must be in"),
+        (lambda: fedpriv.Flat(0), "the clipping norm is 0; it must be positive"),
+        (lambda: fedpriv.Flat("a"), "the clipping norm is 'a'; it must be positive"),
+        (lambda: fedpriv.PerLayer(float("nan")), "the clipping norm is nan"),
+        (lambda: fedpriv.Joint(float("inf")), "the clipping norm is inf"),
+        (lambda: fedpriv.Part("conv*", fedpriv.Flat(1.0)), "they must be a list of globs"),
+    ],
+)
+def test_what_is_no_legal_value_is_refused_where_it_is_given(call, sentence) -> None:
+    with pytest.raises(InvalidValueError, match=re.escape(sentence)):
+        call()

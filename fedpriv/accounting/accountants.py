@@ -48,7 +48,12 @@ from fedpriv.accounting.round_counts import (
     grouped,
     unsampled_noise_multiplier,
 )
-from fedpriv.errors import InvalidValueError, UnsupportedEventError, known_names
+from fedpriv.errors import (
+    InvalidValueError,
+    UnsupportedEventError,
+    check_types,
+    known_names,
+)
 from fedpriv.ledger.events import (
     LEAST_DELTA,
     EventKind,
@@ -521,6 +526,10 @@ def epsilon(events: Iterable[RoundEvent], delta: float, accountant: str = "tight
     >>> round(loss.low, 6), round(loss.up, 6)
     (0.946867, 0.946867)
     """
+    check_types(events=(events, Iterable))
+    events = tuple(events)
+    for event in events:
+        check_types(**{"an event": (event, RoundEvent)})
     return accountant_named(accountant).epsilon(events, delta)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from numbers import Real
 
 from fedpriv.accounting.accountants import PrivacyLoss, accountant_named, epsilon
 from fedpriv.accounting.policies import poisson_gaussian
@@ -50,7 +51,7 @@ def smallest_noise(
     price = _price(target_epsilon, delta, events_of, accountant)
     z = last_within(price, target_epsilon, 1.0, _MOST_NOISE, _LEAST_NOISE)
     if z is None:
-        why = f"no noise multiplier up to {_MOST_NOISE:g} reaches it"
+        why = f"no noise multiplier up to {_MOST_NOISE:g} stays within it"
         raise _beyond(target_epsilon, delta, why)
     return z
 
@@ -93,7 +94,7 @@ def largest_probability(
     price = _price(target_epsilon, delta, events_of, accountant)
     q = last_within(price, target_epsilon, 1.0, _LEAST_PROBABILITY, 1.0)
     if q is None:
-        why = f"every sampling probability from {_LEAST_PROBABILITY:g} on passes it"
+        why = f"no sampling probability from {_LEAST_PROBABILITY:g} on stays within it"
         raise _beyond(target_epsilon, delta, why)
     if q == 1.0:
         raise _beyond(target_epsilon, delta, "every sampling probability up to 1 stays within it")
@@ -127,13 +128,14 @@ def _price(
 ) -> Callable[[float], float]:
     """ε of a setting; +inf if no finite ε holds."""
     finite = "it must be positive and finite"
-    require(0.0 < target_epsilon < math.inf, f"target_epsilon is {target_epsilon}; {finite}")
+    legal = isinstance(target_epsilon, Real) and 0.0 < target_epsilon < math.inf
+    require(legal, f"epsilon is {target_epsilon!r}; {finite}")
     pricing = accountant_named(accountant)
     return lambda setting: pricing.epsilon(events_of(setting), delta).epsilon
 
 
 def _beyond(target_epsilon: float, delta: float, why: str) -> InvalidValueError:
-    return InvalidValueError(f"target_epsilon is {target_epsilon} at delta {delta}; {why}")
+    return InvalidValueError(f"epsilon is {target_epsilon} at delta {delta}; {why}")
 
 
 def last_within(
@@ -223,7 +225,7 @@ def plan_within(
 ) -> Plan:
     """The smallest noise, the most rounds, the largest sampling or share within (ε, δ).
 
-    Of rounds T ≥ 1, sampling probability q in (0, 1] and noise multiplier z ≥ 0, give two to find
+    Of rounds T ≥ 1, sampling probability q in (0, 1] and noise multiplier z > 0, give two to find
     the third, or all three to find the share that one more sum query of every round may have. q may
     be left out where every user takes part. Fixed-size sampling, of q·N users, needs the population
     N; policies of whole passes have no plan.
@@ -235,6 +237,10 @@ def plan_within(
     rounds_legal = f"it must be from 1 to {_MOST_ROUNDS}"
     require(rounds is None or 1 <= rounds <= _MOST_ROUNDS, f"rounds is {rounds}; {rounds_legal}")
 
+    noise_legal = "it must be positive and finite, as no ε holds without noise"
+    z_fits = noise_multiplier is None or 0.0 < noise_multiplier < math.inf
+    require(z_fits, f"noise_multiplier is {noise_multiplier}; {noise_legal}")
+
     def events(n: int, q: float, z: float) -> list[RoundEvent]:
         sampling = SamplingEvent(policy, q, users or 1, relation)
         return [RoundEvent(sampling, (SumQueryEvent("update", 1.0, z),), n)]
@@ -245,10 +251,12 @@ def plan_within(
     if target_epsilon is None:
         if same_as is None or n is None or q is None or z is None:
             needed = "same_as, and the rounds, sampling probability and noise that it prices"
-            raise InvalidValueError(f"target_epsilon is absent; {needed}, must then be given")
+            raise InvalidValueError(f"epsilon is absent; {needed}, must then be given")
         target_epsilon, z = epsilon(events(n, q, z), delta, same_as).epsilon, None
     elif same_as is not None:
-        raise InvalidValueError(f"same_as is {same_as}; with a target_epsilon it cannot be given")
+        raise InvalidValueError(
+            f"same_as is {same_as!r} and epsilon is {target_epsilon}; one of the two must be absent"
+        )
     budget = target_epsilon, delta
     found = "share"
     if n is not None and q is not None and z is None:

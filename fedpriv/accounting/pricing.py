@@ -111,6 +111,7 @@ def read_ledger(path: Path) -> LedgerContent:
         return LedgerContent(path, exported.ledger_id, exported.population, exported.rows)
     with Ledger.open(path) as ledger:
         charges = tuple(ledger.charges())
+        ledger.check_schema()
         return LedgerContent(path, ledger.ledger_id, ledger.population_name, charges)
 
 

@@ -31,9 +31,10 @@ def attack_file(
 ) -> bool:
     """Attack the plan of a file, print what is certified, and say whether the ledger is refuted.
 
-    `names` are those of kept populations; none: all.
+    `names` are those of kept populations; none, or "all" alone: all.
     """
-    populations = [population_named(name) for name in names or POPULATIONS]
+    every = not names or list(names) == ["all"]
+    populations = [population_named(name) for name in (POPULATIONS if every else names)]
     config = load_config(file, assignments)
     target = Target.of(config, population_of(config), rounds, users)
     report = Report.of(config.name, target, populations, runs)

@@ -196,7 +196,7 @@ def fetch_splits(
         rows, held_out = builder.as_dataset(split=list(splits))
     except Exception as error:
         known = ", ".join(builder.info.splits or ())
-        raise DataError(f"{what} has no splits {list(splits)}; known are: {known}") from error
+        raise DataError(f"{what} has no splits {list(splits)}; known names: {known}") from error
     return rows, held_out
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from fedpriv.data.population import HELD_OUT_USER
 from fedpriv.engine.figures import ALWAYS, Collected, Figure, Seen, Sums, figure_of, spread
-from fedpriv.errors import InvalidValueError, ModelError, known_names
+from fedpriv.errors import InvalidValueError, ModelError, check_types, known_names
 from fedpriv.importing import import_function
 from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.privacy.layout import Tensors
@@ -126,6 +126,7 @@ class Task:
     frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_types(model=(self.model, nn.Module))
         for name in ("trained", "frozen"):
             patterns = getattr(self, name)
             one = isinstance(patterns, str)

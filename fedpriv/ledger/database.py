@@ -5,6 +5,7 @@ and in the file itself, so that a copy of the file is whole; one that was made i
 transaction may be torn, and is then refused. Every failure is a LedgerError of one sentence.
 """
 
+import errno
 import os
 import secrets
 import sqlite3
@@ -14,7 +15,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedpriv.errors import LedgerError
+from fedpriv.errors import LedgerError, reason_of
 
 _BUSY_SECONDS = 60.0
 _VERSION = 1  # of all schemas
@@ -55,6 +56,8 @@ class Database:
             self._file = path.stat()
             if path.is_dir():  # SQLite fails as if there were no room for another open file
                 raise LedgerError(f"{self._name} is a folder; it must be a file")
+            if not os.access(path, os.R_OK):  # likewise
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             mode = self._file.st_mode & 0o777
             if mode & 0o066 & ~file_format.mode:
                 raise LedgerError(
@@ -162,7 +165,7 @@ class Database:
         try:
             yield
         except (sqlite3.Error, OSError, OverflowError, UnicodeError) as error:
-            raise LedgerError(f"{self._name} cannot be {done}: {error}") from error
+            raise LedgerError(f"{self._name} cannot be {done}: {reason_of(error)}") from error
 
 
 def _create(path: Path, form: FileFormat, fill: Callable[[sqlite3.Connection], object]) -> bool:
@@ -184,7 +187,7 @@ def _create(path: Path, form: FileFormat, fill: Callable[[sqlite3.Connection], o
         _fsync(path.parent)
         return made
     except (OSError, sqlite3.Error, UnicodeError) as error:
-        raise LedgerError(f"{form.kind} {path} cannot be created: {error}") from error
+        raise LedgerError(f"{form.kind} {path} cannot be created: {reason_of(error)}") from error
     finally:
         draft.unlink(missing_ok=True)
 

@@ -25,7 +25,7 @@ from typing import Any, Self, TextIO
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.errors import BudgetExceededError, InvalidValueError, LedgerError
+from fedpriv.errors import BudgetExceededError, FedprivError, InvalidValueError, LedgerError
 from fedpriv.ledger.database import Database, FileFormat, insertion
 from fedpriv.ledger.events import (
     NeighbouringRelation,
@@ -100,7 +100,7 @@ class Genesis:
             found = cls(fields["ledger_id"], fields["population"], fields["created_at"])
             require(found.text == text, f"it is not written in the format {_FORMAT!r}")
         except _MALFORMED as error:
-            raise LedgerError(f"it is not the first line of a ledger: {error}") from error
+            raise LedgerError(f"it is not the first line of a ledger: {_words(error)}") from error
         return found
 
     @property
@@ -245,7 +245,9 @@ def event_from(text: str) -> RoundEvent:
         event = _event(json.loads(text))
         require(event_text(event) == text, "it is not written as a ledger writes it")
     except _MALFORMED as error:
-        raise InvalidValueError(f"the event is not one that this fedpriv knows: {error}") from error
+        raise InvalidValueError(
+            f"the event is not one that this fedpriv knows: {_words(error)}"
+        ) from error
     return event
 
 
@@ -345,7 +347,7 @@ class Ledger:
         self.database = database
         self._lock = threading.RLock()
         try:
-            first = self._only_row("SELECT text, hash FROM chain WHERE position = 0")
+            first = self._only_row("first text", "SELECT text, hash FROM chain WHERE position = 0")
             self._genesis = Genesis.parse(str(first["text"]))
             if self._genesis.head.hash != first["hash"]:
                 raise LedgerError("the text that identifies the ledger was changed")
@@ -382,7 +384,7 @@ class Ledger:
     @property
     def head(self) -> Head:
         """How many charges there are, and the digest of the last text."""
-        return Head(*self._only_row("SELECT count, hash FROM head"))
+        return Head(*self._only_row("head", "SELECT count, hash FROM head"))
 
     def charge(self, charge: ProposedCharge, budget: PrivacyBudget | None = None) -> Charge:
         """Write down a charge, if the budget allows it, and return the receipt to release it.
@@ -475,6 +477,10 @@ class Ledger:
         strays = "position < 0 OR position > (SELECT count FROM head)"
         for stray in self.database.read(f"SELECT position FROM chain WHERE {strays} LIMIT 1"):
             raise LedgerError(f"charge {stray['position']} was added outside the chain")
+        self.check_schema()
+
+    def check_schema(self) -> None:
+        """LedgerError unless the file still only grows, whichever program writes to it."""
         if altered := self.database.altered_schema():
             raise LedgerError(f"tables or triggers were altered: {', '.join(altered)}")
 
@@ -519,10 +525,10 @@ class Ledger:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _only_row(self, sql: str) -> sqlite3.Row:
+    def _only_row(self, what: str, sql: str) -> sqlite3.Row:
         rows = self.database.read(sql)
         if len(rows) != 1:
-            raise LedgerError(f"the ledger has {len(rows)} rows for {sql!r}; it must have one")
+            raise LedgerError(f"the ledger has {len(rows) or 'no'} {what}; it must have one")
         return rows[0]
 
     def _walk(self, last: Head, end: Head, series: SeriesBook) -> Iterator[ChargedRow]:
@@ -652,6 +658,15 @@ def is_export(path: Path) -> bool:
     return False
 
 
+def _words(error: Exception) -> str:
+    """What is wrong with a text that is not what a ledger writes; never Python's own words."""
+    if isinstance(error, FedprivError):
+        return str(error)
+    if isinstance(error, json.JSONDecodeError | RecursionError):
+        return "it is not JSON"
+    return "a field is absent, unknown or not what a ledger writes there"
+
+
 def _checked(line: str) -> str:
     """A line without its line feed."""
     text = line.removesuffix("\n")
@@ -675,7 +690,9 @@ def next_row(last: Head, text: str, series: SeriesBook) -> ChargedRow:
         row = _row(json.loads(text), series)
         require(row.text == text, "it is not written as a ledger writes it")
     except _MALFORMED as error:
-        raise LedgerError(f"charge {number} is not one that this fedpriv knows: {error}") from error
+        raise LedgerError(
+            f"charge {number} is not one that this fedpriv knows: {_words(error)}"
+        ) from error
     if row.position != number:
         raise LedgerError(f"charge {number} is missing: {row} is in its place")
     if row.previous_hash != last.hash:

@@ -10,11 +10,12 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fedpriv.errors import writing
+from fedpriv.errors import InvalidValueError, writing
 from fedpriv.report.charts import Chart, embedded, library
 from fedpriv.report.tables import Table
 from fedpriv.training.rounds import write_atomically
 
+_DOCTYPE = b"<!doctype html>"
 _TEMPLATES = files("fedpriv.report") / "templates"
 
 
@@ -92,6 +93,13 @@ def render(page: Page) -> str:
 
 
 def write_page(text: str, path: Path) -> None:
-    """Write a page, whole or not at all; an existing file is replaced."""
+    """Write a page, whole or not at all; an existing file is replaced if it is a page too."""
     with writing(path):
+        if path.exists() and not _begins_as_page(path):
+            raise InvalidValueError(f"{path} exists already and is no HTML; it is not overwritten")
         write_atomically(path, text.encode())
+
+
+def _begins_as_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_DOCTYPE)).lower() in (_DOCTYPE, b"")  # empty: made to be filled

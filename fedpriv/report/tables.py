@@ -265,15 +265,16 @@ def _cost(plan: Plan) -> PrivacyLoss:
 
 
 def print_ledger(path: Path, last: int | None) -> None:
-    """Print the charges of a ledger or an export of one, one line each."""
+    """Print the charges of a ledger or an export of one, and what is the same for all below."""
     content = read_ledger(path)
-    names = ("#", "run", "round", "attempt", "sampling", "q", "N", "group: S, σ; noise", "z")
-    rows = []
+    names = ("#", "run", "round", "attempt", "sampling", "q", "N", "group: S, σ", "z")
+    rows, noise = [], dict[str, None]()
     for row in content.charges[-(last or len(content.charges)) :]:
         event, sampling = row.event, row.event.sampling
         place = map(str, (row.position, row.run, row.round, row.attempt))
         sampled = (f"{sampling.sampling_probability:g}", str(sampling.population))
         queries, z = "\n".join(map(_query_text, event.queries)), f"{event.noise_multiplier:.4g}"
+        noise |= dict.fromkeys(map(_noise_text, event.queries))
         source = row.randomness.partition(":")[0]
         drawn, schedule = f"{sampling.policy}, {sampling.relation}", sampling.schedule
         drawn += "" if sampling.unit is Unit.USER else f" {sampling.unit}"
@@ -293,7 +294,14 @@ def print_ledger(path: Path, last: int | None) -> None:
     if paid_before := sum(not row.pays for row in content.charges):
         title += f", {paid_before} of them paid by others"
     columns = [Column(name, "text") for name in (*names, "randomness")]
-    print_table(Table(title, columns, rows), border=box.HEAVY_HEAD)
+    # What is long and the same in all rows is said once, below.
+    same = [at for at in (4, len(names)) if len({row[at] for row in rows}) == 1]
+    left = [at for at in range(len(columns)) if at not in same]
+    shown = [[row[at] for at in left] for row in rows]
+    console = Console(markup=False, emoji=False, highlight=False)
+    print_table(Table(title, [columns[at] for at in left], shown), console, box.HEAVY_HEAD)
+    for line in (*(f"{columns[at].name}: {rows[0][at]}" for at in same), *noise):
+        console.print(line)
 
 
 def print_verification(path: Path, participation: Path | None, head: str | None) -> None:
@@ -374,12 +382,20 @@ def write_plan(plan: Plan, by_clt: Plan | None, stream: TextIO) -> None:
 
 
 def _query_text(query: SumQueryEvent) -> str:
-    """Group, clipping norm and noise, and over which numbers that noise is."""
+    """Group, clipping norm and noise."""
+    return f"{_group(query)}: {query.clipping_norm:.4g}, {query.noise_stddev:.4g}"
+
+
+def _group(query: SumQueryEvent) -> str:
     # Control characters in a name could command the terminal.
-    name = query.group if query.group.isprintable() else repr(query.group)
-    text = f"{name}: {query.clipping_norm:.4g}, {query.noise_stddev:.4g}"
+    return query.group if query.group.isprintable() else repr(query.group)
+
+
+def _noise_text(query: SumQueryEvent) -> str:
+    """Over which numbers the noise of a group is."""
+    text = f"noise of {_group(query)}"
     if query.granularity is None:
-        return f"{text}; {Arithmetic.FLOATING_POINT}"
+        return f"{text}: {Arithmetic.FLOATING_POINT}"
     squared_bound = math.floor(Fraction(query.clipping_norm / query.granularity) ** 2)
     steps = query.noise_stddev / query.granularity
-    return f"{text}; {Arithmetic.EXACT}: B = {squared_bound}, σ/γ = {steps:.4g}"
+    return f"{text}: {Arithmetic.EXACT}, B = {squared_bound}, σ/γ = {steps:.4g}"

@@ -27,7 +27,14 @@ from fedpriv.config import DataSection, method_left_out
 from fedpriv.data.population import Population, load_population
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport, computing_with
-from fedpriv.errors import FedprivError, InvalidValueError, WorkerError, known_names, writing
+from fedpriv.errors import (
+    FedprivError,
+    InvalidValueError,
+    WorkerError,
+    check_types,
+    known_names,
+    writing,
+)
 from fedpriv.mechanism import Mechanism
 from fedpriv.personalisation import Personalisation
 from fedpriv.privacy.round import LocalTraining
@@ -155,6 +162,13 @@ def compare(
 
     A FedprivError says which arms do not fit together or differ in privacy.
     """
+    check_types(
+        population=(population, Population),
+        mechanism=(mechanism, Mechanism),
+        local=(local, LocalTraining | None),
+        server=(server, ServerOptimizer | None),
+        personalisation=(personalisation, Personalisation | None),
+    )
     _, server = method_left_out(mechanism, local, server)
     given = {"task": task, "mechanism": mechanism, "local": local, "server": server}
     methods = _Methods(population, given, arms)
@@ -204,8 +218,14 @@ class _Methods:
     def of(self, arm: str, seed: int) -> Method:
         """The method of an arm; a task may be one of the seed."""
         chosen = {**self.given, **self.arms[arm]}
-        if not isinstance(chosen["task"], Task):
-            chosen["task"] = chosen["task"](seed)
+        if callable(make := chosen["task"]) and not isinstance(make, torch.nn.Module):
+            chosen["task"] = make(seed)
+        check_types(
+            task=(chosen["task"], Task),
+            mechanism=(chosen["mechanism"], Mechanism),
+            local=(chosen["local"], LocalTraining | None),
+            server=(chosen["server"], ServerOptimizer),
+        )
         chosen["local"], _ = method_left_out(chosen["mechanism"], chosen["local"], chosen["server"])
         return Method(**chosen)
 

@@ -59,12 +59,19 @@ class RunFolder:
     audit = _File("audit.json")  # what it found
     sites = _File("sites.json")  # how each node does; says who took part, readable by its owner
 
+    def refuse_run(self) -> None:
+        """Refuse a folder that holds a run already."""
+        if self.plan.exists():
+            left = "it is finished, so" if self.model.exists() else "resume it, or"
+            raise InvalidValueError(
+                f"{self.path} holds a run already; {left} choose another folder"
+            )
+
     def create(self) -> None:
         """Make the folder, unless it holds a run already."""
-        if self.plan.exists():
-            raise InvalidValueError(
-                f"{self.path} holds a run already; resume it or choose another folder"
-            )
+        self.refuse_run()
+        if self.model.exists():  # of a search; runs make their plan first
+            raise InvalidValueError(f"{self.model} exists already; choose another folder")
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
 

@@ -125,7 +125,7 @@ def _survey(section: ProjectionSection, run: str, population: Population, unit: 
     """The query, refused if it does not fit the users."""
     users, inputs = population.users, _inputs(population)
     if section.components > inputs:
-        legal = f"at most {inputs}, the numbers of an input"
+        legal = f"at most {inputs}, the length of an input"
         raise InvalidValueError(
             f"projection.components is {section.components}; it must be {legal}"
         )

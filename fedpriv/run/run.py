@@ -106,6 +106,8 @@ class RunSetup:
         run = config.run or f"{config.name}-{suffix}"
         folder = RunFolder(out or home / run)
         ledger = Path(config.privacy.ledger) if config.privacy.ledger else folder.ledger
+        if not resume:
+            folder.refuse_run()  # before its charges are taken for too little budget
         resuming = resume and folder.plan.exists()
         if resuming:
             begun = load_config(folder.plan)
@@ -476,7 +478,12 @@ def carry_out(
             return run(show)
 
     _warn(experiment, console)
-    run = run_rounds(setup, experiment, hosted, shown, clock)
+    try:
+        run = run_rounds(setup, experiment, hosted, shown, clock)
+    except KeyboardInterrupt:
+        if setup.folder.plan.exists():
+            console.print(f"{setup.folder.path} holds the run so far", highlight=False)
+        raise
     _print_result(setup, experiment, run, console)
     return run
 

@@ -28,7 +28,7 @@ from fedpriv.data.population import Population
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.errors import InvalidValueError
+from fedpriv.errors import InvalidValueError, check_types
 from fedpriv.federated_evaluation import FederatedEvaluation
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
 from fedpriv.ledger.participation import beside
@@ -126,6 +126,18 @@ def simulate(
     """
     if resume and out is None:
         raise InvalidValueError("resume is true; out must then be given")
+    check_types(
+        population=(population, Population),
+        task=(task, Task),
+        mechanism=(mechanism, Mechanism),
+        local=(local, LocalTraining | None),
+        server=(server, ServerOptimizer | None),
+        projection=(projection, Projection | None),
+        federated_evaluation=(federated_evaluation, FederatedEvaluation | None),
+        personalisation=(personalisation, Personalisation | None),
+        stopping=(stopping, Stopping | None),
+        audit=(audit, Audit | None),
+    )
     method = Method(task, mechanism, *method_left_out(mechanism, local, server))
     output = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     sections = {

@@ -51,7 +51,7 @@ from fedpriv.data.population import Population, load_population
 from fedpriv.engine.figures import ALWAYS, BETTER
 from fedpriv.engine.task import Task, evaluate
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.errors import InvalidValueError, RunError, known_names, writing
+from fedpriv.errors import InvalidValueError, RunError, check_types, known_names, writing
 from fedpriv.ledger.events import (
     PrivacyBudget,
     Randomness,
@@ -193,6 +193,13 @@ def tune(
     * seed: makes the search repeatable; on users the guarantee does then not hold against those who
       know it.
     """
+    check_types(
+        population=(population, Population),
+        task=(task, Task),
+        mechanism=(mechanism, Mechanism),
+        local=(local, LocalTraining | None),
+        server=(server, ServerOptimizer | None),
+    )
     method = Method(task, mechanism, *method_left_out(mechanism, local, server))
     if on not in ("public", "users"):
         raise InvalidValueError(f"on is {on!r}; it must be 'public' or 'users'")
@@ -254,7 +261,8 @@ def tune_file(
     for assignment in assignments:
         assign(table, assignment)
     table = with_defaults(table)  # before a trial's own norm decides what goes with it
-    config = parse_config(table, str(file))
+    source = f"{file} with --set" if assignments else str(file)
+    config = parse_config(table, source)
     priced = "a trial is priced by its rounds alone"
     reasons = dict.fromkeys(("projection", "federated_evaluation", "stopping"), priced)
     reasons["audit"] = "of the trials of a search nothing but the best is released"
@@ -269,7 +277,7 @@ def tune_file(
     population = load_population(data.name, data.options)
 
     def prepare(settings: Settings, noise: float | None, run: str) -> Prepared:
-        chosen = parse_config(_with(table, settings) | {"run": run}, str(file))
+        chosen = parse_config(_with(table, settings) | {"run": run}, source)
         chosen = chosen if noise is None else chosen.with_noise(noise)
         return on_population(chosen, run, population)
 
@@ -356,7 +364,8 @@ class _Search:
 
     def _make_folder(self) -> RunFolder:
         folder = self.setup.folder
-        if (folder.path / "experiment.toml").exists() or folder.ledger.exists():
+        kept = folder.path / "experiment.toml", folder.ledger, folder.model
+        if any(path.exists() for path in kept):
             raise InvalidValueError(f"{folder.path} holds a search already; choose another folder")
         with writing(folder.path):
             folder.path.mkdir(parents=True, exist_ok=True)

@@ -206,6 +206,9 @@ def load_study(path: Path) -> Study:
     levels in order.
     """
     table = read_toml(path)
+    for key in table:
+        if key not in (known := [*Study.model_fields, "axes"]):
+            raise InvalidValueError(f"{path}: unknown key {key}; {known_names(key, known)}")
     base, axes = table.get("base"), table.pop("axes", {})
     if isinstance(base, str):
         table["base"] = read_experiment(experiment_file(Path(base), path.parent))

@@ -402,7 +402,7 @@ def _spelled_out(local: LocalTraining) -> Any:
     names = [""] if plain else [n for n, kind in ALGORITHMS.items() if kind is type(local)]
     if not names:
         found = f"local training is {type(local).__name__}, which nodes do not know"
-        raise WireError(f"{found}; known are {', '.join(ALGORITHMS)}")
+        raise WireError(f"{found}; known names: {', '.join(ALGORITHMS)}")
     with codec.refusing("local training"):
         common = {name: getattr(local, name) for name in COMMON} | {"learning_rate": local.rate}
     options = [float(getattr(local, name)) for name in own]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from fedpriv.errors import InvalidValueError
+from fedpriv.errors import InvalidValueError, reason_of
 
 SERVICE = "fedpriv.v1.Federation"
 NODE_KEY = "fedpriv-node"  # metadata of plain-text calls: the node's name, percent-encoded
@@ -76,7 +76,9 @@ class Address:
         try:
             found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except (OSError, ValueError) as error:
-            sentence = f"{key} is {self}, whose host cannot be resolved, {error}; {legal}"
+            sentence = (
+                f"{key} is {self}, whose host cannot be resolved, {reason_of(error)}; {legal}"
+            )
             raise InvalidValueError(sentence) from error
         for *_, (address, *_) in found:
             # A scope such as "%lo" may follow an IPv6 address.

@@ -86,7 +86,7 @@ class TestRefusals:
     def test_others_that_pass_the_budget_alone(self, others):
         alone = epsilon([others], 1e-5, "tight").epsilon
         sentence = (
-            r"target_epsilon is 0\.5 at delta 1e-05; the other queries of the round alone "
+            r"epsilon is 0\.5 at delta 1e-05; the other queries of the round alone "
             f"cost {alone}, which leaves"
         )
         with pytest.raises(InvalidValueError, match=sentence):
@@ -94,11 +94,13 @@ class TestRefusals:
 
     def test_others_that_leave_almost_nothing(self):
         target = epsilon([self.OTHERS], 1e-5, "tight").epsilon
-        with pytest.raises(InvalidValueError, match=r"no noise multiplier up to 100000 reaches it"):
+        with pytest.raises(
+            InvalidValueError, match=r"no noise multiplier up to 100000 stays within it"
+        ):
             smallest_query_noise(target, 1e-5, self.OTHERS)
 
     @pytest.mark.parametrize("target", [0.0, math.nan, math.inf, -1.0])
     def test_illegal_targets(self, target):
-        sentence = f"target_epsilon is {target}; it must be posit"
+        sentence = f"epsilon is {target}; it must be posit"
         with pytest.raises(InvalidValueError, match=sentence):
             smallest_query_noise(target, 1e-5, self.OTHERS)

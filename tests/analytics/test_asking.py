@@ -178,7 +178,7 @@ def test_rounds_of_a_run_are_charged_as_such(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("question", "message"),
     [
-        (Mean("m", "ages", 0, 1), "question 'm' asks for column 'ages'; known are: kind, x"),
+        (Mean("m", "ages", 0, 1), "question 'm' asks for column 'ages'; known names: kind, x"),
         (Mean("m", "kind", 0, 1), r"'kind', which is <U1\[\d+\]; it must hold one number per row"),
         (Histogram("m", "x", ("a",)), r"which is float64\[\d+\]; it must hold one text per row"),
     ],

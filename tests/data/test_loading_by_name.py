@@ -56,7 +56,10 @@ def test_import_path(module):
     ("name", "message"),
     [
         ("digit", "unknown population 'digit'; did you mean 'digits'"),
-        ("?", "known are: census, digits, har, hugging-face, mnist-writers, parkinsons, redealt, "),
+        (
+            "?",
+            "known names: census, digits, har, hugging-face, mnist-writers, parkinsons, redealt, ",
+        ),
         ("?", "shakespeare-roles, synthetic, or package.module:function"),
         ("shakespeare", "unknown population .* did you mean 'shakespeare-roles'"),
         ("own_populations:mak", "no function 'mak'; did you mean 'make'"),
@@ -83,12 +86,12 @@ def test_what_a_loader_says_is_not_told(module):
     ("name", "options", "message"),
     [
         ("digits", {"user": 3}, "'digits' has no option 'user'; did you mean 'users'"),
-        ("digits", {"": 3}, "known are: alpha, partition, seed, shards_per_user, users"),
-        ("mnist-writers", {"users": 3}, "no option 'users'; known are: folder"),
+        ("digits", {"": 3}, "known names: alpha, partition, seed, shards_per_user, users"),
+        ("mnist-writers", {"users": 3}, "no option 'users'; known names: folder"),
         (
             "shakespeare-roles",
             {"users": 3},
-            "no option 'users'; known are: folder, length, windows",
+            "no option 'users'; known names: folder, length, windows",
         ),
         ("own_populations:make", {"users": 1, "row": 2}, "no option 'row'; did you mean 'rows'"),
         ("own_populations:make", {}, "needs the option 'users'"),

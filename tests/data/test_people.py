@@ -216,9 +216,9 @@ def test_a_damaged_file_is_named_and_not_quoted(tmp_path, name, content, sentenc
     ("name", "options", "sentence"),
     [
         ("har", {"device": "wach"}, "device is 'wach'; did you mean 'watch'"),
-        ("har", {"inputs": 3}, "inputs is 3; known are: features, windows"),
+        ("har", {"inputs": 3}, "inputs is 3; known names: features, windows"),
         ("parkinsons", {"target": "UPDRS"}, "target is 'UPDRS'; .*total_UPDRS"),
-        ("census", {"target": ["income"]}, r"target is \['income'\]; .*known are: employed"),
+        ("census", {"target": ["income"]}, r"target is \['income'\]; .*known names: employed"),
         ("census", {"seed": -1}, "seed is -1"),
         ("census", {"folder": 3}, "folder is 3; it must be a path"),
     ],

@@ -132,7 +132,7 @@ def test_good_metrics_pass() -> None:
         (
             metric("update-norms:unclipped", thresholds=[1.0]),
             InvalidValueError,
-            "group 'unclipped'; known are: update",
+            "group 'unclipped'; known names: update",
         ),
         (
             Metric("update-norms:update", (2,), options=(1.0,)),

@@ -1,5 +1,6 @@
 """Creating and opening ledgers, and the rules that SQLite itself holds them to."""
 
+import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.errors import InvalidValueError, LedgerError
+from fedpriv.errors import InvalidValueError, LedgerError, lacks_room
 from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 
@@ -103,6 +104,13 @@ class TestOpening:
         with pytest.raises(LedgerError, match="cannot be opened"):
             Ledger.open(path)
         assert not path.exists()
+
+    def test_what_may_not_be_read_is_no_lack_of_room(self, path, monkeypatch):
+        Ledger.open_or_create(path, "users").close()
+        monkeypatch.setattr(os, "access", lambda *_: False)
+        with pytest.raises(LedgerError, match="cannot be opened: Permission denied") as caught:
+            Ledger.open(path)
+        assert not lacks_room(caught.value)
 
     def test_a_folder_that_is_missing_is_named(self, tmp_path):
         with pytest.raises(LedgerError, match=r"nowhere/l cannot be created"):

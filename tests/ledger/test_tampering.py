@@ -291,7 +291,10 @@ class TestForgersWhoHash:
         text = text_of(raw, ROWS)
         assert written(text) != text
         raw.execute("UPDATE head SET hash = ?", (rewrite(raw, ROWS, written(text)),))
-        assert complaint(path).startswith(f"charge {ROWS} is not one that this fedpriv knows: ")
+        said = complaint(path)
+        assert said.startswith(f"charge {ROWS} is not one that this fedpriv knows: ")
+        of_python = ("indices", "object", "line 1", "argument", "recursion", "NoneType", "key")
+        assert not any(word in said for word in of_python)
 
     @staticmethod
     def triggers():
@@ -305,10 +308,12 @@ def test_missing_triggers_are_named(path, raw):
     assert "head_moves_by_one" in complaint(path)
 
 
-@pytest.mark.parametrize("row", ["chain WHERE position = 0", "head"])
-def test_a_ledger_without_name_or_head_is_refused(path, raw, row):
+@pytest.mark.parametrize(
+    ("row", "what"), [("chain WHERE position = 0", "first text"), ("head", "head")]
+)
+def test_a_ledger_without_name_or_head_is_refused(path, raw, row, what):
     raw.execute(f"DELETE FROM {row}")
-    with pytest.raises(LedgerError, match="has 0 rows"), Ledger.open(path) as ledger:
+    with pytest.raises(LedgerError, match=f"has no {what}; it must"), Ledger.open(path) as ledger:
         ledger.verify()
 
 

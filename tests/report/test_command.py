@@ -39,6 +39,19 @@ def test_a_place_that_cannot_be_written_is_refused(copy: Path) -> None:
     assert "cannot be written" in refused("report", copy, "--out", copy / "no" / "page.html")
 
 
+def test_a_page_replaces_pages_alone(copy: Path) -> None:
+    for name in ("ledger.sqlite", "plan.toml", "metrics.jsonl"):
+        kept = (copy / name).read_bytes()
+        line = refused("report", copy, "--out", copy / name)
+        assert f"{name} exists already and is no HTML; it is not overwritten" in line
+        assert (copy / name).read_bytes() == kept
+    page = copy / "report.html"
+    for before in ("", "<!doctype html><p>An older one"):
+        page.write_text(before)
+        printed("report", copy)
+        assert "<h1" in page.read_text("utf-8")
+
+
 def test_a_ledger_that_was_altered_is_refused(copy: Path) -> None:
     (copy / "report.html").unlink(missing_ok=True)
     database = sqlite3.connect(copy / "ledger.sqlite")

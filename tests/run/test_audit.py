@@ -279,7 +279,7 @@ def test_every_policy_with_a_statistic_is_audited(file: Path, tmp_path: Path, po
 
 REFUSED = {
     "audit.canaries=19": "canaries is 19; it must be at least 20",
-    "audit.canaries=0": "audit.canaries is 0; input should be greater than or equal to 1",
+    "audit.canaries=0": "audit.canaries is 0; it must be greater than or equal to 1",
     "audit.canaries=1000000000": "canaries is 1000000000; it must be at most 100000",
     "audit.canary=5": "unknown key audit.canary; did you mean 'canaries'?",
     "averaging.floor=0.5": "audit is given and averaging.floor is 0.5; it must be absent",

@@ -150,7 +150,7 @@ def test_no_process_is_left_however_it_ends(folder: Path, how: signal.Signals) -
     assert results(folder / "part") == {}
     if how is signal.SIGINT:
         assert process.returncode == 130
-        assert told == "interrupted; the same command goes on\n"
+        assert told == "interrupted; continue with the same command\n"
 
 
 def until(condition: Callable[[], object]) -> None:

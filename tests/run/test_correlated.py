@@ -107,9 +107,12 @@ def test_a_plan_keeps_the_strategy_that_was_found(tmp_path: Path) -> None:
             for given in ("1.0", "['a']", "'a'")
         ),
         (["noise.options={momentum = 'a'}"], "momentum is 'a'; it must be in [0, 1)"),
-        (["noise.options={objective = 3}"], "objective is 3; known are: largest, mean"),
+        (["noise.options={objective = 3}"], "objective is 3; known names: largest, mean"),
         (["noise.options={coefficients = [1.0, 0.3]}"], "coefficient 1 is 0.3; it must be a whole"),
-        (["noise.options={objective = 'worst'}"], "objective is 'worst'; known are: largest, mean"),
+        (
+            ["noise.options={objective = 'worst'}"],
+            "objective is 'worst'; known names: largest, mean",
+        ),
         (["noise.options={buffers = 2}"], "noise.correlation 'banded' has no option 'buffers'"),
         (["sampling.options={rounds = 12, separation = 13}"], "separation of the schedule is 13"),
         (["sampling.options={rounds = 12, separation = 4.0}"], "separation of the schedule is 4.0"),

@@ -216,7 +216,7 @@ def test_one_of_each_is_named_in_a_file_and_run(tmp_path: Path) -> None:
         ("privacy.sampling_probability=0.3", "sampling_probability is 0.3; it must be absent"),
         (
             "sampling.policy=uniform",
-            "known are: every-user, fixed-size, poisson, poisson-examples, poisson-within-bands",
+            "known names: every-user, fixed-size, poisson, poisson-examples, poisson-within-bands",
         ),
     ],
 )

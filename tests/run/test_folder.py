@@ -35,6 +35,13 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
         folder.create()
 
 
+def test_a_run_does_not_replace_the_model_of_a_search(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.model.write_bytes(b"")
+    with pytest.raises(InvalidValueError, match="exists already; choose another folder"):
+        folder.create()
+
+
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidValueError, match="cannot be written"):

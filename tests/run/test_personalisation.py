@@ -417,7 +417,7 @@ def test_a_file_says_it_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("assignment", "sentence"),
     [
-        ("personalisation.share=1.0", "personalisation.share is 1.0; input should be less than 1"),
+        ("personalisation.share=1.0", "personalisation.share is 1.0; it must be less than 1"),
         ("model.personal=['4.*']", "'4.*' matches no trainable parameter; they are"),
         ("privacy.unit=example", "model.personal is given and privacy.unit is 'example'"),
         ("personalisation.local.algorithm=fedrecon", "personal_steps"),

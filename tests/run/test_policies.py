@@ -183,8 +183,8 @@ def test_a_run_that_goes_on_is_the_uninterrupted_one(
             (ALLOCATION[0], 'sampling.options={rounds=3,participations="all"}'),
             "participations of the schedule is 'all'",
         ),
-        ((*EVERY_USER, 'sampling.options={relation="swap"}'), "relation is 'swap'; known are"),
-        ((*EVERY_USER, "sampling.options={relation=3}"), "relation is 3; known are"),
+        ((*EVERY_USER, 'sampling.options={relation="swap"}'), "relation is 'swap'; known names"),
+        ((*EVERY_USER, "sampling.options={relation=3}"), "relation is 3; known names"),
         ((*ALLOCATION, "clipping.adaptive={}"), "clipping norms adapt and random-allocation"),
         (("privacy.sampling_probability=0.0",), "sampling_probability"),
         # One ε compares one kind of neighbours, and these queries are of the other.

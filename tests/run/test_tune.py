@@ -481,6 +481,11 @@ def test_a_folder_that_holds_a_search_is_not_used_again(folder: Path) -> None:
         sentence = refused("tune", "small.toml", "--on", on, "--out", folder / on, cwd=folder)
         assert "holds a search already" in sentence
     assert len(events(folder / "users" / "ledger.sqlite")) == 1
+    run = folder / "run"
+    run.mkdir()
+    (run / "plan.toml").write_text("")
+    sentence = refused("tune", "small.toml", "--on", "public", "--out", run, cwd=folder)
+    assert "holds a run already" in sentence
 
 
 def test_python_refuses_what_is_no_setting(tmp_path: Path) -> None:

@@ -479,7 +479,7 @@ def test_a_file_needs_no_local_training_for_examples(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("assignments", "message"),
     [
-        (["privacy.unit=row"], r"unit is 'row'; known are: example, microbatch, user"),
+        (["privacy.unit=row"], r"unit is 'row'; known names: example, microbatch, user"),
         (["privacy.unit=microbatch"], "microbatch is None and unit is 'microbatch'"),
         (["privacy.microbatch=4"], "microbatch is 4 and unit is 'example'"),
         (["privacy.unit=microbatch", "privacy.microbatch=0"], "privacy.microbatch is 0"),

@@ -255,7 +255,7 @@ def test_a_file_names_the_policy_and_is_run_again(tmp_path: Path) -> None:
     ("assignments", "message"),
     [
         (["sampling.options={}"], "no value for option 'examples_per_user'|examples_per_user"),
-        (["sampling.options.examples_per_user=0"], "examples_per_user is 0; with poisson-exam"),
+        (["sampling.options.examples_per_user=0"], "examples_per_user is 0; it must be a whole"),
         (["sampling.options.total_examples='a'"], "total_examples is 'a'; it must be above 0 and"),
         (
             ["averaging.floor=0.5"],

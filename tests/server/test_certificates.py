@@ -194,8 +194,11 @@ def test_an_authority_that_was_there_before_will_do(folder: Path) -> None:
     assert certificates.node_of((folder / "False.pem").read_bytes(), NOW) == "n"
     with pytest.raises(InvalidValueError, match="but one issued by it"):
         load_ca(folder / "False.pem")
-    with pytest.raises(InvalidValueError, match="not an authority's certificate"):
+    with pytest.raises(InvalidValueError, match=r"absent\.pem cannot be read: No such file"):
         load_ca(folder / "absent.pem")
+    (folder / "text.pem").write_text("text")
+    with pytest.raises(InvalidValueError, match=r"text\.pem is not an authority's certificate$"):
+        load_ca(folder / "text.pem")
 
 
 @settings(max_examples=25, deadline=None)

@@ -33,6 +33,12 @@ def test_axes_cross_and_their_values_become_assignments(tmp_path: Path) -> None:
     assert study.baseline == study.arms[0].name
 
 
+def test_a_misspelt_key_is_told_from_axes(tmp_path: Path) -> None:
+    file = study_file(tmp_path, axis={"clipping.norm": [1.0]})
+    with pytest.raises(InvalidValueError, match=r"unknown key axis; did you mean 'axes'\?"):
+        load_study(file)
+
+
 def test_the_base_is_a_file_beside_the_study(tmp_path: Path) -> None:
     study_file(tmp_path)
     base = tmp_path / "study.toml"

@@ -172,12 +172,12 @@ def test_a_file_says_what_python_says(schedule: Schedule) -> None:
     ("rate", "message"),
     [
         ({"schedule": "polynomal", "start": 1.0}, "schedule is 'polynomal'; did you mean 'polyno"),
-        ({"start": 1.0, "factor": 0.5}, "schedule is None; known are: cosine, exponential, "),
+        ({"start": 1.0, "factor": 0.5}, "schedule is None; known names: cosine, exponential, "),
         ({"schedule": "power", "begin": 1.0}, "has no option 'begin'"),
         ({"schedule": "step", "start": 1.0}, "needs the option 'factor'"),
         ({"schedule": "power", "start": -1.0}, "start of the schedule is -1.0"),
         ({"schedule": "math:sqrt", "x": 1.0}, "must be derived from"),
-        ("fast", "server.options.learning_rate is 'fast'; input should be a valid number"),
+        ("fast", "server.options.learning_rate is 'fast'; it must be a number"),
     ],
 )
 def test_a_schedule_that_is_wrong_is_one_sentence(rate: object, message: str) -> None:

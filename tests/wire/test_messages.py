@@ -126,7 +126,9 @@ def test_only_the_rate_of_a_round_and_what_nodes_know_are_sent() -> None:
         def direction(self, step):
             return step.gradient.sign(), ()
 
-    with pytest.raises(WireError, match="is Mine, which nodes do not know; known are sgd, adamw"):
+    with pytest.raises(
+        WireError, match="is Mine, which nodes do not know; known names: sgd, adamw"
+    ):
         LOCAL_TRAINING.encode(Mine(0.1, epochs=1))
 
 
