@@ -18,7 +18,7 @@ different rounds are priced in groups, first in few; finer ones follow while the
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial, reduce
@@ -55,6 +55,7 @@ from fedpriv.ledger.events import (
     NeighbouringRelation,
     RoundEvent,
     SamplingPolicy,
+    Schedule,
     Selection,
     Unit,
     check_delta,
@@ -111,16 +112,13 @@ def _fixed_size(events: Sequence[RoundEvent]) -> PairBounds:
 def _shuffled(events: Sequence[RoundEvent]) -> PairBounds:
     """At most one Gaussian for each pass, as in every order one batch alone has the user."""
     below = Counter[LossPair]()
-    complete = True
-    for event in events:
-        schedule, relation = event.sampling.schedule, event.sampling.relation
-        if schedule is None:  # how many batches there were is unknown
-            complete = False
-        else:
-            z = event.noise_multiplier / relation.sensitivity
-            base = 1.0 if relation is ADD_OR_REMOVE else 0.0
-            below[LargestBatchPair(schedule.rounds, z, base)] += event.count
-    return PairBounds(_pairs(PoissonPair, events), below, complete)
+    base = 1.0 if events[0].sampling.relation is ADD_OR_REMOVE else 0.0
+    known = [event for event in events if event.sampling.schedule is not None]
+    for schedule, rounds in _composed_by_schedule(known):
+        for (_, z), count in rounds.items():
+            below[LargestBatchPair(schedule.rounds, z, base)] += count
+    # How many batches there were may be unknown.
+    return PairBounds(_pairs(PoissonPair, events), below, len(known) == len(events))
 
 
 def _separated(events: Sequence[RoundEvent]) -> PairBounds:
@@ -133,15 +131,24 @@ def _separated(events: Sequence[RoundEvent]) -> PairBounds:
 def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
     """Exact for one participation or n; else what the sum of all rounds shows is below."""
     above, below = Counter[LossPair](), Counter[LossPair]()
-    for event in events:
-        if event.sampling.schedule is None:
-            raise AssertionError("a random allocation always has a schedule")
-        n, k = event.sampling.schedule.rounds, event.sampling.schedule.participations
-        z, count = event.noise_multiplier, event.count
-        pairs = {pair: m * count for pair, m in allocation_pairs(n, k, z).items()}
-        above.update(pairs)
-        below.update(pairs if k in (1, n) else {PoissonPair(1.0, z * n**0.5 / k): count})
+    for schedule, rounds in _composed_by_schedule(events):
+        n, k = schedule.rounds, schedule.participations
+        for (_, z), count in rounds.items():
+            pairs = {pair: m * count for pair, m in allocation_pairs(n, k, z).items()}
+            above.update(pairs)
+            below.update(pairs if k in (1, n) else {PoissonPair(1.0, z * n**0.5 / k): count})
     return PairBounds(above, below)
+
+
+def _composed_by_schedule(events: Iterable[RoundEvent]) -> Iterator[tuple[Schedule, Rounds]]:
+    """Each schedule and, as `compose` counts them, the passes with it."""
+    alike: dict[Schedule | None, list[RoundEvent]] = {}
+    for event in events:
+        alike.setdefault(event.sampling.schedule, []).append(event)
+    for schedule, some in alike.items():
+        if schedule is None:
+            raise AssertionError("these events always have a schedule")
+        yield schedule, compose(some)
 
 
 def _sampled_examples(events: Sequence[RoundEvent]) -> PairBounds:

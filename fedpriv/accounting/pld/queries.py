@@ -32,6 +32,7 @@ from fedpriv.accounting.pld.lattice import (
     dominated,
     dominating,
 )
+from fedpriv.accounting.pld.random_allocation import AllocationPair
 from fedpriv.accounting.round_counts import Direction, Ends, Vector
 
 # How wide an interval of ε should be, relative to its upper end and in addition, and one of δ.
@@ -42,6 +43,7 @@ _TRIES, _FINEST, _PROGRESS = 6, 1 / 64, 0.8
 # Numbers of different pairs, each of which needs a transform: up to the first they are composed
 # again where that helps, up to the second once, and more are grouped.
 _REFINED, _GROUPS = 16, 32
+_ALLOCATION_GROUPS = 12  # passes of random allocation, of which each takes up to some seconds
 # Noise per sensitivity, and sampling probability, that is computed with.
 _LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.05, 1e6, 1e-12
 _TAIL = 1e-4  # share of δ that may come from losses that are taken to be infinite
@@ -152,13 +154,13 @@ def _planned(
 
 @lru_cache(maxsize=_KEPT)
 def _at_least_as_bad(pair: LossPair, lattice: Lattice, direction: Direction) -> LossAtoms:
-    return dominating(pair.laws(lattice.tail)[1], lattice, direction)
+    return dominating(pair.at_least_as_bad(lattice.tail), lattice, direction)
 
 
 @lru_cache(maxsize=_KEPT)
 def _at_most_as_bad(pair: LossPair, lattice: Lattice, direction: Direction) -> LossAtoms | None:
     """None where no loss is known."""
-    law, _ = pair.laws(lattice.tail)
+    law = pair.at_most_as_bad(lattice.tail)
     atoms = None if law is None else dominated(law, lattice, direction)
     return atoms if atoms is not None and atoms.mass.any() else None
 
@@ -169,14 +171,14 @@ def _few(pairs: Pairs) -> tuple[Pairs, Pairs]:
     To get there, q may grow and z fall for the former, and z grow for the latter, which lack pairs
     that would have to move otherwise. A z that grows for the former gets an infinite loss later.
     """
-    kinds: dict[LossPair, dict[tuple[float, float], int]] = {}
+    kinds: dict[LossPair, Counter[tuple[float, float]]] = {}
     for pair, count in pairs.items():
-        setting = pair.q if isinstance(pair, GaussianPair) else 1.0, pair.z
-        kinds.setdefault(pair.at(1.0, 1.0), {})[setting] = count
+        kinds.setdefault(pair.at(1.0, 1.0), Counter())[pair.q, pair.z] += count
     above, below = Counter[LossPair](), Counter[LossPair]()
     for kind, settings in kinds.items():
         rounds = round_counts.folded(settings) if isinstance(kind, GaussianPair) else settings
-        groups = round_counts.grouped(rounds, _GROUPS)
+        most = _ALLOCATION_GROUPS if isinstance(kind, AllocationPair) else _GROUPS
+        groups = round_counts.grouped(rounds, most)
         for found, moved in zip((above, below), groups, strict=True):
             for (q, z), count in moved.items():
                 if found is above or (q >= _LEAST_PROBABILITY and z <= _MOST_NOISE):
@@ -230,7 +232,7 @@ class _Aim(NamedTuple):
 
 def _cumulant(pairs: Pairs, tail: float, direction: Direction) -> _Cumulant:
     """The cumulant of these events, seen from one direction."""
-    sketches = [pair.laws(tail)[1].sketch(tail) for pair in pairs]
+    sketches = [pair.at_least_as_bad(tail).sketch(tail) for pair in pairs]
     shape = len(sketches), max(len(each.loss) for each in sketches)
     log_mass, loss = np.full(shape, -np.inf), np.zeros(shape)
     for row, each in enumerate(sketches):
