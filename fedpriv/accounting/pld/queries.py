@@ -51,6 +51,7 @@ _TOLERANCE = 2e-4  # share of ε that the lattice of the upper bound may cost
 _CERTAINTY = 10.0  # minus the log of the share of δ that may wrap around the window
 _LEAST_LOG_DELTA = math.log(1e-100)
 _LARGEST_SIZE = 1 << 20
+_LARGEST_STEP = 64.0  # of a lattice, whose points must tell the losses of one round apart
 _FILLED = 0.9  # share of the transform's points that the planned window takes
 _GROWTH = 0.03  # spacing of far lattice points relative to their distance from the centre
 _SHARES = (1.0, 0.5, 0.15)  # tilts to choose from, relative to that of the best Chernoff bound
@@ -209,6 +210,11 @@ class _Cumulant:
         largest = exponent.max(axis=1, keepdims=True)
         return float(self.count @ (largest[:, 0] + np.log(np.exp(exponent - largest).sum(axis=1))))
 
+    @property
+    def largest(self) -> float:
+        """The largest loss, in modulus; above 0 even where rounding leaves none."""
+        return max(float(np.abs(self.loss).max()), 1e-30)
+
     def tilted(self, w: float) -> Vector:
         """[pairs, nodes] probabilities of the nodes under the tilt e^{wL}."""
         exponent = self.log_mass + w * self.loss
@@ -291,10 +297,11 @@ def _resolved(
     certainty = _CERTAINTY - math.log(precision)
     faintest = certainty + _FAINTEST - math.log(rounds)
     windows = [_window(k, aim, share * best, certainty) for share in _SHARES]
+    windows = [each for each in windows if each.step > 0] or [replace(windows[0], step=step)]
     usable = [each for each in windows if each.depth < faintest] or windows[:1]
     window = min(usable, key=lambda each: each.step)
     size = 2 ** math.ceil(math.log2(min(_LARGEST_SIZE, max(1.0, window.step / step) / _FILLED)))
-    window = replace(window, step=window.step / (_FILLED * size))
+    window = replace(window, step=min(window.step / (_FILLED * size), _LARGEST_STEP))
     spread = math.sqrt(precision)
     widest = max(1.0, 0.1 * spread / ((1 + aim.steepness) * window.step))
     return window, Lattice(window.step, widest, _GROWTH * spread, tail)
@@ -325,8 +332,7 @@ def _step(k: _Cumulant, aim: _Aim, precision: float) -> float:
         added = np.where(distance < step, distance * (step - distance), step**2 / 6)
         return float((weight * added).sum()) <= budget
 
-    largest = float(np.abs(k.loss).max()) / 4
-    high = math.log(min(largest, max(0.02 * aim.epsilon, 0.1 * spread)))
+    high = math.log(min(k.largest / 4, max(0.02 * aim.epsilon, 0.1 * spread)))
     low = high - 14.0
     if fits(math.exp(high)):
         return math.exp(high)
@@ -339,7 +345,7 @@ def _step(k: _Cumulant, aim: _Aim, precision: float) -> float:
 def _orders(k: _Cumulant) -> list[float]:
     """Tilts from where the largest loss hardly counts to far beyond the best for a normal loss."""
     usual = 5.0 / k.stddev(0.0)
-    low = min(math.exp(-6.0) * usual, 0.05 / float(np.abs(k.loss).max()))
+    low = min(math.exp(-6.0) * usual, 0.05 / k.largest)
     high = math.exp(6.0) * usual
     return [float(w) for w in np.geomspace(low, high, math.ceil(4 * math.log(high / low)))]
 
