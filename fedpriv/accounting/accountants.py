@@ -295,7 +295,8 @@ class Accountant(ABC):
 
     * No events cost ε = 0 and δ = 0 exactly; a round without noise costs ε = ∞.
     * ε falls in the noise multiplier and in δ, and grows in the sampling probability and in the
-      number of rounds.
+      number of rounds: a formula's exactly, an interval's up to its width, as ends come from plans
+      that differ. What costs more never has an upper end below the lower end of what costs less.
     * Events of two relations or units are refused: an ε compares one kind of neighbours.
     * Neither the order of events, nor how equal events are counted, nor how a round's noise is
       split among its queries changes ε, as long as its noise multiplier is the same.
