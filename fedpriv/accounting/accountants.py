@@ -18,7 +18,7 @@ different rounds are priced in groups, first in few; finer ones follow while the
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial, reduce
@@ -60,6 +60,7 @@ from fedpriv.ledger.events import (
     NeighbouringRelation,
     RoundEvent,
     SamplingPolicy,
+    Schedule,
     Selection,
     Unit,
     check_delta,
@@ -116,16 +117,13 @@ def _fixed_size(events: Sequence[RoundEvent]) -> PairBounds:
 def _shuffled(events: Sequence[RoundEvent]) -> PairBounds:
     """At most one Gaussian for each pass, as in every order one batch alone has the user."""
     below = Counter[LossPair]()
-    complete = True
-    for event in events:
-        schedule, relation = event.sampling.schedule, event.sampling.relation
-        if schedule is None:  # how many batches there were is unknown
-            complete = False
-        else:
-            z = event.noise_multiplier / relation.sensitivity
-            base = 1.0 if relation is ADD_OR_REMOVE else 0.0
-            below[LargestBatchPair(schedule.rounds, z, base)] += event.count
-    return PairBounds(_pairs(PoissonPair, events), below, complete)
+    base = 1.0 if events[0].sampling.relation is ADD_OR_REMOVE else 0.0
+    known = [event for event in events if event.sampling.schedule is not None]
+    for schedule, rounds in _composed_by_schedule(known):
+        for (_, z), count in rounds.items():
+            below[LargestBatchPair(schedule.rounds, z, base)] += count
+    # How many batches there were may be unknown.
+    return PairBounds(_pairs(PoissonPair, events), below, len(known) == len(events))
 
 
 def _separated(events: Sequence[RoundEvent]) -> PairBounds:
@@ -138,15 +136,24 @@ def _separated(events: Sequence[RoundEvent]) -> PairBounds:
 def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
     """Exact for one participation or n; else what the sum of all rounds shows is below."""
     above, below = Counter[LossPair](), Counter[LossPair]()
-    for event in events:
-        if event.sampling.schedule is None:
-            raise AssertionError("a random allocation always has a schedule")
-        n, k = event.sampling.schedule.rounds, event.sampling.schedule.participations
-        z, count = event.noise_multiplier, event.count
-        pairs = {pair: m * count for pair, m in allocation_pairs(n, k, z).items()}
-        above.update(pairs)
-        below.update(pairs if k in (1, n) else {PoissonPair(1.0, z * n**0.5 / k): count})
+    for schedule, rounds in _composed_by_schedule(events):
+        n, k = schedule.rounds, schedule.participations
+        for (_, z), count in rounds.items():
+            pairs = {pair: m * count for pair, m in allocation_pairs(n, k, z).items()}
+            above.update(pairs)
+            below.update(pairs if k in (1, n) else {PoissonPair(1.0, z * n**0.5 / k): count})
     return PairBounds(above, below)
+
+
+def _composed_by_schedule(events: Iterable[RoundEvent]) -> Iterator[tuple[Schedule, Rounds]]:
+    """Each schedule and, as `compose` counts them, the passes with it."""
+    alike: dict[Schedule | None, list[RoundEvent]] = {}
+    for event in events:
+        alike.setdefault(event.sampling.schedule, []).append(event)
+    for schedule, some in alike.items():
+        if schedule is None:
+            raise AssertionError("these events always have a schedule")
+        yield schedule, compose(some)
 
 
 def _sampled_examples(events: Sequence[RoundEvent]) -> PairBounds:
@@ -293,7 +300,8 @@ class Accountant(ABC):
 
     * No events cost ε = 0 and δ = 0 exactly; a round without noise costs ε = ∞.
     * ε falls in the noise multiplier and in δ, and grows in the sampling probability and in the
-      number of rounds.
+      number of rounds: a formula's exactly, an interval's up to its width, as ends come from plans
+      that differ. What costs more never has an upper end below the lower end of what costs less.
     * Events of two relations or units are refused: an ε compares one kind of neighbours.
     * Neither the order of events, nor how equal events are counted, nor how a round's noise is
       split among its queries changes ε, as long as its noise multiplier is the same.

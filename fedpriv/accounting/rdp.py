@@ -42,7 +42,7 @@ DEFAULT_ORDERS: tuple[float, ...] = (
 _GROUPS = 64  # different rounds that are computed; more are grouped
 _SLACK = 1e-10
 """Relative error allowed to an RDP, and added: ten times what tests find, not a proved bound."""
-_LEAST_NOISE = 0.05
+_LEAST_NOISE, _MOST_NOISE = 0.05, 1e100  # more noise is taken to be this, whose square is a number
 _RANGE = 14.0  # standard deviations beyond its peaks up to which an integrand is followed
 _LAST_MOMENT = 256  # up to this even j the second of the bounds above is used, then the first alone
 _NEGLIGIBLE = 1e-140  # a z below this one has RDPs near the largest float: ∞
@@ -59,11 +59,12 @@ def subsampled_gaussian_rdp(q: float, noise_multiplier: float, orders: Sequence[
     of the next integer order.
     """
     alpha = np.asarray(orders, dtype=np.float64)
-    if noise_multiplier == 0.0:
+    if noise_multiplier < _NEGLIGIBLE:
         return np.full(alpha.shape, np.inf)
     if q == 1.0:
         return alpha / 2 / noise_multiplier / noise_multiplier
-    log_moments = np.array([_log_moment(q, noise_multiplier, float(a)) for a in alpha])
+    z = min(noise_multiplier, _MOST_NOISE)
+    log_moments = np.array([_log_moment(q, z, float(a)) for a in alpha])
     return log_moments * (1 + _SLACK) / (alpha - 1)
 
 

@@ -36,6 +36,7 @@ user that is replaced stays in its group; one that is added joins one whatever i
 
 import heapq
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple
 from enum import IntEnum
@@ -45,7 +46,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import WITH_STRATEGY, RoundEvent, SamplingPolicy, require
+from fedpriv.ledger.events import (
+    MOST_REPEATS,
+    WITH_STRATEGY,
+    RoundEvent,
+    SamplingPolicy,
+    require,
+)
 
 Vector = NDArray[np.float64]
 Rounds = Mapping[tuple[float, float], int]
@@ -81,7 +88,7 @@ def compose(events: Iterable[RoundEvent]) -> dict[tuple[float, float], int]:
     for event in events:
         q = event.sampling.sampling_probability
         for sensitivity, times in _sensitivities(event):
-            key = q, event.noise_multiplier / sensitivity
+            key = q, min(event.noise_multiplier / sensitivity, sys.float_info.max)
             rounds[key] = rounds.get(key, 0) + times * event.count
     merged: dict[tuple[float, float], int] = {}
     last = (0.0, 0.0)
@@ -223,7 +230,7 @@ def folded(rounds: Rounds) -> Rounds:
     total = unsampled_noise_multiplier(everybody)
     if total == 0.0:
         return {(1.0, 0.0): 1}
-    count = math.ceil(1.0 / total**2)
+    count = max(1, math.ceil(min(1.0 / total / total, MOST_REPEATS)))
     return {**others, (1.0, total * math.sqrt(count) * (1 - _ULPS)): count}
 
 

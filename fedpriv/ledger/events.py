@@ -28,6 +28,10 @@ def is_whole(value: object, most: float = math.inf) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
 
 
+# The most rounds of a schedule, and repetitions of an event: as floats such numbers are exact.
+MOST_REPEATS = 1 << 53
+
+
 class SamplingPolicy(StrEnum):
     """How the cohort of a round is drawn from the enrolled users."""
 
@@ -96,7 +100,7 @@ ANALYSED: tuple[EventKind, ...] = tuple(
 class Schedule:
     """Which rounds each user takes part in, for an event that spans several."""
 
-    rounds: int  # n ≥ 1, each with its own release
+    rounds: int  # n in [1, 2⁵³], each with its own release
     participations: int = 1  # k in [1, n]: a user is in k of a pass, in at most k of a series
     separation: int = 1  # b in [1, n], the least distance between two rounds of a user
 
@@ -104,6 +108,7 @@ class Schedule:
         n = self.rounds
         legal = "it must have a whole number of at least 1"
         require(is_whole(n), f"the schedule has {n!r} rounds; {legal}")
+        require(n <= MOST_REPEATS, f"the schedule has {n} rounds; it must have at most 2^53")
         legal = f"it must be a whole number from 1 to its {n} rounds"
         for name in ("participations", "separation"):
             value = getattr(self, name)
@@ -290,14 +295,15 @@ class Trial:
 
     sampling_probability: float  # q in (0, 1]
     noise_multiplier: float  # z > 0 of each round
-    rounds: int  # T ≥ 1
+    rounds: int  # T in [1, 2⁵³]
 
     def __post_init__(self) -> None:
         q, z, t = self.sampling_probability, self.noise_multiplier, self.rounds
         require(0.0 < q <= 1.0, f"sampling_probability of a trial is {q}; it must be in (0, 1]")
         legal = "it must be positive and finite"
         require(0.0 < z < math.inf, f"noise_multiplier of a trial is {z}; {legal}")
-        require(is_whole(t), f"rounds of a trial is {t}; it must be a whole number of at least 1")
+        legal = "it must be a whole number from 1 to 2^53"
+        require(is_whole(t, MOST_REPEATS), f"rounds of a trial is {t}; {legal}")
 
 
 @dataclass(frozen=True)
@@ -339,7 +345,8 @@ class RoundEvent:
 
     sampling: SamplingEvent
     queries: tuple[SumQueryEvent, ...]  # at least one; all of one round see the *same* cohort
-    count: int = 1  # how many such events happened, each of one round unless there is a schedule
+    # How many such events happened, each of one round unless there is a schedule; in [1, 2⁵³].
+    count: int = 1
     strategy: tuple[float, ...] = (1.0,)
     # The event is a whole search; sampling and queries are those of one round of its first trial.
     selection: Selection | None = None
@@ -348,6 +355,7 @@ class RoundEvent:
         strategy, policy, schedule = self.strategy, self.sampling.policy, self.sampling.schedule
         require(self.queries != (), "a round event has no sum query; it must have at least one")
         require(self.count >= 1, f"count is {self.count}; it must be at least 1")
+        require(self.count <= MOST_REPEATS, f"count is {self.count}; it must be at most 2^53")
         if self.selection is not None:
             self._check_selection(self.selection)
         if strategy == (1.0,):

@@ -15,9 +15,14 @@ from scipy.stats import beta
 from fedpriv.accounting import gaussian
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
 from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
+from fedpriv.accounting.pld import queries
 from fedpriv.accounting.pld.dominating_pairs import PoissonPair
 from fedpriv.accounting.pld.lattice import Lattice, dominated, dominating
-from fedpriv.accounting.pld.random_allocation import AllocationPair, allocation_pairs
+from fedpriv.accounting.pld.random_allocation import (
+    AllocationPair,
+    allocation_pairs,
+    sum_of_ratios,
+)
 from fedpriv.accounting.round_counts import Direction, Vector
 
 ALARM = 1e-9
@@ -190,6 +195,32 @@ def test_more_noise_and_more_rounds_cost_less_and_more_passes_more() -> None:
     assert interval(50, 1.0, 11)[0] > base[1]
 
 
+@pytest.mark.parametrize("step", [0.0, 0.01])
+def test_many_different_passes_become_few_outward(step: float) -> None:
+    passes = {AllocationPair(100 + i, 2.0 + step * (i % 10)): 1 + i for i in range(100)}
+    above, below = queries._few(passes)
+    for n, z in {(pair.rounds, pair.z) for pair in (*passes, *above, *below)}:
+        worse, given, better = (
+            sum(m for pair, m in pairs.items() if pair.q >= 1 / math.sqrt(n) and pair.z <= z)
+            for pairs in (above, passes, below)
+        )
+        assert worse >= given >= better
+    for groups in (above, below):
+        assert len(groups) <= 12
+        assert sum(groups.values()) == sum(passes.values())
+
+
+def test_each_pass_is_computed_once() -> None:
+    passes = {AllocationPair(2 + i, 2.0): 1 for i in range(40)}
+    sum_of_ratios.cache_clear()
+    low, up = epsilon_interval_of(passes, 1e-6)
+    kept = sum_of_ratios.cache_info()
+    assert kept.misses == kept.currsize
+    assert up < 1.1 * low
+    assert up < epsilon_interval_of({AllocationPair(2, 2.0): 40}, 1e-6)[0]
+    assert low > epsilon_interval_of({AllocationPair(41, 2.0): 40}, 1e-6)[1]
+
+
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 1), (7, 7), (7, 3), (12, 4), (1000, 17)])
 def test_blocks_are_a_partition_of_the_rounds(n: int, k: int) -> None:
     pairs = allocation_pairs(n, k, 2.0)
@@ -224,7 +255,7 @@ def test_atoms_are_distributions_and_the_sketch_has_their_moments(
     n: int, z: float, direction: Direction
 ) -> None:
     pair = AllocationPair(n, z)
-    low, up = pair.laws(1e-14)
+    low, up = pair.at_most_as_bad(1e-14), pair.at_least_as_bad(1e-14)
     assert low is not None
     mass, rough_loss = nodes_of(up.sketch(1e-14), direction)
     for step in (0.01, 0.3):
@@ -243,16 +274,15 @@ def test_more_rounds_than_computed_are_fewer_rounds_above_and_nothing_below(
     direction: Direction,
 ) -> None:
     lattice, pair = Lattice(0.1, 1.0, 0.03, 1e-10), AllocationPair((1 << 30) + 1, 1.0)
-    nothing, law = pair.laws(lattice.tail)
-    assert nothing is None
-    above = dominating(law, lattice, direction)
+    assert pair.at_most_as_bad(lattice.tail) is None
+    above = dominating(pair.at_least_as_bad(lattice.tail), lattice, direction)
     assert above.mass.sum() + above.infinite == pytest.approx(1.0, abs=2e-3)
-    _, law = AllocationPair(5, 1.0).laws(lattice.tail)
+    law = AllocationPair(5, 1.0).at_least_as_bad(lattice.tail)
     assert dominating(law, lattice, direction).infinite >= 1e-90
 
 
 def test_beyond_the_computed_noise_bounds_stay_bounds() -> None:
-    assert AllocationPair(5, 1.0).at(0.5, 2.0) == AllocationPair(5, 2.0)
+    assert AllocationPair(5, 1.0).at(0.5, 2.0) == AllocationPair(4, 2.0)
     low, up = epsilon_interval_of({AllocationPair(5, 0.01): 1}, 1e-5)
     assert 0.0 < low < up == math.inf
     low, up = delta_interval_of({AllocationPair(5, 2e6): 1}, 1e-9)

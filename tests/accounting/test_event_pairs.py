@@ -132,6 +132,14 @@ def test_random_allocation_is_exact_for_one_participation_and_an_interval_for_mo
     assert always.above == always.below == {PoissonPair(1.0, 2.0): 60}
 
 
+def test_noise_that_differs_by_rounding_is_one_kind_of_pass() -> None:
+    near = 2.0 * (1.0 + 2.0**-50)
+    bounds = bounds_of([random_allocation_gaussian(20, 1, z, 3) for z in (near, 2.0)])
+    assert bounds.above == bounds.below == dict.fromkeys(allocation_pairs(20, 1, 2.0), 6)
+    bounds = bounds_of([shuffled_gaussian(z, ADD_OR_REMOVE, 3, batches=30) for z in (near, 2.0)])
+    assert bounds.below == {LargestBatchPair(30, 2.0, 1.0): 6}
+
+
 def test_kinds_add_up() -> None:
     events = [
         poisson_gaussian(0.1, 2.0, 5),

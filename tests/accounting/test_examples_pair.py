@@ -104,7 +104,7 @@ def test_few_counts_enclose_all(
     k: int, q: float, z: float, tail: float, direction: Direction
 ) -> None:
     pair = ExamplesPair(q, z, examples=k)
-    below, above = pair.laws(tail)
+    below, above = pair.at_most_as_bad(tail), pair.at_least_as_bad(tail)
     assert below is not pair
     assert len(above.counts) < len(binomial(k, q))
     for j in range(k + 1):

@@ -5,6 +5,7 @@ import tracemalloc
 
 import contour_integral
 import mpmath
+import numpy as np
 import pytest
 from dp_accounting.pld import privacy_loss_distribution
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from fedpriv.accounting import epsilon as epsilon_of
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
 from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
 from fedpriv.accounting.pld import queries
-from fedpriv.accounting.pld.dominating_pairs import PoissonPair, ReplacePair
+from fedpriv.accounting.pld.dominating_pairs import LargestBatchPair, PoissonPair, ReplacePair
 from fedpriv.errors import InvalidValueError
 
 Rounds = dict[tuple[float, float], int]
@@ -294,6 +295,31 @@ def test_an_absurd_epsilon_has_next_to_no_delta(epsilon: float) -> None:
     below, above = delta_interval({(0.01, 1.0): 100, (1.0, 3.0): 4}, epsilon)
     assert below == 0.0
     assert above < 1e-99
+
+
+@pytest.mark.parametrize("count", [10**8, 10**10, 10**12, 1 << 53, 1 << 106])
+@pytest.mark.parametrize("z", [0.05, 0.5])
+def test_as_many_rounds_as_can_be_cost_more_than_their_mean_loss(count: int, z: float) -> None:
+    low, up = epsilon_interval_of({PoissonPair(0.5, z): count}, 1e-6)
+    most, mean = count / (2 * z**2), quad_mean_loss(0.5, z)
+    assert 0.0 <= low <= 1.2 * most
+    # By the central limit theorem a loss below its mean has about half the probability.
+    assert 0.999 * count * mean <= up < math.inf
+
+
+def quad_mean_loss(q: float, z: float) -> float:
+    """E[L] if the user is removed, by the trapezoidal rule."""
+    x = np.linspace(-12 * z, 1 + 12 * z, 4001)
+    ratio = np.exp(np.minimum((x - 0.5) / z**2, 600.0))
+    density = np.exp(-(x**2) / (2 * z**2)) * (1 - q)
+    density += np.exp(-((x - 1) ** 2) / (2 * z**2)) * q
+    loss = np.log(1 - q + q * ratio)
+    return float(density @ loss) * float(x[1] - x[0]) / (z * math.sqrt(2 * math.pi))
+
+
+def test_losses_that_rounding_leaves_nothing_of_cost_at_least_nothing() -> None:
+    pair = LargestBatchPair(1 << 53, 100.0, 1.0)
+    assert epsilon_interval_of({pair: 1}, 1e-5)[0] == 0.0
 
 
 def test_no_round_costs_nothing() -> None:

@@ -159,5 +159,13 @@ def test_conversions_stay_in_range() -> None:
     assert delta_from_rdp(DEFAULT_ORDERS, huge, 0.0) == 1.0
 
 
+@pytest.mark.parametrize("z", [1e160, 1.7e308])
+def test_more_noise_than_has_a_square_costs_no_more_than_less(z: float) -> None:
+    orders = (1.5, 2.0, 64.0)
+    found = subsampled_gaussian_rdp(0.5, z, orders)
+    assert (found >= 0.0).all()
+    assert (found <= subsampled_gaussian_rdp(0.5, 1e80, orders)).all()
+
+
 def test_noise_beyond_the_square_of_floats_costs_nothing() -> None:
     assert subsampled_gaussian_rdp(1.0, 1e308, [2.0]).tolist() == [0.0]

@@ -10,14 +10,18 @@ from hypothesis import strategies as st
 from poisson_rounds import epsilon_interval as pld_interval
 from poisson_rounds import tight_delta, tight_epsilon
 
-from fedpriv.accounting import poisson_gaussian
+from fedpriv.accounting import poisson_gaussian, separated_gaussian
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.contour import inversion as contour
 from fedpriv.accounting.round_counts import (
+    compose,
     folded,
     grouped,
     unsampled_noise_multiplier,
 )
+from fedpriv.ledger.events import NeighbouringRelation
+
+ADD_OR_REMOVE = NeighbouringRelation.ADD_OR_REMOVE_ONE
 
 
 def scattered(n, q=(0.004, 0.02), z=(0.9, 1.6), seed=0):
@@ -30,6 +34,22 @@ def exact_delta(mu, at):
     with mpmath.workdps(40):
         mu, e = mpmath.mpf(mu), mpmath.mpf(at)
         return mpmath.ncdf(mu / 2 - e / mu) - mpmath.exp(e) * mpmath.ncdf(-mu / 2 - e / mu)
+
+
+@pytest.mark.parametrize("least", [1e-300, 1e-200, 1e-160, 1e155, 1e200, 1e300])
+def test_rounds_of_any_noise_fold(least):
+    rounds = {(1.0, least): 1, (1.0, 2 * least): 3}
+    (((q, z), count),) = folded(rounds).items()
+    assert q == 1.0
+    assert count >= 1
+    assert z / math.sqrt(count) == pytest.approx(least / math.sqrt(1.75), rel=1e-12)
+    assert z / math.sqrt(count) <= least / math.sqrt(1.75)
+
+
+def test_noise_over_a_tiny_strategy_stays_a_number():
+    event = separated_gaussian((1e-300,), 2, 1, 1, 1e150, ADD_OR_REMOVE)
+    (((_, z), _),) = compose([event]).items()
+    assert math.isfinite(z)
 
 
 class TestGroups:

@@ -9,6 +9,7 @@ from scipy.stats import norm
 
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
 from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
+from fedpriv.accounting.pld import queries
 from fedpriv.accounting.pld.dominating_pairs import LargestBatchPair, PoissonPair, _largest_masses
 
 
@@ -83,11 +84,22 @@ def test_largest_masses_are_relatively_accurate(n: int, z: float) -> None:
 
 
 def test_beyond_the_computed_range() -> None:
-    assert LargestBatchPair(5, 1.0, 1.0).at(0.5, 2.0) == LargestBatchPair(5, 2.0, 1.0)
+    assert LargestBatchPair(5, 1.0, 1.0).at(0.5, 2.0) == LargestBatchPair(4, 2.0, 1.0)
     assert epsilon_interval_of({LargestBatchPair(5, 2e6, 1.0): 1}, 1e-5)[0] == 0.0
     # Less noise is taken to be 0.05, which costs less.
     low, _ = epsilon_interval_of({LargestBatchPair(5, 0.01, 1.0): 1}, 1e-5)
     assert 200.0 < low < 300.0
+
+
+def test_many_numbers_of_batches_become_few_larger_ones() -> None:
+    passes = {LargestBatchPair(100 + i, 2.0, 1.0): 3 for i in range(100)}
+    below = queries._few(passes)[1]
+    assert len(below) <= 32
+    assert sum(below.values()) == 300
+    more = {LargestBatchPair(199, 2.0, 1.0): 300}
+    fewer = {LargestBatchPair(100, 2.0, 1.0): 300}
+    low = epsilon_interval_of(passes, 1e-6)[0]
+    assert epsilon_interval_of(more, 1e-6)[0] < low < epsilon_interval_of(fewer, 1e-6)[1]
 
 
 def test_more_batches_cost_less() -> None:

@@ -77,7 +77,7 @@ PLAIN = st.builds(
 @st.composite
 def series(draw):
     """Events with a schedule, and often with a strategy."""
-    rounds = draw(st.integers(1, 2**62))
+    rounds = draw(st.integers(1, 2**53))
     schedule = Schedule(rounds, draw(st.integers(1, rounds)), draw(st.integers(1, rounds)))
     others = st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=min(rounds - 1, 5))
     plain = draw(PLAIN)
@@ -94,7 +94,7 @@ def series(draw):
 @st.composite
 def banded(draw):
     """Series of Poisson rounds within bands."""
-    rounds = draw(st.integers(1, 2**62))
+    rounds = draw(st.integers(1, 2**53))
     groups = draw(st.integers(1, rounds))
     plain = draw(PLAIN)
     policy, schedule = SamplingPolicy.BANDED_POISSON, Schedule(rounds, -(-rounds // groups), groups)

@@ -229,20 +229,31 @@ class LargestBatchPair:
         Φ((y − b − 1)/z)·Φ(y/z)^{n − 1}   and   Φ((y − b)/z)·Φ(y/z)^{n − 1},
 
     which, as those of a function of the releases, cannot cost more than the pass (Chua et al. 2024,
-    arXiv 2403.17673; for many passes, arXiv 2411.04205). It bounds a pass from below alone.
+    arXiv 2403.17673; for many passes, arXiv 2411.04205). It bounds a pass from below alone, and so
+    it does with more noise, which may be added to the sums, and with more batches, whose maximum is
+    the larger of y and of noise.
     """
 
     batches: int  # n ≥ 1
     z: float  # noise_stddev per sensitivity
     base: float  # b
 
-    def at(self, q: float, z: float) -> "LargestBatchPair":  # noqa: ARG002
-        """The pair of the same kind with other noise."""
-        return replace(self, z=z)
+    @property
+    def q(self) -> float:
+        """1/√n, which tells the n of passes apart, as that of random allocation does."""
+        return 1 / math.sqrt(self.batches)
 
-    def laws(self, tail: float) -> tuple[DiscreteLaw, DiscreteLaw]:  # noqa: ARG002
-        """Both are that of the largest sum, exactly."""
-        return self._law, self._law
+    def at(self, q: float, z: float) -> "LargestBatchPair":
+        """The pair of the same kind with other n, right below 2⁴⁸, and z."""
+        return replace(self, batches=round(q**-2.0), z=z)
+
+    def at_most_as_bad(self, tail: float) -> DiscreteLaw:  # noqa: ARG002
+        """The loss of the largest sum, exactly."""
+        return self._law
+
+    def at_least_as_bad(self, tail: float) -> DiscreteLaw:  # noqa: ARG002
+        """The loss of the largest sum, exactly."""
+        return self._law
 
     @cached_property
     def _law(self) -> DiscreteLaw:

@@ -22,6 +22,7 @@ from fedpriv.accounting.round_counts import Vector
 _EPS = float(np.finfo(np.float64).eps)
 _NOISE = 1e-4  # share of δ that rounding may take before a wider floating-point type is used
 _LARGEST_SIZE = 1 << 21  # a larger transform would take too much memory
+_UNCERTAIN = 1.0  # largest error of the logarithm of a probability
 _SMALLEST = -100.0  # logarithm below which a value of a transform is taken to be 0
 _CHEAP_SIZE = 1 << 14  # size up to which the wider type costs nothing that counts
 _PIECE = 1 << 15  # frequencies that are worked on at a time, to save memory
@@ -66,7 +67,10 @@ class Composition:
 
 
 def compose_atoms(parts: Sequence[tuple[LossAtoms, int]], window: Window) -> Composition:
-    """The sum of independent repeated losses; if it takes over 2²¹ points, only its moment."""
+    """The sum of independent repeated losses.
+
+    Only its moment where that takes over 2²¹ points, or rounding may move what leaves the window.
+    """
     tilt, step = window.tilt, window.step
     logs, weights = zip(*(_tilted(atoms, step, tilt) for atoms, _ in parts), strict=True)
     counts = [count for _, count in parts]
@@ -75,11 +79,13 @@ def compose_atoms(parts: Sequence[tuple[LossAtoms, int]], window: Window) -> Com
     infinite = sum(count * atoms.infinite for atoms, count in parts)
     low = (log_mgf - _log_mgf(parts, step, tilt - window.left) - window.depth) / window.left
     high = (_log_mgf(parts, step, tilt + window.right) - log_mgf + window.depth) / window.right
-    size = 1 << (math.ceil((high - low) / step) + 1).bit_length()
-    if size > _LARGEST_SIZE:
+    points = (high - low) / step
+    uncertain = mass_error + 8 * _EPS * abs(log_mgf)
+    if not (0 <= points <= _LARGEST_SIZE - 2 and uncertain < _UNCERTAIN):
         curves = np.zeros(0), np.zeros(0)
         slack = sum(count * float(atoms.rounding.max()) for atoms, count in parts)
         return Composition(0.0, step, tilt, log_mgf, *curves, 0.0, 0.0, slack, mass_error, infinite)
+    size = 1 << (math.ceil(points) + 1).bit_length()
     scale = _weight_norm(step, tilt)
     tolerance = _NOISE * math.exp(window.margin - window.depth) / scale
     indices = [atoms.index for atoms, _ in parts]

@@ -98,16 +98,23 @@ class LossPair(Protocol):
     """The pair (P, Q) of some event, for z in [0.05, 10⁶]; a value that is compared and hashed."""
 
     @property
+    def q(self) -> float:
+        """The sampling probability in (0, 1], or of a pass how few rounds it has."""
+
+    @property
     def z(self) -> float:
         """noise_stddev per sensitivity."""
 
     def __hash__(self) -> int: ...
 
     def at(self, q: float, z: float) -> "LossPair":
-        """The same kind elsewhere: a larger q, if it has one, and a smaller z cost no less."""
+        """The same kind elsewhere: a larger q and a smaller z cost no less."""
 
-    def laws(self, tail: float) -> tuple[LossLaw | None, LossLaw]:
-        """Losses at most (None: unknown) and at least as bad, which may cut off such tails."""
+    def at_most_as_bad(self, tail: float) -> LossLaw | None:
+        """A loss at most as bad (None: unknown), which may cut off such tails."""
+
+    def at_least_as_bad(self, tail: float) -> LossLaw:
+        """A loss at least as bad, which may cut off such tails."""
 
 
 Pairs = Mapping[LossPair, int]
@@ -139,9 +146,13 @@ class GaussianPair(LossLaw):
         """The pair of the same kind with other q and z."""
         return replace(self, q=q, z=z)
 
-    def laws(self, tail: float) -> tuple[LossLaw, LossLaw]:  # noqa: ARG002
-        """Both are the pair's own."""
-        return self, self
+    def at_most_as_bad(self, tail: float) -> LossLaw:  # noqa: ARG002
+        """The pair's own."""
+        return self
+
+    def at_least_as_bad(self, tail: float) -> LossLaw:  # noqa: ARG002
+        """The pair's own."""
+        return self
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from fedpriv.accounting.pld.lattice import (
     dominated,
     dominating,
 )
+from fedpriv.accounting.pld.random_allocation import AllocationPair
 from fedpriv.accounting.round_counts import Direction, Ends, Vector
 
 # How wide an interval of ε should be, relative to its upper end and in addition, and one of δ.
@@ -42,6 +43,7 @@ _TRIES, _FINEST, _PROGRESS = 6, 1 / 64, 0.8
 # Numbers of different pairs, each of which needs a transform: up to the first they are composed
 # again where that helps, up to the second once, and more are grouped.
 _REFINED, _GROUPS = 16, 32
+_ALLOCATION_GROUPS = 12  # passes of random allocation, of which each takes up to some seconds
 # Noise per sensitivity, and sampling probability, that is computed with.
 _LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.05, 1e6, 1e-12
 _TAIL = 1e-4  # share of δ that may come from losses that are taken to be infinite
@@ -49,6 +51,7 @@ _TOLERANCE = 2e-4  # share of ε that the lattice of the upper bound may cost
 _CERTAINTY = 10.0  # minus the log of the share of δ that may wrap around the window
 _LEAST_LOG_DELTA = math.log(1e-100)
 _LARGEST_SIZE = 1 << 20
+_LARGEST_STEP = 64.0  # of a lattice, whose points must tell the losses of one round apart
 _FILLED = 0.9  # share of the transform's points that the planned window takes
 _GROWTH = 0.03  # spacing of far lattice points relative to their distance from the centre
 _SHARES = (1.0, 0.5, 0.15)  # tilts to choose from, relative to that of the best Chernoff bound
@@ -152,13 +155,13 @@ def _planned(
 
 @lru_cache(maxsize=_KEPT)
 def _at_least_as_bad(pair: LossPair, lattice: Lattice, direction: Direction) -> LossAtoms:
-    return dominating(pair.laws(lattice.tail)[1], lattice, direction)
+    return dominating(pair.at_least_as_bad(lattice.tail), lattice, direction)
 
 
 @lru_cache(maxsize=_KEPT)
 def _at_most_as_bad(pair: LossPair, lattice: Lattice, direction: Direction) -> LossAtoms | None:
     """None where no loss is known."""
-    law, _ = pair.laws(lattice.tail)
+    law = pair.at_most_as_bad(lattice.tail)
     atoms = None if law is None else dominated(law, lattice, direction)
     return atoms if atoms is not None and atoms.mass.any() else None
 
@@ -169,14 +172,14 @@ def _few(pairs: Pairs) -> tuple[Pairs, Pairs]:
     To get there, q may grow and z fall for the former, and z grow for the latter, which lack pairs
     that would have to move otherwise. A z that grows for the former gets an infinite loss later.
     """
-    kinds: dict[LossPair, dict[tuple[float, float], int]] = {}
+    kinds: dict[LossPair, Counter[tuple[float, float]]] = {}
     for pair, count in pairs.items():
-        setting = pair.q if isinstance(pair, GaussianPair) else 1.0, pair.z
-        kinds.setdefault(pair.at(1.0, 1.0), {})[setting] = count
+        kinds.setdefault(pair.at(1.0, 1.0), Counter())[pair.q, pair.z] += count
     above, below = Counter[LossPair](), Counter[LossPair]()
     for kind, settings in kinds.items():
         rounds = round_counts.folded(settings) if isinstance(kind, GaussianPair) else settings
-        groups = round_counts.grouped(rounds, _GROUPS)
+        most = _ALLOCATION_GROUPS if isinstance(kind, AllocationPair) else _GROUPS
+        groups = round_counts.grouped(rounds, most)
         for found, moved in zip((above, below), groups, strict=True):
             for (q, z), count in moved.items():
                 if found is above or (q >= _LEAST_PROBABILITY and z <= _MOST_NOISE):
@@ -207,6 +210,11 @@ class _Cumulant:
         largest = exponent.max(axis=1, keepdims=True)
         return float(self.count @ (largest[:, 0] + np.log(np.exp(exponent - largest).sum(axis=1))))
 
+    @property
+    def largest(self) -> float:
+        """The largest loss, in modulus; above 0 even where rounding leaves none."""
+        return max(float(np.abs(self.loss).max()), 1e-30)
+
     def tilted(self, w: float) -> Vector:
         """[pairs, nodes] probabilities of the nodes under the tilt e^{wL}."""
         exponent = self.log_mass + w * self.loss
@@ -230,7 +238,7 @@ class _Aim(NamedTuple):
 
 def _cumulant(pairs: Pairs, tail: float, direction: Direction) -> _Cumulant:
     """The cumulant of these events, seen from one direction."""
-    sketches = [pair.laws(tail)[1].sketch(tail) for pair in pairs]
+    sketches = [pair.at_least_as_bad(tail).sketch(tail) for pair in pairs]
     shape = len(sketches), max(len(each.loss) for each in sketches)
     log_mass, loss = np.full(shape, -np.inf), np.zeros(shape)
     for row, each in enumerate(sketches):
@@ -289,10 +297,11 @@ def _resolved(
     certainty = _CERTAINTY - math.log(precision)
     faintest = certainty + _FAINTEST - math.log(rounds)
     windows = [_window(k, aim, share * best, certainty) for share in _SHARES]
+    windows = [each for each in windows if each.step > 0] or [replace(windows[0], step=step)]
     usable = [each for each in windows if each.depth < faintest] or windows[:1]
     window = min(usable, key=lambda each: each.step)
     size = 2 ** math.ceil(math.log2(min(_LARGEST_SIZE, max(1.0, window.step / step) / _FILLED)))
-    window = replace(window, step=window.step / (_FILLED * size))
+    window = replace(window, step=min(window.step / (_FILLED * size), _LARGEST_STEP))
     spread = math.sqrt(precision)
     widest = max(1.0, 0.1 * spread / ((1 + aim.steepness) * window.step))
     return window, Lattice(window.step, widest, _GROWTH * spread, tail)
@@ -323,8 +332,7 @@ def _step(k: _Cumulant, aim: _Aim, precision: float) -> float:
         added = np.where(distance < step, distance * (step - distance), step**2 / 6)
         return float((weight * added).sum()) <= budget
 
-    largest = float(np.abs(k.loss).max()) / 4
-    high = math.log(min(largest, max(0.02 * aim.epsilon, 0.1 * spread)))
+    high = math.log(min(k.largest / 4, max(0.02 * aim.epsilon, 0.1 * spread)))
     low = high - 14.0
     if fits(math.exp(high)):
         return math.exp(high)
@@ -337,7 +345,7 @@ def _step(k: _Cumulant, aim: _Aim, precision: float) -> float:
 def _orders(k: _Cumulant) -> list[float]:
     """Tilts from where the largest loss hardly counts to far beyond the best for a normal loss."""
     usual = 5.0 / k.stddev(0.0)
-    low = min(math.exp(-6.0) * usual, 0.05 / float(np.abs(k.loss).max()))
+    low = min(math.exp(-6.0) * usual, 0.05 / k.largest)
     high = math.exp(6.0) * usual
     return [float(w) for w in np.geomspace(low, high, math.ceil(4 * math.log(high / low)))]
 

@@ -28,7 +28,7 @@ of the paper of 2025, with blocks of nearly equal length instead of ⌊n/k⌋ ro
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -46,6 +46,7 @@ _LARGEST_LOG = 500.0  # values beyond e^±500 are rounded, so that no product th
 _TAILS = (1e-40, 1e-120, 1e-290)
 _LOST = 1e-90  # more than the probability of all that may underflow
 _MOST_ROUNDS = 1 << 30
+_KEPT = 512  # sums: more than those of all passes of one price, of some 50 kB each
 
 # Distances of points: relative to that from the median, and to max(2, 1/z) at most, times how much
 # more that may be below the median. With these, intervals of ε are narrower than a thousandth.
@@ -143,17 +144,20 @@ def coarse(ratios: RatioSum, points: int) -> tuple[Vector, Vector]:
     return total[some] / mass[some], mass[some]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=_KEPT)
 def sum_of_ratios(rounds: int, z: float, tail: float, shape: Shape) -> RatioSum:
-    """R of n rounds: for every further binary digit of n double, and for a 1 add one round."""
-    mu, reach = 1 / z, -float(ndtri(tail))
-    middle, far = -(mu**2) / 2, _FAR * max(2.0, mu)
-    edges = _spaced(middle - mu * reach, middle, mu * reach - middle, mu, far)
-    one = total = one_round(z, edges, shape)
-    for digit in f"{rounds:b}"[1:]:
-        total = add(total, total, _spaced(*_outline(total, total, tail), far), shape)
-        if digit == "1":
-            total = add(total, one, _spaced(*_outline(total, one, tail), far), shape)
+    """R of n rounds: twice that of ⌊n/2⌋, which other n share, and for an odd n one round more."""
+    mu = 1 / z
+    far = _FAR * max(2.0, mu)
+    if rounds == 1:
+        middle, reach = -(mu**2) / 2, -float(ndtri(tail))
+        edges = _spaced(middle - mu * reach, middle, mu * reach - middle, mu, far)
+        return one_round(z, edges, shape)
+    half = sum_of_ratios(rounds // 2, z, tail, shape)
+    total = add(half, half, _spaced(*_outline(half, half, tail), far), shape)
+    if rounds % 2:
+        one = sum_of_ratios(1, z, tail, shape)
+        total = add(total, one, _spaced(*_outline(total, one, tail), far), shape)
     return total
 
 
@@ -210,26 +214,34 @@ def allocation_pairs(rounds: int, participations: int, noise_multiplier: float) 
 class AllocationPair:
     """The pair of a pass of n rounds with every user in exactly one of them.
 
-    n above 2³⁰ is computed as 2³⁰, and has no loss at most as bad. (More rounds are no worse: the
-    mean of n ratios is that of the means of all but one of them.) A loss at least as bad is
-    infinite with probability 10⁻⁹⁰ or more.
+    More rounds are no worse: the mean of n ratios is that of the means of all but one of them. n
+    above 2³⁰ is computed as 2³⁰, and has no loss at most as bad. A loss at least as bad is infinite
+    with probability 10⁻⁹⁰ or more.
     """
 
     rounds: int  # n ≥ 1
     z: float  # noise_stddev per sensitivity, ≥ 0
 
-    def at(self, q: float, z: float) -> "AllocationPair":  # noqa: ARG002
-        """The pair of the same kind with other noise."""
-        return replace(self, z=z)
+    @property
+    def q(self) -> float:
+        """1/√n: the ratio has the variance q²·(e^{1/z²} − 1), as one of sampled rounds has."""
+        return 1 / math.sqrt(self.rounds)
 
-    def laws(self, tail: float) -> tuple[DiscreteLaw | None, DiscreteLaw]:
-        """Losses that are at most, and at least as bad as that of the pass."""
+    def at(self, q: float, z: float) -> "AllocationPair":
+        """The pair of the same kind with other n, right up to 2³⁰, and z."""
+        return AllocationPair(round(q**-2.0), z)
+
+    def at_most_as_bad(self, tail: float) -> DiscreteLaw | None:
+        """A loss that is at most as bad as that of the pass."""
+        return _law(self._sum(tail, merge), -1) if self.rounds <= _MOST_ROUNDS else None
+
+    def at_least_as_bad(self, tail: float) -> DiscreteLaw:
+        """A loss that is at least as bad as that of the pass."""
+        return _law(self._sum(tail, spread), 1)
+
+    def _sum(self, tail: float, shape: Shape) -> RatioSum:
         cut = next((each for each in _TAILS if math.sqrt(each) <= tail), _TAILS[-1])
-        below, above = (
-            _law(sum_of_ratios(min(self.rounds, _MOST_ROUNDS), self.z, cut, shape), sign)
-            for shape, sign in ((merge, -1), (spread, 1))
-        )
-        return below if self.rounds <= _MOST_ROUNDS else None, above
+        return sum_of_ratios(min(self.rounds, _MOST_ROUNDS), self.z, cut, shape)
 
 
 def _law(ratios: RatioSum, sign: int) -> DiscreteLaw:

@@ -222,8 +222,15 @@ class ExamplesPair(GaussianPair):
         """The masses of a loss near 0 differ by at most about the chance that any is drawn."""
         return self._law.resolution
 
-    def laws(self, tail: float) -> tuple[LossLaw, LossLaw]:
-        """At most, and at least as bad: rare counts j are moved, so that few are left."""
+    def at_most_as_bad(self, tail: float) -> LossLaw:
+        """Rare counts j are moved inward, so that few are left."""
+        return self._laws(tail)[0]
+
+    def at_least_as_bad(self, tail: float) -> LossLaw:
+        """Rare counts j are moved outward, so that few are left."""
+        return self._laws(tail)[1]
+
+    def _laws(self, tail: float) -> tuple[LossLaw, LossLaw]:
         # Where a loss of −log w_0 or less would be common, e^ε times the cut matters: its square.
         weights, cut = self._law.weights, max(tail, _LEAST_CUT) ** 2
         first = int(np.searchsorted(np.cumsum(weights), cut, side="right"))
