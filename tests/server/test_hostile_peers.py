@@ -31,7 +31,7 @@ from tests.server.hostile_nodes import (
     plain,
     settings,
 )
-from tests.server.loopback import site, strike, until
+from tests.server.loopback import TransferLimits, site, strike, until
 
 USERS = {"four": ["4"], "five": ["5"]}
 MEBIBYTE = 2**20
@@ -147,6 +147,26 @@ def test_who_reads_nothing_does_not_keep_the_server_from_stopping(
             give_up.start()
         assert give_up.is_alive()
         give_up.cancel()
+
+
+@pytest.mark.parametrize("places", [1, 16])
+def test_who_reads_no_part_of_the_ledger_keeps_nobody_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, places: int
+) -> None:
+    monkeypatch.setattr(service, "_DOWNLOADS", places)
+    if places == 1:
+        monkeypatch.setattr(service, "_SHARE_OF_A_PART", 0.01)
+    users = USERS | {name: [name] for name in ("a", "b", "c")}
+    with (
+        site(tmp_path, users, TransferLimits(uploads=1, seconds=60.0)) as made,
+        made.channel("four") as channel,
+        ExitStack() as stack,
+    ):
+        for name in "abc":
+            connection = stack.enter_context(encrypted(made.server.address.port, made.certs, name))
+            connection.sendall(PREFACE + settings(window=0) + called(SERVICE + "FetchLedger", b""))
+            until(lambda: made.server.service.authentication._open[name] == 1)  # noqa: B023
+        assert len(list(channel.unary_stream(SERVICE + "FetchLedger")(b"", timeout=PATIENCE))) > 1
 
 
 def test_a_hello_has_the_server_look_at_no_list_of_users(
