@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from fedpriv.data.population import UserStore
+from fedpriv.engine.checks import check_task
 from fedpriv.engine.local_training import Examples, by_rung, schedule
 from fedpriv.engine.metrics import Measuring, check_metrics, metric, user_metrics
 from fedpriv.engine.task import (
     RoundParameters,
     RunningNorm,
     Task,
-    check_task,
     cross_entropy,
     running_norms,
     without_batch_norm,

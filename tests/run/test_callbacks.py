@@ -123,6 +123,8 @@ def test_nothing_that_is_not_released_has_a_place() -> None:
         "held_out_users",
         "simulation_only_seconds",  # None for callbacks
         "unit",
+        "relation",
+        "randomness",
     ]
 
 

@@ -174,7 +174,7 @@ def test_an_unknown_node_is_refused_without_naming_others(tmp_path: Path) -> Non
         ("shared = ['u']\n[nodes.a]\nusers = ['u']", "unknown key shared"),
         (
             "[nodes.a]\nusers = [{id = 'u', shared = true}]",
-            "nodes.a.users.0 is {'id': 'u', 'shared': True}; input",
+            "nodes.a.users.0 is {'id': 'u', 'shared': True}; it must be text",
         ),
     ],
 )
