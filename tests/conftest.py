@@ -39,9 +39,10 @@ settings.load_profile("same")
 @pytest.fixture(autouse=True)
 def _logging_as_it_was() -> Iterator[None]:
     """What a test configures of logging ends with the test."""
-    root = logging.getLogger()
-    level, handlers = root.level, list(root.handlers)
+    root, flower = logging.getLogger(), logging.getLogger("flwr")
+    level, handlers, propagates = root.level, list(root.handlers), flower.propagate
     yield
+    flower.propagate = propagates  # else what it says reaches no later test
     root.setLevel(level)
     for handler in set(root.handlers) - set(handlers):
         root.removeHandler(handler)
