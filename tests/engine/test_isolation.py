@@ -53,7 +53,7 @@ def transport_of(
     return InProcessTransport(task, store, CPU, MEMORY, hosted, processes=processes)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=7, deadline=None)
 @given(plans, people(20, 64), st.data())
 def test_a_sum_is_that_of_what_each_user_gives_alone(
     plan: Plan, users: list[User], data: st.DataObject

@@ -93,6 +93,7 @@ class TestBackingUp:
         assert taken.read_bytes() == b"mine"
         assert not other.exists()
 
+    @pytest.mark.slow
     def test_backups_made_while_rounds_are_charged_are_consistent(self, ledger, tmp_path):
         stop = threading.Event()
 
