@@ -17,6 +17,7 @@ from safetensors.numpy import load
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.clients.connection import FederationStub, Identity
 from fedpriv.errors import InvalidValueError, UnreachableError, WireError, writing
+from fedpriv.ledger.events import Randomness
 from fedpriv.logs import expiry, one_line
 from fedpriv.report.records import SiteRecord, Trouble
 from fedpriv.report.tables import Column, number, print_table
@@ -72,6 +73,7 @@ def save_model(server: str, identity: Identity, out: Path) -> None:
         header = json.loads(header["release"])
         run, *rounds = str(header["run"]), int(header["round"]), int(header["rounds"])
         epsilon, delta = float(header["epsilon"]), float(header["delta"])
+        randomness = Randomness(header["randomness"])
         if len(run) > MAX_NAME or not all(0 <= number < 2**32 for number in rounds):
             raise ValueError("the run or its rounds are too long to print")
     except _NO_MODEL as error:
@@ -79,6 +81,8 @@ def save_model(server: str, identity: Identity, out: Path) -> None:
     with writing(out):
         write_atomically(out, data)
     name, spent = one_line(run), f"ε = {format_epsilon(epsilon)} at δ = {delta:g}"
+    if randomness is Randomness.SEEDED:
+        spent += f", {randomness}"
     print(f"{out}: run {name}, round {rounds[0]} of {rounds[1]}, {spent}")  # noqa: T201
 
 

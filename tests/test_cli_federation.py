@@ -537,7 +537,14 @@ def test_an_enrolment_that_cannot_be_is_one_sentence(
     assert sentence in refused("enrol", *arguments, cwd=tmp_path)
 
 
-SPENT = {"run": "digits", "round": 3, "rounds": 10, "epsilon": 1.2341, "delta": 1e-5}
+SPENT = {
+    "run": "digits",
+    "round": 3,
+    "rounds": 10,
+    "epsilon": 1.2341,
+    "delta": 1e-5,
+    "randomness": "operating system",
+}
 WEIGHTS = {"w": np.arange(3, dtype=np.float32)}
 
 
@@ -558,6 +565,13 @@ def test_the_released_model_is_fetched_with_its_round_and_epsilon(tmp_path: Path
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_a_model_of_a_seeded_run_is_said_to_have_no_guarantee(tmp_path: Path) -> None:
+    seeded = released(randomness="seeded: reproducible, not a guarantee")
+    with serving(Standing(encode_status(STATUS), model=seeded)) as server:
+        said = printed("model", *plain(server), "--out", tmp_path / "m")
+    assert said.endswith("at δ = 1e-05, seeded: reproducible, not a guarantee\n")
+
+
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
@@ -569,6 +583,7 @@ def test_the_released_model_is_fetched_with_its_round_and_epsilon(tmp_path: Path
         (released(run="x" * 1025), "is not a model with its round and ε"),
         (released(round=float("inf")), "is not a model with its round and ε"),
         (released(rounds=-1), "is not a model with its round and ε"),
+        (released(randomness="dice"), "is not a model with its round and ε"),
         (released(epsilon=10**400), "is not a model with its round and ε"),
         (save(WEIGHTS, {"release": "[" * 200_000}), "is not a model with its round and ε"),
     ],

@@ -161,6 +161,7 @@ def test_resuming_keeps_the_noise_that_was_calibrated_at_first(file: Path, tmp_p
 def test_bad_input_is_refused(arguments: list[str], message: str, file: Path) -> None:
     command, *rest = arguments
     assert message in refused(command, file, *rest, cwd=file.parent)
+    assert not (file.parent / "l.sqlite").exists()
 
 
 def test_norms_are_not_asked_of_updates_that_control_variates_will_move(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ users who have integers that are not known to be legal are tried on the CPU.
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import cast
 
 import numpy as np
@@ -31,16 +31,16 @@ class Indices:
         self._reasons: dict[int, Exception | None] = {}  # by user, of those that were tried
         fields = {name: users.fields[name] for name in task.fields}
         self._zeros = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in fields.items()}
-        self._legal = self._ranges()
-        self._may_ignore = self._all_legal(task.targets, task.ignore_index)
 
-    def legal(self, name: str) -> tuple[int, int]:
-        """The least and the largest number of a field of integers, or of bools, that are legal."""
-        kind = self._zeros[name].dtype
-        if kind.kind == "b":
+    def legal(self, name: str, most: int) -> tuple[int, int]:
+        """The least and the largest legal number of a field of integers, up to ±most, or of bools.
+
+        None beyond is tried: a model may make as many numbers as one says, as a mask of lengths.
+        """
+        if self._zeros[name].dtype.kind == "b":
             return 0, 1
-        limits = np.iinfo(cast("np.dtype[np.integer]", kind))
-        return self._legal.get(name, (int(limits.min), int(limits.max)))
+        ends = (max(-most, min(end, most)) for end in self._ends(name))
+        return cast("tuple[int, int]", tuple(self._last_legal(name, end) for end in ends))
 
     def check(self, users: npt.NDArray[np.int64]) -> None:
         """Raise what model or loss raise for the rows of the first of these users for whom they do.
@@ -71,7 +71,8 @@ class Indices:
             odd |= np.logical_or.reduceat(beyond.reshape(len(rows), -1).any(1), firsts)
         return users[odd]
 
-    def _ranges(self) -> dict[str, tuple[int, int]]:
+    @cached_property
+    def _legal(self) -> dict[str, tuple[int, int]]:
         """Numbers around 0 of which all are legal, by field; fields of which any is are absent.
 
         Tried with all numbers of a field alike. Beyond a range numbers may be legal as well, in
@@ -80,12 +81,24 @@ class Indices:
         found = {}
         for name, column in self._zeros.items():
             if np.issubdtype(column.dtype, np.integer):
-                limits = np.iinfo(cast("np.dtype[np.integer]", column.dtype))
-                ends = int(limits.min), int(limits.max)
-                least, most = (_last(partial(self._all_legal, name), end) for end in ends)
+                ends = self._ends(name)
+                least, most = (self._last_legal(name, end) for end in ends)
                 if (least, most) != ends:
                     found[name] = least, most
         return found
+
+    @cached_property
+    def _may_ignore(self) -> bool:
+        """Whether targets that do not count are legal."""
+        return self._all_legal(self._task.targets, self._task.ignore_index)
+
+    def _ends(self, name: str) -> tuple[int, int]:
+        """The least and the largest number of the type of a field."""
+        limits = np.iinfo(cast("np.dtype[np.integer]", self._zeros[name].dtype))
+        return int(limits.min), int(limits.max)
+
+    def _last_legal(self, name: str, end: int) -> int:
+        return _last(partial(self._all_legal, name), end)
 
     def _all_legal(self, name: str, number: int) -> bool:
         """Whether an example computes that is zero but for one field, which is this number."""

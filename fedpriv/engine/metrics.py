@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from types import UnionType
 from typing import NamedTuple, cast
 
@@ -263,13 +264,11 @@ class Measuring:
             run = partial(batched.outputs, own, self.start.constants)
             return _Seen(self.task, *_recorded(batched.model, run, x), y)
         # Nothing says that others keep apart what lies side by side.
-        tensors, each = self.start.parameters | self.start.constants, len(y) // lanes
-        found = []
+        run = partial(called, self.task.model, self.start.parameters | self.start.constants)
+        found, each = [], len(y) // lanes
         for first in range(0, len(y), each):
-            rows = each_input(lambda t, first=first: t[first : first + each], x)  # type: ignore[misc]
-            found.append(
-                _recorded(self.task.model, partial(called, self.task.model, tensors), rows)
-            )
+            rows = each_input(itemgetter(slice(first, first + each)), x)
+            found.append(_recorded(self.task.model, run, rows))
         outputs, moments = zip(*found, strict=True)
         calls = {
             name: [torch.cat(some) for some in zip(*(m[name] for m in moments), strict=True)]

@@ -314,9 +314,7 @@ def evaluate(
     if HELD_OUT_USER in rows:
         users, owners = np.unique(rows[HELD_OUT_USER], return_inverse=True)
     sums, parts, failed = dict[str, Tensor](), list[Collected](), dict[str, str]()
-    modes = [(module, module.training) for module in task.model.modules()]
-    task.model.eval()
-    try:
+    with _evaluating(task.model):
         tensors = _channels_last(task, tensors, rows, device)
         for piece, replaced in _pieces(len(owners), personal):
             columns = {n: torch.tensor(rows[n][piece], device=device) for n in task.fields}
@@ -338,9 +336,6 @@ def evaluate(
                 _ = into.index_add_(0, own, found) if len(into) > 1 else into.add_(found.sum(0))
             if functions:
                 parts.append(Collected.of(seen, own))
-    finally:
-        for module, training in modes:  # a part may always be in evaluation mode
-            module.training = training
     values, by_user = dict[str, float](), dict[str, npt.NDArray[np.float64]]()
     for name, total in sums.items():
         values[name] = float(summed[name].finish(total.sum(0, keepdim=True)))
@@ -358,6 +353,18 @@ def evaluate(
     told = {n: each for n, each in by_user.items() if HELD_OUT_USER in rows and n not in failed}
     spreads = {name: spread(each) for name, each in told.items()}
     return Evaluation(values["loss"], values.get("accuracy"), known, spreads, failed)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """A model in evaluation mode, of which a part may always be."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _pieces(

@@ -75,7 +75,8 @@ _UNROLLED = 32  # numbers: two vectors of AVX-512
 _COMPARED = 64
 _TURNS = 16
 _NOT_FINITE = (np.nan, np.inf, -np.inf, 1e30)
-_LARGE = 2**10  # integers of random users are less, where larger ones are legal
+_LARGE = 2**10  # of integers of random users, where larger ones are legal
+_CHANCES = 3  # to leave generators alone that other threads may draw from, too
 _LEARNING_RATE = 0.05  # at which random users stay finite, whatever the plan's
 
 
@@ -529,14 +530,15 @@ class Isolation:
         return verdict.most
 
     def _examined(self, request: RoundRequest, rung: Rung) -> _Verdict:
-        before = _own_generators()
-        verdict = self._tried(request, rung)
-        if _own_generators() != before:
-            raise ModelError(
-                "training draws from the generators of Python's random or NumPy's, of which all "
-                "users have the same; it must draw from torch's, which are seeded for each user"
-            )
-        return verdict
+        for _ in range(_CHANCES):
+            before = _own_generators()
+            verdict = self._tried(request, rung)
+            if _own_generators() == before:
+                return verdict
+        raise ModelError(
+            "training draws from the generators of Python's random or NumPy's, of which all users "
+            "have the same; it must draw from torch's, which are seeded for each user"
+        )
 
     def _tried(self, request: RoundRequest, rung: Rung) -> _Verdict:
         trainer = self._trainer
@@ -690,8 +692,8 @@ def _random_store(trainer: Trainer, sizes: Integers) -> UserStore:
                 ends = [np.asarray(end).astype(column.dtype) for end in _NOT_FINITE]
         else:
             # Where more than 0 and 1 are legal: neither 0, which ends a short row, nor too large.
-            least, most = trainer.indices.legal(name)
-            low, high = (1, (min(most, _LARGE) + 1) // 2) if most > 1 else (0, max(most, 0))
+            least, most = trainer.indices.legal(name, _LARGE)
+            low, high = (1, (most + 1) // 2) if most > 1 else (0, most)
             drawn[:] = rng.integers(low, high, drawn.shape, endpoint=True)
             ends = [np.asarray(end, column.dtype) for end in (least, most, 0)]
         for number, end in enumerate(ends):

@@ -42,7 +42,7 @@ from fedpriv.report.tables import Column, Table, cohort_text, plural, print_tabl
 from fedpriv.run.projection import Projection, planned, projected
 from fedpriv.run.run import Run, RunSetup, carry_out
 from fedpriv.trackers import Tracker, named
-from fedpriv.training.norm_search import NormQuantile, find_quantiles
+from fedpriv.training.norm_search import NormQuantile, check_quantile, find_quantiles
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.rounds import OnRound, TrainingPlan
 from fedpriv.training.stopping import Stopping
@@ -332,6 +332,7 @@ def suggest_norms(
     file: Path, assignments: list[str], ledger: Path | None, rounds: int, quantile: float
 ) -> None:
     """Ask users about their update norms, charge each round, and propose clipping norms."""
+    check_quantile(quantile)  # before there is a ledger
     config = load_config(file, assignments).model_copy(update={"audit": None})
     charged = ledger or (Path(config.privacy.ledger) if config.privacy.ledger else None)
     if charged is None:

@@ -63,6 +63,12 @@ class NormQuantile:
         return NormQuantile(self.group, low, high, min(max(nearest, low), high), noise_stddev)
 
 
+def check_quantile(quantile: float) -> None:
+    """Refuse a quantile that is none."""
+    if not 0.0 < quantile < 1.0:
+        raise InvalidValueError(f"quantile is {quantile}; it must be in (0, 1)")
+
+
 def find_quantiles(
     plan: TrainingPlan,
     state: ServerState,
@@ -77,8 +83,7 @@ def find_quantiles(
     charged before it is released; BudgetExceededError where the next would pass the budget. The
     model and its running statistics stay, so the norms are those of the first round of training.
     """
-    if not 0.0 < quantile < 1.0:
-        raise InvalidValueError(f"quantile is {quantile}; it must be in (0, 1)")
+    check_quantile(quantile)
     known = tuple(NormQuantile(group.name) for group in plan.groups)
     fixed = replace(
         plan, metrics=(), metrics_share=0.0, contributors_share=0.0, adaptive=None, statistics=None

@@ -11,8 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 from fedpriv.data.population import UserStore
+from fedpriv.engine.local_training import Rung
 from fedpriv.engine.metrics import metric
 from fedpriv.engine.task import Task, cross_entropy
+from fedpriv.engine.trainer import Isolation
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import ModelError
 from fedpriv.privacy.clipping import Clipping
@@ -133,6 +135,21 @@ class Remembering(nn.Module):
         return (x / scale) @ self.w
 
 
+class Masking(nn.Module):
+    """Masks what is beyond a length, by as many numbers as the longest says."""
+
+    largest = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(LENGTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Masking.largest = max(Masking.largest, int(x.max()))
+        mask = torch.arange(LENGTH) < x[:, :1]
+        return self.layer(mask * x.float())
+
+
 class RarelyDropping(nn.Module):
     """Drops its first layer once in a while, as Python's own generator says."""
 
@@ -245,3 +262,26 @@ def test_a_model_that_draws_from_pythons_generator_is_refused() -> None:
     transport, request = asked(RarelyDropping(), users_of([EACH] * USERS, (LENGTH,)))
     with pytest.raises(ModelError, match="draws from the generators of Python's random or NumPy's"):
         list(transport.collect(request))
+
+
+def test_random_users_have_no_integers_that_a_model_could_run_out_of_memory_with() -> None:
+    torch.manual_seed(0)
+    assert_apart(*asked(Masking(), integers(WORDS - 1, short=True)))
+    assert Masking.largest == 2**10
+
+
+def test_generators_that_another_thread_draws_from_are_not_the_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    transport, request = asked(nn.Linear(LENGTH, 3), users_of([EACH] * USERS, (LENGTH,)))
+    honest, drawn = Isolation._tried, []
+
+    def meanwhile(isolation: Isolation, asked: RoundRequest, rung: Rung) -> object:
+        if not drawn:
+            drawn.append(random.random())
+        return honest(isolation, asked, rung)
+
+    monkeypatch.setattr(Isolation, "_tried", meanwhile)
+    assert_apart(transport, request)
+    assert drawn
