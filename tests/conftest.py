@@ -21,6 +21,9 @@ import torch
 # In the forked processes of other tests gRPC would begin threads, and abort for want of its files.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
+# Ray gives way to other processes, and beside other tests its workers would hardly get any time.
+os.environ["RAY_worker_niceness"] = "0"
+
 # Every charge waits for the disk, and tests make thousands; files in memory keep nobody waiting.
 with suppress(OSError):
     if "TMPDIR" not in os.environ and shutil.disk_usage("/dev/shm").free > 2**32:

@@ -26,6 +26,7 @@ from itertools import product
 from types import MappingProxyType
 
 import numpy as np
+from scipy.optimize import brentq
 
 from fedpriv.accounting import classical, contour, gaussian, pld, rdp
 from fedpriv.accounting.pld.dominating_pairs import (
@@ -237,7 +238,8 @@ def _tightest(
 
 # Keeps lower ends below, though `compose` counts noise that is smaller by up to a part in 2³⁶.
 _BELOW = 1.0 - 2.0**-30
-_LOG_LEAST, _LOG_MOST, _PRECISION = math.log(1e-300), math.log1p(-1e-12), 1e-6
+_LOG_LEAST, _LOG_MOST = math.log(1e-300), math.log1p(-1e-12)
+_FINE = 1e-7  # relative, of log δ
 
 _GAUSSIAN = tuple(
     kind
@@ -439,15 +441,19 @@ class ClassicalAccountant(Accountant):
         rounds = gaussian_rounds(events, self.name)
         if not rounds:
             return 0.0
-        low, high = _LOG_LEAST, _LOG_MOST
-        noiseless = any(z == 0.0 for _, z in rounds)
-        if noiseless or self.price(rounds, math.exp(high)) > epsilon:
+
+        def excess(log_delta: float) -> float:
+            return self.price(rounds, math.exp(log_delta)) - epsilon
+
+        if any(z == 0.0 for _, z in rounds) or excess(_LOG_MOST) > 0.0:
             return 1.0
-        while high - low > _PRECISION * abs(high) + _PRECISION**2:
-            middle = (low + high) / 2
-            above = self.price(rounds, math.exp(middle)) > epsilon
-            low, high = (middle, high) if above else (low, middle)
-        return math.exp(high)
+        if excess(_LOG_LEAST) <= 0.0:
+            return math.exp(_LOG_LEAST)
+        # An ε that jumps is bisected, which may take as many steps as a float has digits, squared.
+        found = brentq(excess, _LOG_LEAST, _LOG_MOST, xtol=_FINE, rtol=_FINE, maxiter=10_000)
+        while excess(found) > 0.0:
+            found = min(found * (1 - _FINE) + _FINE, _LOG_MOST)
+        return math.exp(found)
 
 
 def gaussian_rounds(events: Iterable[RoundEvent], name: str) -> Rounds:

@@ -212,5 +212,5 @@ def _check_copy(task: Task, tensors: TorchTensors, x: Inputs) -> None:
 def _outputs_once(model: nn.Module, tensors: TorchTensors, x: Inputs) -> Tensor:
     """Outputs with the same dropout masks each time, leaving torch's generator as it was."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         return called(model, tensors, x)

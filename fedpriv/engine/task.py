@@ -664,6 +664,10 @@ def refuse_flushing_threads() -> None:
 def seeded(local_key: bytes, user: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators, as for dropout, by key and user, and restore them afterwards."""
     own = hashlib.sha256(local_key + user.to_bytes(8, "little")).digest()
+    seed = int.from_bytes(own[:8], "little") >> 1
+    # Not `torch.manual_seed`, which formats the stack for each kind of device that is absent.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(int.from_bytes(own[:8], "little") >> 1)
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.manual_seed_all(seed)
         yield

@@ -612,9 +612,9 @@ class _RandomUsers:
         updates = self.trainer.sent(self.request, self.start, chunk, self.store)
         shapes = tuple(tuple(update.shape[1:]) for update in updates.values())
         for _, rows in rows_of(updates, Layout(tuple(updates), shapes), len(order)):
-            for row in rows.float().cpu().numpy():  # as they were, and half as much to read
-                row[np.isnan(row)] = np.nan  # one of the many
-                found.append(hashlib.sha256(row).digest())
+            bits = rows.float().cpu().numpy()  # as they were, and half as much to read
+            bits[np.isnan(bits)] = np.nan  # one of the many
+            found += [hashlib.sha256(row).digest() for row in bits]
         return dict(zip(order.tolist(), found, strict=True))
 
     def together(self, lanes: int) -> tuple[bytes, ...]:
