@@ -8,6 +8,7 @@ to the norms of the round's vector groups, and nothing that a user computed is k
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from fedpriv.errors import InvalidValueError
@@ -50,14 +51,13 @@ class AdamW(LocalTraining):
     def __post_init__(self) -> None:
         super().__post_init__()
         _refuse_momentum(self, "beta1 is in its place")
-        for name in ("beta1", "beta2"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise InvalidValueError(f"{name} is {getattr(self, name)}; it must be in [0, 1)")
-        if not 0.0 <= self.weight_decay < math.inf:
-            found = f"weight_decay is {self.weight_decay}"
-            raise InvalidValueError(f"{found}; it must be finite and not negative")
-        if not 0.0 < self.epsilon < math.inf:
-            raise InvalidValueError(f"epsilon of AdamW is {self.epsilon}; it must be positive")
+        for name, below in (("beta1", 1.0), ("beta2", 1.0), ("weight_decay", math.inf)):
+            value = getattr(self, name)
+            if not (isinstance(value, Real) and 0.0 <= float(value) < below):
+                raise InvalidValueError(f"{name} is {value!r}; it must be in [0, {below:g})")
+        if not (isinstance(self.epsilon, Real) and 0.0 < self.epsilon < math.inf):
+            found = f"epsilon of AdamW is {self.epsilon!r}"
+            raise InvalidValueError(f"{found}; it must be positive and finite")
 
     @property
     def memories(self) -> int:
@@ -144,9 +144,9 @@ class FedRecon(LocalTraining):
         if self.personal_steps not in range(1, self.steps):
             found = f"personal_steps is {self.personal_steps} of {self.steps} steps"
             raise InvalidValueError(f"{found}; it must be a whole number from 1 to steps - 1")
-        if not 0.0 < self.personal_rate < math.inf:
-            found = f"personal_rate is {self.personal_rate}"
-            raise InvalidValueError(f"{found}; it must be positive")
+        if not (isinstance(self.personal_rate, Real) and 0.0 < self.personal_rate < math.inf):
+            found = f"personal_rate is {self.personal_rate!r}"
+            raise InvalidValueError(f"{found}; it must be positive and finite")
 
     def direction(self, step: LocalStep) -> tuple["Tensor", tuple["Tensor", ...]]:
         """That of SGD, where it is the parameter's turn, and else zero."""

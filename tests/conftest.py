@@ -22,7 +22,7 @@ import torch
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 # Ray gives way to other processes, and beside other tests its workers would hardly get any time.
-os.environ["RAY_worker_niceness"] = "0"
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - it is spelt so
 
 # Every charge waits for the disk, and tests make thousands; files in memory keep nobody waiting.
 with suppress(OSError):

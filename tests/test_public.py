@@ -122,6 +122,17 @@ TASK = fedpriv.Task(MODEL)
         (lambda: fedpriv.PerLayer(float("nan")), "the clipping norm is nan"),
         (lambda: fedpriv.Joint(float("inf")), "the clipping norm is inf"),
         (lambda: fedpriv.Part("conv*", fedpriv.Flat(1.0)), "they must be a list of globs"),
+        (lambda: fedpriv.SGD("a", steps=1), "learning_rate is 'a'; it must be positive"),
+        (lambda: fedpriv.SGD(0.1, epochs=1.5), "epochs is 1.5; it must be a whole number"),
+        (lambda: fedpriv.SGD(0.1, steps=True), "steps is True; it must be a whole number"),
+        (lambda: fedpriv.SGD(0.1, steps=1, momentum="a"), "momentum is 'a'; it must be in [0, 1)"),
+        (lambda: fedpriv.SGD(0.1, steps=1, proximal="a"), "proximal is 'a'; it must be in [0, in"),
+        (lambda: fedpriv.AdamW(0.1, steps=1, beta2=None), "beta2 is None; it must be in [0, 1)"),
+        (lambda: fedpriv.AdamW(0.1, steps=1, epsilon=""), "epsilon of AdamW is ''; it must be po"),
+        (lambda: fedpriv.FedAvg("a"), "learning_rate is 'a'; it must be in [0, inf)"),
+        (lambda: fedpriv.FedAdam(tau=None), "tau is None; it must be in [0, inf)"),
+        (lambda: fedpriv.StepDecay(0.1, 0.5, 1.5), "rounds of the schedule is 1.5; it must be a w"),
+        (lambda: fedpriv.StepDecay("a", 0.5, 2), "start of the schedule is 'a'; it must be finit"),
     ],
 )
 def test_what_is_no_legal_value_is_refused_where_it_is_given(call, sentence) -> None:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
@@ -26,7 +27,7 @@ from fedpriv.errors import (
     lacks_room,
     sentence_of,
 )
-from fedpriv.ledger.events import PrivacyBudget, RoundEvent
+from fedpriv.ledger.events import PrivacyBudget, RoundEvent, is_whole
 from fedpriv.ledger.ledger import Charge, Ledger, OpenSeries, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.clipping import Clipping, IntegerVector
@@ -99,20 +100,21 @@ class LocalTraining:
 
     def __post_init__(self) -> None:
         rate = self.learning_rate
-        if not isinstance(rate, Rates) and not 0.0 < rate < math.inf:
-            raise InvalidValueError(f"learning_rate is {rate}; it must be positive")
+        if not isinstance(rate, Rates) and not (isinstance(rate, Real) and 0.0 < rate < math.inf):
+            raise InvalidValueError(f"learning_rate is {rate!r}; it must be positive and finite")
         if (self.epochs is None) == (self.steps is None):
             raise InvalidValueError(
                 f"epochs is {self.epochs} and steps is {self.steps}; exactly one must be given"
             )
         for name in ("batch_size", "epochs", "steps", "max_examples"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidValueError(f"{name} is {value}; it must be at least 1")
-        if not 0.0 <= self.momentum < 1.0:
-            raise InvalidValueError(f"momentum is {self.momentum}; it must be in [0, 1)")
-        if not 0.0 <= self.proximal < math.inf:
-            raise InvalidValueError(f"proximal is {self.proximal}; it must not be negative")
+            if value is not None and not is_whole(value):
+                legal = "a whole number of at least 1"
+                raise InvalidValueError(f"{name} is {value!r}; it must be {legal}")
+        for name, below in (("momentum", 1.0), ("proximal", math.inf)):
+            value = getattr(self, name)
+            if not (isinstance(value, Real) and 0.0 <= float(value) < below):
+                raise InvalidValueError(f"{name} is {value!r}; it must be in [0, {below:g})")
         if self.control is not None and self.batch_size is not None:
             raise InvalidValueError(
                 f"batch_size is {self.batch_size}; with control variates it must be absent, since "

@@ -14,12 +14,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import is_whole
 
 Array = npt.NDArray[np.float64]
 Parameters = Mapping[str, npt.NDArray[np.float32]]
@@ -152,14 +154,15 @@ Rate = float | Schedule
 
 def _check_schedule(schedule: Schedule) -> None:
     for name, value in vars(schedule).items():
+        number = isinstance(value, Real)
         if name == "rounds":
-            legal, proper = "at least 1", value >= 1
+            legal, proper = "a whole number of at least 1", is_whole(value)
         elif name == "factor":
-            legal, proper = "in (0, 1]", 0.0 < value <= 1.0
+            legal, proper = "in (0, 1]", number and 0.0 < value <= 1.0
         else:
-            legal, proper = "finite and not negative", 0.0 <= value < math.inf
+            legal, proper = "finite and not negative", number and 0.0 <= value < math.inf
         if not proper:
-            raise InvalidValueError(f"{name} of the schedule is {value}; it must be {legal}")
+            raise InvalidValueError(f"{name} of the schedule is {value!r}; it must be {legal}")
 
 
 class ServerOptimizer(ABC):
@@ -292,8 +295,8 @@ def _check(optimizer: ServerOptimizer) -> None:
         if isinstance(value, Schedule):
             raise InvalidValueError(f"{name} is {value}; only a learning_rate may have a schedule")
         below = math.inf if name in {"learning_rate", "tau"} else 1.0
-        if not 0.0 <= value < below:
-            raise InvalidValueError(f"{name} is {value}; it must be in [0, {below})")
+        if not (isinstance(value, Real) and 0.0 <= float(value) < below):
+            raise InvalidValueError(f"{name} is {value!r}; it must be in [0, {below:g})")
         if name == "tau" and value == 0.0:
             raise InvalidValueError("tau is 0; it must be positive")
 
