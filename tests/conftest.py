@@ -1,5 +1,6 @@
 """Settings of the whole suite."""
 
+import gc
 import logging
 import os
 import shutil
@@ -37,6 +38,11 @@ torch.set_num_threads(1)
 settings.register_profile("same", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("search", deadline=None, derandomize=False, max_examples=1_000)
 settings.load_profile("same")
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector what was imported and collected, which lives until the end."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
