@@ -443,16 +443,17 @@ class ClassicalAccountant(Accountant):
             return 0.0
 
         def excess(log_delta: float) -> float:
-            return self.price(rounds, math.exp(log_delta)) - epsilon
+            """Above 0 if and only if ε is exceeded, else below."""
+            over = self.price(rounds, math.exp(log_delta)) - epsilon
+            return over if over > 0.0 else min(over, -math.ulp(0.0))
 
         if any(z == 0.0 for _, z in rounds) or excess(_LOG_MOST) > 0.0:
             return 1.0
         if excess(_LOG_LEAST) <= 0.0:
             return math.exp(_LOG_LEAST)
-        # An ε that jumps is bisected, which may take as many steps as a float has digits, squared.
-        found = brentq(excess, _LOG_LEAST, _LOG_MOST, xtol=_FINE, rtol=_FINE, maxiter=10_000)
-        while excess(found) > 0.0:
-            found = min(found * (1 - _FINE) + _FINE, _LOG_MOST)
+        found = brentq(excess, _LOG_LEAST, _LOG_MOST, xtol=_FINE**2, rtol=_FINE, maxiter=10_000)
+        while excess(found) > 0.0:  # the root lies within the tolerance, on either side
+            found = min(found * (1 - _FINE) + _FINE**2, _LOG_MOST)
         return math.exp(found)
 
 

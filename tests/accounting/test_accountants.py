@@ -1,5 +1,7 @@
 """The accountants as one interface, and what is particular to each."""
 
+import math
+
 import pytest
 from accountant_conformance import AccountantConformance, IntervalConformance
 
@@ -7,6 +9,7 @@ from fedpriv.accounting.accountants import (
     ACCOUNTANTS,
     Accountant,
     Bound,
+    ClassicalAccountant,
     RDPAccountant,
     accountant_named,
     delta,
@@ -115,6 +118,22 @@ def test_upper_bounds_are_above_the_truth(name: str) -> None:
     loss = epsilon(EVENTS, 1e-6, name)
     assert loss.bound is Bound.UPPER
     assert loss.epsilon >= epsilon(EVENTS, 1e-6).epsilon_low
+
+
+# An ε of 0, one that almost any δ allows, one that jumps to infinity, and a usual one.
+@pytest.mark.parametrize("most", [0.0, 1e-9, 1e-3, 1.0, 40.0, 1e4])
+@pytest.mark.parametrize("rounds", [(0.3, 4.0, 10), (1.0, 0.05, 1), (1e-4, 0.5, 10**6)], ids=str)
+@pytest.mark.parametrize("name", ["gdp", "zcdp", "advanced", "basic"])
+def test_delta_of_a_formula_is_the_least(
+    name: str, rounds: tuple[float, float, int], most: float
+) -> None:
+    accountant, (q, z, count) = ACCOUNTANTS[name], rounds
+    assert isinstance(accountant, ClassicalAccountant)
+    found = accountant.delta([poisson_gaussian(q, z, count)], most)
+    logarithm = math.log(found)
+    less = math.exp(logarithm - 1e-6 * abs(logarithm) - 2e-12)
+    assert found == 1.0 or accountant.price({(q, z): count}, found) <= most
+    assert found <= 1.1e-300 or accountant.price({(q, z): count}, less) > most
 
 
 def test_every_accountant_is_listed_under_its_name() -> None:

@@ -329,11 +329,11 @@ BOUND = request_to([]).clipping.groups[0].squared_bound
 
 def of_length(squares: int) -> np.ndarray:
     """[D] integers whose squares add up to so much."""
-    total = np.zeros(LAYOUT.dimension, np.int64)
-    for place in range(total.size):
+    total, place = np.zeros(LAYOUT.dimension, np.int64), 0
+    while squares:
         total[place] = math.isqrt(squares)
         squares -= int(total[place]) ** 2
-    assert squares == 0
+        place += 1
     return total
 
 
