@@ -66,6 +66,8 @@ class Host:
         transport = InProcessTransport(
             task, self.users, device, at_once, hosted, activations=activations, processes=processes
         )
+        if settings.memory_mebibytes is not None:
+            vmap(grad(torch.sin))(torch.ones(1))  # slow to load, and not every training needs it
         _warm_up(replace(transport, users=UserStore(blank, np.array([0, 1])), hosted=None))
         return Trainer(transport)
 
@@ -83,7 +85,6 @@ def _warm_up(transport: InProcessTransport) -> None:
     clipping, local = Clipping(layout, flat(layout, 1.0)), LocalTraining(1.0, steps=2)
     request = RoundRequest("", 0, 0, parameters, clipping, local, np.arange(1), bytes(32))
     torch.ones(2**20).sum()  # large enough for all threads
-    vmap(grad(torch.sin))(torch.ones(1))  # not every training needs it, and it is slow to load
     list(transport.collect(request))
 
 
