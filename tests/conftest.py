@@ -48,11 +48,13 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _logging_as_it_was() -> Iterator[None]:
     """What a test configures of logging ends with the test."""
-    root, flower = logging.getLogger(), logging.getLogger("flwr")
-    level, handlers, propagates = root.level, list(root.handlers), flower.propagate
+    loggers = [logging.getLogger(name) for name in (None, "flwr", "fedpriv")]
+    before = [(logger, logger.level, logger.propagate) for logger in loggers]
+    root, handlers = loggers[0], list(loggers[0].handlers)
     yield
-    flower.propagate = propagates  # else what it says reaches no later test
-    root.setLevel(level)
+    for logger, level, propagates in before:  # else what they say reaches no later test
+        logger.setLevel(level)
+        logger.propagate = propagates
     for handler in set(root.handlers) - set(handlers):
         root.removeHandler(handler)
     logging.captureWarnings(capture=False)
