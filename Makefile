@@ -84,9 +84,8 @@ clean:
 	PYTHONWARNINGS="ignore:Editable" $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	touch $@
 
-# Most modules of these packages are never imported: to compile all would take half of the time.
 .venv/installed-test: .venv/installed
-	PYTHONWARNINGS="ignore:Editable" $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[test]'
+	PYTHONWARNINGS="ignore:Editable" $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
 	touch $@
 
 .venv/installed-docs: .venv/installed
