@@ -67,7 +67,8 @@ class Host:
             task, self.users, device, at_once, hosted, activations=activations, processes=processes
         )
         if settings.memory_mebibytes is not None:
-            vmap(grad(torch.sin))(torch.ones(1))  # slow to load, and not every training needs it
+            # To be loaded before the limit; without one, only where a training needs it.
+            vmap(grad(torch.sin))(torch.ones(1))
         _warm_up(replace(transport, users=UserStore(blank, np.array([0, 1])), hosted=None))
         return Trainer(transport)
 

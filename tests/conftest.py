@@ -23,7 +23,7 @@ import torch
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 # Ray gives way to other processes, and beside other tests its workers would hardly get any time.
-os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - it is spelt so
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's own spelling
 
 # Every charge waits for the disk, and tests make thousands; files in memory keep nobody waiting.
 with suppress(OSError):

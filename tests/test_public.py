@@ -129,6 +129,7 @@ TASK = fedpriv.Task(MODEL)
         (lambda: fedpriv.SGD(0.1, steps=1, proximal="a"), "proximal is 'a'; it must be in [0, in"),
         (lambda: fedpriv.AdamW(0.1, steps=1, beta2=None), "beta2 is None; it must be in [0, 1)"),
         (lambda: fedpriv.AdamW(0.1, steps=1, epsilon=""), "epsilon of AdamW is ''; it must be po"),
+        (lambda: fedpriv.Scaffold(0.1, steps=1, control_norm="a"), "control_norm is 'a'; it must"),
         (lambda: fedpriv.FedAvg("a"), "learning_rate is 'a'; it must be in [0, inf)"),
         (lambda: fedpriv.FedAdam(tau=None), "tau is None; it must be in [0, inf)"),
         (lambda: fedpriv.StepDecay(0.1, 0.5, 1.5), "rounds of the schedule is 1.5; it must be a w"),

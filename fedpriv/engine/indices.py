@@ -39,8 +39,8 @@ class Indices:
         """
         if self._zeros[name].dtype.kind == "b":
             return 0, 1
-        ends = (max(-most, min(end, most)) for end in self._ends(name))
-        return cast("tuple[int, int]", tuple(self._last_legal(name, end) for end in ends))
+        low, high = (max(-most, min(end, most)) for end in self._ends(name))
+        return self._last_legal(name, low), self._last_legal(name, high)
 
     def check(self, users: npt.NDArray[np.int64]) -> None:
         """Raise what model or loss raise for the rows of the first of these users for whom they do.

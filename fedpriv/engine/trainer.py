@@ -76,7 +76,7 @@ _COMPARED = 64
 _TURNS = 16
 _NOT_FINITE = (np.nan, np.inf, -np.inf, 1e30)
 _LARGE = 2**10  # of integers of random users, where larger ones are legal
-_CHANCES = 3  # to leave generators alone that other threads may draw from, too
+_CHANCES = 3  # to leave generators alone, from which other threads may draw meanwhile
 _LEARNING_RATE = 0.05  # at which random users stay finite, whatever the plan's
 
 

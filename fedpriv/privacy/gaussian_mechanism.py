@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Real
 
 import numpy as np
 import numpy.typing as npt
@@ -538,6 +539,9 @@ class ControlVariates:
     rate: float  # β in (0, 1]; noise of earlier rounds is averaged over about 1/β of them
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, Real):
+                raise InvalidValueError(f"control_{name} is {value!r}; it must be a number")
         if not 0.0 < self.share < 1.0:
             raise InvalidValueError(f"control_share is {self.share}; it must be in (0, 1)")
         if not 0.0 < self.rate <= 1.0:

@@ -64,7 +64,7 @@ class NormQuantile:
 
 
 def check_quantile(quantile: float) -> None:
-    """Refuse a quantile that is none."""
+    """Raise InvalidValueError unless a quantile is in (0, 1)."""
     if not 0.0 < quantile < 1.0:
         raise InvalidValueError(f"quantile is {quantile}; it must be in (0, 1)")
 

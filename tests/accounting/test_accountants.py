@@ -120,7 +120,7 @@ def test_upper_bounds_are_above_the_truth(name: str) -> None:
     assert loss.epsilon >= epsilon(EVENTS, 1e-6).epsilon_low
 
 
-# An ε of 0, one that almost any δ allows, one that jumps to infinity, and a usual one.
+# From an ε of 0, beside which prices are flat, to one that the least δ allows.
 @pytest.mark.parametrize("most", [0.0, 1e-9, 1e-3, 1.0, 40.0, 1e4])
 @pytest.mark.parametrize("rounds", [(0.3, 4.0, 10), (1.0, 0.05, 1), (1e-4, 0.5, 10**6)], ids=str)
 @pytest.mark.parametrize("name", ["gdp", "zcdp", "advanced", "basic"])

@@ -32,7 +32,6 @@ from tests.isolation import (
 )
 from tests.server.loopback import PRICE
 
-SOME = USERS[::2]  # each takes rounds of its own, of a second
 SECONDS = 300.0  # a round takes one, but the machine may be busy with other tests
 
 server_app = ServerApp()
@@ -50,13 +49,13 @@ def main(grid: Grid, _context: Context) -> None:
             measured=True,
             norm=0.3,
         )
-        assert_additive(on_workers(grid, plan), request_of(plan, len(SOME)))
+        assert_additive(on_workers(grid, plan), request_of(plan, len(USERS)))
         sys.stdout.write(f"{kind}\n")
 
 
 def on_workers(grid: Grid, plan: Plan) -> GridTransport:
-    """A transport over two workers of a grid, who load these users."""
-    people = [astuple(User(kind, 7 + 3 * n, n)) for n, kind in enumerate(SOME)]
+    """A transport over two workers of a grid, who load one user of each kind."""
+    people = [astuple(User(kind, 7 + 3 * n, n)) for n, kind in enumerate(USERS)]
     options = {"users": people, "words": plan.model in READERS}
     loaded = {
         flower_messages.SIMULATED: flower_messages.Simulated(
@@ -67,11 +66,11 @@ def on_workers(grid: Grid, plan: Plan) -> GridTransport:
     present = simulated_workers(grid, "people", store, 2, loaded, stopping)
     kind, own = {"kind": plan.model}, PERSONAL.get(plan.model, ())
     task = TaskDescription("tests.isolation:model", kind, 0, "cross-entropy", personal=own)
-    welcome = Welcome("people", len(SOME), np.empty(0, np.int64), task)
+    welcome = Welcome("people", len(USERS), np.empty(0, np.int64), task)
     headers = loaded | {flower_messages.WELCOME: encode_welcome(welcome).SerializeToString()}
     return GridTransport(
         grid,
-        shards(len(SOME), 2),
+        shards(len(USERS), 2),
         lambda: present,
         lambda _: headers,
         lambda _: PRICE,

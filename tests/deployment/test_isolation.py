@@ -51,7 +51,7 @@ class Hosts:
         store, task = store_of(users, words=plan.model in READERS), task_of(plan.model)
         self.transports = {
             node: InProcessTransport(
-                task, store.subset(own), torch.device("cpu"), 2**20, np.array(own), processes=1
+                task, store.subset(own), torch.device("cpu"), 2**22, np.array(own), processes=1
             )
             for node, own in HOSTED.items()
         }

@@ -154,7 +154,7 @@ def test_the_page_start_works_with_the_wheel_alone(clean: Path, tmp_path: Path) 
     assert accuracy
     assert float(accuracy[1]) > 80
     assert "report.html" in says(clean, tmp_path, "fedpriv", "report", "runs/first")
-    assert "intact: " in says(
+    assert "intact: 50 charges" in says(
         clean, tmp_path, "fedpriv", "ledger", "verify", "runs/first/ledger.sqlite"
     )
     few = ("--set", "rounds=2", "--out", "run")

@@ -42,7 +42,7 @@ from tests.isolation import (
 )
 
 CPU = torch.device("cpu")
-MEMORY = 2**20
+MEMORY = 2**22
 
 
 def transport_of(
