@@ -19,7 +19,7 @@ from fedpriv.analytics import Answer, Survey, VectorQuestion, ask
 from fedpriv.analytics.questions import FloatMatrix, UserValues, sampling_spread
 from fedpriv.data.population import Fields, UserStore, offsets_of, spread_over
 from fedpriv.engine.metrics import Measuring, mean_metric
-from fedpriv.engine.task import RoundParameters, Task, plain_arithmetic
+from fedpriv.engine.task import RoundParameters, Task, plain_arithmetic, seeded
 from fedpriv.errors import BudgetExceededError, FedprivError, InvalidValueError, ModelError
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.personalisation import FineTuning, Personalisation
@@ -34,6 +34,7 @@ from fedpriv.training.rounds import EVALUATION_PREFIX, RoundResult
 _log = logging.getLogger(__name__)
 # A label that is not a class raises for its user there; on a GPU it would end the process.
 _CPU = torch.device("cpu")
+_KEY = bytes(32)  # of what a model draws in evaluation; no secret
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,9 @@ def questions_about(
         own, measured = personal(fields)
         constants = measuring.start.constants | {n: torch.tensor(t) for n, t in own.items()}
         start = replace(measuring.start, constants=constants)
-        with plain_arithmetic(_CPU):
+        # A model may draw in evaluation too; what one user gets must not follow from who drew
+        # before, so each begins with the same generator.
+        with plain_arithmetic(_CPU), seeded(_KEY, 0, _CPU):
             found = mean_metric(replace(measuring, start=start), measured, metric)
         return found.reshape(len(found), -1) if metric.shape else found
 

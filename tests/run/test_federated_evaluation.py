@@ -125,6 +125,24 @@ def test_one_user_more_moves_each_sum_by_at_most_the_radius(user: int) -> None:
     assert made.event.queries[0].clipping_norm == 0.5
 
 
+class Drawing(nn.Linear):
+    """Drops inputs in evaluation too, as for predictions by Monte Carlo."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(nn.functional.dropout(x, 0.5, training=True))
+
+
+def test_what_one_user_draws_changes_nobody_elses_masks() -> None:
+    users, made = store(), fedpriv.Task(Drawing(5, 3))
+    questions = questions_about(made, made.parameters(), METRICS)
+    asked = Survey("run-evaluation", questions, PoissonSampling(users.population, 1.0), 0.0)
+    everyone, before = np.arange(users.population), torch.random.get_rng_state()
+    (together,) = collect(asked, users, everyone)
+    alone = [next(collect(asked, users, everyone[[user]])).total for user in everyone]
+    np.testing.assert_array_equal(together.total, sum(alone))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
 @settings(max_examples=50, deadline=None)
 @given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=8), share=st.floats(0.0, 0.99))
 def test_each_row_is_trained_on_or_kept(sizes: list[int], share: float) -> None:
