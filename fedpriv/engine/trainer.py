@@ -77,6 +77,7 @@ _TURNS = 16
 _NOT_FINITE = (np.nan, np.inf, -np.inf, 1e30)
 _LARGE = 2**10  # of integers of random users, where larger ones are legal
 _CHANCES = 3  # to leave generators alone, from which other threads may draw meanwhile
+_FEW_EXAMPLES = np.array([1, 2, 8])  # of users with whom a model that can be trained can be
 _LEARNING_RATE = 0.05  # at which random users stay finite, whatever the plan's
 
 
@@ -556,31 +557,46 @@ class Isolation:
                 rung.width,
                 rung.steps,
             )
-        self._check_alone(self._random_users(request, rung, len(_NOT_FINITE)))
+        self._check_alone(request, rung)
         return _Verdict(1)
 
-    def _check_alone(self, users: "_RandomUsers") -> None:
-        """Refuse a model that cannot be trained, or gives one user something else the next time."""
-        try:
-            found = users.alone()
-        except Exception:  # random numbers need not be legal, but rows of zeros are
-            zeros = {name: np.zeros_like(column) for name, column in users.store.fields.items()}
-            users = replace(users, store=UserStore(zeros, users.store.offsets))
+    def _check_alone(self, request: RoundRequest, rung: Rung) -> None:
+        """Refuse a model that cannot be trained, or gives one user something else the next time.
+
+        Where it can be trained with few examples, users of this rung are a zero each: how many
+        examples one has, or how much memory they take, must not end the round for all.
+        """
+        measured = rung.blocks > 0
+        few = [
+            r for r, _ in local_training.by_rung(_FEW_EXAMPLES, request.local, measured=measured)
+        ]
+        failed: Exception | None = None
+        for tried in (rung, *few):
             try:
-                found = users.alone()
-            except (MemoryError, torch.OutOfMemoryError):
-                return  # users of this size will count as zero
+                found = self._alone(request, tried)
+                break
             except Exception as error:
-                raise ModelError(
-                    f"the model cannot be trained with {self._trainer.activations} activations: "
-                    f"{error}"
-                ) from error
+                failed = failed or error
+        else:
+            raise ModelError(
+                f"the model cannot be trained with {self._trainer.activations} activations: "
+                f"{failed}"
+            ) from failed
         if found[0] != found[1]:
             raise ModelError(
                 "training the same user twice gives two results; what a user gets must depend on "
                 "its rows and on torch's generators alone, which are seeded for each user, and not "
                 "on who trained before"
             )
+
+    def _alone(self, request: RoundRequest, rung: Rung) -> list[dict[int, bytes]]:
+        """What one random user of a rung gets twice, or one with rows of zeros."""
+        users = self._random_users(request, rung, len(_NOT_FINITE))
+        try:
+            return users.alone()
+        except Exception:  # random numbers need not be legal, but rows of zeros are
+            zeros = {name: np.zeros_like(column) for name, column in users.store.fields.items()}
+            return replace(users, store=UserStore(zeros, users.store.offsets)).alone()
 
     def _random_users(self, request: RoundRequest, rung: Rung, users: int) -> "_RandomUsers":
         """So many random users, the same first ones however many."""

@@ -575,6 +575,36 @@ def test_a_rung_for_which_memory_is_short_is_a_zero_and_others_are_not(
     np.testing.assert_array_equal(total_of(transport, request), expected)
 
 
+class AtMost32(nn.Linear):
+    """Fails as torch does on a CPU where memory is short: by no error of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > 32:
+            raise RuntimeError("can't allocate memory")
+        return super().forward(x)
+
+
+def test_one_user_with_too_many_examples_does_not_end_the_round() -> None:
+    task = Task(AtMost32(6, 3), cross_entropy)
+    transport = InProcessTransport(task, users_of([4] * 5 + [64]), CPU, MEMORY, processes=1)
+    request = request_under(task, LocalTraining(0.1, epochs=1), 6, 0.3)
+    expected = total_of(transport, replace(request, users=request.users[:5]))
+    assert np.any(expected)
+    np.testing.assert_array_equal(total_of(transport, request), expected)
+
+
+def test_a_model_that_does_not_repeat_is_refused_though_a_size_fails() -> None:
+    class Both(AtMost32):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            drawn = torch.tensor(np.random.default_rng().random(), dtype=torch.float32)
+            return super().forward(x) * drawn
+
+    transport = InProcessTransport(Task(Both(6, 3)), users_of([64]), CPU, MEMORY, processes=1)
+    request = request_under(transport.task, LocalTraining(0.1, epochs=1), 1, 0.3)
+    with pytest.raises(ModelError, match="training the same user twice gives two results"):
+        list(transport.collect(request))
+
+
 @given(st.integers(1, 300), st.sampled_from(LOCALS), st.booleans())
 @example(300, LocalTraining(0.1, batch_size=7, epochs=3, max_examples=13), True)
 def test_random_users_are_on_the_rung_that_they_stand_for(
