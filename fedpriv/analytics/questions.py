@@ -28,6 +28,8 @@ from fedpriv.privacy.sampling import PoissonSampling
 _log = logging.getLogger(__name__)
 _WIDTH = 2.0  # standard deviations to either side of an interval: 95.4% of a normal law
 _MOST_THRESHOLDS = 4096
+# Begins a line of the log for each user of a cohort that fails: their number is no release.
+ZEROED = "simulation only, not private: a user counts as zero"
 
 FloatMatrix = npt.NDArray[np.float64]
 Values: TypeAlias = npt.NDArray[Any]  # numbers or texts
@@ -198,7 +200,7 @@ class VectorQuestion(Question):
                 reason = f"the shape {list(found.shape)}"
             except Exception as error:  # a failing user counts as zero, whatever the failure
                 reason = type(error).__name__  # its text may hold the user's data
-            _log.warning("a user counts as zero: question %r gave %s", self.name, reason)
+            _log.warning("%s: question %r gave %s", ZEROED, self.name, reason)
         return self._clipped_sum(vectors)
 
     def _clipped_sum(self, vectors: FloatMatrix) -> IntegerVector:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.analytics.questions import Answer, Function, Question, UserValues, Values
+from fedpriv.analytics.questions import ZEROED, Answer, Function, Question, UserValues, Values
 from fedpriv.data.places import refuse_shared
 from fedpriv.data.population import UserStore
 from fedpriv.errors import DataError, InvalidValueError, known_names
@@ -177,7 +177,7 @@ def _returned(function: Function, fields: Mapping[str, Values], question: Questi
         reason = f"{values.dtype}{list(values.shape)}"
     except Exception as error:  # a failing user counts as zero, whatever the failure
         reason = type(error).__name__  # its text may hold the user's data
-    _log.warning("a user counts as zero: the function of a question gave %s", reason)
+    _log.warning("%s: the function of a question gave %s", ZEROED, reason)
     return _nothing(question)
 
 

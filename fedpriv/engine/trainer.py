@@ -481,6 +481,7 @@ class Isolation:
         self._verdicts: dict[Hashable, _Verdict] = {}
         # The first that is given, for all random users, or they could not be compared.
         self._start: RoundParameters | None = None
+        self._told = False  # that users train one at a time
 
     def chunks(
         self, request: RoundRequest, start: RoundParameters, rung: Rung, users: Integers, parts: int
@@ -551,14 +552,17 @@ class Isolation:
                     return _Verdict(lanes, digests)
             except Exception as error:  # whatever the model does with several users
                 _log.info("users cannot train side by side: %s", type(error).__name__)
-            _log.warning(
-                "users of up to %d examples in each of %d steps train one at a time: side by side, "
-                "what one gets would depend on others",
-                rung.width,
-                rung.steps,
-            )
+            self._tell_once()
         self._check_alone(request, rung)
         return _Verdict(1)
+
+    def _tell_once(self) -> None:
+        """Say that users train alone, but not which: sizes of users are no public facts."""
+        if not self._told:
+            self._told = True
+            _log.warning(
+                "some users train one at a time: side by side, what one gets would depend on others"
+            )
 
     def _check_alone(self, request: RoundRequest, rung: Rung) -> None:
         """Refuse a model that cannot be trained, or gives one user something else the next time.
