@@ -232,6 +232,10 @@ def _kind_of(name: str, own: Mapping[str, MetricFunction], *more: str) -> _Kind:
     """Of a metric that is built in or among the own ones; others are refused, naming `more`."""
     if _group_of(name):
         return _OF_UPDATES
+    if name in _KINDS and name in own:
+        raise InvalidValueError(
+            f"metric {name!r} is built in, and the task has one of that name; give its own another"
+        )
     if name in _KINDS:
         return _KINDS[name]
     if name in own:

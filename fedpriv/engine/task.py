@@ -93,9 +93,10 @@ class Task:
             name of one: "cross-entropy", "squared-error" or "package.module:function".
         inputs: name of the field that the model reads; or names of several, which it is given as
             arguments of these names; `targets`: of that which the loss reads.
-        metrics: own metrics by name, e.g. from `own_metrics`: functions of outputs and targets
-            [B, …], which they must not change, to a vector of each example, [B, *shape]. A user's
-            metric is the mean over its examples. A round can ask for these and for built-in ones.
+        metrics: own metrics by names of your own, e.g. from `own_metrics`: functions of outputs and
+            targets [B, …], which they must not change, to a vector of each example, [B, *shape]. A
+            user's metric is the mean over its examples. A round can ask for these and for built-in
+            ones.
         ignore_index: integer targets of this class count nowhere: not in losses and their means,
             not in metrics, not in evaluation. A loss gets −100 in their place, which torch's leave
             out; what another gives for them is not read. Own metrics are given them as they are,

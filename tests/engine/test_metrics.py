@@ -148,6 +148,13 @@ def test_metrics_that_cannot_be_computed_are_refused(
         check(make_task(), asked)
 
 
+@pytest.mark.parametrize("name", ["accuracy", "loss", "batch-norm"])
+def test_an_own_metric_must_not_be_named_as_one_that_is_built_in(name: str) -> None:
+    task = Task(nn.Linear(6, 3), cross_entropy, metrics={name: entropy})
+    with pytest.raises(InvalidValueError, match=f"'{name}' is built in, and the task has one"):
+        check(task, Metric(name))
+
+
 @pytest.mark.parametrize("name", ["accuracy", "label-counts"])
 def test_classes_must_be_integers(name: str) -> None:
     task = Task(nn.Linear(6, 6), squared_error, targets="x")
