@@ -78,7 +78,8 @@ _NOT_FINITE = (np.nan, np.inf, -np.inf, 1e30)
 _LARGE = 2**10  # of integers of random users, where larger ones are legal
 _CHANCES = 3  # to leave generators alone, from which other threads may draw meanwhile
 _FEW_EXAMPLES = np.array([1, 2, 8])  # of users with whom a model that can be trained can be
-_LEARNING_RATE = 0.05  # at which random users stay finite, whatever the plan's
+# Of which random users have the first at which they stay finite, whatever the plan's.
+_LEARNING_RATES = (0.05, 1e-4, 1e-8)
 
 
 @dataclass(frozen=True)
@@ -481,6 +482,7 @@ class Isolation:
         self._verdicts: dict[Hashable, _Verdict] = {}
         # The first that is given, for all random users, or they could not be compared.
         self._start: RoundParameters | None = None
+        self._rates: dict[Hashable, float] = {}
         self._told = False  # that users train one at a time
 
     def chunks(
@@ -494,7 +496,7 @@ class Isolation:
         self._start = self._start or start
         measured = tuple((metric.name, metric.shape) for metric in request.measured)
         # Rates only multiply, and those of random users are not the plan's.
-        key = (replace(request.local, learning_rate=_LEARNING_RATE), measured, rung)
+        key = (replace(request.local, learning_rate=_LEARNING_RATES[0]), measured, rung)
         if key not in self._verdicts:
             self._verdicts[key] = self._examined(request, rung)
         verdict = self._verdicts[key]
@@ -604,8 +606,17 @@ class Isolation:
 
     def _random_users(self, request: RoundRequest, rung: Rung, users: int) -> "_RandomUsers":
         """So many random users, the same first ones however many."""
+        key = (replace(request.local, learning_rate=_LEARNING_RATES[0]), rung)
+        if key not in self._rates:
+            found = (r for r in _LEARNING_RATES if self._at_rate(r, request, rung, 1).stay_finite)
+            self._rates[key] = next(found, _LEARNING_RATES[0])
+        return self._at_rate(self._rates[key], request, rung, users)
+
+    def _at_rate(
+        self, rate: float, request: RoundRequest, rung: Rung, users: int
+    ) -> "_RandomUsers":
         assert self._start is not None
-        local = replace(request.local, learning_rate=_LEARNING_RATE)
+        local = replace(request.local, learning_rate=rate)
         request = replace(request, local=local, local_key=bytes(32))
         store = _random_store(self._trainer, _sizes_on(rung, local, users))
         return _RandomUsers(self._trainer, request, self._start, rung, users, store)
@@ -625,6 +636,19 @@ class _RandomUsers:
     rung: Rung
     users: int
     store: UserStore
+
+    @property
+    def stay_finite(self) -> bool:
+        """Whether the first one's update is finite: all that is not would be alike.
+
+        Or raises, which is not for the rate to mend.
+        """
+        chunk = Chunk(self.rung, 1, together=False, users=np.zeros(1, np.int64))
+        try:
+            moved = self.trainer.trained(self.request, self.start, chunk, self.store)
+        except Exception:
+            return True
+        return all(bool(torch.isfinite(update[:1]).all()) for update in moved.values())
 
     def digests(self, order: Integers, lanes: int, *, together: bool = True) -> dict[int, bytes]:
         """SHA-256 of all bits that each user gets if all train in this order."""

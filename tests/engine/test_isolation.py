@@ -22,6 +22,7 @@ from fedpriv.engine.task import RoundParameters, Task, cross_entropy
 from fedpriv.engine.trainer import Chunk, Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import ModelError
+from fedpriv.local import AdamW
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, RoundRequest
@@ -415,6 +416,24 @@ def test_users_whose_bits_depend_on_others_train_one_at_a_time(
     transport.users.fields["x"][transport.users.rows_of(3)] = np.nan
     assert_own_vector(transport, request, 3)
     assert_own_vector(transport, request, 5)
+
+
+@pytest.mark.parametrize(
+    "local",
+    [
+        LocalTraining(1e-4, steps=60, proximal=1000.0),
+        AdamW(1e-4, steps=60, weight_decay=1000.0),
+    ],
+    ids=["proximal", "decay"],
+)
+def test_users_are_tried_where_they_stay_finite(local: LocalTraining) -> None:
+    # At a larger rate their numbers are NaN in the end, in any place and beside anyone.
+    torch.manual_seed(0)
+    transport, request = transport_and_request(Placed())
+    request = replace(request, local=local)
+    alone = [total_of(transport, replace(request, users=request.users[[u]])) for u in range(12)]
+    assert all(own.any() for own in alone)
+    np.testing.assert_array_equal(total_of(transport, request), sum(alone))
 
 
 def test_training_that_does_not_repeat_is_refused() -> None:
