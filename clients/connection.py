@@ -36,6 +36,11 @@ from fedpriv.wire.tensors import MAX_COMPONENTS
 LOST = ["UNAVAILABLE", "RESOURCE_EXHAUSTED", "ABORTED", "CANCELLED", "INTERNAL", "UNKNOWN"]
 LARGEST_LEDGER = 2**28  # bytes of an exported ledger: about half a million rounds
 LARGEST_MODEL = 4 * MAX_COMPONENTS + 2**27  # bytes: its components, and names and shapes
+# What cryptography raises for a certificate that cannot be parsed.
+_MALFORMED = (
+    *(ValueError, TypeError, UnsupportedAlgorithm),
+    *(x509.DuplicateExtension, x509.InvalidVersion),
+)
 _LARGEST_EXPONENT = 1000  # 2.0 to a power above 1023 is out of range
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
@@ -131,6 +136,7 @@ def _name_and_end(path: Path, pem: bytes) -> tuple[str, datetime]:
     """The name that the server will read, the one URI of ours or the common name; and the end."""
     try:
         certificate = x509.load_pem_x509_certificate(pem)
+        certificate.public_key()  # raises where it is malformed, or of a kind that is not known
         uris = [
             uri
             for extension in certificate.extensions
@@ -145,7 +151,7 @@ def _name_and_end(path: Path, pem: bytes) -> tuple[str, datetime]:
         if len(names) != 1:
             raise InvalidValueError(f"it has {len(names)} names; it must have one")
         return check_node_name(names[0]), certificate.not_valid_after_utc
-    except (ValueError, TypeError, UnsupportedAlgorithm, x509.DuplicateExtension) as error:
+    except _MALFORMED as error:
         told = f": {error}" if isinstance(error, InvalidValueError) else ""
         raise InvalidValueError(f"{path} is not the certificate of a node{told}") from error
 

@@ -24,7 +24,10 @@ from fedpriv.wire.naming import check_node_name, check_user_id
 
 Positions = NDArray[np.int64]  # users, as ascending positions in the population
 # What cryptography raises for a certificate or key that cannot be parsed.
-MALFORMED = (ValueError, TypeError, UnsupportedAlgorithm, x509.DuplicateExtension)
+MALFORMED = (
+    *(ValueError, TypeError, UnsupportedAlgorithm),
+    *(x509.DuplicateExtension, x509.InvalidVersion),
+)
 _ID = re.compile("[0-9a-f]{32}")
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
 _LONGEST_SUBJECT = 200  # characters
@@ -128,6 +131,12 @@ class Enrolment:
         """Ids of all users, sorted by code points: `user_ids[i]` is at position i."""
         return tuple(sorted(user for ids in self.users.values() for user in ids))
 
+    def check_least(self, nodes: int) -> None:
+        """Raise InvalidValueError if a round that needs so many nodes could never begin."""
+        if nodes > (most := len(self.nodes)):
+            legal = f"it must be at most {most}, the number of enrolled nodes"
+            raise InvalidValueError(f"federation.least_nodes is {nodes}; {legal}")
+
     def users_of(self, node: str) -> Positions:
         """Positions of a node's users in the population; read-only."""
         if node not in self._positions:
@@ -192,14 +201,16 @@ class EnrolledCertificates:
         """
         try:
             certificate = x509.load_pem_x509_certificate(certificate_pem)
+            subject = certificate.subject.rfc4514_string()[:_LONGEST_SUBJECT]
         except MALFORMED as error:
-            raise CertificateError(f"it cannot be parsed: {error}") from error
+            raise CertificateError("it cannot be parsed") from error
         fingerprint = fingerprint_of(certificate)
         node = self.nodes().get(fingerprint)
         if node is None:
             sentence = "it is not enrolled, or was struck off the enrolment"
-            subject = f"{certificate.subject.rfc4514_string()[:_LONGEST_SUBJECT]} {fingerprint}"
-            raise CertificateError(sentence, self._ever.get(fingerprint), subject)
+            raise CertificateError(
+                sentence, self._ever.get(fingerprint), f"{subject} {fingerprint}"
+            )
         begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
         if not begin <= now <= end:
             raise CertificateError(f"it is valid from {begin} to {end}; it is {now}", node)

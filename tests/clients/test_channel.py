@@ -1,6 +1,7 @@
 """Who a node is, and how far its connection can be trusted."""
 
 import asyncio
+import base64
 import shutil
 import socket
 import stat
@@ -131,6 +132,27 @@ def test_a_damaged_certificate_and_a_missing_file_are_refused(tmp_path: Path) ->
     write_certificate(tmp_path, ["n"], [])
     (tmp_path / "node.pem").write_bytes(b"-----BEGIN CERTIFICATE-----\nAAAA\n")
     with pytest.raises(InvalidValueError, match=r"node\.pem is not the certificate of a node"):
+        identity_of(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        (b"\x02\x01\x02", b"\x02\x01\x09"),  # the version
+        (b"\x2a\x86\x48\xce\x3d\x03\x01\x07", b"\x2a\x86\x48\xce\x3d\x03\x01\x7f"),  # the curve
+        (b"\x03\x42\x00\x04", b"\x03\x42\x00\x09"),  # the point on it
+    ],
+)
+def test_a_certificate_whose_key_or_version_is_unknown_is_refused(
+    tmp_path: Path, good: bytes, bad: bytes
+) -> None:
+    pem = write_certificate(tmp_path, ["n"], []) / "node.pem"
+    begin, *lines, end = pem.read_text().splitlines()
+    content = base64.b64decode("".join(lines))
+    assert good in content
+    text = base64.encodebytes(content.replace(good, bad, 1)).decode()
+    pem.write_text(f"{begin}\n{text}{end}\n")
+    with pytest.raises(InvalidValueError, match=r"node\.pem is not the certificate of a node$"):
         identity_of(tmp_path, None)
 
 

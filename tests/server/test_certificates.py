@@ -1,5 +1,6 @@
 """Certificates: which are accepted, which are refused and why, alone and in real TLS."""
 
+import base64
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.certificates import init, issue, load_ca
+from fedpriv.server.certificates import init, issue, load_ca, sign
 from fedpriv.server.enrolment import (
     CertificateError,
     EnrolledCertificates,
@@ -162,6 +163,33 @@ def test_the_enrolment_is_read_again_when_it_may_have_changed(
 @pytest.mark.parametrize("pem", [b"", b"nonsense", b"-----BEGIN CERTIFICATE-----\nAAAA\n"])
 def test_what_is_no_certificate_is_refused(folder: Path, pem: bytes) -> None:
     assert "cannot be parsed" in refusal_of(enrol(folder, n="ab" * 32), pem)
+
+
+def damaged(path: Path, good: bytes, bad: bytes) -> bytes:
+    """A PEM file with the first of these bytes of its DER replaced by as many others."""
+    begin, *lines, end = path.read_text().splitlines()
+    content = base64.b64decode("".join(lines))
+    assert good in content
+    text = base64.encodebytes(content.replace(good, bad, 1)).decode()
+    return f"{begin}\n{text}{end}\n".encode()
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"), [(b"\x02\x01\x02", b"\x02\x01\x09"), (b"\x0c\x01n", b"\x0c\x01\xff")]
+)
+def test_another_version_and_a_subject_that_is_no_text_are_refused(
+    folder: Path, good: bytes, bad: bytes
+) -> None:
+    issued = issue(folder, "n")
+    pem = damaged(issued.folder / "node.pem", good, bad)
+    assert refusal_of(enrol(folder, n=issued.fingerprint), pem) == "it cannot be parsed"
+
+
+def test_a_request_of_another_version_is_refused(folder: Path) -> None:
+    request = issue(folder, "n").folder / "node.csr"
+    request.write_bytes(damaged(request, b"\x02\x01\x00", b"\x02\x01\x09"))
+    with pytest.raises(InvalidValueError, match="is not a certificate signing request"):
+        sign(folder, request)
 
 
 def test_time_is_checked_to_the_second(folder: Path) -> None:
