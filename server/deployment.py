@@ -25,6 +25,7 @@ from fedpriv.errors import (
     InvalidValueError,
     RunError,
     StoppedError,
+    reason_of,
     sentence_of,
 )
 from fedpriv.ledger import Ledger
@@ -187,6 +188,7 @@ def serve(
         raise InvalidValueError(f"{file} has no section federation, which `fedpriv serve` needs")
     endpoint = endpoint_of(section, insecure=insecure)
     enrolment = Enrolment.load(Path(section.enrolment))
+    enrolment.check_least(section.least_nodes)
     check_connections(len(enrolment.nodes))
     _check_free(endpoint.address, "federation.address")
     monitored, key = None, "federation.metrics_address"
@@ -276,8 +278,8 @@ def _check_free(address: Address, key: str) -> None:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         family, *_, where = found[0]
         socket.create_server(where, family=family).close()
-    except OSError as error:
-        sentence = f"{key} is {address}, where the server cannot listen: {error.strerror}"
+    except (OSError, UnicodeError) as error:  # no host has a label of more than 63 characters
+        sentence = f"{key} is {address}, where the server cannot listen: {reason_of(error)}"
         raise InvalidValueError(sentence) from error
 
 

@@ -212,9 +212,7 @@ def run_on_nodes(
     """
     enrolment, least = Enrolment.load(Path(section.enrolment)), section.least_nodes
     experiment = setup.on_nodes(section, enrolment.population_id, enrolment.population)
-    if least > len(enrolment.nodes):
-        enrolled = f"{len(enrolment.nodes)} nodes are enrolled"
-        raise InvalidValueError(f"federation.least_nodes is {least}; {enrolled}")
+    enrolment.check_least(least)
     welcome_of, hosting = welcomes(experiment.config, enrolment), enrolment.hosting
     present = EnrolledNodes(grid, enrolment, least, stopping)
     seconds, fixed = section.deadline_seconds, section.fixed_length

@@ -61,6 +61,18 @@ def test_a_port_that_is_taken(experiment: Path, key: str, host: str) -> None:
     assert sentence.startswith(f"federation.{key} is {address}, {reason}")
 
 
+def test_a_host_that_no_name_server_could_know(experiment: Path) -> None:
+    address, free = f"{'a' * 64}.example:9464", "federation.address=127.0.0.1:0"
+    sentence = refused(experiment, free, f"federation.metrics_address={address}")
+    assert sentence.startswith(f"federation.metrics_address is {address}, where")
+
+
+def test_a_round_that_needs_more_nodes_than_are_enrolled(experiment: Path) -> None:
+    settings = "federation.address=127.0.0.1:0", "federation.least_nodes=3"
+    legal = "it must be at most 2, the number of enrolled nodes"
+    assert refused(experiment, *settings) == f"federation.least_nodes is 3; {legal}"
+
+
 def test_more_nodes_than_there_can_be_connections(
     experiment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
