@@ -126,10 +126,11 @@ class Transfers:
         self._limits: dict[str, asyncio.Timeout] = {}
 
     @asynccontextmanager
-    async def newest(self, node: str, until: float | None = None) -> AsyncIterator[None]:
+    async def newest(self, node: str, until: float | None = None) -> AsyncIterator[asyncio.Timeout]:
         """End an older transfer of the node, and go on until a newer one comes.
 
         A node that lost its connection and came back must not wait for what is left of the old one.
+        Yields what `excuse` takes.
         TimeoutError: a newer one came, `time.monotonic` is at `until`, or `end_all` was called.
         """
         async with asyncio.timeout_at(until) as limit:
@@ -137,7 +138,7 @@ class Transfers:
                 _end(self._limits[node])
             self._limits[node] = limit
             try:
-                yield
+                yield limit
             finally:
                 if self._limits.get(node) is limit:
                     del self._limits[node]
@@ -148,9 +149,11 @@ class Transfers:
         async with self.newest(node, until), self.places, asyncio.timeout(self._seconds):
             yield
 
-    def excuse(self, node: str) -> None:
+    def excuse(self, node: str, limit: asyncio.Timeout) -> None:
         """Let the node's transfer, from which this is called, finish whatever happens."""
-        self._limits.pop(node).reschedule(None)
+        limit.reschedule(None)
+        if self._limits.get(node) is limit:  # a newer one may have come just now
+            del self._limits[node]
 
     def end_all(self) -> None:
         """End all transfers that are not excused, and those that wait for a place."""
@@ -405,7 +408,7 @@ class Service:
         context: Context,
     ) -> str:
         """Take an answer; why it does not count, or nothing."""
-        async with self._uploads.newest(node, collection.terms.deadline):
+        async with self._uploads.newest(node, collection.terms.deadline) as limit:
             header = await anext(parts, pb.UploadPart())
             answer = wire.decode_answer(header.answer, collection.terms.expected)
             if reason := collection.refusal(node, answer):
@@ -420,7 +423,7 @@ class Service:
                 async with asyncio.timeout(self.limits.seconds):
                     received = self._received(node, answer.content, parts, collection.terms)
                     partial_sum, flaw = await received
-                self._uploads.excuse(node)  # what is left to do takes no time of the node
+                self._uploads.excuse(node, limit)  # what is left to do takes no time of the node
                 self.authentication.check(context)
                 if not await collection.settle(node, partial_sum):
                     return _OVER

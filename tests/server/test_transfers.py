@@ -158,8 +158,8 @@ def test_who_is_excused_is_ended_by_nothing() -> None:
         newest, let_go = Transfers(1, LONG), asyncio.Event()
 
         async def excused() -> str:
-            async with newest.newest("a", monotonic() + 0.05):
-                newest.excuse("a")
+            async with newest.newest("a", monotonic() + 0.05) as limit:
+                newest.excuse("a", limit)
                 await let_go.wait()
             return "done"
 
@@ -176,5 +176,32 @@ def test_who_is_excused_is_ended_by_nothing() -> None:
         await ended(second)
         let_go.set()
         assert await first == "done"
+
+    played(scene)
+
+
+def test_who_is_excused_as_a_newer_one_comes_is_ended_by_nothing_and_the_newer_one_is() -> None:
+    async def scene() -> None:
+        newest, arrived = Transfers(1, LONG), asyncio.Event()
+
+        async def excused() -> str:
+            async with newest.newest("a") as limit:
+                await arrived.wait()
+                newest.excuse("a", limit)
+                await settled()
+            return "done"
+
+        async def newer() -> str:
+            async with newest.newest("a"):
+                await asyncio.sleep(LONG)
+            return "never"
+
+        first = asyncio.create_task(excused())
+        await settled()
+        second = asyncio.create_task(newer())  # begins before the first goes on
+        arrived.set()
+        assert await first == "done"
+        newest.end_all()
+        await ended(second)
 
     played(scene)
