@@ -223,8 +223,9 @@ def _stamp_of(path: Path) -> tuple[int, ...] | None:
         found = path.stat()
     except OSError:
         return None
-    # Two changes within one tick of the file system's clock leave equal times.
-    settled = time.time_ns() - found.st_ctime_ns >= _SETTLED_NANOSECONDS
+    # Two changes within one tick of the file system's clock leave equal times. A time that is to
+    # come is of a clock that was set back since.
+    settled = abs(time.time_ns() - found.st_ctime_ns) >= _SETTLED_NANOSECONDS
     return (found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns) if settled else None
 
 

@@ -137,8 +137,9 @@ def test_a_damaged_enrolment_lets_nobody_pass(folder: Path, content: bytes | Non
     assert certificates.node_of(pem_of(issued.folder), NOW) == "n"
 
 
+@pytest.mark.parametrize("shift", [3_000_000_000, -3600_000_000_000])  # later; set back
 def test_the_enrolment_is_read_again_when_it_may_have_changed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, shift: int
 ) -> None:
     reads = []
     read_text, now = Path.read_text, time.time_ns
@@ -152,7 +153,7 @@ def test_the_enrolment_is_read_again_when_it_may_have_changed(
     monkeypatch.setattr(Path, "read_text", counted)
     assert [certificates.node_of(pem, NOW) for _ in range(2)] == ["n", "n"]
     assert len(reads) == 2  # written just now, so it may change and look the same
-    monkeypatch.setattr(time, "time_ns", lambda: now() + 3_000_000_000)
+    monkeypatch.setattr(time, "time_ns", lambda: now() + shift)
     assert [certificates.node_of(pem, NOW) for _ in range(3)] == ["n", "n", "n"]
     assert len(reads) == 3
     enrol(folder, other="ab" * 32)
