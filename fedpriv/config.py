@@ -57,6 +57,8 @@ def parse_toml(text: str, source: str) -> dict[str, object]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InvalidValueError(f"{source} is not valid TOML: {error}") from error
+    except RecursionError as error:
+        raise InvalidValueError(f"{source} is nested too deeply to be read") from error
 
 
 def read_experiment(path: Path) -> dict[str, object]:

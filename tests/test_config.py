@@ -173,6 +173,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     broken.write_text("name = ")
     with pytest.raises(InvalidValueError, match=r"broken\.toml is not valid TOML"):
         load_config(broken)
+    broken.write_text(f"name = {'[' * 5000}{']' * 5000}")
+    with pytest.raises(InvalidValueError, match=r"broken\.toml is nested too deeply"):
+        load_config(broken)
 
 
 # A file with seeds is a study.
