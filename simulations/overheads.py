@@ -31,7 +31,7 @@ from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import conduct
 from fedpriv.training.optimizers import FedAvg
 from fedpriv.training.rounds import close_round, save_checkpoint
-from simulations.throughput import LOCAL, WORKS, example_losses, request_of
+from simulations.throughput import LOCAL, WORKS, request_of
 
 BESIDE = (
     "sampling",
@@ -48,7 +48,7 @@ def prepared(population: int = 1_000) -> InProcessTransport:
     """So many users, who have trained once: shapes are checked before the first users train."""
     torch.manual_seed(0)
     users = replace(WORKS["mlp"], users=population).population
-    task = Task(WORKS["mlp"].model(), example_losses)
+    task = Task(WORKS["mlp"].model())
     memory = chunk_memory_of(None, torch.device("cpu"))
     engine = InProcessTransport(task, users, torch.device("cpu"), memory, processes=1)
     for _ in engine.collect(request_of(task, users)):

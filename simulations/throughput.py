@@ -77,11 +77,6 @@ WORKS = {
 }
 
 
-def example_losses(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy of each example."""
-    return functional.cross_entropy(outputs, targets, reduction="none")
-
-
 def plain_round(model: nn.Module, users: UserStore, clipping_norm: float) -> None:
     """The loop that one would write: a fresh copy of the model, SGD, clip, add."""
     start = [p.detach().clone() for p in model.parameters()]
@@ -151,7 +146,7 @@ def speeds_of(
 ) -> dict[str, float]:
     """Users per second of the plain loop, on the CPU, and of the engine."""
     torch.manual_seed(0)
-    users, task = work.population, Task(work.model(), example_losses)
+    users, task = work.population, Task(work.model())
     request = request_of(task, users)
     rounds: dict[str, Callable[[], None]] = {
         "plain PyTorch loop": lambda: plain_round(task.model, users, 1.0)

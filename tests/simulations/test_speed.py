@@ -15,7 +15,7 @@ from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.models import softmax_regression
 from simulations import overheads, throughput
-from simulations.throughput import Work, example_losses, plain_round, request_of, speeds_of
+from simulations.throughput import Work, plain_round, request_of, speeds_of
 
 SMALL = Work(partial(softmax_regression, inputs=6), 5, 4, (6,))
 
@@ -32,7 +32,7 @@ def test_both_sides_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", sorted(throughput.WORKS))
 def test_every_work_has_users_that_its_model_can_train_on(name: str) -> None:
     work = replace(throughput.WORKS[name], users=1)
-    task, users = Task(work.model(), example_losses), work.population
+    task, users = Task(work.model()), work.population
     check_task(task, {field: column[:2] for field, column in users.fields.items()})
     assert users.sizes.tolist() == [work.examples]
 
@@ -71,7 +71,7 @@ def test_no_users_are_refused(
 
 
 def test_the_plain_loop_leaves_the_model_as_it_was() -> None:
-    task, users = Task(SMALL.model(), example_losses), SMALL.population
+    task, users = Task(SMALL.model()), SMALL.population
     before = task.parameters()
     plain_round(task.model, users, 1.0)
     for name, parameter in task.parameters().items():
