@@ -23,7 +23,6 @@ from scipy.stats import binom
 from fedpriv.engine.task import HeldOut, Task, evaluate
 from fedpriv.ledger.ledger import ChargedRow
 from fedpriv.privacy.draws import RoundAttempt
-from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import Transport, add_up
 from fedpriv.training.optimizers import Parameters
@@ -263,27 +262,17 @@ def always(plan: TrainingPlan) -> tuple[Distinguisher, ...]:
         Distinguisher("charges", lambda r: len(r.charges)),
         Distinguisher("attempts", lambda r: sum(row.attempt for row in r.charges)),
     ]
-    found += [_metric(metric) for metric in plan.reported if metric.shape == ()]
+    found += [
+        _mean_of(metric.name, "scalar_metrics", metric.name)
+        for metric in plan.reported
+        if metric.shape == ()
+    ]
     for group in plan.groups if plan.adaptive else ():
-        found += [_unclipped(group.name), _clipping_norm(group.name)]
+        found.append(_mean_of(f"unclipped of {group.name}", "unclipped", group.name))
+        found.append(_mean_of(f"clipping norm of {group.name}", "clipping_norms", group.name))
     return tuple(found)
 
 
-def _metric(metric: Metric) -> Distinguisher:
-    def told(result: RoundResult) -> float:
-        return result.scalar_metrics[metric.name]
-
-    return Distinguisher(metric.name, lambda released: released.mean_of(told))
-
-
-def _unclipped(group: str) -> Distinguisher:
-    return Distinguisher(
-        f"unclipped of {group}", lambda released: released.mean_of(lambda r: r.unclipped[group])
-    )
-
-
-def _clipping_norm(group: str) -> Distinguisher:
-    return Distinguisher(
-        f"clipping norm of {group}",
-        lambda released: released.mean_of(lambda r: r.clipping_norms[group]),
-    )
+def _mean_of(name: str, table: str, entry: str) -> Distinguisher:
+    """The mean over rounds of an entry of one of the tables of numbers that a result has."""
+    return Distinguisher(name, lambda run: run.mean_of(lambda r: getattr(r, table)[entry]))
