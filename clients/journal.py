@@ -1,7 +1,7 @@
 """What a node remembers: the answers it gave, and the ledgers it was shown."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -181,52 +181,39 @@ class Journal:
             self._database.write("INSERT OR IGNORE INTO asked VALUES (?, ?, ?, ?, ?, ?)", row)
             return True
 
-    def taken_part(self, population_name: str) -> tuple[TakenPart, ...]:
-        """What was recorded of a population, by run, round and attempt."""
+    def remembered(self, population_name: str) -> Remembered:
+        """All that is remembered of a population now; what it took part in by run and round."""
+        ledger_id, head = self._ledger_of(population_name)
         rows = self._read(_TAKEN_PART, population_name)  # first: their events are there by now
         texts = self._read("SELECT digest, text FROM events")
         events = {digest: event_from(text) for digest, text in texts}
-        return tuple(
+        taken_part = tuple(
             TakenPart(run, number, attempt, events[event], part)
             for run, number, attempt, event, part in rows
         )
-
-    def remembered(self, population_name: str) -> Remembered:
-        """All that is remembered of a population now."""
-        known = self.ledger_of(population_name)
-        head = None if known is None else self.last_head(known)
-        return Remembered(known, head, self.taken_part(population_name))
+        return Remembered(ledger_id, head, taken_part)
 
     def remember_head(self, ledger_id: str, population_name: str, head: Head) -> None:
         """Keep the newest verified head of a ledger; that of fewer charges changes nothing."""
-        known = self.ledger_of(population_name)
+        known, _ = self._ledger_of(population_name)
         if known not in (None, ledger_id):
             found = f"population {population_name!r} has the ledger {known}"
             raise InvalidValueError(f"{found}, not {ledger_id}")
         names = {"ledger_id": ledger_id, "population_name": population_name}
-        self._write(_REMEMBER, names | vars(head))
+        with _refusing(), self._database.transaction():
+            self._database.write(_REMEMBER, names | vars(head))
 
-    def last_head(self, ledger_id: str) -> Head | None:
-        """The remembered head of a ledger, if there is one."""
-        rows = self._read("SELECT count, hash FROM ledgers WHERE ledger_id = ?", ledger_id)
-        return Head(*rows[0]) if rows else None
-
-    def ledger_of(self, population_name: str) -> str | None:
-        """Id of the ledger of a population, or None if no head of one was remembered."""
-        rows = self._read(
-            "SELECT ledger_id FROM ledgers WHERE population_name = ?", population_name
-        )
-        return str(rows[0][0]) if rows else None
+    def _ledger_of(self, population_name: str) -> tuple[str | None, Head | None]:
+        """Id and head of the ledger of a population, if a head of one was remembered."""
+        sql = "SELECT ledger_id, count, hash FROM ledgers WHERE population_name = ?"
+        rows = self._read(sql, population_name)
+        return (str(rows[0][0]), Head(*rows[0][1:])) if rows else (None, None)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._database.close()
-
-    def _write(self, sql: str, row: Mapping[str, object]) -> None:
-        with _refusing(), self._database.transaction():
-            self._database.write(sql, row)
 
     def _read(self, sql: str, *parameters: object) -> Sequence[Row]:
         with _refusing():

@@ -112,8 +112,8 @@ class TestExamining:
             found = both.examined()
             assert found.epsilon == epsilon([EVENT] * (number + 1), DELTA).epsilon
             assert (len(found.ledger.rows), found.ledger.head) == (number + 1, both.ledger.head)
-            assert both.journal.last_head(both.ledger.ledger_id) == both.ledger.head
-        assert both.journal.ledger_of("people") == both.ledger.ledger_id
+            assert both.journal.remembered("people").head == both.ledger.head
+        assert both.journal.remembered("people").ledger_id == both.ledger.ledger_id
 
     def test_a_ledger_without_charges_costs_nothing(self, both):
         assert (both.examined().epsilon, both.examined().ledger.rows) == (0.0, ())
@@ -123,7 +123,7 @@ class TestExamining:
             other = read(ledger)
         with pytest.raises(AuditError, match="not of population 'people'"):
             examine(other, WELCOME, both.journal, DELTA)
-        assert both.journal.ledger_of("others") is None
+        assert both.journal.remembered("others").ledger_id is None
 
     def test_a_ledger_in_place_of_another_is_refused(self, both, tmp_path):
         both.examined()
@@ -131,7 +131,7 @@ class TestExamining:
             other = read(ledger)
         with pytest.raises(AuditError, match=f"and now has {other.ledger_id}: what was spent"):
             examine(other, WELCOME, both.journal, DELTA)
-        assert both.journal.ledger_of("people") == both.ledger.ledger_id
+        assert both.journal.remembered("people").ledger_id == both.ledger.ledger_id
         both.examined()
 
     def test_a_ledger_that_was_set_back_is_refused(self, both):
@@ -143,7 +143,7 @@ class TestExamining:
         for older in states[:2]:
             with pytest.raises(AuditError, match="its former head of 2 charges with hash"):
                 examine(older, WELCOME, both.journal, DELTA)
-        assert both.journal.last_head(both.ledger.ledger_id) == states[2].head
+        assert both.journal.remembered("people").head == states[2].head
         examine(states[3], WELCOME, both.journal, DELTA)
 
     def test_a_ledger_that_was_rewritten_is_refused(self, both):
@@ -161,7 +161,7 @@ class TestExamining:
         charge(both.ledger, number=1, event=poisson_replace_gaussian(0.1, 2.0, population=N))
         with pytest.raises(AuditError, match="has no ε"):
             both.examined()
-        assert both.journal.last_head(both.ledger.ledger_id) is None
+        assert both.journal.remembered("people").head is None
 
     def test_charges_for_examples_are_refused(self, both):
         sampling = replace(EVENT.sampling, unit=Unit.EXAMPLE)

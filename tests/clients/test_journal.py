@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.clients.journal import Journal, Series, TakenPart
+from fedpriv.clients.journal import Journal, Remembered, Series, TakenPart
 from fedpriv.errors import InvalidValueError, LedgerError
 from fedpriv.ledger import Schedule
 from fedpriv.ledger.ledger import Head, Ledger
@@ -44,11 +44,11 @@ class TestTakingPart:
         journal.record("people", offer("r", 3, 1, priced(0.25, 1.5, 777)), NOON)
         journal.record("people", offer("a", 2, 0), NOON)
         journal.record("others", offer("r", 0, 0), NOON)
-        assert journal.taken_part("people") == (
+        assert journal.remembered("people").taken_part == (
             TakenPart("a", 2, 0, OFFER.price.event, 0),
             TakenPart("r", 3, 1, poisson_gaussian(0.25, 1.5, population=777), 0),
         )
-        assert journal.taken_part("nobody") == ()
+        assert journal.remembered("nobody").taken_part == ()
 
     def test_an_offer_is_answered_once(self, journal):
         journal.record("people", OFFER, NOON)
@@ -69,7 +69,7 @@ class TestTakingPart:
             assert not journal.answered("people", one)
             journal.record("people", one, NOON)
             assert journal.answers_since(NOON) == number + 1
-        assert len(journal.taken_part("people")) == 1
+        assert len(journal.remembered("people").taken_part) == 1
 
     def test_of_an_attempt_each_offer_that_differs_is_what_the_node_agreed_to(self, journal):
         agreed = set()
@@ -77,7 +77,7 @@ class TestTakingPart:
             price = priced(q, epsilon_after=said)
             journal.record("people", offer(price=price), NOON + timedelta(hours=hours))
             agreed.add(TakenPart("r", 0, 0, price.event, 0))
-        found = journal.taken_part("people")
+        found = journal.remembered("people").taken_part
         assert len(found) == len(agreed) == 2
         assert set(found) == agreed
         assert journal.answers_since(NOON + timedelta(hours=1)) == 2
@@ -104,7 +104,7 @@ class TestTakingPart:
             journal.record("people", offer(), naive)
         with pytest.raises(InvalidValueError, match="has no time zone"):
             journal.answers_since(naive)
-        assert journal.taken_part("people") == ()
+        assert journal.remembered("people").taken_part == ()
 
     @settings(max_examples=25, deadline=None)
     @given(
@@ -127,7 +127,10 @@ class TestTakingPart:
                     journal.record("people", offer(run, number, attempt), at)
                 times.setdefault((run, number, attempt), at)
             assert journal.answers_since(moment) == sum(at >= moment for at in times.values())
-            kept = {(part.run, part.round, part.attempt) for part in journal.taken_part("people")}
+            kept = {
+                (part.run, part.round, part.attempt)
+                for part in journal.remembered("people").taken_part
+            }
             assert kept == set(times)
 
 
@@ -213,26 +216,26 @@ class TestSeries:
 
 class TestHeads:
     def test_the_newest_is_remembered(self, journal):
-        assert (journal.last_head("a"), journal.ledger_of("people")) == (None, None)
+        assert journal.remembered("people") == Remembered(None, None, ())
         for head in (Head(0, "x"), Head(3, "y")):
             journal.remember_head("a", "people", head)
-            assert journal.last_head("a") == head
-        assert journal.ledger_of("people") == "a"
-        assert journal.last_head("b") is None
+            assert journal.remembered("people").head == head
+        assert journal.remembered("people").ledger_id == "a"
+        assert journal.remembered("others").head is None
 
     @pytest.mark.parametrize("older", [Head(0, "x"), Head(2, "x"), Head(3, "x")])
     def test_it_never_goes_back(self, journal, older):
         journal.remember_head("a", "people", Head(3, "y"))
         journal.remember_head("a", "people", older)
-        assert journal.last_head("a") == Head(3, "y")
+        assert journal.remembered("people").head == Head(3, "y")
 
     def test_a_population_has_one_ledger_and_a_ledger_one_population(self, journal):
         journal.remember_head("a", "people", Head(3, "y"))
         with pytest.raises(InvalidValueError, match="'people' has the ledger a, not b"):
             journal.remember_head("b", "people", Head(9, "z"))
         journal.remember_head("b", "others", Head(9, "z"))
-        assert (journal.ledger_of("people"), journal.last_head("a")) == ("a", Head(3, "y"))
-        assert (journal.ledger_of("others"), journal.last_head("b")) == ("b", Head(9, "z"))
+        assert journal.remembered("people") == Remembered("a", Head(3, "y"), ())
+        assert journal.remembered("others") == Remembered("b", Head(9, "z"), ())
 
 
 WRITER = """
@@ -259,10 +262,9 @@ class TestFile:
         done = subprocess.run([sys.executable, "-c", WRITER, path], cwd=ROOT, check=False)
         assert done.returncode == -signal.SIGKILL
         with Journal(path) as journal:
-            assert [(p.run, p.round, p.attempt) for p in journal.taken_part("people")] == [
-                ("r", 4, 2)
-            ]
-            assert journal.last_head("a") == Head(3, "y")
+            found = journal.remembered("people")
+            assert [(p.run, p.round, p.attempt) for p in found.taken_part] == [("r", 4, 2)]
+            assert found.head == Head(3, "y")
             assert journal.answers_since(begin) == 1
 
     def test_only_its_owner_can_read_it(self, tmp_path):
@@ -284,7 +286,7 @@ class TestFile:
         for attempt in range(2):
             with Journal(tmp_path / "journal") as journal:
                 journal.record("people", offer(attempt=attempt), NOON)
-                assert len(journal.taken_part("people")) == attempt + 1
+                assert len(journal.remembered("people").taken_part) == attempt + 1
 
     def test_what_is_no_journal_is_refused(self, tmp_path):
         Ledger.open_or_create(tmp_path / "ledger", "people").close()
@@ -308,11 +310,9 @@ class TestFile:
         uses = (
             lambda: journal.record("people", offer(), NOON),
             lambda: journal.answers_since(NOON),
-            lambda: journal.taken_part("people"),
             lambda: journal.admit("people", FIRST, 0, users(1)),
             lambda: journal.remember_head("a", "people", Head(1, "x")),
-            lambda: journal.last_head("a"),
-            lambda: journal.ledger_of("people"),
+            lambda: journal.remembered("people"),
         )
         for use in uses:
             with pytest.raises(InvalidValueError, match="no such table"):

@@ -30,7 +30,7 @@ def journal_of(site: Site, name: str) -> tuple[TakenPart, ...]:
     with Ledger.open(site.run.ledger) as ledger:
         population = ledger.population_name
     with Journal(site.folder / "state" / name / "journal.sqlite") as journal:
-        return journal.taken_part(population)
+        return journal.remembered(population).taken_part
 
 
 @contextmanager
