@@ -271,12 +271,8 @@ def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
     pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     with writing(path):
         _made(path.parent)
-        # What `write_atomically` fills and renames: a new file, so that no other process has it
-        # open, with its final mode from the start.
-        partial = path.with_name(f".{path.name}.partial")
-        partial.unlink(missing_ok=True)
-        partial.touch(0o600, exist_ok=False)
-        write_atomically(path, key.private_bytes(pem, pkcs8, serialization.NoEncryption()))
+        private = key.private_bytes(pem, pkcs8, serialization.NoEncryption())
+        write_atomically(path, private, 0o600)
 
 
 def _write_certificate(

@@ -117,11 +117,7 @@ class RunFolder:
 
     def write_sites(self, table: SiteTable) -> None:
         """Replace the table of sites; at no time can others than its owner read it."""
-        # What `write_atomically` fills and renames, with its final mode from the start.
-        partial = self.sites.with_name(f".{self.sites.name}.partial")
-        partial.unlink(missing_ok=True)
-        partial.touch(0o600, exist_ok=False)
-        write_atomically(self.sites, to_json(table, indent=2))
+        write_atomically(self.sites, to_json(table, indent=2), 0o600)
 
     def read_sites(self) -> SiteTable:
         """The table of sites; DataError if it cannot be read."""

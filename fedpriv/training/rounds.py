@@ -707,14 +707,20 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace `path` by `content`, durably; a crash or a full disk leaves the old file alone."""
+def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Replace `path` by `content`, durably; a crash or a full disk leaves the old file alone.
+
+    The file is new, so no process has it open, and has its mode, less the umask, from the start.
+    """
     partial = path.with_name(f".{path.name}.partial")
     try:
-        with naming(path), partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        with naming(path):
+            partial.unlink(missing_ok=True)
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
     except OSError:
         partial.unlink(missing_ok=True)
         raise
