@@ -416,23 +416,9 @@ def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
 
 def method_of(config: Config) -> Method:
     """How a configuration says that its model is trained, without a projection."""
-    model = config.model
     asked = config.federated_evaluation.report if config.federated_evaluation else {}
-    task = build_task(
-        model.name,
-        model.options,
-        model.seed,
-        model.loss,
-        [*config.metrics.report, *asked],
-        inputs=model.inputs,
-        targets=model.targets,
-        ignore_index=model.ignore_index,
-        personal=model.personal,
-        trained=model.trained,
-        frozen=model.frozen,
-        adapters=model.adapters.model_dump(exclude_none=True) if model.adapters else {},
-        figures=config.evaluation.figures,
-    )
+    metrics, figures = [*config.metrics.report, *asked], config.evaluation.figures
+    task = build_task(**config.model.task, metrics=metrics, figures=figures)
     return Method(task, config.mechanism(), config.training(), config.server.build())
 
 

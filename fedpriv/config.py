@@ -235,6 +235,13 @@ class ModelSection(Section):
     frozen: Annotated[tuple[str, ...], Field(strict=False)] = ()
     adapters: AdaptersSection | None = None
 
+    @property
+    def task(self) -> dict[str, Any]:
+        """All of it by the names of arguments of `fedpriv.build.build_task`."""
+        named, adapters = dict(self), self.adapters
+        options = adapters.model_dump(mode="json", exclude_none=True) if adapters else {}
+        return {"model": named.pop("name"), **named, "adapters": options}
+
 
 class ProjectionSection(Section):
     """A frozen first layer: principal components of the inputs, asked for before the first round.

@@ -28,21 +28,8 @@ _NOT_AWAITED = "the server is not waiting for an answer of this node"
 
 def task_of(config: Config) -> wire.TaskDescription:
     """The task by name, for nodes to build."""
-    model, metrics = config.model, tuple(own_metrics(config.metrics.report))
-    return wire.TaskDescription(
-        model.name,
-        model.options,
-        model.seed,
-        model.loss,
-        metrics,
-        model.inputs,
-        model.targets,
-        model.ignore_index,
-        model.personal,
-        model.trained,
-        model.frozen,
-        model.adapters.model_dump(mode="json", exclude_none=True) if model.adapters else {},
-    )
+    metrics = tuple(own_metrics(config.metrics.report))
+    return wire.TaskDescription(**config.model.task, metrics=metrics)
 
 
 def welcomes(
