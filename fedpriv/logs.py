@@ -10,6 +10,8 @@ import logging
 import math
 import os
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -35,6 +37,17 @@ def configure(form: LogFormat) -> None:
     handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TextFormatter())
     logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
     logging.captureWarnings(capture=True)
+
+
+@contextmanager
+def silenced(level: int) -> Iterator[None]:
+    """Without any log of this level and below."""
+    before = logging.root.manager.disable
+    logging.disable(level)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def one_line(text: str) -> str:

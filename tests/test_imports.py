@@ -36,10 +36,10 @@ BELOW = {  # what each package may import of the library, besides errors and its
     ),
     "run": (
         "accounting analytics audit build config data engine federated_evaluation importing "
-        "ledger local mechanism models personalisation privacy report selection studies trackers "
-        "training"
+        "ledger local logs mechanism models personalisation privacy report selection studies "
+        "trackers training"
     ),
-    "attack": ("accounting build config data engine ledger privacy report run training"),
+    "attack": "accounting build config data engine ledger logs privacy report run training",
     "flower": "accounting importing ledger local logs mechanism privacy training wire",
 }
 ALLOWED = {

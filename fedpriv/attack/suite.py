@@ -9,7 +9,6 @@ side, and half certifies that choice alone: see `certification`.
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count, islice
@@ -41,6 +40,7 @@ from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, comput
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.ledger.events import NeighbouringRelation, PrivacyBudget, Unit
 from fedpriv.ledger.ledger import paid_events
+from fedpriv.logs import silenced
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy
 from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.privacy.sampling import ExampleSampling
@@ -197,7 +197,9 @@ def attack(
     def told(each: Distinguisher, world: Transport) -> Numbers:
         return np.array([each(run) for run in released(world, half)])
 
-    with _in_silence(), computing_with(1):  # in models this small, threads wait for each other
+    # Thousands of runs train users that fail, which is what they are for; in models this small,
+    # threads wait for each other.
+    with silenced(logging.WARNING), computing_with(1):
         (tried,) = released(worlds[0], 1)
         if len(tried.results) < target.plan.rounds:
             raise InvalidValueError(f"a run ends after {len(tried.results)} rounds: {tried.ended}")
@@ -246,14 +248,3 @@ def _distinguishers(
         if not task.personal and len(rows[task.targets]):
             found.append(loss_on(what, task, rows))
     return (*found, *always(plan))
-
-
-@contextmanager
-def _in_silence() -> Iterator[None]:
-    """Log no warning: thousands of runs train users that fail, which is what they are for."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

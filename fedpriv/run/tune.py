@@ -63,6 +63,7 @@ from fedpriv.ledger.events import (
 )
 from fedpriv.ledger.ledger import ProposedCharge
 from fedpriv.ledger.participation import beside
+from fedpriv.logs import silenced
 from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.round import LocalTraining, PrivacyRecords
 from fedpriv.privacy.sampling import FixedSizeSampling, PoissonSampling
@@ -534,7 +535,8 @@ class _Search:
         seed, best = self.setup.config.seed, None
         secret = random.SystemRandom() if seed is None else random.Random(seed)
         count = number_of_trials(secret.getrandbits(52), self.section.trials, self.shape)
-        with _silent():
+        # Logs and warnings could tell of trials that are not released.
+        with silenced(logging.CRITICAL), warnings.catch_warnings(action="ignore"):
             for number in range(count):
                 settings = {key: _drawn(secret, each) for key, each in self.space.items()}
                 kind = kinds[tuple(settings[key] for key in self.priced)]
@@ -650,18 +652,6 @@ def _check_kind(experiment: Experiment, kind: Trial) -> None:
     sampled = event.sampling.policy is SamplingPolicy.POISSON
     if not sampled or kept != priced or not event.noise_multiplier >= kind.noise_multiplier:
         raise InvalidValueError("a trial differs from what was charged")
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Without logs and warnings, which could tell of trials that are not released."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(before)
 
 
 @contextmanager
