@@ -158,7 +158,6 @@ def results_table(read: ReadStudy, target: Target) -> Table:
     study, arms = read.study, [arm for arm in read.arms if arm.target == target]
     measure, seeds = measure_of(arms), len(study.seeds)
     best = best_of(arms, measure) if len(arms) > 1 else None
-    extreme = "highest" if measure is ACCURACY else "lowest"
     end = "accuracy\n(%)" if measure is ACCURACY else "loss"
     levels = [Column(f"rounds\nto {100 * level:g}%", spare=2) for level in study.accuracies]
     spent = [Column("noise\nz", spare=3), Column("ε\nspent", spare=1)]
@@ -177,7 +176,7 @@ def results_table(read: ReadStudy, target: Target) -> Table:
         means = "one seed, so no interval"
     caption = (
         f"At ε = {target.epsilon:g}, δ = {target.delta:g}: {means}, differences from "
-        f"{study.baseline} paired by seed; {_BEST} marks the {extreme} mean"
+        f"{study.baseline} paired by seed; {_BEST} marks the {measure.best} mean"
     )
     return Table(caption, [Column("arm", "text"), *numbers], rows)
 
@@ -186,7 +185,7 @@ def figures_tables(read: ReadStudy, target: Target) -> list[Table]:
     """The task's own figures of arms at a target, and figures by held-out user; none, no table."""
     arms = [arm for arm in read.arms if arm.target == target and arm.figures]
     rows = [
-        (arm.arm, name, *(_digits(value) for value in (found.mean, found.half_width)))
+        (arm.arm, name, _digits(found.mean), _digits(found.half_width))
         for name in dict.fromkeys(name for arm in arms for name in arm.figures)
         for arm in arms
         if (found := arm.figures.get(name)) is not None

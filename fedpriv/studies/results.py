@@ -251,7 +251,11 @@ class Measure:
     scale: float
     unit: str  # of a difference
     better: str
+    best: str
+    sign: float  # of a difference to the better
+    shown: str  # format of a value
     digits: int  # of a difference
+    points: str  # after a difference in words
 
     def end(self, arm: ArmSummary) -> Interval | None:
         """Mean over seeds at the end, scaled."""
@@ -261,6 +265,10 @@ class Measure:
         """Mean paired difference from the baseline at the end, scaled; None without one."""
         return self._scaled(getattr(arm, f"{self.name}_difference"))
 
+    def superlative(self, mean: float) -> str:
+        """The best mean in words."""
+        return f"the {self.best} {self.name}, {self.shown.format(mean)}"
+
     def _scaled(self, found: Interval | None) -> Interval | None:
         if found is None:
             return None
@@ -268,8 +276,8 @@ class Measure:
         return replace(found, mean=self.scale * found.mean, half_width=half_width)
 
 
-ACCURACY = Measure("accuracy", 100.0, "points", "higher", 2)
-LOSS = Measure("loss", 1.0, "unit of the loss", "lower", 4)
+ACCURACY = Measure("accuracy", 100.0, "points", "higher", "highest", 1.0, "{:.2f}%", 2, " points")
+LOSS = Measure("loss", 1.0, "unit of the loss", "lower", "lowest", -1.0, "{:.4g}", 4, "")
 
 
 @dataclass(frozen=True)
@@ -323,28 +331,23 @@ def verdict(study: Study, arms: Sequence[ArmSummary]) -> tuple[str, ...]:
 def _compared(arms: Sequence[ArmSummary], baseline: str) -> str:
     """Sentences about arms at one target, in accuracy, or in loss if targets are not classes."""
     measure = ACCURACY if any(arm.accuracy_difference for arm in arms) else LOSS
-    sign = 1.0 if measure is ACCURACY else -1.0
     gaps = {arm.arm: measure.difference(arm) for arm in arms}
     known = {arm: gap for arm, gap in gaps.items() if gap and gap.half_width is not None}
     if not known:
         return _without_interval(arms, gaps, measure, baseline)
-    found = {arm.arm: measure.end(arm) for arm in arms if arm.arm in {*known, baseline}}
-    scores = {arm: sign * end.mean for arm, end in found.items() if end}
-    ranked = sorted(scores, key=lambda arm: (math.isnan(scores[arm]), -scores[arm]))
-    best = next((arm for arm in ranked if math.isfinite(scores[arm])), None)
-    told = {arm: _told(gap, sign) for arm, gap in known.items()}
+    found = [arm for arm in arms if arm.arm in {*known, baseline}]
+    ranked, best = _ranked(found, measure), best_of(found, measure)
+    told = {arm: _told(gap, measure.sign) for arm, gap in known.items()}
     texts = {arm: _text(gap, measure) for arm, gap in known.items()}
     said = "no arm has a finite loss."
     if best is not None:
-        highest = f"highest accuracy, {scores[best]:.2f}%"
-        end = highest if measure is ACCURACY else f"lowest loss, {-scores[best]:.4g}"
-        said = f"{best}, the baseline, has the {end}."
+        said = f"{best}, the baseline, has {measure.superlative(ranked[best])}."
     if best in known:
         gap = f"{told[best]} than {baseline} by {texts[best].lstrip('+-')}"
         if told[best] == "not told apart":
             gap = f"but cannot be told from {baseline}: {texts[best]}"
         seeds = f"a {CONFIDENCE:.0%} interval over {known[best].count} seeds"
-        said = f"{best} has the {end}, {gap} ({seeds})."
+        said = f"{best} has {measure.superlative(ranked[best])}, {gap} ({seeds})."
     parts = []
     for word in ("better", "worse", "not told apart"):
         alike = [arm for arm in ranked if arm != best and told.get(arm) == word]
@@ -357,10 +360,15 @@ def _compared(arms: Sequence[ArmSummary], baseline: str) -> str:
 
 def best_of(arms: Sequence[ArmSummary], measure: Measure) -> str | None:
     """The arm with the best mean; None if none is finite."""
-    sign = 1.0 if measure is ACCURACY else -1.0
-    ends = {arm.arm: measure.end(arm) for arm in arms}
-    scores = {arm: sign * end.mean for arm, end in ends.items() if end and math.isfinite(end.mean)}
-    return max(scores, key=scores.__getitem__, default=None)
+    ranked = _ranked(arms, measure).items()
+    return next((arm for arm, mean in ranked if math.isfinite(mean)), None)
+
+
+def _ranked(arms: Sequence[ArmSummary], measure: Measure) -> dict[str, float]:
+    """Means by arm, the best first."""
+    means = {arm.arm: end.mean for arm in arms if (end := measure.end(arm))}
+    order = sorted(means, key=lambda arm: (math.isnan(means[arm]), -measure.sign * means[arm]))
+    return {arm: means[arm] for arm in order}
 
 
 def _without_interval(
@@ -371,16 +379,11 @@ def _without_interval(
 ) -> str:
     """Which arm is best by what no interval says is more than chance; empty of a single arm."""
     best = best_of(arms, measure)
-    ends = {arm.arm: measure.end(arm) for arm in arms}
-    end = ends.get(best or "")
-    if len(arms) < 2 or best is None or end is None:
+    if len(arms) < 2 or best is None:
         return ""
-    percent = measure is ACCURACY
-    said = f"{best} has the {'highest' if percent else 'lowest'} {measure.name}, "
-    said += f"{end.mean:.2f}%" if percent else f"{end.mean:.4g}"
+    said = f"{best} has {measure.superlative(_ranked(arms, measure)[best])}"
     if (gap := gaps.get(best)) is not None:
-        points = " points" if percent else ""
-        said += f", {abs(gap.mean):.{measure.digits}f}{points} from {baseline}"
+        said += f", {abs(gap.mean):.{measure.digits}f}{measure.points} from {baseline}"
     return f"{said} (one seed: no interval, so chance may have decided)."
 
 
@@ -391,5 +394,5 @@ def _told(gap: Interval, sign: float) -> str:
 
 
 def _text(gap: Interval, measure: Measure) -> str:
-    unit = " points" if measure is ACCURACY else ""
-    return f"{gap.mean:+.{measure.digits}f} ± {gap.half_width:.{measure.digits}f}{unit}"
+    digits = measure.digits
+    return f"{gap.mean:+.{digits}f} ± {gap.half_width:.{digits}f}{measure.points}"
