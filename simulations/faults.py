@@ -74,15 +74,10 @@ its releases and charges. What it means and what to do: [deployment](deploy.md).
 
 @dataclass
 class Scene:
-    """A federation in a folder.
+    """A federation in a folder."""
 
-    Attributes:
-        folder: is laid out.
-        stack: ends its processes.
-    """
-
-    folder: Path
-    stack: ExitStack
+    folder: Path  # laid out
+    stack: ExitStack  # ends its processes
     programs: dict[str, Program] = field(default_factory=dict)
     _seen: dict[str, int] = field(default_factory=dict)
 

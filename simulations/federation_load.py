@@ -51,40 +51,24 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class Load:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        nodes: that are connected.
-        sampled: of them, in each round but the last.
-        parameters: of the model, at least 1000.
-        rounds: of the sampled, at least 1.
-    """
-
-    nodes: int
-    sampled: int
-    parameters: int
-    rounds: int
+    nodes: int  # that are connected
+    sampled: int  # of them, in each round but the last
+    parameters: int  # of the model, at least 1000
+    rounds: int  # of the sampled, at least 1
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured; lists are one number per round.
+    """What was measured; lists are one number per round."""
 
-    Attributes:
-        seconds: of rounds of the sampled.
-        bare_seconds: of the bare exchanges of the same bytes.
-        connected: nodes at the end of each round, the last one too.
-        peak_mebibytes: of the server's memory, rounds of the sampled.
-        seconds_of_all: of the round that asks all nodes.
-        peak_mebibytes_of_all: of the server's memory, with that round.
-    """
-
-    seconds: list[float]
-    bare_seconds: list[float]
-    connected: list[int]
-    peak_mebibytes: float
-    seconds_of_all: float
-    peak_mebibytes_of_all: float
+    seconds: list[float]  # of rounds of the sampled
+    bare_seconds: list[float]  # of the bare exchanges of the same bytes
+    connected: list[int]  # nodes at the end of each round, the last one too
+    peak_mebibytes: float  # of the server's memory, rounds of the sampled
+    seconds_of_all: float  # of the round that asks all nodes
+    peak_mebibytes_of_all: float  # of the server's memory, with that round
 
 
 def measure(load: Load) -> Found:

@@ -38,21 +38,13 @@ _LIBRARIES = ("fedpriv", "flwr", "numpy", "ray", "torch")
 
 @dataclass(frozen=True)
 class Measured:
-    """What one process found.
+    """What one process found."""
 
-    Attributes:
-        way: of `simulations.flower_ways`.
-        users: in each round.
-        workers: processes of Ray; 1 for the one process.
-        start_seconds: from the command until all workers have answered once.
-        round_seconds: of each round after that.
-    """
-
-    way: str
-    users: int
-    workers: int
-    start_seconds: float
-    round_seconds: list[float]
+    way: str  # of `simulations.flower_ways`
+    users: int  # in each round
+    workers: int  # processes of Ray; 1 for the one process
+    start_seconds: float  # from the command until all workers have answered once
+    round_seconds: list[float]  # of each round after that
 
     @property
     def seconds(self) -> float:

@@ -26,17 +26,11 @@ app = ClientApp()
 
 @dataclass(frozen=True)
 class Work:
-    """What users do in a round.
+    """What users do in a round."""
 
-    Attributes:
-        config: the experiment.
-        task: model and loss.
-        users: their data.
-    """
-
-    config: Config
-    task: Task
-    users: UserStore
+    config: Config  # the experiment
+    task: Task  # model and loss
+    users: UserStore  # their data
 
 
 # As apps of Flower do: a process loads what its nodes need once.

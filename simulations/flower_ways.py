@@ -29,16 +29,11 @@ _MESSAGES_AT_FIRST = 4
 
 @dataclass(frozen=True)
 class Times:
-    """How long the rounds of a run took.
+    """How long the rounds of a run took."""
 
-    Attributes:
-        ready: when all workers had answered once, in seconds since the epoch, as all processes
-            count them.
-        seconds: of each later round.
-    """
-
+    # When all workers had answered once, in seconds since the epoch, as all processes count them
     ready: float
-    seconds: list[float]
+    seconds: list[float]  # of each later round
 
     @classmethod
     def of(cls, ends: list[float]) -> Self:

@@ -55,50 +55,29 @@ _TOO_MUCH = 8 * 2**30  # bytes; a server that takes more is ended, before the ma
 
 @dataclass(frozen=True)
 class Load:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        nodes: that are connected, each with one user.
-        sampled: of them, in a round on average.
-        hidden: width of the model, which has 75 · hidden + 10 parameters.
-        rounds: at least 2.
-        hostile: peers.
-        patience: seconds, after which rounds that are not released are lost.
-    """
-
-    nodes: int
-    sampled: int
-    hidden: int
-    rounds: int
-    hostile: int
-    patience: float
+    nodes: int  # that are connected, each with one user
+    sampled: int  # of them, in a round on average
+    hidden: int  # width of the model, which has 75 · hidden + 10 parameters
+    rounds: int  # at least 2
+    hostile: int  # peers
+    patience: float  # seconds, after which rounds that are not released are lost
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured in one run.
+    """What was measured in one run."""
 
-    Attributes:
-        seconds: of each round but the first.
-        released: rounds.
-        charged: rounds.
-        answered: answers of nodes that were accepted.
-        lost: connections of nodes that were lost, and answers that could not be sent.
-        peak_mebibytes: of the server's memory.
-        begun: how often hostile peers began, by their kind.
-        ended: exit code of the server, if it ended before the last round was seen.
-        log: of the server, its warnings and errors, each once.
-    """
-
-    seconds: list[float]
-    released: int
-    charged: int
-    answered: int
-    lost: int
-    peak_mebibytes: float
-    begun: dict[str, int]
-    ended: int | None
-    log: list[str]
+    seconds: list[float]  # of each round but the first
+    released: int  # rounds
+    charged: int  # rounds
+    answered: int  # answers of nodes that were accepted
+    lost: int  # connections of nodes that were lost, and answers that could not be sent
+    peak_mebibytes: float  # of the server's memory
+    begun: dict[str, int]  # how often hostile peers began, by their kind
+    ended: int | None  # exit code of the server, if it ended before the last round was seen
+    log: list[str]  # of the server, its warnings and errors, each once
 
 
 def measure(load: Load) -> tuple[Found, Found]:

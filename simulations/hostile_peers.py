@@ -32,15 +32,10 @@ _SHUT_OUT = (OSError, EOFError, ssl.SSLError)
 
 @dataclass(frozen=True)
 class Target:
-    """A server on loopback, and a certificate to show to it.
+    """A server on loopback, and a certificate to show to it."""
 
-    Attributes:
-        port: where it listens.
-        certificate: folder with ca.pem, node.pem and node.key.
-    """
-
-    port: int
-    certificate: Path
+    port: int  # where it listens
+    certificate: Path  # folder with ca.pem, node.pem and node.key
 
     @cached_property
     def tls(self) -> ssl.SSLContext:

@@ -35,17 +35,11 @@ CLIPPINGS: dict[str, tuple[VectorGroup, ...]] = {
 
 @dataclass(frozen=True)
 class Noise:
-    """What one clipping does to a sum over users.
+    """What one clipping does to a sum over users."""
 
-    Attributes:
-        clipping: its name.
-        variances: of the noise on each component of a tensor, by tensor.
-        clipped: whether a user at one of the bounds is clipped.
-    """
-
-    clipping: str
-    variances: dict[str, float]
-    clipped: bool
+    clipping: str  # its name
+    variances: dict[str, float]  # of the noise on each component of a tensor, by tensor
+    clipped: bool  # whether a user at one of the bounds is clipped
 
 
 def noises() -> Iterator[Noise]:

@@ -66,15 +66,10 @@ class Prepared:
 
 @dataclass
 class Seen:
-    """What nodes have seen so far.
+    """What nodes have seen so far."""
 
-    Attributes:
-        answered: answers that the server accepted.
-        lost: connections that were lost, and answers that could not be sent.
-    """
-
-    answered: int = 0
-    lost: int = 0
+    answered: int = 0  # answers that the server accepted
+    lost: int = 0  # connections that were lost, and answers that could not be sent
 
 
 @asynccontextmanager

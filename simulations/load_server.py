@@ -39,32 +39,20 @@ _TASK = TaskDescription("softmax", {}, 0, "cross-entropy")
 
 @dataclass(frozen=True)
 class Round:
-    """Asks the server for a round.
+    """Asks the server for a round."""
 
-    Attributes:
-        number: of the round.
-        cohort: numbers of the nodes to ask, ascending.
-        total: file for the sum, as `numpy.save` writes it.
-    """
-
-    number: int
-    cohort: list[int]
-    total: Path
+    number: int  # of the round
+    cohort: list[int]  # numbers of the nodes to ask, ascending
+    total: Path  # file for the sum, as `numpy.save` writes it
 
 
 @dataclass(frozen=True)
 class Done:
-    """Says that a round is over.
+    """Says that a round is over."""
 
-    Attributes:
-        seconds: from the request to the sum.
-        connected: how many nodes are.
-        peak: bytes of memory that the process had at most since it began (VmHWM).
-    """
-
-    seconds: float
-    connected: int
-    peak: int
+    seconds: float  # from the request to the sum
+    connected: int  # how many nodes are
+    peak: int  # bytes of memory that the process had at most since it began (VmHWM)
 
 
 def serve(pipe: Connection, site: Site, limits: TransferLimits) -> None:

@@ -22,17 +22,11 @@ _LOCAL = LocalTraining(0.1, steps=1)
 
 @dataclass(frozen=True)
 class Site:
-    """A federation of one-user nodes, each with a certificate, and the model that they train.
+    """A federation of one-user nodes, each with a certificate, and the model that they train."""
 
-    Attributes:
-        folder: of the certificates, as `fedpriv certs` makes it.
-        nodes: how many there are; node i has the user at position i.
-        parameters: P of the model, at least 1000.
-    """
-
-    folder: Path
-    nodes: int
-    parameters: int
+    folder: Path  # of the certificates, as `fedpriv certs` makes it
+    nodes: int  # how many there are; node i has the user at position i
+    parameters: int  # P of the model, at least 1000
 
     def issue(self) -> None:
         """Make all certificates, and enrol them with a user each."""

@@ -57,15 +57,10 @@ def lay_out_digits(folder: Path, sizes: Sequence[int] = (96, 96, 95)) -> None:
 
 @dataclass(frozen=True)
 class Program:
-    """A process of the federation, with what it prints in a file.
-
-    Attributes:
-        process: the process.
-        output: what it printed, standard error too.
-    """
+    """A process of the federation, with what it prints in a file."""
 
     process: subprocess.Popen[bytes]
-    output: Path
+    output: Path  # what it printed, standard error too
 
     @property
     def text(self) -> str:

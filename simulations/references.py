@@ -18,17 +18,10 @@ _DELTAS = (1e-5, 1e-6, 1e-8, 1e-10)
 
 @dataclass(frozen=True)
 class Reference:
-    """Equal rounds, and the δ at which ε is asked for.
+    """Equal rounds, and the δ at which ε is asked for."""
 
-    Attributes:
-        q: sampling probability.
-        z: noise multiplier.
-        rounds: number of rounds.
-        delta: δ.
-    """
-
-    q: float
-    z: float
+    q: float  # sampling probability
+    z: float  # noise multiplier
     rounds: int
     delta: float
 

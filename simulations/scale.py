@@ -49,45 +49,28 @@ _MEBIBYTE = 2**20
 
 @dataclass(frozen=True)
 class Scale:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        users: of the large population.
-        fewer: of the small one.
-        cohort: expected, of both.
-        rounds: of both, after one that pays for what is done once.
-        streamed: users of the large cohort, all of its population.
-    """
-
-    users: int
-    fewer: int
-    cohort: int
-    rounds: int
-    streamed: int
+    users: int  # of the large population
+    fewer: int  # of the small one
+    cohort: int  # expected, of both
+    rounds: int  # of both, after one that pays for what is done once
+    streamed: int  # users of the large cohort, all of its population
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured.
+    """What was measured."""
 
-    Attributes:
-        seconds: of rounds of the large population.
-        seconds_of_fewer: of rounds of the small one.
-        sampling_seconds: of drawing a cohort from the large one, median.
-        peak_mebibytes: of memory after a round, with both populations open, of all processes and
-            with their pages of mapped files.
-        streamed_mebibytes: size of the data of the large cohort.
-        streamed_peak_mebibytes: of memory until after it has trained.
-        streamed_seconds: of its round.
-    """
-
-    seconds: list[float]
-    seconds_of_fewer: list[float]
-    sampling_seconds: float
+    seconds: list[float]  # of rounds of the large population
+    seconds_of_fewer: list[float]  # of rounds of the small one
+    sampling_seconds: float  # of drawing a cohort from the large one, median
+    # Of memory after a round, with both populations open, of all processes and with their pages of
+    # mapped files
     peak_mebibytes: float
-    streamed_mebibytes: float
-    streamed_peak_mebibytes: float
-    streamed_seconds: float
+    streamed_mebibytes: float  # size of the data of the large cohort
+    streamed_peak_mebibytes: float  # of memory until after it has trained
+    streamed_seconds: float  # of its round
 
 
 def mebibytes() -> float:

@@ -133,17 +133,11 @@ USERS = (
 
 @dataclass(frozen=True)
 class User:
-    """One user, in a few words.
+    """One user, in a few words."""
 
-    Attributes:
-        kind: one of `USERS`.
-        size: number of examples.
-        seed: of its numbers.
-    """
-
-    kind: str
-    size: int
-    seed: int
+    kind: str  # one of `USERS`
+    size: int  # number of examples
+    seed: int  # of its numbers
 
     def data(self, words: bool) -> tuple[np.ndarray, np.ndarray]:
         """Its inputs and targets."""
@@ -212,25 +206,15 @@ def people(most: int, largest: int) -> st.SearchStrategy[list[User]]:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a round asks, in a few words.
+    """What a round asks, in a few words."""
 
-    Attributes:
-        model: one of `MODELS`.
-        clipping: "flat", "per-layer", "joint" or "groups".
-        averaging: "equal", "weights" or "floor".
-        local: how users train.
-        adaptive: whether the clipped are counted.
-        measured: whether there are metrics.
-        norm: S.
-    """
-
-    model: str
-    clipping: str
-    averaging: str
-    local: LocalTraining
-    adaptive: bool
-    measured: bool
-    norm: float
+    model: str  # one of `MODELS`
+    clipping: str  # "flat", "per-layer", "joint" or "groups"
+    averaging: str  # "equal", "weights" or "floor"
+    local: LocalTraining  # how users train
+    adaptive: bool  # whether the clipped are counted
+    measured: bool  # whether there are metrics
+    norm: float  # S
 
 
 LOCALS = (

@@ -44,21 +44,13 @@ class ListError(Exception):
 
 @dataclass(frozen=True)
 class Mutant:
-    """An edit that breaks the guarantee.
+    """An edit that breaks the guarantee."""
 
-    Attributes:
-        name: what is broken.
-        file: relative to the root of the repository.
-        find: occurs once in the file.
-        replace: what is put in its place.
-        tests: targets of pytest that notice.
-    """
-
-    name: str
-    file: str
-    find: str
-    replace: str
-    tests: tuple[str, ...]
+    name: str  # what is broken
+    file: str  # relative to the root of the repository
+    find: str  # occurs once in the file
+    replace: str  # what is put in its place
+    tests: tuple[str, ...]  # targets of pytest that notice
 
     def applied(self, text: str) -> str:
         """The text of the file with the edit."""

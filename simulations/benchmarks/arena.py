@@ -20,21 +20,13 @@ _LONGEST_END = 60.0  # seconds; Ray takes a few
 
 @dataclass(frozen=True)
 class Setting:
-    """What a contestant is started with.
+    """What a contestant is started with."""
 
-    Attributes:
-        contestant: its name.
-        work: name of the work.
-        device: "cpu" or "cuda".
-        threads: of torch, in each process.
-        processes: which share the users of a turn.
-    """
-
-    contestant: str
-    work: str
-    device: str
-    threads: int
-    processes: int = 1
+    contestant: str  # its name
+    work: str  # name of the work
+    device: str  # "cpu" or "cuda"
+    threads: int  # of torch, in each process
+    processes: int = 1  # which share the users of a turn
 
 
 @dataclass(frozen=True)

@@ -26,30 +26,19 @@ PRODUCTS_FLOPS = _PRODUCTS * 2.0 * _SIDE**3
 
 @dataclass(frozen=True)
 class Turn:
-    """What is asked of a contestant.
+    """What is asked of a contestant."""
 
-    Attributes:
-        users: positions of those who train.
-        local: how each trains.
-        seconds: for how long at least they train again and again, round after round.
-    """
-
-    users: range
-    local: LocalTraining
-    seconds: float = 0.0
+    users: range  # positions of those who train
+    local: LocalTraining  # how each trains
+    seconds: float = 0.0  # for how long at least they train again and again, round after round
 
 
 @dataclass(frozen=True)
 class Done:
-    """What came of a turn.
+    """What came of a turn."""
 
-    Attributes:
-        seconds: a round took, on average over the turn.
-        total: the sum of clipped updates [D] of a round.
-    """
-
-    seconds: float
-    total: NDArray[np.float64]
+    seconds: float  # a round took, on average over the turn
+    total: NDArray[np.float64]  # the sum of clipped updates [D] of a round
 
 
 Train: TypeAlias = Callable[[Turn], NDArray[np.float64]]

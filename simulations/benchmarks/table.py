@@ -18,21 +18,13 @@ _CALLED = {
 
 @dataclass(frozen=True)
 class Contest:
-    """What was measured of one contestant at one work.
+    """What was measured of one contestant at one work."""
 
-    Attributes:
-        contestant: its name, and of several processes their number, as in pfl-2.
-        users: how many it trained in a turn.
-        flops: floating-point operations of the matrix products of a turn.
-        seconds: of each turn.
-        difference: of its sum from the plain loop's, relative.
-    """
-
-    contestant: str
-    users: int
-    flops: float
-    seconds: Sequence[float]
-    difference: float
+    contestant: str  # its name, and of several processes their number, as in pfl-2
+    users: int  # how many it trained in a turn
+    flops: float  # floating-point operations of the matrix products of a turn
+    seconds: Sequence[float]  # of each turn
+    difference: float  # of its sum from the plain loop's, relative
 
     @property
     def users_per_second(self) -> float:
@@ -42,17 +34,11 @@ class Contest:
 
 @dataclass(frozen=True)
 class Row:
-    """All contestants at one work.
+    """All contestants at one work."""
 
-    Attributes:
-        title: of the work.
-        contests: ours among them.
-        ceiling: floating-point operations per second of matrix products, median over the turns.
-    """
-
-    title: str
-    contests: Sequence[Contest]
-    ceiling: float
+    title: str  # of the work
+    contests: Sequence[Contest]  # ours among them
+    ceiling: float  # floating-point operations per second of matrix products, median over the turns
 
     def share_of_ceiling(self, contest: Contest) -> float:
         """Rate of a contestant's matrix products over that of nothing but matrix products."""

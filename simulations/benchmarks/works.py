@@ -26,29 +26,18 @@ _SEED = 0
 
 @dataclass(frozen=True)
 class Work:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        title: what it is, in a few words.
-        build: makes the model, with the same initial parameters each time.
-        x: [rows, …] inputs of all users.
-        y: [rows, …] targets.
-        offsets: [users + 1]; user u owns rows offsets[u]:offsets[u + 1].
-        local: how a user trains.
-        clipping_norm: S of flat clipping.
-        sampled: on how many of the first users sums are compared; as many nodes Flower has.
-        turns: how many of the first users a contestant trains in a turn, by contestant; all users
-            where it is not named.
-    """
-
-    title: str
-    build: Callable[[], nn.Module]
-    x: torch.Tensor
-    y: torch.Tensor
-    offsets: NDArray[np.int64]
-    local: LocalTraining
-    clipping_norm: float
-    sampled: int
+    title: str  # what it is, in a few words
+    build: Callable[[], nn.Module]  # makes the model, with the same initial parameters each time
+    x: torch.Tensor  # [rows, …] inputs of all users
+    y: torch.Tensor  # [rows, …] targets
+    offsets: NDArray[np.int64]  # [users + 1]; user u owns rows offsets[u]:offsets[u + 1]
+    local: LocalTraining  # how a user trains
+    clipping_norm: float  # S of flat clipping
+    sampled: int  # on how many of the first users sums are compared; as many nodes Flower has
+    # How many of the first users a contestant trains in a turn, by contestant; all users where it
+    # is not named
     turns: Mapping[str, int] = field(default_factory=dict)
 
     @property

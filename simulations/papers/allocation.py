@@ -36,21 +36,13 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Setting:
-    """Passes with the same sampling.
+    """Passes with the same sampling."""
 
-    Attributes:
-        rounds: n of a pass.
-        participations: k of them with the user.
-        passes: number of passes.
-        noise_multiplier: z of each round.
-        delta: δ at which ε is asked for.
-    """
-
-    rounds: int
-    participations: int
+    rounds: int  # n of a pass
+    participations: int  # k of them with the user
     passes: int
-    noise_multiplier: float
-    delta: float
+    noise_multiplier: float  # z of each round
+    delta: float  # δ at which ε is asked for
 
     @property
     def allocation(self) -> PrivacyLoss:

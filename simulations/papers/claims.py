@@ -23,21 +23,13 @@ class Argument(StrEnum):
 
 @dataclass(frozen=True)
 class Claim:
-    """One number of a paper and what became of it.
+    """One number of a paper and what became of it."""
 
-    Attributes:
-        what: the claim in words.
-        paper: the number as printed; "" where the paper has none and the method is another.
-        recomputed: the number by the paper's own method.
-        exact: the interval (low, up) of the true number.
-        argument: what the claim rests on.
-    """
-
-    what: str
-    paper: str
-    recomputed: float
-    exact: tuple[float, float]
-    argument: Argument
+    what: str  # the claim in words
+    paper: str  # the number as printed; "" where the paper has none and the method is another
+    recomputed: float  # the number by the paper's own method
+    exact: tuple[float, float]  # the interval (low, up) of the true number
+    argument: Argument  # what the claim rests on
 
     @property
     def claimed(self) -> float:

@@ -51,25 +51,17 @@ SUM = PartialSum("", 1, np.arange(15), 1)
 
 @dataclass
 class Player:
-    """Stands in for a node's worker.
+    """Stands in for a node's worker."""
 
-    Attributes:
-        answer: what training gives, or the error that it raises.
-        go: training waits for it.
-        prepared: welcomes.
-        asked: requests to train, as they come.
-        seconds: how long each may take.
-        abandoned: rounds whose training was cancelled.
-        closed: whether it was closed.
-    """
-
+    # What training gives, or the error that it raises
     answer: PartialSum | Exception | None = field(default_factory=lambda: SUM)
     loaded: Loaded = Loaded(1, bytes(32))  # noqa: RUF009 - it is frozen
-    go: asyncio.Event = field(default_factory=asyncio.Event)
+    go: asyncio.Event = field(default_factory=asyncio.Event)  # training waits for it
     prepared: list[Welcome] = field(default_factory=list)
+    # Requests to train, as they come
     asked: asyncio.Queue[RoundRequest] = field(default_factory=asyncio.Queue)
-    seconds: list[float] = field(default_factory=list)
-    abandoned: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)  # how long each may take
+    abandoned: list[int] = field(default_factory=list)  # rounds whose training was cancelled
     closed: bool = False
 
     def __post_init__(self) -> None:

@@ -18,17 +18,11 @@ from tests.deployment.sites import Site, ask_to_stop, ended
 
 @dataclass(frozen=True)
 class Standing:
-    """What a run has come to.
+    """What a run has come to."""
 
-    Attributes:
-        attempts: how many attempts of each round are charged, by its number.
-        released: releases in the metrics.
-        next_round: of the last checkpoint; 0 if there is none.
-    """
-
-    attempts: dict[int, int]
-    released: int
-    next_round: int
+    attempts: dict[int, int]  # how many attempts of each round are charged, by its number
+    released: int  # releases in the metrics
+    next_round: int  # of the last checkpoint; 0 if there is none
 
     @property
     def charged(self) -> int:

@@ -42,17 +42,11 @@ class Harm:
 
 @dataclass(frozen=True)
 class FaultySite:
-    """A SuperLink that keeps its runs in a database, and starts no ServerApp by itself.
-
-    Attributes:
-        link: the SuperLink.
-        app: what is submitted to it.
-        stack: ends all processes.
-    """
+    """A SuperLink that keeps its runs in a database, and starts no ServerApp by itself."""
 
     link: SuperLink
-    app: Path
-    stack: ExitStack
+    app: Path  # what is submitted to it
+    stack: ExitStack  # ends all processes
 
     def arm(self, node: str, harm: str, number: int) -> Harm:
         """Let a node do a harm when it has the offer of a round."""

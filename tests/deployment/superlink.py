@@ -27,15 +27,10 @@ _LONGEST_SECONDS = 480.0
 
 @dataclass(frozen=True)
 class SuperLink:
-    """A SuperLink that runs.
+    """A SuperLink that runs."""
 
-    Attributes:
-        folder: from `simulations.loopback.lay_out`; keeps what Flower writes, too.
-        port: of all its services.
-    """
-
-    folder: Path
-    port: int
+    folder: Path  # from `simulations.loopback.lay_out`; keeps what Flower writes, too
+    port: int  # of all its services
 
     @property
     def environment(self) -> dict[str, str]:

@@ -39,17 +39,11 @@ socket.getaddrinfo = written
 
 @dataclass(frozen=True)
 class Simulation:
-    """A `fedpriv simulate` that runs, and the processes that it starts.
+    """A `fedpriv simulate` that runs, and the processes that it starts."""
 
-    Attributes:
-        program: the command.
-        mark: in the environment of all of them.
-        scratch: where they may write.
-    """
-
-    program: Program
-    mark: str
-    scratch: Path
+    program: Program  # the command
+    mark: str  # in the environment of all of them
+    scratch: Path  # where they may write
 
     @property
     def workers(self) -> list[int]:

@@ -51,15 +51,10 @@ _CALL = re.compile(r"(fsync|fdatasync|write|pwrite64)\(\d+<(.*?)>.*\) += (-?\d+)
 
 @dataclass(frozen=True)
 class DiskCall:
-    """One call that succeeded.
+    """One call that succeeded."""
 
-    Attributes:
-        path: of the file.
-        syncs: whether it waits until the file is on the disk; otherwise it writes.
-    """
-
-    path: Path
-    syncs: bool
+    path: Path  # of the file
+    syncs: bool  # whether it waits until the file is on the disk; otherwise it writes
 
 
 def by_strace(program: str, folder: Path) -> list[DiskCall]:

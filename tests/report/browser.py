@@ -33,19 +33,12 @@ def chromium() -> str:
 
 @dataclass
 class Tab:
-    """A page in the browser, and what it said until now.
+    """A page in the browser, and what it said until now."""
 
-    Attributes:
-        commands: where commands are written.
-        answers: where answers are read.
-        session: its id.
-        events: what was reported, in order.
-    """
-
-    commands: int
-    answers: int
-    session: str | None = None
-    events: list[dict] = field(default_factory=list)
+    commands: int  # where commands are written
+    answers: int  # where answers are read
+    session: str | None = None  # its id
+    events: list[dict] = field(default_factory=list)  # what was reported, in order
     _last: int = 0
     _rest: bytes = b""
 
