@@ -69,10 +69,7 @@ ACCOUNTANTS: dict[str, Callable[[Reference, float], tuple[float, float]]] = {
 def measured(name: str, index: int, target: float) -> Answer:
     """One answer, timed after a first, easy one that does all imports.
 
-    Args:
-        name: of the accountant.
-        index: of the setting.
-        target: grids are refined until ε is about as tight as this one, or tighter.
+    Grids are refined until ε is about as tight as the target, or tighter.
     """
     ACCOUNTANTS[name](Reference(0.5, 5.0, 1, 1e-3), _GRID)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

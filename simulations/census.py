@@ -100,11 +100,7 @@ def table(answers: Answers, users: UserStore) -> Table:
 
 
 def run(arguments: argparse.Namespace, folder: Path) -> None:
-    """Ask once and print what was released, and what it cost.
-
-    Raises:
-        FedprivError: the data are absent, or asking would pass the budget.
-    """
+    """Ask once and print what was released, and what it cost."""
     users = load(find_census(arguments.data))
     q, delta = arguments.sampling_probability, arguments.delta
     z = calibrate_noise_multiplier(arguments.epsilon, delta, 1, q)

@@ -18,11 +18,7 @@ NODES = ("node-1", "node-2", "node-3")
 
 
 def run(folder: Path) -> str:
-    """Run the federation in a folder; what the server printed.
-
-    Raises:
-        FedprivError: a process failed; the text says what it printed.
-    """
+    """Run the federation in a folder; what the server printed."""
     loopback.lay_out_digits(folder)
     with loopback.server(folder, FILE, "--exit") as server:
         port = loopback.port_of(server)

@@ -72,11 +72,7 @@ class Found:
 
 
 def measure(load: Load) -> Found:
-    """Run all rounds.
-
-    Raises:
-        InvalidValueError: the operating system allows too few connections.
-    """
+    """Run all rounds."""
     allow_open_files(load.nodes + load.sampled)
     with tempfile.TemporaryDirectory() as folder:
         site = Site(Path(folder) / "certs", load.nodes, load.parameters)
@@ -87,11 +83,7 @@ def measure(load: Load) -> Found:
 
 
 def allow_open_files(connections: int) -> None:
-    """Let this process, and those that it starts, have so many connections at once.
-
-    Raises:
-        InvalidValueError: the operating system allows fewer.
-    """
+    """Let this process, and those that it starts, have so many connections at once."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = connections + _DESCRIPTORS
     if hard != resource.RLIM_INFINITY and hard < needed:

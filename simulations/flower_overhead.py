@@ -58,17 +58,7 @@ class Measured:
 
 
 def measured(way: str, users: int, workers: int, rounds: int) -> Measured:
-    """Run one way in a process of its own.
-
-    Args:
-        way: of `simulations.flower_ways`.
-        users: in each round.
-        workers: processes of Ray.
-        rounds: how many, at least 2; the first is part of the start.
-
-    Raises:
-        WorkerError: the process has failed.
-    """
+    """Run a way for at least 2 rounds in a process of its own; the first is part of the start."""
     switch_off_telemetry()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "times.json"

@@ -77,14 +77,9 @@ def _clip(model: torch.nn.Module, start: list[torch.Tensor], norm: float) -> Non
 def federate(
     grid: Grid, users: int, drawn: int, rounds: int, told: Callable[[], None]
 ) -> ArrayRecord:
-    """Train with Flower's FedAvg; the model at the end.
+    """Train with Flower's FedAvg, at least 2 users a round; the model at the end.
 
-    Args:
-        grid: has a node for each user.
-        users: how many.
-        drawn: how many take part in a round, at least 2.
-        rounds: how many.
-        told: called before the first round and after each.
+    `told` is called before the first round and after each.
     """
 
     def after(_round: int, _arrays: ArrayRecord) -> None:

@@ -81,12 +81,7 @@ class Found:
 
 
 def measure(load: Load) -> tuple[Found, Found]:
-    """Run all rounds without hostile peers, then with them.
-
-    Raises:
-        InvalidValueError: the operating system allows too few connections.
-        FedprivError: the server or the process of hostile peers failed when it started.
-    """
+    """Run all rounds without hostile peers, then with them."""
     allow_open_files(load.nodes + load.hostile)
     with tempfile.TemporaryDirectory() as folder:
         site = Site(Path(folder) / "certs", load.nodes, load.hidden)

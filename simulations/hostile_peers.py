@@ -104,10 +104,8 @@ KINDS: dict[str, Callable[[Target], Awaitable[None]]] = {
 def harass(targets: list[Target], peers: int, begun: "SynchronizedArray[int]") -> None:
     """What so many peers of all kinds do, in a process of its own, until it is killed.
 
-    Args:
-        targets: one server, by several certificates, which peers share.
-        peers: how many.
-        begun: is counted up, for each kind, whenever a peer begins (again).
+    Targets are one server, by several certificates, which peers share. `begun` is counted up, for
+    each kind, whenever a peer begins (again).
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -39,12 +39,7 @@ _BACKOFF_SECONDS = 2.0
 
 
 class Prepared:
-    """A contribution to a site, made at the first offer and ready to be sent in any round.
-
-    Args:
-        site: whose.
-        kind: which of its contributions.
-    """
+    """A contribution to a site, made at the first offer and ready to be sent in any round."""
 
     def __init__(self, site: Site, kind: int) -> None:
         self._site, self._kind = site, kind
@@ -78,10 +73,7 @@ async def connected(site: Site, port: int, seen: Seen | None = None) -> AsyncIte
 
     Each answers every offer as bare nodes do: it throws away the model that comes, and sends
     messages that were made before. What a node's own checks cost is its own machine's business. A
-    node that has lost its connection comes back.
-
-    Raises:
-        ExceptionGroup: an answer was refused, or something else went wrong; it ends the block.
+    node that has lost its connection comes back. An answer that is refused ends the block.
     """
     prepared, seen = [Prepared(site, kind) for kind in range(site.kinds)], seen or Seen()
     async with asyncio.TaskGroup() as group:
@@ -151,13 +143,7 @@ async def _upload(channel: grpc.aio.Channel, parts: Iterator[bytes]) -> None:
 
 
 class BareNodes:
-    """Connections of some nodes to the bare server.
-
-    Args:
-        site: whose nodes.
-        cohort: their numbers.
-        port: of the bare server.
-    """
+    """Connections of some nodes to the bare server."""
 
     def __init__(self, site: Site, cohort: list[int], port: int) -> None:
         self._stubs = [_stub(site, number, port) for number in cohort]

@@ -59,11 +59,6 @@ def serve(pipe: Connection, site: Site, limits: TransferLimits) -> None:
     """The server of `fedpriv serve`, with its transport, but rounds as the pipe asks for them.
 
     Sends its port, then a `Done` for each `Round`; ends when the pipe is closed.
-
-    Args:
-        pipe: to the benchmark.
-        site: whom it serves.
-        limits: of transfers.
     """
     enrolment = Enrolment.load(site.enrolment)
     identify = by_certificate(EnrolledCertificates(site.enrolment))
@@ -100,10 +95,6 @@ def serve_bare(pipe: Connection, site: Site) -> None:
     Download sends as many bytes as the model has, from messages that were made before; Upload takes
     messages and forgets them. grpc.aio with its defaults, and nothing between it and the bytes: no
     protobuf, no interceptor, no limit on how many are served at once.
-
-    Args:
-        pipe: to the benchmark.
-        site: whose certificates and model size they are.
     """
     asyncio.run(_serve_bare(pipe, site))
 

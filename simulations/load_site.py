@@ -70,12 +70,7 @@ class Site:
         return min(_KINDS, self.nodes)
 
     def contribution(self, kind: int, clipping: Clipping) -> IntegerVector:
-        """One of the contributions: int64[P].
-
-        Args:
-            kind: which.
-            clipping: of the round.
-        """
+        """One of the contributions: int64[P]."""
         return clipping.contribution(_random(clipping.layout, 1 + kind))
 
     def request(self, number: int, cohort: list[int]) -> RoundRequest:
@@ -84,11 +79,7 @@ class Site:
         return RoundRequest("load", number, 0, model, self._clipping, _LOCAL, users, bytes(32))
 
     def sum_of(self, cohort: list[int]) -> IntegerVector:
-        """What a cohort's contributions add up to.
-
-        Args:
-            cohort: numbers of the nodes.
-        """
+        """What the contributions of these nodes add up to."""
         total = np.zeros(self.parameters, np.int64)
         for kind in range(self.kinds):
             total += sum(node % self.kinds == kind for node in cohort) * self.contribution(

@@ -24,14 +24,10 @@ LISTENING = re.compile(r"listening on \S+:(\d+)")
 
 
 def lay_out(folder: Path, users: UserStore, sizes: Sequence[int]) -> None:
-    """Write what server and nodes need: certificates, an enrolment, and each node's users.
+    """Write what server and nodes need: certs/, enrolment.toml, and each node's users/NODE/.
 
-    Users keep their positions: user i of the store is at position i of the enrolled population.
-
-    Args:
-        folder: gets certs/, users/NODE/ and enrolment.toml; nodes are node-1, node-2, ….
-        users: all users.
-        sizes: how many of them each node has; together all.
+    Nodes are node-1, node-2, …, each with so many users, together all of the store. Users keep
+    their positions: user i of the store is at position i of the enrolled population.
     """
     certificates.init(folder / "certs", ["localhost", "127.0.0.1"])
     digits = len(str(users.population - 1))
@@ -68,11 +64,7 @@ class Program:
         return self.output.read_text(encoding="utf-8", errors="replace")
 
     def await_text(self, pattern: str) -> re.Match[str]:
-        """Wait until it has printed what matches.
-
-        Raises:
-            FedprivError: it ended before, or takes too long.
-        """
+        """Wait until it has printed what matches; FedprivError if it ends or takes too long."""
         end = time.monotonic() + _LONGEST_START_SECONDS
         while time.monotonic() < end:
             ended = self.process.poll() is not None
@@ -121,12 +113,7 @@ def server(
 ) -> Iterator[Program]:
     """`fedpriv serve FILE` in a folder that is laid out; it writes its run to `run`.
 
-    Args:
-        folder: from `lay_out`.
-        file: the experiment.
-        arguments: further ones.
-        port: where to listen; 0: any.
-        command: what runs instead of `fedpriv`, with the same arguments.
+    The command runs instead of `fedpriv`, with the same arguments.
     """
     settings = {
         "address": f"127.0.0.1:{port}",

@@ -23,17 +23,8 @@ def people(small_users: int = 287, folder: str | None = None) -> Population:
 
     Pixels are scaled as is usual for each: DIGITS to [0, 1], MNIST to mean 0 and variance 1. As
     many rows of the one are held out as of the other: all that DIGITS has, and MNIST's first.
-
-    Args:
-        small_users: users among whom DIGITS are dealt.
-        folder: with MNIST's files; None means the environment variable FEDPRIV_DATA.
-
-    Returns:
-        Population with x float32 [rows, 848] and y int64 [rows] in 0..9.
-
-    Raises:
-        DataError: a file of MNIST is absent or damaged.
-        InvalidValueError: `small_users` is out of range.
+    x is float32 [rows, 848] and y int64 [rows] in 0..9. MNIST's files are in the folder (None:
+    FEDPRIV_DATA).
     """
     small, large = load_digits(small_users), load_mnist_writers(folder)
     held_out = len(small.test["y"])

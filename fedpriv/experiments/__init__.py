@@ -11,9 +11,7 @@ def experiment_file(given: Path, folder: Path = Path()) -> Path:
     """The file that was given, relative to a folder, or that of the experiment with this name.
 
     A file in the folder comes first. What has a suffix or lies elsewhere is no name.
-
-    Raises:
-        InvalidValueError: there is neither a file nor an experiment; the sentence lists all names.
+    InvalidValueError: there is neither; the sentence lists all names.
     """
     if given.suffix or given.name != str(given) or (folder / given).is_file():
         return folder / given

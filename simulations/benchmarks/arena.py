@@ -81,9 +81,6 @@ class Player:
 
         Several processes train an equal share of the users each, and a round takes as long as the
         slowest of them: sending models and adding up sums cost them nothing.
-
-        Raises:
-            WorkerError: a process has ended.
         """
         for process, users in zip(self.processes, self._shares(turn.users), strict=True):
             process.begin(replace(turn, users=users))

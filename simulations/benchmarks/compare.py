@@ -62,16 +62,9 @@ def settings_of(work: str, without: Sequence[str], device: str, threads: int) ->
 
 
 def compare(name: str, settings: Mapping[str, Setting], repeats: int) -> Row:
-    """Measure a work.
+    """Measure a work, in so many turns of each contestant.
 
-    Args:
-        name: of the work.
-        settings: of `settings_of`.
-        repeats: turns of each.
-
-    Raises:
-        DataError: the work's data are absent.
-        WorkerError: the sum of a contestant is another, or its process has ended.
+    WorkerError: the sum of a contestant is another, or its process has ended.
     """
     work = WORKS[name]()
     _say(f"{name}: {len(settings)} contestants prepare, and their sums are compared")

@@ -36,12 +36,7 @@ def serve(pipe: Connection, train: Train) -> None:
 
 
 def contestant_named(name: str, work: str) -> Contestant:
-    """Contestant of a name; of the rivals' libraries only its own is imported.
-
-    Args:
-        name: of the contestant.
-        work: name of the work, by which Flower's workers find it.
-    """
+    """Contestant of a name; of the rivals' libraries only its own is imported."""
     named: dict[str, Callable[[], Contestant]] = {
         "fedpriv": lambda: fedpriv,
         "plain": lambda: plain,

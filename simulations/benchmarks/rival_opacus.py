@@ -15,11 +15,7 @@ from simulations.benchmarks.works import Work, flattened
 
 
 def opacus(work: Work, device: torch.device, use: Callable[[Train], None]) -> None:
-    """Prepare a step of DP-SGD, in which a user is an example.
-
-    Raises:
-        InvalidValueError: a user has several examples.
-    """
+    """Prepare a step of DP-SGD, in which a user is an example."""
     if len(work.x) != work.users:
         raise InvalidValueError("a user has several examples; a record of Opacus is one")
     model = GradSampleModule(work.build().to(device))

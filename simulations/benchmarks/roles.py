@@ -18,11 +18,7 @@ _BESIDE = Path(__file__).parents[3] / "shared" / "data"
 def roles(users: int) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
     """Characters, the characters that follow them, and offsets of roles spread over the alphabet.
 
-    Args:
-        users: how many roles; those that say too little for one piece do not count.
-
-    Raises:
-        DataError: the population of this name cannot be loaded, or holds too few roles.
+    Roles that say too little for one piece do not count; DataError if there are too few others.
     """
     folder = os.environ.get("FEDPRIV_DATA") or _BESIDE
     store = load_shakespeare_roles(folder, _LENGTH, windows_per_role=_MOST).users
