@@ -20,9 +20,7 @@ import asyncio
 import json
 import multiprocessing
 import resource
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -36,6 +34,7 @@ import numpy as np
 
 from fedpriv.errors import InvalidValueError, WorkerError
 from fedpriv.server.service import TransferLimits
+from simulations.benchmarks.machine import command
 from simulations.load_nodes import BareNodes, connected
 from simulations.load_server import Done, Round, serve, serve_bare
 from simulations.load_site import Site
@@ -186,8 +185,8 @@ def main() -> None:
     for name, value in numbers.items():
         print(f"{name}: {value:.4g}")
     if given.json:
-        command = shlex.join(["python", "-m", "simulations.federation_load", *sys.argv[1:]])
-        kept = {"command": command, "load": asdict(load), "summary": numbers} | asdict(found)
+        kept = {"command": command("federation_load"), "load": asdict(load), "summary": numbers}
+        kept |= asdict(found)
         given.json.write_text(json.dumps(kept, indent=1) + "\n")
 
 

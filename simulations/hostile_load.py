@@ -20,9 +20,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -39,6 +37,7 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.run.folder import RunFolder
 from fedpriv.server import certificates
 from simulations import loopback
+from simulations.benchmarks.machine import command
 from simulations.federation_load import allow_open_files
 from simulations.hostile_peers import KINDS, Target, harass
 from simulations.load_nodes import Seen, connected
@@ -217,8 +216,7 @@ def main() -> None:
     for line in hostile.log:
         print(line)
     if path:
-        command = shlex.join(["python", "-m", "simulations.hostile_load", *sys.argv[1:]])
-        kept = {"command": command, "load": asdict(load), "summary": numbers}
+        kept = {"command": command("hostile_load"), "load": asdict(load), "summary": numbers}
         found = {"without": asdict(quiet), "with": asdict(hostile)}
         path.write_text(json.dumps(kept | found, indent=1) + "\n", encoding="utf-8")
 

@@ -13,9 +13,7 @@ import json
 import math
 import multiprocessing
 import os
-import shlex
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -39,7 +37,7 @@ from fedpriv.privacy.round import LocalTraining, PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg
 from fedpriv.training.rounds import TrainingPlan, initial_state, train
-from simulations.benchmarks.machine import machine, versions
+from simulations.benchmarks.machine import made_by
 
 _PART = 4_000_000  # numbers of x that are made at once
 _FEW = (4, (16,))  # examples of a user and shape of one, where users are many
@@ -211,13 +209,9 @@ def main() -> None:
     for name, value in numbers.items():
         print(f"{name}: {value:.4g}")
     if given.json:
-        kept = {
-            "command": shlex.join(["python", "-m", "simulations.scale", *sys.argv[1:]]),
-            "machine": machine("cpu", torch.get_num_threads()),
-            "versions": versions(["fedpriv", "torch", "numpy"]),
-            "scale": asdict(scale),
-            "summary": numbers,
-        }
+        packages = ["fedpriv", "torch", "numpy"]
+        kept = made_by("scale", packages, threads=torch.get_num_threads())
+        kept |= {"scale": asdict(scale), "summary": numbers}
         given.json.write_text(json.dumps(kept | asdict(found), indent=1) + "\n")
 
 

@@ -13,7 +13,6 @@ the largest memory that its process ever had.
 import argparse
 import json
 import resource
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -155,7 +154,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    from simulations.benchmarks.machine import machine, versions  # noqa: PLC0415
+    from simulations.benchmarks.machine import made_by  # noqa: PLC0415
 
     seconds, memory = measured(given.width, given.blocks, given.rounds + 1)
     ratios = {
@@ -164,16 +163,12 @@ def main() -> None:
     }
     print(f"throughput {ratios['throughput']:.2f}, memory {ratios['memory']:.2f} of a plain loop")
     if given.json:
-        command = shlex.join(["python", "-m", "simulations.benchmarks.adapters", *sys.argv[1:]])
         model = model_of(given.width, given.blocks)
         sizes = {
             "parameters": sum(p.numel() for p in model.parameters()),
             "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
         }
-        kept = {
-            "command": command,
-            "machine": machine("cpu", 1),
-            "versions": versions(["fedpriv", "torch", "numpy"]),
+        kept = made_by("benchmarks.adapters", ["fedpriv", "torch", "numpy"]) | {
             "model": sizes,
             "users": USERS,
             "processor seconds of each round": seconds,

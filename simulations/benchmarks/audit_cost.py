@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import resource
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ import torch
 
 import fedpriv
 from fedpriv.models import build_model
-from simulations.benchmarks.machine import machine, versions
+from simulations.benchmarks.machine import made_by
 
 INPUTS, HIDDEN, CLASSES = 100, 9000, 10
 SECONDS, PEAK = "processor seconds", "peak MiB"
@@ -105,12 +104,7 @@ def main() -> None:
     more, share = peaks["with"] - peaks["without"], times["with"] / times["without"] - 1.0
     print(f"{share:.1%} more processor time a round, {more:.0f} MiB more memory")
     if given.json:
-        kept = {
-            "command": shlex.join(
-                ["python", "-m", "simulations.benchmarks.audit_cost", *sys.argv[1:]]
-            ),
-            "machine": machine("cpu", 1),
-            "versions": versions(["fedpriv", "torch", "numpy"]),
+        kept = made_by("benchmarks.audit_cost", ["fedpriv", "torch", "numpy"]) | {
             "users, cohort, canaries, rounds": sizes,
             "runs": found,
             "more processor time": share,

@@ -17,7 +17,6 @@ one user trains after another, as in pfl, several processes that share the users
 import argparse
 import json
 import os
-import shlex
 import statistics
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -31,7 +30,7 @@ from fedpriv.errors import DataError, FedprivError, InvalidValueError, WorkerErr
 from fedpriv.server.ray_engine import switch_off_telemetry
 from simulations.benchmarks.arena import Player, Setting, playing
 from simulations.benchmarks.contestants import CEILING, PRODUCTS_FLOPS, Done, Turn
-from simulations.benchmarks.machine import machine, versions
+from simulations.benchmarks.machine import made_by
 from simulations.benchmarks.table import OURS, Contest, Row, figures, table
 from simulations.benchmarks.works import WORKS, Work
 
@@ -151,14 +150,9 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     if given.json:
-        command = ["python", "-m", "simulations.benchmarks.compare", *sys.argv[1:]]
         packages = ["fedpriv", "torch", "numpy", "pfl", "flwr", "ray", "opacus"]
-        kept = {
-            "command": shlex.join(command),
-            "machine": machine(given.device, given.threads),
-            "versions": versions(packages),
-            "rows": figures(rows),
-        }
+        kept = made_by("benchmarks.compare", packages, given.device, given.threads)
+        kept["rows"] = figures(rows)
         given.json.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
 
 

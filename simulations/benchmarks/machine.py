@@ -1,12 +1,30 @@
-"""What a figure was measured on: processor, device and versions, and nothing that names either."""
+"""How a figure was made: command, processor, device and versions; no machine is named."""
 
 import os
 import platform
+import shlex
+import sys
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+
+
+def command(module: str) -> str:
+    """What started this process, a module of simulations."""
+    return shlex.join(["python", "-m", f"simulations.{module}", *sys.argv[1:]])
+
+
+def made_by(
+    module: str, packages: Iterable[str], device: str = "cpu", threads: int = 1
+) -> dict[str, object]:
+    """What a file of figures says of how they were made."""
+    return {
+        "command": command(module),
+        "machine": machine(device, threads),
+        "versions": versions(packages),
+    }
 
 
 def machine(device: str, threads: int) -> dict[str, str | int]:

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 import fedpriv
 from fedpriv.report.tables import Column, Table, print_table
-from simulations.benchmarks.machine import environment, machine, versions
+from simulations.benchmarks.machine import environment, made_by
 from simulations.papers.bu_mnist import DELTA, IMAGES, ROWS, Row, mnist, trained
 
 
@@ -145,11 +145,8 @@ def main() -> None:
         found = {name: [asdict(run) for run in of_one] for name, of_one in runs.items()}
         kept.append({"lot": row.lot, "epochs": row.epochs, "runs": found})
     if given.json:
-        about = {
-            "command": " ".join(["python -m simulations.benchmarks.whole_run", *sys.argv[1:]]),
-            "machine": machine("cpu", given.threads),
-            "versions": versions(["fedpriv", "torch", "opacus"]),
-        }
+        packages = ["fedpriv", "torch", "opacus"]
+        about = made_by("benchmarks.whole_run", packages, threads=given.threads)
         text = json.dumps(about | {"lots": kept}, indent=1)
         given.json.write_text(f"{text}\n", encoding="utf-8")
 
