@@ -3,7 +3,7 @@
 import gc
 import logging
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from torch import nn
 from fedpriv.data.population import UserStore
 from fedpriv.engine import layers
 from fedpriv.engine import trainer as trainer_module
-from fedpriv.engine.local_training import Rung, by_rung
+from fedpriv.engine.local_training import Examples, Rung, by_rung
 from fedpriv.engine.task import RoundParameters, Task, cross_entropy
 from fedpriv.engine.trainer import Chunk, Trainer
 from fedpriv.engine.transport import InProcessTransport
@@ -174,22 +174,35 @@ def test_few_users_of_a_model_of_known_layers_take_few_lanes(
     assert max(lanes) <= 8
 
 
-def lanes_seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of lanes of all chunks that train from now on."""
-    lanes: list[int] = []
+def plant(
+    monkeypatch: pytest.MonkeyPatch,
+    before: Callable[[Chunk, Examples], None] = lambda *_: None,
+    change: Callable[[Chunk, dict[str, torch.Tensor]], None] | None = None,
+) -> None:
+    """Do something before a chunk trains from now on, or change the updates that it makes."""
     honest = Trainer._train
 
-    def watched(
+    def planted(
         trainer: Trainer,
         asked: RoundRequest,
         start: RoundParameters,
         chunk: Chunk,
-        examples: object,
+        examples: Examples,
     ) -> object:
-        lanes.append(chunk.lanes)
-        return honest(trainer, asked, start, chunk, examples)
+        before(chunk, examples)
+        updates = honest(trainer, asked, start, chunk, examples)
+        if change is not None:
+            updates = {name: update[:] for name, update in updates.items()}
+            change(chunk, updates)
+        return updates
 
-    monkeypatch.setattr(trainer_module.Trainer, "_train", watched)
+    monkeypatch.setattr(trainer_module.Trainer, "_train", planted)
+
+
+def lanes_seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of lanes of all chunks that train from now on."""
+    lanes: list[int] = []
+    plant(monkeypatch, lambda chunk, _: lanes.append(chunk.lanes))
     return lanes
 
 
@@ -460,21 +473,12 @@ def test_a_planted_difference_at_one_place_is_found(
 ) -> None:
     """One lane of a shape computes otherwise, by its last bit."""
     transport, request = transport_and_request(nn.Linear(6, 3))
-    honest = Trainer._train
 
-    def planted(
-        trainer: Trainer,
-        asked: RoundRequest,
-        start: RoundParameters,
-        chunk: Chunk,
-        examples: object,
-    ) -> object:
-        updates = {n: u[:] for n, u in honest(trainer, asked, start, chunk, examples).items()}
+    def change(chunk: Chunk, updates: dict[str, torch.Tensor]) -> None:
         if chunk.lanes > edge and chunk.together:
             updates["weight"][edge] *= 1.0 + 2.0**-23
-        return updates
 
-    monkeypatch.setattr(trainer_module.Trainer, "_train", planted)
+    plant(monkeypatch, change=change)
     assert {partial.users for partial in transport.collect(request)} == {1}
 
 
@@ -483,44 +487,26 @@ def test_a_planted_difference_beside_what_is_not_finite_is_found(
 ) -> None:
     """Lanes compute otherwise, by their last bit, where one of them is not finite."""
     transport, request = transport_and_request(nn.Linear(6, 3))
-    honest = Trainer._train
 
-    def planted(
-        trainer: Trainer,
-        asked: RoundRequest,
-        start: RoundParameters,
-        chunk: Chunk,
-        examples: object,
-    ) -> object:
-        updates = {n: u[:] for n, u in honest(trainer, asked, start, chunk, examples).items()}
+    def change(chunk: Chunk, updates: dict[str, torch.Tensor]) -> None:
         if chunk.together and not torch.isfinite(updates["weight"]).all():
             updates["weight"] *= 1.0 + 2.0**-23
-        return updates
 
-    monkeypatch.setattr(trainer_module.Trainer, "_train", planted)
+    plant(monkeypatch, change=change)
     assert {partial.users for partial in transport.collect(request)} == {1}
 
 
 def test_a_number_of_lanes_with_other_bits_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     transport, request = transport_and_request(nn.Linear(6, 3))
     fewest = transport._trainer.lanes_for(12, Rung(2, 2, 0, padded=False))
-    honest = Trainer._train
     seen: list[int] = []
 
-    def planted(
-        trainer: Trainer,
-        asked: RoundRequest,
-        start: RoundParameters,
-        chunk: Chunk,
-        examples: object,
-    ) -> object:
-        updates = {n: u[:] for n, u in honest(trainer, asked, start, chunk, examples).items()}
+    def change(chunk: Chunk, updates: dict[str, torch.Tensor]) -> None:
         seen.append(chunk.lanes)
         if chunk.lanes == fewest:
             updates["weight"] *= 1.0 + 2.0**-23
-        return updates
 
-    monkeypatch.setattr(trainer_module.Trainer, "_train", planted)
+    plant(monkeypatch, change=change)
     (partial,) = transport.collect(request)
     assert partial.users == 12
     assert fewest in seen
@@ -554,20 +540,12 @@ def test_a_user_for_whom_memory_is_short_is_a_zero(
 ) -> None:
     transport, request = transport_and_request(nn.Linear(6, 3))
     expected = total_of(transport, replace(request, users=request.users[1:]))
-    honest = Trainer._train
 
-    def short(
-        trainer: Trainer,
-        asked: RoundRequest,
-        start: RoundParameters,
-        chunk: Chunk,
-        examples: object,
-    ) -> object:
+    def fail(chunk: Chunk, examples: Examples) -> None:
         if examples.store is transport.users and 0 in chunk.users:
             raise raised("too little")
-        return honest(trainer, asked, start, chunk, examples)
 
-    monkeypatch.setattr(trainer_module.Trainer, "_train", short)
+    plant(monkeypatch, fail)
     np.testing.assert_array_equal(total_of(transport, request), expected)
 
 
@@ -578,20 +556,12 @@ def test_a_rung_for_which_memory_is_short_is_a_zero_and_others_are_not(
     transport = InProcessTransport(task, users_of([4] * 5 + [64]), CPU, MEMORY, processes=1)
     request = request_under(task, LocalTraining(0.1, epochs=1), 6, 0.3)
     expected = total_of(transport, replace(request, users=request.users[:5]))
-    honest = Trainer._train
 
-    def short(
-        trainer: Trainer,
-        asked: RoundRequest,
-        start: RoundParameters,
-        chunk: Chunk,
-        examples: object,
-    ) -> object:
+    def fail(chunk: Chunk, examples: Examples) -> None:
         if chunk.rung.width >= 64:
             raise MemoryError
-        return honest(trainer, asked, start, chunk, examples)
 
-    monkeypatch.setattr(trainer_module.Trainer, "_train", short)
+    plant(monkeypatch, fail)
     np.testing.assert_array_equal(total_of(transport, request), expected)
 
 
