@@ -14,11 +14,6 @@ from fedpriv.errors import DataError
 _ENVIRONMENT = "FEDPRIV_DATA"
 
 
-def find_folder(folder: str | Path | None, title: str, file: str, source: str) -> Path:
-    """Folder with a data set's file: the one given or else FEDPRIV_DATA's, or `title` inside it."""
-    return find_file(folder, title, (file,), title.lower(), source).parent
-
-
 def find_file(
     folder: str | Path | None, title: str, files: Sequence[str], inside: str, source: str
 ) -> Path:

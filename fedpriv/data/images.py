@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fedpriv.data import partition as partitioners
 from fedpriv.data.arrays import from_arrays
-from fedpriv.data.files import find_folder, read_npz
+from fedpriv.data.files import find_file, read_npz
 from fedpriv.data.population import HELD_OUT_USER, Array, Fields, Population, UserStore
 from fedpriv.errors import DataError, InvalidValueError, known_names
 
@@ -82,7 +82,7 @@ def load_mnist_writers(folder: str | Path | None = None) -> Population:
     qmnist-train-labels-idx2-int.gz and qmnist-test-labels-idx2-int.gz. Pixels are scaled to [0, 1],
     less 0.1307, divided by 0.3081: x is float32 [rows, 1, 28, 28].
     """
-    place = find_folder(folder, "MNIST", _TRAIN[0], _MNIST_SOURCE)
+    place = find_file(folder, "MNIST", _TRAIN[:1], "mnist", _MNIST_SOURCE).parent
     for name in (*_TRAIN, *_TEST):
         if not (place / name).is_file():
             raise DataError(f"{name} is absent from {place}; {_MNIST_SOURCE}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.data.files import find_folder
+from fedpriv.data.files import find_file
 from fedpriv.data.population import Array, Population, UserStore, check_count, offsets_of
 from fedpriv.errors import DataError
 
@@ -51,7 +51,7 @@ def load_shakespeare_roles(
     check_count("length", length)
     if windows_per_role is not None:
         check_count("windows_per_role", windows_per_role)
-    path = find_folder(folder, "Shakespeare", FILE, _SOURCE) / FILE
+    path = find_file(folder, "Shakespeare", (FILE,), "shakespeare", _SOURCE)
     roles = _read(path)
     train = [_windows(role.train, length, path)[:windows_per_role] for role in roles]
     test = np.concatenate([_windows(role.test, length, path) for role in roles])

@@ -10,8 +10,9 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from fedpriv import __version__
 from fedpriv.errors import InvalidValueError, writing
-from fedpriv.report.charts import Chart, embedded, library
+from fedpriv.report.charts import Chart, embedded, library, texts
 from fedpriv.report.tables import Table
 from fedpriv.training.rounds import write_atomically
 
@@ -55,12 +56,11 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """A page: heading, a line below it, sections that are not empty, and the last line."""
+    """A page: heading, a line below it, and sections that are not empty."""
 
     title: str
     lead: str
     sections: Sequence[Section]
-    footer: str
 
 
 def render(page: Page) -> str:
@@ -88,7 +88,11 @@ def render(page: Page) -> str:
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
     return environment.get_template("page.html.j2").render(
-        page=page, scripts=[*map(Markup, scripts)], policy=policy, style=Markup(style)
+        page=page,
+        scripts=[*map(Markup, scripts)],
+        policy=policy,
+        style=Markup(style),
+        footer=texts()["footer"].format(version=__version__),
     )
 
 

@@ -9,7 +9,6 @@ from urllib.parse import quote
 
 import numpy as np
 
-from fedpriv import __version__
 from fedpriv.accounting.accountants import PrivacyLoss, accountant_named, format_epsilon
 from fedpriv.audit import AuditResult
 from fedpriv.errors import DataError, writing
@@ -38,8 +37,6 @@ from fedpriv.training.rounds import (
     own_charges,
 )
 
-FOOTER: str = texts()["footer"].format(version=__version__)
-
 
 def page_of_run(record: RunRecord) -> Page:
     """The page of a run: what came out, what it cost, and how both can be checked."""
@@ -57,7 +54,7 @@ def page_of_run(record: RunRecord) -> Page:
         Section("plan", "Resolved plan", [texts()["plan"]["run"]], listing=record.plan),
         software_section(),
     ]
-    return Page(record.name, f"A run on {record.ledger.population}, by fedpriv", sections, FOOTER)
+    return Page(record.name, f"A run on {record.ledger.population}, by fedpriv", sections)
 
 
 def write_run_figures(record: RunRecord, folder: Path) -> list[Path]:

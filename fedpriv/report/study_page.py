@@ -51,7 +51,7 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
         Section("plan", "Resolved study", [texts()["plan"]["study"]], listing=text),
         run_page.software_section(),
     ]
-    return Page(read.study.name, f"A study on {_who(arms)}, by fedpriv", sections, run_page.FOOTER)
+    return Page(read.study.name, f"A study on {_who(arms)}, by fedpriv", sections)
 
 
 def _arms(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> list[_Arm]:

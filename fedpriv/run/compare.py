@@ -8,13 +8,11 @@ import signal
 import statistics
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor
-from concurrent.futures import wait as wait_for
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from multiprocessing.connection import wait
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
@@ -425,7 +423,7 @@ def _in_processes(
             ]
             running = set(started)
             while running:
-                ended, running = wait_for(running, _REFRESH, FIRST_COMPLETED)
+                ended, running = wait(running, _REFRESH, FIRST_COMPLETED)
                 for future in sorted(ended, key=started.index):
                     error = future.exception()
                     if not isinstance(error, WorkerError):
@@ -458,16 +456,14 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _begin() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    sentinel = parent.sentinel
-
-    def end_with_parent() -> None:
-        wait([sentinel])
-        os._exit(1)
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _run_in_worker(study: Study, cell: Cell, folder: Path, noise_multiplier: float) -> Ended:
