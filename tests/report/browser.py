@@ -3,7 +3,6 @@
 The protocol is https://chromedevtools.github.io/devtools-protocol: one JSON object, then a zero.
 """
 
-import base64
 import contextlib
 import json
 import os
@@ -96,13 +95,6 @@ class Tab:
         """Addresses that were asked for."""
         sent = [e for e in self.events if e.get("method") == "Network.requestWillBeSent"]
         return [event["params"]["request"]["url"] for event in sent]
-
-    def screenshot(self, file: Path) -> None:
-        """Write a picture of the whole page."""
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        shot = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
-        file.write_bytes(base64.b64decode(shot["data"]))
 
     def _next(self) -> dict:
         while b"\0" not in self._rest:

@@ -14,8 +14,6 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.server.monitoring import Monitor
 from fedpriv.wire import RunState
 
-Labels = tuple[tuple[str, str], ...]
-
 
 @pytest.fixture
 def monitor() -> Monitor:
