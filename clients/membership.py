@@ -26,11 +26,11 @@ from fedpriv.errors import FedprivError, InvalidValueError, WireError
 from fedpriv.logs import expiry, trouble
 from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import Decline, Hello, Proposal, Receipt, RoundOffer, Terms, Vote, Welcome
+from fedpriv.wire.naming import NEWER
 
 # Codes of calls of which only the node can mend the cause: its name, or its version. Another
 # enrolment mends the rest, and a server that was started with a wrong one must not lose its nodes.
 _FINAL = "INVALID_ARGUMENT UNIMPLEMENTED"
-_NEWER = "newer connection"
 _SERVER = "the server"
 _DAY_SECONDS = 86_400.0
 _LAST_LOOK_SECONDS = 60.0
@@ -359,7 +359,7 @@ class Membership:
     def _check_recoverable(self, error: grpc.aio.AioRpcError, replaced: int) -> None:
         node, server = self._hello.node, self._settings.server
         code, details = error.code(), error.details() or ""
-        if code is grpc.StatusCode.ABORTED and _NEWER in details:
+        if code is grpc.StatusCode.ABORTED and NEWER in details:
             self._replaced = replaced + 1
             if replaced:  # the first may be one that had the node's certificate before
                 raise WireError(f"another process speaks for node {node!r} at {server}") from error

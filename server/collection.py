@@ -22,6 +22,7 @@ from fedpriv.report.records import Trouble
 from fedpriv.server.enrolment import Enrolment, Hosting, Positions
 from fedpriv.training.rounds import TrainingPlan
 from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire import naming
 
 _NOT_AWAITED = "the server is not waiting for an answer of this node"
 
@@ -121,7 +122,7 @@ class End(StrEnum):
 
     RUN_OVER = "the run is over"
     SHUTTING_DOWN = "the server is shutting down"
-    NEWER = "newer connection of the same node"
+    NEWER = naming.NEWER
 
 
 class Connection:

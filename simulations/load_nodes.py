@@ -31,6 +31,7 @@ from fedpriv.wire import (
     tensors_of,
 )
 from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.naming import SERVICE
 from simulations.load_server import BARE, messages
 from simulations.load_site import Site, name_of, user_of
 
@@ -124,7 +125,7 @@ async def _stay(
                 votes.put_nowait(Vote(message.id))
             case RoundOffer():
                 asked = encode_round_id(message.id).SerializeToString()
-                call = stub.channel.unary_stream("/fedpriv.v1.Federation/Download")
+                call = stub.channel.unary_stream(f"/{SERVICE}/Download")
                 async for _ in call(asked):
                     pass
                 await _upload(stub.channel, update.messages(message))
@@ -136,7 +137,7 @@ def _stub(site: Site, number: int, port: int) -> FederationStub:
 
 
 async def _upload(channel: grpc.aio.Channel, parts: Iterator[bytes]) -> None:
-    data = await channel.stream_unary("/fedpriv.v1.Federation/Upload")(parts)
+    data = await channel.stream_unary(f"/{SERVICE}/Upload")(parts)
     receipt = decode_receipt(parse(pb.Receipt, data, NODE_RECEIVES_BYTES))
     if not receipt.accepted:
         raise WireError(f"an answer is refused: {receipt.reason}")

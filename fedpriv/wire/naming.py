@@ -12,6 +12,7 @@ from fedpriv.errors import InvalidValueError, reason_of
 SERVICE = "fedpriv.v1.Federation"
 NODE_KEY = "fedpriv-node"  # metadata of plain-text calls: the node's name, percent-encoded
 NODE_URI = "fedpriv:node:"  # before the percent-encoded name in a node's certificate
+NEWER = "newer connection of the same node"  # why the server ends one, which a node acts upon
 _ADDRESS = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<host>[^:\[\]/\s]+)):(?P<port>[0-9]{1,5})")
 
 

@@ -27,7 +27,7 @@ from fedpriv.ledger.events import Randomness, RoundEvent
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
 from fedpriv.server.certificates import issue
-from fedpriv.wire import Receipt, RoundId, TaskDescription, Welcome, encode_round_id
+from fedpriv.wire import Receipt, RoundId, TaskDescription, Welcome, encode_round_id, naming
 from fedpriv.wire import federation_pb2 as pb
 from tests.clients.tiny_server import (
     NODE,
@@ -600,7 +600,7 @@ def test_a_node_comes_back_after_other_failures(
     assert warned == [f"no connection: {code} ({why!r})" for why in ("later", "much later")]
 
 
-NEWER = grpc.StatusCode.ABORTED, "newer connection of the same node"
+NEWER = grpc.StatusCode.ABORTED, naming.NEWER
 
 
 def test_a_node_leaves_to_another_process_once_it_was_replaced_twice_in_a_row(
