@@ -38,7 +38,6 @@ _LONGEST_EVENT = 2**22  # characters of a round's event
 # Commas and brackets in it, by which the work and memory of reading it are bounded: enough for a
 # strategy of 100,000 coefficients and MAX_TENSORS vector groups.
 _MOST_MARKS = 2**17
-_IGNORED = -100  # torch's own ignore_index
 _USERS_OF_32_BITS = 63  # each adds less than 2^25 to a component
 
 Parameters = Mapping[str, npt.NDArray[np.float32]]
@@ -48,12 +47,9 @@ Text = Annotated[str, codec.length(0, codec.MAX_NAME)]
 Bytes32 = Annotated[bytes, codec.length(32, 32)]
 Population = Annotated[int, Legal(lambda n: 1 <= n < 2**63, "be from 1 to 2^63 - 1")]
 UInt32 = Annotated[int, below(32)]
+Signed = Annotated[int, Legal(lambda n: -(2**63) <= n < 2**63, "fit 64 bits with its sign")]
 Epsilon = Annotated[float, Legal(lambda epsilon: epsilon >= 0.0, "be a number, not negative")]
 Delta = Annotated[float, Legal(lambda delta: 0.0 <= delta < 1.0, "be in [0, 1)")]
-
-
-def _fits_int64(number: int) -> bool:
-    return -(2**62) <= number < 2**62
 
 
 def _check_positions(users: Positions, population: int) -> None:
@@ -91,7 +87,7 @@ class TaskDescription(Checked):
     metrics: tuple[str, ...] = ()  # import paths of those that are not built in
     inputs: str | tuple[str, ...] = "x"  # fields that the model reads; several are named arguments
     targets: Name = "y"  # the field that the loss reads
-    ignore_index: Annotated[int, Legal(_fits_int64, "be a whole number of 63 bits")] = _IGNORED
+    ignore_index: Signed = -100  # the class that counts nowhere; this one is torch's own
     # Names of parameters, or patterns: what stays with users, what they train, what is frozen.
     personal: tuple[str, ...] = ()
     trained: tuple[str, ...] = ()
@@ -440,20 +436,11 @@ _POSITIONS = Part(np.ndarray.tolist, lambda users: np.array(users, np.int64))
 _NONE_IS_ZERO = Part(int, lambda number: number or None)
 _HELLO = Codec(Hello, pb.Hello, "a hello")
 encode_hello, decode_hello = _HELLO.encode, _HELLO.decode
-# A server that is older than these fields leaves them out, as defaults are.
-_OF_TASK: Parts = {
-    "options": _JSON,
-    "adapters": Part(
-        lambda given: _encode_options(given) if given else "",
-        lambda text: _decode_options(text) if text else {},
-    ),
-    "inputs": Part(
-        lambda given: {"x": []}.get(given, [given]) if isinstance(given, str) else list(given),
-        lambda names: tuple(names) if len(names) > 1 else next(iter(names), "x"),
-    ),
-    "targets": Part(lambda name: "" if name == "y" else name, lambda name: name or "y"),
-    "ignore_index": Part(lambda number: number - _IGNORED, lambda number: number + _IGNORED),
-}
+_INPUTS = Part(
+    lambda given: [given] if isinstance(given, str) else list(given),
+    lambda names: names[0] if len(names) == 1 else tuple(names),
+)
+_OF_TASK: Parts = {"options": _JSON, "inputs": _INPUTS, "adapters": _JSON}
 _TASK = Codec(TaskDescription, pb.Task, "a task", _OF_TASK, {"options": _LONGEST_OPTIONS})
 _WELCOMED: Parts = {"users": _POSITIONS, "task": _TASK}
 _WELCOME = Codec(Welcome, pb.Welcome, "a welcome", _WELCOMED, {"users": MAX_USERS})

@@ -206,7 +206,7 @@ tasks = st.builds(
     st.lists(words, max_size=3).map(tuple),
     words | st.lists(words, min_size=2, max_size=3).map(tuple),
     words,
-    st.integers(-(2**62), 2**62 - 1),
+    st.integers(-(2**63), 2**63 - 1),
     *[st.lists(words, max_size=2).map(tuple)] * 3,
     st.fixed_dictionaries({}, optional={"rank": st.integers(), "layers": st.lists(words)}),
 )

@@ -248,7 +248,8 @@ def test_the_bytes_of_a_hello_and_a_welcome_are_those_of_the_format() -> None:
     options = message(2, b'{"sizes": [2, 3]}')
     task = message(1, b"mine:net") + options + b"\x18\x07" + message(4, b"cross-entropy")
     written = message(1, b"people") + b"\x10\xe8\x07" + message(3, b"\x01\xac\x02")
-    written += message(4, task + message(5, b"mine:recall"))
+    task += message(5, b"mine:recall") + message(6, b"x") + message(7, b"y")
+    written += message(4, task + b"\x40\xc7\x01" + message(12, b"{}"))
     welcome = examples.small_welcome()
     assert wire.encode_welcome(welcome).SerializeToString(deterministic=True) == written
     assert examples.same(wire.decode_welcome(parse(pb.Welcome, written, MOST)), welcome)

@@ -348,6 +348,8 @@ def test_a_welcome_that_a_node_would_not_take_is_not_sent() -> None:
         lambda: replace(WELCOME, users=np.array([1, 1])),
         lambda: replace(WELCOME.task, seed=-1),
         lambda: replace(WELCOME.task, seed=2**63),
+        lambda: replace(WELCOME.task, ignore_index=2**63),
+        lambda: replace(WELCOME.task, targets=""),
         lambda: Receipt(False, "x" * 1025),
         lambda: Status("", 0, 1, 0.0, 1.0, 0.0, 1, 1, 1, RunState.WAITING),
         lambda: Status("r", -1, 1, 0.0, 1.0, 0.0, 1, 1, 1, RunState.WAITING),
