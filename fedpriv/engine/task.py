@@ -7,6 +7,7 @@ mix; the server moves the statistics by a private metric, "batch-norm".
 import copy
 import hashlib
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,10 @@ Activations = Literal["float32", "tf32", "bfloat16"]
 """Under "bfloat16" layers multiply numbers of 8 significant bits, as under `torch.autocast`, while
 users train. Under "tf32", which only a GPU knows, products of float32 round their factors to 11.
 Parameters, losses, updates, their sums and all metrics stay float32."""
+
+# Held while torch's switches, which are the process's, are as one thread needs them and models know
+# its users' parameters; and by a thread that forks, so that no process begins with another's.
+ARITHMETIC_LOCK = threading.RLock()
 
 _Result = TypeVar("_Result")
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -631,12 +636,13 @@ def _default_type(kind: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
-    """Compute as the numbers' types say, whatever the caller has set in this thread."""
+    """Compute as the numbers' types say, whatever the caller has set; one thread at a time."""
     # As the processor's flag says, which torch and NumPy share in a thread.
     flushed = bool(np.float32(_SMALLEST) / np.float32(2.0) == 0.0)
     torch.set_flush_denormal(False)
     try:
         with (
+            ARITHMETIC_LOCK,
             torch.inference_mode(mode=False),
             torch.enable_grad(),
             _default_type(torch.float32),

@@ -15,7 +15,6 @@ import hashlib
 import logging
 import pickle
 import random
-import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -131,9 +130,6 @@ class Trainer:
     activations: Activations
     observed: bool  # whether an observer is told of the users
     naming: bool = False  # whether users who count as zero are told of
-    # Held while the models know the parameters of a chunk's users, and by a thread that forks, so
-    # that no process begins with those of another.
-    lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
 
     @cached_property
     def evaluated(self) -> Task:
@@ -320,7 +316,7 @@ class Trainer:
     def _launched(
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk
     ) -> Callable[[], ChunkSum]:
-        with self.lock, plain_arithmetic(self.device):
+        with plain_arithmetic(self.device):
             examples = self._examples(request, chunk)
             tensors = self._sent(request, start, chunk, examples)
             diagnostics = []
@@ -333,7 +329,7 @@ class Trainer:
         def finish(sent: Updates | None = None) -> ChunkSum:
             total, dropped = summed(), None
             if self.naming and _contributors(request, total) not in (None, len(chunk.users)):
-                with self.lock, plain_arithmetic(self.device):
+                with plain_arithmetic(self.device):
                     sent = sent or self._sent(request, start, chunk, examples)
                     dropped = self._not_finite(request, chunk, sent)
             users, weight = chunk.users, int(weights.sum())
@@ -365,7 +361,7 @@ class Trainer:
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk, store: UserStore
     ) -> Updates:
         """How far each lane, users of a store, moves from the start, in personal parameters too."""
-        with self.lock, plain_arithmetic(self.device):
+        with plain_arithmetic(self.device):
             examples = self._examples(request, chunk, store)
             with self._seeded(request, chunk, examples):
                 return self._train(request, start, chunk, examples)
@@ -378,7 +374,7 @@ class Trainer:
         store: UserStore | None = None,
     ) -> Updates:
         """What the lanes of a chunk, users of another store if given, send before clipping."""
-        with self.lock, plain_arithmetic(self.device):
+        with plain_arithmetic(self.device):
             return self._sent(request, start, chunk, self._examples(request, chunk, store))
 
     def _sent(

@@ -32,6 +32,7 @@ from fedpriv.engine.layers import blas_threads
 from fedpriv.engine.local_training import Integers, by_rung
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics, check_metrics, diagnose_round
 from fedpriv.engine.task import (
+    ARITHMETIC_LOCK,
     Activations,
     RoundParameters,
     Task,
@@ -260,9 +261,9 @@ class _TrainerProcess:
         context = multiprocessing.get_context("fork")
         self._connection, its = context.Pipe()
         self._process = context.Process(target=_serve, args=(trainer, its), daemon=True)
-        with warnings.catch_warnings(), trainer.lock:
+        with warnings.catch_warnings(), ARITHMETIC_LOCK:
             # Locks that a thread holds at this moment stay locked; torch's, NumPy's and Python's
-            # own are made anew, and training takes no other but the trainer's, which is ours.
+            # own are made anew, and training takes no other but the one that is held here.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
         its.close()

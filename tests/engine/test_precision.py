@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from threading import Event, Thread
 from typing import get_args
 
 import numpy as np
@@ -277,6 +278,29 @@ def test_what_a_caller_has_set_for_all_of_torch_is_left_as_it_was(precision: str
         assert torch.backends.cudnn.allow_tf32
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_threads_take_turns_with_what_they_set_for_all_of_torch() -> None:
+    # Else the first to leave puts back what the second needs, and the second what the first set.
+    inside, seen = Event(), list[torch.dtype]()
+
+    def second() -> None:
+        with plain_arithmetic(CPU):
+            inside.set()
+            seen.append(torch.get_default_dtype())
+
+    before, thread = torch.get_default_dtype(), Thread(target=second)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with plain_arithmetic(CPU):
+            thread.start()
+            assert not inside.wait(0.2)
+        thread.join()
+        assert seen == [torch.float32]
+        assert torch.get_default_dtype() == torch.float64
+        assert torch.backends.cudnn.allow_tf32
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_threads_that_flush_subnormal_numbers_are_refused() -> None:
