@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from fedpriv.errors import InvalidValueError, known_names
 from fedpriv.importing import Choice
+from fedpriv.ledger.events import plain_numbers
 from fedpriv.local import ALGORITHMS, COMMON, GRADIENT
 from fedpriv.mechanism import (
     CLIPPINGS,
@@ -872,7 +873,9 @@ def plain(value: object) -> Any:
     """A value as TOML holds it; keys of a table whose value is None are left out."""
     if isinstance(value, Mapping):
         return {key: plain(inner) for key, inner in value.items() if inner is not None}
-    return [plain(inner) for inner in value] if isinstance(value, tuple | list) else value
+    if isinstance(value, tuple | list):
+        return [plain(inner) for inner in value]
+    return plain_numbers(value)
 
 
 def _scalars(value: object, except_for: Collection[str] = ()) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from numbers import Real
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from fedpriv.data.population import Fields, UserStore, offsets_of, spread_over
 from fedpriv.engine.metrics import Measuring, mean_metric
 from fedpriv.engine.task import RoundParameters, Task, plain_arithmetic, seeded
 from fedpriv.errors import BudgetExceededError, FedprivError, InvalidValueError, ModelError
-from fedpriv.ledger.events import RoundEvent
+from fedpriv.ledger.events import RoundEvent, check_query, hold_plain_numbers, is_whole, require
 from fedpriv.personalisation import FineTuning, Personalisation
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import FloatVector, Tensors
@@ -52,6 +53,15 @@ class FederatedEvaluation:
     sampling_probability: float = 1.0  # with which each user is asked
     every: int | None = None  # rounds between queries, beside the last; None: after the last alone
     held_out: float = 0.2  # share of each user's examples that is kept from training, in [0, 1)
+
+    def __post_init__(self) -> None:
+        hold_plain_numbers(self)
+        check_query(self.noise_multiplier, self.sampling_probability)
+        every, share = self.every, self.held_out
+        legal = "a whole number of at least 1"
+        require(every is None or is_whole(every), f"every is {every!r}; it must be {legal}")
+        proper = isinstance(share, Real) and 0.0 <= share < 1.0
+        require(proper, f"held_out is {share!r}; it must be in [0, 1)")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from numbers import Real
 from typing import TYPE_CHECKING
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import is_whole
 from fedpriv.privacy.gaussian_mechanism import ControlVariates
 from fedpriv.privacy.round import LocalStep, LocalTraining
 
@@ -141,8 +142,8 @@ class FedRecon(LocalTraining):
                 f"epochs of FedRecon is {self.epochs}; steps must be given in its place, of which "
                 "the first are of the personal parameters"
             )
-        if self.personal_steps not in range(1, self.steps):
-            found = f"personal_steps is {self.personal_steps} of {self.steps} steps"
+        if not is_whole(self.personal_steps, self.steps - 1):
+            found = f"personal_steps is {self.personal_steps!r} of {self.steps} steps"
             raise InvalidValueError(f"{found}; it must be a whole number from 1 to steps - 1")
         if not (isinstance(self.personal_rate, Real) and 0.0 < self.personal_rate < math.inf):
             found = f"personal_rate is {self.personal_rate!r}"

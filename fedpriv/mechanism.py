@@ -30,7 +30,9 @@ from fedpriv.ledger.events import (
     Schedule,
     SumQueryEvent,
     Unit,
+    hold_plain_numbers,
     is_whole,
+    plain_numbers,
     require,
 )
 from fedpriv.ledger.events import (
@@ -84,6 +86,7 @@ class Poisson(SamplingPolicy):
     probability: float
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         _check_probability(self.probability)
 
     def of(self, users: int | None, unit: Unit) -> PoissonSampling:
@@ -106,6 +109,7 @@ class PoissonExamples(SamplingPolicy):
     total_examples: float | None = None
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         _check_probability(self.probability)
         _check_whole("examples_per_user", self.examples_per_user)
 
@@ -126,6 +130,7 @@ class FixedSize(SamplingPolicy):
     cohort_size: int  # m ≥ 1
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         _check_whole("cohort_size", self.cohort_size)
 
     def of(self, users: int | None, unit: Unit) -> FixedSizeSampling:
@@ -160,6 +165,7 @@ class RandomAllocation(SamplingPolicy):
     participations: int = 1  # k in [1, n]
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         Schedule(self.rounds, self.participations)
 
     def of(self, users: int | None, unit: Unit) -> RandomAllocationSampling:
@@ -180,6 +186,7 @@ class Separated(SamplingPolicy):
     relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         Schedule(self.rounds, separation=self.separation)
 
     def of(self, users: int | None, unit: Unit) -> SeparatedSampling:
@@ -201,6 +208,7 @@ class BandedPoisson(SamplingPolicy):
     separation: int  # b in [1, n]
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         _check_probability(self.probability)
         Schedule(self.rounds, separation=self.separation)
 
@@ -268,6 +276,9 @@ class BandedNoise(NoisePolicy):
     momentum: float = 0.0  # of the server's steps, for which errors are computed
     coefficients: Sequence[float] = ()  # c_0 = 1, then multiples of 2^-20 that never increase
 
+    def __post_init__(self) -> None:
+        hold_plain_numbers(self)
+
     def strategy(self, sampling: SamplingEvent) -> BandedStrategy:
         """The best, or the given one."""
         if coefficients := _numbers("coefficients", self.coefficients):
@@ -293,6 +304,9 @@ class BufferedNoise(NoisePolicy):
     momentum: float = 0.0  # of the server's steps, for which errors are computed
     decays: Sequence[float] = ()  # θ in [0, 1)
     weights: Sequence[float] = ()  # w in [0, 1], one for each decay
+
+    def __post_init__(self) -> None:
+        hold_plain_numbers(self)
 
     def strategy(self, sampling: SamplingEvent) -> BufferedStrategy:
         """The best, or the given one."""
@@ -387,6 +401,7 @@ class Flat(ClippingPolicy):
     norm: float
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         _check_norm(self.norm)
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
@@ -406,6 +421,7 @@ class PerLayer(ClippingPolicy):
     split: Literal["equal", "dimension"] | Mapping[str, float] = "equal"
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         if isinstance(self.split, str):
             _check_norm(self.norm)
 
@@ -430,6 +446,7 @@ class Joint(ClippingPolicy):
     scales: Literal["dimension"] | Mapping[str, float] = "dimension"  # α ∝ dimension^(−1/4), or α
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         _check_norm(self.norm)
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
@@ -449,6 +466,7 @@ class Part:
     share: float | None = None  # weight of the noise budget they get; all parts have one, or none
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         if isinstance(self.tensors, str):  # each of its letters would be a pattern
             raise InvalidValueError(f"tensors are {self.tensors!r}; they must be a list of globs")
         check_types(clipping=(self.clipping, ClippingPolicy))
@@ -552,6 +570,7 @@ class Mechanism:
     microbatch: int | None = None  # rows of a microbatch; given for that unit alone
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         check_types(
             sampling=(self.sampling, SamplingPolicy),
             clipping=(self.clipping, ClippingPolicy),
@@ -624,6 +643,7 @@ class Mechanism:
         What the ledger that will be charged holds already, `spent`, counts too. `users` are N,
         which cohorts of a fixed size need. A strategy of correlated noise is searched for here.
         """
+        epsilon, delta, rounds, users = plain_numbers((epsilon, delta, rounds, users))
         _check_whole("rounds", rounds)
         before, sampling = list(spent), self.sampling.of(users, self.unit)
         charges, drawn = -(-rounds // sampling.rounds), sampling.event()

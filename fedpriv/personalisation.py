@@ -20,6 +20,7 @@ from fedpriv.engine.local_training import by_rung
 from fedpriv.engine.task import Evaluation, HeldOut, RoundParameters, Task, evaluate, matching
 from fedpriv.engine.trainer import Isolation, Trainer
 from fedpriv.errors import InvalidValueError, ModelError
+from fedpriv.ledger.events import hold_plain_numbers
 from fedpriv.local import FedRecon
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, Tensors, flat
@@ -45,6 +46,7 @@ class Personalisation:
     share: float = 0.5
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         if isinstance(self.local, FedRecon) or self.local.control is not None:
             kind = type(self.local).__name__
             raise InvalidValueError(f"personalisation.local is {kind}, which needs a server")

@@ -21,6 +21,7 @@ from scipy.optimize import isotonic_regression
 from scipy.sparse import csr_array
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import hold_plain_numbers
 from fedpriv.privacy.clipping import IntegerVector, clip_rows
 from fedpriv.privacy.layout import FloatVector, VectorGroup
 from fedpriv.privacy.sampling import PoissonSampling
@@ -89,6 +90,7 @@ class Question(ABC):
     of: str | Function  # the quantity: a column of the users' store, or a function of one user
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         if not self.name or not self.name.isprintable():
             legal = "a name must be printable and not empty"
             raise InvalidValueError(f"a question is named {self.name!r}; {legal}")

@@ -14,7 +14,7 @@ from fedpriv.analytics.questions import ZEROED, Answer, Function, Question, User
 from fedpriv.data.places import refuse_shared
 from fedpriv.data.population import UserStore
 from fedpriv.errors import DataError, InvalidValueError, known_names
-from fedpriv.ledger.events import RoundEvent
+from fedpriv.ledger.events import RoundEvent, hold_plain_numbers
 from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.gaussian_mechanism import GaussianMechanism, given_shares
@@ -46,6 +46,7 @@ class Survey:
     round: int = 1  # of the run, where it asks repeatedly; 0 before its first round of training
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         object.__setattr__(self, "questions", tuple(self.questions))
         if not self.run.isprintable() or not self.run or "/" in self.run:
             raise InvalidValueError(f"run is {self.run!r}; it must be a printable name without '/'")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from fedpriv.engine.task import matching
 from fedpriv.errors import ModelError
+from fedpriv.ledger.events import is_whole, plain_numbers
 
 
 class Adapted(nn.Module):
@@ -93,7 +94,8 @@ def with_adapters(
         ModelError: rank or alpha is out of range, a pattern matches no such layer, or the model has
             adapters already.
     """
-    if not isinstance(rank, int) or rank < 1:
+    rank, alpha, seed = plain_numbers((rank, alpha, seed))
+    if not is_whole(rank):
         raise ModelError(f"the rank of adapters is {rank!r}; it must be a whole number from 1")
     alpha = float(rank) if alpha is None else alpha
     if not (isinstance(alpha, int | float) and 0.0 < alpha < math.inf):

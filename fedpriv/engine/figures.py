@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.importing import call_imported, check_options, import_function, raised_with
+from fedpriv.ledger.events import is_whole, plain_numbers
 
 FigureFunction = Callable[[Tensor, Tensor], float | Tensor]
 """Maps outputs and targets of all held-out rows [n, …], on the CPU, to a number."""
@@ -120,7 +121,8 @@ def _mean_of(of_targets: Callable[[Seen], Tensor], then: Callable[[Tensor], Tens
 
 
 def _top_k(k: int = 5) -> Sums:
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+    k = plain_numbers(k)
+    if not is_whole(k):
         raise InvalidValueError(f"k of top-k is {k!r}; it must be a whole number of at least 1")
 
     def hits(seen: Seen) -> Tensor:
@@ -177,7 +179,8 @@ def _calibration_error(bins: int = 15) -> Sums:
     Targets are put into bins (m − 1, m]/M of the largest probability. The error is the sum over
     bins of |right − sum of largest probabilities|, over the number of targets.
     """
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
+    bins = plain_numbers(bins)
+    if not is_whole(bins):
         raise InvalidValueError(
             f"bins of calibration-error is {bins!r}; it must be a whole number of at least 1"
         )

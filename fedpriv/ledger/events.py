@@ -13,6 +13,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from itertools import product
+from numbers import Real
+from operator import index
+from types import NoneType
+from typing import Any
 
 from fedpriv.errors import InvalidValueError
 
@@ -23,9 +27,37 @@ def require(holds: bool, sentence: str) -> None:  # noqa: FBT001
         raise InvalidValueError(sentence)
 
 
+_PLAIN = (int, float, str, bool, NoneType)  # types of values that are plain already
+
+
 def is_whole(value: object, most: float = math.inf) -> bool:
     """Whether a value is a whole number, from 1 to `most`; True is none."""
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+
+
+def plain_numbers(value: Any) -> Any:
+    """A value with numbers of NumPy and other libraries as Python's own, also in what it lists.
+
+    So nothing is computed in 32 bits or wraps around, and files and messages can hold every number.
+    What is no number stays as it is.
+    """
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, Mapping):
+        return {key: plain_numbers(inner) for key, inner in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(plain_numbers(each) for each in value)
+    try:
+        return index(value)  # TypeError if it is none
+    except TypeError:
+        return float(value) if isinstance(value, Real) else value
+
+
+def hold_plain_numbers(value: object) -> None:
+    """Make the fields of a frozen value `plain_numbers`, for its `__post_init__`."""
+    for name, held in vars(value).items():
+        if type(held) not in _PLAIN:
+            object.__setattr__(value, name, plain_numbers(held))
 
 
 # The most rounds of a schedule, and repetitions of an event: as floats such numbers are exact.
@@ -105,6 +137,7 @@ class Schedule:
     separation: int = 1  # b in [1, n], the least distance between two rounds of a user
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         n = self.rounds
         legal = "it must have a whole number of at least 1"
         require(is_whole(n), f"the schedule has {n!r} rounds; {legal}")
@@ -138,6 +171,7 @@ class SamplingEvent:
     canaries: int = 0
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         q, n, policy = self.sampling_probability, self.population, self.policy
         require(0.0 < q <= 1.0, f"sampling_probability is {q}; it must be in (0, 1]")
         require(is_whole(n), f"population is {n}; it must be a whole number of at least 1")
@@ -274,6 +308,8 @@ class SumQueryEvent:
     granularity: float | None = None
 
     def __post_init__(self) -> None:
+        if not type(self.clipping_norm) is type(self.noise_stddev) is float:  # there are many
+            hold_plain_numbers(self)
         norm, stddev, step = self.clipping_norm, self.noise_stddev, self.granularity
         of, legal = f"of group {self.group!r} is", "it must be positive and finite"
         require(0.0 < norm < math.inf, f"clipping_norm {of} {norm}; {legal}")
@@ -298,6 +334,7 @@ class Trial:
     rounds: int  # T in [1, 2⁵³]
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         q, z, t = self.sampling_probability, self.noise_multiplier, self.rounds
         require(0.0 < q <= 1.0, f"sampling_probability of a trial is {q}; it must be in (0, 1]")
         legal = "it must be positive and finite"
@@ -322,6 +359,7 @@ class Selection:
     shape: float | None = None  # η > 0; None: Poisson
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         kinds, mean, shape = self.trials, self.mean, self.shape
         found = f"a selection has {len(kinds)} kinds of trials"
         distinct = len(set(kinds)) == len(kinds) > 0
@@ -352,10 +390,12 @@ class RoundEvent:
     selection: Selection | None = None
 
     def __post_init__(self) -> None:
+        if type(self.count) is not int:
+            object.__setattr__(self, "count", plain_numbers(self.count))
         strategy, policy, schedule = self.strategy, self.sampling.policy, self.sampling.schedule
         require(self.queries != (), "a round event has no sum query; it must have at least one")
-        require(self.count >= 1, f"count is {self.count}; it must be at least 1")
-        require(self.count <= MOST_REPEATS, f"count is {self.count}; it must be at most 2^53")
+        legal = "it must be a whole number from 1 to 2^53"
+        require(is_whole(self.count, MOST_REPEATS), f"count is {self.count!r}; {legal}")
         if self.selection is not None:
             self._check_selection(self.selection)
         if strategy == (1.0,):
@@ -398,6 +438,15 @@ class RoundEvent:
         return 1.0 / max(math.hypot(*ratios), sys.float_info.min)
 
 
+def check_query(noise_multiplier: object, sampling_probability: object) -> None:
+    """Raise InvalidValueError unless z is positive and finite, and q in (0, 1]."""
+    z, q = noise_multiplier, sampling_probability
+    proper = isinstance(z, Real) and 0.0 < float(z) < math.inf
+    require(proper, f"noise_multiplier is {z!r}; it must be positive and finite")
+    proper = isinstance(q, Real) and 0.0 < float(q) <= 1.0
+    require(proper, f"sampling_probability is {q!r}; it must be in (0, 1]")
+
+
 # A smaller δ is refused: no price tells it from 0, as doubles lose probabilities that small.
 LEAST_DELTA = 1e-60
 # An upper bound on the ε that events cost together at this δ; +inf if no finite ε holds.
@@ -420,6 +469,7 @@ class PrivacyBudget:
     price: Price  # never below the truth, such as `Accountant.upper_epsilon`
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         require(self.epsilon > 0.0, f"epsilon is {self.epsilon}; it must be positive")
         check_delta(self.delta)
 

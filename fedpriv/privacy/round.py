@@ -27,7 +27,7 @@ from fedpriv.errors import (
     lacks_room,
     sentence_of,
 )
-from fedpriv.ledger.events import PrivacyBudget, RoundEvent, is_whole
+from fedpriv.ledger.events import PrivacyBudget, RoundEvent, hold_plain_numbers, is_whole
 from fedpriv.ledger.ledger import Charge, Ledger, OpenSeries, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.clipping import Clipping, IntegerVector
@@ -99,6 +99,7 @@ class LocalTraining:
     max_examples: int | None = None
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         rate = self.learning_rate
         if not isinstance(rate, Rates) and not (isinstance(rate, Real) and 0.0 < rate < math.inf):
             raise InvalidValueError(f"learning_rate is {rate!r}; it must be positive and finite")

@@ -21,7 +21,14 @@ from fedpriv.data.files import read_npz
 from fedpriv.data.population import Population
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError
-from fedpriv.ledger.events import RoundEvent, Unit
+from fedpriv.ledger.events import (
+    RoundEvent,
+    Unit,
+    check_query,
+    hold_plain_numbers,
+    is_whole,
+    require,
+)
 from fedpriv.ledger.participation import beside
 from fedpriv.models import Projected
 from fedpriv.privacy.round import PrivacyRecords
@@ -42,9 +49,15 @@ class Projection:
     each record with the sampling probability, and spends from the budget of the run.
     """
 
-    components: int
-    noise_multiplier: float
-    sampling_probability: float = 1.0
+    components: int  # k ≥ 1
+    noise_multiplier: float  # z > 0
+    sampling_probability: float = 1.0  # in (0, 1]
+
+    def __post_init__(self) -> None:
+        hold_plain_numbers(self)
+        legal = "a whole number of at least 1"
+        require(is_whole(self.components), f"components is {self.components!r}; it must be {legal}")
+        check_query(self.noise_multiplier, self.sampling_probability)
 
 
 def planned(

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import is_whole
+from fedpriv.ledger.events import hold_plain_numbers, is_whole
 
 Array = npt.NDArray[np.float64]
 Parameters = Mapping[str, npt.NDArray[np.float32]]
@@ -153,6 +153,7 @@ Rate = float | Schedule
 
 
 def _check_schedule(schedule: Schedule) -> None:
+    hold_plain_numbers(schedule)
     for name, value in vars(schedule).items():
         number = isinstance(value, Real)
         if name == "rounds":
@@ -289,6 +290,7 @@ SERVER_OPTIMIZERS: Mapping[str, type[ServerOptimizer]] = {  # values of server.o
 
 
 def _check(optimizer: ServerOptimizer) -> None:
+    hold_plain_numbers(optimizer)
     for name, value in vars(optimizer).items():
         if isinstance(value, Schedule) and name == "learning_rate":
             continue  # its numbers are checked when they take its place

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import hold_plain_numbers
 
 Better = Literal["larger", "smaller"]
 _BETTER: dict[str, Better] = {"accuracy": "larger", "loss": "smaller"}
@@ -37,6 +38,7 @@ class Stopping:
     least_gain: float = 0.0  # ≥ 0, in units of the metric
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         if self.patience < 1:
             raise InvalidValueError(
                 f"patience of stopping is {self.patience}; it must be at least 1"

@@ -412,8 +412,11 @@ def _local_training(algorithm: str, options: tuple[float, ...], **common: Any) -
     if (kind := ALGORITHMS.get(algorithm)) is None:
         hint = known_names(algorithm, ALGORITHMS)
         raise InvalidValueError(f"algorithm is {algorithm!r}; {hint}")
-    own = [each.name for each in fields(kind) if each.name not in COMMON]
-    return kind(**common | dict(zip(own, options, strict=True)))
+    own = [part for part in fields(kind) if part.name not in COMMON]
+    for part, value in zip(own, options, strict=True):  # doubles, of which some are whole numbers
+        whole = part.type is int and value.is_integer()
+        common[part.name] = int(value) if whole else value
+    return kind(**common)
 
 
 def _encode_event(event: RoundEvent) -> str:

@@ -93,7 +93,7 @@ ILLEGAL: list[tuple[Callable[[], RoundEvent], str]] = [
     (lambda: poisson_examples_gaussian(0.3, 0, 1.0), "examples_per_user is 0; with poisson-ex"),
     (lambda: every_user_gaussian(-1.0, REPLACE), "noise_stddev of group 'update' is -1.0"),
     (lambda: every_user_gaussian(1.0, REPLACE, 0), "count is 0"),
-    (lambda: every_user_gaussian(1.0, REPLACE, 10**320), r"it must be at most 2\^53"),
+    (lambda: every_user_gaussian(1.0, REPLACE, 10**320), r"from 1 to 2\^53"),
     (lambda: shuffled_gaussian(1.0, REPLACE, batches=(1 << 53) + 1), r"it must have at most 2\^53"),
     (lambda: fixed_size_gaussian(0, 10, 1.0), "cohort_size is 0"),
     (lambda: shuffled_gaussian(1.0, REPLACE, population=0), "population is 0"),

@@ -1,0 +1,156 @@
+"""Numbers of NumPy are numbers: values hold them as Python's own, and what they hold is checked."""
+
+from collections.abc import Callable
+from dataclasses import is_dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch import nn
+
+from fedpriv import (
+    SGD,
+    AdamW,
+    AdaptiveClipping,
+    Audit,
+    Averaging,
+    BandedNoise,
+    BandedPoisson,
+    BufferedNoise,
+    FedAdam,
+    FedAvg,
+    FederatedEvaluation,
+    FedRecon,
+    FixedSize,
+    Flat,
+    Joint,
+    Mechanism,
+    PerLayer,
+    Personalisation,
+    Poisson,
+    PoissonExamples,
+    PolynomialDecay,
+    Population,
+    Projection,
+    RandomAllocation,
+    Scaffold,
+    Separated,
+    Stopping,
+    Task,
+    simulate,
+    with_adapters,
+)
+from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.errors import InvalidValueError, ModelError
+
+ONE, TWO, HALF = np.int8(1), np.int64(2), np.float32(0.5)
+VALUES: list[Callable[[], object]] = [
+    lambda: SGD(HALF, TWO, epochs=TWO, momentum=HALF, proximal=HALF, max_examples=TWO),
+    lambda: AdamW(HALF, steps=TWO, weight_decay=HALF, epsilon=HALF),
+    lambda: Scaffold(HALF, steps=TWO, control_norm=HALF, control_share=HALF, control_rate=HALF),
+    lambda: FedRecon(HALF, steps=TWO, personal_steps=ONE, personal_rate=HALF),
+    lambda: Poisson(HALF),
+    lambda: PoissonExamples(HALF, TWO, HALF),
+    lambda: FixedSize(TWO),
+    lambda: RandomAllocation(TWO, ONE),
+    lambda: Separated(TWO, ONE),
+    lambda: BandedPoisson(HALF, TWO, ONE),
+    lambda: BandedNoise(TWO, momentum=HALF, coefficients=(ONE, HALF)),
+    lambda: BufferedNoise(TWO, decays=[HALF], weights=[HALF]),
+    lambda: Flat(HALF),
+    lambda: PerLayer(HALF, split={"0": HALF}),
+    lambda: Joint(HALF, scales={"weight": HALF}),
+    lambda: Averaging(cap=TWO, total_weight=HALF, floor=HALF),
+    lambda: AdaptiveClipping(HALF, HALF, HALF),
+    lambda: FedAdam(HALF, HALF, tau=HALF),
+    lambda: FedAvg(PolynomialDecay(HALF, HALF, rounds=TWO)),
+    lambda: PolynomialDecay(HALF, HALF, rounds=TWO),
+    lambda: Stopping("loss", TWO, least_gain=HALF),
+    lambda: Projection(TWO, HALF, HALF),
+    lambda: FederatedEvaluation(HALF, {"loss": {"bound": HALF}}, HALF, TWO, HALF),
+    lambda: Personalisation(SGD(HALF, steps=TWO), share=HALF),
+    lambda: Audit(np.int64(20)),
+    lambda: poisson_gaussian(HALF, HALF, count=TWO),
+    lambda: Mechanism.poisson(
+        HALF,
+        metrics={"loss": {"bound": HALF}},
+        metrics_share=HALF,
+        contributors_share=HALF,
+        unit="microbatch",
+        microbatch=TWO,
+    ),
+    lambda: Mechanism.poisson().calibrate(epsilon=HALF, delta=np.float32(1e-3), rounds=TWO),
+]
+
+
+def held(value: object) -> list[object]:
+    """All that a value holds, down to numbers and texts."""
+    if isinstance(value, dict):
+        return [leaf for inner in value.values() for leaf in held(inner)]
+    if isinstance(value, list | tuple):
+        return [leaf for inner in value for leaf in held(inner)]
+    return held(vars(value)) if is_dataclass(value) else [value]
+
+
+@pytest.mark.parametrize("make", VALUES)
+def test_numbers_of_numpy_are_held_as_those_of_python(make: Callable[[], object]) -> None:
+    assert not [each for each in held(make()) if isinstance(each, np.generic)]
+    assert {int, float} & {*map(type, held(make()))}
+
+
+def test_a_run_with_numbers_of_numpy_is_the_run_with_those_of_python(tmp_path: Path) -> None:
+    x, y = np.eye(24, 8, dtype=np.float32), np.arange(24) % 5
+    people = Population.from_arrays(x, y, np.arange(24), held_out=(x, y))
+    half, one, two, three = 0.5, 1, 2, 3
+    model = nn.Linear(8, 5, bias=False)
+    for folder in ("python", "numpy"):
+        mechanism = Mechanism.poisson(half, Flat(half), averaging=Averaging(two, 20 * half))
+        simulate(
+            people,
+            Task(model, ignore_index=-three),
+            mechanism.calibrate(epsilon=8 * half, delta=1e-3, rounds=two),
+            local=SGD(half, epochs=one, batch_size=two),
+            server=FedAdam(half),
+            out=tmp_path / folder,
+            seed=three,
+            evaluate_every=two,
+            checkpoint_every=two,
+            quiet=True,
+        )
+        half, one, two, three = HALF, ONE, TWO, np.int16(3)
+    plans = [(tmp_path / each / "plan.toml").read_text() for each in ("python", "numpy")]
+    assert plans[0] == plans[1]
+
+
+def test_adapters_and_figures_take_numbers_of_numpy() -> None:
+    model = with_adapters(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), TWO, HALF)
+    assert [p.shape[0] for n, p in model.named_parameters() if "lora_A" in n] == [2, 2]
+    Task(model, figures={"top": {"figure": "top-k", "k": TWO}})
+    with pytest.raises(ModelError, match="the rank of adapters is True; it must be a whole"):
+        with_adapters(model, True)
+
+
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: SGD(0.5, epochs=np.float32(2)), "epochs is 2.0; it must be a whole number"),
+    (lambda: SGD(0.5, epochs=np.int64(0)), "epochs is 0; it must be a whole number"),
+    (lambda: SGD(np.float32(np.nan), epochs=1), "learning_rate is nan; it must be positive"),
+    (
+        lambda: FedRecon(0.5, steps=2, personal_steps=1.0, personal_rate=0.5),
+        "personal_steps is 1.0 of 2 steps; it must be a whole number from 1 to steps - 1",
+    ),
+    (lambda: FedRecon(0.5, steps=1, personal_steps=1, personal_rate=0.5), "is 1 of 1 steps"),
+    (lambda: Projection(0, 1.0), "components is 0; it must be a whole number of at least 1"),
+    (lambda: Projection(1.0, 1.0), "components is 1.0; it must be a whole number"),
+    (lambda: Projection(1, 0.0), "noise_multiplier is 0.0; it must be positive and finite"),
+    (lambda: Projection(1, 1.0, 1.5), r"sampling_probability is 1.5; it must be in \(0, 1\]"),
+    (lambda: FederatedEvaluation("4"), "noise_multiplier is '4'; it must be positive"),
+    (lambda: FederatedEvaluation(4.0, every=0), "every is 0; it must be a whole number"),
+    (lambda: FederatedEvaluation(4.0, held_out=1.0), r"held_out is 1.0; it must be in \[0, 1\)"),
+    (lambda: poisson_gaussian(0.5, 1.0, count=1.5), "count is 1.5; it must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_numbers_are_refused_where_they_are_given(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        make()
