@@ -30,6 +30,7 @@ from fedpriv.ledger.events import (
     Schedule,
     SumQueryEvent,
     Unit,
+    hold_numbers,
     hold_plain_numbers,
     is_whole,
     plain_numbers,
@@ -570,7 +571,7 @@ class Mechanism:
     microbatch: int | None = None  # rows of a microbatch; given for that unit alone
 
     def __post_init__(self) -> None:
-        hold_plain_numbers(self)
+        hold_numbers(self)
         check_types(
             sampling=(self.sampling, SamplingPolicy),
             clipping=(self.clipping, ClippingPolicy),
@@ -608,6 +609,9 @@ class Mechanism:
         what is protected: `PoissonExamples`. Metrics may be names alone where they need no numbers.
         The other arguments are attributes of the class.
         """
+        if isinstance(metrics, str):  # each of its letters would be a name
+            raise InvalidValueError(f"metrics are {metrics!r}; they must be a list of names")
+        check_types(metrics=(metrics, Iterable))
         policy: SamplingPolicy = Poisson(q)
         if examples_per_user is not None:
             policy = PoissonExamples(q, examples_per_user, total_examples)
@@ -645,7 +649,10 @@ class Mechanism:
         """
         epsilon, delta, rounds, users = plain_numbers((epsilon, delta, rounds, users))
         _check_whole("rounds", rounds)
+        check_types(spent=(spent, Iterable))
         before, sampling = list(spent), self.sampling.of(users, self.unit)
+        for event in before:
+            check_types(**{"an event in spent": (event, RoundEvent)})
         charges, drawn = -(-rounds // sampling.rounds), sampling.event()
         strategy = self.noise.strategy(drawn)
         column = strategy.column(sampling.rounds)
@@ -683,7 +690,7 @@ class Mechanism:
 def check_unit(unit: str, microbatch: int | None) -> str:
     """Return the unit; InvalidValueError unless there is one, of a size if it has several rows."""
     if unit not in [*Unit]:
-        raise InvalidValueError(f"unit is {unit!r}; {known_names(unit, [*Unit])}")
+        raise InvalidValueError(f"unit is {unit!r}; {known_names(str(unit), [*Unit])}")
     if (microbatch is not None) != (unit == Unit.MICROBATCH):
         raise InvalidValueError(
             f"microbatch is {microbatch} and unit is {str(unit)!r}; a size is given for the unit "

@@ -19,8 +19,8 @@ from fedpriv.data.population import HELD_OUT_USER, UserStore, offsets_of, spread
 from fedpriv.engine.local_training import by_rung
 from fedpriv.engine.task import Evaluation, HeldOut, RoundParameters, Task, evaluate, matching
 from fedpriv.engine.trainer import Isolation, Trainer
-from fedpriv.errors import InvalidValueError, ModelError
-from fedpriv.ledger.events import hold_plain_numbers
+from fedpriv.errors import InvalidValueError, ModelError, check_types
+from fedpriv.ledger.events import hold_numbers
 from fedpriv.local import FedRecon
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, Tensors, flat
@@ -46,7 +46,8 @@ class Personalisation:
     share: float = 0.5
 
     def __post_init__(self) -> None:
-        hold_plain_numbers(self)
+        hold_numbers(self)
+        check_types(local=(self.local, LocalTraining))
         if isinstance(self.local, FedRecon) or self.local.control is not None:
             kind = type(self.local).__name__
             raise InvalidValueError(f"personalisation.local is {kind}, which needs a server")

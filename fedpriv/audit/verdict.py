@@ -27,7 +27,7 @@ from fedpriv.audit.one_run import (
     refutes,
 )
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import RoundEvent, hold_plain_numbers, merge_equal
+from fedpriv.ledger.events import RoundEvent, hold_numbers, merge_equal
 
 ERROR = 0.05  # the chance that a true claim is refuted, or that a bound is above the truth
 _OF_NOISE = 0.0005  # of it, for each test of noise; the rest is for that of membership
@@ -49,7 +49,7 @@ class Audit:
     canaries: int  # m, from 20 to 100,000; with more, the bound on ε is closer to the truth
 
     def __post_init__(self) -> None:
-        hold_plain_numbers(self)
+        hold_numbers(self)
         if self.canaries < FEWEST_CANARIES:
             raise InvalidValueError(
                 f"canaries is {self.canaries}; it must be at least {FEWEST_CANARIES}, since fewer "

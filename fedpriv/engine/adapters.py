@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpriv.engine.task import matching
-from fedpriv.errors import ModelError
+from fedpriv.errors import ModelError, check_types
 from fedpriv.ledger.events import is_whole, plain_numbers
 
 
@@ -95,6 +95,7 @@ def with_adapters(
             adapters already.
     """
     rank, alpha, seed = plain_numbers((rank, alpha, seed))
+    check_types(model=(model, nn.Module))
     if not is_whole(rank):
         raise ModelError(f"the rank of adapters is {rank!r}; it must be a whole number from 1")
     alpha = float(rank) if alpha is None else alpha

@@ -25,6 +25,7 @@ from fedpriv.data.population import HELD_OUT_USER
 from fedpriv.engine.figures import ALWAYS, Collected, Figure, Seen, Sums, figure_of, spread
 from fedpriv.errors import InvalidValueError, ModelError, check_types, known_names
 from fedpriv.importing import import_function
+from fedpriv.ledger.events import plain_numbers
 from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import RoundRequest
@@ -132,7 +133,19 @@ class Task:
     frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_types(model=(self.model, nn.Module))
+        object.__setattr__(self, "ignore_index", plain_numbers(self.ignore_index))
+        check_types(
+            model=(self.model, nn.Module),
+            loss=(self.loss, str | Callable),
+            inputs=(self.inputs, str | Iterable),
+            targets=(self.targets, str),
+            metrics=(self.metrics, Mapping),
+            ignore_index=(self.ignore_index, int),
+            figures=(self.figures, Mapping),
+            personal=(self.personal, Iterable),
+            trained=(self.trained, Iterable),
+            frozen=(self.frozen, Iterable),
+        )
         for name in ("trained", "frozen"):
             patterns = getattr(self, name)
             one = isinstance(patterns, str)
@@ -458,6 +471,7 @@ def matching(patterns: Iterable[str], names: Iterable[str], what: str) -> tuple[
     """The names, in their order, that some pattern matches; a `ModelError` if one matches none."""
     patterns, names = [patterns] if isinstance(patterns, str) else list(patterns), list(names)
     for pattern in patterns:
+        check_types(**{"a pattern of names": (pattern, str)})
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ModelError(f"{pattern!r} matches no {what}; they are {names}")
     return tuple(n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns))

@@ -9,14 +9,14 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from fractions import Fraction
 from itertools import product
 from numbers import Real
 from operator import index
 from types import NoneType
-from typing import Any
+from typing import Any, get_args
 
 from fedpriv.errors import InvalidValueError
 
@@ -58,6 +58,17 @@ def hold_plain_numbers(value: object) -> None:
     for name, held in vars(value).items():
         if type(held) not in _PLAIN:
             object.__setattr__(value, name, plain_numbers(held))
+
+
+def hold_numbers(value: Any) -> None:
+    """`hold_plain_numbers`, and refuse what is no number in a field of whole or other numbers."""
+    hold_plain_numbers(value)
+    for field in fields(value):
+        kinds, held = get_args(field.type) or (field.type,), getattr(value, field.name)
+        if {*kinds} <= {int, float, NoneType} and type(held) not in (*kinds, int):
+            legal = "a number" if float in kinds else "a whole number"
+            legal += " or None" if NoneType in kinds else ""
+            raise InvalidValueError(f"{field.name} is {held!r}; it must be {legal}")
 
 
 # The most rounds of a schedule, and repetitions of an event: as floats such numbers are exact.
@@ -455,7 +466,8 @@ Price = Callable[[Sequence[RoundEvent], float], float]
 
 def check_delta(delta: float) -> None:
     """Raise InvalidValueError unless δ is in [1e-60, 1)."""
-    require(0.0 < delta < 1.0, f"delta is {delta}; it must be in (0, 1)")
+    proper = isinstance(delta, Real) and 0.0 < float(delta) < 1.0
+    require(proper, f"delta is {delta!r}; it must be in (0, 1)")
     smallest = f"no accountant tells it from 0 below {LEAST_DELTA:g}"
     require(delta >= LEAST_DELTA, f"delta is {delta}; {smallest}")
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import WITH_STRATEGY, RoundEvent, SumQueryEvent, hold_plain_numbers
+from fedpriv.ledger.events import WITH_STRATEGY, RoundEvent, SumQueryEvent, hold_numbers
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, IntegerVector
 from fedpriv.privacy.correlated_noise import BandedStrategy, CorrelatedNoise, Strategy
 from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_names
@@ -41,7 +41,7 @@ class Averaging:
     floor: float | None = None
 
     def __post_init__(self) -> None:
-        hold_plain_numbers(self)
+        hold_numbers(self)
         if self.cap is not None and not 1 <= self.cap <= MOST_WEIGHT:
             raise InvalidValueError(
                 f"cap of the weights is {self.cap}; it must be from 1 to {MOST_WEIGHT}"
@@ -503,7 +503,7 @@ class AdaptiveClipping:
     share: float = 0.02  # ω in (0, 1), of the round's privacy, for counting the clipped
 
     def __post_init__(self) -> None:
-        hold_plain_numbers(self)
+        hold_numbers(self)
         for name in ("quantile", "share"):
             if not 0.0 < getattr(self, name) < 1.0:
                 raise InvalidValueError(

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import hold_plain_numbers
+from fedpriv.errors import InvalidValueError, check_types
+from fedpriv.ledger.events import hold_numbers
 
 Better = Literal["larger", "smaller"]
 _BETTER: dict[str, Better] = {"accuracy": "larger", "loss": "smaller"}
@@ -38,7 +38,8 @@ class Stopping:
     least_gain: float = 0.0  # ≥ 0, in units of the metric
 
     def __post_init__(self) -> None:
-        hold_plain_numbers(self)
+        hold_numbers(self)
+        check_types(metric=(self.metric, str))
         if self.patience < 1:
             raise InvalidValueError(
                 f"patience of stopping is {self.patience}; it must be at least 1"

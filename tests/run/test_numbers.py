@@ -1,5 +1,6 @@
 """Numbers of NumPy are numbers: values hold them as Python's own, and what they hold is checked."""
 
+import math
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.errors import InvalidValueError, ModelError
 
 ONE, TWO, HALF = np.int8(1), np.int64(2), np.float32(0.5)
+NOISELESS = Mechanism.poisson()
 VALUES: list[Callable[[], object]] = [
     lambda: SGD(HALF, TWO, epochs=TWO, momentum=HALF, proximal=HALF, max_examples=TWO),
     lambda: AdamW(HALF, steps=TWO, weight_decay=HALF, epsilon=HALF),
@@ -147,6 +149,24 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: FederatedEvaluation(4.0, every=0), "every is 0; it must be a whole number"),
     (lambda: FederatedEvaluation(4.0, held_out=1.0), r"held_out is 1.0; it must be in \[0, 1\)"),
     (lambda: poisson_gaussian(0.5, 1.0, count=1.5), "count is 1.5; it must be a whole number"),
+    (lambda: Averaging(cap="8", total_weight=9.0), "cap is '8'; it must be a whole number or None"),
+    (lambda: Averaging(floor=[0.5]), r"floor is \[0.5\]; it must be a number or None"),
+    (lambda: AdaptiveClipping(None), "quantile is None; it must be a number"),
+    (lambda: Stopping("loss", 2.5), "patience is 2.5; it must be a whole number"),
+    (lambda: Stopping(3, 2), "metric is of the type int; it must be of the type str"),
+    (lambda: Audit(math.nan), "canaries is nan; it must be a whole number"),
+    (lambda: Personalisation(0.1), "local is of the type float; it must be of the type LocalTr"),
+    (lambda: Mechanism(Poisson(0.5), Flat(0.5), "2"), "noise_multiplier is '2'; it must be a numb"),
+    (lambda: Mechanism.poisson(unit=None), "unit is None; known names: example, microbatch, user"),
+    (lambda: Mechanism.poisson(metrics="accuracy"), "metrics are 'accuracy'; they must be a list"),
+    (
+        lambda: NOISELESS.calibrate(epsilon=2.0, delta=None),
+        r"delta is None; it must be in \(0, 1\)",
+    ),
+    (lambda: NOISELESS.calibrate(epsilon=2.0, delta=1e-3, spent=[1]), "an event in spent is of"),
+    (lambda: Task(nn.Linear(4, 2), frozen=[0]), "a pattern of names is of the type int"),
+    (lambda: Task(nn.Linear(4, 2), figures=["auc"]), "figures is of the type list; it must be"),
+    (lambda: Task(nn.Linear(4, 2), ignore_index="pad"), "ignore_index is of the type str"),
 ]
 
 
