@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedpriv.config import Config, flat, with_paths
-from fedpriv.errors import InvalidValueError
+from fedpriv.errors import InvalidValueError, check_types
 from fedpriv.importing import path_of
 from fedpriv.training.rounds import OnRound, RoundResult, Stop, TrainingPlan
 
@@ -254,8 +254,11 @@ class Followers:
                 del self._trackers[name]
 
 
-def named(followers: Sequence[_Follower]) -> dict[str, _Follower]:
-    """Trackers or callbacks by name, each by another."""
+def named(what: str, followers: Sequence[_Follower], kind: Any) -> dict[str, _Follower]:
+    """Trackers or callbacks by name, each by another; what is of another kind is refused."""
+    check_types(**{what: (followers, Sequence)})
+    for number, each in enumerate(followers):
+        check_types(**{f"{what}[{number}]": (each, kind)})
     return {f"{number}: {path_of(each)}": each for number, each in enumerate(followers)}
 
 

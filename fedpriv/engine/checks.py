@@ -86,9 +86,12 @@ def _check_losses(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> No
         with torch.enable_grad():
             losses = task.losses_of(outputs.detach(), y)
     except Exception as error:
-        raise ModelError(f"the model cannot be evaluated on the data: {error}") from error
+        raise ModelError(
+            f"the model cannot be evaluated on the data: {error} (inputs are {_kinds(x)}, targets "
+            f"{_kinds(y)}, and parameters are trained as float32)"
+        ) from error
     for name, tensor in before.items():
-        if not torch.equal(tensor, tensors[name]):
+        if not _equal(tensor, tensors[name]):
             raise _changed(name)
     if losses.shape != (len(y),):
         raise ModelError(
@@ -123,6 +126,21 @@ def _check_buffers(task: Task, x: Inputs) -> None:
     for name in before | after:
         if before.get(name) is not after.get(name):
             raise _changed(name)
+
+
+def _kinds(given: Inputs) -> str:
+    """The types and shapes of tensors, as messages name them."""
+    if isinstance(given, Tensor):
+        return f"{str(given.dtype).removeprefix('torch.')}{list(given.shape)}"
+    return ", ".join(f"{name} {_kinds(tensor)}" for name, tensor in given.items())
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors hold the same numbers, where NaN is one."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    nan = one.isnan()
+    return torch.equal(nan, other.isnan()) and torch.equal(one[~nan], other[~nan])
 
 
 def _changed(buffer: str) -> ModelError:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 
 from fedpriv.data.population import HELD_OUT_USER
 from fedpriv.engine.figures import ALWAYS, Collected, Figure, Seen, Sums, figure_of, spread
@@ -60,7 +61,10 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Squared error of outputs against targets of the same shape [B, …]."""
+    """Squared error of outputs against targets of the same shape [B, …]; ModelError if not."""
+    if outputs.shape != targets.shape:  # torch would broadcast [B, 1] − [B] to [B, B]
+        found = f"outputs are {list(outputs.shape)} and targets {list(targets.shape)}"
+        raise ModelError(f"{found}; under squared-error they must have the same shape")
     return functional.mse_loss(outputs, targets, reduction="none")
 
 
@@ -152,6 +156,8 @@ class Task:
             object.__setattr__(self, name, (patterns,) if one else tuple(patterns))
         model = without_batch_norm(self.model)
         given = dict(self.model.named_parameters())  # copies have no hooks
+        for name, tensor in (*given.items(), *self.model.named_buffers()):
+            _check_holds(name, tensor)
         object.__setattr__(self, "model", training_only(model, self.trained, self.frozen))
         for name in self.trainable():
             _check_trainable(name, given[name])
@@ -254,6 +260,14 @@ class Task:
             return counts.to(kind)
         counts = counts.flatten(axes)
         return counts.sum(axes).to(kind) / counts.shape[axes]
+
+
+def _check_holds(name: str, tensor: Tensor) -> None:
+    """Refuse a parameter or buffer that has no numbers yet."""
+    why = "its layer is lazy; call the model on a row first" if is_lazy(tensor) else None
+    why = "it is on the device meta; make the model on cpu" if tensor.is_meta else why
+    if why:
+        raise ModelError(f"{name!r} of the model holds no numbers, as {why}")
 
 
 def _check_trainable(name: str, parameter: Tensor) -> None:

@@ -181,7 +181,7 @@ def compare(
         baseline=baseline or "",
         accuracies=tuple(accuracies),
     )
-    folder = Path(out or Path("studies") / name)
+    folder, told = Path(out or Path("studies") / name), named("trackers", trackers, Tracker)
 
     def start(missing: Sequence[Cell]) -> Generator[Ended]:
         # No run starts before all arms could be built.
@@ -191,7 +191,7 @@ def compare(
 
     def run(cell: Cell) -> RunResult:
         experiment, transport = methods.prepared(study, cell)
-        followed = replace(experiment, trackers=named(trackers))
+        followed = replace(experiment, trackers=told)
         return _run_prepared(study, cell, folder, followed, transport)
 
     read = _complete(study, folder, start, Console(quiet=quiet))

@@ -137,7 +137,10 @@ def simulate(
         personalisation=(personalisation, Personalisation | None),
         stopping=(stopping, Stopping | None),
         audit=(audit, Audit | None),
+        out=(out, Path | str | None),
+        ledger=(ledger, Path | str | None),
     )
+    callbacks, told = named("on_round", on_round, Callable), named("trackers", trackers, Tracker)
     method = Method(task, mechanism, *method_left_out(mechanism, local, server))
     output = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     sections = {
@@ -164,7 +167,7 @@ def simulate(
         spent = setup.spent if federated_evaluation else ()
         config, run = setup.config, setup.run
         experiment, transport = on_population(config, run, population, spent, method)
-    followed = replace(experiment, on_round=named(on_round), trackers=named(trackers))
+    followed = replace(experiment, on_round=callbacks, trackers=told)
     return _run(setup, followed, transport, console)
 
 

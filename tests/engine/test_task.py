@@ -282,3 +282,33 @@ def test_models_by_import_path_and_bad_names() -> None:
         with pytest.raises(ModelError, match=message):
             build_model(name, options, 0)
     assert set(MODELS) == {"softmax", "mlp", "cnn", "character-mlp", "character-transformer"}
+
+
+def test_a_model_without_numbers_is_refused() -> None:
+    with pytest.raises(ModelError, match="'weight' of the model holds no numbers, as it is on the"):
+        Task(nn.Linear(6, 3, device="meta"))
+    with pytest.raises(ModelError, match="'weight' of the model holds no numbers, as its layer is"):
+        Task(nn.LazyLinear(3))
+    norm = nn.BatchNorm1d(3, affine=False, device="meta")
+    with pytest.raises(ModelError, match=r"'1.running_mean' of the model holds no numbers"):
+        Task(nn.Sequential(nn.Linear(6, 3), norm))
+
+
+def test_refusals_say_what_the_data_are() -> None:
+    wide = {**EXAMPLES, "x": EXAMPLES["x"].astype(np.float64)}
+    message = (
+        r"inputs are float64\[4, 6\], targets int64\[4\], and parameters are trained as float32"
+    )
+    with pytest.raises(ModelError, match=message):
+        check_task(Task(nn.Linear(6, 3)), wide)
+    numbers = {**EXAMPLES, "y": EXAMPLES["x"][:, 0]}
+    message = r"outputs are \[4, 1\] and targets \[4\]; under squared-error they must have the same"
+    with pytest.raises(ModelError, match=message):
+        check_task(Task(nn.Linear(6, 1), loss="squared-error"), numbers)
+
+
+def test_nan_of_a_model_is_no_change_of_a_buffer() -> None:
+    model = nn.Linear(6, 3)
+    nn.init.constant_(model.weight, torch.nan)
+    with pytest.raises(ModelError, match="NaN or infinite losses at its initial parameters"):
+        check_task(Task(model), EXAMPLES)

@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from fedpriv import SGD, Flat, Mechanism, Population, Projection, Task, simulate
+from fedpriv import (
+    SGD,
+    Flat,
+    Mechanism,
+    Population,
+    Projection,
+    Task,
+    TensorBoard,
+    simulate,
+)
 from fedpriv.engine.task import evaluate
 from fedpriv.errors import InvalidValueError, ModelError
 from tests.commandline import printed, refused
@@ -128,3 +137,25 @@ def test_batch_normalisation_that_nothing_moves_is_warned_of(
         )
         text = " ".join(capsys.readouterr().out.split())
         assert ("metrics.report.batch-norm = { bound = 4.0 }" in text) == warned
+
+
+WRONG: list[tuple[dict[str, object], str]] = [
+    ({"trackers": [3]}, r"trackers\[0\] is of the type int; it must be of the type Tracker"),
+    ({"trackers": [TensorBoard]}, r"trackers\[0\] is of the type ABCMeta; it must be of the"),
+    (
+        {"trackers": TensorBoard()},
+        "trackers is of the type TensorBoard; it must be of the type Seq",
+    ),
+    ({"on_round": [3]}, r"on_round\[0\] is of the type int; it must be of the type Callable"),
+    ({"on_round": print}, "on_round is of the type builtin_function_or_method; it must be of"),
+    ({"ledger": 3}, "ledger is of the type int; it must be of the type Path or str or None"),
+]
+
+
+@pytest.mark.parametrize(("others", "message"), WRONG)
+def test_arguments_of_other_types_are_refused(
+    tmp_path: Path, others: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        start(tmp_path / "run", X[:20], Y[:20], **others)
+    assert list(tmp_path.iterdir()) == []
