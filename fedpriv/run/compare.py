@@ -7,7 +7,7 @@ import os
 import signal
 import statistics
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
@@ -33,6 +33,7 @@ from fedpriv.errors import (
     known_names,
     writing,
 )
+from fedpriv.ledger.events import plain_numbers
 from fedpriv.mechanism import Mechanism
 from fedpriv.personalisation import Personalisation
 from fedpriv.privacy.round import LocalTraining
@@ -170,7 +171,9 @@ def compare(
     _, server = method_left_out(mechanism, local, server)
     given = {"task": task, "mechanism": mechanism, "local": local, "server": server}
     methods = _Methods(population, given, arms)
-    numbers = tuple(range(seeds) if isinstance(seeds, int) else seeds)
+    seeds = plain_numbers(seeds)
+    check_types(seeds=(seeds, int | Iterable))
+    numbers = tuple(range(seeds)) if isinstance(seeds, int) else plain_numbers(tuple(seeds))
     output, engine = {"evaluate_every": evaluate_every}, {"device": device}
     personal = personalisation_table(personalisation)
     sections = {"output": output, "engine": engine, "personalisation": personal}

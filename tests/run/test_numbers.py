@@ -38,6 +38,7 @@ from fedpriv import (
     Separated,
     Stopping,
     Task,
+    compare,
     simulate,
     with_adapters,
 )
@@ -174,3 +175,16 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 def test_numbers_are_refused_where_they_are_given(make: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
         make()
+
+
+def test_seeds_of_a_study_may_be_numbers_of_numpy(tmp_path: Path) -> None:
+    x, y = np.eye(24, 8, dtype=np.float32), np.arange(24) % 5
+    people = Population.from_arrays(x, y, np.arange(24), held_out=(x, y))
+    task = Task(nn.Linear(8, 5))
+    mechanism = Mechanism.poisson().calibrate(epsilon=8.0, delta=1e-3, rounds=1)
+    for number, seeds in enumerate((np.int64(2), np.arange(2))):
+        out = tmp_path / str(number)
+        study = compare(people, task, mechanism, {"one": {}}, seeds=seeds, out=out, quiet=True)
+        assert study.arms[0].seeds == (0, 1)
+    with pytest.raises(InvalidValueError, match="seeds is of the type float; it must be of the"):
+        compare(people, task, mechanism, {"one": {}}, seeds=2.0, out=tmp_path / "2", quiet=True)
