@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from fedpriv.errors import InvalidValueError, known_names
+from fedpriv.errors import InvalidValueError, known_names, plain_numbers
 from fedpriv.importing import Choice
-from fedpriv.ledger.events import plain_numbers
 from fedpriv.local import ALGORITHMS, COMMON, GRADIENT
 from fedpriv.mechanism import (
     CLIPPINGS,

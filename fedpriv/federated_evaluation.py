@@ -21,8 +21,16 @@ from fedpriv.analytics.questions import FloatMatrix, UserValues, sampling_spread
 from fedpriv.data.population import Fields, UserStore, offsets_of, spread_over
 from fedpriv.engine.metrics import Measuring, mean_metric
 from fedpriv.engine.task import RoundParameters, Task, plain_arithmetic, seeded
-from fedpriv.errors import BudgetExceededError, FedprivError, InvalidValueError, ModelError
-from fedpriv.ledger.events import RoundEvent, check_query, hold_plain_numbers, is_whole, require
+from fedpriv.errors import (
+    BudgetExceededError,
+    FedprivError,
+    InvalidValueError,
+    ModelError,
+    hold_plain_numbers,
+    is_whole,
+    require,
+)
+from fedpriv.ledger.events import RoundEvent, check_query
 from fedpriv.personalisation import FineTuning, Personalisation
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import FloatVector, Tensors

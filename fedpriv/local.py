@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import TYPE_CHECKING
 
-from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import is_whole
+from fedpriv.errors import InvalidValueError, is_whole
 from fedpriv.privacy.gaussian_mechanism import ControlVariates
 from fedpriv.privacy.round import LocalStep, LocalTraining
 

@@ -20,7 +20,16 @@ from fedpriv.accounting.factorisation import (
     optimal_bands,
     optimal_buffers,
 )
-from fedpriv.errors import InvalidValueError, check_types, known_names
+from fedpriv.errors import (
+    InvalidValueError,
+    check_types,
+    hold_numbers,
+    hold_plain_numbers,
+    is_whole,
+    known_names,
+    plain_numbers,
+    require,
+)
 from fedpriv.ledger.events import (
     WITH_STRATEGY,
     NeighbouringRelation,
@@ -30,11 +39,6 @@ from fedpriv.ledger.events import (
     Schedule,
     SumQueryEvent,
     Unit,
-    hold_numbers,
-    hold_plain_numbers,
-    is_whole,
-    plain_numbers,
-    require,
 )
 from fedpriv.ledger.events import (
     SamplingPolicy as Policy,

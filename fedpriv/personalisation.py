@@ -19,8 +19,7 @@ from fedpriv.data.population import HELD_OUT_USER, UserStore, offsets_of, spread
 from fedpriv.engine.local_training import by_rung
 from fedpriv.engine.task import Evaluation, HeldOut, RoundParameters, Task, evaluate, matching
 from fedpriv.engine.trainer import Isolation, Trainer
-from fedpriv.errors import InvalidValueError, ModelError, check_types
-from fedpriv.ledger.events import hold_numbers
+from fedpriv.errors import InvalidValueError, ModelError, check_types, hold_numbers
 from fedpriv.local import FedRecon
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, Tensors, flat

@@ -14,14 +14,13 @@ from numbers import Real
 
 from fedpriv.accounting.accountants import PrivacyLoss, accountant_named, epsilon
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.errors import InvalidValueError
+from fedpriv.errors import InvalidValueError, require
 from fedpriv.ledger.events import (
     NeighbouringRelation,
     RoundEvent,
     SamplingEvent,
     SamplingPolicy,
     SumQueryEvent,
-    require,
 )
 
 _LEAST_NOISE, _MOST_NOISE = 0.05, 1e5

@@ -18,7 +18,7 @@ from fedpriv.accounting.round_counts import (
     check_rounds,
     unsampled_noise_multiplier,
 )
-from fedpriv.ledger.events import require
+from fedpriv.errors import require
 
 _LARGEST_EXPONENT = 700.0
 _LARGEST_LOGIT = 20.0

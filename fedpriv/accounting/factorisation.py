@@ -25,7 +25,8 @@ from scipy import fft
 from scipy.optimize import isotonic_regression, minimize, nnls
 
 from fedpriv.accounting.round_counts import Vector, decreasing, strategy_sensitivity
-from fedpriv.ledger.events import Schedule, is_whole, require
+from fedpriv.errors import is_whole, require
+from fedpriv.ledger.events import Schedule
 
 GRID = 2.0**-20
 """Bands are multiples of this, for noise in whole numbers."""

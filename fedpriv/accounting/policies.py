@@ -6,6 +6,7 @@ often the whole event happens, at least 1, `population` the number N of enrolled
 of range raises `InvalidValueError`.
 """
 
+from fedpriv.errors import require
 from fedpriv.ledger.events import (
     NeighbouringRelation,
     RoundEvent,
@@ -13,7 +14,6 @@ from fedpriv.ledger.events import (
     SamplingPolicy,
     Schedule,
     SumQueryEvent,
-    require,
 )
 
 _ADD_OR_REMOVE, _REPLACE = NeighbouringRelation

@@ -45,14 +45,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import (
-    MOST_REPEATS,
-    WITH_STRATEGY,
-    RoundEvent,
-    SamplingPolicy,
-    require,
-)
+from fedpriv.errors import InvalidValueError, require
+from fedpriv.ledger.events import MOST_REPEATS, WITH_STRATEGY, RoundEvent, SamplingPolicy
 
 Vector = NDArray[np.float64]
 Rounds = Mapping[tuple[float, float], int]

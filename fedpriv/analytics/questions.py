@@ -20,8 +20,7 @@ from scipy.linalg import toeplitz
 from scipy.optimize import isotonic_regression
 from scipy.sparse import csr_array
 
-from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import hold_plain_numbers
+from fedpriv.errors import InvalidValueError, hold_plain_numbers
 from fedpriv.privacy.clipping import IntegerVector, clip_rows
 from fedpriv.privacy.layout import FloatVector, VectorGroup
 from fedpriv.privacy.sampling import PoissonSampling

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from fedpriv.analytics.questions import ZEROED, Answer, Function, Question, UserValues, Values
 from fedpriv.data.places import refuse_shared
 from fedpriv.data.population import UserStore
-from fedpriv.errors import DataError, InvalidValueError, known_names
-from fedpriv.ledger.events import RoundEvent, hold_plain_numbers
+from fedpriv.errors import DataError, InvalidValueError, hold_plain_numbers, known_names
+from fedpriv.ledger.events import RoundEvent
 from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.gaussian_mechanism import GaussianMechanism, given_shares

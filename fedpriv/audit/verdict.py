@@ -26,8 +26,8 @@ from fedpriv.audit.one_run import (
     mu_of_epsilon,
     refutes,
 )
-from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import RoundEvent, hold_numbers, merge_equal
+from fedpriv.errors import InvalidValueError, hold_numbers
+from fedpriv.ledger.events import RoundEvent, merge_equal
 
 ERROR = 0.05  # the chance that a true claim is refuted, or that a bound is above the truth
 _OF_NOISE = 0.0005  # of it, for each test of noise; the rest is for that of membership

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpriv.engine.task import matching
-from fedpriv.errors import ModelError, check_types
-from fedpriv.ledger.events import is_whole, plain_numbers
+from fedpriv.errors import ModelError, check_types, is_whole, plain_numbers
 
 
 class Adapted(nn.Module):

@@ -24,9 +24,8 @@ from torch.nn.parameter import is_lazy
 
 from fedpriv.data.population import HELD_OUT_USER
 from fedpriv.engine.figures import ALWAYS, Collected, Figure, Seen, Sums, figure_of, spread
-from fedpriv.errors import InvalidValueError, ModelError, check_types, known_names
+from fedpriv.errors import InvalidValueError, ModelError, check_types, known_names, plain_numbers
 from fedpriv.importing import import_function
-from fedpriv.ledger.events import plain_numbers
 from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import RoundRequest

@@ -9,67 +9,13 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from fractions import Fraction
 from itertools import product
 from numbers import Real
-from operator import index
-from types import NoneType
-from typing import Any, get_args
 
-from fedpriv.errors import InvalidValueError
-
-
-def require(holds: bool, sentence: str) -> None:  # noqa: FBT001
-    """Raise InvalidValueError with a sentence unless a condition holds."""
-    if not holds:
-        raise InvalidValueError(sentence)
-
-
-_PLAIN = (int, float, str, bool, NoneType)  # types of values that are plain already
-
-
-def is_whole(value: object, most: float = math.inf) -> bool:
-    """Whether a value is a whole number, from 1 to `most`; True is none."""
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
-
-
-def plain_numbers(value: Any) -> Any:
-    """A value with numbers of NumPy and other libraries as Python's own, also in what it lists.
-
-    So nothing is computed in 32 bits or wraps around, and files and messages can hold every number.
-    What is no number stays as it is.
-    """
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, Mapping):
-        return {key: plain_numbers(inner) for key, inner in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(plain_numbers(each) for each in value)
-    try:
-        return index(value)  # TypeError if it is none
-    except TypeError:
-        return float(value) if isinstance(value, Real) else value
-
-
-def hold_plain_numbers(value: object) -> None:
-    """Make the fields of a frozen value `plain_numbers`, for its `__post_init__`."""
-    for name, held in vars(value).items():
-        if type(held) not in _PLAIN:
-            object.__setattr__(value, name, plain_numbers(held))
-
-
-def hold_numbers(value: Any) -> None:
-    """`hold_plain_numbers`, and refuse what is no number in a field of whole or other numbers."""
-    hold_plain_numbers(value)
-    for field in fields(value):
-        kinds, held = get_args(field.type) or (field.type,), getattr(value, field.name)
-        if {*kinds} <= {int, float, NoneType} and type(held) not in (*kinds, int):
-            legal = "a number" if float in kinds else "a whole number"
-            legal += " or None" if NoneType in kinds else ""
-            raise InvalidValueError(f"{field.name} is {held!r}; it must be {legal}")
-
+from fedpriv.errors import InvalidValueError, hold_plain_numbers, is_whole, plain_numbers, require
 
 # The most rounds of a schedule, and repetitions of an event: as floats such numbers are exact.
 MOST_REPEATS = 1 << 53

@@ -25,7 +25,13 @@ from typing import Any, Self, TextIO
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.errors import BudgetExceededError, FedprivError, InvalidValueError, LedgerError
+from fedpriv.errors import (
+    BudgetExceededError,
+    FedprivError,
+    InvalidValueError,
+    LedgerError,
+    require,
+)
 from fedpriv.ledger.database import Database, FileFormat, insertion
 from fedpriv.ledger.events import (
     NeighbouringRelation,
@@ -40,7 +46,6 @@ from fedpriv.ledger.events import (
     Trial,
     Unit,
     repeated,
-    require,
 )
 from fedpriv.ledger.participation import Head, ParticipationRecord
 

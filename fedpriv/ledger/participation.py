@@ -19,9 +19,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.errors import LedgerError
+from fedpriv.errors import LedgerError, require
 from fedpriv.ledger.database import Database, FileFormat
-from fedpriv.ledger.events import require
 
 Users = npt.NDArray[np.int64]  # positions in the population, ascending: [cohort]
 Attempt = tuple[str, int, int]  # run, round and attempt

@@ -64,8 +64,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.errors import NoiseError
-from fedpriv.ledger.events import is_whole, require
+from fedpriv.errors import NoiseError, is_whole, require
 from fedpriv.privacy.noise import LARGEST_STDDEV, rounded_gaussian
 
 IntegerVector = NDArray[np.int64]

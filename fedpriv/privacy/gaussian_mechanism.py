@@ -17,8 +17,8 @@ from numbers import Real
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import WITH_STRATEGY, RoundEvent, SumQueryEvent, hold_numbers
+from fedpriv.errors import InvalidValueError, hold_numbers
+from fedpriv.ledger.events import WITH_STRATEGY, RoundEvent, SumQueryEvent
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, IntegerVector
 from fedpriv.privacy.correlated_noise import BandedStrategy, CorrelatedNoise, Strategy
 from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_names

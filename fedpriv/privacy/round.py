@@ -24,10 +24,12 @@ from fedpriv.errors import (
     FedprivError,
     InvalidValueError,
     LedgerError,
+    hold_plain_numbers,
+    is_whole,
     lacks_room,
     sentence_of,
 )
-from fedpriv.ledger.events import PrivacyBudget, RoundEvent, hold_plain_numbers, is_whole
+from fedpriv.ledger.events import PrivacyBudget, RoundEvent
 from fedpriv.ledger.ledger import Charge, Ledger, OpenSeries, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.clipping import Clipping, IntegerVector

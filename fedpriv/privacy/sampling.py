@@ -16,14 +16,13 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.errors import InvalidValueError
+from fedpriv.errors import InvalidValueError, is_whole
 from fedpriv.ledger.events import (
     NeighbouringRelation,
     SamplingEvent,
     SamplingPolicy,
     Schedule,
     Unit,
-    is_whole,
 )
 from fedpriv.privacy.noise import keystream, words
 

@@ -31,9 +31,9 @@ from fedpriv.errors import (
     WorkerError,
     check_types,
     known_names,
+    plain_numbers,
     writing,
 )
-from fedpriv.ledger.events import plain_numbers
 from fedpriv.mechanism import Mechanism
 from fedpriv.personalisation import Personalisation
 from fedpriv.privacy.round import LocalTraining

@@ -20,15 +20,8 @@ from fedpriv.config import Config, ProjectionSection
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import Population
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.errors import DataError, InvalidValueError
-from fedpriv.ledger.events import (
-    RoundEvent,
-    Unit,
-    check_query,
-    hold_plain_numbers,
-    is_whole,
-    require,
-)
+from fedpriv.errors import DataError, InvalidValueError, hold_plain_numbers, is_whole, require
+from fedpriv.ledger.events import RoundEvent, Unit, check_query
 from fedpriv.ledger.participation import beside
 from fedpriv.models import Projected
 from fedpriv.privacy.round import PrivacyRecords

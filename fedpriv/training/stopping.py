@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fedpriv.errors import InvalidValueError, check_types
-from fedpriv.ledger.events import hold_numbers
+from fedpriv.errors import InvalidValueError, check_types, hold_numbers
 
 Better = Literal["larger", "smaller"]
 _BETTER: dict[str, Better] = {"accuracy": "larger", "loss": "smaller"}

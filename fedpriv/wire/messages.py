@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.errors import InvalidValueError, WireError, known_names
-from fedpriv.ledger.events import RoundEvent, require
+from fedpriv.errors import InvalidValueError, WireError, known_names, require
+from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import event_from, event_text
 from fedpriv.local import ALGORITHMS, COMMON
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
