@@ -28,6 +28,7 @@ ROUNDING = 1e-12
 _SMALLEST = 1e-290
 _NEAR = 0.5  # losses up to this size are computed from P − Q, others from P and Q
 _LARGEST_LOSS = 690.0
+_HAIR = 1e-12  # distance of the centre from a lattice point, in steps
 _MOST_POINTS = 1 << 14  # largest number of evenly spaced far lattice points
 SKETCH_NODES = 256  # nodes of a sketch
 
@@ -171,7 +172,7 @@ def lattice_points(law: LossLaw, lattice: Lattice, direction: Direction) -> Latt
     to their distance, then evenly, so that a few hundred cover losses of all sizes.
     """
     # A hair beside the centre, so that rounding cannot move a mean to the wrong side of it.
-    offset = law.centre(lattice.step) - direction * 1e-12 * lattice.step
+    offset = law.centre(lattice.step) - direction * _HAIR * lattice.step
     low, high = law.span(lattice.tail)
     below = _spaced(math.floor((offset - low) / lattice.step) + 2, lattice)
     above = _spaced(math.ceil((high - offset) / lattice.step) + 1, lattice)
@@ -240,14 +241,15 @@ def dominated(law: LossLaw, lattice: Lattice, direction: Direction) -> LossAtoms
 
     # At the next lattice points a tangent should be above the asymptotes 1 − e^ε and 0 of the
     # curve: what lies below (above) its touching point should have its mean beyond the next lattice
-    # point; touching at that point it does. The direction's own side must hold, so it comes last.
-    for side in (-direction, direction):
+    # point; touching at that point it does. The direction's own side must hold, so it comes last;
+    # on the other the centre is a hair off, and would move to the next point.
+    for side, hair in ((-direction, 2 * _HAIR * lattice.step), (direction, 0.0)):
         if side == Direction.ADD:
             up_to = np.cumsum(inner(), axis=1)[:, :-1]
-            touch = np.where(_excess(up_to, loss[:-1]) <= 0, touch, loss[:-1])
+            touch = np.where(_excess(up_to, loss[:-1] + hair) <= 0, touch, loss[:-1])
         else:
             beyond = np.cumsum(inner()[:, ::-1], axis=1)[:, -2::-1]
-            touch = np.where(_excess(beyond, loss[1:]) >= 0, touch, loss[1:])
+            touch = np.where(_excess(beyond, loss[1:] - hair) >= 0, touch, loss[1:])
     mass = _convex_hull(_exchanged(inner(), loss, spacing), loss)
     if direction is Direction.REMOVE:
         mass = mass * np.exp(loss)
@@ -293,25 +295,33 @@ def _convex_hull(mass: Vector, loss: Vector) -> Vector:
     where the curve may pass below its asymptote there is one neighbour, which takes the mass under
     Q (first point) or P (last point); the other mass changes to the side that lowers δ.
     """
-    mass = mass.copy()
-    kept = np.arange(len(mass))
-    while (negative := mass[kept] < 0).any():
-        negative[1:] &= ~negative[:-1]  # of a run every other one, so that neighbours stay
-        at = np.flatnonzero(negative)
-        point, low = kept[at], kept[np.maximum(at - 1, 0)]
-        high = kept[np.minimum(at + 1, len(kept) - 1)]
-        to_point, to_end = loss[low] - loss[point], loss[low] - loss[high]
-        first, last = at == 0, at == len(kept) - 1
-        share = np.exp(loss[point] - loss[high]) * np.expm1(to_point)
-        share = share / np.where(first, -1.0, np.expm1(np.where(first, -1.0, to_end)))
-        to_high = np.where(first, 1.0, np.where(last, 0.0, share))
-        by_end = np.exp(np.minimum(loss[point] - loss[low], 700.0))
-        to_low = np.where(first, 0.0, np.where(last, by_end, 1 - share))
-        np.add.at(mass, high, to_high * mass[point])
-        np.add.at(mass, low, to_low * mass[point])
-        mass[point] = 0.0
-        kept = np.delete(kept, at)
-    return mass
+    left, at = mass.tolist(), loss.tolist()  # one point at a time: removals run along the points
+    below, above = [*range(-1, len(at) - 1)], [*range(1, len(at) + 1)]
+    waiting = np.flatnonzero(mass < 0).tolist()
+    while waiting:
+        point = waiting.pop()
+        low, high, moved = below[point], above[point], left[point]
+        if moved == 0.0:
+            continue
+        left[point] = 0.0
+        if low < 0:
+            to_low, to_high = 0.0, 1.0
+        elif high == len(at):
+            to_low, to_high = math.exp(min(at[point] - at[low], 700.0)), 0.0
+        else:
+            to_high = math.exp(at[point] - at[high]) * math.expm1(at[low] - at[point])
+            to_high /= math.expm1(at[low] - at[high])
+            to_low = 1.0 - to_high
+        for end, share in ((low, to_low), (high, to_high)):
+            if 0 <= end < len(at):
+                left[end] += share * moved
+                if left[end] < 0.0:
+                    waiting.append(end)
+        if low >= 0:
+            above[low] = high
+        if high < len(at):
+            below[high] = low
+    return np.array(left)
 
 
 def _atoms(
