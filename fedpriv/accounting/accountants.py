@@ -13,6 +13,7 @@ most, and those that they cost at least. The tightest interval of pairs is
 
 The last two share nothing but the definition of the privacy loss, and tests compare them. Many
 different rounds are priced in groups, first in few; finer ones follow while the interval is wide.
+Where it stays wide, a looser bound may be below its upper end, and takes its place.
 """
 
 import math
@@ -73,6 +74,7 @@ ADD_OR_REMOVE, REPLACE = NeighbouringRelation
 
 _GROUPS = (64, 512, 2048)  # how many groups of rounds are tried, one after another
 _NARROW = 2e-4  # an interval of this relative width is not made narrower by finer groups
+_WIDE = 0.1  # relative width of intervals that a looser bound may make narrower
 
 
 @dataclass(frozen=True)
@@ -197,13 +199,34 @@ def poisson_pairs(rounds: Rounds) -> Pairs:
 def tightest_epsilon(pairs: Pairs, delta: float) -> Ends:
     """Ends that hold the least ε for which the pairs together are (ε, δ)-DP."""
     along = gaussian.epsilon_interval, contour.epsilon_interval, pld.epsilon_interval
-    return _tightest(pairs, delta, *along)
+    return _capped(pairs, delta, _tightest(pairs, delta, *along), along[0], rdp.epsilon_from_rdp)
 
 
 def tightest_delta(pairs: Pairs, epsilon: float) -> Ends:
     """Ends that hold the least δ for which the pairs together are (ε, δ)-DP; ε is finite."""
     along = gaussian.delta_interval, contour.delta_interval, pld.delta_interval
-    return _tightest(pairs, epsilon, *along)
+    return _capped(pairs, epsilon, _tightest(pairs, epsilon, *along), along[0], rdp.delta_from_rdp)
+
+
+def _capped(
+    pairs: Pairs,
+    at: float,
+    ends: Ends,
+    closed_form: Callable[[float, float], Ends],
+    converted: Callable[[Sequence[float], Vector, float], float],
+) -> Ends:
+    """The ends; if they are far apart, the upper one at most as by `rdp`, or without sampling."""
+    low, up = ends
+    if low >= (1.0 - _WIDE) * up:
+        return ends
+    everybody, sampled = Counter[tuple[float, float]](), Counter[tuple[float, float]]()
+    for pair, count in pairs.items():
+        unsampled = 1.0, pair.z / (pair.shift if isinstance(pair, GaussianPair) else 1.0)
+        everybody[unsampled] += count
+        sampled[(pair.q, pair.z) if isinstance(pair, PoissonPair) else unsampled] += count
+    moments = rdp.composed_rdp(sampled, rdp.DEFAULT_ORDERS)
+    without_sampling = closed_form(at, unsampled_noise_multiplier(everybody))[1]
+    return low, min(up, without_sampling, converted(rdp.DEFAULT_ORDERS, moments, at))
 
 
 def _tightest(

@@ -5,6 +5,7 @@ import math
 import pytest
 from accountant_conformance import AccountantConformance, IntervalConformance
 
+from fedpriv.accounting import gaussian
 from fedpriv.accounting.accountants import (
     ACCOUNTANTS,
     Accountant,
@@ -17,11 +18,13 @@ from fedpriv.accounting.accountants import (
 )
 from fedpriv.accounting.policies import (
     fixed_size_gaussian,
+    poisson_examples_gaussian,
     poisson_gaussian,
     poisson_replace_gaussian,
+    random_allocation_gaussian,
 )
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import SamplingPolicy
+from fedpriv.ledger.events import RoundEvent, SamplingPolicy
 
 EVENTS = [poisson_gaussian(0.01, 1.0, 1000), poisson_gaussian(1.0, 40.0, 3)]
 
@@ -48,6 +51,31 @@ class TestTight(IntervalConformance):
         rare = [poisson_gaussian(1e-5, 0.3, 10)]
         tight, pld = (ACCOUNTANTS[name].epsilon(rare, 1e-6) for name in ("tight", "pld"))
         assert (tight.epsilon_low, tight.epsilon) == (pld.epsilon_low, pld.epsilon)
+
+    @pytest.mark.parametrize(
+        "event", [poisson_gaussian(1e-9, 0.06, 10**6), poisson_gaussian(0.1, 0.05, 10**8)]
+    )
+    def test_it_is_never_far_above_the_moments_accountant(self, event: RoundEvent) -> None:
+        tight, rdp = (ACCOUNTANTS[name].epsilon([event], 1e-6) for name in ("tight", "rdp"))
+        assert tight.epsilon_low <= tight.epsilon <= 1.2 * rdp.epsilon
+        for at in (rdp.epsilon, rdp.epsilon / 2):
+            deltas = [ACCOUNTANTS[name].delta([event], at) for name in ("tight", "rdp")]
+            assert deltas[0] <= 1.2 * deltas[1]
+
+    @pytest.mark.parametrize(
+        ("event", "z"),
+        [
+            (poisson_gaussian(0.5, 0.01, 4), 0.01 / 2),
+            (poisson_replace_gaussian(0.5, 0.02, 4), 0.01 / 2),
+            (random_allocation_gaussian(2, 1, 0.01, 4), 0.01 / 2),
+            (poisson_examples_gaussian(0.5, 8, 0.08, 4), 0.01 / 2),
+        ],
+    )
+    def test_hardly_any_noise_costs_at_most_what_it_does_without_sampling(
+        self, event: RoundEvent, z: float
+    ) -> None:
+        loss = ACCOUNTANTS["tight"].epsilon([event], 1e-6)
+        assert 0.0 < loss.epsilon_low <= loss.epsilon <= gaussian.epsilon(1e-6, z) * (1 + 1e-9)
 
     def test_many_different_rounds_agree_with_the_pld(self) -> None:
         many = [poisson_gaussian(0.01 + i / 10**5, 2.0) for i in range(40)]
