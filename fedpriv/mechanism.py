@@ -31,6 +31,7 @@ from fedpriv.errors import (
     require,
 )
 from fedpriv.ledger.events import (
+    MOST_EXAMPLES,
     WITH_STRATEGY,
     NeighbouringRelation,
     PrivacyBudget,
@@ -110,13 +111,14 @@ class PoissonExamples(SamplingPolicy):
     """
 
     probability: float
-    examples_per_user: int  # k ≥ 1
+    examples_per_user: int  # k in [1, 10⁶]
     total_examples: float | None = None
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
         _check_probability(self.probability)
-        _check_whole("examples_per_user", self.examples_per_user)
+        k, legal = self.examples_per_user, f"it must be a whole number from 1 to {MOST_EXAMPLES}"
+        require(is_whole(k, MOST_EXAMPLES), f"examples_per_user is {k!r}; {legal}")
 
     def of(self, users: int | None, unit: Unit) -> ExampleSampling:
         """Sampling of the examples of N users."""

@@ -113,6 +113,7 @@ TASK = fedpriv.Task(MODEL)
         (lambda: fedpriv.Mechanism.poisson().calibrate(epsilon=1, delta=0.1, rounds=1.5), "is 1.5"),
         (lambda: fedpriv.Mechanism.poisson(q="a"), "is 'a'; it must be in"),
         (lambda: fedpriv.PoissonExamples(0.5, 0), "examples_per_user is 0; it must be a whole"),
+        (lambda: fedpriv.PoissonExamples(0.5, 10**9), "examples_per_user is 1000000000; it must"),
         (lambda: fedpriv.FixedSize(0), "cohort_size is 0; it must be a whole"),
         (lambda: fedpriv.RandomAllocation(0), "has 0 rounds"),
         (lambda: fedpriv.Separated(4, 5), "separation of the schedule is 5"),

@@ -44,8 +44,8 @@ def poisson_examples_gaussian(
 ) -> RoundEvent:
     """Event of rounds in which examples are drawn and clipped, one user added or removed.
 
-    Each of a user's examples, at most k = `examples_per_user` ≥ 1 of them, joins with probability
-    q; z is relative to the clipping norm of an example.
+    Each of a user's examples, at most k = `examples_per_user` ≤ 10⁶ of them, joins with
+    probability q; z is relative to the clipping norm of an example.
 
     >>> poisson_examples_gaussian(0.01, 8, noise_multiplier=4.0).sampling.examples_per_user
     8

@@ -19,6 +19,7 @@ from fedpriv.errors import InvalidValueError, hold_plain_numbers, is_whole, plai
 
 # The most rounds of a schedule, and repetitions of an event: as floats such numbers are exact.
 MOST_REPEATS = 1 << 53
+MOST_EXAMPLES = 10**6  # of a user, where examples are sampled: each number of them has its chance
 
 
 class SamplingPolicy(StrEnum):
@@ -122,7 +123,7 @@ class SamplingEvent:
     # None where the event is one round, or a shuffled pass with an unknown number of batches.
     schedule: Schedule | None = None
     unit: Unit = Unit.USER
-    # k ≥ 1, the most examples of a user that count, where these are sampled; None elsewhere.
+    # k in [1, 10⁶], the most examples of a user that count, where these are sampled; else None.
     examples_per_user: int | None = None
     # How many are drawn beside the N users, and like them, who are nobody: an audit's canaries.
     canaries: int = 0
@@ -214,8 +215,8 @@ class SamplingEvent:
         if policy is not SamplingPolicy.EXAMPLES:
             require(k is None, f"{found}; {policy} sampling is of whole users and must have none")
             return
-        legal = f"with {policy} sampling it must be a whole number of at least 1"
-        require(is_whole(k), f"{found}; {legal}")
+        legal = f"with {policy} sampling it must be a whole number from 1 to {MOST_EXAMPLES}"
+        require(is_whole(k, MOST_EXAMPLES), f"{found}; {legal}")
         legal = f"with {policy} sampling it must be {str(Unit.USER)!r}"
         require(self.unit is Unit.USER, f"unit is {str(self.unit)!r}; {legal}")
 

@@ -121,6 +121,23 @@ def test_few_counts_enclose_all(
             assert delta_of(up, lattice, epsilon) - delta_of(low, lattice, epsilon) < 3e-4
 
 
+@pytest.mark.parametrize("direction", Direction)
+def test_many_counts_are_put_together_in_runs_outward(direction: Direction) -> None:
+    k, q, z = 100_000, 0.5, 50_000.0
+    pair, weights = ExamplesPair(q, z, examples=k), binom.pmf(np.arange(k + 1), k, q)
+    below, above = pair.at_most_as_bad(1e-10), pair.at_least_as_bad(1e-10)
+    assert len(above.counts) < 1100 < (weights > 1e-20).sum()
+    at_least = np.cumsum(weights[::-1])[::-1]
+    for j in range(49_000, 51_000, 7):
+        assert below.weights[below.counts >= j].sum() <= at_least[j] + 1e-10
+        assert above.weights[above.counts >= j].sum() >= at_least[j] - 1e-10
+    lattice = Lattice(0.005, 1.0, 0.03, 1e-14)
+    low, up = dominated(below, lattice, direction), dominating(above, lattice, direction)
+    for epsilon in (0.0, 0.5, 2.0):
+        ends = delta_of(low, lattice, epsilon), delta_of(up, lattice, epsilon)
+        assert ends[0] <= ends[1] <= 1.001 * ends[0]
+
+
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.5, 2.0])
 @settings(max_examples=25, deadline=None)
 @given(
@@ -198,3 +215,8 @@ def test_what_leaves_the_computed_range_has_no_upper_end(k: int, q: float, z: fl
     low, up = epsilon_interval_of({ExamplesPair(q, z, examples=k): 1}, 1e-6)
     assert 0.0 < low < up == math.inf
     assert delta_interval_of({ExamplesPair(q, z, examples=k): 1}, 3.0)[1] == 1.0
+
+
+def test_noise_counts_relative_to_what_is_usually_drawn() -> None:
+    low, up = epsilon_interval_of({ExamplesPair(0.5, 2e6, examples=10**6): 10}, 1e-6)
+    assert 0.0 < low < up < 1.001 * low

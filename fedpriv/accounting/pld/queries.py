@@ -123,7 +123,7 @@ def _refined(
                 below = max(below, ends_of[0](compose_atoms(known, window), at))
             most = [(_at_least_as_bad(pair, lattice, direction), n) for pair, n in worst.items()]
             composition = compose_atoms(most, window)
-            if any(pair.z < _least_noise(pair) for pair in pairs):
+            if any(pair.z < _noise_range(pair)[0] for pair in pairs):
                 composition = replace(composition, infinite=1.0)
             above = max(above, ends_of[1](composition, at))
         low, up = max(low, below), min(up, above)
@@ -182,17 +182,17 @@ def _few(pairs: Pairs) -> tuple[Pairs, Pairs]:
         groups = round_counts.grouped(rounds, most)
         for found, moved in zip((above, below), groups, strict=True):
             for (q, z), count in moved.items():
-                if found is above or (q >= _LEAST_PROBABILITY and z <= _MOST_NOISE):
-                    pair = kind.at(max(q, _LEAST_PROBABILITY), z)
-                    near = min(max(z, _least_noise(pair)), _MOST_NOISE)
-                    found[kind.at(max(q, _LEAST_PROBABILITY), near)] += count
+                pair = kind.at(max(q, _LEAST_PROBABILITY), z)
+                near, far = _noise_range(pair)
+                if found is above or (q >= _LEAST_PROBABILITY and z <= far):
+                    found[pair.at(pair.q, min(max(z, near), far))] += count
     return above, below
 
 
-def _least_noise(pair: LossPair) -> float:
-    """Noise below which losses leave the computed range, relative to what is usually drawn."""
-    usual = pair.q * pair.shift if isinstance(pair, GaussianPair) else 1.0
-    return _LEAST_NOISE * max(1.0, usual)
+def _noise_range(pair: LossPair) -> tuple[float, float]:
+    """Noise whose losses are in the computed range, relative to what is usually drawn."""
+    usual = max(1.0, pair.q * pair.shift if isinstance(pair, GaussianPair) else 1.0)
+    return _LEAST_NOISE * usual, _MOST_NOISE * usual
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ from fedpriv.accounting.round_counts import Vector
 
 _LEAST_TAIL = 1e-290
 _LEAST_CUT = 1e-140  # of counts, whose square is still a number
+_MOST_COUNTS = 1024  # different ones; more are put together in runs
 _MOST_STEPS = 60  # of Newton's method; from its starting points a few are enough
 _ROUGH = 513  # points of the curve from which it starts
 
@@ -223,11 +224,11 @@ class ExamplesPair(GaussianPair):
         return self._law.resolution
 
     def at_most_as_bad(self, tail: float) -> LossLaw:
-        """Rare counts j are moved inward, so that few are left."""
+        """Rare counts j, and those of a run, are moved inward, so that few are left."""
         return self._laws(tail)[0]
 
     def at_least_as_bad(self, tail: float) -> LossLaw:
-        """Rare counts j are moved outward, so that few are left."""
+        """Rare counts j, and those of a run, are moved outward, so that few are left."""
         return self._laws(tail)[1]
 
     def _laws(self, tail: float) -> tuple[LossLaw, LossLaw]:
@@ -235,11 +236,15 @@ class ExamplesPair(GaussianPair):
         weights, cut = self._law.weights, max(tail, _LEAST_CUT) ** 2
         first = int(np.searchsorted(np.cumsum(weights), cut, side="right"))
         last = len(weights) - 1 - int(np.searchsorted(np.cumsum(weights[::-1]), cut, side="right"))
-        if (first, last) == (0, len(weights) - 1):
+        if (first, last) == (0, len(weights) - 1) and len(weights) <= _MOST_COUNTS:
             return self, self
-        counts, kept = self._law.counts[first : last + 1], weights[first : last + 1]
+        # A run of counts is told from its neighbours by far less than they spread.
+        starts = np.arange(first, last + 1, -(-(last + 1 - first) // _MOST_COUNTS))
+        ends, kept = np.append(starts[1:] - 1, last), np.add.reduceat(weights[: last + 1], starts)
         under, over = float(weights[:first].sum()), float(weights[last + 1 :].sum())
+        counts = self._law.counts[starts]
         below = _mixture([0.0, *counts], [under, *kept[:-1], kept[-1] + over], self.z)
+        counts = self._law.counts[ends]
         above = _mixture(
             [*counts, self._law.counts[-1]], [kept[0] + under, *kept[1:], over], self.z
         )
