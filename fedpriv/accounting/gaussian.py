@@ -95,7 +95,11 @@ def epsilon_interval(delta: float, noise_multiplier: float) -> Ends:
     if noise_multiplier == 0.0:
         return math.inf, math.inf
     up = epsilon(delta, noise_multiplier * (1 - 4 * _ULP))
-    return max(0.0, up - _WIDTH * (1 + up)), up
+    if math.log(delta) > 2 * _LARGEST_LOG_DELTA:
+        return 0.0, up
+    # Near δ = 1 the margin of log δ moves ε by more than the width.
+    low = epsilon(delta * (1 + 4 * _MARGIN), noise_multiplier)
+    return max(0.0, low - _WIDTH * (1 + low)), up
 
 
 def delta_interval(epsilon: float, noise_multiplier: float) -> Ends:

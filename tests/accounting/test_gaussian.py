@@ -41,6 +41,16 @@ def test_epsilon_is_the_least_that_holds(z: float, delta: float) -> None:
 
 
 @pytest.mark.parametrize("z", NOISE)
+@pytest.mark.parametrize("delta", [*DELTAS, 0.999999, 1 - 1e-8, 1 - 1e-12])
+def test_the_ends_hold_the_truth(z: float, delta: float) -> None:
+    low, up = gaussian.epsilon_interval(delta, z)
+    assert 0.0 <= low <= up
+    assert exact_delta(up, z) <= delta
+    if low > 0.0:
+        assert exact_delta(low, z) >= delta
+
+
+@pytest.mark.parametrize("z", NOISE)
 @pytest.mark.parametrize("x", [0.0, 1.0, 5.0, 20.0, 36.5])
 def test_delta_is_never_below_the_truth_and_hardly_above(z: float, x: float) -> None:
     # a = ε·z − 1/(2z) is how far in the tail the noise has to be.
