@@ -220,3 +220,10 @@ def test_what_leaves_the_computed_range_has_no_upper_end(k: int, q: float, z: fl
 def test_noise_counts_relative_to_what_is_usually_drawn() -> None:
     low, up = epsilon_interval_of({ExamplesPair(0.5, 2e6, examples=10**6): 10}, 1e-6)
     assert 0.0 < low < up < 1.001 * low
+
+
+@pytest.mark.parametrize(("q", "z"), [(1e-9, 0.06), (1e-12, 1.0)])
+def test_examples_rarer_than_delta_have_a_price(q: float, z: float) -> None:
+    for delta in (1e-3, 0.5):
+        low, up = epsilon_interval_of({ExamplesPair(q, z, examples=2): 1}, delta)
+        assert low == 0.0 <= up < math.inf

@@ -163,14 +163,16 @@ class MixtureLaw(LossLaw):
     def _range(self, tail: float) -> tuple[float, float]:
         """An interval of x that P and Q both leave with probability at most `tail` on either side.
 
-        P passes its end with at most tail/n by each component.
+        P passes its end with at most tail/n by each component; one above 0 is inside, even where
+        all of these are rarer than the tail.
         """
         tail = max(tail, _LEAST_TAIL)
         absent = -float(ndtri(min(0.5, tail / 2)))
         share = tail / (2 * len(self.weights) * self.weights)
         some = share < 1.0
         ends = self.counts[some] - self.z * ndtri(np.maximum(share[some], _LEAST_TAIL))
-        return -self.z * absent, max(self.z * absent, float(ends.max(initial=0.0)))
+        first = float(self.counts[self.counts > 0][0])
+        return -self.z * absent, max(self.z * absent, float(ends.max(initial=first)))
 
     def _masses_of(self, low: Vector, high: Vector) -> Vector:
         """[3, intervals] masses under P and Q of intervals of x, and P − Q."""
@@ -236,6 +238,7 @@ class ExamplesPair(GaussianPair):
         weights, cut = self._law.weights, max(tail, _LEAST_CUT) ** 2
         first = int(np.searchsorted(np.cumsum(weights), cut, side="right"))
         last = len(weights) - 1 - int(np.searchsorted(np.cumsum(weights[::-1]), cut, side="right"))
+        last = max(last, 1)  # a count above 0 tells something, however rare
         if (first, last) == (0, len(weights) - 1) and len(weights) <= _MOST_COUNTS:
             return self, self
         # A run of counts is told from its neighbours by far less than they spread.
