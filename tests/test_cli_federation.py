@@ -376,7 +376,8 @@ def test_a_plan_in_which_one_user_can_take_all_the_time_of_a_node_is_not_served(
     experiment.write_text(text.replace(*bounded, ""), encoding="utf-8")
     enrolment = tmp_path / "enrolment.toml"
     enrolment.write_text(f'population = "{"5f" * 16}"\n[nodes.a]\nusers = ["ann"]\n')
-    done = fedpriv("serve", experiment, "--insecure", cwd=tmp_path)
+    alone = "--set=federation.least_nodes=1"
+    done = fedpriv("serve", experiment, "--insecure", alone, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     *_, line = done.stderr.splitlines()
     assert line.startswith("error: local.max_examples is absent; on nodes it must be given")

@@ -200,8 +200,9 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
     enrolment, run = tmp_path / "enrolment.toml", RunFolder(tmp_path / "run")
     node = f'[nodes.a]\nusers = ["ann", "bob"]\ncertificate = "{"ab" * 32}"\n'
     enrolment.write_text(f'population = "{"5f" * 16}"\n{node}')
-    file, at = SIMULATIONS / "federation.toml", f"federation.enrolment={enrolment}"
-    beginning = RunSetup.of(file, [at], run.path, resume=True)
+    file = SIMULATIONS / "federation.toml"
+    at = [f"federation.enrolment={enrolment}", "federation.least_nodes=1"]
+    beginning = RunSetup.of(file, at, run.path, resume=True)
     section = beginning.config.federation
     assert section is not None
     enrolled = Enrolment.load(enrolment)
@@ -216,11 +217,12 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
     before = content(run), head_of(run)
     certificates.init(tmp_path / "certs", ["localhost"])
     shown = f"federation.certificates={tmp_path / 'certs' / 'server'}"
-    given = ("serve", file, "--set", at, "--set", shown, "--out", run.path, "--resume")
+    settings = [f"--set={each}" for each in (*at, shown)]
+    given = ("serve", file, *settings, "--out", run.path, "--resume")
     for changed in ("local.learning_rate=0.4", "rounds=4", "clipping.norm=0.6"):
         assert BOUND in refused(*given, "--set", changed)
         assert (content(run), head_of(run)) == before
-    going_on = RunSetup.of(file, [at], run.path, resume=True)
+    going_on = RunSetup.of(file, at, run.path, resume=True)
     again = going_on.on_nodes(section, enrolled.population_id, enrolled.population)
     going_on.write_plan(again)
     assert again.plan.digest == plan.digest

@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as hnp
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.ledger.events import (
     ANALYSED,
+    MOST_EXAMPLES,
     RoundEvent,
     SamplingEvent,
     SamplingPolicy,
@@ -98,7 +99,8 @@ def events(draw: st.DrawFn) -> RoundEvent:
         case SamplingPolicy.POISSON:
             probability = draw(st.floats(0.0, 1.0, exclude_min=True))
         case SamplingPolicy.EXAMPLES:
-            probability, k = draw(st.floats(0.0, 1.0, exclude_min=True)), draw(counts) or 1
+            probability = draw(st.floats(0.0, 1.0, exclude_min=True))
+            k = draw(st.integers(1, MOST_EXAMPLES))
             unit = Unit.USER
         case SamplingPolicy.BANDED_POISSON:
             n, b = draw(uints) + 1, draw(st.integers(1, 1000))
