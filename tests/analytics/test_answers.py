@@ -59,6 +59,7 @@ def test_answers_are_unbiased_over_all_cohorts(q: float) -> None:
         np.testing.assert_allclose(value, truth[name].value, rtol=1e-9, atol=near)
 
 
+@pytest.mark.slow
 def test_answers_are_unbiased_over_seeded_rounds() -> None:
     users = some_people(80, seed=4)
     asked, truth = survey(80, 0.5, 1.5, questions=UNBIASED), exact(survey(80), users)
@@ -124,6 +125,7 @@ def test_the_noise_of_a_curve_grows_with_the_logarithm(size: int) -> None:
     assert answer.noise_stddev.max() <= 1.07 + math.log(size) / math.pi
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("q", "z"), [(1.0, 3.0), (0.4, 3.0), (0.4, 0.3)])
 def test_intervals_hold_as_often_as_they_say_and_of_all_users_no_more(q: float, z: float) -> None:
     users = some_people(300, seed=6)

@@ -128,6 +128,7 @@ def test_a_matrix_is_what_its_vector_says() -> None:
     np.testing.assert_allclose(answer.noise_stddev[~diagonal], 0.01 / KEPT / math.sqrt(2.0))
 
 
+@pytest.mark.slow
 def test_intervals_hold_as_often_as_they_say() -> None:
     users = some_people(300, seed=6)
     for q, z in ((1.0, 3.0), (0.4, 0.3)):

@@ -23,6 +23,7 @@ def attacked(target: Target, name: str, runs: int = 36) -> Finding:
     return attack(target, POPULATIONS[name], runs, entropies=SeededEntropy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "name"),
     [
@@ -101,6 +102,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_any_plan_can_be_attacked(setting: str) -> None:
     target = Target.of(config_of(**SETTINGS[setting]), people(4), 2, 4)

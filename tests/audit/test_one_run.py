@@ -85,6 +85,7 @@ def test_epsilon_of_mu_has_its_ends() -> None:
     assert epsilon_of_mu(20.0, 1e-10) > 200.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("m", "r"), [(1000, 150), (300, 100)])
 def test_the_ledgers_curve_refutes_what_its_gaussian_does(m: int, r: int) -> None:
     # Rounds of everybody are exactly G_μ, so both readings agree, but for the curve's grid.

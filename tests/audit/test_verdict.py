@@ -39,6 +39,7 @@ def concluded(measured: Iterator[Measurement], charged: RoundEvent = EVENT) -> A
     return conclude(Canaries(M, KEY), COUNTS, EVENT, list(measured), [charged], 1e-3, "tight")
 
 
+@pytest.mark.slow
 def test_what_is_right_is_consistent_and_bounded_from_below() -> None:
     found = [concluded(run(seed)) for seed in range(20)]
     assert sum(not each.consistent for each in found) <= 2

@@ -132,6 +132,7 @@ def observed(
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probability", [1.0, 0.2])
 def test_nobody_tells_populations_apart_better_than_the_ledger_says(
     probability: float, tmp_path: Path
@@ -157,6 +158,7 @@ class Leaking(Transport):
             yield replace(partial, total=total)
 
 
+@pytest.mark.slow
 def test_a_planted_leak_is_told(tmp_path: Path) -> None:
     found = observed(tmp_path, 0.2, Leaking)
     with pytest.raises(AssertionError):

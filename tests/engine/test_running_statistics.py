@@ -59,6 +59,7 @@ def make_plan(task: Task, noise_multiplier: float) -> TrainingPlan:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("noise_multiplier", "tolerance"), [(0.0, 1e-3), (0.05, 0.2)])
 def test_released_statistics_find_those_of_the_population(
     noise_multiplier: float, tolerance: float, tmp_path: Path

@@ -12,6 +12,7 @@ from simulations import attack, broken_engines
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_study_attacks_the_real_engine_and_broken_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,6 +113,7 @@ def test_features_tell_directions_apart_and_not_brightness() -> None:
     assert np.linalg.norm(level - dark) < 0.1
 
 
+@pytest.mark.slow
 def test_a_row_is_trained_by_example_within_its_budget(tmp_path: Path) -> None:
     read = load_digits()
     x, y = (read.data / 16.0).astype(np.float32), read.target

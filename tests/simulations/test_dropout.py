@@ -67,6 +67,7 @@ def test_the_exact_column_is_that_of_the_noise_of_two_clipped_layers() -> None:
             assert 0.999 * arm.budget < arm.epsilon <= arm.budget
 
 
+@pytest.mark.slow
 def test_a_step_adds_the_noise_that_the_paper_says_and_nothing_else(tmp_path: Path) -> None:
     people, setting = load_digits(), replace(SMALL, epochs=0.1, hidden=500)
     arm = Arm(setting, ZCDP, 1.0, 3.0)
@@ -101,6 +102,7 @@ def test_langevin_noise_has_its_stddev_and_is_of_its_round() -> None:
     assert first.std() == pytest.approx(math.sqrt(2 * 0.25 / 100), rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_ledger_holds_the_exact_column_and_models_learn() -> None:
     people = load_digits()
     for arm in SMALL.arms:

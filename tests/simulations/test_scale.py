@@ -12,6 +12,7 @@ import pytest
 from simulations.scale import Found, Scale, measure, mebibytes, saved, summary
 
 
+@pytest.mark.slow
 def test_a_small_scale_is_measured(tmp_path: Path) -> None:
     found = measure(Scale(users=3_000, fewer=300, cohort=20, rounds=2, streamed=30), tmp_path)
     assert [len(found.seconds), len(found.seconds_of_fewer)] == [2, 2]

@@ -8,6 +8,7 @@ from fedpriv.config import load_config
 from simulations import units
 
 
+@pytest.mark.slow
 def test_three_ways_are_trained_at_one_epsilon_and_say_what_it_is_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

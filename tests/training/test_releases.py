@@ -123,6 +123,7 @@ def test_without_noise_metrics_and_counts_are_those_of_the_cohort(tmp_path: Path
     assert result.unclipped == pytest.approx(dict(zip("wb", expected, strict=True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [1e-3, 1e3])
 def test_norms_converge_to_the_quantile_of_each_group(start: float, tmp_path: Path) -> None:
     plan = plan_with(
