@@ -38,8 +38,11 @@ LARGEST_LEDGER = 2**28  # bytes of an exported ledger: about half a million roun
 LARGEST_MODEL = 4 * MAX_COMPONENTS + 2**27  # bytes: its components, and names and shapes
 # What cryptography raises for a certificate that cannot be parsed.
 _MALFORMED = (
-    *(ValueError, TypeError, UnsupportedAlgorithm),
-    *(x509.DuplicateExtension, x509.InvalidVersion),
+    ValueError,
+    TypeError,
+    UnsupportedAlgorithm,
+    x509.DuplicateExtension,
+    x509.InvalidVersion,
 )
 _LARGEST_EXPONENT = 1000  # 2.0 to a power above 1023 is out of range
 _OPTIONS = (

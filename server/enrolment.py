@@ -25,8 +25,11 @@ from fedpriv.wire.naming import check_node_name, check_user_id
 Positions = NDArray[np.int64]  # users, as ascending positions in the population
 # What cryptography raises for a certificate or key that cannot be parsed.
 MALFORMED = (
-    *(ValueError, TypeError, UnsupportedAlgorithm),
-    *(x509.DuplicateExtension, x509.InvalidVersion),
+    ValueError,
+    TypeError,
+    UnsupportedAlgorithm,
+    x509.DuplicateExtension,
+    x509.InvalidVersion,
 )
 _ID = re.compile("[0-9a-f]{32}")
 _FINGERPRINT = re.compile("[0-9a-f]{64}")

@@ -234,7 +234,7 @@ def _kind_of(name: str, own: Mapping[str, MetricFunction], *more: str) -> _Kind:
         return _OF_UPDATES
     if name in _KINDS and name in own:
         raise InvalidValueError(
-            f"metric {name!r} is built in, and the task has one of that name; give its own another"
+            f"metric {name!r} is built in; the task's own metric of that name must have another"
         )
     if name in _KINDS:
         return _KINDS[name]

@@ -266,8 +266,7 @@ class SumQueryEvent:
     granularity: float | None = None
 
     def __post_init__(self) -> None:
-        if not type(self.clipping_norm) is type(self.noise_stddev) is float:  # there are many
-            hold_plain_numbers(self)
+        hold_plain_numbers(self)
         norm, stddev, step = self.clipping_norm, self.noise_stddev, self.granularity
         of, legal = f"of group {self.group!r} is", "it must be positive and finite"
         require(0.0 < norm < math.inf, f"clipping_norm {of} {norm}; {legal}")

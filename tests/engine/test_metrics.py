@@ -151,7 +151,7 @@ def test_metrics_that_cannot_be_computed_are_refused(
 @pytest.mark.parametrize("name", ["accuracy", "loss", "batch-norm"])
 def test_an_own_metric_must_not_be_named_as_one_that_is_built_in(name: str) -> None:
     task = Task(nn.Linear(6, 3), cross_entropy, metrics={name: entropy})
-    with pytest.raises(InvalidValueError, match=f"'{name}' is built in, and the task has one"):
+    with pytest.raises(InvalidValueError, match=f"'{name}' is built in; the task's own metric"):
         check(task, Metric(name))
 
 
