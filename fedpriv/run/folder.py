@@ -19,11 +19,7 @@ from fedpriv.config import load_config
 from fedpriv.errors import DataError, InvalidValueError, LedgerError, writing
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord, beside
-from fedpriv.report.page import Page, render, write_page
 from fedpriv.report.records import RunRecord, SimulationOnlyRound, SiteTable, Verification
-from fedpriv.report.run_page import page_of_run, write_run_figures
-from fedpriv.report.studies import write_study_figures
-from fedpriv.report.study_page import page_of_study
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
 from fedpriv.training.rounds import RoundResult, naming, write_atomically
@@ -239,8 +235,21 @@ def _verified(ledger: Ledger, participation: Path) -> bool:
 
 def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -> Path:
     """Write the report of a run or a study as one HTML page; `show` opens it in the browser."""
+    from fedpriv.report import page, run_page, study_page  # noqa: PLC0415 - charts start slowly
+
     path = out or folder / "report.html"
-    write_page(render(_page(folder)), path)
+    if not (folder / STUDY).exists():
+        found = run_page.page_of_run(_run_in(folder))
+    elif holds_results_alone(folder):
+        raise InvalidValueError(
+            f"{folder} holds the results of a study without its runs and ledgers, which a page "
+            "verifies; --figures draws what results can show"
+        )
+    else:
+        read = read_study(folder)
+        runs = {cell: read_run(folder / cell.path) for cell, _ in read.finished}
+        found = study_page.page_of_study(read, runs)
+    page.write_page(page.render(found), path)
     if show:
         webbrowser.open(path.absolute().as_uri())
     return path
@@ -248,9 +257,11 @@ def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -
 
 def write_figures(folder: Path, out: Path) -> list[Path]:
     """Draw a run or a study as PNG and SVG into another folder, and return the files."""
+    from fedpriv.report import run_page, studies  # noqa: PLC0415
+
     if (folder / STUDY).exists():
-        return write_study_figures(read_study(folder), out)
-    return write_run_figures(_run_in(folder), out)
+        return studies.write_study_figures(read_study(folder), out)
+    return run_page.write_run_figures(_run_in(folder), out)
 
 
 def _run_in(folder: Path) -> RunRecord:
@@ -260,15 +271,3 @@ def _run_in(folder: Path) -> RunRecord:
     raise InvalidValueError(
         f"{folder} holds no run and no study; {plan.name} and {STUDY} are absent"
     )
-
-
-def _page(folder: Path) -> Page:
-    if not (folder / STUDY).exists():
-        return page_of_run(_run_in(folder))
-    read = read_study(folder)
-    if holds_results_alone(folder):
-        raise InvalidValueError(
-            f"{folder} holds the results of a study without its runs and ledgers, which a page "
-            "verifies; --figures draws what results can show"
-        )
-    return page_of_study(read, {cell: read_run(folder / cell.path) for cell, _ in read.finished})

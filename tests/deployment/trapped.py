@@ -140,7 +140,7 @@ def set_at_worker() -> None:
 
 
 if __name__ == "__main__":
-    from fedpriv.cli import main
+    from fedpriv.__main__ import main
 
     set_at_server() if sys.argv[2] == "serve" else set_at_node()
     sys.argv[1:2] = []
