@@ -4,12 +4,11 @@ Values only: nothing here draws, clips or spends. To add a way to sample or to c
 from `SamplingPolicy` or `ClippingPolicy`.
 """
 
-import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from numbers import Real
 from typing import Literal, Self
 
 from fedpriv.accounting.accountants import Bound, accountant_named
@@ -227,18 +226,34 @@ class BandedPoisson(SamplingPolicy):
         )
 
 
-def _check_probability(q: object) -> None:
-    legal = isinstance(q, Real) and 0.0 < float(q) <= 1.0
-    require(legal, f"sampling_probability is {q!r}; it must be in (0, 1]")
-
-
 def _check_whole(name: str, value: object) -> None:
     require(is_whole(value), f"{name} is {value!r}; it must be a whole number of at least 1")
 
 
+def _is_positive(number: object) -> bool:
+    if not isinstance(number, int | float) or isinstance(number, bool):
+        return False
+    return 0.0 < number <= sys.float_info.max
+
+
+def _check_probability(q: float) -> None:
+    legal = _is_positive(q) and q <= 1.0
+    require(legal, f"sampling_probability is {q!r}; it must be in (0, 1]")
+
+
 def _check_norm(norm: object) -> None:
-    legal = isinstance(norm, Real) and 0.0 < float(norm) < math.inf
-    require(legal, f"the clipping norm is {norm!r}; it must be positive and finite")
+    require(_is_positive(norm), f"the clipping norm is {norm!r}; it must be positive and finite")
+
+
+def _check_choice(name: str, given: object, *words: str, each: str = "") -> None:
+    """Refuse what is none of some words nor, if there may be one for `each`, positive numbers."""
+    if isinstance(given, Mapping) and each:
+        legal = all(_is_positive(number) for number in given.values())
+    else:
+        legal = isinstance(given, str) and given in words
+    of_each = f" or a positive number for each {each}" if each else ""
+    known = " or ".join(map(repr, words))
+    require(legal, f"{name} is {given!r}; it must be {known}{of_each}")
 
 
 SAMPLING_POLICIES: Mapping[str, type[SamplingPolicy]] = {
@@ -429,6 +444,8 @@ class PerLayer(ClippingPolicy):
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
+        _check_choice("parts", self.parts, "layer", "tensor")
+        _check_choice("split", self.split, "equal", "dimension", each="part")
         if isinstance(self.split, str):
             _check_norm(self.norm)
 
@@ -455,6 +472,7 @@ class Joint(ClippingPolicy):
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
         _check_norm(self.norm)
+        _check_choice("scales", self.scales, "dimension", each="tensor")
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
         """One group."""
@@ -584,6 +602,9 @@ class Mechanism:
             noise=(self.noise, NoisePolicy),
             adaptive=(self.adaptive, AdaptiveClipping | None),
             averaging=(self.averaging, Averaging),
+        )
+        _check_choice(
+            "allocation", self.allocation, "proportional", "dimension", each="vector group"
         )
         check_unit(self.unit, self.microbatch)
         object.__setattr__(self, "unit", Unit(self.unit))
