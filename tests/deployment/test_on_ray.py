@@ -119,20 +119,6 @@ def is_address(host: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_run_by_random_allocation_is_the_simulation_in_this_process(tmp_path: Path) -> None:
-    text = DIGITS.read_text(encoding="utf-8").replace("sampling_probability = 0.3\n", "")
-    experiment = tmp_path / "passes.toml"
-    sampling = '[sampling]\npolicy = "random-allocation"\noptions = { rounds = 2 }\n'
-    experiment.write_text(f"{text}\n{sampling}", encoding="utf-8")
-    in_process(tmp_path / "here", experiment=experiment)
-    with simulating(tmp_path, "--out=there", experiment=experiment) as simulation:
-        ended(simulation.program)
-    assert_same_model(tmp_path / "here", tmp_path / "there")
-    with Ledger.open(RunFolder(tmp_path / "there").ledger) as ledger:
-        assert [row.part for row in ledger.charges()] == [0, 1, 0]
-
-
-@pytest.mark.slow
 def test_a_run_that_audits_itself_is_the_simulation_in_this_process(tmp_path: Path) -> None:
     # Of up to one seed in twenty, 7 among them, chance alone refutes a true claim.
     audited = ("privacy.noise_multiplier=4.0", "audit.canaries=100", "seed=1")

@@ -32,7 +32,7 @@ def close(parameters, head):
 """
 
 
-KINDS = ["transformer", "dropout", "personal-head"]  # all are tried in one process
+KINDS = ["transformer", "dropout"]  # both are tried in one process
 # Images of DIGITS saved as a dataset, whose partitioner makes users of unequal size.
 DEALT = """
 [data]
