@@ -17,8 +17,9 @@ class Stopping:
 
     It reads released values alone. So it is post-processing: it costs no privacy, and the round
     after which a run stops says nothing about users that the releases do not. What the metric costs
-    was charged with each round; rounds that do not take place are not charged, and nothing is
-    refunded. Noise that was calibrated for all rounds stays, and ε ends below the budget.
+    was charged with each round, and rounds that do not take place are not charged. As releases
+    decide how many rounds there are, what is guaranteed is the price of all that were planned, or
+    the budget: the smaller ε of the ledger is no bound (docs/accounting.md, Adaptive rounds).
 
     Each value is noised, so that the best of many would mostly be the luckiest. Means are compared
     instead: the run stops once that of the last `patience` values is not better than that of the
