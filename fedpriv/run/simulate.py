@@ -81,7 +81,8 @@ def simulate(
 
     >>> import tempfile, numpy as np, torch, fedpriv
     >>> x, y = np.eye(4, dtype=np.float32).repeat(50, 0), np.arange(4).repeat(50)
-    >>> people = fedpriv.Population.from_arrays(x, y, np.arange(200), held_out=(x, y))
+    >>> ids = np.arange(200)
+    >>> people = fedpriv.Population.from_arrays(x, y, ids, held_out=(x, y))
     >>> mechanism = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(1.0))
     >>> mechanism = mechanism.calibrate(epsilon=8.0, delta=1e-3, rounds=2)
     >>> task = fedpriv.Task(torch.nn.Linear(4, 4), loss="cross-entropy")
