@@ -29,7 +29,7 @@ from fedpriv.errors import (
     lacks_room,
     sentence_of,
 )
-from fedpriv.ledger.events import PrivacyBudget, RoundEvent
+from fedpriv.ledger.events import PrivacyBudget, Randomness, RoundEvent
 from fedpriv.ledger.ledger import Charge, Ledger, OpenSeries, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.clipping import Clipping, IntegerVector
@@ -432,6 +432,24 @@ def private_round(
     if 1 < mechanism.sampling.rounds == draws.part + 1:
         with_room(lambda: records.participation.forget_series(run))  # it is over
     return Release(at.attempt, average, charge.hash, draws.part)
+
+
+def charge_forgone(
+    event: RoundEvent, run: str, number: int, records: PrivacyRecords, randomness: Randomness
+) -> None:
+    """Charge a planned round that will not take place, as what was released has ended the run.
+
+    How many rounds take place then depends on users' data. So the price of these is no bound on
+    what a run tells, and that of all that were planned is. Nobody is asked and nothing is released.
+    Raises BudgetExceededError, with nothing charged, where the run would have ended here anyway.
+    """
+    records.refuse_if_beyond(event, f"run {run}, round {number}")
+    attempt, nobody = records.next_attempt(run, number), np.empty(0, np.int64)
+    record = records.participation.record
+    commitment = with_room(lambda: record(run, number, attempt, nobody))
+    forgone = ProposedCharge(run, number, attempt, randomness, event, commitment)
+    with_room(lambda: records.ledger.charge(forgone, records.budget))
+    with_room(lambda: records.participation.keep_head(records.ledger.head))
 
 
 def with_room(write: Callable[[], _Result]) -> _Result:

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -41,13 +41,13 @@ from fedpriv.config import Config, FederationSection, StoppingSection, for_folde
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import load_population
 from fedpriv.engine.task import Evaluation, HeldOut, Task, evaluate, running_norms
-from fedpriv.errors import DataError, InvalidValueError, RefutedError
+from fedpriv.errors import BudgetExceededError, DataError, InvalidValueError, RefutedError
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger, paid_events
 from fedpriv.ledger.participation import beside
 from fedpriv.local import ALGORITHMS
 from fedpriv.privacy.layout import Tensors
-from fedpriv.privacy.round import PrivacyRecords, Transport, with_room
+from fedpriv.privacy.round import PrivacyRecords, Transport, charge_forgone, with_room
 from fedpriv.report.records import versions
 from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table
 from fedpriv.run.auditor import Auditor
@@ -353,6 +353,9 @@ def conduct(
             if evaluation.due(state.round, last=ends or state.round == plan.rounds):
                 result = evaluation.added(result, state.model, records, experiment.entropy)
         values += _read(section, result)
+        if stopping is not None and stopping.reached(values):
+            _charge_forgone(experiment, state, records)
+            result = replace(result, epsilon=records.ledger.epsilon(records.budget))
         with_room(partial(folder.append_metrics, asdict(result)))
         if state.round % output.checkpoint_every == 0:
             keep()
@@ -367,6 +370,25 @@ def conduct(
     audit = auditor.conclude(paid_events(of_rounds)) if auditor else None
     spent = records.ledger.epsilon(records.budget)
     return Run(folder.path, experiment.task, stop, state, spent, audit=audit, **figures)
+
+
+def _charge_forgone(experiment: Experiment, state: ServerState, records: PrivacyRecords) -> None:
+    """Charge what a run that is to stop would have charged, up to its last round or its budget."""
+    plan, evaluation = experiment.plan, experiment.evaluation
+    event, source = plan.mechanism_at(state.clipping_norms).event, experiment.entropy.randomness
+    together, series = plan.sampling.rounds, records.open_series(event, plan.run)
+    paid = state.round + (together - series[0].part if series else 0)
+    for number in range(state.round + 1, plan.rounds + 1):
+        if number > paid:
+            try:
+                charge_forgone(event, plan.run, number, records, source)
+            except BudgetExceededError:
+                return
+            paid += together
+        if evaluation is not None and evaluation.due(number, last=False):
+            with suppress(BudgetExceededError):
+                asked = evaluation.events(1)
+                charge_forgone(asked, evaluation.run, number, records, source)
 
 
 def _measured(experiment: Experiment, model: Tensors) -> dict[str, Any]:

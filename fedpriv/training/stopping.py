@@ -15,11 +15,11 @@ _BETTER: dict[str, Better] = {"accuracy": "larger", "loss": "smaller"}
 class Stopping:
     """Ends a run once a private metric no longer gets better.
 
-    It reads released values alone. So it is post-processing: it costs no privacy, and the round
-    after which a run stops says nothing about users that the releases do not. What the metric costs
-    was charged with each round, and rounds that do not take place are not charged. As releases
-    decide how many rounds there are, what is guaranteed is the price of all that were planned, or
-    the budget: the smaller ε of the ledger is no bound (docs/accounting.md, Adaptive rounds).
+    It reads released values alone. So it is post-processing of all rounds that were planned, which
+    it costs nothing beside, and the round after which a run stops says nothing about users that the
+    releases do not. But that round depends on users, so that the price of the rounds until then is
+    no bound (docs/accounting.md, Adaptive rounds). A run that stops has therefore cost all planned
+    rounds, up to its budget: the others are charged, though nobody is asked in them.
 
     Each value is noised, so that the best of many would mostly be the luckiest. Means are compared
     instead: the run stops once that of the last `patience` values is not better than that of the

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fedpriv
-from fedpriv.accounting.accountants import epsilon
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.ledger import Ledger, paid_events
+from fedpriv.ledger.participation import ParticipationRecord, beside
 from fedpriv.run.run import Run
 from fedpriv.training.rounds import Stop
 from fedpriv.training.stopping import Stopping
@@ -65,15 +66,23 @@ def population() -> fedpriv.Population:
     return fedpriv.Population.from_arrays(x, y, np.repeat(np.arange(20), 3), held_out=(x, y))
 
 
-def run(folder: Path, stopping: Stopping | None, **others: object) -> Run:
-    mechanism = fedpriv.Mechanism.poisson(
-        q=0.5, clipping=fedpriv.Flat(1.0), metrics={"loss": {"bound": 4.0}}
-    )
+LOSS = {"loss": {"bound": 4.0}}
+POISSON = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(1.0), metrics=LOSS).calibrate(
+    epsilon=8.0, delta=1e-2, rounds=ROUNDS
+)
+
+
+def run(
+    folder: Path,
+    stopping: Stopping | None,
+    mechanism: fedpriv.Mechanism = POISSON,
+    **others: object,
+) -> Run:
     torch.manual_seed(0)
     return fedpriv.simulate(
         population(),
         fedpriv.Task(nn.Linear(5, 3)),
-        mechanism.calibrate(epsilon=8.0, delta=1e-2, rounds=ROUNDS),
+        mechanism,
         local=fedpriv.SGD(0.1, epochs=1),
         stopping=stopping,
         out=folder,
@@ -92,7 +101,9 @@ def expected_round(values: list[float]) -> int:
     return len(values)
 
 
-def test_a_run_stops_where_its_released_losses_say_and_charges_what_it_ran(tmp_path: Path) -> None:
+def test_a_run_stops_where_its_released_losses_say_and_costs_all_that_it_might_have_run(
+    tmp_path: Path,
+) -> None:
     whole = run(tmp_path / "whole", None)
     losses = [each.scalar_metrics["loss"] for each in whole.rounds]
     end = expected_round(losses)
@@ -100,19 +111,50 @@ def test_a_run_stops_where_its_released_losses_say_and_charges_what_it_ran(tmp_p
     stopped = run(tmp_path / "stopped", Stopping("loss", PATIENCE))
     assert stopped.stop is Stop.NO_GAIN
     assert [each.scalar_metrics["loss"] for each in stopped.rounds] == losses[:end]
-    with Ledger.open(tmp_path / "stopped" / "ledger.sqlite") as ledger:
-        spent = ledger.spent()
-    assert sum(event.count for event in spent) == end
-    # The noise is that of all rounds, and what is printed is what was charged.
+    charged = []
+    for folder in (tmp_path / "whole", tmp_path / "stopped"):
+        ledger = folder / "ledger.sqlite"
+        with Ledger.open(ledger) as opened, ParticipationRecord.open(beside(ledger)) as record:
+            opened.verify(record)
+            charged.append([(row.round, row.event) for row in opened.charges()])
+            cohorts = [record.users_of(row.cohort_commitment) for row in opened.charges()]
+    # Where a run ends tells of its users, so it has cost what it would have cost to its last round.
+    assert charged[0] == charged[1]
+    assert [users.size > 0 for users in cohorts] == [True] * end + [False] * (ROUNDS - end)
+    assert stopped.epsilon == whole.epsilon == stopped.rounds[-1].epsilon <= 8.0
+    assert stopped.rounds[-2].epsilon == whole.rounds[end - 2].epsilon < 0.9 * stopped.epsilon
     assert stopped.rounds[0].metrics_noise_stddev == whole.rounds[0].metrics_noise_stddev
-    assert stopped.epsilon == pytest.approx(epsilon(spent, 1e-2).epsilon)
-    assert stopped.epsilon < 0.9 * whole.epsilon <= 8.0
-    assert stopped.epsilon == pytest.approx(whole.rounds[end - 1].epsilon)
     # The model is the one that was released then.
     assert stopped.accuracy == whole.rounds[end - 1].accuracy
 
 
-def test_resuming_stops_in_the_same_round_and_can_go_on_without_the_rule(tmp_path: Path) -> None:
+def test_what_a_run_with_evaluations_and_passes_would_have_cost_is_charged_too(
+    tmp_path: Path,
+) -> None:
+    asked = fedpriv.FederatedEvaluation(20.0, every=2, report=LOSS)
+    passes = fedpriv.Mechanism(fedpriv.RandomAllocation(5), fedpriv.Flat(1.0), metrics=LOSS)
+    passes = passes.with_noise(4.0, epsilon=100.0, delta=1e-2)
+    events = []
+    for number, stopping in enumerate([None, Stopping("loss", 1, least_gain=1e3)]):
+        ended = run(
+            tmp_path / str(number), stopping, passes, rounds=ROUNDS, federated_evaluation=asked
+        )
+        with Ledger.open(tmp_path / str(number) / "ledger.sqlite") as ledger:
+            events.append(Counter(paid_events(ledger.charges())))
+    assert (ended.stop, len(ended.rounds)) == (Stop.NO_GAIN, 2)
+    assert events[0] == events[1]
+    assert sorted(events[1].values()) == [3, 6]  # passes of 12 rounds, and evaluations
+
+
+def test_a_run_that_would_have_ended_with_its_budget_has_spent_it(tmp_path: Path) -> None:
+    longer = {"rounds": 3 * ROUNDS}
+    whole = run(tmp_path / "whole", None, **longer)
+    assert whole.stop is Stop.BUDGET
+    stopped = run(tmp_path / "stopped", Stopping("loss", PATIENCE), **longer)
+    assert (stopped.stop, stopped.epsilon) == (Stop.NO_GAIN, whole.epsilon)
+
+
+def test_resuming_stops_in_the_same_round_and_nothing_is_left_to_go_on_with(tmp_path: Path) -> None:
     rule = Stopping("loss", PATIENCE)
     stopped = run(tmp_path / "stopped", rule)
     end = len(stopped.rounds)
@@ -131,8 +173,11 @@ def test_resuming_stops_in_the_same_round_and_can_go_on_without_the_rule(tmp_pat
     again = run(folder, rule, resume=True)
     assert (again.stop, len(again.rounds), again.epsilon) == (Stop.NO_GAIN, end, resumed.epsilon)
     further = run(folder, None, resume=True)
-    assert (further.stop, len(further.rounds)) == (Stop.ROUNDS, ROUNDS)
-    assert further.epsilon <= 8.0
+    assert (further.stop, len(further.rounds), further.epsilon) == (
+        Stop.BUDGET,
+        end,
+        resumed.epsilon,
+    )
 
 
 def test_a_file_asks_for_it_and_the_result_says_why(tmp_path: Path) -> None:
@@ -144,12 +189,12 @@ def test_a_file_asks_for_it_and_the_result_says_why(tmp_path: Path) -> None:
     )
     given = [part for each in settings for part in ("--set", each)]
     text = printed("simulate", FILE, *given, "--out", tmp_path / "run")
-    assert "2 of 5, 2 charged: stopped, its metric got no better" in " ".join(text.split())
+    assert "2 of 5, 5 charged: stopped, its metric got no better" in " ".join(text.split())
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert row["epsilon"] < 1.9
+    assert 1.9 < row["epsilon"] <= 2.0
     resumed = printed("simulate", tmp_path / "run/plan.toml", "--out", tmp_path / "run", "--resume")
-    assert "2 of 5, 2 charged: stopped, its metric got no better" in " ".join(resumed.split())
+    assert "2 of 5, 5 charged: stopped, its metric got no better" in " ".join(resumed.split())
 
 
 @pytest.mark.parametrize(
