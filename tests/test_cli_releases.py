@@ -124,6 +124,20 @@ def test_suggestions_are_charged_and_training_gets_what_is_left(file: Path, tmp_
     assert "privacy.epsilon is 1.0 and must be larger" in refused("simulate", file, *less)
 
 
+def test_what_was_asked_before_the_budget_ended_is_told(file: Path, tmp_path: Path) -> None:
+    ledger = tmp_path / "shared.sqlite"
+    noise = ("--set", "privacy.noise_multiplier=1.0", "--set", "privacy.epsilon=3.0")
+    asking = ("suggest", file, *noise, "--ledger", ledger, "--rounds", "10")
+    text = printed(*asking)
+    with Ledger.open(ledger) as opened:
+        paid = len(list(opened.charges()))
+    assert 0 < paid < 10
+    assert text.count(": charge ") == paid
+    assert "would pass the budget of ε = 3.0" in text
+    assert "Norms that about" in text
+    assert "would pass the budget of ε = 3.0" in refused(*asking)
+
+
 def test_resuming_keeps_the_noise_that_was_calibrated_at_first(file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     printed("simulate", file, "--out", run)

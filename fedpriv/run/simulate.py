@@ -28,7 +28,7 @@ from fedpriv.data.population import Population
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.errors import InvalidValueError, check_types
+from fedpriv.errors import BudgetExceededError, InvalidValueError, check_types
 from fedpriv.federated_evaluation import FederatedEvaluation
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
 from fedpriv.ledger.participation import beside
@@ -362,9 +362,14 @@ def suggest_norms(
     known: tuple[NormQuantile, ...] = ()
     with PrivacyRecords.open(charged, record, plan.population, experiment.budget) as records:
         state, entropy = experiment.initial_state, experiment.entropy
-        for result, found in find_quantiles(plan, state, quantile, transport, records, entropy):
-            known = found
-            console.print(f"round {result.round} of {rounds}: charge {result.charge[:12]}")
+        try:
+            for result, found in find_quantiles(plan, state, quantile, transport, records, entropy):
+                known = found
+                console.print(f"round {result.round} of {rounds}: charge {result.charge[:12]}")
+        except BudgetExceededError as error:
+            if not known:
+                raise
+            console.print(f"stopped: {error}")  # what was paid for is told all the same
         loss = epsilon_of(records.ledger.spent(), config.privacy.delta, config.privacy.accountant)
     units = plural(plan.sampling.drawn)
     names = ("group", "suggested S", "likely between", f"± share of {units}", "S in the file")
