@@ -75,6 +75,7 @@ from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.rounds import (
     RoundResult,
     ServerState,
+    TrainingPlan,
     released_model,
     train,
     write_atomically,
@@ -100,8 +101,10 @@ DEFAULT_SPACE: Mapping[str, Values] = {
     _Q: [0.1, 0.3, 0.6],
     _ROUNDS: [50, 100, 200],
 }
-# What a trial may not change: who trains, what is measured, and what it may cost.
-_FIXED = ("data", "engine", "name", "output", "run", "seed", "tune", "federation", "callbacks")
+# What a trial may not change, but for q: who trains, what is measured, and what it may cost.
+_FIXED = (
+    "data", "engine", "name", "output", "run", "seed", "tune", "federation", "callbacks", "privacy",
+)  # fmt: skip
 _PRIVATE = "private:"
 _MARGIN = 1.0 - 2.0**-30  # of noise multipliers: what rounding may take from them
 _UNLIMITED = PrivacyBudget(math.inf, 0.5, lambda _events, _delta: math.inf)
@@ -352,7 +355,7 @@ class _Search:
         }
         space = self.section.space or numbers
         for key, values in space.items():
-            if key.split(".")[0] in _FIXED or (key.startswith("privacy.") and key != _Q):
+            if key.split(".")[0] in _FIXED and key != _Q:
                 raise InvalidValueError(f"tune.space has {key}, which no trial may change")
             if values == []:
                 raise InvalidValueError(f"tune.space.{key} is empty; it must have a value")
@@ -424,6 +427,7 @@ class _Search:
         """Search on the enrolled users: say the price, charge it, try, and release the best."""
         setup, privacy = self.setup, self.setup.config.privacy
         self._check_on_users()
+        self._check_trials()
         first, _ = self.prepare({}, None, "trial")
         score, sign = _scorer(self.section.objective, first), self.sign
         event, kinds = self._event(setup.spent)
@@ -472,6 +476,24 @@ class _Search:
                     "priced before the first trial"
                 )
 
+    def _check_trials(self) -> None:
+        """Refuse values with which no trial can begin, since a charge for it would be lost."""
+        ends = {k: v if isinstance(v, list) else [v.low, v.high] for k, v in self.space.items()}
+        first = {key: values[0] for key, values in ends.items()}
+        for key, values in ends.items():
+            for value in values:
+                self._poisson(first | {key: value}, 1.0)
+
+    def _poisson(self, settings: Settings, noise: float | None) -> TrainingPlan:
+        """The plan of a trial, which must draw cohorts by coins."""
+        plan = self.prepare(settings, noise, "trial")[0].plan
+        if not isinstance(plan.sampling, PoissonSampling):
+            raise InvalidValueError(
+                f"sampling.policy draws {plan.sampling.event().policy} cohorts; a search on "
+                "users has an analysis for poisson alone"
+            )
+        return plan
+
     @contextmanager
     def _charged(
         self, run: str, event: RoundEvent, budget: PrivacyBudget, first: Experiment
@@ -496,15 +518,10 @@ class _Search:
         privacy, alone = self.setup.config.privacy, dict[tuple[Any, ...], Trial]()
         for chosen in itertools.product(*(cast(list[Any], self.space[k]) for k in self.priced)):
             settings = dict(zip(self.priced, chosen, strict=True))
-            plan = self.prepare(settings, privacy.noise_multiplier, "trial")[0].plan
-            if not isinstance(plan.sampling, PoissonSampling):
-                raise InvalidValueError(
-                    f"sampling.policy draws {plan.sampling.event().policy} cohorts; a search on "
-                    "users has an analysis for poisson alone"
-                )
-            q, z = plan.sampling.sampling_probability, plan.noise_multiplier
+            plan = self._poisson(settings, privacy.noise_multiplier)
+            sampling = plan.mechanism.event.sampling
+            q, z = sampling.sampling_probability, plan.noise_multiplier
             alone[chosen] = Trial(q, z * _MARGIN, plan.rounds)
-        sampling = plan.mechanism.event.sampling
 
         def scaled(scale: float) -> list[Trial]:
             every = alone.values()

@@ -453,6 +453,11 @@ class TestOnUsers:
         ("public", ["tune.space={rounds={low=9,high=2}}"], "low is 9 and high is 2"),
         ("public", ['tune.space={"privacy.epsilon"=[1,2]}'], "which no trial may change"),
         ("public", ["tune.space={seed=[1,2]}"], "tune.space has seed, which no trial may change"),
+        ("users", ["tune.space={privacy=[{unit='example'}]}"], "tune.space has privacy, which no"),
+        ("users", ["tune.space={'clipping.nrm'=[0.5]}"], "unknown key clipping.nrm"),
+        ("users", ["tune.space={'clipping.strategy'=['flat','typo']}"], "'typo'"),
+        ("users", ["tune.space={'clipping.norm'={low=0.1,high=1e31}}"], "clipping_norm"),
+        ("users", ["tune.space={'sampling.policy'=['poisson','every-user']}"], "every-user"),
         ("public", ['tune.public.name="mine:nobody"'], "nobody"),
     ],
 )
