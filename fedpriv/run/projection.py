@@ -24,7 +24,7 @@ from fedpriv.errors import DataError, InvalidValueError, hold_plain_numbers, is_
 from fedpriv.ledger.events import RoundEvent, Unit, check_query
 from fedpriv.ledger.participation import beside
 from fedpriv.models import Projected
-from fedpriv.privacy.round import PrivacyRecords
+from fedpriv.privacy.round import PrivacyRecords, with_room
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.run.run import RunSetup
 from fedpriv.training.rounds import write_atomically
@@ -101,7 +101,7 @@ def projected(
         found = PrincipalComponents.of(answers[_QUESTION], _section(config).components)
         content = io.BytesIO()
         np.savez(content, directions=found.directions, moments=found.moments)
-        write_atomically(path, content.getvalue())
+        with_room(lambda: write_atomically(path, content.getvalue()))
         inputs, components = found.directions.shape
         console.print(
             f"projection: {components} of {inputs} directions, charge {answers.charge_hash[:12]}; "

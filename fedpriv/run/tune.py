@@ -65,7 +65,7 @@ from fedpriv.ledger.ledger import ProposedCharge
 from fedpriv.ledger.participation import beside
 from fedpriv.logs import silenced
 from fedpriv.mechanism import Mechanism
-from fedpriv.privacy.round import LocalTraining, PrivacyRecords
+from fedpriv.privacy.round import LocalTraining, PrivacyRecords, with_room
 from fedpriv.privacy.sampling import FixedSizeSampling, PoissonSampling
 from fedpriv.report.tables import Column, Table, print_table
 from fedpriv.run.folder import RunFolder
@@ -453,7 +453,8 @@ class _Search:
         result = replace(
             last, run=run, epsilon=price, delta=delta, charge=charge, randomness=randomness
         )
-        write_atomically(folder.model, released_model(state, [result]))
+        model = released_model(state, [result])
+        with_room(lambda: write_atomically(folder.model, model))
         about = f"ε = {format_epsilon(price)} at δ = {delta:g}, the model included"
         return self._told(Tuning(folder.path, settings, found, epsilon=price), about)
 
@@ -598,7 +599,7 @@ class _Search:
         table = _with(self.table, found.settings)
         table.pop("tune", None)
         text = tomli_w.dumps(plain(for_folder(found.folder, table)))
-        write_atomically(found.folder / "experiment.toml", text.encode())
+        with_room(lambda: write_atomically(found.folder / "experiment.toml", text.encode()))
         rows = [(key, str(value)) for key, value in found.settings.items()]
         rows += [
             (self.section.objective, f"{found.score:.4f}"),

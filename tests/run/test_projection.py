@@ -1,5 +1,6 @@
 """A projection of the inputs: asked for once, charged with the rounds, kept, and never trained."""
 
+import errno
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from fedpriv.ledger import Ledger
 from fedpriv.models import Projected, mlp
 from fedpriv.run.folder import RunFolder, write_report
 from fedpriv.run.run import RunSetup
+from fedpriv.training.rounds import write_atomically
 from tests.commandline import fedpriv, printed, refused
 
 SIMULATIONS = Path(__file__).parents[2] / "simulations"
@@ -121,6 +123,24 @@ def test_a_run_that_ends_after_its_projection_pays_for_it_again(
     printed("simulate", FILE, *SHORT, "--out", folder, "--set", "seed=1", "--resume")
     assert [number for _, number in charges(folder)] == [0, 0, 1, 2]
     assert not np.array_equal(directions(folder), first)
+
+
+def test_directions_that_were_paid_for_wait_for_room_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, full, write = tmp_path / "run", [], write_atomically
+
+    def full_at_first(path: Path, content: bytes) -> None:
+        if not full:
+            full.append(path)
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, content)
+
+    monkeypatch.setattr("fedpriv.run.projection.write_atomically", full_at_first)
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    printed("simulate", FILE, *SHORT, "--out", folder)
+    assert full == [RunFolder(folder).projection]
+    assert [number for _, number in charges(folder)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Searching settings: free of charge on public people, at the price that is charged on users."""
 
+import errno
 import json
 import logging
 import tomllib
@@ -375,6 +376,22 @@ class TestOnUsers:
         told = capfd.readouterr()
         assert "cancer" not in told.out + told.err + caplog.text
         assert len(events(tmp_path / "a" / "ledger.sqlite")) == 1
+
+    def test_what_was_paid_for_waits_for_room_on_a_full_disk(self, tmp_path, monkeypatch) -> None:
+        full, write = set(), module.write_atomically
+
+        def full_at_first(path: Path, content: bytes) -> None:
+            if path not in full:
+                full.add(path)
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            write(path, content)
+
+        monkeypatch.setattr(module, "write_atomically", full_at_first)
+        monkeypatch.setattr("time.sleep", lambda _: None)
+        found = searched(tmp_path / "a")
+        assert found.score is not None
+        assert {path.name for path in full} == {"model.safetensors", "experiment.toml"}
+        assert all(path.exists() for path in full)
 
     def test_settings_do_not_depend_on_scores(self, tmp_path, monkeypatch) -> None:
         """Adaptive searchers have no price: two searches with other scores draw the same."""
