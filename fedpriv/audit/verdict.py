@@ -190,11 +190,12 @@ def noise_fresh(measured: Sequence[Measurement]) -> float:
 
     Given an earlier release and all else that came before, the difference of a release from it is a
     vector and fresh noise, so that its squared length is as in `noise_level`. There are many pairs:
-    the least p-value counts as many times.
+    the least p-value counts as many times. A single number says nothing, since rounding alone makes
+    it come twice.
     """
     least, pairs = 1.0, 0
-    probes = np.array([each.probe for each in measured])
-    for number in range(1, len(measured)):
+    probes = np.array([each.probe for each in measured if each.probe.size > 1])
+    for number in range(1, len(probes)):
         before = probes[max(0, number - _COMPARED) : number]
         nearest = float(np.square(before - probes[number]).sum(axis=1).min())
         least, pairs = min(least, _chi_square_below(nearest, probes.shape[1])), pairs + len(before)

@@ -103,6 +103,16 @@ def test_noise_is_fresh_unless_two_releases_share_it() -> None:
     assert noise_fresh([]) == noise_fresh(list(run(0))[:1]) == 1.0
 
 
+def test_a_single_number_that_comes_twice_is_rounding() -> None:
+    # As an audit keeps them, in float32, at which some two of 2,000 are equal.
+    numbers = (300.0 + np.random.default_rng(0).normal(size=2_000)).astype(np.float32)
+    assert len(np.unique(numbers)) < 2_000
+    (one, *_) = run(0)
+    assert noise_fresh([replace(one, probe=n[np.newaxis]) for n in numbers.astype(float)]) == 1.0
+    pair = [replace(one, probe=np.full(2, 30.0))] * 2
+    assert noise_fresh(pair) < 1e-6
+
+
 def test_too_few_and_too_many_canaries_are_refused() -> None:
     with pytest.raises(InvalidValueError, match=r"canaries is 19; it must be at least 20"):
         Audit(19)
