@@ -13,7 +13,13 @@ import numpy.typing as npt
 from fedpriv.analytics.questions import ZEROED, Answer, Function, Question, UserValues, Values
 from fedpriv.data.places import refuse_shared
 from fedpriv.data.population import UserStore
-from fedpriv.errors import DataError, InvalidValueError, hold_plain_numbers, known_names
+from fedpriv.errors import (
+    DataError,
+    InvalidValueError,
+    check_types,
+    hold_plain_numbers,
+    known_names,
+)
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.privacy.draws import RoundAttempt
@@ -47,6 +53,7 @@ class Survey:
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
+        check_types(sampling=(self.sampling, PoissonSampling))  # answers are of such cohorts alone
         object.__setattr__(self, "questions", tuple(self.questions))
         if not self.run.isprintable() or not self.run or "/" in self.run:
             raise InvalidValueError(f"run is {self.run!r}; it must be a printable name without '/'")

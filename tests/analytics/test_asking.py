@@ -15,6 +15,12 @@ from fedpriv.ledger import Ledger, NeighbouringRelation, ProposedCharge, Samplin
 from fedpriv.privacy import OperatingSystemEntropy, PoissonSampling, SeededEntropy
 from fedpriv.privacy import round as private
 from fedpriv.privacy.round import PrivacyRecords
+from fedpriv.privacy.sampling import (
+    EveryUserSampling,
+    ExampleSampling,
+    FixedSizeSampling,
+    Sampling,
+)
 from tests.analytics.people import QUESTIONS, some_people, survey
 
 USERS = some_people(40)
@@ -213,6 +219,16 @@ def test_users_that_are_not_the_enrolled_ones_are_refused(tmp_path: Path) -> Non
 def test_surveys_that_make_no_sense_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
         survey(40, **changes)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [EveryUserSampling(40), FixedSizeSampling(40, 9), ExampleSampling(40, 0.5, 3)],
+    ids=lambda sampling: type(sampling).__name__,
+)
+def test_other_cohorts_than_by_coins_are_refused(sampling: Sampling) -> None:
+    with pytest.raises(InvalidValueError, match="it must be of the type PoissonSampling"):
+        Survey("run", QUESTIONS, sampling, 1.0)
 
 
 @pytest.mark.parametrize("run", ["", "a/b", "a\nb"])
