@@ -13,7 +13,7 @@ from fedpriv.analytics.questions import (
     UserValues,
     sampling_spread,
 )
-from fedpriv.errors import InvalidValueError
+from fedpriv.errors import InvalidValueError, is_whole
 from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.layout import FloatVector
 from fedpriv.privacy.outer_products import CLIPPING_NORM, KEPT, outer_product_sum
@@ -37,7 +37,7 @@ class SecondMoments(Question):
     inputs: int  # D, from 1 to 4096
 
     def _check(self) -> None:
-        if not 1 <= self.inputs <= _MOST_INPUTS:
+        if not is_whole(self.inputs, _MOST_INPUTS):
             raise self._refusal(f"{self.inputs} inputs; there must be 1 to {_MOST_INPUTS}")
 
     @property

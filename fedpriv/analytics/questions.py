@@ -93,6 +93,9 @@ class Question(ABC):
         if not self.name or not self.name.isprintable():
             legal = "a name must be printable and not empty"
             raise InvalidValueError(f"a question is named {self.name!r}; {legal}")
+        if not isinstance(self.of, str) and not callable(self.of):
+            legal = "it must be a column's name or a function of one user's fields"
+            raise InvalidValueError(f"question {self.name!r} asks for {self.of!r}; {legal}")
         self._check()
         _ = self.group  # a norm to which nothing can be clipped is refused here
 

@@ -18,6 +18,7 @@ from fedpriv.errors import (
     InvalidValueError,
     check_types,
     hold_plain_numbers,
+    is_whole,
     known_names,
 )
 from fedpriv.ledger.events import RoundEvent
@@ -57,8 +58,10 @@ class Survey:
         object.__setattr__(self, "questions", tuple(self.questions))
         if not self.run.isprintable() or not self.run or "/" in self.run:
             raise InvalidValueError(f"run is {self.run!r}; it must be a printable name without '/'")
-        if self.round < 0:
-            raise InvalidValueError(f"round is {self.round}; it must not be negative")
+        if self.round != 0 and not is_whole(self.round):
+            raise InvalidValueError(
+                f"round is {self.round!r}; it must be a whole number, 0 or more"
+            )
         names = [question.name for question in self.questions]
         if not names or len(set(names)) < len(names):
             legal = "there must be one or more, of different names"

@@ -212,6 +212,7 @@ def test_users_that_are_not_the_enrolled_ones_are_refused(tmp_path: Path) -> Non
         ({"questions": ()}, r"the questions are \[\]"),
         ({"questions": QUESTIONS[:1] * 2}, r"the questions are \['mean', 'mean'\]"),
         ({"round": -1}, "round is -1"),
+        ({"round": 1.5}, "round is 1.5; it must be a whole number, 0 or more"),
         ({"z": -1.0}, "noise_multiplier is -1.0"),
         ({"shares": {"mean": 1.0}}, "weights and groups differ"),
     ],

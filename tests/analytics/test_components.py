@@ -258,8 +258,8 @@ def test_columns_that_do_not_fit_are_refused(field: np.ndarray, message: str) ->
         survey(1, questions=(QUESTION,)).check(users)
 
 
-@pytest.mark.parametrize("inputs", [0, -1, 4097])
-def test_inputs_out_of_range_are_refused(inputs: int) -> None:
+@pytest.mark.parametrize("inputs", [0, -1, 4097, 2.0])
+def test_inputs_out_of_range_are_refused(inputs: float) -> None:
     with pytest.raises(InvalidValueError, match=f"'m' has {inputs} inputs; there must be 1 to"):
         SecondMoments("m", "x", inputs)
 

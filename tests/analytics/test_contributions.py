@@ -435,6 +435,12 @@ def test_bad_probabilities_are_refused(probabilities: Sequence[float]) -> None:
         Quantiles("q", "x", THRESHOLDS, probabilities)
 
 
+@pytest.mark.parametrize("of", [None, 3, ["x"]])
+def test_what_is_neither_column_nor_function_is_refused(of: object) -> None:
+    with pytest.raises(InvalidValueError, match="it must be a column's name or a function of one"):
+        Mean("m", of, 0.0, 1.0)
+
+
 @pytest.mark.parametrize("name", ["", "a\nb"])
 def test_bad_names_are_refused(name: str) -> None:
     for make in (
