@@ -10,6 +10,7 @@ the server gets only the sum of what they give.
 
 import copy
 import logging
+import math
 import os
 import threading
 import time
@@ -36,7 +37,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedpriv.accounting.accountants import format_epsilon
-from fedpriv.errors import InvalidValueError, WireError
+from fedpriv.errors import InvalidValueError, WireError, is_whole
 from fedpriv.importing import raised_at
 from fedpriv.ledger.participation import beside
 from fedpriv.local import SGD
@@ -113,9 +114,12 @@ class PrivateStrategy(Strategy):
         if self.mechanism.metrics or self.mechanism.averaging != Averaging():
             legal = "metrics must be empty, and averaging plain"
             raise InvalidValueError(f"the mechanism has metrics or weights; with Flower {legal}")
-        if not self.nodes or min(self.nodes.values()) < 1:
-            found = f"{len(self.nodes)} nodes bring {sorted(set(self.nodes.values()))} users"
-            raise InvalidValueError(f"{found}; each of at least one node must bring at least one")
+        if not self.nodes:
+            raise InvalidValueError("there are 0 nodes; there must be at least one")
+        for node, users in self.nodes.items():
+            if not (is_whole(node) and is_whole(users)):
+                found = f"node {node!r} brings {users!r} users"
+                raise InvalidValueError(f"{found}; both must be whole numbers of at least 1")
 
     def start(
         self,
@@ -137,6 +141,8 @@ class PrivateStrategy(Strategy):
         if evaluate_config is not None:
             unsafe = "users' figures would be released without noise"
             raise InvalidValueError(f"evaluate_config is given; {unsafe}, so give evaluate_fn")
+        if not (isinstance(timeout, int | float) and 0.0 < timeout < math.inf):
+            raise InvalidValueError(f"timeout is {timeout!r}; it must be positive and finite")
         model = TrainedModel.of(initial_arrays, self.frozen)
         plan, budget = self._plan(model, num_rounds), self.mechanism.budget
         transport = NodesTransport(grid, self.nodes, model, train_config or ConfigRecord(), timeout)

@@ -458,7 +458,10 @@ def test_the_model_is_evaluated_before_and_after_each_round_and_configs_arrive(
         ({"mechanism": Mechanism(Poisson(0.5), fedpriv.Flat(1.0), 1.0, 1.0, DELTA,
                                  unit="example")}, "with Flower it must be 'user'"),
         ({"nodes": {}}, "0 nodes"),
-        ({"nodes": {1: 0}}, "at least one"),
+        ({"nodes": {1: 0}}, "node 1 brings 0 users"),
+        ({"nodes": {1: 1, 2: 1.5}}, "node 2 brings 1.5 users"),
+        ({"nodes": {"1": 1}}, "node '1' brings 1 users; both must be whole numbers"),
+        ({"nodes": {np.uint64(5): 1}}, "both must be whole numbers"),
         ({"frozen": ["*"]}, "no array of"),
         ({"frozen": ["body.*"]}, "no array is named"),
     ],
@@ -471,6 +474,16 @@ def test_what_cannot_be_private_is_refused(
     with grid_of({}) as grid, pytest.raises(InvalidValueError, match=said):
         PrivateStrategy(**(given | change)).start(grid, record_of(START))
     assert not (tmp_path / "l.sqlite").exists()
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, math.nan, math.inf, None, "60"])
+def test_a_time_that_is_none_is_refused_before_anyone_is_drawn(
+    tmp_path: Path, seconds: object
+) -> None:
+    strategy = PrivateStrategy(private(), ids(), "crowd", tmp_path / "l.sqlite")
+    with grid_of({}) as grid, pytest.raises(InvalidValueError, match="timeout is"):
+        strategy.start(grid, record_of(START), timeout=seconds)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_figures_of_users_are_not_released_and_rounds_are_not_taken_apart(tmp_path: Path) -> None:

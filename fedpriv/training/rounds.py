@@ -27,6 +27,7 @@ from fedpriv.errors import (
     DeclinedError,
     InvalidValueError,
     StoppedError,
+    is_whole,
 )
 from fedpriv.ledger import ChargedRow, Head, Ledger
 from fedpriv.ledger.events import (
@@ -172,8 +173,9 @@ class TrainingPlan:
     strategy: Strategy = INDEPENDENT  # how noise is correlated over the rounds of a series
 
     def __post_init__(self) -> None:
-        if self.rounds < 1:
-            raise InvalidValueError(f"rounds is {self.rounds}; it must be at least 1")
+        if not is_whole(self.rounds):
+            legal = "a whole number of at least 1"
+            raise InvalidValueError(f"rounds is {self.rounds}; it must be {legal}")
         if not self.run or "/" in self.run:
             raise InvalidValueError(f"run is {self.run!r}; it must be a name without '/'")
         check_partition(self.layout, self.groups)
