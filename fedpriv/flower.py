@@ -218,15 +218,19 @@ class TrainedModel:
 
     @classmethod
     def of(cls, arrays: ArrayRecord, frozen: Sequence[str]) -> Self:
-        """InvalidValueError: a pattern fits no array, or nothing is trained."""
+        """InvalidValueError: a pattern fits no array, nothing is trained, or not all is finite."""
         kept = {name for name in arrays for pattern in frozen if fnmatchcase(name, pattern)}
         for pattern in frozen:
             if not any(fnmatchcase(name, pattern) for name in kept):
                 raise InvalidValueError(f"frozen has {pattern!r}; no array is named so")
         found = {name: array.numpy() for name, array in arrays.items() if name not in kept}
-        floating = {n: a.astype(np.float32) for n, a in found.items() if a.dtype.kind == "f"}
+        with np.errstate(over="ignore"):  # refused below
+            floating = {n: a.astype(np.float32) for n, a in found.items() if a.dtype.kind == "f"}
         if not floating:
             raise InvalidValueError(f"no array of {list(arrays)} is of floating point, not frozen")
+        if odd := [name for name, array in floating.items() if not np.isfinite(array).all()]:
+            found = f"arrays {odd} hold NaN, infinity or numbers that float32 does not hold"
+            raise InvalidValueError(f"{found}; what is trained must be finite")
         return cls(dict(arrays), floating)
 
     def sent(self, parameters: Parameters) -> Tensors:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -474,6 +475,15 @@ def test_what_cannot_be_private_is_refused(
     with grid_of({}) as grid, pytest.raises(InvalidValueError, match=said):
         PrivateStrategy(**(given | change)).start(grid, record_of(START))
     assert not (tmp_path / "l.sqlite").exists()
+
+
+@pytest.mark.parametrize("value", [np.float32(np.nan), np.float16(np.inf), np.float64(1e300)])
+def test_a_model_that_no_update_can_move_is_refused(tmp_path: Path, value: np.floating) -> None:
+    start = START | {"scale": np.array(value)}
+    sentence = "arrays ['scale'] hold NaN, infinity"
+    with grid_of({}) as grid, pytest.raises(InvalidValueError, match=re.escape(sentence)):
+        run(tmp_path, grid, private(), start=start)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, math.nan, math.inf, None, "60"])
