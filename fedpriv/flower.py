@@ -300,8 +300,6 @@ class NodesTransport(Transport):
         """
         if isinstance(reply, str):
             raise WireError(reply)
-        if not reply.has_content():
-            raise WireError("it holds nothing")
         if reply.metadata.src_node_id != node:
             raise WireError("it comes from another node than the one that was asked")
         if flower_messages.RECORD in reply.content:

@@ -168,6 +168,12 @@ def sum_in(content: RecordDict, dimension: int) -> IntegerVector:
     return tensors_in(content, manifest)[SUM].astype(np.int64, copy=False)
 
 
+def _trouble(reply: Message) -> str:
+    if reply.has_error():
+        return f"error {reply.error.code} of Flower"
+    return "" if reply.has_content() else "it holds nothing"
+
+
 def exchange(
     grid: "Grid",
     messages: Iterable[tuple[str, Message]],
@@ -177,10 +183,10 @@ def exchange(
     """Send messages by key, and yield the reply to each as it comes.
 
     A message that the grid does not take, as for a node that has gone, has no reply; the others
-    have one at most, whatever their nodes send again, and none after the deadline (on the clock of
-    `time.monotonic`) or the stop. Each reply has a thread of its own: a pull for several messages
-    waits for the slowest, and a node that dies in mid-upload holds it for minutes, whatever its
-    timeout. A thread that Flower holds up does not keep the process alive.
+    have one at most, with content, whatever their nodes send again, and none after the deadline
+    (on the clock of `time.monotonic`) or the stop. Each reply has a thread of its own: a pull for
+    several messages waits for the slowest, and a node that dies in mid-upload holds it for minutes,
+    whatever its timeout. A thread that Flower holds up does not keep the process alive.
     """
     over, replies = threading.Event(), queue.SimpleQueue[Reply]()
 
@@ -190,8 +196,7 @@ def exchange(
             try:
                 for reply in grid.pull_messages([message_id]):
                     if reply.metadata.reply_to_message_id == message_id:
-                        trouble = f"error {reply.error.code} of Flower" if reply.has_error() else ""
-                        replies.put((key, trouble or reply))
+                        replies.put((key, _trouble(reply) or reply))
                         return
             except Exception as error:  # of the connection, or of bytes that are not a message
                 replies.put((key, f"its reply cannot be received: {type(error).__name__}"))

@@ -325,6 +325,12 @@ def from_elsewhere(message: Message, context: Context) -> Message:
     return reply
 
 
+def empty(message: Message, _context: Context) -> Message:
+    reply = Message(RecordDict(), reply_to=message)
+    vars(reply)["_content"] = None
+    return reply
+
+
 def drop(name: str) -> App:
     return content(lambda records: records.__delitem__(name))
 
@@ -336,6 +342,7 @@ def other_id(**fields: object) -> App:
 HOSTILE: dict[str, App] = {
     "raises": raising,
     "an error": in_error,
+    "nothing": empty,
     "from another node": from_elsewhere,
     "no record": drop("fedpriv"),
     "no tensors": drop("fedpriv.tensors"),
