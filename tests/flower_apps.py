@@ -243,6 +243,7 @@ HOSTILE: dict[str, App] = {
     "another shape": weights(np.transpose),
     "a shape that spreads": weights(lambda w: w[:1]),
     "a number": weights(lambda w: np.array(w[0, 0])),
+    "a type that says something": weights(lambda w: w.astype([(SECRET, np.float32)])),
     "an array more": content(
         lambda r: r["arrays"].update({"more": Array(np.zeros(3, np.float32))})
     ),
