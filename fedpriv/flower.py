@@ -339,8 +339,9 @@ def clipping_mod(
 
     For `ClientApp(mods=[clipping_mod])`, first of the mods, so that nothing is sent past it. The
     app is called once for each user, with the user's number at the node, from 0, as `user` in its
-    config, and with an empty state. It must train on that user's data alone, and carry nothing over
-    to the next: no cache, no generator of random numbers that the data advance.
+    config, with an empty state, and with configs of its own. It must train on that user's data
+    alone, and carry nothing over to the next: no cache, no generator of random numbers that the
+    data advance.
 
     Guarantees: of training nothing else leaves the node; a user whose training raises or returns
     anything malformed counts as zero and changes nothing for others. WireError: the message is not
@@ -356,9 +357,10 @@ def clipping_mod(
     total = np.zeros(clipping.layout.dimension, np.int64)
     for user in users.tolist():
         own, blank = copy.copy(message), copy.copy(context)
-        told = ConfigRecord({**config, "user": user})
+        told = ConfigRecord({**copy.deepcopy(dict(config)), "user": user})  # it may hold lists
         own.content = RecordDict({_ARRAYS: ArrayRecord(dict(arrays)), _CONFIG: told})
         blank.state = RecordDict()
+        blank.node_config, blank.run_config = {**context.node_config}, {**context.run_config}
         try:
             content = call_next(own, blank).content
         except Exception as error:  # its text may hold the user's data

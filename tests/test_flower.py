@@ -547,6 +547,29 @@ def test_the_mod_lets_other_messages_pass() -> None:
     assert dict(reply.content["metrics"]) == {"loss": 0.5}
 
 
+def test_what_an_app_does_to_its_message_and_configs_does_not_reach_the_next_user(
+    tmp_path: Path,
+) -> None:
+    seen = []
+
+    def using_up(message: Message, context: Context) -> Message:
+        content, configs = message.content, (context.node_config, context.run_config)
+        found = [content["config"]["rates"].pop(), *(config.get("last") for config in configs)]
+        seen.append((*found, float(content["arrays"]["scale"].numpy())))
+        for config in configs:
+            config["last"] = content["config"]["user"]
+        content["arrays"]["scale"].data = content["arrays"]["conv.bias"].data
+        return usual_app(by_config)(message, context)
+
+    def many(message: Message, context: Context) -> Message:
+        return clipping_mod(message, context, using_up)
+
+    with grid_of({0: many}) as grid:
+        config = ConfigRecord({"rates": [0.1, 0.2, 0.3]})
+        run(tmp_path, grid, noiseless(), {FIRST_ID: 3}, train_config=config)
+    assert seen == [(0.3, None, None, 0.25)] * 3
+
+
 def test_a_user_that_fails_at_a_node_counts_as_zero_and_others_do_not_notice(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
