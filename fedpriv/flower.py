@@ -145,7 +145,8 @@ class PrivateStrategy(Strategy):
             raise InvalidValueError(f"timeout is {timeout!r}; it must be positive and finite")
         model = TrainedModel.of(initial_arrays, self.frozen)
         plan, budget = self._plan(model, num_rounds), self.mechanism.budget
-        transport = NodesTransport(grid, self.nodes, model, train_config or ConfigRecord(), timeout)
+        nodes, config = dict(self.nodes), train_config or ConfigRecord()
+        transport = NodesTransport(grid, nodes, model, config, timeout)
         state, result = initial_state(plan, model.trained), Result(initial_arrays)
         ledger = Path(self.ledger)
         with PrivacyRecords.open(ledger, beside(ledger), self.population, budget) as records:

@@ -270,6 +270,22 @@ def test_of_a_pass_every_node_is_asked_once_and_the_pass_is_charged_once(tmp_pat
     assert [figures[number]["privacy/epsilon"] for number in (1, 2, 3, 4)] == costs
 
 
+def test_nodes_that_are_struck_off_in_the_middle_of_a_pass_do_not_move_others(
+    tmp_path: Path,
+) -> None:
+    mechanism = Mechanism(RandomAllocation(3), fedpriv.Flat(NORM), 1.0, epsilon=50.0, delta=DELTA)
+    nodes = ids()
+
+    def evaluate(number: int, _arrays: ArrayRecord) -> None:
+        if number:
+            del nodes[next(iter(nodes))]
+
+    with grid_of(dict.fromkeys(range(NODES), USUAL)) as grid:
+        run(tmp_path, grid, mechanism, nodes, rounds=3, evaluate_fn=evaluate)
+        asked = [message.metadata.dst_node_id for message in grid.sent]
+    assert sorted(asked) == sorted(ids())
+
+
 def test_noise_is_correlated_as_the_mechanism_says(tmp_path: Path) -> None:
     noise = BandedNoise(coefficients=(1.0, 0.5))
     mechanism = Mechanism(
