@@ -258,5 +258,7 @@ HOSTILE: dict[str, App] = {
     "a sum of another length": summing(lambda size: np.zeros(size + 1, np.int64)),
     "a sum of floats": summing(lambda size: np.zeros(size, np.float32)),
     "another version": summing(lambda size: np.zeros(size, np.int64), "0.0.0"),
-    "a record in place of the sum's": content(lambda r: r.update({"fedpriv": ConfigRecord()})),
+    "a record in place of the sum's": content(
+        lambda r: r.update({"fedpriv.tensors": ConfigRecord()})
+    ),
 }

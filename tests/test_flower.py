@@ -90,6 +90,22 @@ def test_without_noise_a_round_is_the_mean_of_clipped_updates(
         assert np.abs(found[name] - start).max() > 1e-3
 
 
+def test_an_app_may_answer_with_the_content_that_it_got(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def in_place(message: Message, context: Context) -> Message:
+        message.content["arrays"] = USUAL(message, context).content["arrays"]
+        return Message(message.content, reply_to=message)
+
+    found = []
+    for k, app in enumerate((USUAL, in_place)):
+        with grid_of(dict.fromkeys(range(NODES), app)) as grid:
+            found.append(arrays_of(run(tmp_path / str(k), grid, noiseless())))
+    for name in SHAPES:
+        np.testing.assert_array_equal(found[0][name], found[1][name])
+    assert "counts as zero" not in caplog.text
+
+
 def test_a_node_brings_many_users_and_sends_only_the_sum_of_what_they_give(tmp_path: Path) -> None:
     replies = []
 

@@ -35,6 +35,7 @@ CLIPPED, USERS = "clipping", "users"  # headers: a clipping, and numbers of user
 OFFER, ANSWER, HELLO, WELCOME = "offer", "answer", "hello", "welcome"  # headers: wire messages
 SIMULATED, TROUBLE = "simulated", "trouble"  # headers: a `Simulated`, and why a node cannot join
 RECORD = "fedpriv"  # name of the record of headers
+TENSORS = RECORD + ".tensors"  # and of that of tensors
 _VERSION = "version"
 _RAW = "bytes"  # neither side lets Flower read the tensors by itself
 _BYTES_AT_ONCE = 2**24
@@ -103,7 +104,7 @@ def content_of(headers: Mapping[str, bytes], tensors: Array | None = None) -> Re
     """The content of a message: serialised messages by name, and the tensors that one declares."""
     content = RecordDict({RECORD: ConfigRecord({_VERSION: __version__, **headers})})
     if tensors is not None:
-        content[RECORD + ".tensors"] = ArrayRecord({RECORD: tensors})
+        content[TENSORS] = ArrayRecord({RECORD: tensors})
     return content
 
 
@@ -127,7 +128,7 @@ def header_in(content: RecordDict, name: str, most: int) -> bytes | None:
 
 def tensors_in(content: RecordDict, manifest: Manifest) -> dict[str, npt.NDArray[np.generic]]:
     """The tensors that a header has declared, read-only; total, or raises WireError."""
-    arrays = content.get(RECORD + ".tensors")
+    arrays = content.get(TENSORS)
     array = arrays.get(RECORD) if isinstance(arrays, ArrayRecord) else None
     if array is None:
         raise WireError("the tensors of a message are missing")
