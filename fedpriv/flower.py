@@ -230,8 +230,8 @@ class TrainedModel:
         if not floating:
             raise InvalidValueError(f"no array of {list(arrays)} is of floating point, not frozen")
         if odd := [name for name, array in floating.items() if not np.isfinite(array).all()]:
-            found = f"arrays {odd} hold NaN, infinity or numbers that float32 does not hold"
-            raise InvalidValueError(f"{found}; what is trained must be finite")
+            held = f"arrays {odd} hold NaN, infinity or numbers that float32 does not hold"
+            raise InvalidValueError(f"{held}; what is trained must be finite")
         return cls(dict(arrays), floating)
 
     def sent(self, parameters: Parameters) -> Tensors:
