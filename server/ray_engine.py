@@ -9,6 +9,7 @@ import math
 import os
 import secrets
 import socket
+import sys
 import tempfile
 import threading
 from importlib.metadata import entry_points
@@ -40,6 +41,22 @@ def switch_off_telemetry() -> None:
     os.environ.update(_NO_TELEMETRY)
 
 
+def lock_ray() -> None:
+    """Have a Ray that this process starts take calls with a token alone.
+
+    Its ports are open on all interfaces, and without a token any caller could run code.
+    InvalidValueError: Ray is in use here already, and would be shut down in the end, or was
+    imported, which is when it reads whether calls need a token.
+    """
+    ray, starts = sys.modules.get("ray"), "RAY_ADDRESS" not in os.environ
+    open_ray = ray is not None and starts and os.environ.get("RAY_AUTH_MODE") != "token"
+    if open_ray or (ray is not None and ray.is_initialized()):
+        raise InvalidValueError("Ray is in use in this process already; simulate in another")
+    if starts:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # read once a process
+
+
 def simulate_on_ray(
     file: Path,
     assignments: list[str],
@@ -59,6 +76,7 @@ def simulate_on_ray(
         install = "pip install 'fedpriv[flower]' installs it"
         raise InvalidValueError(f"{' and '.join(missing)} cannot be imported; {install}")
     switch_off_telemetry()
+    lock_ray()  # before users are loaded, by what may import Ray
     import torch
     from flwr.serverapp import ServerApp
     from rich.console import Console
@@ -89,9 +107,10 @@ def run_on_ray(
 
     Where the environment variable RAY_ADDRESS is set, it runs on that cluster instead, which stays
     up. So many processes run the nodes, each on a core, and share the GPUs; workers import the
-    client app by its name. WorkerError: Ray does not start, or breaks. Whatever the ServerApp
-    raises passes through.
+    client app by its name. InvalidValueError: as `lock_ray`. WorkerError: Ray does not start, or
+    breaks. Whatever the ServerApp raises passes through.
     """
+    lock_ray()
     from flwr.simulation import run_simulation
 
     of_ray: dict[str, ConfigRecordValues] = {"log_to_driver": False}
@@ -107,9 +126,6 @@ def run_on_ray(
             _check_cluster(os.environ["RAY_ADDRESS"])
         else:
             of_ray |= {"num_cpus": processes, "_temp_dir": folder}
-            # Ray's ports are open on all interfaces; without a token, any caller could run code.
-            os.environ["RAY_AUTH_MODE"] = "token"
-            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # read once a process
         backend = {"init_args": of_ray, "client_resources": resources}
         try:
             run_simulation(server_app, client_app, nodes, backend_config=backend)

@@ -1,13 +1,23 @@
 """What `fedpriv simulate --engine flower` refuses before Ray is started."""
 
+import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from fedpriv.errors import InvalidValueError
 from tests.commandline import refused
 from tests.deployment.superlink import free_port
 
 DIGITS = Path(__file__).parents[1] / "simulations" / "digits.toml"
+
+
+@pytest.fixture(autouse=True)
+def _locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of tests")
 
 
 @pytest.mark.parametrize(
@@ -41,6 +51,32 @@ def test_an_address_where_no_cluster_answers_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("mode", "initialized"), [("", False), ("token", True)])
+def test_a_ray_that_is_open_or_in_use_is_left_alone(
+    mode: str, initialized: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = SimpleNamespace(__spec__="found", is_initialized=lambda: initialized)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    monkeypatch.setattr("flwr.simulation.run_simulation", lambda *_, **__: pytest.fail("run"))
+    said = refused("simulate", DIGITS, "--engine", "flower", cwd=tmp_path)
+    assert said == "error: Ray is in use in this process already; simulate in another"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ray_is_locked_before_users_are_loaded_by_what_may_import_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of(*_: object) -> None:
+        raise InvalidValueError(f"the mode is {os.environ['RAY_AUTH_MODE']}")
+
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    monkeypatch.setenv("RAY_AUTH_MODE", "")
+    monkeypatch.setattr("fedpriv.server.flower_runs.GridSimulation.of", of)
+    said = refused("simulate", DIGITS, "--engine", "flower", cwd=tmp_path)
+    assert said == "error: the mode is token"
+
+
 def test_why_ray_cannot_run_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def crashes(*_: object, **__: object) -> None:
         try:
@@ -52,8 +88,7 @@ def test_why_ray_cannot_run_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             raise RuntimeError("an error was encountered") from crash
 
     monkeypatch.setattr("flwr.simulation.run_simulation", crashes)
-    for name in ("FLWR_HOME", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # which it sets
-        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("FLWR_HOME", "")  # which it sets
     said = refused("simulate", DIGITS, "--engine", "flower", cwd=tmp_path)
     assert said == "error: Ray cannot run the workers: nobody there"
     assert list(tmp_path.iterdir()) == []
