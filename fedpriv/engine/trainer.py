@@ -476,8 +476,9 @@ class Isolation:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._verdicts: dict[Hashable, _Verdict] = {}
-        # The first that is given, for all random users, or they could not be compared.
-        self._start: RoundParameters | None = None
+        # The first that is given, for all random users, or they could not be compared: with
+        # control variates and without, since a node may keep its trainer from run to run.
+        self._starts: dict[bool, RoundParameters] = {}
         self._rates: dict[Hashable, float] = {}
         self._told = False  # that users train one at a time
 
@@ -489,7 +490,7 @@ class Isolation:
         A `ModelError` says that the model cannot be trained in this shape, or that what a user gets
         depends on more than its rows and the generators of torch.
         """
-        self._start = self._start or start
+        self._starts.setdefault(bool(start.control), start)
         measured = tuple((metric.name, metric.shape) for metric in request.measured)
         # Rates only multiply, and those of random users are not the plan's.
         key = (replace(request.local, learning_rate=_LEARNING_RATES[0]), measured, rung)
@@ -611,11 +612,11 @@ class Isolation:
     def _at_rate(
         self, rate: float, request: RoundRequest, rung: Rung, users: int
     ) -> "_RandomUsers":
-        assert self._start is not None
+        start = self._starts[bool(request.control)]
         local = replace(request.local, learning_rate=rate)
         request = replace(request, local=local, local_key=bytes(32))
         store = _random_store(self._trainer, _sizes_on(rung, local, users))
-        return _RandomUsers(self._trainer, request, self._start, rung, users, store)
+        return _RandomUsers(self._trainer, request, start, rung, users, store)
 
 
 @dataclass(frozen=True)

@@ -213,6 +213,16 @@ def test_algorithms_train_in_processes_what_they_train_here() -> None:
         np.testing.assert_array_equal(total_of(there, request), total_of(here, request))
 
 
+def test_users_of_a_node_train_for_one_run_after_the_other() -> None:
+    task = task_with(nn.Linear)
+    kept = InProcessTransport(task, users_of(SIZES), CPU, 10**6, processes=1)
+    scaffold, sgd = Scaffold(0.3, epochs=2, control_norm=0.5), SGD(0.1, epochs=1)
+    for local, control in ((scaffold, 0.2), (sgd, 0.0), (scaffold, 0.2)):
+        request = request_to(task, local, control)
+        fresh = InProcessTransport(task, users_of(SIZES), CPU, 10**6, processes=1)
+        np.testing.assert_array_equal(total_of(kept, request), total_of(fresh, request))
+
+
 def test_a_rate_that_changes_asks_for_no_new_trials() -> None:
     task = task_with(nn.Linear)
     request = request_to(task, SGD(0.1, epochs=1))
