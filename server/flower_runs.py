@@ -185,8 +185,10 @@ class EnrolledNodes:
         for gone in names.keys() - {*ids}:
             del names[gone]
         strangers = [i for i in ids if i not in names]
+        silent = set(strangers)
         said = _introduced(self.grid, strangers, {}, _INTRODUCTION_SECONDS, self.stopping)
         for node_id, hello in said:
+            silent.discard(node_id)
             if isinstance(hello, str):  # asked again in the next round
                 _log.warning("a node cannot take part now: %s", hello)
                 continue
@@ -195,6 +197,9 @@ class EnrolledNodes:
             if not known:
                 _log.warning("a node is not enrolled, or holds other users than are enrolled at it")
             names[node_id] = hello.node if known else None
+        if silent and not self.stopping.is_set():
+            what = "of the nodes cannot take part now: they have not said who they are"
+            _log.warning("%d %s within %g s", len(silent), what, _INTRODUCTION_SECONDS)
         return {name: node_id for node_id, name in names.items() if name is not None}
 
 

@@ -538,6 +538,29 @@ def test_nodes_are_asked_once_who_they_are(folder: Path) -> None:
         assert second == {**first, "silo": 5}
 
 
+def test_nodes_that_do_not_say_who_they_are_are_counted_in_the_log(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+
+    def hangs(message: Message, context: Context) -> Message:
+        release.wait()
+        return app(message, context)
+
+    with enrolled(folder) as (grid, _):
+        known = EnrolledNodes(grid, ENROLMENT, 4, threading.Event())
+        before = known()
+        assert "who they are" not in caplog.text
+        monkeypatch.setattr("fedpriv.server.flower_runs._INTRODUCTION_SECONDS", 0.5)
+        grid.nodes |= {5: (hangs, {}), 6: (hangs, {})}
+        try:
+            assert known() == before
+        finally:
+            release.set()
+    sentence = "2 of the nodes cannot take part now: they have not said who they are within 0.5 s"
+    assert sentence in caplog.text
+
+
 def failing(kind: str) -> object:
     """A loader that says what it must not, in an error of this kind."""
     kinds = {"ValueError": ValueError, "OSError": OSError, "DataError": DataError}
