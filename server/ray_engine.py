@@ -48,6 +48,8 @@ def lock_ray() -> None:
     InvalidValueError: Ray is in use here already, and would be shut down in the end, or was
     imported, which is when it reads whether calls need a token.
     """
+    if os.environ.get("RAY_ADDRESS") in ("", "local"):  # with which Ray starts one, too
+        del os.environ["RAY_ADDRESS"]
     ray, starts = sys.modules.get("ray"), "RAY_ADDRESS" not in os.environ
     open_ray = ray is not None and starts and os.environ.get("RAY_AUTH_MODE") != "token"
     if open_ray or (ray is not None and ray.is_initialized()):

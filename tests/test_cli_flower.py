@@ -64,10 +64,16 @@ def test_a_ray_that_is_open_or_in_use_is_left_alone(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ray_is_locked_before_users_are_loaded_by_what_may_import_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("address", [None, "", "local"])
+def test_a_ray_that_is_started_is_locked_before_users_are_loaded_by_what_may_import_it(
+    address: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+
     def of(*_: object) -> None:
+        assert "RAY_ADDRESS" not in os.environ
         raise InvalidValueError(f"the mode is {os.environ['RAY_AUTH_MODE']}")
 
     monkeypatch.delitem(sys.modules, "ray", raising=False)
