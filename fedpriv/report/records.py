@@ -54,7 +54,7 @@ class RunRecord:
     accountant: str  # of the budget
     ledger: LedgerContent  # what was charged, also by other runs over the same users
     verification: Verification
-    rounds: tuple[RoundResult, ...]  # what was released, in order
+    rounds: tuple[RoundResult, ...]  # those that led to the newest model, in order
     simulation_only: tuple[SimulationOnlyRound, ...] = ()  # where the run recorded them
     audit: AuditResult | None = None  # what it found in its own releases, if it was asked to
 

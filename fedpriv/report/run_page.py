@@ -92,6 +92,7 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> Section:
         shown = {name: value, **{n: f"{v:.4g}" for n, v in last.figures.items()}}
         cards += [Card(n, text, "on held-out rows, last model") for n, text in shown.items()]
     unit, n = unit_of(record.ledger), users_of(record.ledger)
+    done = record.rounds[-1].round if record.rounds else 0
     cards += _contributors(record)
     if (audit := record.audit) is not None:
         note = f"shown by {audit.canaries:,} canaries, at 95% confidence"
@@ -101,7 +102,7 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> Section:
             f"{unit}-level ε", format_epsilon(loss.epsilon if loss else 0.0), _epsilon_note(record)
         ),
         Card("δ", f"{record.delta:g}", f"N = {n:,} {plural(unit)} enrolled"),
-        Card("rounds", f"{len(record.rounds):,}", f"of {record.rounds_planned:,} planned"),
+        Card("rounds", f"{done:,}", f"of {record.rounds_planned:,} planned"),
     ]
     warned = warnings(record.delta, record.ledger)
     answer = [_statement(record, loss)]

@@ -92,10 +92,21 @@ class RunFolder:
         """Rows of all releases; lines that a crash cut short are left out."""
         return _read(self.metrics)
 
+    def releases(self) -> list[RoundResult]:
+        """Results of all releases, in their order."""
+        return _rows(RoundResult, self.metrics, "metrics")
+
     def results(self) -> list[RoundResult]:
-        """Results of all rounds, of the last attempt at each, in order."""
-        last = {row.round: row for row in _rows(RoundResult, self.metrics, "metrics")}
-        return [last[number] for number in sorted(last)]
+        """Results of the rounds that led to the newest model, in order.
+
+        A resumed run repeats rounds: what it had released after its checkpoint led nowhere.
+        """
+        led = list[RoundResult]()
+        for release in self.releases():
+            while led and led[-1].round >= release.round:
+                led.pop()
+            led.append(release)
+        return led
 
     def collected(self) -> list[SimulationOnlyRound]:
         """Figures of all rounds that were collected, released or not."""
@@ -162,11 +173,10 @@ def _append(path: Path, row: object, not_finite: Literal["constants", "null"]) -
 def _read(path: Path) -> Iterator[dict[str, object]]:
     if not path.exists():
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    with path.open(encoding="utf-8") as lines:  # which end at no other character that ends some
+        for line in lines:
+            with suppress(json.JSONDecodeError):
+                yield json.loads(line)
 
 
 def _rows(kind: type[_Row], path: Path, what: str) -> list[_Row]:
@@ -197,12 +207,12 @@ def read_run(folder: Path) -> RunRecord:
         charges = tuple(ledger.charges())
         content = LedgerContent(path, ledger.ledger_id, ledger.population_name, charges)
         head = ledger.head
-    results = run.results()
+    releases, results = run.releases(), run.results()
     charged = {charge.hash: (charge.run, charge.round) for charge in charges}
-    for result in results:
-        if charged.get(result.charge) != (config.run, result.round):
+    for release in releases:
+        if charged.get(release.charge) != (config.run, release.round):
             raise LedgerError(
-                f"ledger {path} does not have the charge of round {result.round} of {run.path}; "
+                f"ledger {path} does not have the charge of round {release.round} of {run.path}; "
                 "its ε would leave out what was released"
             )
     released = {(result.round, result.attempt) for result in results}
@@ -216,7 +226,7 @@ def read_run(folder: Path) -> RunRecord:
         budget=config.privacy.epsilon,
         accountant=config.privacy.accountant,
         ledger=content,
-        verification=Verification(head, cohorts, len(results)),
+        verification=Verification(head, cohorts, len(releases)),
         rounds=tuple(results),
         simulation_only=tuple(collected),
         audit=run.read_audit(),

@@ -46,6 +46,7 @@ from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger, paid_events
 from fedpriv.ledger.participation import beside
 from fedpriv.local import ALGORITHMS
+from fedpriv.logs import one_line
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PrivacyRecords, Transport, charge_forgone, with_room
 from fedpriv.report.records import versions
@@ -213,7 +214,8 @@ def _resolved_plan(experiment: Experiment, folder: Path) -> str:
     for query in plan.mechanism.query.events:
         stated = f"clipping norm {query.clipping_norm:g}, noise stddev {query.noise_stddev:g}"
         facts[f"group {query.group}"] = stated
-    head = "".join(f"# {name}: {value}\n" for name, value in facts.items())
+    # Names may hold ends of lines.
+    head = "".join(f"# {one_line(f'{name}: {value}')}\n" for name, value in facts.items())
     table = experiment.config.model_dump(exclude_none=True)
     return head + tomli_w.dumps(for_folder(folder, table))
 
@@ -255,7 +257,7 @@ class Run:
 
     @cached_property
     def rounds(self) -> tuple[RoundResult, ...]:
-        """The result of each round, those before a resumption included."""
+        """The result of each round that led to the model, those before a resumption included."""
         return tuple(RunFolder(self.folder).results())
 
     @property

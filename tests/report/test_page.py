@@ -142,6 +142,11 @@ def test_the_ledger_is_told_of(page: str, run_folder: Path) -> None:
     assert " ".join((run_folder / "plan.toml").read_text().split()) in plan
 
 
+def test_rounds_are_counted_where_lines_are_missing(tmp_path: Path) -> None:
+    page = render(page_of_run(made_up(tmp_path / "a", [FULL] * 4, [released(4)])))
+    assert "rounds 3 of 4 planned" in words(section(parsed(page), "summary"))
+
+
 def test_a_seed_is_warned_of(page: str) -> None:
     assert "seeded randomness" in words(section(parsed(page), "summary"))
 

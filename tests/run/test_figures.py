@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch import nn
 import fedpriv
 from fedpriv.data.population import HELD_OUT_USER
 from fedpriv.errors import DataError, ModelError
-from fedpriv.run.folder import RunFolder
+from fedpriv.run.folder import RunFolder, read_run
 from tests.commandline import printed, refused
 
 RNG = np.random.default_rng(0)
@@ -54,6 +55,15 @@ def simulated(
 ) -> fedpriv.Run:
     settings = {"local": fedpriv.SGD(1.0, epochs=1), "seed": 1, **changes}
     return fedpriv.simulate(people(), made, mechanism(), out=folder, quiet=quiet, **settings)
+
+
+def test_names_with_ends_of_lines_keep_the_plan_whole(tmp_path: Path) -> None:
+    made = fedpriv.Task(nn.Sequential(OrderedDict([("a\nb\u2028c", nn.Linear(3, 3))])))
+    plain = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.PerLayer(1.0))
+    budgeted = plain.calibrate(epsilon=8.0, delta=1e-3, rounds=1)
+    fedpriv.simulate(people(), made, budgeted, out=tmp_path / "run", quiet=True)
+    (released,) = read_run(tmp_path / "run").rounds
+    assert any(name.startswith("a\nb\u2028c") for name in released.clipping_norms)
 
 
 @pytest.mark.slow

@@ -27,6 +27,13 @@ def test_a_line_cut_short_by_a_crash_loses_only_itself(tmp_path: Path, cut: int)
     assert list(folder.read_metrics()) == [{"round": 0}, {"round": 2}]
 
 
+def test_names_may_hold_what_ends_lines_elsewhere(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    row = {"round": 1, "figures": {"a\u2028b\x85c\x0cd\re\nf": 0.5}}
+    folder.append_metrics(row)
+    assert list(folder.read_metrics()) == [row]
+
+
 def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create()

@@ -1,5 +1,6 @@
 """A run goes on with the plan that it began with, and with no other, wherever it was killed."""
 
+import json
 import shutil
 import signal
 import subprocess
@@ -7,12 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Head, Ledger, ProposedCharge
 from fedpriv.ledger.participation import beside
 from fedpriv.privacy.round import PrivacyRecords
-from fedpriv.run.folder import RunFolder
+from fedpriv.run.folder import RunFolder, read_run
 from fedpriv.run.run import RunSetup
 from fedpriv.server import certificates
 from fedpriv.server.enrolment import Enrolment
@@ -118,6 +120,32 @@ def test_checkpoints_that_are_far_apart_bind_no_later(tmp_path: Path) -> None:
     assert not run.checkpoints.exists()
     assert BOUND in refused(*resumed(run, "--set", "local.learning_rate=0.4"))
     assert head_of(run).count == 1
+
+
+def test_reports_are_of_the_rounds_that_led_to_the_model(tmp_path: Path) -> None:
+    """Rounds after the checkpoint were repeated, as far as the budget went."""
+    stop = "def stop(released):\n    if released.round == 5:\n        raise KeyboardInterrupt\n"
+    (tmp_path / "mine.py").write_text(stop)
+    settings = ["rounds=6", "data.options.users=40", "output.checkpoint_every=3"]
+    given = [word for text in settings for word in ("--set", text)]
+    run, callback = RunFolder(tmp_path / "run"), 'callbacks.on_round=["mine:stop"]'
+    to = ("--out", run.path)
+    begun = fedpriv("simulate", DIGITS, *given, "--set", callback, *to, cwd=tmp_path)
+    assert begun.returncode == 130
+    done = fedpriv("simulate", DIGITS, *given, *to, "--resume")
+    assert "4 of 6, 6 charged: stopped" in done.stdout, done.stderr
+    assert [row["round"] for row in run.read_metrics()] == [1, 2, 3, 4, 5, 4]
+    record = read_run(run.path)
+    assert [(each.round, each.attempt) for each in record.rounds] == [
+        (1, 0),
+        (2, 0),
+        (3, 0),
+        (4, 1),
+    ]
+    assert record.verification.releases == 6
+    with safe_open(run.model, "numpy") as file:
+        released = json.loads(file.metadata()["release"])
+    assert released["epsilon"] == record.rounds[-1].epsilon
 
 
 def half(run: RunFolder) -> None:
