@@ -41,7 +41,13 @@ from fedpriv.config import Config, FederationSection, StoppingSection, for_folde
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import load_population
 from fedpriv.engine.task import Evaluation, HeldOut, Task, evaluate, running_norms
-from fedpriv.errors import BudgetExceededError, DataError, InvalidValueError, RefutedError
+from fedpriv.errors import (
+    BudgetExceededError,
+    CheckpointError,
+    DataError,
+    InvalidValueError,
+    RefutedError,
+)
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger, paid_events
 from fedpriv.ledger.participation import beside
@@ -302,8 +308,16 @@ Follow = Callable[[Experiment, int, Callable[[OnRound], Run]], Run]
 def state_to_start_from(
     folder: RunFolder, plan: TrainingPlan, records: PrivacyRecords, initial: ServerState
 ) -> ServerState:
-    """State of the newest checkpoint, or the initial state; it must fit the plan and the ledger."""
+    """State of the newest checkpoint, or the initial state; it must fit the plan and the ledger.
+
+    CheckpointError too if there is a model and no checkpoint: an untrained one would replace it.
+    """
     found = checkpoints(folder.checkpoints)
+    if not found and folder.model.exists():
+        raise CheckpointError(
+            f"{folder.checkpoints} holds no checkpoint, and the run that made {folder.model} had "
+            "one; restore it, or start another run"
+        )
     return resume(found[-1], plan, records.ledger) if found else initial
 
 

@@ -648,7 +648,8 @@ def own_charges(run: str, charges: Iterable[ChargedRow]) -> list[ChargedRow]:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Checkpoints of a folder, oldest first."""
-    return sorted(folder.glob("round-*.safetensors"))
+    found = folder.glob("round-*.safetensors")
+    return sorted(found, key=lambda path: (len(path.name), path.name))  # of a million rounds too
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -723,10 +724,10 @@ def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
+            partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-    partial.replace(path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

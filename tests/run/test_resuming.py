@@ -122,6 +122,14 @@ def test_checkpoints_that_are_far_apart_bind_no_later(tmp_path: Path) -> None:
     assert head_of(run).count == 1
 
 
+def test_a_run_that_lost_its_checkpoints_keeps_its_model(run: RunFolder) -> None:
+    assert fedpriv(*resumed(run)).returncode == 0
+    shutil.rmtree(run.checkpoints)
+    before = content(run), head_of(run)
+    assert "holds no checkpoint" in refused(*resumed(run))
+    assert (content(run), head_of(run)) == before
+
+
 def test_reports_are_of_the_rounds_that_led_to_the_model(tmp_path: Path) -> None:
     """Rounds after the checkpoint were repeated, as far as the budget went."""
     stop = "def stop(released):\n    if released.round == 5:\n        raise KeyboardInterrupt\n"

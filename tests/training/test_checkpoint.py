@@ -126,6 +126,11 @@ def test_the_last_three_are_kept_and_nothing_else(tmp_path) -> None:
     assert [load_checkpoint(path).state.round for path in paths[1:]] == [2, 3, 4]
 
 
+def test_the_last_three_are_kept_beyond_a_million(tmp_path) -> None:
+    paths = [saved(tmp_path, number) for number in range(999_997, 1_000_002)]
+    assert checkpoints(tmp_path) == paths[-3:]
+
+
 def test_a_round_that_is_saved_again_replaces_itself_alone(tmp_path) -> None:
     paths = [saved(tmp_path, number) for number in (1, 2, 3)]
     saved(tmp_path, 3, scale=2.0)
@@ -145,6 +150,11 @@ def test_what_cannot_be_written_leaves_the_old_file_and_names_it(tmp_path, monke
         write_atomically(path, b"new")
     assert list(tmp_path.iterdir()) == [path]
     assert path.read_bytes() == b"old"
+    monkeypatch.undo()
+    (folder := tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match=r"Is a directory: '.*/folder'"):
+        write_atomically(folder, b"new")
+    assert sorted(tmp_path.iterdir()) == [path, folder]
 
 
 def test_an_absent_file_is_refused(tmp_path) -> None:
