@@ -38,9 +38,21 @@ def test_a_file_comes_before_a_name_and_a_folder_does_not(
     assert experiment_file(Path("digits")) == Path("digits")
 
 
-@pytest.mark.parametrize("path", ["digits.toml", "folder/digits", "."])
+@pytest.mark.parametrize("path", ["digits.toml", "folder/digits"])
 def test_a_path_is_no_name(path: str) -> None:
     assert experiment_file(Path(path)) == Path(path)
+
+
+@pytest.mark.parametrize("folder", ["mine", "runs/mine", "mine.1", "."])
+def test_a_folder_is_refused_and_the_plan_of_a_run_in_it_is_named(
+    folder: str, tmp_path: Path
+) -> None:
+    (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    line = refused("simulate", folder, "--resume", "--out", folder, cwd=tmp_path)
+    assert line == f"error: {folder} is a folder; it must be a file"
+    (tmp_path / folder / "plan.toml").touch()
+    line = refused("simulate", folder, "--resume", "--out", folder, cwd=tmp_path)
+    assert line.endswith(f"it must be a file, such as {Path(folder) / 'plan.toml'}")
 
 
 @pytest.mark.parametrize("command", ["simulate", "plan", "suggest"])

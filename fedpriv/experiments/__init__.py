@@ -11,10 +11,15 @@ def experiment_file(given: Path, folder: Path = Path()) -> Path:
     """The file that was given, relative to a folder, or that of the experiment with this name.
 
     A file in the folder comes first. What has a suffix or lies elsewhere is no name.
-    InvalidValueError: there is neither; the sentence lists all names.
+    InvalidValueError: there is neither, and the sentence lists all names; or it is a folder.
     """
-    if given.suffix or given.name != str(given) or (folder / given).is_file():
-        return folder / given
+    path, a_name = folder / given, not given.suffix and given.name == str(given)
+    if path.is_dir() and not (a_name and given.name in NAMES):
+        plan = path / "plan.toml"
+        what = f"it must be a file, such as {plan}" if plan.exists() else "it must be a file"
+        raise InvalidValueError(f"{path} is a folder; {what}")
+    if not a_name or path.is_file():
+        return path
     if given.name not in NAMES:
         raise InvalidValueError(
             f"experiment {given.name!r} is neither a file here nor one that comes with fedpriv; "
