@@ -196,7 +196,7 @@ def serve(
         monitored = Address.parse(section.metrics_address, key)
         _check_free(monitored, key)
     experiment = setup.on_nodes(section, enrolment.population_id, enrolment.population)
-    console = Console()
+    console = Console(markup=False, emoji=False)
     with ExitStack() as opened:
         # Updates are added up in many threads already; more would only wait for each other.
         opened.enter_context(threadpool_limits(1, "blas"))

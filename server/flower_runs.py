@@ -372,7 +372,8 @@ def main(grid: Grid, context: Context) -> None:
     logging.getLogger("flwr").propagate = False  # it has a handler of its own
     logging.getLogger("httpx").setLevel(logging.WARNING)  # Flower's calls, several a second
     config = checked(RunConfig, context.run_config, "run config")
-    setup, stopping, console = config.setup(), threading.Event(), Console()
+    setup, stopping = config.setup(), threading.Event()
+    console = Console(markup=False, emoji=False)
     console.print(f"folder {setup.folder.path.absolute()}", soft_wrap=True, highlight=False)
     section = setup.config.federation
     try:

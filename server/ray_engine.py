@@ -91,7 +91,7 @@ def simulate_on_ray(
 
     @server_app.main()
     def main(grid: "Grid", _context: "Context") -> None:
-        ended.append(simulation.run(grid, stopping, Console(), follow))
+        ended.append(simulation.run(grid, stopping, Console(markup=False, emoji=False), follow))
 
     (client_app,) = entry_points(group="fedpriv.client_apps", name="flower")
     gpus = torch.cuda.device_count() if simulation.experiment.device.type == "cuda" else 0

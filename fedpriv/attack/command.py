@@ -144,7 +144,7 @@ class Report:
 
     def print(self) -> None:
         """Print the table, what must be known of it, and refutations in red."""
-        console = Console(highlight=False)
+        console = Console(highlight=False, markup=False, emoji=False)
         print_table(self.table, console)
         for remark in self.remarks:
             console.print(remark)

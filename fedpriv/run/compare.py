@@ -71,7 +71,7 @@ def run_study(file: Path, out: Path | None, workers: int | None) -> None:
     run again; of a run that was cut short nothing counts; a run that fails does not stop the
     others; no process is left when this ends, however it ends.
     """
-    study, console = load_study(file), Console()
+    study, console = load_study(file), Console(markup=False, emoji=False)
     folder = out or Path("studies") / study.name
 
     def start(missing: Sequence[Cell]) -> Generator[Ended | None]:
@@ -197,7 +197,7 @@ def compare(
         followed = replace(experiment, trackers=told)
         return _run_prepared(study, cell, folder, followed, transport)
 
-    read = _complete(study, folder, start, Console(quiet=quiet))
+    read = _complete(study, folder, start, Console(quiet=quiet, markup=False, emoji=False))
     return Comparison(folder, read.runs, read.arms, " ".join(verdict(study, read.arms)))
 
 

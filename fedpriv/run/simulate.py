@@ -161,7 +161,8 @@ def simulate(
         mechanism = replace(mechanism, noise_multiplier=begun, rounds=None)
     elif (projection or federated_evaluation) and mechanism.rounds:
         mechanism = replace(mechanism, noise_multiplier=None)
-    method, console = replace(method, mechanism=mechanism), Console(quiet=quiet)
+    method = replace(method, mechanism=mechanism)
+    console = Console(quiet=quiet, markup=False, emoji=False)
     if projection:
         experiment, transport = projected(setup, population, console, method)
     else:
@@ -174,8 +175,9 @@ def simulate(
 
 def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> Run:
     """Run or resume the experiment of a file in this process, and print how it went."""
-    setup, console = RunSetup.of(file, assignments, out, resume=resume), Console()
+    setup = RunSetup.of(file, assignments, out, resume=resume)
     config, population = setup.config, population_of(setup.config)
+    console = Console(markup=False, emoji=False)
     if config.projection:
         experiment, transport = projected(setup, population, console)
     else:

@@ -234,7 +234,9 @@ def tune(
 
     setup = RunSetup.at(config, Path(out) if out else None, resume=False, home=_HOME)
     table, value_of = config.model_dump(exclude_none=True), partial(_value_of, method)
-    search = _Search(setup, prepare, Console(quiet=quiet), value_of, table)
+    search = _Search(
+        setup, prepare, Console(quiet=quiet, markup=False, emoji=False), value_of, table
+    )
     found = search.on_users() if on == "users" else search.on_public()
     if not found.settings:
         return found
@@ -288,7 +290,7 @@ def tune_file(
     setup = RunSetup.at(config, out, resume=False, home=_HOME)
     of_values = tables_of(config.mechanism(), config.training(), config.server.build())
     value_of = partial(_at, config.model_dump() | of_values)  # with what options leave out
-    search = _Search(setup, prepare, Console(), value_of, table)
+    search = _Search(setup, prepare, Console(markup=False, emoji=False), value_of, table)
     return search.on_users(price_only=price_only) if on == "users" else search.on_public()
 
 

@@ -111,6 +111,14 @@ def test_the_resolved_plan_goes_on_too(run: RunFolder) -> None:
     assert head_of(run).count == 3
 
 
+@pytest.mark.parametrize("name", ["run[lr=0.1]", "run[/bold]", "run:tada:"])
+def test_the_name_of_a_folder_is_no_markup(killed: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(killed, tmp_path / name)
+    done = fedpriv("simulate", f"./{name}/plan.toml", "--out", name, "--resume", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"resuming {name} after 0 of 3 rounds" in done.stdout
+
+
 def test_checkpoints_that_are_far_apart_bind_no_later(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def stop(released):\n    raise KeyboardInterrupt\n")
     settings = ["output.checkpoint_every=100", 'callbacks.on_round=["mine:stop"]']
