@@ -12,7 +12,7 @@ from fedpriv.errors import DataError, writing
 from fedpriv.report.charts import Axis, Chart, Series, declared, save, spans_decades, texts
 from fedpriv.report.tables import Column, Table, fitted, json_text, print_table
 from fedpriv.studies import ArmSummary, Interval, ReadStudy, Study, Target
-from fedpriv.studies.results import ACCURACY, LOSS, Measure, best_of, verdict
+from fedpriv.studies.results import ACCURACY, Measure, best_of, measure_of, verdict
 from fedpriv.studies.study import Line, NumericAxis, numeric_axes
 from fedpriv.training.rounds import RoundResult
 
@@ -37,11 +37,6 @@ def measured(
     """The rounds after which a measure was taken, and its values."""
     found = [each for each in rounds if getattr(each, measure.name) is not None]
     return found, [measure.scale * getattr(each, measure.name) for each in found]
-
-
-def measure_of(arms: Sequence[ArmSummary]) -> Measure:
-    """Accuracy, or loss if an arm has no accuracy."""
-    return ACCURACY if all(arm.accuracy is not None for arm in arms) else LOSS
 
 
 def line_of(
@@ -158,19 +153,23 @@ def results_table(read: ReadStudy, target: Target) -> Table:
     study, arms = read.study, [arm for arm in read.arms if arm.target == target]
     measure, seeds = measure_of(arms), len(study.seeds)
     best = best_of(arms, measure) if len(arms) > 1 else None
-    end = "accuracy\n(%)" if measure is ACCURACY else "loss"
+    heading = "accuracy\n(%)" if measure is ACCURACY else "loss"
     levels = [Column(f"rounds\nto {100 * level:g}%", spare=2) for level in study.accuracies]
     spent = [Column("noise\nz", spare=3), Column("ε\nspent", spare=1)]
-    numbers = [Column(end), Column("difference"), *levels, *spent]
+    numbers = [Column(heading), Column("difference"), *levels, *spent]
     rows = []
     for arm in arms:
-        some = "" if len(arm.seeds) == seeds else f" ({len(arm.seeds)} seeds)"
-        against = "baseline" if arm.arm == study.baseline else _text(measure.difference(arm), "+")
+        some = "" if len(arm.seeds) == seeds else f" ({len(arm.seeds)} of {seeds} seeds)"
+        gap = measure.difference(arm)
+        against = "baseline" if arm.arm == study.baseline else _NONE
+        against = against if gap is None else measure.text(gap, "+")
         reached = [_rounds(arm, level) for level in study.accuracies]
         cost = (f"{arm.noise_multiplier:.4g}", format_epsilon(arm.epsilon))
         mark = f" {_BEST}" if arm.arm == best else ""
         name = f"{arm.arm}{some}{mark}"
-        rows.append((name, _text(measure.end(arm)), against, *reached, *cost))
+        end = measure.end(arm)
+        shown = _NONE if end is None else measure.text(end)
+        rows.append((name, shown, against, *reached, *cost))
     means = f"means over {seeds} seeds ± Student's 95% interval"
     if seeds == 1:
         means = "one seed, so no interval"
@@ -308,13 +307,6 @@ def _axis(name: str, unit: str, values: Sequence[float]) -> Axis:
     marked = sorted({float(f"{value:.3g}") for value in values}) if log else []
     ticks = tuple((value, f"{value:g}") for value in marked) if len(marked) <= 8 else ()
     return Axis(name, unit, log=log, ticks=ticks)
-
-
-def _text(found: Interval | None, sign: str = "") -> str:
-    if found is None:
-        return _NONE
-    around = "" if found.half_width is None else f" ± {found.half_width:.2f}"
-    return f"{found.mean:{sign}.2f}{around}"
 
 
 def _digits(value: float | None) -> str:

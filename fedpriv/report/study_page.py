@@ -13,7 +13,7 @@ from fedpriv.report.page import Card, Page, Section
 from fedpriv.report.records import RunRecord
 from fedpriv.report.tables import Column, Table, plural
 from fedpriv.studies import ArmSummary, Cell, Interval, ReadStudy, Study, Target
-from fedpriv.studies.results import STUDY, Measure, verdict
+from fedpriv.studies.results import STUDY, Measure, measure_of, verdict
 
 # Policies under which a round costs the same among any number of users.
 _ANY_NUMBER = (SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER)
@@ -115,13 +115,13 @@ def _summary(
 
 
 def _by_round_chart(arms: Sequence[_Arm], target: Target, name: str) -> Chart:
-    measure = studies.measure_of([arm.summary for arm in arms])
+    measure = measure_of([arm.summary for arm in arms])
     series = [studies.line_of(arm.summary.arm, *_over_seeds(arm, measure)) for arm in arms]
     return studies.measure_chart("study-rounds", measure, series, name, epsilon=target.epsilon)
 
 
 def _spent_chart(study: Study, arms: Sequence[_Arm], target: Target) -> Chart:
-    measure = studies.measure_of([arm.summary for arm in arms])
+    measure = measure_of([arm.summary for arm in arms])
     series = []
     for arm in arms:
         rounds, found = _over_seeds(arm, measure)

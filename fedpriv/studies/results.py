@@ -254,7 +254,8 @@ class Measure:
     best: str
     sign: float  # of a difference to the better
     shown: str  # format of a value
-    digits: int  # of a difference
+    digits: str  # format of a mean or difference in a table
+    half_digits: str  # and of what is ± around it
     points: str  # after a difference in words
 
     def end(self, arm: ArmSummary) -> Interval | None:
@@ -264,6 +265,11 @@ class Measure:
     def difference(self, arm: ArmSummary) -> Interval | None:
         """Mean paired difference from the baseline at the end, scaled; None without one."""
         return self._scaled(getattr(arm, f"{self.name}_difference"))
+
+    def text(self, found: Interval, sign: str = "") -> str:
+        """A scaled mean, and what is ± around it; the sign "+" is that of a difference."""
+        around = "" if found.half_width is None else f" ± {found.half_width:{self.half_digits}}"
+        return f"{found.mean:{sign}{self.digits}}{around}"
 
     def superlative(self, mean: float) -> str:
         """The best mean in words."""
@@ -276,8 +282,10 @@ class Measure:
         return replace(found, mean=self.scale * found.mean, half_width=half_width)
 
 
-ACCURACY = Measure("accuracy", 100.0, "points", "higher", "highest", 1.0, "{:.2f}%", 2, " points")
-LOSS = Measure("loss", 1.0, "unit of the loss", "lower", "lowest", -1.0, "{:.4g}", 4, "")
+ACCURACY = Measure(
+    "accuracy", 100.0, "points", "higher", "highest", 1.0, "{:.2f}%", ".2f", ".2f", " points"
+)
+LOSS = Measure("loss", 1.0, "unit of the loss", "lower", "lowest", -1.0, "{:.4g}", ".4g", ".2g", "")
 
 
 @dataclass(frozen=True)
@@ -330,7 +338,9 @@ def verdict(study: Study, arms: Sequence[ArmSummary]) -> tuple[str, ...]:
 
 def _compared(arms: Sequence[ArmSummary], baseline: str) -> str:
     """Sentences about arms at one target, in accuracy, or in loss if targets are not classes."""
-    measure = ACCURACY if any(arm.accuracy_difference for arm in arms) else LOSS
+    if not arms:
+        return ""
+    measure = measure_of(arms)
     gaps = {arm.arm: measure.difference(arm) for arm in arms}
     known = {arm: gap for arm, gap in gaps.items() if gap and gap.half_width is not None}
     if not known:
@@ -344,18 +354,23 @@ def _compared(arms: Sequence[ArmSummary], baseline: str) -> str:
         said = f"{best}, the baseline, has {measure.superlative(ranked[best])}."
     if best in known:
         gap = f"{told[best]} than {baseline} by {texts[best].lstrip('+-')}"
-        if told[best] == "not told apart":
+        if told[best] not in {"better", "worse"}:
             gap = f"but cannot be told from {baseline}: {texts[best]}"
         seeds = f"a {CONFIDENCE:.0%} interval over {known[best].count} seeds"
         said = f"{best} has {measure.superlative(ranked[best])}, {gap} ({seeds})."
     parts = []
-    for word in ("better", "worse", "not told apart"):
+    for word in ("better", "worse", "not told apart", "not finite"):
         alike = [arm for arm in ranked if arm != best and told.get(arm) == word]
         named = ", ".join(f"{arm} ({texts[arm]})" for arm in alike[:_FEW])
         more = f" and {len(alike) - _FEW} more" if len(alike) > _FEW else ""
         parts += [f"{word}: {named}{more}"] if alike else []
     against = f" Against {baseline}, with {CONFIDENCE:.0%} intervals, {'; '.join(parts)}."
     return said + against if parts else said
+
+
+def measure_of(arms: Sequence[ArmSummary]) -> Measure:
+    """Accuracy, or loss if an arm has no accuracy."""
+    return ACCURACY if all(arm.accuracy is not None for arm in arms) else LOSS
 
 
 def best_of(arms: Sequence[ArmSummary], measure: Measure) -> str | None:
@@ -383,16 +398,18 @@ def _without_interval(
         return ""
     said = f"{best} has {measure.superlative(_ranked(arms, measure)[best])}"
     if (gap := gaps.get(best)) is not None:
-        said += f", {abs(gap.mean):.{measure.digits}f}{measure.points} from {baseline}"
-    return f"{said} (one seed: no interval, so chance may have decided)."
+        said += f", {abs(gap.mean):{measure.digits}}{measure.points} from {baseline}"
+    shared = "one seed" if any(gaps.values()) else f"no seed shared with {baseline}"
+    return f"{said} ({shared}: no interval, so chance may have decided)."
 
 
 def _told(gap: Interval, sign: float) -> str:
-    if gap.half_width is None or not abs(gap.mean) > gap.half_width:  # nor an interval with NaN
+    if gap.half_width is None or not math.isfinite(gap.half_width):
+        return "not finite"
+    if not abs(gap.mean) > gap.half_width:
         return "not told apart"
     return "better" if sign * gap.mean > 0.0 else "worse"
 
 
 def _text(gap: Interval, measure: Measure) -> str:
-    digits = measure.digits
-    return f"{gap.mean:+.{digits}f} ± {gap.half_width:.{digits}f}{measure.points}"
+    return measure.text(gap, "+") + measure.points

@@ -5,12 +5,13 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from fedpriv.report.studies import print_study, results_json
+from fedpriv.report.studies import print_study, results_json, results_table
 from fedpriv.studies import Cell, ReadStudy
 from fedpriv.studies.results import results_text, verdict
 from fedpriv.studies.study import load_study
@@ -49,7 +50,7 @@ HALF = 3.1824 * 0.002 * math.sqrt(4 / 3) / math.sqrt(4)
     ("changes", "end", "gap", "signs"),
     [
         (accuracy, "highest accuracy, 70.00%", f"5.00 ± {100 * HALF:.2f} points", "-+"),
-        (loss, "lowest loss, 0.3", f"0.0500 ± {HALF:.4f}", "+-"),
+        (loss, "lowest loss, 0.3", f"0.05 ± {HALF:.2g}", "+-"),
     ],
 )
 def test_the_best_arm_comes_first_then_where_intervals_leave_zero_out(
@@ -106,11 +107,39 @@ def test_one_seed_tells_nothing_and_each_target_has_a_sentence(tmp_path: Path) -
     ]
 
 
+def test_without_the_baseline_the_best_is_named_by_the_same_figure(tmp_path: Path) -> None:
+    complete = read(tmp_path, accuracy)
+
+    def without(seeds: set[int]) -> str:
+        kept = [
+            (cell, found)
+            for cell, found in complete.finished
+            if cell.arm.name != "base" or cell.seed not in seeds
+        ]
+        return sentences(replace(complete, finished=tuple(kept)))
+
+    best = "At ε = 8, up has the highest accuracy, 70.00%"
+    assert without({0, 1, 2, 3}) == (
+        f"{best} (no seed shared with base: no interval, so chance may have decided)."
+    )
+    assert without({1, 2, 3}).startswith(f"{best}, 5.20 points from base (one seed: no interval")
+
+
+def test_losses_of_any_size_can_be_read(tmp_path: Path) -> None:
+    study = read(tmp_path, lambda cell: {"accuracy": None, "loss": 1e-7 * loss(cell)["loss"]})
+    assert f"better than base by 5e-09 ± {1e-7 * HALF:.2g}" in sentences(study)
+    text = results_table(study, study.study.targets[0]).rows[1]
+    assert text[1].startswith("3e-08 ± ")
+    assert text[2] == f"-5e-09 ± {1e-7 * HALF:.2g}"
+
+
 def test_a_model_that_diverged_makes_no_arm_better(tmp_path: Path) -> None:
     bad = {"up": math.inf, "down": math.nan, "like": 1.0, "base": 1.0}
     study = read(tmp_path, lambda cell: {"accuracy": None, "loss": bad[cell.arm.name]})
     (sentence,) = verdict(study.study, study.arms)
     assert "better" not in sentence
+    assert "not told apart: like (+0 ± 0)" in sentence
+    assert "not finite: up (+inf ± nan), down (+nan ± nan)." in sentence
     text = results_json(study)
     assert json.loads(text, parse_constant=pytest.fail)["arms"][1]["loss"]["mean"] == "Infinity"
 
