@@ -328,6 +328,8 @@ def _range(values: set[float] | set[int]) -> str:
 def _accountant(loss: PrivacyLoss) -> str:
     if loss.bound is Bound.ESTIMATE:
         return f"{loss.accountant} gives an estimate, which can be below the truth: no guarantee."
+    if math.isinf(loss.epsilon):
+        return f"{loss.accountant} proves no finite ε."
     low, known = lower_end(loss), "the true ε is at most this"
     if low:
         known = f"the true ε lies between {low} and {format_epsilon(loss.epsilon)}"

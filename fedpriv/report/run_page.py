@@ -104,8 +104,9 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> Section:
         Card("δ", f"{record.delta:g}", f"N = {n:,} {plural(unit)} enrolled"),
         Card("rounds", f"{done:,}", f"of {record.rounds_planned:,} planned"),
     ]
-    warned = warnings(record.delta, record.ledger)
-    answer = [_statement(record, loss)]
+    warned, answer = warnings(record.delta, record.ledger), [_statement(record, loss)]
+    if loss is not None and math.isinf(loss.epsilon):
+        warned, answer = [*answer, *warned], []
     return Section(
         "summary",
         "Summary",
@@ -142,7 +143,7 @@ def _statement(record: RunRecord, loss: PrivacyLoss | None) -> str:
     if loss is None:
         return "Nothing was released, so nothing about anyone's data was."
     if math.isinf(loss.epsilon):
-        return "No finite ε is proven for what was released: it guarantees nothing."
+        return "No privacy: no finite ε is proven for what was released. It guarantees nothing."
     accountant = f"by the {loss.accountant} accountant, {loss.bound}"
     return (
         f"Everything that was released is ({format_epsilon(loss.epsilon)}, {record.delta:g})-"
@@ -219,7 +220,8 @@ def round_charts(rounds: Sequence[RoundResult]) -> list[Chart]:
 
 
 def _front_charts(record: RunRecord) -> list[Chart]:
-    points, values = measured(ACCURACY, record.rounds)
+    spent = [each for each in record.rounds if math.isfinite(each.epsilon)]
+    points, values = measured(ACCURACY, spent)
     line = Series("models of this run", [each.epsilon for each in points], values)
     words = {"delta": record.delta, "unit": unit_of(record.ledger)}
     return [declared("front", [line], words)] if points else []

@@ -216,7 +216,7 @@ def print_spending(spending: Spending) -> None:
     if several:
         console.print(f"All ledgers: for one {unit} that may be in each of their populations.")
     # The table says which accountant gives what; what all assume is said once.
-    assumed = (price.loss.assumptions.partition(";")[0] + "." for price in charged)
+    assumed = (price.loss.assumptions.partition(";")[0].rstrip(".") + "." for price in charged)
     refused = (f"Not priced: {refusal}." for refusal in spending.refusals)
     for sentence in (*dict.fromkeys(assumed), *refused):
         console.print(sentence)

@@ -72,8 +72,11 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
 
     def append_metrics(self, row: Mapping[str, object]) -> None:
-        """Add a line; a line that a crash cut short is ended first."""
-        _append(self.metrics, row, "constants")
+        """Add a line; a line that a crash cut short is ended first.
+
+        Numbers that are not finite are the strings "Infinity" and "NaN".
+        """
+        _append(self.metrics, row, "strings")
 
     def append_simulation_only(self, row: Mapping[str, object]) -> None:
         """Add a line; numbers that are not finite are null."""
@@ -154,7 +157,7 @@ def held(path: Path, what: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _append(path: Path, row: object, not_finite: Literal["constants", "null"]) -> None:
+def _append(path: Path, row: object, not_finite: Literal["constants", "null", "strings"]) -> None:
     # Without a buffer, of which a part might be written when the file is closed.
     with naming(path), path.open("a+b", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
@@ -223,7 +226,7 @@ def read_run(folder: Path) -> RunRecord:
         plan=run.plan.read_text(encoding="utf-8"),
         rounds_planned=config.rounds,
         delta=config.privacy.delta,
-        budget=config.privacy.epsilon,
+        budget=None if config.privacy.unsafe_no_privacy else config.privacy.epsilon,
         accountant=config.privacy.accountant,
         ledger=content,
         verification=Verification(head, cohorts, len(releases)),

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -278,9 +279,14 @@ def test_a_large_delta_is_warned_of(tmp_path: Path) -> None:
 
 def test_without_noise_there_is_no_guarantee(tmp_path: Path) -> None:
     record = made_up(tmp_path / "a", [poisson_gaussian(0.1, 0.0, population=300)], [released(1)])
-    document = parsed(render(page_of_run(record)))
-    assert "guarantees nothing" in words(section(document, "summary"))
+    without = [released(2, epsilon=math.inf)]
+    page = page_of_run(replace(record, rounds=tuple(without), budget=None))
+    document = parsed(render(page))
+    (warning,) = (e.text for e in section(document, "summary").iter("p") if e.get("class"))
+    assert "guarantees nothing" in warning
     assert "No curve is drawn" in words(section(document, "privacy"))
+    assert "tight proves no finite ε." in words(section(document, "assumptions"))
+    assert "front" not in figures(document)  # there is no place for its points
 
 
 def test_nothing_released_costs_nothing(tmp_path: Path) -> None:

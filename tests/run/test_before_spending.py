@@ -1,11 +1,14 @@
 """A run that cannot end is refused before it charges anything, or leaves a folder."""
 
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from fedpriv import (
@@ -20,6 +23,7 @@ from fedpriv import (
 )
 from fedpriv.engine.task import evaluate
 from fedpriv.errors import InvalidValueError, ModelError
+from fedpriv.run.folder import RunFolder, read_run
 from tests.commandline import printed, refused
 
 FILE = Path(__file__).parents[2] / "simulations" / "digits.toml"
@@ -118,6 +122,15 @@ def test_without_noise_nothing_is_called_differential_privacy(tmp_path: Path) ->
     text = " ".join(printed("simulate", FILE, "--out", tmp_path / "run", *words).split())
     assert "No differential privacy: a sum was released without noise." in text
     assert "User-level differential privacy" not in text
+    folder = RunFolder(tmp_path / "run")
+    with safe_open(folder.model, "numpy") as file:
+        released = file.metadata()["release"]
+    for line in (released, folder.metrics.read_text()):
+        assert json.loads(line, parse_constant=pytest.fail)["epsilon"] == "Infinity"
+    assert folder.results()[0].epsilon == math.inf
+    assert read_run(folder.path).budget is None
+    priced = printed("epsilon", folder.ledger)
+    assert "without noise.\n" in priced
 
 
 def test_batch_normalisation_that_nothing_moves_is_warned_of(
