@@ -54,7 +54,7 @@ def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
     table = Table(title=one_line(found.run), show_header=False)
     table.add_row("state", str(found.state))
     table.add_row("round", f"{found.round} of {found.rounds}")
-    table.add_row("ε spent", f"{format_epsilon(found.epsilon)} at δ = {found.delta:g}")
+    table.add_row("ε spent", f"{format_epsilon(found.epsilon)} at δ = {found.delta}")
     table.add_row("ε left", left)
     table.add_row("nodes connected", f"{found.nodes_connected} of {found.nodes_enrolled}")
     table.add_row("users enrolled", str(found.users_enrolled))
@@ -80,7 +80,7 @@ def save_model(server: str, identity: Identity, out: Path) -> None:
         raise WireError(f"what {server} sends is not a model with its round and ε") from error
     with writing(out):
         write_atomically(out, data)
-    name, spent = one_line(run), f"ε = {format_epsilon(epsilon)} at δ = {delta:g}"
+    name, spent = one_line(run), f"ε = {format_epsilon(epsilon)} at δ = {delta}"
     if randomness is Randomness.SEEDED:
         spent += f", {randomness}"
     print(f"{out}: run {name}, round {rounds[0]} of {rounds[1]}, {spent}")  # noqa: T201

@@ -199,7 +199,7 @@ class PrivateStrategy(Strategy):
 
 
 def _figures(released: RoundResult) -> MetricRecord:
-    spent = f"ε {format_epsilon(released.epsilon)} at δ {released.delta:g}"
+    spent = f"ε {format_epsilon(released.epsilon)} at δ {released.delta}"
     _log.info("round %d of %d released, %s", released.round, released.rounds, spent)
     return MetricRecord({**released.scalars, "privacy/delta": released.delta})
 

@@ -113,6 +113,13 @@ def test_the_default_delta_counts_one_population_once(folder: Path, tmp_path: Pa
     assert "at δ = 0.0001" in printed("epsilon", one, other, "--accountant", "rdp")
 
 
+def test_delta_is_printed_in_full_as_epsilon_is_larger_for_less(tmp_path: Path) -> None:
+    ledger = ledger_of(tmp_path / "a", {"r": [poisson_gaussian(0.1, 2.0, population=600)]}, "p")
+    exact = "0.0003484320557491289"
+    text = printed("epsilon", ledger, "--delta", exact, "--accountant", "rdp")
+    assert f"at δ = {exact}" in " ".join(text.split())
+
+
 def test_every_accountant_speaks_for_itself(folder: Path) -> None:
     text = printed("epsilon", folder / "full.sqlite", "--delta", "1e-5")
     rows = table("epsilon", folder / "full.sqlite", "--delta", "1e-5")

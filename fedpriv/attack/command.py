@@ -104,7 +104,7 @@ class Report:
         return Table(
             f"{self.name}: {plan.rounds} rounds, {sampling.text} of N = {sampling.population} "
             f"{plural(sampling.unit)}, z = {plan.noise_multiplier:.4g}, "
-            f"δ = {self.target.budget.delta:g}; {self.runs:,} runs in each world",
+            f"δ = {self.target.budget.delta}; {self.runs:,} runs in each world",
             columns,
             [_row(finding) for finding in self.findings],
         )

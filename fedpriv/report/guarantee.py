@@ -134,7 +134,7 @@ def _cost_sections(cost: Cost | None, charges: int, notes: list[str], unit: Unit
     for curve in cost.by_rounds:
         low, high = format_epsilon_low(curve.epsilon_low[-1]), format_epsilon(curve.epsilon[-1])
         rows.append((curve.accountant, str(curve.bound), low or "–", high))
-    caption = f"All {charges} charges of the ledger at δ = {cost.delta:g}"
+    caption = f"All {charges} charges of the ledger at δ = {cost.delta}"
     table = Table(caption, [*columns, Column("ε, lower end"), Column("ε")], rows)
     rounds, errors = _epsilon_chart(cost, unit), _trade_off_chart(cost.trade_off, unit)
     powers = _powers(cost.trade_off, unit)
@@ -171,7 +171,7 @@ def _epsilon_chart(cost: Cost, unit: Unit) -> Chart:
 
 
 def _delta_chart(cost: Cost, curves: Sequence[_DeltaCurve], unit: Unit) -> Chart:
-    reported = f"reported: ε = {format_epsilon(cost.epsilon)} at δ = {cost.delta:g}"
+    reported = f"reported: ε = {format_epsilon(cost.epsilon)} at δ = {cost.delta}"
     series = [
         Series(f"{c.accountant}: {c.bound}", c.epsilon, c.delta, dashed=c.bound is Bound.ESTIMATE)
         for c in curves

@@ -101,7 +101,7 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> Section:
         Card(
             f"{unit}-level ε", format_epsilon(loss.epsilon if loss else 0.0), _epsilon_note(record)
         ),
-        Card("δ", f"{record.delta:g}", f"N = {n:,} {plural(unit)} enrolled"),
+        Card("δ", f"{record.delta}", f"N = {n:,} {plural(unit)} enrolled"),
         Card("rounds", f"{done:,}", f"of {record.rounds_planned:,} planned"),
     ]
     warned, answer = warnings(record.delta, record.ledger), [_statement(record, loss)]
@@ -146,7 +146,7 @@ def _statement(record: RunRecord, loss: PrivacyLoss | None) -> str:
         return "No privacy: no finite ε is proven for what was released. It guarantees nothing."
     accountant = f"by the {loss.accountant} accountant, {loss.bound}"
     return (
-        f"Everything that was released is ({format_epsilon(loss.epsilon)}, {record.delta:g})-"
+        f"Everything that was released is ({format_epsilon(loss.epsilon)}, {record.delta})-"
         f"differentially private for each whole {loss.unit} ({loss.relation} neighbours; "
         f"{accountant})."
     )

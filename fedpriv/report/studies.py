@@ -59,7 +59,7 @@ def front_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart:
         x = [arm.epsilon for arm in own]
         series.append(line_of(name, x, [*map(measure.end, own)], bars=True))
     spent = [arm.epsilon for arm in arms]
-    axis = _axis(f"{study.unit}-level ε at δ = {arms[0].target.delta:g}", "", spent)
+    axis = _axis(f"{study.unit}-level ε at δ = {arms[0].target.delta}", "", spent)
     return measure_chart("study-front", measure, series, "front", axis)
 
 
@@ -174,7 +174,7 @@ def results_table(read: ReadStudy, target: Target) -> Table:
     if seeds == 1:
         means = "one seed, so no interval"
     caption = (
-        f"At ε = {target.epsilon:g}, δ = {target.delta:g}: {means}, differences from "
+        f"At ε = {target.epsilon:g}, δ = {target.delta}: {means}, differences from "
         f"{study.baseline} paired by seed; {_BEST} marks the {measure.best} mean"
     )
     return Table(caption, [Column("arm", "text"), *numbers], rows)
@@ -294,7 +294,7 @@ def _beside(names: Sequence[str], arms: Sequence[ArmSummary], of: _Of) -> list[S
 
 def _targets_axis(study: Study, targets: Sequence[Target]) -> Axis:
     return Axis(
-        f"{study.unit}-level ε at δ = {targets[0].delta:g}",
+        f"{study.unit}-level ε at δ = {targets[0].delta}",
         "",
         ends=(-0.5, len(targets) - 0.5),
         ticks=tuple((float(n), f"{target.epsilon:g}") for n, target in enumerate(targets)),

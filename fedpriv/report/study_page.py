@@ -99,7 +99,7 @@ def _summary(
         warnings=[f"{read.missing} runs of the study are not finished."] if read.missing else [],
         cards=[
             Card("arms", str(len(names)), f"against {study.baseline}"),
-            Card(f"{study.unit}-level ε of each run", spent, f"at δ = {targets[0].delta:g}"),
+            Card(f"{study.unit}-level ε of each run", spent, f"at δ = {targets[0].delta}"),
             Card("seeds", str(len(study.seeds)), "the same in each arm"),
             Card(plural(study.unit), counts, _who(arms)),
         ],

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from decimal import ROUND_CEILING, Context
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from fractions import Fraction
 from pathlib import Path
 from typing import Literal, TextIO
@@ -138,13 +138,17 @@ def shortened(names: Iterable[str], most: int) -> dict[str, str]:
 
 
 def format_epsilon_low(epsilon: float) -> str:
-    """A lower end of ε to three decimals, rounded down; empty if that is zero.
+    """A lower end of ε like `format_epsilon`, but rounded down; empty if it is zero.
 
-    >>> format_epsilon_low(1.9999), format_epsilon_low(0.0009)
-    ('1.999', '')
+    >>> format_epsilon_low(1.9999), format_epsilon_low(5.678e-4), format_epsilon_low(0.0)
+    ('1.999', '5.67e-4', '')
     """
-    down = math.floor(epsilon * 1000) / 1000
-    return f"{down:.3f}" if down > 0.0 else ""
+    if epsilon <= 0.0:
+        return ""
+    if epsilon < 0.001:
+        down = Context(prec=3, rounding=ROUND_FLOOR)
+        return f"{down.create_decimal_from_float(epsilon):.2e}"
+    return f"{math.floor(epsilon * 1000) / 1000:.3f}"
 
 
 def lower_end(loss: PrivacyLoss) -> str:
@@ -189,7 +193,7 @@ def print_spending(spending: Spending) -> None:
     """Print what each run, each ledger and all ledgers cost, in the accountants' words."""
     several = len(spending.ledgers) > 1
     populations = ", ".join(dict.fromkeys(each.population for each in spending.ledgers))
-    symbol, fixed = "ε", f"δ = {spending.delta:g}" if spending.delta is not None else ""
+    symbol, fixed = "ε", f"δ = {spending.delta}" if spending.delta is not None else ""
     if spending.epsilon is not None:
         symbol, fixed = "δ", f"ε = {spending.epsilon:g}"
     headings = [Column("run", "text"), Column("rounds"), Column("accountant", "text")]
@@ -253,7 +257,7 @@ def print_plan(plan: Plan, by_clt: Plan | None) -> None:
     if by_clt is not None:
         really = f"estimate; really ε = {format_epsilon(_cost(by_clt).epsilon)}"
         rows.append(("z by the central limit theorem", str(by_clt.noise_multiplier), really))
-    title = f"within ε = {plan.target_epsilon:g} at δ = {loss.delta:g}"
+    title = f"within ε = {plan.target_epsilon:g} at δ = {loss.delta}"
     print_table(Table(title, [Column("", "text")] * 3, rows), border=box.HEAVY_HEAD)
     Console().print(loss.assumptions)
 

@@ -598,7 +598,7 @@ def _progress(plan: TrainingPlan, first: int, console: Console) -> Iterator[OnRo
 def released_text(result: RoundResult, rounds: int) -> str:
     """One line on a release, for a log."""
     accuracy = () if result.accuracy is None else (f"accuracy {result.accuracy:.1%}",)
-    spent = f"ε {format_epsilon(result.epsilon)} at δ {result.delta:g}"
+    spent = f"ε {format_epsilon(result.epsilon)} at δ {result.delta}"
     released = f"round {result.round} of {rounds} released"
     noisy = result.scalar_metrics.get(CONTRIBUTORS_METRIC)
     stddev = result.metrics_noise_stddev.get(CONTRIBUTORS_METRIC)
@@ -612,7 +612,7 @@ def _warn(experiment: Experiment, console: Console) -> None:
     population = sampling.population
     if delta >= 1.0 / population:
         console.print(
-            f"warning: δ is {delta:g}; it should be below 1/N = {1.0 / population:.3g}, since "
+            f"warning: δ is {delta}; it should be below 1/N = {1.0 / population:.3g}, since "
             f"publishing one random {sampling.unit}'s data whole satisfies δ = 1/N",
             style="yellow",
         )
@@ -669,7 +669,7 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
     if counted := contributors_text(run.rounds, plan.sampling.event()):
         rows.append(("contributors, of those expected", counted))
     level = f"{plan.sampling.unit}-level (ε, δ)"
-    rows.append((level, f"({format_epsilon(loss.epsilon)}, {privacy.delta:g})"))
+    rows.append((level, f"({format_epsilon(loss.epsilon)}, {privacy.delta})"))
     if len(rows_of_run) < len(charges):
         alone = epsilon_of(of_run, privacy.delta, privacy.accountant)
         rows.append(("of which this run alone", format_epsilon(alone.epsilon)))

@@ -276,7 +276,7 @@ def _facts(experiment: Experiment, before: Sequence[RoundEvent]) -> Iterator[str
     more = {"projection": config.projection, "evaluation": experiment.evaluation}
     charged = " and the ".join([rounds, *(name for name in more if more[name])])
     loss = epsilon_of([*before, plan.event], privacy.delta, privacy.accountant)
-    spent = f"ε = {format_epsilon(loss.epsilon)} at δ = {privacy.delta:g}"
+    spent = f"ε = {format_epsilon(loss.epsilon)} at δ = {privacy.delta}"
     yield f"{charged} cost {spent}: {loss.assumptions}"
     unit = sampling.drawn
     moves = f"{unit} moves the sum of a group"
@@ -389,7 +389,7 @@ def suggest_norms(
     _print(console, title, names, rows)
     console.print(
         f"The ledger {charged} now stands at ε = {format_epsilon(loss.epsilon)} at "
-        f"δ = {config.privacy.delta:g}; train with privacy.ledger set to it.",
+        f"δ = {config.privacy.delta}; train with privacy.ledger set to it.",
         highlight=False,
     )
 

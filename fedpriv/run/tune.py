@@ -457,7 +457,7 @@ class _Search:
         )
         model = released_model(state, [result])
         with_room(lambda: write_atomically(folder.model, model))
-        about = f"ε = {format_epsilon(price)} at δ = {delta:g}, the model included"
+        about = f"ε = {format_epsilon(price)} at δ = {delta}, the model included"
         return self._told(Tuning(folder.path, settings, found, epsilon=price), about)
 
     def _check_on_users(self) -> None:
@@ -578,7 +578,7 @@ class _Search:
         dearest = max(budget.epsilon_of([rounds]) for rounds in alone)
         law = "Poisson" if search.shape is None else f"negative binomial, shape {search.shape:g}"
         self._say(
-            f"The search will cost ε = {format_epsilon(price)} at δ = {budget.delta:g}, with what "
+            f"The search will cost ε = {format_epsilon(price)} at δ = {budget.delta}, with what "
             f"the ledger {self.setup.ledger} holds already and with the model that it finds; one "
             f"trial alone would cost {format_epsilon(dearest)}."
         )
