@@ -83,16 +83,16 @@ def software_section() -> Section:
 
 
 def _summary(record: RunRecord, loss: PrivacyLoss | None) -> Section:
-    cards = []
+    cards, done = list[Card](), record.rounds[-1].round if record.rounds else 0
     last = next((each for each in reversed(record.rounds) if each.loss is not None), None)
     if last is not None:
         name, value = "loss", f"{last.loss:.4g}"
         if last.accuracy is not None:
             name, value = "accuracy", f"{last.accuracy:.2%}"
         shown = {name: value, **{n: f"{v:.4g}" for n, v in last.figures.items()}}
-        cards += [Card(n, text, "on held-out rows, last model") for n, text in shown.items()]
+        which = "last model" if last.round == done else f"after round {last.round:,}"
+        cards += [Card(n, text, f"on held-out rows, {which}") for n, text in shown.items()]
     unit, n = unit_of(record.ledger), users_of(record.ledger)
-    done = record.rounds[-1].round if record.rounds else 0
     cards += _contributors(record)
     if (audit := record.audit) is not None:
         note = f"shown by {audit.canaries:,} canaries, at 95% confidence"

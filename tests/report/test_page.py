@@ -148,6 +148,17 @@ def test_rounds_are_counted_where_lines_are_missing(tmp_path: Path) -> None:
     assert "rounds 3 of 4 planned" in words(section(parsed(page), "summary"))
 
 
+def test_it_says_of_which_model_the_accuracy_is(tmp_path: Path) -> None:
+    rounds = [released(2), released(3, loss=None, accuracy=None)]
+    record = made_up(tmp_path / "a", [FULL] * 2, rounds)
+    summary = words(section(parsed(render(page_of_run(record))), "summary"))
+    assert "50.00% on held-out rows, after round 1 " in summary
+    both = words(
+        section(parsed(render(page_of_run(replace(record, rounds=tuple(rounds[:1]))))), "summary")
+    )
+    assert "50.00% on held-out rows, last model " in both
+
+
 def test_a_seed_is_warned_of(page: str) -> None:
     assert "seeded randomness" in words(section(parsed(page), "summary"))
 
