@@ -263,6 +263,10 @@ def _complete(
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with held(folder, f"{folder} holds a study"):
+        if finished_runs(study, folder).keys() != finished.keys():
+            raise InvalidValueError(
+                f"{folder} has runs that another process finished meanwhile; give the command again"
+            )
         write_atomically(folder / STUDY, study_toml(study, folder).encode())
         try:
             with _progress(study, folder, finished, console) as show, closing(runs):

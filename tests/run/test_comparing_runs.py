@@ -16,7 +16,8 @@ from fedpriv.data.population import load_population
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord, beside
-from fedpriv.run.compare import calibrated, run_cell
+from fedpriv.run import compare
+from fedpriv.run.compare import calibrated, run_cell, run_study
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.simulate import run_simulation
 from fedpriv.studies import Cell, RunResult, Study
@@ -139,6 +140,25 @@ def test_a_run_that_was_cut_short_is_done_again_and_releases_the_same(
         assert len(list(ledger.charges())) == 1
     plan = tomllib.loads(folder.plan.read_text())
     assert plan["privacy"]["noise_multiplier"] == result.noise_multiplier
+
+
+def test_a_run_that_was_finished_meanwhile_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = study_file(tmp_path)
+    study, folder = load_study(file), tmp_path / "study"
+    noise = calibrated(study)
+
+    def beside_another_process(study: Study) -> object:
+        cell = study.cells[0]
+        run(study, cell, folder, noise[cell.arm, cell.target])
+        return noise
+
+    monkeypatch.setattr(compare, "calibrated", beside_another_process)
+    with pytest.raises(InvalidValueError, match="finished meanwhile"):
+        run_study(file, folder, 1)
+    (finished,) = folder.glob("runs/*/*/*")
+    assert (finished / RESULT).exists()
 
 
 def test_every_arm_has_the_least_noise_of_its_own_rounds_and_sampling(tmp_path: Path) -> None:
