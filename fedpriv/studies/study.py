@@ -105,7 +105,10 @@ class Study(Section):
         names = [arm.name for arm in self.arms]
         _refuse_repeated("arms", names)
         _refuse_repeated("seeds", self.seeds)
-        _refuse_repeated("target.epsilon", [target.epsilon for target in self.targets])
+        # As folders, names and reports have it.
+        _refuse_repeated(
+            "target.epsilon", [float(f"{target.epsilon:g}") for target in self.targets]
+        )
         if self.baseline and self.baseline not in names:
             known = known_names(self.baseline, names)
             raise ValueError(f"baseline is {self.baseline!r}, which is not an arm; {known}")

@@ -143,6 +143,10 @@ def test_committed_studies_are_valid(path: Path) -> None:
         ({"arms": [{"name": "a"}, {"name": "a"}], "axes": None}, "arms hold 'a' more than once"),
         ({"seeds": [1, 2, 1]}, "seeds hold 1 more than once"),
         ({"seeds": []}, "seeds are none"),
+        (
+            {"target": {"epsilon": [8.0, 8.0000001], "delta": 1e-2}},
+            "target.epsilon hold 8.0 more than once",
+        ),
         ({"seeds": 0}, "seeds"),
         ({"target": {"epsilon": [1.0, 1.0], "delta": 0.1}}, "target.epsilon hold 1.0 more than"),
         ({"target": {"epsilon": -1.0, "delta": 0.1}}, "target.epsilon is -1.0"),
