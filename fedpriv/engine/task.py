@@ -456,7 +456,7 @@ def called(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor
     unnamed, named = ((), x) if isinstance(x, dict) else ((x,), {})
     # functional_call costs as much as a small layer.
     outputs = (
-        functional_call(model, dict(tensors), unnamed, named)
+        functional_call(model, _in_all_places(model, tensors), unnamed, named, tie_weights=False)
         if tensors
         else model(*unnamed, **named)
     )
@@ -476,8 +476,23 @@ def done_with(
     model: nn.Module, tensors: Mapping[str, Tensor], do: Callable[[], _Result]
 ) -> _Result:
     """What is returned by a call during which a model has tensors put in by name."""
-    put_in = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    return cast(_Result, functional_call(_During(model), put_in, (do,)))
+    put_in = {f"model.{name}": t for name, t in _in_all_places(model, tensors).items()}
+    return cast(_Result, functional_call(_During(model), put_in, (do,), tie_weights=False))
+
+
+def _in_all_places(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by name, and by all other names of tied ones; a module in two places has one.
+
+    Where torch finds these names itself, it puts tensors into such a module twice, and what was put
+    in first comes back at the end in place of the model's own.
+    """
+    found, first_names = dict[str, Tensor](), dict[int, str]()
+    for path, module in model.named_modules():
+        for held in (module.named_parameters, module.named_buffers):
+            for name, tensor in held(path, recurse=False, remove_duplicate=False):
+                if (first := first_names.setdefault(id(tensor), name)) in tensors:
+                    found[name] = tensors[first]
+    return found
 
 
 def matching(patterns: Iterable[str], names: Iterable[str], what: str) -> tuple[str, ...]:

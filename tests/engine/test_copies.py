@@ -10,7 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 from fedpriv.engine.checks import check_task
-from fedpriv.engine.task import Task, cross_entropy
+from fedpriv.engine.task import Task, called, cross_entropy, done_with
 from fedpriv.errors import ModelError
 from fedpriv.models import MODELS, build_model
 
@@ -55,6 +55,11 @@ def tied() -> nn.Module:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
     model[2].weight = model[0].weight
     return model
+
+
+def twice() -> nn.Module:
+    layer = nn.Linear(6, 6)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(6, 3))
 
 
 def of_bound_method() -> nn.Module:
@@ -109,6 +114,7 @@ def test_such_a_copy_ignores_what_is_swapped_into_it() -> None:
     [
         lambda: nn.Linear(6, 3),
         tied,
+        twice,
         of_bound_method,
         with_dropout,
         partly_frozen,
@@ -120,6 +126,23 @@ def test_other_models_are_accepted(make, rows: np.ndarray) -> None:
     before = {name: p.clone() for name, p in model.named_parameters()}
     check(model, rows)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("make", [tied, twice])
+def test_what_is_put_in_is_in_all_places_and_gone_afterwards(make) -> None:
+    model = make()
+    own = dict(model.named_parameters(remove_duplicate=False))
+    others = {n: torch.randn(p.shape) for n, p in model.named_parameters()}
+    expected = make()
+    with torch.no_grad():
+        for name, parameter in expected.named_parameters():
+            parameter.copy_(others[name])
+    x = torch.from_numpy(ROWS)
+    for found in (called(model, others, x), done_with(model, others, lambda: model(x))):
+        torch.testing.assert_close(found, expected(x))
+        held = dict(model.named_parameters(remove_duplicate=False))
+        assert held.keys() == own.keys()
+        assert all(held[name] is parameter for name, parameter in own.items())
 
 
 @pytest.mark.parametrize("name", MODELS)
