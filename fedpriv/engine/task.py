@@ -89,8 +89,8 @@ class Task:
     >>> sorted(task.parameters())
     ['bias', 'weight']
 
-    A layer that depends on other examples or keeps state across them is a `ModelError`, and so is a
-    trained parameter that is complex or has a hook.
+    A layer that depends on other examples or keeps state across them is a `ModelError`, and so is
+    one of TorchScript, or a trained parameter that is complex or has a hook.
 
     Attributes:
         model: any module that maps inputs [B, …] to outputs [B, …] without mixing examples or
@@ -153,6 +153,12 @@ class Task:
             patterns = getattr(self, name)
             one = isinstance(patterns, str)
             object.__setattr__(self, name, (patterns,) if one else tuple(patterns))
+        for name, layer in self.model.named_modules():
+            if isinstance(layer, torch.jit.ScriptModule):
+                raise ModelError(
+                    f"{f'layer {name!r}' if name else 'the model'} is TorchScript, into which no "
+                    "user's parameters can be put; give the module that it was made from"
+                )
         model = without_batch_norm(self.model)
         given = dict(self.model.named_parameters())  # copies have no hooks
         for name, tensor in (*given.items(), *self.model.named_buffers()):

@@ -201,6 +201,15 @@ def test_parameters_that_cannot_be_trained_as_they_are_are_refused() -> None:
     assert list(Task(hooked, frozen="weight").trainable()) == ["bias"]
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch gives it up itself
+def test_torchscript_is_refused() -> None:
+    scripted = torch.jit.script(nn.Linear(6, 3))
+    with pytest.raises(ModelError, match="the model is TorchScript, into which no user's"):
+        Task(scripted)
+    with pytest.raises(ModelError, match="layer '1' is TorchScript"):
+        Task(nn.Sequential(nn.Linear(6, 6), scripted))
+
+
 def test_a_model_may_draw_other_numbers_for_one_example() -> None:
     check_task(Task(Applied(lambda x: x + torch.randn_like(x).flip(0))), EXAMPLES)
 
