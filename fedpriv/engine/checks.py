@@ -160,13 +160,16 @@ def _check_apart(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> Non
 def _check_one_apart(
     task: Task, model: nn.Module, tensors: TorchTensors, x: Inputs, y: Tensor, one: slice
 ) -> None:
-    def first_of(beside: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        several = each_input(lambda t: torch.cat([t[one], beside(t)]), x)
-        outputs = _outputs_once(model, tensors, several)
-        return outputs[:1], task.losses_of(outputs, torch.cat([y[one], beside(y)]))[:1]
+    def amid(others: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        def several(t: Tensor) -> Tensor:  # what mixes may look ahead or back alone
+            return torch.cat([others(t), t[one], others(t)])
+
+        outputs, place = _outputs_once(model, tensors, each_input(several, x)), len(y)
+        losses = task.losses_of(outputs, several(y))
+        return outputs[place : place + 1], losses[place : place + 1]
 
     try:
-        copies, zeros = first_of(torch.clone), first_of(torch.zeros_like)
+        copies, zeros = amid(torch.clone), amid(torch.zeros_like)
         outputs = _outputs_once(model, tensors, each_input(lambda t: t[one], x))
         alone = outputs, task.losses_of(copies[0], y[one])
     except Exception as error:

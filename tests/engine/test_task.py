@@ -87,6 +87,15 @@ def test_any_row_may_show_that_examples_are_mixed() -> None:
             check_task(Task(BrightestIsOne()), examples)
 
 
+@pytest.mark.parametrize("function", [lambda x: x.cumsum(0), lambda x: x.flip(0).cumsum(0).flip(0)])
+def test_a_model_that_looks_ahead_or_back_alone_mixes_examples(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    # As a recurrent layer does that takes the first axis for the time.
+    with pytest.raises(ModelError, match="model or loss mix examples"):
+        check_task(Task(Applied(function)), EXAMPLES)
+
+
 class Complex(nn.Module):
     """Multiplies by complex numbers."""
 
