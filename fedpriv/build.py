@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fedpriv.audit import Audit, check_auditable
@@ -523,9 +524,14 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
 def _origin(task: Task) -> str:
     """What decides the result of a task beside the plan; checkpoints hold trained parameters."""
     moved, constants = task.statistics(), task.constants(torch.device("cpu")).items()
-    frozen = {name: tensor.numpy() for name, tensor in constants if name not in moved}
+    frozen = {name: _as_array(tensor) for name, tensor in constants if name not in moved}
     read = f"{task.inputs} {task.targets} {task.ignore_index} {task.personal}"
     return f"{task.model} {_digest(frozen)} {path_of(task.loss)} {read}"
+
+
+def _as_array(tensor: torch.Tensor) -> npt.NDArray[np.generic]:
+    """A tensor as NumPy can hold it, which does not know bfloat16: as integers of the same bits."""
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def _digest(tensors: HeldOut) -> str:

@@ -16,7 +16,7 @@ from fedpriv.engine.adapters import Adapted, merge_adapters, with_adapters
 from fedpriv.engine.checks import check_task
 from fedpriv.engine.layers import batched_model
 from fedpriv.engine.task import Task
-from fedpriv.errors import ModelError
+from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.models import build_model
 from fedpriv.run.folder import RunFolder
@@ -314,6 +314,36 @@ def test_a_run_in_python_gives_a_whole_model(tmp_path: Path) -> None:
     merged = merge_adapters(run.model)
     torch.testing.assert_close(merged(WORDS), run.model(WORDS), rtol=1e-4, atol=1e-5)
     assert list(merged.state_dict()) == list(base.state_dict())
+
+
+class Halved(nn.Module):
+    """A frozen layer of bfloat16 below one that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 6).bfloat16().requires_grad_(False)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.base(x.bfloat16()).float())
+
+
+def test_a_run_is_of_its_frozen_numbers_of_bfloat16_too(tmp_path: Path) -> None:
+    x, y = np.eye(6, dtype=np.float32).repeat(2, 0), np.arange(12) % 3
+    people = fedpriv.Population.from_arrays(x, y, np.arange(12), held_out=(x, y))
+    mechanism = fedpriv.Mechanism.poisson(q=0.5).calibrate(epsilon=8.0, delta=1e-2, rounds=1)
+
+    def train(model: nn.Module, *, resume: bool) -> fedpriv.Run:
+        task, out = Task(model), tmp_path / "run"
+        return fedpriv.simulate(people, task, mechanism, out=out, quiet=True, resume=resume)
+
+    model = Halved()
+    assert train(model, resume=False).model.base.weight.equal(model.base.weight)
+    train(model, resume=True)
+    with torch.no_grad():
+        model.base.bias[0] += 1.0
+    with pytest.raises(InvalidValueError, match="can only be resumed with the plan it began with"):
+        train(model, resume=True)
 
 
 @pytest.mark.parametrize(
