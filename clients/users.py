@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from fedpriv.data.arrays import from_arrays, from_grouped
 from fedpriv.data.files import read_npz
-from fedpriv.data.population import Population, UserStore
+from fedpriv.data.population import Population, UserStore, plain_id
 from fedpriv.errors import DataError, InvalidValueError, writing
 from fedpriv.importing import call_imported, import_function, raised_at
 from fedpriv.wire.naming import check_user_id
@@ -127,8 +127,8 @@ def keyed_id(identifier: str, key: bytes) -> str:
 
     First it is brought into Unicode's form NFC, trimmed of spaces at its ends, and its case folded.
     """
-    trimmed = unicodedata.normalize("NFC", identifier).strip()
-    folded = check_user_id(unicodedata.normalize("NFC", trimmed.casefold()), "an identifier")
+    folded = unicodedata.normalize("NFC", plain_id(identifier).casefold())
+    folded = check_user_id(folded, "an identifier")
     return hmac.digest(key, folded.encode(), "sha256").hex()
 
 

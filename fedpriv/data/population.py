@@ -15,6 +15,7 @@ import mmap
 import os
 import secrets
 import shutil
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -63,7 +64,8 @@ class UserStore:
 
     Guarantees:
         * Every row is stored with exactly one user, and every user has exactly one position: the
-          user is the unit of privacy, so a user enrolled twice would void the guarantee.
+          user is the unit of privacy, so a user enrolled twice would void the guarantee. So no two
+          ids read alike (`plain_id`), and none is empty, as ids that are missing in a file are.
         * A row that belongs to others too names them all in the field `ROW_OWNERS`; whole users
           are never drawn from such a store.
         * A user may have zero rows.
@@ -211,7 +213,7 @@ class Population:
             names = sorted(enrolled)
             raise DataError(f"test rows have the fields {sorted(fields)}; users have {names}")
         if owners is not None:
-            _check_not_enrolled(as_id_array(owners), self.users.user_ids)
+            _check_not_enrolled(as_id_array(owners), self.users)
         for name, array in fields.items():
             check_like(f"test field {name!r}", array, "the users' is", self.users.fields[name])
         counts = {len(array) for array in self.test.values()}
@@ -341,12 +343,12 @@ def spread_over(offsets: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
 def as_id_array(ids: Sequence[object] | Array) -> IdArray:
     """Turn user ids [n] into an array of strings or of integers; DataError if they are neither.
 
-    NumPy would merge or split users by converting mixed, missing (None, NaN), float or bool ids,
-    and by taking null characters from the ends of strings, as it did with those that it holds.
+    NumPy would merge or split users by converting mixed, missing (None, NaN, masked), float or bool
+    ids, and by taking null characters from the ends of strings, as it did with those that it holds.
     """
     if isinstance(ids, np.ndarray) and ids.ndim != 1:
         raise DataError(f"user ids have shape {ids.shape}; they must be one-dimensional")
-    if isinstance(ids, np.ndarray) and ids.dtype.kind in "iuU":
+    if isinstance(ids, np.ndarray) and ids.dtype.kind in "iuU" and not np.ma.isMaskedArray(ids):
         return ids
     values = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
     kind = str if values and isinstance(values[0], str) else (int, np.integer)
@@ -362,11 +364,15 @@ def as_id_array(ids: Sequence[object] | Array) -> IdArray:
     return array
 
 
-def _check_not_enrolled(owners: IdArray, enrolled: Sequence[str] | IdArray | None) -> None:
+def plain_id(user: object) -> str:
+    """An id as it reads: without spaces at its ends, in Unicode's form NFC."""
+    return unicodedata.normalize("NFC", str(user)).strip()
+
+
+def _check_not_enrolled(owners: IdArray, users: UserStore) -> None:
     """Figures of an enrolled user would be a statement that no guarantee covers."""
-    if enrolled is None:
-        return
-    if both := {str(user) for user in np.unique(owners)} & {str(user) for user in enrolled}:
+    enrolled = range(users.population) if users.user_ids is None else users.user_ids
+    if both := {*map(plain_id, np.unique(owners))} & {*map(plain_id, enrolled)}:
         found = f"held-out rows name {len(both)} of the enrolled users"
         raise DataError(f"{found}; they must not belong to an enrolled user")
 
@@ -385,8 +391,21 @@ def _checked_ids(ids: Sequence[str] | IdArray, users: int) -> IdArray:
     if len(distinct) < users:
         repeated = str(distinct[counts > 1][0])
         raise DataError(f"user id {repeated!r} occurs twice; each user must occur once")
+    if array.dtype.kind == "U":
+        _check_read_apart(array.tolist())
     array.flags.writeable = False
     return array
+
+
+def _check_read_apart(ids: Sequence[str]) -> None:
+    """Raise DataError if an id is empty, or two would be the same person's."""
+    first: dict[str, str] = {}
+    for user in ids:
+        if not (plain := plain_id(user)):
+            raise DataError(f"user id {user!r} is empty; every row must name its user")
+        if (other := first.setdefault(plain, user)) != user:
+            alike = f"user ids {other!r} and {user!r} differ in spaces or Unicode's form alone"
+            raise DataError(f"{alike}; each user must occur once")
 
 
 def _check_owners(users: UserStore) -> None:

@@ -20,7 +20,7 @@ def grouped_slowly(ids):
 
 @given(
     ids=st.one_of(
-        st.lists(st.sampled_from(["b", "a", "ccc", ""]), min_size=1, max_size=20),
+        st.lists(st.sampled_from(["b", "a", "ccc", "á"]), min_size=1, max_size=20),
         st.lists(st.integers(-3, 3), min_size=1, max_size=20),
     )
 )
@@ -64,6 +64,10 @@ def test_integer_ids_of_any_container(ids):
         (["1", 1, "2"], "number 1 is 1; ids must be all strings or all integers"),
         ([1, None, 2], "number 1 is None"),
         (np.array(["a", None, "b"], dtype=object), "number 1 is None"),
+        (np.ma.array([1, 2, 3], mask=[False, True, False]), "number 1 is None"),
+        (["a", "", "b"], "'' is empty; every row must name its user"),
+        (["a", "b", "a "], "'a' and 'a ' differ in spaces or Unicode's form alone"),
+        (["é", "b", "e\N{COMBINING ACUTE ACCENT}"], "differ in spaces or Unicode's form alone"),
         (np.array([1.0, 2.0, np.nan]), "number 0 is 1.0"),
         (np.array([True, False, True]), "number 0 is True"),
         (torch.tensor([1.0, 2.0, 3.0]), "number 0 is 1.0"),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from fedpriv.data import Population, UserStore
+from fedpriv.data.population import HELD_OUT_USER
 from fedpriv.errors import DataError
 
 USERS = UserStore({"x": np.zeros((3, 2), np.float32), "y": np.arange(3)}, np.array([0, 3]))
@@ -37,6 +38,15 @@ def test_name_must_be_one_printable_line(name):
 def test_test_rows_must_fit_the_users(change, message):
     with pytest.raises(DataError, match=message):
         Population("one user", USERS, TEST | change)
+
+
+@pytest.mark.parametrize(
+    ("ids", "owners"), [(None, [0, 7]), (["ann"], ["eve", "ann "]), ([3], [4, 3])]
+)
+def test_held_out_rows_of_an_enrolled_user_are_refused(ids, owners):
+    users = UserStore(USERS.fields, USERS.offsets, ids)
+    with pytest.raises(DataError, match="held-out rows name 1 of the enrolled users"):
+        Population("one user", users, TEST | {HELD_OUT_USER: np.array(owners)})
 
 
 def test_rows_are_grouped_by_the_ids_of_their_users():

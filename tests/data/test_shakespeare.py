@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import string
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +87,10 @@ TEXTS = st.lists(st.text(st.sampled_from(CHARACTERS), max_size=9), max_size=4)
 
 @given(
     st.lists(
-        st.tuples(st.text(min_size=1), TEXTS), min_size=3, max_size=3, unique_by=lambda t: t[0]
+        st.tuples(st.text(string.ascii_letters, min_size=1), TEXTS),
+        min_size=3,
+        max_size=3,
+        unique_by=lambda t: t[0],
     ),
     st.integers(1, 4),
     st.none() | st.integers(1, 3),
