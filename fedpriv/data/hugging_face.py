@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
@@ -28,6 +29,7 @@ from fedpriv.data.population import (
     UserStore,
     as_id_array,
     load_population,
+    plain_id,
     sharing,
 )
 from fedpriv.errors import DataError, InvalidValueError, known_names
@@ -113,8 +115,9 @@ def load_hugging_face(
         legal = "dataset, a name on the Hugging Face hub, or both paths must be given"
         raise InvalidValueError(f"{found}; either {legal}")
     if dataset is None:
-        rows = open_dataset(_option("train", train, str))
-        held_out = open_dataset(_option("test", test, str))
+        as_written = () if user_column is None else (_option("user_column", user_column, str),)
+        rows = open_dataset(_option("train", train, str), as_written)
+        held_out = open_dataset(_option("test", test, str), as_written)
         source = Path(_option("train", train, str)).name
     else:
         rows, held_out = fetch_splits(dataset, splits, subset, revision)
@@ -200,12 +203,13 @@ def fetch_splits(
     return rows, held_out
 
 
-def open_dataset(path: str | Path) -> "Dataset":
+def open_dataset(path: str | Path, texts: Sequence[str] = ()) -> "Dataset":
     """Read a dataset into memory, without the network or the package's cache in the home folder.
 
     The path is a folder saved by `Dataset.save_to_disk` (or that of one split of a `DatasetDict`),
     a .parquet file, a .csv file with a line of names, a .jsonl or .json file with an object per
-    line, or a folder of such files of one kind, which are read in the order of their names.
+    line, or a folder of such files of one kind, which are read in the order of their names. Of .csv
+    files the columns `texts` are read as they are written, and not as numbers: ids 1 and 01 differ.
     """
     place, package = Path(path), _package("datasets", "datasets")
     if not place.exists():
@@ -216,7 +220,7 @@ def open_dataset(path: str | Path) -> "Dataset":
     try:
         if (place / "state.json").is_file():
             return package.load_from_disk(place, keep_in_memory=True)
-        return package.Dataset(_table_of_files(place))
+        return package.Dataset(_table_of_files(place, texts))
     except DataError:
         raise
     # Readers raise errors of many classes, and their texts may quote the content.
@@ -260,13 +264,17 @@ def _package(name: str, extra: str) -> ModuleType:
         raise DataError(f"{what}; pip install 'fedpriv[{extra}]'") from error
 
 
-def _table_of_files(place: Path) -> "Table":
+def _table_of_files(place: Path, texts: Sequence[str]) -> "Table":
     """Rows of a file, or of all files of a folder; the package datasets brings pyarrow."""
     import pyarrow  # noqa: PLC0415
-    from pyarrow import csv, json, parquet  # noqa: PLC0415
+    from pyarrow import json, parquet  # noqa: PLC0415
 
     readers: dict[str, Callable[[Path], Table]] = {".json": json.read_json}
-    readers |= {".jsonl": json.read_json, ".parquet": parquet.read_table, ".csv": csv.read_csv}
+    readers |= {
+        ".jsonl": json.read_json,
+        ".parquet": parquet.read_table,
+        ".csv": partial(_read_csv, texts=texts),
+    }
     files = sorted(place.iterdir()) if place.is_dir() else [place]
     kinds = {file.suffix for file in files}
     if len(kinds) != 1 or not kinds <= readers.keys():
@@ -274,6 +282,19 @@ def _table_of_files(place: Path) -> "Table":
         raise DataError(f"{place} is not a dataset; legal are {legal}")
     read = readers[kinds.pop()]
     return pyarrow.concat_tables([read(file) for file in files], promote_options="permissive")
+
+
+def _read_csv(file: Path, texts: Sequence[str]) -> "Table":
+    """Rows of a file, with some columns as they are written."""
+    import pyarrow  # noqa: PLC0415
+    from pyarrow import csv  # noqa: PLC0415
+
+    table = csv.read_csv(file)
+    found = {name: table.schema.field(name).type for name in texts if name in table.schema.names}
+    # Fractions stay what they are, to be refused as ids: 1.0 is the 1 of another file.
+    kept = [name for name, kind in found.items() if not pyarrow.types.is_floating(kind)]
+    as_written = csv.ConvertOptions(column_types=dict.fromkeys(kept, pyarrow.string()))
+    return csv.read_csv(file, convert_options=as_written) if kept else table
 
 
 def _read_columns(dataset: "Dataset", columns: ColumnNames) -> dict[str, Array]:
@@ -346,11 +367,11 @@ def _refusals(what: str) -> Iterator[None]:
 def _check_held_out(users: UserStore, held_out: "Dataset", user_column: str) -> None:
     if user_column not in held_out.column_names:
         return
-    enrolled = {users.id_of(user) for user in range(users.population)}
+    enrolled = {plain_id(users.id_of(user)) for user in range(users.population)}
     ids = _read_ids(held_out, user_column)
     if several_ids(ids):
         ids = [owner for owners in cast(Sequence[Sequence[object]], ids) for owner in owners]
-    if both := {str(user) for user in ids} & enrolled:
+    if both := {*map(plain_id, ids)} & enrolled:
         found = f"{len(both)} users have rows in train and in test"
         raise DataError(f"{found}; held-out rows must not belong to an enrolled user")
 

@@ -225,6 +225,37 @@ def test_users_of_held_out_rows_are_kept_for_figures_by_user(place):
     assert not {*owners.tolist()} & {people.users.id_of(n) for n in range(people.users.population)}
 
 
+IDS = {"columns": {"x": ["a"], "y": "b"}, "user_column": "who"}
+
+
+def of_csv(folder, train, test):
+    for name, ids in (("train", train), ("test", test)):
+        lines = ["who,a,b", *(f"{user},1,2" for user in ids)]
+        (folder / f"{name}.csv").write_text("\n".join(lines))
+    return load_population("hugging-face", options(folder, "train.csv", "test.csv", **IDS))
+
+
+def test_ids_in_a_csv_file_are_as_they_are_written(tmp_path):
+    people = of_csv(tmp_path, ["007", "7", "007"], ["x1"])
+    assert people.users.user_ids.tolist() == ["007", "7"]
+    assert people.users.sizes.tolist() == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "sentence"),
+    [
+        (["007", "7"], ["007", "x1"], "^1 users have rows in train and in test"),
+        (["ann"], ["ann ", "bob"], "^1 users have rows in train and in test"),
+        (["1.0", "2"], ["x1"], "^user id number 0 is 1.0; ids must be"),
+        (["1", ""], ["x1"], "^user id '' is empty"),
+        (["1", " 1"], ["x1"], "^user ids '1' and ' 1' differ in spaces"),
+    ],
+)
+def test_ids_in_csv_files_that_are_one_persons_are_refused(tmp_path, train, test, sentence):
+    with pytest.raises(DataError, match=sentence):
+        of_csv(tmp_path, train, test)
+
+
 def test_held_out_rows_of_the_enrolled_are_refused(place):
     files = options(place, test="saved/train", user_column="writer")
     with pytest.raises(
