@@ -23,7 +23,7 @@ def import_function(what: str, path: str, error: type[FedprivError]) -> Function
         raise error(f"{what} is not of the form package.module:function")
     try:
         module = importlib.import_module(module_name)
-    except Exception as cause:
+    except (Exception, SystemExit) as cause:  # a script may end itself, as if all were well
         reason = raised_at(cause)  # without the message, unless it cannot hold users' data
         if isinstance(cause, ImportError):
             reason = str(cause)
@@ -54,7 +54,10 @@ def check_options(
     noun: str = "option",
 ) -> None:
     """Refuse unknown and absent options, unless the function takes any keyword."""
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some of those built in have none; the call will tell
+        return
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     known = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -66,13 +69,13 @@ def check_options(
             raise error(f"{what} needs the {noun} {name!r}")
 
 
-def raised_at(cause: Exception) -> str:
+def raised_at(cause: BaseException) -> str:
     """What was raised, and in which line, without its message, which may hold users' data."""
     at = traceback.extract_tb(cause.__traceback__)[-1]
     return f"{type(cause).__name__} at {at.filename}:{at.lineno}"
 
 
-def raised_with(cause: Exception) -> str:
+def raised_with(cause: BaseException) -> str:
     """What was raised, in which line, and its message."""
     return f"{raised_at(cause)}: {' '.join(str(cause).split())}"
 
@@ -82,7 +85,7 @@ def call_imported(
     function: Callable[..., _Kind],
     options: Mapping[str, object],
     error: type[FedprivError],
-    told: Callable[[Exception], str] = raised_at,
+    told: Callable[[BaseException], str] = raised_at,
 ) -> _Kind:
     """Call a user's function; FedprivError, OSError and MemoryError pass, the rest is an `error`.
 
@@ -92,7 +95,7 @@ def call_imported(
         return function(**options)
     except (FedprivError, OSError, MemoryError):
         raise
-    except Exception as cause:
+    except (Exception, SystemExit) as cause:
         raise error(f"{what} cannot be made: {told(cause)}") from cause
 
 

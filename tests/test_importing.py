@@ -38,6 +38,7 @@ def test_what_is_not_there_is_one_sentence_of_the_error_asked_for(path, sentence
         ("import nowhere_at_all", "No module named 'nowhere_at_all'"),
         ("\nx = 1 / 0", r"ZeroDivisionError at .*broken.py:2$"),
         ("raise ValueError('secret')", r"ValueError at .*broken.py:1$"),
+        ("import sys\nsys.exit(0)", r"SystemExit at .*broken.py:2$"),
         ("def net(:", "SyntaxError: .*broken.py, line 1"),
     ],
 )
@@ -66,9 +67,10 @@ def test_options_are_those_of_the_signature() -> None:
         check_options("it", options, ["first", "secnd"], ModelError)
     with pytest.raises(InvalidValueError, match="it needs the number 'first'"):
         check_options("it", options, [], InvalidValueError, noun="number")
+    check_options("it", dict, ["any"], ModelError)  # it has no signature
 
 
-def raising(kind: type[Exception]) -> int:
+def raising(kind: type[BaseException]) -> int:
     raise kind("two\nlines")
 
 
@@ -76,6 +78,8 @@ def test_what_a_function_raises_is_one_sentence_that_says_where() -> None:
     assert call_imported("it", options, {"first": 1}, ModelError) == 3
     with pytest.raises(ModelError, match=r"it cannot be made: KeyError at \S*\.py:\d+$"):
         call_imported("it", raising, {"kind": KeyError}, ModelError)
+    with pytest.raises(ModelError, match=r"it cannot be made: SystemExit at \S*\.py:\d+$"):
+        call_imported("it", raising, {"kind": SystemExit}, ModelError)
     with pytest.raises(ModelError, match=r"it cannot be made: ValueError at .*:\d+: two lines$"):
         call_imported("it", raising, {"kind": ValueError}, ModelError, raised_with)
 
