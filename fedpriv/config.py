@@ -158,9 +158,18 @@ def _sentence(table: Any, error: ErrorDetails) -> str:
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**64)]  # of torch's generators
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
 Options = dict[str, object]
+
+
+def _path(text: str) -> str:
+    if not text or "\0" in text:
+        raise ValueError(f"{text!r} is not a path")
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_path)]
 
 # What an experiment does that names none of it; `simulations.defaults` is the study behind them.
 # Those of `Mechanism` are in fedpriv/mechanism.py.
@@ -283,6 +292,8 @@ class LocalSection(Section):
     @model_validator(mode="after")
     def _must_know_schedules(self) -> Self:
         _check_schedule("learning_rate", self.learning_rate)
+        if twice := [key for key in self.options if key in COMMON]:
+            raise ValueError(f"options has {twice[0]!r}; it must be given beside options")
         return self
 
     def build(self) -> LocalTraining:
@@ -379,7 +390,7 @@ class PrivacySection(Section):
     epsilon: Positive | None = None
     noise_multiplier: NonNegative | None = None
     accountant: str = "tight"
-    ledger: str | None = None
+    ledger: PathText | None = None
     unsafe_no_privacy: bool = False
 
     @model_validator(mode="after")
@@ -615,9 +626,9 @@ class FederationSection(Section):
     """
 
     address: str = "127.0.0.1:7443"
-    enrolment: str
-    certificates: str | None = None
-    held_out: str | None = None
+    enrolment: PathText
+    certificates: PathText | None = None
+    held_out: PathText | None = None
     purpose: Annotated[str, Field(max_length=1024)] = ""
     deadline_seconds: Positive = 600.0
     absent_seconds: NonNegative = 10.0
@@ -894,10 +905,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def config_of(table: Mapping[str, object], source: str, overrides: Sequence[str] = ()) -> Config:
     """Check an experiment's table after overrides "a.b=value" of its keys."""
-    table = spelled_out(table)
+    found = spelled_out(table)
     for override in overrides:
-        assign(table, override)
-    return parse_config(table, source)
+        assign(found, override)
+        found = spelled_out(found)
+    return parse_config(found, source)
 
 
 def parse_config(table: Mapping[str, object], source: str) -> Config:
@@ -933,9 +945,10 @@ def assign(table: dict[str, object], override: str) -> None:
     if not separator or not all(keys):
         raise InvalidValueError(f"--set {override!r} is not of the form a.b=value")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
+        found = parse_toml(f"value = {text}", override)
+    except InvalidValueError:
+        found = {}
+    value = found["value"] if len(found) == 1 else text.strip()  # of more lines, no key is lost
     try:
         put(table, keys, value)
     except InvalidValueError as error:

@@ -7,7 +7,7 @@ import pytest
 import tomli_w
 
 from fedpriv import SGD, FedAdam, FedAvg, FedAvgM, Flat, Joint, Poisson
-from fedpriv.config import Config, load_config, parse_config, read_toml
+from fedpriv.config import Config, DataSection, load_config, parse_config, read_toml
 from fedpriv.errors import InvalidValueError
 
 ROOT = Path(__file__).parents[1]
@@ -119,6 +119,10 @@ def test_what_is_given_of_local_training_stays() -> None:
         ({"engine__activations": 3}, "it must be 'float32', 'tf32' or"),
         ({"rounds": 1.5}, "rounds is 1.5"),
         ({"name": "a b"}, "name is 'a b'"),
+        ({"model__seed": 2**64}, "model.seed is 18446744073709551616; it must be less than"),
+        ({"local__options": {"epochs": 7}}, "local: options has 'epochs'; it must be given beside"),
+        ({"privacy__ledger": ""}, "privacy.ledger: '' is not a path"),
+        ({"privacy__ledger": "a\0b"}, r"privacy.ledger: 'a\\x00b' is not a path"),
         ({"engine__activations": "half"}, "engine.activations is 'half'.*'float32', 'tf32' or 'bf"),
         ({"server__optimizer": "adam"}, "server.optimizer is 'adam'.*'fedadam'"),
     ],
@@ -157,6 +161,8 @@ def test_overrides_replace_and_add_keys(tmp_path: Path) -> None:
         ("=1", "not of the form"),
         ("rounds.x=1", "rounds is not a table"),
         ("clipping.nrom=1", "did you mean 'norm'"),
+        ("rounds=3\nname='other'", 'rounds is "3.*it must be a whole number'),
+        (f"rounds={'[' * 5000}", "rounds is .*it must be a whole number"),
     ],
 )
 def test_bad_overrides_are_refused(tmp_path: Path, override: str, message: str) -> None:
@@ -164,6 +170,13 @@ def test_bad_overrides_are_refused(tmp_path: Path, override: str, message: str) 
     path.write_text(tomli_w.dumps(GOOD))
     with pytest.raises(InvalidValueError, match=message):
         load_config(path, [override])
+
+
+def test_overrides_may_name_what_they_give_options_to(tmp_path: Path) -> None:
+    path = tmp_path / "test.toml"
+    path.write_text(tomli_w.dumps(GOOD))
+    config = load_config(path, ["data=synthetic", "data.options.users=3"])
+    assert config.data == DataSection(name="synthetic", options={"users": 3})
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
