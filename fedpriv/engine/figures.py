@@ -87,6 +87,11 @@ def figure_of(name: str, what: object) -> Figure:
     return partial(function, **options) if options else function
 
 
+def are_right(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Whether the largest of scores [n, K, …] is its target's, [n, …]; never where one is NaN."""
+    return (outputs.argmax(1) == targets) & ~outputs.isnan().any(1)
+
+
 def _classified(seen: Seen, what: str) -> Tensor:
     """Scores of each target, [n, …, K]."""
     if seen.targets.dtype.is_floating_point or seen.outputs.dim() != seen.targets.dim() + 1:
@@ -128,7 +133,8 @@ def _top_k(k: int = 5) -> Sums:
         scores = _classified(seen, "top-k")
         if k > scores.shape[-1]:
             raise InvalidValueError(f"k of top-k is {k}; there are {scores.shape[-1]} classes")
-        return (scores.topk(k, -1).indices == seen.targets[..., None]).any(-1)
+        found = (scores.topk(k, -1).indices == seen.targets[..., None]).any(-1)
+        return found & ~scores.isnan().any(-1)  # which would be the largest
 
     return _mean_of(hits, lambda mean: mean)
 

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fedpriv.engine.figures import are_right
 from fedpriv.engine.layers import BatchedModel
 from fedpriv.engine.local_training import Examples, same_for_all
 from fedpriv.engine.task import (
@@ -140,7 +141,7 @@ def _hits(seen: _Seen, metric: Metric) -> Tensor:
             f"metric {metric.name!r} has outputs with {seen.outputs.dim()} axes for targets with "
             f"{seen.targets.dim()}; it needs one axis more, the scores of the classes"
         )
-    hits = (seen.outputs.argmax(1) == seen.targets) & _counts(seen)
+    hits = are_right(seen.outputs, seen.targets) & _counts(seen)
     return hits.double().reshape(len(hits), -1).mean(1)
 
 

@@ -23,7 +23,16 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from fedpriv.data.population import HELD_OUT_USER
-from fedpriv.engine.figures import ALWAYS, Collected, Figure, Seen, Sums, figure_of, spread
+from fedpriv.engine.figures import (
+    ALWAYS,
+    Collected,
+    Figure,
+    Seen,
+    Sums,
+    are_right,
+    figure_of,
+    spread,
+)
 from fedpriv.errors import InvalidValueError, ModelError, check_types, known_names, plain_numbers
 from fedpriv.importing import import_function
 from fedpriv.privacy.clipping_torch import TorchTensors
@@ -440,7 +449,7 @@ def _loss_sums(seen: Seen) -> Tensor:
 
 
 def _hits(seen: Seen) -> Tensor:
-    hits = (seen.outputs.argmax(1) == seen.targets) & seen.counts
+    hits = are_right(seen.outputs, seen.targets) & seen.counts
     both = torch.stack([hits, seen.counts], -1).double()
     return both.reshape(len(both), -1, 2).sum(1)
 

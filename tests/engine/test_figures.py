@@ -119,6 +119,14 @@ def test_positions_that_count_are_rows_of_their_own(
     assert value == pytest.approx(expected(scores[y >= 0], y[y >= 0]), rel=1e-5)
 
 
+def test_scores_that_are_no_numbers_are_never_right() -> None:
+    x = np.full((3, 4), np.nan, np.float32)
+    x[1, 1:], x[2] = 0.0, (0.0, 1.0, 0.0, 0.0)
+    task = Task(nn.Identity(), figures={"first": {"figure": "top-k", "k": 1}})
+    evaluation = evaluate(task, {"x": x, "y": np.array([0, 0, 1])}, CPU, {})
+    assert evaluation.accuracy == evaluation.figures["first"] == pytest.approx(1 / 3)
+
+
 @pytest.mark.parametrize(
     ("figure", "expected"),
     [("mae", known.mean_absolute_error), ("rmse", known.root_mean_squared_error)],
