@@ -122,6 +122,7 @@ def load_hugging_face(
     else:
         rows, held_out = fetch_splits(dataset, splits, subset, revision)
         source = " ".join([dataset, *([subset] if subset else []), splits[0]])
+    _check_classes(rows, held_out, names)
     if owners is not None and user_column is None:
         raise InvalidValueError(f"owners is {owners}; without user_column it must be absent")
     if isinstance(user_column, str) and partitioner is None and arguments is None:
@@ -362,6 +363,15 @@ def _refusals(what: str) -> Iterator[None]:
     except Exception as error:
         sentence = " ".join(str(error).split())
         raise InvalidValueError(f"{what} refuses: {sentence or type(error).__name__}") from error
+
+
+def _check_classes(rows: "Dataset", held_out: "Dataset", columns: Sequence[object]) -> None:
+    """Raise DataError if a column of classes numbers them otherwise in train than in test."""
+    for column in columns:
+        one, other = (getattr(d.features.get(column), "names", None) for d in (rows, held_out))
+        if one is not None and other is not None and one != other:
+            found = f"column {column!r} numbers other classes in test than in train"
+            raise DataError(f"{found}; both must have the same list of classes")
 
 
 def _check_held_out(users: UserStore, held_out: "Dataset", user_column: str) -> None:

@@ -225,6 +225,16 @@ def test_users_of_held_out_rows_are_kept_for_figures_by_user(place):
     assert not {*owners.tolist()} & {people.users.id_of(n) for n in range(people.users.population)}
 
 
+def test_classes_that_are_numbered_otherwise_in_test_are_refused(tmp_path):
+    for name, classes in (("train", ["cat", "dog"]), ("test", ["dog", "cat"])):
+        label = datasets.ClassLabel(names=classes)
+        table = {"a": [1.0, 2.0], "b": ["cat", "dog"], "who": [f"{name} 0", f"{name} 1"]}
+        rows = datasets.Dataset.from_dict(table).cast_column("b", label)
+        rows.save_to_disk(tmp_path / name)
+    with pytest.raises(DataError, match="column 'b' numbers other classes in test than in train"):
+        load_population("hugging-face", options(tmp_path, "train", "test", **IDS))
+
+
 IDS = {"columns": {"x": ["a"], "y": "b"}, "user_column": "who"}
 
 
