@@ -88,6 +88,7 @@ def test_the_face_is_these_names_and_each_is_found() -> None:
 X = np.zeros((4, 2), np.float32)
 MODEL = torch.nn.Linear(2, 2)
 Y = np.arange(4) % 2
+LISTS = {"x": [1.0], "y": [0]}
 PEOPLE = fedpriv.Population.from_arrays(X, Y, np.arange(4), held_out=(X, Y))
 MECHANISM = fedpriv.Mechanism.poisson().with_noise(1.0, epsilon=1.0, delta=1e-3)
 TASK = fedpriv.Task(MODEL)
@@ -105,6 +106,13 @@ TASK = fedpriv.Task(MODEL)
         (lambda: fedpriv.compare(PEOPLE, MODEL, MECHANISM, {"a": {}}), "of the type Task"),
         (lambda: fedpriv.compare(PEOPLE, TASK, MECHANISM, {"a": {"local": 1}}), "type LocalTr"),
         (lambda: fedpriv.compare(TASK, PEOPLE, MECHANISM, {"a": {}}), "type Population"),
+        (lambda: fedpriv.Population(3, PEOPLE.users, PEOPLE.test), "name is of the type int"),
+        (lambda: fedpriv.Population("a", None, PEOPLE.test), "users is None"),
+        (lambda: fedpriv.Population("a", PEOPLE.users, None), "test is None"),
+        (
+            lambda: fedpriv.Population("a", PEOPLE.users, LISTS),
+            "test field 'x' is of the type list",
+        ),
         (lambda: fedpriv.Task("mlp"), "model is of the type str; it must be of the type Module"),
         (lambda: fedpriv.Task(None), "model is None"),
         (lambda: fedpriv.epsilon("ledger.sqlite", delta=1e-3), "an event is of the type str"),

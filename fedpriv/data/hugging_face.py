@@ -78,6 +78,8 @@ def from_partitioner(
 
 def redeal(store: UserStore, partitioner: "Partitioner") -> UserStore:
     """Deal rows of a store to other users by the fields with one value per row, such as y."""
+    if ROW_OWNERS in store.fields:
+        raise DataError("rows have several owners; only rows of one can be dealt to other users")
     flat = {name: field for name, field in store.fields.items() if field.ndim == 1}
     dataset = _package("datasets", "datasets").Dataset.from_dict(flat)
     if not flat:

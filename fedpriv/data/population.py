@@ -26,7 +26,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from fedpriv.errors import DataError, InvalidValueError, known_names
+from fedpriv.errors import DataError, InvalidValueError, check_types, known_names
 from fedpriv.importing import call_imported, check_options, import_function
 
 if TYPE_CHECKING:
@@ -202,6 +202,7 @@ class Population:
     test: Fields = field(repr=False)
 
     def __post_init__(self) -> None:
+        check_types(name=(self.name, str), users=(self.users, UserStore), test=(self.test, Mapping))
         if not self.name.strip() or not self.name.isprintable():
             raise DataError(f"population name {self.name!r} must be one printable line")
         owners = self.test.get(HELD_OUT_USER)
@@ -212,6 +213,8 @@ class Population:
         if fields.keys() != enrolled.keys():
             names = sorted(enrolled)
             raise DataError(f"test rows have the fields {sorted(fields)}; users have {names}")
+        for name, array in self.test.items():
+            check_types(**{f"test field {name!r}": (array, np.ndarray)})
         if owners is not None:
             _check_not_enrolled(as_id_array(owners), self.users)
         for name, array in fields.items():
@@ -253,7 +256,10 @@ class Population:
         from fedpriv.data.arrays import from_arrays, to_array  # noqa: PLC0415 - it needs the store
 
         def columns(inputs: "Column | Mapping[str, Column]", targets: "Column") -> dict[str, Any]:
-            return {**(inputs if isinstance(inputs, Mapping) else {"x": inputs}), "y": targets}
+            named = inputs if isinstance(inputs, Mapping) else {"x": inputs}
+            if "y" in named:
+                raise DataError("an input is named 'y'; it must have another name than the targets")
+            return {**named, "y": targets}
 
         users = from_arrays(columns(x, y), user_ids, owners)
         if not isinstance(held_out, tuple) or len(held_out) != 2:
@@ -346,6 +352,8 @@ def as_id_array(ids: Sequence[object] | Array) -> IdArray:
     NumPy would merge or split users by converting mixed, missing (None, NaN, masked), float or bool
     ids, and by taking null characters from the ends of strings, as it did with those that it holds.
     """
+    if not isinstance(ids, Iterable):
+        raise DataError(f"user ids are {ids!r}; they must be a list, one id per row")
     if isinstance(ids, np.ndarray) and ids.ndim != 1:
         raise DataError(f"user ids have shape {ids.shape}; they must be one-dimensional")
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "iuU" and not np.ma.isMaskedArray(ids):

@@ -122,6 +122,12 @@ def test_rows_of_a_store_are_dealt_again():
         np.testing.assert_array_equal(mine["x"], store.fields["x"][store.fields["y"] == user])
 
 
+def test_rows_of_several_owners_are_not_dealt_again():
+    store = from_arrays({"y": np.arange(3)}, [["a", "b"], ["b"], ["a"]], owners=2)
+    with pytest.raises(DataError, match="rows have several owners; only rows of one can be"):
+        redeal(store, flower.IidPartitioner(2))
+
+
 def test_a_store_without_labels_cannot_be_dealt_again():
     store = UserStore({"x": np.zeros((3, 2))}, np.array([0, 1, 3]))
     with pytest.raises(DataError, match="no field of the store has one value per row"):

@@ -62,3 +62,15 @@ def test_rows_are_grouped_by_the_ids_of_their_users():
 def test_held_out_rows_must_be_a_pair_of_arrays(held_out):
     with pytest.raises(DataError, match="held"):
         Population.from_arrays(TEST["x"], TEST["y"], [0, 1], held_out=held_out)
+
+
+@pytest.mark.parametrize("ids", [None, 7])
+def test_ids_must_be_a_list(ids):
+    with pytest.raises(DataError, match=f"user ids are {ids}; they must be a list, one id per row"):
+        Population.from_arrays(TEST["x"], TEST["y"], ids, held_out=(TEST["x"], TEST["y"]))
+
+
+def test_targets_take_no_inputs_place():
+    inputs = {"x": TEST["x"], "y": TEST["x"]}
+    with pytest.raises(DataError, match="an input is named 'y'"):
+        Population.from_arrays(inputs, TEST["y"], [0, 1], held_out=(inputs, TEST["y"]))
