@@ -166,12 +166,12 @@ def enrolment_toml(
         ids = [users.id_of(user) for user in range(users.population)]
         for user in ids:
             check_user_id(user, f"a user of {source!r}")
-        if shared := [user for user in ids if user in found]:
-            first = f"{shared[0]!r} is in {source!r} and in {found[shared[0]]!r}"
+        if shared := [user for user in ids if plain_id(user) in found]:
+            first = f"{shared[0]!r} is in {source!r} and in {found[plain_id(shared[0])]!r}"
             raise DataError(
                 f"{first}, as one of {len(shared)} users of both; each must be enrolled once"
             )
-        found |= dict.fromkeys(ids, source)
+        found |= dict.fromkeys(map(plain_id, ids), source)
         tables[node] = {"users": sorted(ids)}
         idle = np.count_nonzero(users.sizes == 0)
         counts += (

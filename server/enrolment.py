@@ -19,6 +19,7 @@ from pydantic import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from fedpriv.config import Section, checked, read_toml
+from fedpriv.data.population import plain_id
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.wire.naming import check_node_name, check_user_id
 
@@ -71,8 +72,8 @@ class Enrolment:
         * `user_ids[i]` is at position i, the ids sorted by code points: the order of the file
           changes no position.
         * Each user has one position and one node. An id that occurs twice is refused, at one node
-          or at two: the updates of one user at two nodes would each be clipped, the user would
-          count twice, and the privacy statement would be void.
+          or at two, in whichever form of Unicode: the updates of one user at two nodes would each
+          be clipped, the user would count twice, and the privacy statement would be void.
         * repr shows numbers, never an id.
 
     The population's id names it in the ledger: 32 lower-case hexadecimal digits, drawn at random
@@ -98,13 +99,13 @@ class Enrolment:
             for number, user in enumerate(ids):
                 where = f"nodes.{node}.users.{number}"
                 check_user_id(user, where)
-                if user in node_of:
+                if (plain := plain_id(user)) in node_of:
                     raise InvalidValueError(
-                        f"{where} is {user!r}, who is enrolled at node {node_of[user]!r} already; "
+                        f"{where} is {user!r}, who is enrolled at node {node_of[plain]!r} already; "
                         "a user must be enrolled once, because updates of one user from several "
                         "nodes are not summed before clipping"
                     )
-                node_of[user] = node
+                node_of[plain] = node
         object.__setattr__(self, "users", users)
 
     def __repr__(self) -> str:

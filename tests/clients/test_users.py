@@ -308,6 +308,9 @@ def test_users_who_cannot_be_enrolled_are_found_before(tmp_path: Path) -> None:
     a, b = write_ids(tmp_path / "a.npz", "x", "y"), write_ids(tmp_path / "b.npz", "z", "y")
     with pytest.raises(DataError, match=r"'y' is in .*b\.npz' and in .*a\.npz', as one of 1"):
         enrolment_toml([a, b], [("one", None), ("two", None)], None)
+    composed, two = (write_ids(tmp_path / f"{n}.npz", u) for n, u in (("d", "é"), ("e", "e\u0301")))
+    with pytest.raises(DataError, match="as one of 1 users of both"):
+        enrolment_toml([composed, two], [("one", None), ("two", None)], None)
     with pytest.raises(InvalidValueError, match="node 'one' is given twice"):
         enrolment_toml([a, b], [("one", None), ("one", None)], None)
     spaced = write_ids(tmp_path / "c.npz", "x ")

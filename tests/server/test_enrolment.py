@@ -10,6 +10,7 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedpriv.data.population import plain_id
 from fedpriv.errors import InvalidValueError
 from fedpriv.server.enrolment import Enrolment
 
@@ -32,7 +33,7 @@ NAMES = LINES.filter(
 @st.composite
 def enrolled(draw: st.DrawFn) -> dict[str, list[str]]:
     """Node → ids of its users, valid."""
-    ids = draw(st.lists(LINES, unique=True, min_size=1, max_size=12))
+    ids = draw(st.lists(LINES, unique_by=plain_id, min_size=1, max_size=12))
     nodes = draw(st.lists(NAMES, unique=True, min_size=1, max_size=len(ids)))
     users: dict[str, list[str]] = {node: [] for node in nodes}
     for number, user in enumerate(ids):
@@ -153,6 +154,7 @@ def test_an_unknown_node_is_refused_without_naming_others(tmp_path: Path) -> Non
         ("[nodes.a]\nusers = [' u']", "nodes.a.users.0 is ' u'"),
         ('[nodes.a]\nusers = ["u\\n"]', "nodes.a.users.0 is 'u\\n'"),
         ("[nodes.a]\nusers = ['u', 'u']", "nodes.a.users.1 is 'u', who is enrolled at node 'a'"),
+        ("[nodes.a]\nusers = ['é']\n[nodes.b]\nusers = ['e\u0301']", "who is enrolled at node 'a'"),
         ("[nodes.'a/b']\nusers = ['u']", "the name of a node is 'a/b'"),
         ("[nodes.a]\nusers = ['u']\n[nodes.a]\nusers = ['v']", "is not valid TOML"),
         ("[nodes.a]\nusers = ['u']\n[users.u]\nshared = true", "unknown key users"),
