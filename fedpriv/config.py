@@ -158,7 +158,7 @@ def _sentence(table: Any, error: ErrorDetails) -> str:
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=0, lt=2**64)]  # of torch's generators
+Seed = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
 Options = dict[str, object]
 
@@ -233,7 +233,7 @@ class ModelSection(Section):
 
     name: str
     options: Options = {}
-    seed: Seed = 0
+    seed: Annotated[Seed, Field(lt=2**64)] = 0  # of torch's generator
     loss: str = "cross-entropy"
     inputs: str | Annotated[tuple[str, ...], Field(strict=False)] = "x"
     targets: str = "y"
