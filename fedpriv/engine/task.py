@@ -350,6 +350,7 @@ def evaluate(
     """Loss, accuracy and the task's figures of a model without dropout, over all held-out rows.
 
     Or over the rows [k] that `personal` names, with tensors of their user in the model's place.
+    What a model draws in evaluation too is the same each time.
     """
     tensors = task.constants(device)
     tensors |= {name: torch.tensor(p, device=device) for name, p in parameters.items()}
@@ -361,7 +362,7 @@ def evaluate(
     if HELD_OUT_USER in rows:
         users, owners = np.unique(rows[HELD_OUT_USER], return_inverse=True)
     sums, parts, failed = dict[str, Tensor](), list[Collected](), dict[str, str]()
-    with _evaluating(task.model):
+    with _evaluating(task.model), seeded(bytes(32), 0, device):
         tensors = _channels_last(task, tensors, rows, device)
         for piece, replaced in _pieces(len(owners), personal):
             columns = {n: torch.tensor(rows[n][piece], device=device) for n in task.fields}

@@ -242,6 +242,14 @@ def test_an_evaluation_leaves_every_part_of_the_model_in_its_mode() -> None:
     assert len(set(modes)) == 2
 
 
+def test_figures_of_a_model_that_draws_are_the_same_each_time() -> None:
+    task = Task(Applied(lambda x: functional.dropout(x, 0.5)))
+    before = torch.get_rng_state()
+    one, other = (evaluate(task, EXAMPLES, torch.device("cpu"), {}) for _ in range(2))
+    assert one == other
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_losses_of_sequences_are_averaged_per_example() -> None:
     outputs, targets = torch.randn(2, 3, 5), torch.randint(0, 3, (2, 5))
     task = Task(nn.Identity(), cross_entropy)
