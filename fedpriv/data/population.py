@@ -405,12 +405,16 @@ def _checked_ids(ids: Sequence[str] | IdArray, users: int) -> IdArray:
     return array
 
 
-def _check_read_apart(ids: Sequence[str]) -> None:
+def _check_read_apart(ids: list[str]) -> None:
     """Raise DataError if an id is empty, or two would be the same person's."""
+    plains = [*map(plain_id, ids)]
+    if "" in plains:
+        empty = ids[plains.index("")]
+        raise DataError(f"user id {empty!r} is empty; every row must name its user")
+    if plains == ids:  # which are distinct
+        return
     first: dict[str, str] = {}
-    for user in ids:
-        if not (plain := plain_id(user)):
-            raise DataError(f"user id {user!r} is empty; every row must name its user")
+    for plain, user in zip(plains, ids, strict=True):
         if (other := first.setdefault(plain, user)) != user:
             alike = f"user ids {other!r} and {user!r} differ in spaces or Unicode's form alone"
             raise DataError(f"{alike}; each user must occur once")
