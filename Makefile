@@ -4,8 +4,11 @@ BIN := .venv/bin
 DEVICE ?= cpu
 # Tests start many processes, each of which would compile the package, and pytest all tests twice.
 unexport PYTHONDONTWRITEBYTECODE
-# Tests wait a third of the time, for deadlines and for processes that were killed.
+# Tests wait a third of the time, and slow ones longer: for deadlines, and processes that were killed.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() * 3 // 2)")
+SLOW_WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() * 2)")
+# Most modules are never imported, so none is compiled before it is.
+INSTALL := -m pip install --quiet --no-compile
 
 .PHONY: simulate attack federation docs docs-build test test-fast test-slow test-search test-mutants lint format bench bench-rivals proto clean
 
@@ -37,7 +40,7 @@ test-fast: .venv/installed-test
 	$(BIN)/pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
 
 test-slow: .venv/installed-test
-	$(BIN)/pytest -m slow --numprocesses $(WORKERS) --dist loadfile
+	$(BIN)/pytest -m slow --numprocesses $(SLOW_WORKERS) --dist worksteal
 
 # What is said of all values, tried with others than `make test` does, and with more.
 test-search: .venv/installed-test
@@ -79,24 +82,24 @@ clean:
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
-	PYTHONWARNINGS="ignore:Editable" $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python $(INSTALL) --upgrade --constraint constraints.txt pip
+	$(BIN)/python $(INSTALL) --constraint constraints.txt torch==2.13.0
+	PYTHONWARNINGS="ignore:Editable" $(BIN)/python $(INSTALL) --constraint constraints.txt --editable .
 	touch $@
 
 .venv/installed-test: .venv/installed
-	PYTHONWARNINGS="ignore:Editable" $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	PYTHONWARNINGS="ignore:Editable" $(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[test]'
 	touch $@
 
 .venv/installed-docs: .venv/installed
-	PYTHONWARNINGS="ignore:Editable" $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	PYTHONWARNINGS="ignore:Editable" $(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 RIVALS := --constraint simulations/benchmarks/constraints.txt
 .venv-rivals/installed: pyproject.toml simulations/benchmarks/constraints.txt
 	$(PYTHON) -m venv .venv-rivals
-	.venv-rivals/bin/python -m pip install --quiet --upgrade $(RIVALS) pip
-	.venv-rivals/bin/python -m pip install --quiet $(RIVALS) torch==2.13.0
-	PYTHONWARNINGS="ignore:Editable" .venv-rivals/bin/python -m pip install --quiet $(RIVALS) \
+	.venv-rivals/bin/python $(INSTALL) --upgrade $(RIVALS) pip
+	.venv-rivals/bin/python $(INSTALL) $(RIVALS) torch==2.13.0
+	PYTHONWARNINGS="ignore:Editable" .venv-rivals/bin/python $(INSTALL) $(RIVALS) \
 		--editable '.[flower]' 'pfl[pytorch]' opacus
 	touch $@
