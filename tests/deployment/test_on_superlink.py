@@ -18,36 +18,30 @@ NODES = {"node-1": "", "node-2": ""}
 Federation = tuple[SuperLink, dict[str, subprocess.Popen[bytes]]]
 
 
-@pytest.fixture(scope="module")
-def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+@pytest.fixture
+def federation(tmp_path: Path) -> Iterator[Federation]:
     """A SuperLink and the processes of its SuperNodes."""
-    folder = tmp_path_factory.mktemp("link")
+    folder = tmp_path / "link"
+    folder.mkdir()
     loopback.lay_out_digits(folder, (144, 143))
     with superlink(folder) as link, supernodes(link, NODES) as processes:
         yield link, processes
 
 
 @pytest.mark.slow
-def test_enrolled_supernodes_train_what_one_process_trains(
+def test_enrolled_supernodes_train_what_one_process_trains_and_one_that_is_killed_is_zero(
     federation: Federation, tmp_path: Path
 ) -> None:
-    link, _ = federation
+    link, processes = federation
     in_process(tmp_path / "here", "rounds=2")
     text = on_nodes(link.folder, "rounds=2", "federation.least_nodes=2")
     link.await_completed(link.run(experiment=text, out=str(tmp_path / "there")))
     assert_same_model(tmp_path / "here", tmp_path / "there")
     assert len(checkpoints(tmp_path / "there" / "checkpoints")) > 0
 
-
-@pytest.mark.slow
-def test_a_node_that_is_killed_counts_as_zero_and_the_run_goes_on(
-    federation: Federation, tmp_path: Path
-) -> None:
-    """The last test: the node stays dead."""
-    link, processes = federation
     settings = ("privacy.sampling_probability=1.0", "federation.deadline_seconds=60.0")
     text = on_nodes(link.folder, "rounds=2", *settings, "federation.least_nodes=1")
-    folder = RunFolder(tmp_path / "there")
+    folder = RunFolder(tmp_path / "killed")
     run = link.run(experiment=text, out=str(folder.path))
     await_that(lambda: list(folder.read_metrics()))
     os.killpg(processes["node-2"].pid, signal.SIGKILL)
