@@ -204,6 +204,7 @@ def test_users_that_end_the_process_count_as_zero(
     assert not any(name in logged for name in (*IDS, "secret"))
 
 
+@pytest.mark.slow
 def test_a_user_that_hangs_counts_as_zero(
     worker: Worker, runner: asyncio.Runner, mark: Path
 ) -> None:

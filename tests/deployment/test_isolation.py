@@ -90,6 +90,7 @@ def of_everyone(local: LocalTraining, model: str = "mlp") -> tuple[Plan, list[Us
     return plan, [User(*each, 0) for each in zip(USERS, sizes, strict=False)]
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(plans, users_at_nodes)
 @example(*of_everyone(AdamW(0.02, batch_size=4, epochs=2)))

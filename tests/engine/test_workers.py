@@ -270,6 +270,7 @@ def test_they_begin_after_others_have_trained_here() -> None:
     assert summed(transport.collect(request)) == expected
 
 
+@pytest.mark.slow
 def test_they_compute_in_one_thread_whatever_threads_this_process_has() -> None:
     program = (
         "import torch\n"
