@@ -349,6 +349,9 @@ def conduct(
     stopping = section.build() if section else None
     before = (each for each in folder.results() if each.round <= state.round)
     values = [value for each in before for value in _read(section, each)]
+    paid = max((r.round for r in records.ledger.charges() if r.run == plan.run), default=0)
+    if stopping is not None and paid <= state.round and stopping.reached(values):  # a new rule
+        _charge_forgone(experiment, state, records)
     observed: tuple[OnRelease, ...] = (auditor.observe,) if auditor else ()
     rounds = train(plan, state, transport, records, experiment.entropy, *observed)
     stop, latest, figures = Stop.NO_GAIN, None, dict[str, Any]()

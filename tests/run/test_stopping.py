@@ -180,6 +180,21 @@ def test_resuming_stops_in_the_same_round_and_nothing_is_left_to_go_on_with(tmp_
     )
 
 
+def test_a_rule_that_is_new_to_a_resumed_run_and_ends_it_at_once_costs_as_much(
+    tmp_path: Path,
+) -> None:
+    def interrupt(result: fedpriv.RoundResult) -> None:
+        if result.round == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, None, on_round=[interrupt])
+    stopped = run(tmp_path, Stopping("loss", PATIENCE, least_gain=1e3), resume=True)
+    assert (stopped.stop, len(stopped.rounds)) == (Stop.NO_GAIN, 4)
+    with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
+        assert [row.round for row in ledger.charges()] == [*range(1, ROUNDS + 1)]
+
+
 def test_a_file_asks_for_it_and_the_result_says_why(tmp_path: Path) -> None:
     settings = (
         "metrics.report.loss={bound=3.0}",
