@@ -57,7 +57,7 @@ FOREIGN = {
     "fedpriv.ledger": {"numpy", "sqlite3"},
     "fedpriv.selection": {"numpy", "scipy"},
     "fedpriv.accounting": {"numpy", "scipy", "sqlite3"},
-    "fedpriv.privacy": {"numpy", "scipy", "cryptography", "mpmath", "torch"},
+    "fedpriv.privacy": {"numpy", "scipy", "cryptography", "mpmath", "torch", "triton"},
     "fedpriv.training": {"numpy", "safetensors", "scipy"},
     "fedpriv.audit": {"numpy", "scipy", "torch"},
     "fedpriv.analytics": {"numpy", "scipy"},

@@ -1,32 +1,32 @@
-"""Local training as CUDA graphs.
+"""What is done with a chunk, as CUDA graphs.
 
-Training in one shape is the same sequence of kernels for every chunk of users, and many of them
-take less time than Python takes to launch them. So the first chunk of a shape trains as on any
-device, the second is captured, and from then on the graph is replayed, which launches its kernels
-together. They are the same kernels, so a user gets the same to the last bit; that random users do
+In one shape it is the same sequence of kernels for every chunk of users, and many of them take less
+time than Python takes to launch them. So the first chunk of a shape is computed as on any device,
+the second is captured, and from then on the graph is replayed, which launches its kernels together.
+A graph makes the sum of a chunk if it is to be clipped as in the round before, and else what users
+learn. They are the same kernels, so a user gets the same to the last bit; that random users do
 is checked by `trainer.Isolation`, which compares what they get in the first chunks of a shape.
 """
 
 import logging
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fedpriv.engine.local_training import Batches
-from fedpriv.engine.task import Inputs, RoundParameters, each_input
+from fedpriv.engine.task import RoundParameters
+from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates
 from fedpriv.privacy.round import LocalTraining
 
 _log = logging.getLogger(__name__)
 
-Train = Callable[[RoundParameters, Batches], Updates]
+Compute = Callable[[RoundParameters, TorchTensors], Updates]
+"""What comes of a start and of what a chunk is made of, with kernels in one order."""
 
 
 class Graphs:
-    """Trains chunks on a GPU, and captures how.
+    """Computes chunks on a GPU, and captures how.
 
     What is captured holds numbers of the local algorithm, so graphs last as long as that does.
     """
@@ -35,20 +35,29 @@ class Graphs:
         """`constants` are never written to; graphs are dropped if less than `memory` is free."""
         self._device, self._constants, self._memory = device, constants, memory
         self._local: LocalTraining | None = None
+        self._clipping: Clipping | None = None  # of the last round
+        self.steady = False  # whether it is that of the round before
         self._seen: set[Hashable] = set()  # shapes in which users have trained
         self._captured: dict[Hashable, _Graph | None] = {}  # None: it cannot be
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None  # of all graphs, for what no replay leaves behind
 
-    def trained(
+    def begin(self, clipping: Clipping) -> None:
+        """Begin a round. Sums of one that clips otherwise cannot be replayed."""
+        steady = clipping == self._clipping
+        if self.steady and not steady:
+            self.clear()
+        self._clipping, self.steady = clipping, steady
+
+    def computed(
         self,
-        train: Train,
+        compute: Compute,
         local: LocalTraining,
         shape: Hashable,
         start: RoundParameters,
-        batches: Batches,
+        given: TorchTensors,
     ) -> Updates:
-        """What `train` returns, in memory that the next call overwrites.
+        """What `compute` returns, in memory that the next call overwrites.
 
         It must do the same with every chunk of a shape, as long as `local` is the same.
         """
@@ -57,13 +66,13 @@ class Graphs:
             self._local = local
         if shape not in self._seen:
             self._seen.add(shape)
-            return train(start, batches)
+            return compute(start, given)
         if shape not in self._captured:
             if self._free() < self._memory:
                 self._drop()
-            self._captured[shape] = self._capture(train, start, batches)
+            self._captured[shape] = self._capture(compute, start, given)
         graph = self._captured[shape]
-        return train(start, batches) if graph is None else graph.replayed(start, batches)
+        return compute(start, given) if graph is None else graph.replayed(start, given)
 
     def clear(self) -> None:
         """Forget what was captured, and free its memory."""
@@ -81,12 +90,14 @@ class Graphs:
         reserved = torch.cuda.memory_reserved(self._device)
         return free + reserved - torch.cuda.memory_allocated(self._device)
 
-    def _capture(self, train: Train, start: RoundParameters, batches: Batches) -> "_Graph | None":
+    def _capture(
+        self, compute: Compute, start: RoundParameters, given: TorchTensors
+    ) -> "_Graph | None":
         try:
             # This also makes the present stream current again if a capture fails.
             with torch.cuda.stream(torch.cuda.current_stream(self._device)):
                 where = self._stream, self._pool
-                graph = _Graph(train, start, batches, self._constants, *where)
+                graph = _Graph(compute, start, given, self._constants, *where)
         except Exception as error:  # a model may do what cannot be captured
             _log.info("local training is not captured: %s", type(error).__name__)
             return None
@@ -99,9 +110,9 @@ class _Graph:
 
     def __init__(
         self,
-        train: Train,
+        compute: Compute,
         start: RoundParameters,
-        batches: Batches,
+        given: TorchTensors,
         constants: TorchTensors,
         stream: Any,
         pool: Any,
@@ -114,37 +125,30 @@ class _Graph:
             {n: t.clone() for n, t in start.control.items()},
             start.personal,
         )
-        x = each_input(torch.clone, batches.x)
-        self._batches = replace(batches, x=x, y=batches.y.clone(), weights=batches.weights.clone())
+        self._given = {name: tensor.clone() for name, tensor in given.items()}
         # What libraries prepare for a stream, they do before.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            train(self._start, self._batches)
+            compute(self._start, self._given)
         self._graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile.
         with torch.cuda.graph(self._graph, pool, stream, capture_error_mode="thread_local"):
-            self._learnt = train(self._start, self._batches)
+            self._found = compute(self._start, self._given)
 
     @property
     def pool(self) -> Any:
         """Its memory, which other graphs that are never replayed at the same time can share."""
         return self._graph.pool()
 
-    def replayed(self, start: RoundParameters, batches: Batches) -> Updates:
-        """What this start and these batches lead to."""
-        for own, given in (
+    def replayed(self, start: RoundParameters, given: TorchTensors) -> Updates:
+        """What this start and what is given lead to."""
+        for own, others in (
             (self._start.parameters, start.parameters),
             (self._start.control, start.control),
             (self._changing, start.constants),
-            (_by_name(self._batches), _by_name(batches)),
+            (self._given, given),
         ):
             for name, tensor in own.items():
-                tensor.copy_(given[name])
+                tensor.copy_(others[name])
         self._graph.replay()
-        return self._learnt
-
-
-def _by_name(batches: Batches) -> TorchTensors:
-    x: Inputs = batches.x
-    inputs: dict[str, Tensor] = x if isinstance(x, dict) else {"": x}
-    return {f"x.{n}": t for n, t in inputs.items()} | {"y": batches.y, "weights": batches.weights}
+        return self._found

@@ -30,6 +30,7 @@ class Indices:
         self._task, self._users = replace(task, model=model), users
         self._reasons: dict[int, Exception | None] = {}  # by user, of those that were tried
         fields = {name: users.fields[name] for name in task.fields}
+        self._seen, self._suspect = np.zeros((2, users.population), np.bool_)
         self._zeros = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in fields.items()}
 
     def legal(self, name: str, most: int) -> tuple[int, int]:
@@ -55,7 +56,15 @@ class Indices:
                 raise reason.with_traceback(None)  # which would grow each time, and keep rows
 
     def _odd(self, users: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Users with an integer that is not known to be legal."""
+        """Users with an integer that is not known to be legal; each is looked at once."""
+        new = users[~self._seen[users]]
+        if len(new):
+            self._suspect[new] = self._beyond(new)
+            self._seen[new] = True
+        return users[self._suspect[users]]
+
+    def _beyond(self, users: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which users have an integer that is not known to be legal."""
         starts, ends = self._users.offsets[users], self._users.offsets[users + 1]
         firsts = np.cumsum(ends - starts) - (ends - starts)
         rows = np.arange(len(users)).repeat(ends - starts)  # whose each is
@@ -69,7 +78,7 @@ class Indices:
             if name == self._task.targets and self._may_ignore:
                 beyond &= memory != self._task.ignore_index
             odd |= np.logical_or.reduceat(beyond.reshape(len(rows), -1).any(1), firsts)
-        return users[odd]
+        return odd
 
     @cached_property
     def _legal(self) -> dict[str, tuple[int, int]]:

@@ -9,7 +9,8 @@ What a step does with a gradient is up to the `direction` of the round's `LocalT
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -29,14 +30,18 @@ from fedpriv.engine.task import (
     each_input,
     outputs_of,
 )
-from fedpriv.privacy.clipping_torch import BatchedTensor, TorchTensors, Updates
+from fedpriv.privacy.clipping_torch import BatchedTensor, TorchTensors, Updates, moved
 from fedpriv.privacy.gaussian_mechanism import CONTROL_PREFIX
 from fedpriv.privacy.round import LocalStep, LocalTraining
 
 Integers = npt.NDArray[np.int64]
 
 _FIRST = 8  # numbers up to this one are rungs of the ladder; beyond, four in each octave
-_GOLDEN = 0x9E3779B97F4A7C15  # odd, near 2⁶⁴ over the golden ratio
+_CPU = torch.device("cpu")
+# Words of 64 bits are int64, whose products are the same modulo 2⁶⁴.
+_SIGN = -(2**63)
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd, near 2⁶⁴ over the golden ratio
+_WORDS, _FIELD, _WEIGHTS = "words", "field.", "weights"  # what batches are made of
 _CHOICE = 2**62  # in place of the number of a pass: which examples count at all
 
 
@@ -90,12 +95,62 @@ def by_rung(
 
 
 class BatchRows(NamedTuple):
-    """Which rows of the store the users of a chunk train on, step by step."""
+    """Which rows of the store the users of a chunk train on, step by step; L lanes."""
 
-    rows: Integers  # [C, S, W] of the user store; padding repeats a row of the same user
-    weights: npt.NDArray[np.float32]  # [C, S, W] 1 for an example, 0 for padding
-    chosen: Integers  # [C, W·blocks] rows of all examples that count, and padding
+    rows: Tensor  # [L, S, W] int64, of the user store; padding repeats a row of the same user
+    weights: Tensor  # [L, S, W] float32: 1 for an example, 0 for padding
+    chosen: tuple[Tensor, ...]  # [L, W] for each block: rows of all that count, and padding
+    exists: tuple[Tensor, ...]  # [L, W] for each block: which are no padding
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the rows of a chunk follow from, whatever device computes them.
+
+    A user's examples are shuffled for each pass over them. Their order, and which of them count
+    where there are more than `local.max_examples`, depends on the user's position in the
+    population, the round's key and the user's number of examples alone.
+    """
+
+    local: LocalTraining
+    rung: Rung
     counts: Integers  # [C] examples that count
+    words: Tensor  # [3, L] int64: a random word, the first row in the store, how many count
+    among: Tensor | None  # [L, most] which of the rows count, in their order; None: the first
+    passes: int  # over examples
+    most: int  # examples that a user can have
+
+    @property
+    def follows_from_words(self) -> bool:
+        """Whether all else is the same for all chunks of a rung."""
+        return self.among is None and self.local.steps is None
+
+    def rows(self, words: Tensor, among: Tensor | None = None) -> BatchRows:
+        """Rows of these words and examples, [3, L] and [L, most], on their device."""
+        (word, first, count), device = words, words.device
+        local, rung, some = self.local, self.rung, count.clamp(min=1)  # of a blank lane as well
+        width = some if local.batch_size is None else some.clamp(max=local.batch_size)
+        per_pass = (some + width - 1) // width
+        steps = per_pass * local.epochs if local.epochs else per_pass.new_full((), rung.steps)
+        of_passes = _mixed(word[:, None] + _spread(torch.arange(self.passes, device=device)))
+        order = _shuffled(of_passes, count, self.most).flatten(1)
+
+        step = torch.arange(rung.steps, device=device)
+        number, batch = step // per_pass[:, None], step % per_pass[:, None]
+        column = torch.arange(rung.width, device=device)
+        place = batch[:, :, None] * width[:, None, None] + column
+        real = (step < steps[..., None])[..., None] & (column < width[:, None, None])
+        real &= place < count[:, None, None]
+        drawn = (number[:, :, None] * self.most + place).masked_fill_(~real, 0)
+        picked = order.gather(1, drawn.flatten(1)).view_as(real).masked_fill_(~real, 0)
+        places = torch.arange(rung.width * rung.blocks, device=device)
+        chosen = torch.minimum(places, some[:, None] - 1)
+        if among is not None:
+            picked = among.gather(1, picked.flatten(1)).view_as(picked)
+            chosen = among.gather(1, chosen)
+        blocks = (first[:, None] + chosen, places < count[:, None])
+        in_blocks = (each.split(rung.width, 1) for each in blocks)
+        return BatchRows(first[:, None, None] + picked, real.float(), *in_blocks)
 
 
 def schedule(
@@ -105,38 +160,38 @@ def schedule(
     local: LocalTraining,
     local_key: bytes,
     rung: Rung,
-) -> BatchRows:
-    """Rows of users of one rung: their positions, first rows in the store and numbers of rows.
+    lanes: int | None = None,
+    blank: int = 0,
+) -> Schedule:
+    """The schedule of users of one rung: positions, first rows in the store, numbers of rows.
 
-    A user's examples are shuffled for each pass over them. Their order, and which of them count
-    where there are more than `local.max_examples`, depends on the user's position in the
-    population, the round's key and the user's number of examples alone.
+    All lanes beyond the users, if there are some, have one row, `blank`, which does not count.
     """
+    counts, lanes = counted(sizes, local), len(users) if lanes is None else lanes
     # A word for each user in one round; reproducible, not secret.
-    key = np.frombuffer(local_key[:8], "<u8").astype(np.uint64)
-    keys, counts = _mixed(key + _spread(users)), counted(sizes, local)
-    widths = counts if local.batch_size is None else np.minimum(counts, local.batch_size)
-    per_pass = _batches(counts, local)
-    steps = per_pass * (local.epochs or 0) if local.steps is None else local.steps + 0 * per_pass
-    passes = -(-steps // per_pass)
-    lanes = np.repeat(np.arange(len(counts)), passes)
-    numbers = _counted_up(passes)
-    drawn, places = _shuffled(_mixed(keys[lanes] + _spread(numbers)), counts[lanes])
-    lanes, numbers = (np.repeat(each, counts[lanes]) for each in (lanes, numbers))
-    step = numbers * per_pass[lanes] + places // widths[lanes]
-    taken = step < steps[lanes]  # the last pass may end early
-    at = lanes[taken], step[taken], (places % widths[lanes])[taken]
-    shape = len(counts), rung.steps, rung.width
-    picked = np.zeros(shape, np.int64)
-    picked[at] = drawn[taken]
-    weights = np.zeros(shape, np.float32)
-    weights[at] = 1.0
-    chosen = np.minimum(np.arange(rung.width * rung.blocks), counts[:, None] - 1)
-    for lane in np.flatnonzero(counts < sizes).tolist():  # only some of its rows count
-        key = _mixed(keys[lane : lane + 1] + _spread(np.array([_CHOICE], np.int64)))
-        these = np.sort(_shuffled(key, sizes[lane : lane + 1])[0][: counts[lane]])
-        picked[lane], chosen[lane] = these[picked[lane]], these[chosen[lane]]
-    return BatchRows(starts[:, None, None] + picked, weights, starts[:, None] + chosen, counts)
+    key = int.from_bytes(local_key[:8], "little", signed=True)
+    words = torch.tensor([[0], [blank], [0]]).repeat(1, lanes)
+    words[0, : len(users)] = _mixed(key + _spread(torch.from_numpy(users)))
+    words[1:, : len(users)] = torch.from_numpy(np.stack([starts, counts]))
+    if local.epochs:
+        passes, most = local.epochs, rung.width * (rung.steps // local.epochs)
+    else:
+        passes, most = -(-rung.steps // int(_batches(counts, local).min())), int(counts.max())
+    among = None
+    if np.any(counts < sizes):
+        among = _counting(words[0], counts, sizes, most)
+    return Schedule(local, rung, counts, words, among, passes, most)
+
+
+def _counting(words: Tensor, counts: Integers, sizes: Integers, most: int) -> Tensor:
+    """Which of each user's rows count, in their order: [L, most]."""
+    among = torch.arange(most).repeat(len(words), 1)
+    for lane in np.flatnonzero(counts < sizes).tolist():
+        word = _mixed(words[lane] + _spread(torch.tensor(_CHOICE))).view(1, 1)
+        size, count = int(sizes[lane]), int(counts[lane])
+        drawn = _shuffled(word, torch.tensor([size]), size)[0, 0, :count]
+        among[lane, :count] = drawn.sort().values
+    return among
 
 
 @dataclass(frozen=True)
@@ -162,56 +217,68 @@ class Examples:
     users: Integers  # [C] positions in the enrolled population
     store: UserStore
     device: torch.device
-    plan: BatchRows
+    schedule: Schedule
     task: Task  # says which fields it reads
     resident: TorchTensors | None = None  # the store's fields, if they are `held_on` the device
+    made_of: TorchTensors = field(default_factory=dict)  # those of another chunk, if any are
+
+    @property
+    def follow_from_words(self) -> bool:
+        """Whether all examples of a chunk follow from its words, which are all that is given."""
+        return self.resident is not None and self.schedule.follows_from_words
+
+    def given(self) -> TorchTensors:
+        """What batches are made of, on the device; of all else, chunks of a shape have the same."""
+        if self.follow_from_words:
+            return {_WORDS: moved(self.schedule.words, self.device)}
+        columns = {_FIELD + name: c for name, c in self._columns(self.plan.rows).items()}
+        return {**columns, _WEIGHTS: moved(self.plan.weights, self.device)}
 
     def batches(self) -> Batches:
         """What they train on."""
-        x, y = self._gathered(self.plan.rows)
-        weights = self._blank((self.rung.steps, self.rung.width), torch.float32)
-        weights[: len(self.users)] = torch.from_numpy(self.plan.weights)
-        return Batches(x, y, self._moved(weights), self.rung.padded)
+        if _WEIGHTS in self.made_of:
+            columns = {name: self.made_of[_FIELD + name] for name in self.task.fields}
+            weights = self.made_of[_WEIGHTS]
+        else:
+            columns, weights = self._columns(self.plan.rows), moved(self.plan.weights, self.device)
+        x, y = self.task.given(columns)
+        return Batches(x, y, weights, self.rung.padded)
 
     def blocks(self) -> Iterator[tuple[Inputs, Tensor, Tensor]]:
         """All that is measured, each example once: x and y [L·W, …], and which are real [L, W]."""
-        width = self.rung.width
-        for first in range(0, width * self.rung.blocks, width):
-            rows = self.plan.chosen[:, first : first + width]
-            x, y = self._gathered(rows)
+        for block in range(self.rung.blocks):
+            x, y = self.task.given(self._columns(self.plan.chosen[block]))
             x, y = each_input(lambda t: t.flatten(0, 1), x), y.flatten(0, 1)
-            real = self._blank((width,), torch.bool)
-            places = np.arange(first, first + width)
-            real[: len(self.users)] = torch.from_numpy(places < self.plan.counts[:, None])
-            yield x, y, self._moved(real)
+            yield x, y, moved(self.plan.exists[block], self.device)
 
-    def _gathered(self, rows: Integers) -> tuple[Inputs, Tensor]:
-        """Inputs and targets [L, …] of rows [C, …], in memory whose alignment does not vary."""
+    @cached_property
+    def plan(self) -> BatchRows:
+        """Rows, on the device if the store's fields are there; elsewhere those of users count."""
+        device = _CPU if self.resident is None else self.device
+        among = self.schedule.among
+        words = moved(self.made_of.get(_WORDS, self.schedule.words), device)
+        return self.schedule.rows(words, None if among is None else moved(among, device))
+
+    def _columns(self, rows: Tensor) -> TorchTensors:
+        """Fields of rows [L, …], in memory whose alignment does not vary."""
         if self.resident is not None:
-            places = self._blank(rows.shape[1:], torch.int64)
-            places[: len(rows)] = torch.from_numpy(rows)
-            places[len(rows) :] = self.store.rows  # zeros
-            chosen, shape = self._moved(places).flatten(), places.shape
+            chosen = rows.flatten()
             columns = {n: c.index_select(0, chosen) for n, c in self.resident.items()}
-            return self.task.given({n: c.view(*shape, *c.shape[1:]) for n, c in columns.items()})
-        held = {}
+            return {n: c.view(*rows.shape, *c.shape[1:]) for n, c in columns.items()}
+        taken = self._taken(rows)
+        return {n: c.to(self.device, non_blocking=True) for n, c in taken.items()}
+
+    def _taken(self, rows: Tensor) -> TorchTensors:
+        """Fields of rows [L, …] in memory on the CPU, zero where no user is."""
+        held, users = {}, len(self.users)
         for name in self.task.fields:
-            field = self.store.fields[name]
-            kind = torch.from_numpy(np.empty(0, field.dtype)).dtype
-            held[name] = self._blank((*rows.shape[1:], *field.shape[1:]), kind)
-        self.store.take(rows, {name: t.numpy()[: len(rows)] for name, t in held.items()})
-        return self.task.given({name: self._moved(memory) for name, memory in held.items()})
-
-    def _blank(self, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
-        """Memory [L, …] on the CPU, zero where no user is."""
-        pinned = self.device.type == "cuda"
-        memory = torch.empty((self.lanes, *shape), dtype=kind, pin_memory=pinned)
-        memory[len(self.users) :].zero_()
-        return memory
-
-    def _moved(self, memory: Tensor) -> Tensor:
-        """The same on the device; a GPU does other work meanwhile."""
-        return memory.to(self.device, non_blocking=True)
+            column, pinned = self.store.fields[name], self.device.type == "cuda"
+            kind = torch.from_numpy(np.empty(0, column.dtype)).dtype
+            lanes = *rows.shape, *column.shape[1:]
+            held[name] = torch.empty(lanes, dtype=kind, pin_memory=pinned)
+            held[name][users:].zero_()
+        self.store.take(rows[:users].numpy(), {n: t[:users].numpy() for n, t in held.items()})
+        return held
 
 
 def held_on(device: torch.device, columns: Mapping[str, npt.NDArray[np.generic]]) -> TorchTensors:
@@ -229,33 +296,32 @@ def _batches(counts: Integers, local: LocalTraining) -> Integers:
     return np.minimum(counts, 1) if local.batch_size is None else -(-counts // local.batch_size)
 
 
-def _shuffled(keys: npt.NDArray[np.uint64], sizes: Integers) -> tuple[Integers, Integers]:
-    """A shuffle of n_i things for each key, one after another: which thing at which place."""
-    passes, places = np.repeat(np.arange(len(sizes)), sizes), _counted_up(sizes)
-    dice = _mixed(keys[passes] + _spread(places))
-    if np.all(sizes == sizes[0]):  # many short sorts take less than a long one
-        return np.argsort(dice.reshape(len(sizes), -1), axis=1, kind="stable").ravel(), places
-    drawn = np.argsort(dice, kind="stable")
-    order = drawn[np.argsort(passes[drawn], kind="stable")]
-    return places[order], places
+def _shuffled(keys: Tensor, counts: Tensor, most: int) -> Tensor:
+    """Shuffles of the first numbers for keys [C, P]: [C, P, most], of which counts [C] are real."""
+    numbers = torch.arange(most, device=keys.device)
+    dice = _mixed(keys[:, :, None] + _spread(numbers))
+    dice ^= _SIGN  # in the order of words without a sign
+    dice.masked_fill_(numbers >= counts[:, None, None], ~_SIGN)
+    if dice.device.type == "cpu":  # where NumPy sorts faster
+        return torch.from_numpy(np.argsort(dice.numpy(), axis=2, kind="stable"))
+    return torch.argsort(dice, dim=2, stable=True)
 
 
-def _spread(numbers: Integers) -> npt.NDArray[np.uint64]:
+def _spread(numbers: Tensor) -> Tensor:
     """The Weyl sequence of SplitMix64 (Steele, Lea & Flood 2014) at these places."""
-    return (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+    return (numbers + 1) * _GOLDEN
 
 
-def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mixed(words: Tensor) -> Tensor:
     """The finaliser of SplitMix64: each bit of a result depends on all bits of its word."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+    words = (words ^ _shifted(words, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    words = (words ^ _shifted(words, 27)) * (0x94D049BB133111EB - 2**64)
+    return words ^ _shifted(words, 31)
 
 
-def _counted_up(lengths: Integers) -> Integers:
-    """0, 1, … up to each length, one after another."""
-    ends = np.cumsum(lengths)
-    return np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """Words to the right, as those without a sign."""
+    return torch.bitwise_and(torch.bitwise_right_shift(words, bits), 2 ** (64 - bits) - 1)
 
 
 def is_linear(local: LocalTraining) -> bool:

@@ -35,7 +35,7 @@ from fedpriv.engine.figures import (
 )
 from fedpriv.errors import InvalidValueError, ModelError, check_types, known_names, plain_numbers
 from fedpriv.importing import import_function
-from fedpriv.privacy.clipping_torch import TorchTensors
+from fedpriv.privacy.clipping_torch import TorchTensors, moved
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import RoundRequest
 
@@ -319,9 +319,10 @@ class RoundParameters:
         personal: tuple[str, ...] = (),
     ) -> "RoundParameters":
         """Copy a request's tensors to a device; its statistics replace those of the constants."""
-        parameters = {n: torch.tensor(p).to(device) for n, p in request.parameters.items()}
-        statistics = {n: torch.tensor(s).to(device) for n, s in request.statistics.items()}
-        control = {n: torch.tensor(c).to(device) for n, c in request.control.items()}
+        parameters, statistics, control = (
+            {name: moved(torch.tensor(array), device) for name, array in tensors.items()}
+            for tensors in (request.parameters, request.statistics, request.control)
+        )
         parameters |= {name: constants[name] for name in personal}
         constants = {n: t for n, t in constants.items() if n not in personal}
         return cls(parameters, constants | statistics, control, personal)

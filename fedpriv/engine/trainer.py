@@ -33,7 +33,7 @@ from fedpriv.engine.adapters import Adapted
 from fedpriv.engine.graphs import Graphs
 from fedpriv.engine.indices import Indices
 from fedpriv.engine.layers import BatchedModel, batched_model
-from fedpriv.engine.local_training import Batches, Examples, Integers, Rung, held_on
+from fedpriv.engine.local_training import Examples, Integers, Rung, held_on
 from fedpriv.engine.metrics import Measuring, diagnose_chunk, group_norms, user_metrics
 from fedpriv.engine.task import (
     Activations,
@@ -48,7 +48,16 @@ from fedpriv.engine.task import (
 )
 from fedpriv.errors import ModelError
 from fedpriv.privacy.clipping import IntegerVector
-from fedpriv.privacy.clipping_torch import TorchTensors, Updates, integer_sum, rows_of
+from fedpriv.privacy.clipping_torch import (
+    TorchTensors,
+    Updates,
+    integer_sum,
+    kernels_on,
+    moved,
+    rows_of,
+    sum_by_kernels,
+    weighing,
+)
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, merged
@@ -67,8 +76,9 @@ _FEW_LANES = 160
 _MANY_LANES = 2048  # all of which are tried before users train in them
 # On a GPU, whose libraries choose kernels by the size of a product, all chunks of a rung have the
 # same lanes. With fewer it would wait for its next kernel, and with more train blank ones.
-_BUSY_DEVICE = 2**23
-_DEVICE_LANES = 128
+_BUSY_DEVICE = 10_000_000
+_DEVICE_LANES = 256
+_TOTAL, _WEIGHED = "total", "weighed"  # what graphs of sums give and are given
 _UNROLLED = 32  # numbers: two vectors of AVX-512
 # Random users that are compared in smaller shapes, in turns; of fewer, differences stay unseen.
 _COMPARED = 64
@@ -317,14 +327,19 @@ class Trainer:
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk
     ) -> Callable[[], ChunkSum]:
         with plain_arithmetic(self.device):
-            examples = self._examples(request, chunk)
-            tensors = self._sent(request, start, chunk, examples)
-            diagnostics = []
-            if self.observed:
-                measuring = Measuring(self.evaluated, start, self.measured)
-                diagnostics = [_fetched(diagnose_chunk(measuring, examples, tensors, request))]
-            weights = np.minimum(examples.plan.counts, request.clipping.weight_cap)
-            summed = _fetched(integer_sum(tensors, request.clipping, weights))
+            examples, tensors = self._examples(request, chunk), None
+            weights, diagnostics = (
+                np.minimum(examples.schedule.counts, request.clipping.weight_cap),
+                [],
+            )
+            total = self._replayed_sum(request, start, chunk, examples, weights)
+            if total is None:
+                tensors = self._sent(request, start, chunk, examples)
+                if self.observed:
+                    measuring = Measuring(self.evaluated, start, self.measured)
+                    diagnostics = [_fetched(diagnose_chunk(measuring, examples, tensors, request))]
+                total = integer_sum(tensors, request.clipping, weights)
+            summed = _fetched(total)
 
         def finish(sent: Updates | None = None) -> ChunkSum:
             total, dropped = summed(), None
@@ -355,6 +370,8 @@ class Trainer:
 
     def begin(self, request: RoundRequest) -> RoundParameters:
         """What users of a round begin with."""
+        if self.graphs is not None:
+            self.graphs.begin(request.clipping)
         return RoundParameters.of(request, self.constants, self.device, self.task.personal)
 
     def trained(
@@ -364,7 +381,7 @@ class Trainer:
         with plain_arithmetic(self.device):
             examples = self._examples(request, chunk, store)
             with self._seeded(request, chunk, examples):
-                return self._train(request, start, chunk, examples)
+                return self._replayed(request, start, chunk, examples)
 
     def sent(
         self,
@@ -377,13 +394,45 @@ class Trainer:
         with plain_arithmetic(self.device):
             return self._sent(request, start, chunk, self._examples(request, chunk, store))
 
+    def _replayed_sum(
+        self,
+        request: RoundRequest,
+        start: RoundParameters,
+        chunk: Chunk,
+        examples: Examples,
+        weights: Integers,
+    ) -> Tensor | None:
+        """The sum of a chunk, [D], from a graph that makes all of it; None if there can be none."""
+        kernels, clipping = kernels_on(self.device), request.clipping
+        if self.graphs is None or kernels is None or self.observed or not chunk.together:
+            return None
+        if not (examples.follow_from_words and self.graphs.steady):
+            return None
+
+        def compute(start: RoundParameters, given: TorchTensors) -> Updates:
+            theirs = replace(examples, made_of=given)
+            sent = self._sent(request, start, chunk, theirs, captured=True)
+            return {_TOTAL: sum_by_kernels(kernels, sent, clipping, given[_WEIGHED])}
+
+        weighed = moved(weighing(clipping, weights, chunk.lanes), self.device)
+        given = {**examples.given(), _WEIGHED: weighed}
+        shape = chunk.rung, chunk.lanes, clipping, request.measured, request.metrics
+        return self.graphs.computed(compute, request.local, shape, start, given)[_TOTAL][:]
+
     def _sent(
-        self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
+        self,
+        request: RoundRequest,
+        start: RoundParameters,
+        chunk: Chunk,
+        examples: Examples,
+        *,
+        captured: bool = False,  # by whom this is called, who captures training as well
     ) -> Updates:
         reported = TorchTensors()
         with self._seeded(request, chunk, examples):  # metrics may draw, too
-            moved = self._train(request, start, chunk, examples)
-            updates = {name: t for name, t in moved.items() if name not in start.personal}
+            train = self._train if captured else self._replayed
+            learnt = train(request, start, chunk, examples)
+            updates = {name: t for name, t in learnt.items() if name not in start.personal}
             if request.measured:
                 measuring = Measuring(self.evaluated, start, self.measured)
                 groups = request.clipping.groups
@@ -408,26 +457,34 @@ class Trainer:
         enrolled = chunk.users if hosted is None else hosted[chunk.users]
         local, rung = request.local, chunk.rung
         starts, sizes = store.offsets[chunk.users], sizes_of(store, chunk.users)
-        plan = local_training.schedule(enrolled, starts, sizes, local, request.local_key, rung)
+        of_users, blanks = (enrolled, starts, sizes), (chunk.lanes, store.rows)
+        plan = local_training.schedule(*of_users, local, request.local_key, rung, *blanks)
         resident = self.resident if store is self.users else None
         return Examples(rung, chunk.lanes, enrolled, store, self.device, plan, self.task, resident)
+
+    def _replayed(
+        self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
+    ) -> Updates:
+        """`_train`, by a graph where there can be one."""
+        if self.graphs is None or not chunk.together:
+            return self._train(request, start, chunk, examples)
+
+        def compute(start: RoundParameters, given: TorchTensors) -> Updates:
+            return self._train(request, start, chunk, replace(examples, made_of=given))
+
+        given = examples.given()
+        shape = chunk.rung, chunk.lanes, *given
+        return self.graphs.computed(compute, request.local, shape, start, given)
 
     def _train(
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
     ) -> Updates:
-        local, batches, batched = request.local, examples.batches(), self.batched
-
-        def train(start: RoundParameters, batches: Batches) -> Updates:
-            inputs = self.task, start, batches, local, self.activations
+        batches, batched = examples.batches(), self.batched
+        inputs = self.task, start, batches, request.local, self.activations
+        with tf32(allowed=self.activations == "tf32"):
             if chunk.together and batched is not None:
                 return local_training.train_layers_chunk(batched, *inputs)
             return {**local_training.train_chunk(*inputs, alone=not chunk.together)}
-
-        with tf32(allowed=self.activations == "tf32"):
-            if chunk.together and self.graphs is not None:
-                shape = chunk.rung, chunk.lanes
-                return self.graphs.trained(train, local, shape, start, batches)
-            return train(start, batches)
 
 
 def _fetched(tensor: Tensor) -> Callable[[], npt.NDArray[Any]]:

@@ -140,8 +140,9 @@ class InProcessTransport(Transport):
             check_metrics(self.task, request.measured, request.clipping, blank(self.users))
         start = self._trainer.begin(request)
         with computing_with(self._threads):
-            with plain_arithmetic(self.device):
-                refuse_flushing_threads()
+            if self.device.type == "cpu":
+                with plain_arithmetic(self.device):
+                    refuse_flushing_threads()
             chunks = list(self._chunks(request, start))
             if min(self._side_by_side, len(chunks)) <= 1:
                 sums = _in_turn(self._trainer, request, start, chunks)

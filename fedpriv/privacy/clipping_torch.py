@@ -1,19 +1,26 @@
 """The clipping of `fedpriv.privacy.clipping`, batched, for updates that are torch tensors.
 
-On a CPU, rows of users are lent to `Clipping.clip_rows`, the reference; on a GPU `clip_rows` here
-does the same in torch. Both give the same integers (`tests/engine/test_clipping.py`).
+On a CPU, rows of users are lent to `Clipping.clip_rows`, the reference. On a GPU the kernels of
+`clipping_triton` do the same, or, where there is no Triton, `clip_rows` here in torch. All give the
+same integers (`tests/engine/test_clipping.py`, and on a GPU `tests/engine/test_gpu.py`).
 """
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedpriv.privacy.clipping import COARSE, Clipping
-from fedpriv.privacy.layout import Layout, VectorGroup
+from fedpriv.privacy.clipping import COARSE, Clipping, Indicator
+from fedpriv.privacy.layout import Layout, VectorGroup, flat
+
+_log = logging.getLogger(__name__)
 
 TorchTensors = dict[str, torch.Tensor]
 
@@ -42,8 +49,15 @@ Updates = Mapping[str, BatchedTensor]
 # Numbers of updates in float64 at a time: what has left a processor's caches before it is clipped
 # costs more than the arithmetic. A GPU needs more to be busy.
 _NUMBERS = 2**19
-_NUMBERS_CUDA = 2**25
+_NUMBERS_CUDA = 2**26
 _ALIGNED = 8  # rows begin where a vector instruction reads a whole cache line
+
+
+def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on a device; a GPU does other work meanwhile."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def integer_sum(
@@ -55,39 +69,143 @@ def integer_sum(
     Guarantees: what a user adds is `Clipping.contribution` of its tensors, and depends on no other
     user's.
     """
-    layout, device = clipping.layout, _device_of(updates)
+    layout, device, lanes = clipping.layout, _device_of(updates), len(next(iter(updates.values())))
+    if device.type == "cuda" and (kernels := kernels_on(device)):
+        weighed = moved(weighing(clipping, weights, lanes), device)
+        return sum_by_kernels(kernels, updates, clipping, weighed)
     total = torch.zeros(layout.dimension, dtype=torch.float64, device=device)
     indicator = clipping.indicator.tensor if clipping.indicator else None
-    for users, rows in rows_of(updates, layout, len(weights), indicator):
-        if device.type == "cpu":
+    if device.type == "cpu":
+        for users, rows in rows_of(updates, layout, len(weights), indicator):
             clipping.clip_rows(rows.numpy(), weights[users])
-        else:
-            clip_rows(rows, clipping, weights[users])
-        total += rows[0] if len(rows) == 1 else rows.sum(0)
+            total += rows[0] if len(rows) == 1 else rows.sum(0)
+    else:  # all lanes, as it depends on their number in which order a norm is added up
+        units = np.concatenate([weights, np.zeros(lanes - len(weights), np.int64)])
+        for users, rows in rows_of(updates, layout, lanes, indicator):
+            clip_rows(rows, clipping, units[users])
+            total += rows[: max(0, len(weights) - users.start)].sum(0)
     return total.to(torch.int64)
+
+
+def weighing(clipping: Clipping, weights: npt.NDArray[np.int64], lanes: int) -> torch.Tensor:
+    """What lanes have of the weights of the first users, float64 [1 + 2·W, L].
+
+    Whether there is a user and, for each of the W groups that are weighted, its limit of squares
+    and its share of the whole.
+    """
+    rows, whole = [np.ones(len(weights))], clipping.weight_cap
+    for group in clipping.sent:
+        if group.name in clipping.weighted:
+            bound = group.squared_bound
+            limits = [float(m * m * bound // whole**2) for m in weights.tolist()]
+            rows += [np.array(limits), weights / whole]
+    padded = np.zeros((len(rows), lanes))
+    padded[:, : len(weights)] = rows
+    return torch.from_numpy(padded)
+
+
+def sum_by_kernels(
+    kernels: ModuleType, updates: Updates, clipping: Clipping, weighed: torch.Tensor
+) -> torch.Tensor:
+    """`integer_sum` by the kernels of `clipping_triton`, for lanes with what `weighing` gives."""
+    layout, device = clipping.layout, _device_of(updates)
+    names = [n for n in layout.names if not clipping.indicator or n != clipping.indicator.tensor]
+    total = torch.zeros(layout.dimension, dtype=torch.int64, device=device)
+    lanes = len(next(iter(updates.values())))
+    few = max(1, min(lanes, _NUMBERS_CUDA // max(1, layout.dimension)))
+    with torch.cuda.device(device):
+        for start in range(0, lanes, few):
+            some = {n: updates[n][start : start + few] for n in names}
+            some = {n: t.reshape(len(t), layout.sizes[n]).contiguous() for n, t in some.items()}
+            _add_contributions(kernels, total, some, clipping, weighed[:, start : start + few])
+    return total
+
+
+def _add_contributions(
+    kernels: ModuleType,
+    total: torch.Tensor,
+    updates: TorchTensors,
+    clipping: Clipping,
+    weighed: torch.Tensor,
+) -> None:
+    """Add what some lanes contribute, of whom all tensors but the indicator are [c, n]."""
+    slices, device = clipping.layout.slices, total.device
+    present, *of_weights = weighed
+    sound, within, whole, each = present > 0.0, TorchTensors(), [], iter(of_weights)
+    for group in clipping.sent:
+        limits, shares = float(group.squared_bound), 1.0
+        if group.name in clipping.weighted:
+            limits, shares = next(each), next(each)
+        # Scales lie in memory, as Triton takes numbers of Python for float32.
+        scales = [
+            None if scale == 1.0 else torch.full((), scale, dtype=torch.float64, device=device)
+            for scale in group.scales
+        ]
+        pieces = [(updates[n], scale) for n, scale in zip(group.tensors, scales, strict=True)]
+        norms = kernels.squares(pieces).sqrt_() / group.granularity
+        factors = _factors(norms, group, shares)
+        part = (norms < math.inf) & (kernels.squares(pieces, factors) <= limits)
+        within[group.name] = norms <= math.sqrt(group.squared_bound)
+        sound &= part
+        whole += [
+            (total[slices[n]], p, factors) for n, p in zip(group.tensors, pieces, strict=True)
+        ]
+    for place, piece, factors in whole:
+        kernels.add_whole(place, piece, factors, sound)
+    if clipping.indicator is not None:
+        halves = torch.where(sound[:, None], _halves(clipping.indicator, within), 0.0)
+        total[slices[clipping.indicator.tensor]] += halves.sum(0).to(torch.int64)
+
+
+def _halves(indicator: Indicator, within: TorchTensors) -> torch.Tensor:
+    """What an indicator says of groups that were within their norms, in steps: [c, groups]."""
+    said = torch.stack([within[name] for name in indicator.groups], 1).double()
+    return (said - 0.5) / indicator.group.granularity
+
+
+@cache
+def kernels_on(device: torch.device) -> ModuleType | None:
+    """The kernels of `clipping_triton`, if there are any and they give what the reference gives."""
+    if find_spec("triton") is None or not torch.cuda.is_available():
+        return None
+    rng, layout = np.random.default_rng(0), Layout(("tried",), ((10_000,),))
+    clipping = Clipping(layout, flat(layout, 1.0))
+    sizes = np.array([[1.0], [1e-3], [0.01]])  # of which only the first is clipped
+    tried = (rng.standard_normal((3, 10_000)) * sizes).astype(np.float32)
+    expected = sum(clipping.contribution({"tried": each}) for each in tried)
+    try:
+        from fedpriv.privacy import clipping_triton  # noqa: PLC0415
+
+        on_device = {"tried": torch.from_numpy(tried).to(device)}
+        weighed = moved(weighing(clipping, np.ones(3, np.int64), 3), device)
+        found = sum_by_kernels(clipping_triton, on_device, clipping, weighed)
+        if np.array_equal(found.cpu().numpy(), expected):
+            return clipping_triton
+        _log.warning("kernels of Triton clip otherwise than torch, which clips in their place")
+    except Exception as error:  # of a compiler that is absent, for one
+        _log.info("torch clips, as kernels of Triton cannot be used: %s", type(error).__name__)
+    return None
 
 
 def clip_rows(rows: torch.Tensor, clipping: Clipping, weights: npt.NDArray[np.int64]) -> None:
     """`Clipping.clip_rows` in torch: in place, and without waiting for a device."""
     within: dict[str, torch.Tensor] = {}
     sound = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+    weighed = iter(moved(weighing(clipping, weights, len(rows))[1:], rows.device))
     for group in clipping.sent:
         for tensor, scale in zip(group.tensors, group.scales, strict=True):
             if scale != 1.0:
                 rows[:, clipping.layout.slices[tensor]] /= scale
-        bound, whole = group.squared_bound, clipping.weight_cap
-        limits: float | torch.Tensor = float(bound)
+        limits: float | torch.Tensor = float(group.squared_bound)
         shares: float | torch.Tensor = 1.0
         if group.name in clipping.weighted:
-            of_each = [float(m * m * bound // whole**2) for m in weights.tolist()]
-            limits, shares = (_beside(rows, each) for each in (of_each, weights / whole))
+            limits, shares = next(weighed), next(weighed)
         pieces = [rows[:, span] for span in clipping.spans[group.name]]
         within[group.name], part = _clip_group(pieces, group, shares, limits)
         sound &= part
     if clipping.indicator is not None:
-        step = clipping.indicator.group.granularity
-        said = torch.stack([within[name] for name in clipping.indicator.groups], 1).double()
-        rows[:, clipping.layout.slices[clipping.indicator.tensor]] = (said - 0.5) / step
+        place = clipping.layout.slices[clipping.indicator.tensor]
+        rows[:, place] = _halves(clipping.indicator, within)
     rows.masked_fill_(~sound[:, None], 0.0)
 
 
@@ -104,20 +222,18 @@ def _clip_group(
     """
     step, root = group.granularity, math.sqrt(group.squared_bound)
     norms = torch.linalg.vector_norm(_norms(pieces), dim=0) / step
-    coarse = (root / norms.clamp(min=root)).view(torch.int64) & COARSE
-    factors = (coarse.view(torch.float64) * shares / step)[:, None]
+    factors = _factors(norms, group, shares)
     for piece in pieces:
-        piece.mul_(factors).trunc_()
+        piece.mul_(factors[:, None]).trunc_()
     sound = torch.isfinite(norms) & (_squares(pieces) <= limits)
     return sound & (norms <= root), sound
 
 
-def _beside(rows: torch.Tensor, numbers: Sequence[float] | npt.NDArray[np.float64]) -> torch.Tensor:
-    """Numbers, one for each row, on the device of the rows, in float64: [c]."""
-    memory = torch.from_numpy(np.array(numbers, np.float64))
-    if rows.device.type == "cuda":
-        memory = memory.pin_memory()
-    return memory.to(rows.device, non_blocking=True)
+def _factors(norms: torch.Tensor, group: VectorGroup, shares: float | torch.Tensor) -> torch.Tensor:
+    """What makes whole numbers of vectors of these norms, in steps: [c]."""
+    root = math.sqrt(group.squared_bound)
+    coarse = (root / norms.clamp(min=root)).view(torch.int64) & COARSE
+    return coarse.view(torch.float64) * shares / group.granularity
 
 
 def rows_of(

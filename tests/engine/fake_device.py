@@ -7,17 +7,19 @@ CPU. The device is torch's "meta", as torch without CUDA cannot differentiate wh
 """
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from fedpriv.engine.local_training import Examples
+from fedpriv.engine import local_training
+from fedpriv.engine.local_training import Examples, Schedule
 
 DEVICE = torch.device("meta")
 
@@ -58,17 +60,25 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
+def really(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with true tensors that are on the CPU."""
+
+    @wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily(), _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return called
+
+
 @contextmanager
 def on_device(*, may_wait: bool = False) -> Iterator[None]:
     """Compute with tensors that may be on the device in this block."""
-    blank = Examples._blank
-
-    def real(examples: Examples, shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
-        with unset_fake_temporarily():  # rows of users are copied to memory that there is
-            return blank(examples, shape, kind)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Examples, "_blank", real)
+        # Rows of users are drawn, and copied to memory that there is.
+        patch.setattr(local_training, "schedule", really(local_training.schedule))
+        patch.setattr(Schedule, "rows", really(Schedule.rows))
+        patch.setattr(Examples, "_taken", really(Examples._taken))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with warnings.catch_warnings(), mode, nullcontext() if may_wait else _Waits():
             # Where tensors lie is compared, and never read.

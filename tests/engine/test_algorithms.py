@@ -71,7 +71,8 @@ def batches(request: RoundRequest, user: int) -> Iterator[tuple[torch.Tensor, to
     for rung, _ in by_rung(size, local, measured=False):
         starts, key = users.offsets[[user]], request.local_key
         plan = schedule(np.array([user]), starts, size, local, key, rung)
-        for rows, weights in zip(plan.rows[0], plan.weights[0], strict=True):
+        drawn = plan.rows(plan.words, plan.among)
+        for rows, weights in zip(drawn.rows[0].numpy(), drawn.weights[0].numpy(), strict=True):
             if weights.any():
                 batch = users.take(rows[weights > 0])
                 yield torch.from_numpy(batch["x"]), torch.from_numpy(batch["y"])

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from fedpriv.engine.local_training import (
     BatchRows,
     Examples,
     Rung,
+    Schedule,
     by_rung,
     held_on,
     ladder,
@@ -171,10 +173,11 @@ def test_nobody_elses_size_changes_what_a_user_trains_on(sizes: list[int], cap: 
     starts = np.cumsum(sizes) - sizes
     for rung, some in by_rung(np.array(sizes), local, measured=True):
         given_sizes = np.array(sizes)[some]
-        together = schedule(users[some], starts[some], given_sizes, local, KEY, rung)
+        together = in_numpy(schedule(users[some], starts[some], given_sizes, local, KEY, rung))
         for lane, user in enumerate(some.tolist()):
             one = np.array([user])
             alone = schedule(users[one], starts[one], np.array(sizes)[one], local, KEY, rung)
+            alone = in_numpy(alone)
             for name in ("rows", "weights", "chosen"):
                 np.testing.assert_array_equal(
                     getattr(together, name)[lane], getattr(alone, name)[0]
@@ -207,7 +210,7 @@ def test_lanes_beyond_the_users_are_blank_and_blocks_hold_each_example_once(held
     users, sizes = np.array([1, 0]), np.array([7, 7])
     ((rung, _),) = by_rung(sizes, local, measured=True)
     starts = store.offsets[users]
-    plan = schedule(users, starts, sizes, local, KEY, rung)
+    plan = schedule(users, starts, sizes, local, KEY, rung, 4, store.rows)
     task = Task(torch.nn.Linear(1, 1), cross_entropy)
     resident = held_on(CPU, store.fields) if held else None
     examples = Examples(rung, 4, users, store, CPU, plan, task, resident)
@@ -225,7 +228,7 @@ def test_lanes_beyond_the_users_are_blank_and_blocks_hold_each_example_once(held
     assert seen == [list(map(float, range(8, 15))), list(map(float, range(1, 8))), [], []]
 
 
-def _schedules(sizes: Sequence[int], local: LocalTraining) -> list[tuple[int, BatchRows]]:
+def _schedules(sizes: Sequence[int], local: LocalTraining) -> list[tuple[int, Any]]:
     return [(size, _schedule([3 * i], [0], [size], local)) for i, size in enumerate(sizes)]
 
 
@@ -235,10 +238,16 @@ def _schedule(
     sizes: Sequence[int],
     local: LocalTraining,
     key: bytes = KEY,
-) -> BatchRows:
+) -> Any:
     ((rung, _),) = by_rung(np.array(sizes), local, measured=True)
     given_to = np.array(users), np.array(starts), np.array(sizes)
-    return schedule(*given_to, local, key, rung)
+    return in_numpy(schedule(*given_to, local, key, rung))
+
+
+def in_numpy(plan: Schedule) -> Any:
+    rows = plan.rows(plan.words, plan.among)
+    blocks = {name: torch.cat(getattr(rows, name), 1) for name in ("chosen", "exists")}
+    return BatchRows(*map(np.asarray, rows._replace(**blocks)))
 
 
 def _assert_uniform(kinds: NDArray[np.int64]) -> None:

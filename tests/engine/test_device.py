@@ -76,7 +76,7 @@ def train(trainer: Trainer, request: RoundRequest) -> torch.Tensor:
         diagnose_chunk(
             Measuring(trainer.evaluated, start, trainer.measured), examples, tensors, request
         )
-        weights = np.minimum(examples.plan.counts, request.clipping.weight_cap)
+        weights = np.minimum(examples.schedule.counts, request.clipping.weight_cap)
         return integer_sum(tensors, request.clipping, weights)
 
 

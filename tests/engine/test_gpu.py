@@ -7,15 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
-from fedpriv.engine.local_training import Examples
+from fedpriv.engine.local_training import Examples, by_rung, schedule
 from fedpriv.engine.task import Activations, RoundParameters, Task
 from fedpriv.engine.trainer import Chunk, Trainer
 from fedpriv.engine.transport import InProcessTransport
+from fedpriv.privacy import clipping_torch
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.clipping_torch import Updates
+from fedpriv.privacy.clipping_torch import Updates, integer_sum, kernels_on
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, RoundRequest
+from tests.engine.test_clipping import CAP, GROUPS, as_updates, clipping_of, one_by_one
 from tests.isolation import (
     LOCALS,
     MODELS,
@@ -57,6 +60,74 @@ def crowd() -> list[User]:
 
 def asked(model: str, local: LocalTraining, users: int) -> RoundRequest:
     return request_of(Plan(model, "per-layer", "weights", local, True, True, 0.3), users)
+
+
+@pytest.fixture(params=["triton", "torch"])
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clips by kernels of Triton, and as where there are none."""
+    if request.param == "torch":
+        monkeypatch.setattr(clipping_torch, "kernels_on", lambda _: None)
+    else:
+        pytest.importorskip("triton")
+        assert kernels_on(torch.device("cuda")) is not None
+
+
+@pytest.mark.usefixtures("by")
+@pytest.mark.parametrize("weighted", [0, 1, 2])
+@pytest.mark.parametrize("strategy", sorted(GROUPS))
+@pytest.mark.parametrize("numbers", [2**26, 40], ids=["at-once", "few-at-a-time"])
+def test_sums_are_those_of_the_reference(
+    strategy: str, weighted: int, numbers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clipping_torch, "_NUMBERS_CUDA", numbers)
+    rng, clipping = np.random.default_rng(0), clipping_of(GROUPS[strategy], weighted)
+    for trial in range(40):
+        lanes = rng.standard_normal((rng.integers(1, 90), 13)) * 10.0 ** rng.integers(-4, 5)
+        for odd in (np.nan, np.inf, -np.inf, 3.4e38, 1e-45, 1e30, 0.0)[: trial % 8]:
+            lanes[rng.integers(len(lanes)), rng.integers(13)] = odd
+        weights = rng.integers(0, CAP, rng.integers(1, len(lanes) + 1), endpoint=True)
+        tensors = as_updates(lanes.astype(np.float32))
+        on_gpu = {name: tensor.cuda() for name, tensor in tensors.items()}
+        users = lanes.astype(np.float32)[: len(weights)]
+        found = integer_sum(on_gpu, clipping, weights).cpu().numpy()
+        np.testing.assert_array_equal(found, one_by_one(clipping, users, weights))
+
+
+@pytest.mark.usefixtures("by")
+@pytest.mark.parametrize("norm", [0.01, 1.0, 1e4])
+def test_sums_of_long_vectors_are_those_of_the_reference(norm: float) -> None:
+    rng, layout = np.random.default_rng(1), Layout(("a", "b", "c"), ((3, 41_003), (0, 2), (7,)))
+    updates = {
+        n: rng.standard_normal((70, *s)) for n, s in zip(layout.names, layout.shapes, strict=True)
+    }
+    tensors = {n: t.astype(np.float32) for n, t in updates.items()}
+    tensors["a"][5, 2, 41_002], tensors["c"][60, 6] = np.nan, np.inf
+    clipping = Clipping(layout, flat(layout, norm))
+    on_gpu = {n: torch.from_numpy(t).cuda() for n, t in tensors.items()}
+    on_gpu["a"] = on_gpu["a"].mT.contiguous().mT  # as convolutions by patches leave them
+    alone = [clipping.contribution({n: t[u] for n, t in tensors.items()}) for u in range(70)]
+    for users in (70, 64, 1):
+        found = integer_sum(on_gpu, clipping, np.ones(users, np.int64)).cpu().numpy()
+        np.testing.assert_array_equal(found, sum(alone[:users]))
+
+
+def test_orders_drawn_on_a_gpu_are_those_of_a_cpu() -> None:
+    rng = np.random.default_rng(0)
+    for trial in range(60):
+        sizes = rng.integers(1, (4, 12, 60, 300)[trial % 4], 25)
+        local = LocalTraining(
+            0.1,
+            batch_size=(None, 1, 7, 20)[trial // 4 % 4],
+            max_examples=(None, 5, 30)[trial % 3],
+            **({"epochs": 3} if trial % 2 else {"steps": 7}),
+        )
+        users, starts, key = rng.integers(0, 10**7, 25), rng.integers(0, 10**9, 25), rng.bytes(32)
+        for rung, some in by_rung(sizes, local, measured=True):
+            plan = schedule(users[some], starts[some], sizes[some], local, key, rung, 40)
+            among = None if plan.among is None else plan.among.cuda()
+            found, expected = plan.rows(plan.words.cuda(), among), plan.rows(plan.words, plan.among)
+            for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+                assert torch.equal(one.cpu(), other)
 
 
 @pytest.mark.parametrize(("model", "local"), PAIRS, ids=str)
@@ -150,10 +221,11 @@ def test_training_does_not_wait_for_the_device(model: str, monkeypatch: pytest.M
         start: RoundParameters,
         chunk: Chunk,
         examples: Examples,
+        **how: bool,
     ) -> Updates:
         seen.append(chunk)
         with never_waiting():
-            return honest(trainer, request, start, chunk, examples)
+            return honest(trainer, request, start, chunk, examples, **how)
 
     monkeypatch.setattr(Trainer, "_sent", watched)
     again = transport_of(model, users, gpu, graphs=None)

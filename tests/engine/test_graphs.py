@@ -1,17 +1,33 @@
 """What is captured is replayed with other users; CUDA itself is played by a recorder here."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from fedpriv.engine.graphs import Graphs
-from fedpriv.engine.local_training import Batches
+from fedpriv.engine import trainer
+from fedpriv.engine.graphs import Compute, Graphs
+from fedpriv.engine.local_training import held_on
 from fedpriv.engine.task import RoundParameters
-from fedpriv.privacy.clipping_torch import Updates
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.clipping_torch import TorchTensors, Updates, integer_sum
 from fedpriv.privacy.round import LocalTraining
+from tests.isolation import (
+    LOCALS,
+    MODELS,
+    READERS,
+    Plan,
+    User,
+    request_of,
+    store_of,
+    task_of,
+    total,
+)
 
 CPU = torch.device("cpu")
 LOCAL = LocalTraining(0.1, epochs=1)
@@ -75,17 +91,15 @@ class Sums:
     def __init__(self, cuda: Recorder, *, breaks: bool = False) -> None:
         self.cuda, self.breaks, self.calls = cuda, breaks, 0
 
-    def __call__(self, start: RoundParameters, batches: Batches) -> Updates:
+    def __call__(self, start: RoundParameters, given: TorchTensors) -> Updates:
         self.calls += 1
         if self.breaks and self.calls == 2:
             raise RuntimeError("operation not permitted when stream is capturing")
         found = torch.zeros(1)
 
         def compute() -> None:
-            x = batches.x
-            inputs = [*x.values()] if isinstance(x, dict) else [x]
             all_ = [*start.parameters.values(), *start.control.values(), *start.constants.values()]
-            read = [*all_, *inputs, batches.y, batches.weights]
+            read = [*all_, *given.values()]
             found.copy_(sum(10.0**place * tensor.sum() for place, tensor in enumerate(read)))
 
         self.cuda.last = compute
@@ -96,36 +110,35 @@ class Sums:
 FROZEN = torch.full((1,), 3.0)
 
 
-def given(digit: float, *, named: bool = False) -> tuple[RoundParameters, Batches]:
-    """A start and batches that hold this digit, but for what is frozen."""
+def given(digit: float) -> tuple[RoundParameters, TorchTensors]:
+    """A start and what batches are made of, that hold this digit, but for what is frozen."""
     one = lambda: torch.full((1,), digit)  # noqa: E731
     constants = {"frozen": FROZEN, "mean": one()}
     start = RoundParameters({"w": one()}, constants, {"w": one()})
-    return start, Batches({"a": one(), "b": one()} if named else one(), one(), one(), padded=False)
+    return start, {"a": one(), "b": one()}
 
 
 def result(found: Updates) -> float:
     return float(found["w"][0:1])
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_a_replay_reads_what_is_given(cuda: Recorder, named: bool) -> None:
+def test_a_replay_reads_what_is_given(cuda: Recorder) -> None:
     graphs, train = Graphs(CPU, {"frozen": FROZEN}, 1), Sums(cuda)
-    first = given(1.0, named=named)
+    first = given(1.0)
     for digit, calls in ((1.0, 1), (2.0, 3), (5.0, 3), (4.0, 3)):
-        start, batches = first if digit == 1.0 else given(digit, named=named)
-        found = graphs.trained(train, LOCAL, "shape", start, batches)
+        start, batches = first if digit == 1.0 else given(digit)
+        found = graphs.computed(train, LOCAL, "shape", start, batches)
         assert result(found) == result(Sums(cuda)(start, batches))
         assert train.calls == calls  # captured with the second, after a chunk that is thrown away
     assert len(cuda.captured) == 1
-    for start, batches in (first, given(1.0, named=named)):  # nothing given was written to
-        assert result(Sums(cuda)(start, batches)) == result(Sums(cuda)(*given(1.0, named=named)))
+    for start, batches in (first, given(1.0)):  # nothing given was written to
+        assert result(Sums(cuda)(start, batches)) == result(Sums(cuda)(*given(1.0)))
     assert float(FROZEN) == 3.0
 
 
 def trained(graphs: Graphs, train: Sums, local: LocalTraining, shape: Any, digit: float) -> None:
     start, batches = given(digit)
-    found = graphs.trained(train, local, shape, start, batches)
+    found = graphs.computed(train, local, shape, start, batches)
     assert result(found) == result(Sums(train.cuda)(start, batches))
 
 
@@ -155,3 +168,73 @@ def test_what_cannot_be_captured_trains_as_before(cuda: Recorder) -> None:
         trained(graphs, train, LOCAL, "shape", digit)
     assert not cuda.captured
     assert train.calls == 4  # it is tried once
+
+
+USERS = 70
+LIMITED = LocalTraining(learning_rate=0.1, batch_size=3, epochs=2, max_examples=5)
+
+
+class Replays(Graphs):
+    """In the place of graphs: what computed the first chunk of a shape computes all others.
+
+    It holds all that a graph would hold of that chunk.
+    """
+
+    def __init__(self) -> None:
+        self.first: dict[Any, Compute] = {}
+        self.replayed = 0
+        self._clipping, self.steady = None, False
+
+    def clear(self) -> None:
+        self.first.clear()
+
+    def computed(
+        self,
+        compute: Compute,
+        local: LocalTraining,
+        shape: Hashable,
+        start: RoundParameters,
+        given: TorchTensors,
+    ) -> Updates:
+        key = shape, local
+        self.replayed += key in self.first
+        return self.first.setdefault(key, compute)(start, given)
+
+
+def sum_by_reference(
+    _: object, updates: Updates, clipping: Clipping, weighed: torch.Tensor
+) -> torch.Tensor:
+    """In the place of kernels: whole weights as those who are weighed have them."""
+    users = int(weighed[0].sum())
+    units = [np.full(users, clipping.weight_cap)]
+    units += [torch.round(share * clipping.weight_cap).numpy() for share in weighed[2::2]]
+    return integer_sum(updates, clipping, units[-1][:users].astype(np.int64))
+
+
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("local", [*LOCALS[:2], LIMITED], ids=str)
+@pytest.mark.parametrize("model", sorted({"mlp", "cnn", "transformer", "own"} & {*MODELS}))
+def test_a_replay_gives_what_a_chunk_gives(
+    model: str, local: LocalTraining, resident: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "kernels_on", lambda _: trainer)
+    monkeypatch.setattr(trainer, "sum_by_kernels", sum_by_reference)
+    sizes = np.random.default_rng(0).choice([3, 8, 11, 17], USERS)
+    users = [User("normal", int(n), i) for i, n in enumerate(sizes)]
+    store = store_of(users, words=model in READERS)
+    given = task_of(model), store, CPU, 2**21
+    plain = InProcessTransport(*given, processes=1)
+    replaying, replays = InProcessTransport(*given, processes=1), Replays()
+    held = held_on(CPU, {name: store.fields[name] for name in replaying.task.fields})
+    vars(replaying._trainer).update(graphs=replays, resident=held if resident else None)
+    request = request_of(Plan(model, "per-layer", "weights", local, True, True, 0.3), USERS)
+    other = request_of(Plan(model, "per-layer", "weights", local, True, True, 0.2), USERS)
+    seen = set[bool]()
+    for asked in (request, replace(request, local_key=bytes(32)), other, other, request):
+        for some in (range(USERS), range(40, USERS), range(3)):
+            found = total(replaying, asked, some)
+            np.testing.assert_array_equal(found, total(plain, asked, some))
+            assert found.any()
+        seen |= {Clipping in map(type, shape) for shape, _ in replays.first}
+    assert replays.replayed
+    assert (True in seen) == (resident and local.steps is None)  # of sums

@@ -369,9 +369,10 @@ def batches_of(
     for user, (size, rung) in enumerate(zip(sizes, rungs, strict=True)):
         one = np.array([user])
         plan = schedule(one, starts[one], np.array([size]), local, KEY, rung)
+        drawn = plan.rows(plan.words)
         picked[user] = starts[user]
-        picked[user, : rung.steps, : rung.width] = plan.rows[0]
-        weights[user, : rung.steps, : rung.width] = plan.weights[0]
+        picked[user, : rung.steps, : rung.width] = drawn.rows[0]
+        weights[user, : rung.steps, : rung.width] = drawn.weights[0]
     x, y = torch.from_numpy(x[picked]), torch.from_numpy(y[picked])
     return Batches(x, y, torch.from_numpy(weights), padded=True)
 

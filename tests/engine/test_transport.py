@@ -75,12 +75,13 @@ def one_at_a_time(task: Task, users: UserStore, request: RoundRequest) -> np.nda
             continue
         ((rung, _),) = by_rung(size, local, measured=False)
         plan = schedule(np.array([user]), users.offsets[[user]], size, local, KEY, rung)
+        drawn = plan.rows(plan.words, plan.among)
         model = copy.deepcopy(task.model)
         start = [p.detach().clone() for p in model.parameters()]
         optimizer = torch.optim.SGD(
             model.parameters(), lr=local.learning_rate, momentum=local.momentum
         )
-        for rows, weights in zip(plan.rows[0], plan.weights[0], strict=True):
+        for rows, weights in zip(drawn.rows[0].numpy(), drawn.weights[0].numpy(), strict=True):
             if not weights.any():
                 continue
             batch = users.take(rows[weights > 0])
