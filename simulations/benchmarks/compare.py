@@ -47,16 +47,25 @@ REFERENCE = "reference"
 _AGREES = {"flower": 1e-2}  # a difference of two models in float32, times the number of users
 
 
-def settings_of(work: str, without: Sequence[str], device: str, threads: int) -> dict[str, Setting]:
+def settings_of(
+    work: str,
+    without: Sequence[str],
+    device: str,
+    threads: int,
+    processes: Sequence[int] | None = None,
+) -> dict[str, Setting]:
     """Those that can do a work, by name, and with how many processes and threads."""
     found = {}
     for contestant in (*_CONTESTANTS, *_OF_RECORDS.get(work, ()), CEILING):
-        most = 1 if contestant != "pfl" else _MOST_PROCESSES if device == "cuda" else threads
-        for processes in range(1, most + 1):
+        tried: Sequence[int] = [1]
+        if contestant == "pfl":
+            most = _MOST_PROCESSES if device == "cuda" else threads
+            tried = processes or range(1, most + 1)
+        for count in tried:
             if contestant not in without:
-                name = contestant if processes == 1 else f"{contestant}-{processes}"
-                each = max(1, threads // processes)
-                found[name] = Setting(contestant, work, device, each, processes)
+                name = contestant if count == 1 else f"{contestant}-{count}"
+                each = max(1, threads // count)
+                found[name] = Setting(contestant, work, device, each, count)
     return {**found, REFERENCE: Setting("plain", work, "cpu", threads)}
 
 
@@ -120,7 +129,7 @@ def _check(contestants: Collection[str]) -> None:
 def _measure(given: argparse.Namespace, console: Console) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     for name in given.rows:
-        settings = settings_of(name, given.without, given.device, given.threads)
+        settings = settings_of(name, given.without, given.device, given.threads, given.processes)
         _check({setting.contestant for setting in settings.values()})
         try:
             rows[name] = compare(name, settings, given.repeats)
@@ -139,6 +148,7 @@ def main() -> None:
     parser.add_argument("--without", nargs="+", choices=rivals, default=[])
     parser.add_argument("--repeats", type=int, default=7, help="turns of each contestant")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--processes", nargs="+", type=int, help="of pfl; by default 1, 2, … of it")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     given = parser.parse_args()
