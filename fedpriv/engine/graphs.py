@@ -49,6 +49,10 @@ class Graphs:
             self.clear()
         self._clipping, self.steady = clipping, steady
 
+    def may_capture(self, shape: Hashable) -> bool:
+        """Whether this was not found to be impossible."""
+        return self._captured.get(shape, shape) is not None
+
     def computed(
         self,
         compute: Compute,

@@ -9,7 +9,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -693,6 +693,12 @@ def _default_type(kind: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Have streams and kernels be of this GPU, if there are several."""
+    on_gpu = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.device(device) if on_gpu else nullcontext()
+
+
 @contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """Compute as the numbers' types say, whatever the caller has set; one thread at a time."""
@@ -707,6 +713,7 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
             _default_type(torch.float32),
             torch.autocast("cpu", enabled=False),
             torch.autocast(device.type, enabled=False),
+            _current(device),
             tf32(allowed=False),
             _same_convolutions(),
             _attention_as_in_training(),

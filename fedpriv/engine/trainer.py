@@ -406,7 +406,9 @@ class Trainer:
         kernels, clipping = kernels_on(self.device), request.clipping
         if self.graphs is None or kernels is None or self.observed or not chunk.together:
             return None
-        if not (examples.follow_from_words and self.graphs.steady):
+        shape = chunk.rung, chunk.lanes, clipping, request.measured, request.metrics
+        possible = self.graphs.steady and self.graphs.may_capture(shape)
+        if not (possible and examples.follow_from_words):
             return None
 
         def compute(start: RoundParameters, given: TorchTensors) -> Updates:
@@ -416,7 +418,6 @@ class Trainer:
 
         weighed = moved(weighing(clipping, weights, chunk.lanes), self.device)
         given = {**examples.given(), _WEIGHED: weighed}
-        shape = chunk.rung, chunk.lanes, clipping, request.measured, request.metrics
         return self.graphs.computed(compute, request.local, shape, start, given)[_TOTAL][:]
 
     def _sent(

@@ -182,7 +182,7 @@ class Replays(Graphs):
 
     def __init__(self) -> None:
         self.first: dict[Any, Compute] = {}
-        self.replayed = 0
+        self.replayed, self._captured = 0, {}
         self._clipping, self.steady = None, False
 
     def clear(self) -> None:
