@@ -78,7 +78,8 @@ def by_rung(
 
     Users without examples are on no rung.
     """
-    counts = counted(sizes, local)
+    # Many users have the same number, and rows of numbers take long to sort.
+    counts, which = np.unique(counted(sizes, local), return_inverse=True)
     widths, passes = ladder(counts), ladder(_batches(counts, local))
     if local.batch_size is not None:
         widths = np.minimum(widths, local.batch_size)
@@ -86,12 +87,12 @@ def by_rung(
         passes * (local.epochs or 0) if local.steps is None else np.full_like(counts, local.steps)
     )
     shapes = np.stack([steps, widths, passes if measured else np.zeros_like(passes)], axis=1)
-    some = np.flatnonzero(counts > 0)
-    found, which = np.unique(shapes[some], axis=0, return_inverse=True)
+    found, shape_of = np.unique(shapes[counts > 0], axis=0, return_inverse=True)
+    rungs = np.concatenate([np.full(np.sum(counts == 0), -1), shape_of.ravel()])[which]
     for place in np.argsort(found[:, 0] * found[:, 1], kind="stable").tolist():
         step, width, blocks = found[place].tolist()
         padded = local.epochs is not None and step > _FIRST * local.epochs
-        yield Rung(step, width, blocks, padded), some[which.ravel() == place]
+        yield Rung(step, width, blocks, padded), np.flatnonzero(rungs == place)
 
 
 class BatchRows(NamedTuple):

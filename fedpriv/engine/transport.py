@@ -138,8 +138,8 @@ class InProcessTransport(Transport):
         """Users of chunks and their sums, in the order of chunks."""
         if request.measured:  # before any user's data are touched
             check_metrics(self.task, request.measured, request.clipping, blank(self.users))
-        start = self._trainer.begin(request)
         with computing_with(self._threads):
+            start = self._trainer.begin(request)
             if self.device.type == "cpu":
                 with plain_arithmetic(self.device):
                     refuse_flushing_threads()
@@ -181,8 +181,10 @@ class InProcessTransport(Transport):
     @cached_property
     def _threads(self) -> int:
         """Threads that a chunk trains with, and is tried with, since they decide its bits."""
-        # A fork waits for ever for threads that its parent had, if it computes with several.
-        return torch.get_num_threads() if self._side_by_side == 1 else 1
+        # A fork waits for ever for threads that its parent had, if it computes with several; and
+        # beside a GPU there is so little to compute that to wake them takes longer.
+        alone = self.device.type == "cpu" and self._side_by_side == 1
+        return torch.get_num_threads() if alone else 1
 
     @cached_property
     def _isolation(self) -> Isolation:
