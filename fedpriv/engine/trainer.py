@@ -327,11 +327,9 @@ class Trainer:
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk
     ) -> Callable[[], ChunkSum]:
         with plain_arithmetic(self.device):
-            examples, tensors = self._examples(request, chunk), None
-            weights, diagnostics = (
-                np.minimum(examples.schedule.counts, request.clipping.weight_cap),
-                [],
-            )
+            examples = self._examples(request, chunk)
+            weights = np.minimum(examples.schedule.counts, request.clipping.weight_cap)
+            tensors, diagnostics = None, []
             total = self._replayed_sum(request, start, chunk, examples, weights)
             if total is None:
                 tensors = self._sent(request, start, chunk, examples)

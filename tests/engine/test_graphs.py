@@ -16,6 +16,7 @@ from fedpriv.engine.task import RoundParameters
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates, integer_sum
+from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining
 from tests.isolation import (
     LOCALS,
@@ -238,3 +239,17 @@ def test_a_replay_gives_what_a_chunk_gives(
         seen |= {Clipping in map(type, shape) for shape, _ in replays.first}
     assert replays.replayed
     assert (True in seen) == (resident and local.steps is None)  # of sums
+
+
+def test_sums_are_replayed_while_clipping_is_the_same(cuda: Recorder) -> None:
+    graphs, train = Graphs(CPU, {"frozen": FROZEN}, 1), Sums(cuda)
+    layout, found = Layout(("w",), ((1,),)), []
+    one, other = (Clipping(layout, flat(layout, norm)) for norm in (0.3, 0.2))
+    for clipping in (one, one, one, other, one, one):
+        graphs.begin(clipping)
+        found.append((graphs.steady, len(graphs._captured)))
+        for digit in (1.0, 2.0, 3.0):
+            trained(graphs, train, LOCAL, (clipping, graphs.steady), digit)
+    kept = [0, 1, 2, 0, 1, 2]  # those of sums end with their clipping, and all others with them
+    steady = [False, True, True, False, False, True]
+    assert found == list(zip(steady, kept, strict=True))
