@@ -8,10 +8,10 @@ each user's own key.
 What a step does with a gradient is up to the `direction` of the round's `LocalTraining`.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -127,31 +127,41 @@ class Schedule:
         return self.among is None and self.local.steps is None
 
     def rows(self, words: Tensor, among: Tensor | None = None) -> BatchRows:
-        """Rows of these words and examples, [3, L] and [L, most], on their device."""
-        (word, first, count), device = words, words.device
-        local, rung, some = self.local, self.rung, count.clamp(min=1)  # of a blank lane as well
-        width = some if local.batch_size is None else some.clamp(max=local.batch_size)
-        per_pass = (some + width - 1) // width
-        steps = per_pass * local.epochs if local.epochs else per_pass.new_full((), rung.steps)
-        of_passes = _mixed(word[:, None] + _spread(torch.arange(self.passes, device=device)))
-        order = _shuffled(of_passes, count, self.most).flatten(1)
+        """Rows of these words and examples, [3, L] and [L, most], on their device.
 
-        step = torch.arange(rung.steps, device=device)
+        NumPy computes what is on a CPU, in which small arrays take it a fraction of the time.
+        """
+        xp, arange, take = _library_of(words.device)
+        word, first, count = _own(words)
+        which = None if among is None else _own(among)
+        local, rung, some = self.local, self.rung, xp.where(count > 0, count, 1)
+        size = rung.width if local.batch_size is None else local.batch_size
+        width = xp.where(some < size, some, size)
+        per_pass = (some + width - 1) // width
+        steps = per_pass * local.epochs if local.epochs else per_pass * 0 + rung.steps
+        of_passes = _mixed(word[:, None] + _spread(arange(self.passes)))
+        order = _shuffled(of_passes, arange(self.most), count)
+
+        step, column = arange(rung.steps), arange(rung.width)
         number, batch = step // per_pass[:, None], step % per_pass[:, None]
-        column = torch.arange(rung.width, device=device)
         place = batch[:, :, None] * width[:, None, None] + column
-        real = (step < steps[..., None])[..., None] & (column < width[:, None, None])
+        real = (step < steps[:, None])[:, :, None] & (column < width[:, None, None])
         real &= place < count[:, None, None]
-        drawn = (number[:, :, None] * self.most + place).masked_fill_(~real, 0)
-        picked = order.gather(1, drawn.flatten(1)).view_as(real).masked_fill_(~real, 0)
-        places = torch.arange(rung.width * rung.blocks, device=device)
-        chosen = torch.minimum(places, some[:, None] - 1)
-        if among is not None:
-            picked = among.gather(1, picked.flatten(1)).view_as(picked)
-            chosen = among.gather(1, chosen)
-        blocks = (first[:, None] + chosen, places < count[:, None])
-        in_blocks = (each.split(rung.width, 1) for each in blocks)
-        return BatchRows(first[:, None, None] + picked, real.float(), *in_blocks)
+        lanes, shape = len(real), real.shape
+        drawn = xp.where(real, number[:, :, None] * self.most + place, 0).reshape(lanes, -1)
+        picked = xp.where(real, take(order.reshape(lanes, -1), drawn, 1).reshape(shape), 0)
+        if which is not None:
+            picked = take(which, picked.reshape(lanes, -1), 1).reshape(shape)
+        chosen, exists = [], []
+        for block in range(rung.blocks):
+            places = column + block * rung.width
+            counts = places < count[:, None]
+            these = xp.where(counts, places, some[:, None] - 1)
+            these = these if which is None else take(which, these, 1)
+            chosen.append(torch.as_tensor(first[:, None] + these))
+            exists.append(torch.as_tensor(counts))
+        rows, weights = first[:, None, None] + picked, torch.as_tensor(real).float()
+        return BatchRows(torch.as_tensor(rows), weights, tuple(chosen), tuple(exists))
 
 
 def schedule(
@@ -171,27 +181,26 @@ def schedule(
     counts, lanes = counted(sizes, local), len(users) if lanes is None else lanes
     # A word for each user in one round; reproducible, not secret.
     key = int.from_bytes(local_key[:8], "little", signed=True)
-    words = torch.tensor([[0], [blank], [0]]).repeat(1, lanes)
-    words[0, : len(users)] = _mixed(key + _spread(torch.from_numpy(users)))
-    words[1:, : len(users)] = torch.from_numpy(np.stack([starts, counts]))
+    words = np.zeros((3, lanes), np.int64)
+    words[1, len(users) :] = blank
+    words[:, : len(users)] = _mixed(key + _spread(users)), starts, counts
     if local.epochs:
         passes, most = local.epochs, rung.width * (rung.steps // local.epochs)
     else:
         passes, most = -(-rung.steps // int(_batches(counts, local).min())), int(counts.max())
     among = None
     if np.any(counts < sizes):
-        among = _counting(words[0], counts, sizes, most)
-    return Schedule(local, rung, counts, words, among, passes, most)
+        among = torch.from_numpy(_counting(words[0], counts, sizes, most))
+    return Schedule(local, rung, counts, torch.from_numpy(words), among, passes, most)
 
 
-def _counting(words: Tensor, counts: Integers, sizes: Integers, most: int) -> Tensor:
+def _counting(words: Integers, counts: Integers, sizes: Integers, most: int) -> Integers:
     """Which of each user's rows count, in their order: [L, most]."""
-    among = torch.arange(most).repeat(len(words), 1)
+    among = np.tile(np.arange(most), (len(words), 1))
     for lane in np.flatnonzero(counts < sizes).tolist():
-        word = _mixed(words[lane] + _spread(torch.tensor(_CHOICE))).view(1, 1)
-        size, count = int(sizes[lane]), int(counts[lane])
-        drawn = _shuffled(word, torch.tensor([size]), size)[0, 0, :count]
-        among[lane, :count] = drawn.sort().values
+        word = _mixed(words[lane : lane + 1] + _spread(np.array([_CHOICE])))[:, None]
+        drawn = _shuffled(word, np.arange(sizes[lane]), sizes[lane : lane + 1])
+        among[lane, : counts[lane]] = np.sort(drawn[0, 0, : counts[lane]])
     return among
 
 
@@ -297,32 +306,47 @@ def _batches(counts: Integers, local: LocalTraining) -> Integers:
     return np.minimum(counts, 1) if local.batch_size is None else -(-counts // local.batch_size)
 
 
-def _shuffled(keys: Tensor, counts: Tensor, most: int) -> Tensor:
-    """Shuffles of the first numbers for keys [C, P]: [C, P, most], of which counts [C] are real."""
-    numbers = torch.arange(most, device=keys.device)
-    dice = _mixed(keys[:, :, None] + _spread(numbers))
-    dice ^= _SIGN  # in the order of words without a sign
-    dice.masked_fill_(numbers >= counts[:, None, None], ~_SIGN)
-    if dice.device.type == "cpu":  # where NumPy sorts faster
-        return torch.from_numpy(np.argsort(dice.numpy(), axis=2, kind="stable"))
-    return torch.argsort(dice, dim=2, stable=True)
+# Arrays of NumPy or tensors, of int64: for these operations both are the same.
+def _library_of(device: torch.device) -> tuple[Any, Callable[[int], Any], Callable[..., Any]]:
+    """The library that computes on a device, its numbers 0, 1, … and how it takes along an axis."""
+    if device.type == "cpu":
+        return np, np.arange, np.take_along_axis
+    return torch, partial(torch.arange, device=device), torch.take_along_dim
 
 
-def _spread(numbers: Tensor) -> Tensor:
+def _own(tensor: Tensor) -> Any:
+    """The array or tensor of the library that computes on its device."""
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+
+
+def _shuffled(words: Any, numbers: Any, counts: Any) -> Any:
+    """Shuffles of n numbers by words [L, P]: [L, P, n]; counts [L] of them are real and come first.
+
+    The order is that of words without a sign.
+    """
+    dice = _mixed(words[:, :, None] + _spread(numbers)) ^ _SIGN
+    if isinstance(dice, Tensor):
+        last = dice.masked_fill_(numbers >= counts[:, None, None], ~_SIGN)
+        return torch.argsort(last, dim=2, stable=True)
+    dice[np.broadcast_to(numbers >= counts[:, None, None], dice.shape)] = ~_SIGN
+    return np.argsort(dice, axis=2, kind="stable")
+
+
+def _spread(numbers: Any) -> Any:
     """The Weyl sequence of SplitMix64 (Steele, Lea & Flood 2014) at these places."""
     return (numbers + 1) * _GOLDEN
 
 
-def _mixed(words: Tensor) -> Tensor:
+def _mixed(words: Any) -> Any:
     """The finaliser of SplitMix64: each bit of a result depends on all bits of its word."""
     words = (words ^ _shifted(words, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
     words = (words ^ _shifted(words, 27)) * (0x94D049BB133111EB - 2**64)
     return words ^ _shifted(words, 31)
 
 
-def _shifted(words: Tensor, bits: int) -> Tensor:
+def _shifted(words: Any, bits: int) -> Any:
     """Words to the right, as those without a sign."""
-    return torch.bitwise_and(torch.bitwise_right_shift(words, bits), 2 ** (64 - bits) - 1)
+    return (words >> bits) & (2 ** (64 - bits) - 1)
 
 
 def is_linear(local: LocalTraining) -> bool:

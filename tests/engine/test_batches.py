@@ -10,8 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from torch.utils._pytree import tree_leaves
 
 from fedpriv.data.population import UserStore
+from fedpriv.engine import local_training
 from fedpriv.engine.local_training import (
     BatchRows,
     Examples,
@@ -200,6 +202,26 @@ def test_orders_of_neighbours_and_of_passes_are_independent() -> None:
     orders = rows @ [9, 3, 1]
     _assert_uniform(orders[:, 0] * 27 + orders[:, 1])
     _assert_uniform(orders[::2, 0] * 27 + orders[1::2, 0])
+
+
+@given(sizes_, locals_ | stepping, st.booleans())
+def test_torch_draws_the_rows_that_numpy_draws(
+    sizes: list[int], local: LocalTraining, measured: bool
+) -> None:
+    given_sizes, users = np.array(sizes), np.arange(len(sizes)) * 7
+    starts = np.cumsum(sizes) - sizes
+    on_gpu = lambda _: (torch, torch.arange, torch.take_along_dim)  # noqa: E731
+    for rung, some in by_rung(given_sizes, local, measured=measured):
+        lanes = users[some], starts[some], given_sizes[some]
+        plan = schedule(*lanes, local, KEY, rung, len(some) + 2, sum(sizes))
+        expected = plan.rows(plan.words, plan.among)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(local_training, "_library_of", on_gpu)
+            patch.setattr(local_training, "_own", lambda tensor: tensor)
+            found = plan.rows(plan.words, plan.among)
+        for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("held", [False, True])
