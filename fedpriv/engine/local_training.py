@@ -118,8 +118,7 @@ class Schedule:
     counts: Integers  # [C] examples that count
     words: Tensor  # [3, L] int64: a random word, the first row in the store, how many count
     among: Tensor | None  # [L, most] which of the rows count, in their order; None: the first
-    passes: int  # over examples
-    most: int  # examples that a user can have
+    kinds: tuple["_Kind", ...]  # which have each lane once
 
     @property
     def follows_from_words(self) -> bool:
@@ -127,7 +126,25 @@ class Schedule:
         return self.among is None and self.local.steps is None
 
     def rows(self, words: Tensor, among: Tensor | None = None) -> BatchRows:
-        """Rows of these words and examples, [3, L] and [L, most], on their device.
+        """Rows of these words and examples, [3, L] and [L, most], on their device."""
+        if len(self.kinds) == 1:
+            return self._rows(words, among, self.kinds[0])
+        parts, device = [], words.device
+        for kind in self.kinds:
+            lanes = moved(torch.from_numpy(kind.lanes), device)
+            theirs = None if among is None else among[lanes]
+            parts.append(self._rows(words[:, lanes], theirs, kind))
+        places = np.argsort(np.concatenate([kind.lanes for kind in self.kinds]))
+        back = moved(torch.from_numpy(places), device)
+        rows, weights, *blocks = zip(*parts, strict=True)
+        chosen, exists = (
+            tuple(torch.cat(of_block)[back] for of_block in zip(*of_kinds, strict=True))
+            for of_kinds in blocks
+        )
+        return BatchRows(torch.cat(rows)[back], torch.cat(weights)[back], chosen, exists)
+
+    def _rows(self, words: Tensor, among: Tensor | None, kind: "_Kind") -> BatchRows:
+        """Rows of lanes of one kind.
 
         NumPy computes what is on a CPU, in which small arrays take it a fraction of the time.
         """
@@ -139,8 +156,8 @@ class Schedule:
         width = xp.where(some < size, some, size)
         per_pass = (some + width - 1) // width
         steps = per_pass * local.epochs if local.epochs else per_pass * 0 + rung.steps
-        of_passes = _mixed(word[:, None] + _spread(arange(self.passes)))
-        order = _shuffled(of_passes, arange(self.most), count)
+        of_passes = _mixed(word[:, None] + _spread(arange(kind.passes)))
+        order = _shuffled(of_passes, arange(kind.most), count)
 
         step, column = arange(rung.steps), arange(rung.width)
         number, batch = step // per_pass[:, None], step % per_pass[:, None]
@@ -148,7 +165,7 @@ class Schedule:
         real = (step < steps[:, None])[:, :, None] & (column < width[:, None, None])
         real &= place < count[:, None, None]
         lanes, shape = len(real), real.shape
-        drawn = xp.where(real, number[:, :, None] * self.most + place, 0).reshape(lanes, -1)
+        drawn = xp.where(real, number[:, :, None] * kind.most + place, 0).reshape(lanes, -1)
         picked = xp.where(real, take(order.reshape(lanes, -1), drawn, 1).reshape(shape), 0)
         if which is not None:
             picked = take(which, picked.reshape(lanes, -1), 1).reshape(shape)
@@ -162,6 +179,15 @@ class Schedule:
             exists.append(torch.as_tensor(counts))
         rows, weights = first[:, None, None] + picked, torch.as_tensor(real).float()
         return BatchRows(torch.as_tensor(rows), weights, tuple(chosen), tuple(exists))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Lanes whose examples are shuffled in arrays of one size."""
+
+    lanes: Integers  # [l]
+    passes: int  # the most of one of them
+    most: int  # examples of one of them
 
 
 def schedule(
@@ -185,23 +211,31 @@ def schedule(
     words[1, len(users) :] = blank
     words[:, : len(users)] = _mixed(key + _spread(users)), starts, counts
     if local.epochs:
-        passes, most = local.epochs, rung.width * (rung.steps // local.epochs)
+        most = rung.width * (rung.steps // local.epochs)
+        kinds = [_Kind(np.arange(lanes), local.epochs, most)]
     else:
-        passes, most = -(-rung.steps // int(_batches(counts, local).min())), int(counts.max())
+        # In so many steps some take many passes over few examples, and others a part of one.
+        per_pass = np.ones(lanes, np.int64)
+        per_pass[: len(users)] = _batches(counts, local)
+        kinds = []
+        for power in np.unique(powers := np.frexp(per_pass)[1]).tolist():
+            alike = np.flatnonzero(powers == power)
+            passes = -(-rung.steps // int(per_pass[alike].min()))
+            kinds.append(_Kind(alike, passes, max(1, int(words[2, alike].max()))))
     among = None
     if np.any(counts < sizes):
-        among = torch.from_numpy(_counting(words[0], counts, sizes, most))
-    return Schedule(local, rung, counts, torch.from_numpy(words), among, passes, most)
+        among = _counting(words[0], counts, sizes, max(kind.most for kind in kinds))
+    return Schedule(local, rung, counts, torch.from_numpy(words), among, tuple(kinds))
 
 
-def _counting(words: Integers, counts: Integers, sizes: Integers, most: int) -> Integers:
+def _counting(words: Integers, counts: Integers, sizes: Integers, most: int) -> Tensor:
     """Which of each user's rows count, in their order: [L, most]."""
     among = np.tile(np.arange(most), (len(words), 1))
     for lane in np.flatnonzero(counts < sizes).tolist():
         word = _mixed(words[lane : lane + 1] + _spread(np.array([_CHOICE])))[:, None]
         drawn = _shuffled(word, np.arange(sizes[lane]), sizes[lane : lane + 1])
         among[lane, : counts[lane]] = np.sort(drawn[0, 0, : counts[lane]])
-    return among
+    return torch.from_numpy(among)
 
 
 @dataclass(frozen=True)
