@@ -332,7 +332,7 @@ class Trainer:
             tensors, diagnostics = None, []
             total = self._replayed_sum(request, start, chunk, examples, weights)
             if total is None:
-                tensors = self._sent(request, start, chunk, examples)
+                tensors = self._sent(request, start, chunk, examples, self._replayed)
                 if self.observed:
                     measuring = Measuring(self.evaluated, start, self.measured)
                     diagnostics = [_fetched(diagnose_chunk(measuring, examples, tensors, request))]
@@ -343,7 +343,7 @@ class Trainer:
             total, dropped = summed(), None
             if self.naming and _contributors(request, total) not in (None, len(chunk.users)):
                 with plain_arithmetic(self.device):
-                    sent = sent or self._sent(request, start, chunk, examples)
+                    sent = sent or self._sent(request, start, chunk, examples, self._replayed)
                     dropped = self._not_finite(request, chunk, sent)
             users, weight = chunk.users, int(weights.sum())
             partial = PartialSum(str(users[0]), len(users), total, weight)
@@ -390,7 +390,8 @@ class Trainer:
     ) -> Updates:
         """What the lanes of a chunk, users of another store if given, send before clipping."""
         with plain_arithmetic(self.device):
-            return self._sent(request, start, chunk, self._examples(request, chunk, store))
+            examples = self._examples(request, chunk, store)
+            return self._sent(request, start, chunk, examples, self._replayed)
 
     def _replayed_sum(
         self,
@@ -401,17 +402,18 @@ class Trainer:
         weights: Integers,
     ) -> Tensor | None:
         """The sum of a chunk, [D], from a graph that makes all of it; None if there can be none."""
-        kernels, clipping = kernels_on(self.device), request.clipping
-        if self.graphs is None or kernels is None or self.observed or not chunk.together:
+        if self.graphs is None or self.observed or not chunk.together:
             return None
+        kernels, clipping = kernels_on(self.device), request.clipping
         shape = chunk.rung, chunk.lanes, clipping, request.measured, request.metrics
-        possible = self.graphs.steady and self.graphs.may_capture(shape)
-        if not (possible and examples.follow_from_words):
+        if kernels is None or not (self.graphs.steady and self.graphs.may_capture(shape)):
+            return None
+        if not examples.follow_from_words:
             return None
 
         def compute(start: RoundParameters, given: TorchTensors) -> Updates:
             theirs = replace(examples, made_of=given)
-            sent = self._sent(request, start, chunk, theirs, captured=True)
+            sent = self._sent(request, start, chunk, theirs, self._train)
             return {_TOTAL: sum_by_kernels(kernels, sent, clipping, given[_WEIGHED])}
 
         weighed = moved(weighing(clipping, weights, chunk.lanes), self.device)
@@ -424,12 +426,10 @@ class Trainer:
         start: RoundParameters,
         chunk: Chunk,
         examples: Examples,
-        *,
-        captured: bool = False,  # by whom this is called, who captures training as well
+        train: Callable[[RoundRequest, RoundParameters, Chunk, Examples], Updates],
     ) -> Updates:
         reported = TorchTensors()
         with self._seeded(request, chunk, examples):  # metrics may draw, too
-            train = self._train if captured else self._replayed
             learnt = train(request, start, chunk, examples)
             updates = {name: t for name, t in learnt.items() if name not in start.personal}
             if request.measured:

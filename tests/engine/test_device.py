@@ -72,7 +72,7 @@ def train(trainer: Trainer, request: RoundRequest) -> torch.Tensor:
         start = trainer.begin(request)
     with on_device():
         examples = trainer._examples(request, chunk)
-        tensors = trainer._sent(request, start, chunk, examples)
+        tensors = trainer._sent(request, start, chunk, examples, trainer._replayed)
         diagnose_chunk(
             Measuring(trainer.evaluated, start, trainer.measured), examples, tensors, request
         )

@@ -1,7 +1,7 @@
 """Chunks on a GPU: users apart to the last bit, captured and not, and nothing waits in them."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -224,11 +224,11 @@ def test_training_does_not_wait_for_the_device(model: str, monkeypatch: pytest.M
         start: RoundParameters,
         chunk: Chunk,
         examples: Examples,
-        **how: bool,
+        train: Callable[..., Updates],
     ) -> Updates:
         seen.append(chunk)
         with never_waiting():
-            return honest(trainer, request, start, chunk, examples, **how)
+            return honest(trainer, request, start, chunk, examples, train)
 
     monkeypatch.setattr(Trainer, "_sent", watched)
     again = transport_of(model, users, gpu, graphs=None)
