@@ -152,6 +152,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of torch")
     parser.add_argument("--json", type=Path, help="where to write the figures")
     given = parser.parse_args()
+    if least := [count for count in given.processes or () if count < 1]:
+        parser.error(f"--processes holds {least[0]}; each must be at least 1")
     given.rows = given.rows or [n for n in WORKS if given.device == "cuda" or n not in LARGE]
     switch_off_telemetry()
     try:

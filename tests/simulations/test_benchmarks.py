@@ -92,6 +92,8 @@ def test_who_takes_part() -> None:
         (4, 4),
         (5, 3),
     ]
+    found = settings_of("mlp", [], "cuda", 16, [1, 5])
+    assert [*found] == ["fedpriv", "plain", "pfl", "pfl-5", "flower", "products", REFERENCE]
 
 
 def state_of(player: subprocess.Popen[bytes]) -> str:
