@@ -30,7 +30,7 @@ from fedpriv.engine.task import (
     each_input,
     outputs_of,
 )
-from fedpriv.privacy.clipping_torch import BatchedTensor, TorchTensors, Updates, moved
+from fedpriv.privacy.clipping_torch import BatchedTensor, TorchTensors, Updates, to_device
 from fedpriv.privacy.gaussian_mechanism import CONTROL_PREFIX
 from fedpriv.privacy.round import LocalStep, LocalTraining
 
@@ -131,11 +131,11 @@ class Schedule:
             return self._rows(words, among, self.kinds[0])
         parts, device = [], words.device
         for kind in self.kinds:
-            lanes = moved(torch.from_numpy(kind.lanes), device)
+            lanes = to_device(torch.from_numpy(kind.lanes), device)
             theirs = None if among is None else among[lanes]
             parts.append(self._rows(words[:, lanes], theirs, kind))
         places = np.argsort(np.concatenate([kind.lanes for kind in self.kinds]))
-        back = moved(torch.from_numpy(places), device)
+        back = to_device(torch.from_numpy(places), device)
         rows, weights, *blocks = zip(*parts, strict=True)
         chosen, exists = (
             tuple(torch.cat(of_block)[back] for of_block in zip(*of_kinds, strict=True))
@@ -274,9 +274,9 @@ class Examples:
     def given(self) -> TorchTensors:
         """What batches are made of, on the device; of all else, chunks of a shape have the same."""
         if self.follow_from_words:
-            return {_WORDS: moved(self.schedule.words, self.device)}
+            return {_WORDS: to_device(self.schedule.words, self.device)}
         columns = {_FIELD + name: c for name, c in self._columns(self.plan.rows).items()}
-        return {**columns, _WEIGHTS: moved(self.plan.weights, self.device)}
+        return {**columns, _WEIGHTS: to_device(self.plan.weights, self.device)}
 
     def batches(self) -> Batches:
         """What they train on."""
@@ -284,7 +284,8 @@ class Examples:
             columns = {name: self.made_of[_FIELD + name] for name in self.task.fields}
             weights = self.made_of[_WEIGHTS]
         else:
-            columns, weights = self._columns(self.plan.rows), moved(self.plan.weights, self.device)
+            columns = self._columns(self.plan.rows)
+            weights = to_device(self.plan.weights, self.device)
         x, y = self.task.given(columns)
         return Batches(x, y, weights, self.rung.padded)
 
@@ -293,15 +294,15 @@ class Examples:
         for block in range(self.rung.blocks):
             x, y = self.task.given(self._columns(self.plan.chosen[block]))
             x, y = each_input(lambda t: t.flatten(0, 1), x), y.flatten(0, 1)
-            yield x, y, moved(self.plan.exists[block], self.device)
+            yield x, y, to_device(self.plan.exists[block], self.device)
 
     @cached_property
     def plan(self) -> BatchRows:
         """Rows, on the device if the store's fields are there; elsewhere those of users count."""
         device = _CPU if self.resident is None else self.device
         among = self.schedule.among
-        words = moved(self.made_of.get(_WORDS, self.schedule.words), device)
-        return self.schedule.rows(words, None if among is None else moved(among, device))
+        words = to_device(self.made_of.get(_WORDS, self.schedule.words), device)
+        return self.schedule.rows(words, None if among is None else to_device(among, device))
 
     def _columns(self, rows: Tensor) -> TorchTensors:
         """Fields of rows [L, …], in memory whose alignment does not vary."""

@@ -35,7 +35,7 @@ from fedpriv.engine.figures import (
 )
 from fedpriv.errors import InvalidValueError, ModelError, check_types, known_names, plain_numbers
 from fedpriv.importing import import_function
-from fedpriv.privacy.clipping_torch import TorchTensors, moved
+from fedpriv.privacy.clipping_torch import TorchTensors, to_device
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import RoundRequest
 
@@ -320,7 +320,7 @@ class RoundParameters:
     ) -> "RoundParameters":
         """Copy a request's tensors to a device; its statistics replace those of the constants."""
         parameters, statistics, control = (
-            {name: moved(torch.tensor(array), device) for name, array in tensors.items()}
+            {name: to_device(torch.tensor(array), device) for name, array in tensors.items()}
             for tensors in (request.parameters, request.statistics, request.control)
         )
         parameters |= {name: constants[name] for name in personal}

@@ -53,9 +53,9 @@ from fedpriv.privacy.clipping_torch import (
     Updates,
     integer_sum,
     kernels_on,
-    moved,
     rows_of,
     sum_by_kernels,
+    to_device,
     weighing,
 )
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS
@@ -416,7 +416,7 @@ class Trainer:
             sent = self._sent(request, start, chunk, theirs, self._train)
             return {_TOTAL: sum_by_kernels(kernels, sent, clipping, given[_WEIGHED])}
 
-        weighed = moved(weighing(clipping, weights, chunk.lanes), self.device)
+        weighed = to_device(weighing(clipping, weights, chunk.lanes), self.device)
         given = {**examples.given(), _WEIGHED: weighed}
         return self.graphs.computed(compute, request.local, shape, start, given)[_TOTAL][:]
 

@@ -53,7 +53,7 @@ _NUMBERS_CUDA = 2**26
 _ALIGNED = 8  # rows begin where a vector instruction reads a whole cache line
 
 
-def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor on a device; a GPU does other work meanwhile."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
@@ -71,7 +71,7 @@ def integer_sum(
     """
     layout, device, lanes = clipping.layout, _device_of(updates), len(next(iter(updates.values())))
     if device.type == "cuda" and (kernels := kernels_on(device)):
-        weighed = moved(weighing(clipping, weights, lanes), device)
+        weighed = to_device(weighing(clipping, weights, lanes), device)
         return sum_by_kernels(kernels, updates, clipping, weighed)
     total = torch.zeros(layout.dimension, dtype=torch.float64, device=device)
     indicator = clipping.indicator.tensor if clipping.indicator else None
@@ -177,7 +177,7 @@ def kernels_on(device: torch.device) -> ModuleType | None:
         from fedpriv.privacy import clipping_triton  # noqa: PLC0415
 
         on_device = {"tried": torch.from_numpy(tried).to(device)}
-        weighed = moved(weighing(clipping, np.ones(3, np.int64), 3), device)
+        weighed = to_device(weighing(clipping, np.ones(3, np.int64), 3), device)
         found = sum_by_kernels(clipping_triton, on_device, clipping, weighed)
         if np.array_equal(found.cpu().numpy(), expected):
             return clipping_triton
@@ -191,7 +191,7 @@ def clip_rows(rows: torch.Tensor, clipping: Clipping, weights: npt.NDArray[np.in
     """`Clipping.clip_rows` in torch: in place, and without waiting for a device."""
     within: dict[str, torch.Tensor] = {}
     sound = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-    weighed = iter(moved(weighing(clipping, weights, len(rows))[1:], rows.device))
+    weighed = iter(to_device(weighing(clipping, weights, len(rows))[1:], rows.device))
     for group in clipping.sent:
         for tensor, scale in zip(group.tensors, group.scales, strict=True):
             if scale != 1.0:
