@@ -4,8 +4,9 @@ In one shape it is the same sequence of kernels for every chunk of users, and ma
 time than Python takes to launch them. So the first chunk of a shape is computed as on any device,
 the second is captured, and from then on the graph is replayed, which launches its kernels together.
 A graph makes the sum of a chunk if it is to be clipped as in the round before, and else what users
-learn. They are the same kernels, so a user gets the same to the last bit; that random users do
-is checked by `trainer.Isolation`, which compares what they get in the first chunks of a shape.
+learn. They are the same kernels, so a user gets the same to the last bit. That random users learn
+the same is checked by `trainer.Isolation`, which compares what they get in the first chunks of a
+shape; that sums are the same is tested (`tests/engine/test_gpu.py`).
 """
 
 import logging
@@ -103,14 +104,14 @@ class Graphs:
                 where = self._stream, self._pool
                 graph = _Graph(compute, start, given, self._constants, *where)
         except Exception as error:  # a model may do what cannot be captured
-            _log.info("local training is not captured: %s", type(error).__name__)
+            _log.info("a shape is not captured: %s", type(error).__name__)
             return None
         self._pool = graph.pool
         return graph
 
 
 class _Graph:
-    """Training in one shape, of what its inputs hold."""
+    """What is computed in one shape, of what its inputs hold."""
 
     def __init__(
         self,

@@ -264,16 +264,17 @@ class Examples:
     schedule: Schedule
     task: Task  # says which fields it reads
     resident: TorchTensors | None = None  # the store's fields, if they are `held_on` the device
-    made_of: TorchTensors = field(default_factory=dict)  # those of another chunk, if any are
+    # What a chunk was `given` whose examples these are, if not that of the schedule.
+    made_of: TorchTensors = field(default_factory=dict)
 
     @property
-    def follow_from_words(self) -> bool:
-        """Whether all examples of a chunk follow from its words, which are all that is given."""
+    def drawn_on_device(self) -> bool:
+        """Whether rows are drawn where the fields are, so that words are all that is given."""
         return self.resident is not None and self.schedule.follows_from_words
 
     def given(self) -> TorchTensors:
         """What batches are made of, on the device; of all else, chunks of a shape have the same."""
-        if self.follow_from_words:
+        if self.drawn_on_device:
             return {_WORDS: to_device(self.schedule.words, self.device)}
         columns = {_FIELD + name: c for name, c in self._columns(self.plan.rows).items()}
         return {**columns, _WEIGHTS: to_device(self.plan.weights, self.device)}
@@ -298,7 +299,7 @@ class Examples:
 
     @cached_property
     def plan(self) -> BatchRows:
-        """Rows, on the device if the store's fields are there; elsewhere those of users count."""
+        """Rows, on the device if the store's fields are there, and else on the CPU."""
         device = _CPU if self.resident is None else self.device
         among = self.schedule.among
         words = to_device(self.made_of.get(_WORDS, self.schedule.words), device)

@@ -408,7 +408,7 @@ class Trainer:
         shape = chunk.rung, chunk.lanes, clipping, request.measured, request.metrics
         if kernels is None or not (self.graphs.steady and self.graphs.may_capture(shape)):
             return None
-        if not examples.follow_from_words:
+        if not examples.drawn_on_device:
             return None
 
         def compute(start: RoundParameters, given: TorchTensors) -> Updates:

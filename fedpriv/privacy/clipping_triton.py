@@ -81,6 +81,7 @@ def _sum_kernel(
         number = tl.load(here, mask=mask, other=0.0).to(tl.float64)
         if scaled:
             number = number / tl.load(scale)
+        # As in `_squares_kernel`, operation by operation: what is added is what was bounded.
         added += tl.where(mask, (number * factor[:, None]).to(tl.int64), 0)
     tl.atomic_add(total + at, tl.sum(added, 0), mask=at < n)
 
