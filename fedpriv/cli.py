@@ -24,11 +24,10 @@ from fedpriv.errors import (
     RunError,
     UnreachableError,
     UnsupportedEventError,
-    lacks_room,
     sentence_of,
-    writing,
 )
 from fedpriv.experiments import NAMES, experiment_file
+from fedpriv.files import lacks_room, write_atomically, writing
 from fedpriv.logs import one_line
 
 
@@ -122,7 +121,6 @@ def export(
 ) -> None:
     """Write a ledger as JSON lines, for anyone to check; never who took part."""
     from fedpriv.ledger.ledger import Ledger
-    from fedpriv.training.rounds import write_atomically
 
     with Ledger.open(ledger) as opened:
         if out is None:

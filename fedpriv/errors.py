@@ -4,21 +4,13 @@ One sentence says what is wrong and what is legal.
 """
 
 import difflib
-import errno
 import math
-import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from numbers import Real
 from operator import index
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args
-
-_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT}
-_NO_ROOM_IN_SQLITE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN}
-
 
 _MOST_NAMES = 40  # that a sentence lists
 _PLAIN = (int, float, str, bool, NoneType)  # types of values that are plain already
@@ -170,15 +162,6 @@ def hold_numbers(value: Any) -> None:
             raise InvalidValueError(f"{field.name} is {held!r}; it must be {legal}")
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Raise InvalidValueError if the file system refuses what is written below a path."""
-    try:
-        yield
-    except OSError as error:
-        raise InvalidValueError(f"{path} cannot be written: {error.strerror}") from error
-
-
 def sentence_of(error: FedprivError | OSError) -> str:
     """What an error says to the one who gave the command."""
     if isinstance(error, OSError):
@@ -189,14 +172,3 @@ def sentence_of(error: FedprivError | OSError) -> str:
 def reason_of(error: Exception) -> str:
     """Why something failed, without the number and the path of an OSError, said elsewhere."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def lacks_room(error: BaseException | None) -> bool:
-    """Whether an error comes of a full disk, or of too many open files; both may pass."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            return True
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _NO_ROOM_IN_SQLITE:
-            return True
-        error = error.__cause__
-    return False

@@ -22,9 +22,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
-from fedpriv.errors import InvalidValueError, writing
+from fedpriv.errors import InvalidValueError
+from fedpriv.files import write_atomically, writing
 from fedpriv.server.enrolment import MALFORMED, fingerprint_of
-from fedpriv.training.rounds import write_atomically
 from fedpriv.wire.naming import NODE_URI, check_node_name, read_key
 
 YEAR = timedelta(days=365)

@@ -7,28 +7,25 @@ at the top: a `RoundRequest` goes out over a `Transport`, and `PartialSum`s come
 
 import logging
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import (
     BudgetExceededError,
-    FedprivError,
     InvalidValueError,
     LedgerError,
     hold_plain_numbers,
     is_whole,
-    lacks_room,
-    sentence_of,
 )
+from fedpriv.files import with_room
 from fedpriv.ledger.events import PrivacyBudget, Randomness, RoundEvent
 from fedpriv.ledger.ledger import Charge, Ledger, OpenSeries, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
@@ -47,8 +44,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _log = logging.getLogger(__name__)
-_Result = TypeVar("_Result")
-_LONGEST_WAIT_SECONDS = 60.0
 
 
 @runtime_checkable
@@ -450,24 +445,6 @@ def charge_forgone(
     forgone = ProposedCharge(run, number, attempt, randomness, event, commitment)
     with_room(lambda: records.ledger.charge(forgone, records.budget))
     with_room(lambda: records.participation.keep_head(records.ledger.head))
-
-
-def with_room(write: Callable[[], _Result]) -> _Result:
-    """Write, and again and again while `lacks_room` holds, since what was spent must not be lost.
-
-    What fails must leave nothing, or what the next try replaces.
-    """
-    seconds = 1.0
-    while True:
-        try:
-            return write()
-        except (OSError, FedprivError) as error:
-            if not lacks_room(error):
-                raise
-            sentence = sentence_of(error)
-            _log.warning("%s; the run waits for room, and tries again in %g s", sentence, seconds)
-        time.sleep(seconds)
-        seconds = min(2.0 * seconds, _LONGEST_WAIT_SECONDS)
 
 
 def draw_cohort(

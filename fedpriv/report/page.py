@@ -11,10 +11,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fedpriv import __version__
-from fedpriv.errors import InvalidValueError, writing
+from fedpriv.errors import InvalidValueError
+from fedpriv.files import write_atomically, writing
 from fedpriv.report.charts import Chart, embedded, library, texts
 from fedpriv.report.tables import Table
-from fedpriv.training.rounds import write_atomically
 
 _DOCTYPE = b"<!doctype html>"
 _TEMPLATES = files("fedpriv.report") / "templates"

@@ -30,12 +30,12 @@ from fedpriv.audit.canaries import Positions
 from fedpriv.audit.canary_transport import CanaryTransport
 from fedpriv.build import Experiment
 from fedpriv.errors import DataError
+from fedpriv.files import with_room, write_atomically
 from fedpriv.ledger.events import RoundEvent, SamplingPolicy
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT, GaussianMechanism
 from fedpriv.privacy.layout import FloatVector
-from fedpriv.privacy.round import Release, Transport, with_room
+from fedpriv.privacy.round import Release, Transport
 from fedpriv.run.folder import RunFolder
-from fedpriv.training.rounds import write_atomically
 
 _FORMAT = "fedpriv audit 1"
 _log = logging.getLogger(__name__)

@@ -32,8 +32,8 @@ from fedpriv.errors import (
     check_types,
     known_names,
     plain_numbers,
-    writing,
 )
+from fedpriv.files import write_atomically, writing
 from fedpriv.mechanism import Mechanism
 from fedpriv.personalisation import Personalisation
 from fedpriv.privacy.round import LocalTraining
@@ -55,7 +55,6 @@ from fedpriv.studies.results import (
 from fedpriv.studies.study import load_study, study_of_settings, study_toml
 from fedpriv.trackers import Tracker, named
 from fedpriv.training.optimizers import ServerOptimizer
-from fedpriv.training.rounds import write_atomically
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -16,13 +16,14 @@ from pydantic_core import to_json
 from fedpriv.accounting.pricing import LedgerContent
 from fedpriv.audit import AuditResult
 from fedpriv.config import load_config
-from fedpriv.errors import DataError, InvalidValueError, LedgerError, writing
+from fedpriv.errors import DataError, InvalidValueError, LedgerError
+from fedpriv.files import naming, write_atomically, writing
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord, beside
 from fedpriv.report.records import RunRecord, SimulationOnlyRound, SiteTable, Verification
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
-from fedpriv.training.rounds import RoundResult, naming, write_atomically
+from fedpriv.training.rounds import RoundResult
 
 _Row = TypeVar("_Row")
 

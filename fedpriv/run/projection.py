@@ -21,13 +21,13 @@ from fedpriv.data.files import read_npz
 from fedpriv.data.population import Population
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError, hold_plain_numbers, is_whole, require
+from fedpriv.files import with_room, write_atomically
 from fedpriv.ledger.events import RoundEvent, Unit, check_query
 from fedpriv.ledger.participation import beside
 from fedpriv.models import Projected
-from fedpriv.privacy.round import PrivacyRecords, with_room
+from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.run.run import RunSetup
-from fedpriv.training.rounds import write_atomically
 
 _INPUTS = "x"  # the field that models read
 _QUESTION = "projection"

@@ -48,13 +48,14 @@ from fedpriv.errors import (
     InvalidValueError,
     RefutedError,
 )
+from fedpriv.files import with_room, write_atomically
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger, paid_events
 from fedpriv.ledger.participation import beside
 from fedpriv.local import ALGORITHMS
 from fedpriv.logs import one_line
 from fedpriv.privacy.layout import Tensors
-from fedpriv.privacy.round import PrivacyRecords, Transport, charge_forgone, with_room
+from fedpriv.privacy.round import PrivacyRecords, Transport, charge_forgone
 from fedpriv.report.records import versions
 from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table
 from fedpriv.run.auditor import Auditor
@@ -77,7 +78,6 @@ from fedpriv.training.rounds import (
     resume,
     save_checkpoint,
     train,
-    write_atomically,
 )
 
 if TYPE_CHECKING:

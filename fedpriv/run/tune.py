@@ -51,7 +51,8 @@ from fedpriv.data.population import Population, load_population
 from fedpriv.engine.figures import ALWAYS, BETTER
 from fedpriv.engine.task import Task, evaluate
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.errors import InvalidValueError, RunError, check_types, known_names, writing
+from fedpriv.errors import InvalidValueError, RunError, check_types, known_names
+from fedpriv.files import with_room, write_atomically, writing
 from fedpriv.ledger.events import (
     PrivacyBudget,
     Randomness,
@@ -65,7 +66,7 @@ from fedpriv.ledger.ledger import ProposedCharge
 from fedpriv.ledger.participation import beside
 from fedpriv.logs import silenced
 from fedpriv.mechanism import Mechanism
-from fedpriv.privacy.round import LocalTraining, PrivacyRecords, with_room
+from fedpriv.privacy.round import LocalTraining, PrivacyRecords
 from fedpriv.privacy.sampling import FixedSizeSampling, PoissonSampling
 from fedpriv.report.tables import Column, Table, print_table
 from fedpriv.run.folder import RunFolder
@@ -78,7 +79,6 @@ from fedpriv.training.rounds import (
     TrainingPlan,
     released_model,
     train,
-    write_atomically,
 )
 
 if TYPE_CHECKING:

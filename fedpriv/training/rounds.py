@@ -8,9 +8,7 @@ a resumed run draws fresh cohorts and fresh noise.
 import hashlib
 import json
 import math
-import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -29,6 +27,7 @@ from fedpriv.errors import (
     StoppedError,
     is_whole,
 )
+from fedpriv.files import write_atomically
 from fedpriv.ledger import ChargedRow, Head, Ledger
 from fedpriv.ledger.events import (
     NeighbouringRelation,
@@ -701,37 +700,3 @@ def resume(path: Path, plan: TrainingPlan, ledger: Ledger) -> ServerState:
     parameters = {name: state.parameters[name] for name in names}
     control = {name: state.control[name] for name in names} if plan.control else {}
     return replace(state, parameters=parameters, control=control)
-
-
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Name the file in errors of the operating system, which a failed write does not."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Replace `path` by `content`, durably; a crash or a full disk leaves the old file alone.
-
-    The file is new, so no process has it open, and has its mode, less the umask, from the start.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with naming(path):
-            partial.unlink(missing_ok=True)
-            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -18,11 +18,11 @@ from fedpriv.data.files import read_npz
 from fedpriv.engine.layers import batched_model
 from fedpriv.engine.task import Task
 from fedpriv.errors import InvalidValueError
+from fedpriv.files import write_atomically
 from fedpriv.ledger import Ledger
 from fedpriv.models import Projected, mlp
 from fedpriv.run.folder import RunFolder, write_report
 from fedpriv.run.run import RunSetup
-from fedpriv.training.rounds import write_atomically
 from tests.commandline import fedpriv, printed, refused
 
 SIMULATIONS = Path(__file__).parents[2] / "simulations"

@@ -1,20 +1,17 @@
 """What a server refuses before it makes anything, and with which exit code it ends."""
 
-import errno
 import resource
 import socket
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fedpriv import cli
-from fedpriv.errors import InvalidValueError, LedgerError, RunError, lacks_room
-from fedpriv.privacy import round as round_module
-from fedpriv.privacy.round import with_room
+from fedpriv.errors import InvalidValueError, RunError
 from fedpriv.server import service
 from fedpriv.server.deployment import serve
+from tests.test_files import PASSING, STAYING
 
 EXPERIMENT = """
 name = "refused"
@@ -89,60 +86,6 @@ def test_the_server_takes_as_many_descriptors_as_it_may(experiment: Path) -> Non
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def no_file() -> None:
-    raise OSError(errno.EMFILE, "Too many open files", "metrics.jsonl")
-
-
-def no_disk() -> None:
-    raise OSError(errno.ENOSPC, "No space left on device", "round-000001.safetensors")
-
-
-def no_page() -> None:
-    """As SQLite says it, in a file that may not grow."""
-    with sqlite3.connect(":memory:") as connection:
-        connection.execute("PRAGMA max_page_count = 2")
-        try:
-            for name in "abc":
-                connection.execute(f"CREATE TABLE {name} (x)")
-        except sqlite3.Error as error:
-            raise LedgerError(f"the ledger cannot be extended: {error}") from error
-
-
-def no_permission() -> None:
-    raise PermissionError(errno.EACCES, "Permission denied", "metrics.jsonl")
-
-
-def damaged() -> None:
-    raise LedgerError("the ledger is broken")
-
-
-PASSING, STAYING = [no_file, no_disk, no_page], [no_permission, damaged]
-
-
-@pytest.mark.parametrize("failing", PASSING)
-def test_what_lacks_room_is_written_again_until_there_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failing: Callable[[], None]
-) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr(round_module.time, "sleep", waits.append)
-
-    def write() -> str:
-        if len(waits) < 9:
-            failing()
-        return "written"
-
-    assert with_room(write) == "written"
-    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 9
-
-
-@pytest.mark.parametrize("failing", STAYING)
-def test_what_fails_for_another_reason_is_not(failing: Callable[[], None]) -> None:
-    with pytest.raises((OSError, LedgerError)) as caught:
-        with_room(failing)
-    assert not lacks_room(caught.value)
 
 
 def of_a_run() -> None:

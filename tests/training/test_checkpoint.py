@@ -20,7 +20,6 @@ from fedpriv.training.rounds import (
     resume,
     save_checkpoint,
     train,
-    write_atomically,
 )
 
 OPTIMIZERS = [FedAvg(), FedAvgM(), FedYogi()]
@@ -136,25 +135,6 @@ def test_a_round_that_is_saved_again_replaces_itself_alone(tmp_path) -> None:
     saved(tmp_path, 3, scale=2.0)
     assert checkpoints(tmp_path) == paths
     np.testing.assert_array_equal(load_checkpoint(paths[2]).state.parameters["w"], 2.0)
-
-
-def test_what_cannot_be_written_leaves_the_old_file_and_names_it(tmp_path, monkeypatch) -> None:
-    path = tmp_path / "file"
-    write_atomically(path, b"old")
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match=r"No space left on device: '.*file'"):
-        write_atomically(path, b"new")
-    assert list(tmp_path.iterdir()) == [path]
-    assert path.read_bytes() == b"old"
-    monkeypatch.undo()
-    (folder := tmp_path / "folder").mkdir()
-    with pytest.raises(OSError, match=r"Is a directory: '.*/folder'"):
-        write_atomically(folder, b"new")
-    assert sorted(tmp_path.iterdir()) == [path, folder]
 
 
 def test_an_absent_file_is_refused(tmp_path) -> None:

@@ -1,0 +1,93 @@
+"""Files that a crash must leave whole, and that a full disk must not cost a run."""
+
+import errno
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from fedpriv.errors import FedprivError, InvalidValueError, sentence_of
+
+_Result = TypeVar("_Result")
+
+_NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT}
+_NO_ROOM_IN_SQLITE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN}
+_LONGEST_WAIT_SECONDS = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Replace `path` by `content`, durably; a crash or a full disk leaves the old file alone.
+
+    The file is new, so no process has it open, and has its mode, less the umask, from the start.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with naming(path):
+            partial.unlink(missing_ok=True)
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file in errors of the operating system, which a failed write does not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise InvalidValueError if the file system refuses what is written below a path."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidValueError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def with_room(write: Callable[[], _Result]) -> _Result:
+    """Write, and again and again while `lacks_room` holds, since what was spent must not be lost.
+
+    What fails must leave nothing, or what the next try replaces.
+    """
+    seconds = 1.0
+    while True:
+        try:
+            return write()
+        except (OSError, FedprivError) as error:
+            if not lacks_room(error):
+                raise
+            sentence = sentence_of(error)
+            _log.warning("%s; the run waits for room, and tries again in %g s", sentence, seconds)
+        time.sleep(seconds)
+        seconds = min(2.0 * seconds, _LONGEST_WAIT_SECONDS)
+
+
+def lacks_room(error: BaseException | None) -> bool:
+    """Whether an error comes of a full disk, or of too many open files; both may pass."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            return True
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _NO_ROOM_IN_SQLITE:
+            return True
+        error = error.__cause__
+    return False
