@@ -157,15 +157,14 @@ def estimated_epsilon(sums: FloatVector, included: Flags, delta: float) -> float
 
 def _epsilon_between(p: tuple[float, float], q: tuple[float, float], delta: float) -> float:
     """The ε at which the integral of (P − e^ε·Q)₊ is δ, for two normal laws (mean, deviation)."""
-    # Points of both, as one may be far narrower than the other, or far from it.
-    x = np.unique([np.linspace(m - 12 * s, m + 12 * s, 20_001) for m, s in (p, q)])
-    of_p, of_q = (
-        -(((x - m) / s) ** 2) / 2.0 - math.log(s * math.sqrt(math.tau)) for m, s in (p, q)
-    )
+    (mean, deviation), (other, unit) = p, q
+    z = np.linspace(-12.0, 12.0, 50_001)  # deviations of P, beyond which it has nothing left
+    density = np.exp(-(z**2) / 2.0) / math.sqrt(math.tau)
+    losses = (mean - other + deviation * z) ** 2 / unit**2 / 2.0 - z**2 / 2.0
+    losses -= math.log(deviation) - math.log(unit)  # ln P/Q
 
     def excess(epsilon: float) -> float:
-        beyond = np.exp(of_p) * -np.expm1(np.minimum(epsilon + of_q - of_p, 0.0))
-        return float(np.trapezoid(beyond, x)) - delta
+        beyond = density * -np.expm1(np.minimum(epsilon - losses, 0.0))
+        return float(np.trapezoid(beyond, z)) - delta
 
-    most = float((of_p - of_q)[of_p > -50.0].max())  # beyond, P has nothing left
-    return 0.0 if excess(0.0) <= 0.0 else float(brentq(excess, 0.0, max(most, 1.0)))
+    return 0.0 if excess(0.0) <= 0.0 else float(brentq(excess, 0.0, losses.max()))

@@ -213,6 +213,22 @@ def test_laws_that_have_little_in_common_have_a_large_estimate(shift: float, rat
     assert found > 3.0  # of the wider law, hardly anything lies where the narrower one does
 
 
+@pytest.mark.parametrize("unit", [1e-40, 1e30])
+def test_the_estimate_does_not_depend_on_the_unit(unit: float) -> None:
+    values = np.array([0.3, 1.9, 0.8, 0.0, -0.7, 0.9])
+    included = np.repeat([True, False], 3)
+    expected = estimated_epsilon(values, included, 1e-4)
+    assert expected is not None
+    assert estimated_epsilon(unit * values, included, 1e-4) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_estimate_of_a_law_as_narrow_as_rounding_is_large() -> None:
+    sums = np.array([1.0, 1.0 + 2.0**-52, 0.0, -1e-7])
+    found = estimated_epsilon(sums, np.array([True, True, False, False]), 1e-4)
+    assert found is not None
+    assert found > 3.0
+
+
 def test_there_is_no_estimate_without_a_spread() -> None:
     included = np.array([True, True, False, False])
     assert estimated_epsilon(np.array([1.0, 1.0, 0.0, 0.5]), included, 1e-2) is None
