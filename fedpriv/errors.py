@@ -126,6 +126,12 @@ def is_whole(value: object, most: float = math.inf) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
 
 
+def check_seed(seed: object) -> None:
+    """Refuse what is no seed of torch's generator."""
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**64:
+        raise InvalidValueError(f"seed is {seed!r}; it must be a whole number from 0 to 2⁶⁴ - 1")
+
+
 def plain_numbers(value: Any) -> Any:
     """A value with numbers of NumPy and other libraries as Python's own, also in what it lists.
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedpriv.errors import ModelError, known_names
+from fedpriv.errors import ModelError, check_seed, check_types, known_names, plain_numbers
 from fedpriv.importing import call_imported, check_options, import_function, raised_with
 
 
@@ -155,11 +155,13 @@ def build_model(name: str, options: Mapping[str, object], seed: int) -> nn.Modul
 
     Initial parameters are public, and depend on the seed alone.
     """
+    check_types(name=(name, str), options=(options, Mapping))
     if name not in MODELS and ":" not in name:
         raise ModelError(
             f"unknown model {name!r}; {known_names(name, MODELS)}, or package.module:function"
         )
-    what = f"model {name!r}"
+    what, seed = f"model {name!r}", plain_numbers(seed)
+    check_seed(seed)
     build = MODELS.get(name) or import_function(what, name, ModelError)
     check_options(what, build, options, ModelError)
     with torch.random.fork_rng(devices=[]):

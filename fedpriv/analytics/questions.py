@@ -388,7 +388,8 @@ class Quantiles(_AtOnce):
         value, earliest, latest, low, high = (
             points[np.minimum(places, points.size - 1)] for places in (reached, *of_noise, *of_both)
         )
-        return Answer(self.name, value, (latest - earliest) / (2.0 * _WIDTH), low, high)
+        spread = latest / (2.0 * _WIDTH) - earliest / (2.0 * _WIDTH)
+        return Answer(self.name, value, spread, low, high)
 
 
 def crossings(

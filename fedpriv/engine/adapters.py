@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpriv.engine.task import matching
-from fedpriv.errors import ModelError, check_types, is_whole, plain_numbers
+from fedpriv.errors import ModelError, check_seed, check_types, is_whole, plain_numbers
 
 
 class Adapted(nn.Module):
@@ -87,14 +87,15 @@ def with_adapters(
         alpha: positive; by default r, so that the product is not scaled.
         layers: names, or patterns, of layers of type `torch.nn.Linear` and `torch.nn.Embedding`; by
             default all. An embedding must have no `max_norm`.
-        seed: of the matrices A, which are public.
+        seed: of the matrices A, which are public; from 0 to 2⁶⁴ − 1.
 
     Raises:
         ModelError: rank or alpha is out of range, a pattern matches no such layer, or the model has
             adapters already.
     """
     rank, alpha, seed = plain_numbers((rank, alpha, seed))
-    check_types(model=(model, nn.Module))
+    check_types(model=(model, nn.Module), layers=(layers, str | Iterable))
+    check_seed(seed)
     if not is_whole(rank):
         raise ModelError(f"the rank of adapters is {rank!r}; it must be a whole number from 1")
     alpha = float(rank) if alpha is None else alpha

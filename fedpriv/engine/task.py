@@ -8,7 +8,7 @@ import copy
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -33,7 +33,14 @@ from fedpriv.engine.figures import (
     figure_of,
     spread,
 )
-from fedpriv.errors import InvalidValueError, ModelError, check_types, known_names, plain_numbers
+from fedpriv.errors import (
+    InvalidValueError,
+    ModelError,
+    check_types,
+    known_names,
+    plain_numbers,
+    require,
+)
 from fedpriv.importing import import_function
 from fedpriv.privacy.clipping_torch import TorchTensors, to_device
 from fedpriv.privacy.layout import Tensors
@@ -146,18 +153,7 @@ class Task:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ignore_index", plain_numbers(self.ignore_index))
-        check_types(
-            model=(self.model, nn.Module),
-            loss=(self.loss, str | Callable),
-            inputs=(self.inputs, str | Iterable),
-            targets=(self.targets, str),
-            metrics=(self.metrics, Mapping),
-            ignore_index=(self.ignore_index, int),
-            figures=(self.figures, Mapping),
-            personal=(self.personal, Iterable),
-            trained=(self.trained, Iterable),
-            frozen=(self.frozen, Iterable),
-        )
+        self._check_types()
         for name in ("trained", "frozen"):
             patterns = getattr(self, name)
             one = isinstance(patterns, str)
@@ -197,6 +193,24 @@ class Task:
                 f"figure {taken[0]!r} is measured in any case; use another name"
             )
         object.__setattr__(self, "figures", figures)
+
+    def _check_types(self) -> None:
+        check_types(
+            model=(self.model, nn.Module),
+            loss=(self.loss, str | Callable),
+            inputs=(self.inputs, str | Collection),
+            targets=(self.targets, str),
+            metrics=(self.metrics, Mapping),
+            ignore_index=(self.ignore_index, int),
+            figures=(self.figures, Mapping),
+            personal=(self.personal, Iterable),
+            trained=(self.trained, Iterable),
+            frozen=(self.frozen, Iterable),
+        )
+        for name in (*self.inputs, *self.metrics, *self.figures):
+            require(isinstance(name, str), f"a name is {name!r}; it must be of the type str")
+        for name, metric in self.metrics.items():
+            require(callable(metric), f"metric {name!r} is {metric!r}; it must be a function")
 
     @property
     def fields(self) -> tuple[str, ...]:

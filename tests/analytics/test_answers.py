@@ -155,6 +155,15 @@ def test_quantiles_are_read_off_the_curve_made_rising() -> None:
     assert answer.high.tolist() == [1.0, 2.0, 4.0, 4.0, 4.0]
 
 
+def test_quantiles_may_be_as_far_apart_as_numbers_are() -> None:
+    largest = float(np.finfo(np.float64).max)
+    question = Quantiles("q", "x", (-largest, 0.0, largest))
+    answer = question.answer(np.zeros(3), 1.0, survey(1).sampling)
+    assert answer.noise_stddev.tolist() == [largest / 2.0] * 3
+    assert answer.low.tolist() == [-largest] * 3
+    assert answer.high.tolist() == [largest] * 3
+
+
 def test_quantiles_bracket_their_probability_up_to_the_noise_of_the_curve() -> None:
     rng = np.random.default_rng(8)
     x = rng.normal(0.0, 1.0, 5000)

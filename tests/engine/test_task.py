@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from fedpriv.engine.checks import check_task
 from fedpriv.engine.task import LOSSES, Task, cross_entropy, evaluate, find_loss, squared_error
-from fedpriv.errors import ModelError
+from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.models import MODELS, build_model
 
 EXAMPLES = {
@@ -307,6 +307,16 @@ def test_models_by_import_path_and_bad_names() -> None:
     ]:
         with pytest.raises(ModelError, match=message):
             build_model(name, options, 0)
+    for given, message in [
+        ({"name": 3}, "name is of the type int"),
+        ({"options": None}, "options is None"),
+        ({"seed": None}, "seed is None; it must be a whole number from 0"),
+        ({"seed": True}, "seed is True"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**64}, "seed is 18446744073709551616"),
+    ]:
+        with pytest.raises(InvalidValueError, match=message):
+            build_model(**{"name": "mlp", "options": {}, "seed": 0, **given})
     assert set(MODELS) == {"softmax", "mlp", "cnn", "character-mlp", "character-transformer"}
 
 
