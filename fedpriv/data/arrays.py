@@ -14,6 +14,7 @@ from fedpriv.data.population import (
     check_count,
     check_like,
     offsets_of,
+    refuse_masked,
 )
 from fedpriv.errors import DataError
 
@@ -115,6 +116,7 @@ def from_grouped(
 
 def to_array(what: str, column: Column) -> Array:
     """Turn an array, tensor or nested list into an array; arrays and CPU tensors share memory."""
+    refuse_masked(what, column)
     try:
         return column.detach().cpu().numpy() if isinstance(column, _Tensor) else np.asarray(column)
     except (TypeError, ValueError) as error:

@@ -12,7 +12,15 @@ from numbers import Real
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.data.population import Array, Fields, IdArray, UserStore, check_count, offsets_of
+from fedpriv.data.population import (
+    Array,
+    Fields,
+    IdArray,
+    UserStore,
+    check_count,
+    offsets_of,
+    refuse_masked,
+)
 from fedpriv.errors import DataError, InvalidValueError
 
 
@@ -84,6 +92,7 @@ def partition(
     `user_of_row` is [rows] positions in `user_ids`, or without them of max + 1 users; a position
     that does not occur is a user with zero rows. Rows that are grouped already are not copied.
     """
+    refuse_masked("user_of_row", user_of_row)
     owners = np.asarray(user_of_row)
     if owners.ndim != 1 or owners.dtype.kind not in "iu" or (owners.size and owners.min() < 0):
         raise DataError("user_of_row must be a list of integers ≥ 0, one per row")
@@ -93,6 +102,7 @@ def partition(
     for name, field in fields.items():
         if np.shape(field)[:1] != owners.shape:
             raise DataError(f"field {name!r} has shape {np.shape(field)}, not {owners.size} rows")
+        refuse_masked(f"field {name!r}", field)
     sizes = np.bincount(owners, minlength=users if user_ids is None else len(user_ids))
     if np.any(owners[1:] < owners[:-1]):
         order = np.argsort(owners, kind="stable")

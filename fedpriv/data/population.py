@@ -215,6 +215,7 @@ class Population:
             raise DataError(f"test rows have the fields {sorted(fields)}; users have {names}")
         for name, array in self.test.items():
             check_types(**{f"test field {name!r}": (array, np.ndarray)})
+            refuse_masked(f"test field {name!r}", array)
         if owners is not None:
             _check_not_enrolled(as_id_array(owners), self.users)
         for name, array in fields.items():
@@ -438,6 +439,7 @@ def _checked_rows(fields: Fields) -> int:
             raise DataError(f"field name {name!r} is not a Python identifier")
         if not isinstance(column, np.ndarray) or column.ndim == 0:
             raise DataError(f"field {name!r} is a {type(column).__name__}, not an array of rows")
+        refuse_masked(f"field {name!r}", column)
         if column.dtype.hasobject:
             raise DataError(f"field {name!r} has dtype {column.dtype}, not of numbers or strings")
     rows = {len(column) for column in fields.values()}
@@ -447,6 +449,12 @@ def _checked_rows(fields: Fields) -> int:
         counts = ", ".join(f"{name} {len(column)}" for name, column in fields.items())
         raise DataError(f"fields have different numbers of rows ({counts}); they must agree")
     return rows.pop()
+
+
+def refuse_masked(what: str, column: object) -> None:
+    """Raise DataError for values of which some may be missing, which are numbers all the same."""
+    if np.ma.isMaskedArray(column):
+        raise DataError(f"{what} is a masked array; fill what is missing, or leave out these rows")
 
 
 def _checked_offsets(offsets: Array, rows: int) -> NDArray[np.int64]:

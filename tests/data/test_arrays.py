@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpriv.data import from_arrays, from_grouped
+from fedpriv.data import Population, UserStore, from_arrays, from_grouped
+from fedpriv.data.partition import partition
 from fedpriv.errors import DataError
 
 
@@ -106,12 +107,28 @@ def test_tensors_without_a_numpy_dtype_are_refused():
         ({"x": np.zeros(3), "y": np.zeros(4)}, "field 'y'"),
         ({"x": [[1], [1, 2], [3]]}, "field 'x' cannot be an array"),
         ({"x": np.array([{}, {}, {}])}, "dtype object"),
+        ({"x": np.ma.masked_equal([1.0, -9.0, 2.0], -9.0)}, "field 'x' is a masked array"),
         ({}, "no field"),
     ],
 )
 def test_fields_that_do_not_fit_are_refused(fields, message):
     with pytest.raises(DataError, match=message):
         from_arrays(fields, ["a", "b", "a"])
+
+
+def test_what_may_be_missing_is_refused_everywhere():
+    masked = np.ma.masked_equal([1.0, -9.0, 2.0], -9.0)
+    whole, owners = np.ones(3), np.ma.masked_equal([0, 0, 1], 0)
+    for make in (
+        lambda: UserStore({"x": masked}, np.array([0, 3])),
+        lambda: partition({"x": masked}, [1, 0, 0]),
+        lambda: from_grouped({"a": {"x": masked}}),
+        lambda: partition({"x": whole}, owners),
+        lambda: Population("a", UserStore({"x": whole}, np.array([0, 3])), {"x": masked}),
+        lambda: Population.from_arrays(whole, whole, [0, 1, 2], held_out=(masked, whole)),
+    ):
+        with pytest.raises(DataError, match="is a masked array; fill what is missing"):
+            make()
 
 
 def test_no_rows_are_no_users():
