@@ -397,17 +397,22 @@ def _charge_forgone(experiment: Experiment, state: ServerState, records: Privacy
     event, source = plan.mechanism_at(state.clipping_norms).event, experiment.entropy.randomness
     together, series = plan.sampling.rounds, records.open_series(event, plan.run)
     paid = state.round + (together - series[0].part if series else 0)
-    for number in range(state.round + 1, plan.rounds + 1):
+    planned = range(state.round + 1, plan.rounds + 1)
+    due = {n for n in planned if evaluation and evaluation.due(n, last=n == plan.rounds)}
+    if evaluation and not evaluation.due(state.round, last=False):
+        asked = ((row.run, row.round) for row in records.ledger.charges())
+        if (evaluation.run, state.round) in asked:  # as the last, in place of the next that was due
+            due -= {min(due, default=0)}
+    for number in planned:
         if number > paid:
             try:
                 charge_forgone(event, plan.run, number, records, source)
             except BudgetExceededError:
                 return
             paid += together
-        if evaluation is not None and evaluation.due(number, last=False):
+        if evaluation and number in due:
             with suppress(BudgetExceededError):
-                asked = evaluation.events(1)
-                charge_forgone(asked, evaluation.run, number, records, source)
+                charge_forgone(evaluation.events(1), evaluation.run, number, records, source)
 
 
 def _measured(experiment: Experiment, model: Tensors) -> dict[str, Any]:
