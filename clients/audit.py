@@ -87,8 +87,9 @@ def confirm(examined: Examined, known: Remembered, offer: Terms | None = None) -
       offered round can cost at its δ; among them are all that this run made before this attempt.
 
     The last round of a run can only be checked when another follows: one that the budget did not
-    admit has no charge, and rightly so. What other runs charged after the offer was made is not in
-    the ε that it says, but in `price_with`, by which the node decides.
+    admit, or that was given up, has no charge, and rightly so. What such rounds tell a dishonest
+    server is bounded by `Consent.most_rounds_per_day` alone. What other runs charged after the
+    offer was made is not in the ε that it says, but in `price_with`, by which the node decides.
     """
     charges: dict[tuple[str, int], list[ChargedRow]] = {}
     for row in examined.ledger.rows:
@@ -333,6 +334,8 @@ class OfferPolicy:
             self._agreed = None
             if objection := await self._objection_to_terms(welcome, proposal):
                 return objection
+            # Now, and not when users are drawn: of which populations it has a part is not secret.
+            self.journal.remember_population(welcome.population_name)
             self._agreed = (welcome, Proposal.of(proposal, proposal.price))
         # Were no answer ever left for a day, rounds without this node would be charged in vain.
         return self.consent.objection_today(0)

@@ -42,6 +42,7 @@ CREATE TABLE asked (
     users BLOB NOT NULL,
     PRIMARY KEY (population_name, run, round, attempt, part, users)
 ) WITHOUT ROWID;
+CREATE TABLE populations (name TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE ledgers (
     ledger_id TEXT PRIMARY KEY,
     population_name TEXT NOT NULL UNIQUE,
@@ -139,10 +140,16 @@ class Journal:
         return why
 
     def populations(self) -> frozenset[str]:
-        """Names of the populations of which an answer or the head of a ledger is remembered."""
-        named = "SELECT population_name FROM"
-        rows = self._read(f"{named} answers UNION {named} ledgers")
+        """Names of the populations of which anything is remembered."""
+        named = "UNION SELECT population_name FROM"
+        rows = self._read(f"SELECT name FROM populations {named} answers {named} ledgers")
         return frozenset(str(name) for (name,) in rows)
+
+    def remember_population(self, name: str) -> None:
+        """Keep that the node takes part in this population."""
+        if name not in self.populations():
+            with _refusing(), self._database.transaction():
+                self._database.write("INSERT OR IGNORE INTO populations VALUES (?)", (name,))
 
     def answered(self, population_name: str, offer: RoundOffer) -> bool:
         """Whether this offer was recorded."""

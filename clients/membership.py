@@ -170,10 +170,8 @@ class OfferHandler:
     policy: OfferPolicy
     backoff: Backoff
 
-    async def vote(
-        self, welcome: Welcome, proposal: Proposal, votes: "asyncio.Queue[Vote]"
-    ) -> None:
-        """Say whether the node agrees to a round, whatever its users and earlier answers are."""
+    async def vote(self, welcome: Welcome, proposal: Proposal) -> Vote:
+        """Whether the node agrees to a round, whatever its users and earlier answers are."""
         try:
             objection = await self.policy.objection_to_proposal(welcome, proposal)
         except InvalidValueError as error:
@@ -181,10 +179,7 @@ class OfferHandler:
             objection = "the node cannot check the proposal"
         except grpc.aio.AioRpcError as error:
             objection = f"the ledger cannot be fetched: {error.code().name}"
-        at = proposal.id
-        if objection:
-            _log.info("round %d of run %r: not agreed to: %s", at.round, at.run, objection)
-        votes.put_nowait(Vote(at, (objection or "")[:_LONGEST_REASON]))
+        return Vote(proposal.id, (objection or "")[:_LONGEST_REASON])
 
     async def answer(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
         """Answer an offer by its deadline, on the event loop's clock, and log the outcome."""
@@ -266,6 +261,7 @@ class Membership:
         * The latest offer is answered; work on an older one is abandoned for it. Work goes on while
           the connection is lost, and when the same is offered again.
         * Of the code that the server names, only what is trusted is run.
+        * However much the server proposes and reads nothing, one vote waits for it.
         * A node that lost its connection comes back, waiting as the back-off says, anew after each
           welcome; not so if a newer connection of the node ends two of its own in a row.
         * A certificate that ends within 30 days, its own or the server's, is warned of at once and
@@ -286,6 +282,7 @@ class Membership:
             self._ends[hello.node] = certificate_end
         self._prepared: Welcome | None = None
         self._trouble = ""  # why the node is not connected; empty: it is
+        self._objection = ""  # to the last round that was proposed
         self._replaced = 0  # connections in a row that a newer one of the node has ended
 
     async def last(self) -> None:
@@ -345,11 +342,24 @@ class Membership:
 
     async def _begin(self, welcome: Welcome, said: Terms, votes: "asyncio.Queue[Vote]") -> None:
         if isinstance(said, Proposal):
-            await self._voting.begin(said.id, partial(self._handler.vote, welcome, said, votes))
+            await self._voting.begin(said.id, partial(self._vote, welcome, said, votes))
         else:
             deadline = asyncio.get_running_loop().time() + said.seconds
             answer = partial(self._handler.answer, welcome, said, deadline)
             await self._work.begin(said.id, answer)
+
+    async def _vote(
+        self, welcome: Welcome, proposal: Proposal, votes: "asyncio.Queue[Vote]"
+    ) -> None:
+        vote = await self._handler.vote(welcome, proposal)
+        if vote.objection:
+            level = logging.DEBUG if vote.objection == self._objection else logging.INFO
+            what = vote.id.round, vote.id.run, vote.objection
+            _log.log(level, "round %d of run %r: not agreed to: %s", *what)
+        self._objection = vote.objection
+        while not votes.empty():  # of a round that is over; a server may read none of them
+            votes.get_nowait()
+        votes.put_nowait(vote)
 
     def _warn(self, trouble: str) -> None:
         """Log why the node does not take part, once as long as the reason is the same."""

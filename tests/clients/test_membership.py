@@ -19,7 +19,7 @@ from fedpriv.accounting.accountants import PrivacyLoss
 from fedpriv.accounting.accountants import epsilon as priced
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.clients import audit, membership
-from fedpriv.clients.connection import Backoff
+from fedpriv.clients.connection import Backoff, FederationStub
 from fedpriv.clients.membership import NodeSettings, take_part
 from fedpriv.clients.worker import HostSettings, Loaded
 from fedpriv.errors import AuditError, ModelError, WireError
@@ -27,7 +27,17 @@ from fedpriv.ledger.events import Randomness, RoundEvent
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
 from fedpriv.server.certificates import issue
-from fedpriv.wire import Receipt, RoundId, TaskDescription, Welcome, encode_round_id, naming
+from fedpriv.wire import (
+    Hello,
+    Proposal,
+    Receipt,
+    RoundId,
+    TaskDescription,
+    Vote,
+    Welcome,
+    encode_round_id,
+    naming,
+)
 from fedpriv.wire import federation_pb2 as pb
 from tests.clients.tiny_server import (
     NODE,
@@ -864,6 +874,52 @@ def test_a_vote_does_not_tell_how_often_users_were_drawn(play: Callable[[Act], N
         assert kinds == ["sum", "decline"]
 
     play(act)
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_vote_does_not_tell_whether_users_were_ever_drawn(
+    play: Callable[[Act], None], drawn: bool
+) -> None:
+    async def act(scene: Scene) -> None:
+        votes = []
+        for population in ("people", "people-2"):
+            scene.tiny.welcome = named(population)
+            async with serving(scene.tiny) as port, scene.joined(port):
+                await scene.tiny.propose()
+                votes.append((await scene.tiny.votes.get()).objection)
+                if drawn and not votes[-1]:
+                    await scene.tiny.offer()
+                    await scene.tiny.answers.get()
+        other = "the population is 'people-2'; the node knows another and consents to no more"
+        assert votes == ["", other]
+
+    play(act)
+
+
+def test_one_vote_waits_for_a_server_that_proposes_and_reads_nothing(
+    play: Callable[[Act], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = list[Vote]()
+
+    async def connect(
+        _: FederationStub, __: Hello, votes: asyncio.Queue[Vote]
+    ) -> AsyncIterator[Welcome | Proposal]:
+        yield Welcome("people", PRICE.population, np.array([3]), TASK)
+        for number in range(20):
+            proposal = Proposal.of(make_offer(number)[0], PRICE)
+            yield proposal
+            await happens(lambda: any(vote.id == proposal.id for vote in votes._queue))  # noqa: B023
+        waiting.extend(votes._queue)
+
+    async def act(scene: Scene) -> None:
+        monkeypatch.setattr(FederationStub, "connect", connect)
+        consent = scene.consent("least_noise_multiplier = 1.5")
+        async with serving(scene.tiny) as port, scene.joined(port, consent=consent) as taking_part:
+            await taking_part
+
+    play(act)
+    assert [vote.id.round for vote in waiting] == [19]
+    assert caplog.text.count("consents to at least 1.5") == 1
 
 
 def test_a_node_that_gives_no_answers_at_all_says_so_before_the_draw(
