@@ -102,20 +102,30 @@ class Database:
         with self._failing("extended, so nothing was written"):
             self._connection.execute(sql, parameters)
 
-    def copy(self, to: Path) -> None:
-        """Write the file as it is now, consistent while it is in use, to where there is nothing."""
+    def copy(self, to: Path, *, without: str | None = None) -> None:
+        """Write the file as it is now, consistent while it is in use, to where there is nothing.
+
+        The copy never has a row of the table that it is to be without.
+        """
+
+        def fill(draft: sqlite3.Connection) -> None:
+            self._connection.backup(draft)
+            if without:
+                draft.execute("PRAGMA secure_delete = ON")
+                draft.execute(f"DELETE FROM {without}")
+
         with self._lock:
-            if to.exists() or not _create(to, self._format, self._connection.backup):
+            if to.exists() or not _create(to, self._format, fill):
                 raise LedgerError(f"{to} exists already; it is not overwritten")
 
-    def replace(self, by: "Database") -> None:
-        """Put a copy of another file in the place of this one; for use within a transaction.
+    def replace(self, by: "Database", *, without: str | None = None) -> None:
+        """Put a `copy` of another file in the place of this one; for use within a transaction.
 
         Processes that have this one open cannot extend it any more. It must be closed next.
         """
         path = self.path.resolve()
         draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        by.copy(draft)
+        by.copy(draft, without=without)
         with self._failing("replaced"):
             draft.replace(path)
             _fsync(path.parent)

@@ -25,6 +25,7 @@ from fedpriv.ledger.database import Database, FileFormat
 Users = npt.NDArray[np.int64]  # positions in the population, ascending: [cohort]
 Attempt = tuple[str, int, int]  # run, round and attempt
 
+SERIES_KEYS = "series"  # a table: no copy of a record has any of its rows
 _SALT_BYTES = 32
 _SCHEMA = """
 CREATE TABLE participation (
@@ -144,13 +145,13 @@ class ParticipationRecord:
         rows = self.database.read(sql, (commitment,))
         return bytes(rows[0]["key"]) if rows else None
 
-    def forget_series(self, run: str | None = None) -> None:
-        """Forget the key of a run's series, or of all: what it determines is over, or must be.
+    def forget_series(self, run: str) -> None:
+        """Forget the key of a run's series, which is over.
 
         It is overwritten in the file. The journal of the transaction had it, and is only unlinked.
         """
         with self.database.transaction():
-            self.database.write("DELETE FROM series WHERE run = coalesce(?, run)", (run,))
+            self.database.write("DELETE FROM series WHERE run = ?", (run,))
 
     def next_attempt(self, run: str, round_number: int) -> int:
         """One more than the highest attempt at a round with a cohort; 0 if there is none."""

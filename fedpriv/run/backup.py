@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedpriv.errors import LedgerError
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.participation import Head, ParticipationRecord, beside
+from fedpriv.ledger.participation import SERIES_KEYS, Head, ParticipationRecord, beside
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,7 @@ def back_up(ledger: Path, to: Path) -> Head:
             stack.enter_context(other.database.transaction())
         pair.ledger.database.copy(to)
         if pair.record is not None:
-            pair.record.database.copy(beside(to))
-            with ParticipationRecord.open(beside(to)) as copied:
-                copied.forget_series()
+            pair.record.database.copy(beside(to), without=SERIES_KEYS)
     with Ledger.open(to) as copy:
         return copy.head
 
@@ -76,9 +74,7 @@ def restore(backup: Path, path: Path, *, older: bool) -> tuple[Head, list[str]]:
             )
         _put(kept.ledger, path, ledger)
         if kept.record is not None:
-            _put(kept.record, beside(path), record)
-            with ParticipationRecord.open(beside(path)) as restored:
-                restored.forget_series()
+            _put(kept.record, beside(path), record, without=SERIES_KEYS)
         return kept.ledger.head, missing
 
 
@@ -102,9 +98,12 @@ def _missing(kept: Ledger, ledger: Ledger | None, record: ParticipationRecord | 
 
 
 def _put(
-    kept: Ledger | ParticipationRecord, path: Path, old: Ledger | ParticipationRecord | None
+    kept: Ledger | ParticipationRecord,
+    path: Path,
+    old: Ledger | ParticipationRecord | None,
+    without: str | None = None,
 ) -> None:
     if old is None:
-        kept.database.copy(path)
+        kept.database.copy(path, without=without)
     else:
-        old.database.replace(kept.database)
+        old.database.replace(kept.database, without=without)

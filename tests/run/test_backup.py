@@ -1,5 +1,6 @@
 """Backups of a ledger and its record: made in use, put back whole, and never silently older."""
 
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -203,8 +204,11 @@ class TestRestoring:
             assert restored.head.count == 2
 
     @pytest.mark.parametrize("lost", [False, True])
-    def test_a_series_that_was_under_way_is_over(self, ledger, tmp_path, lost):
-        """More of it may have been released than the backup knows, by noise that it determines."""
+    def test_a_series_that_was_under_way_is_over(self, ledger, tmp_path, lost, monkeypatch):
+        """More of it may have been released than the backup knows, by noise that it determines.
+
+        Whenever the process is killed: no file that gets a name has the key.
+        """
         with ParticipationRecord.open(beside(ledger)) as record:
             first = record.record("r", 1, 0, np.arange(3), b"k" * 32)
         to = tmp_path / "backup.sqlite"
@@ -213,7 +217,18 @@ class TestRestoring:
         if lost:
             ledger.unlink()
             beside(ledger).unlink()
+        named, link, replace = [], os.link, Path.replace
+
+        def note(draft, path) -> None:
+            named.append(Path(path).name)
+            assert b"k" * 32 not in Path(draft).read_bytes()
+
+        monkeypatch.setattr("os.link", lambda draft, to: note(draft, to) or link(draft, to))
+        monkeypatch.setattr(
+            Path, "replace", lambda draft, to: note(draft, to) or replace(draft, to)
+        )
         restore(to, ledger, older=False)
+        assert {ledger.name, beside(ledger).name} <= {*named}
         with ParticipationRecord.open(beside(ledger)) as record:
             assert record.series_key(first) is None
         assert b"k" * 32 not in beside(ledger).read_bytes()

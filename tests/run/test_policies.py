@@ -276,7 +276,7 @@ def test_where_the_key_of_a_pass_is_lost_the_run_pays_again_as_far_as_its_budget
     with pytest.raises(KeyboardInterrupt):
         train(out, ALLOCATION, rounds=6, on_round=[stop])
     with ParticipationRecord.open(beside(out / "ledger.sqlite")) as record:
-        record.forget_series()
+        record.forget_series(rows_of(out)[0].run)
     run = train(out, ALLOCATION, rounds=6, resume=True)
     assert [row.part for row in rows_of(out)] == [0, 1, 0, 1, 2]
     assert len(run.rounds) == 5
