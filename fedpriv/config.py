@@ -605,7 +605,8 @@ class TuneSection(Section):
 
     trials: Count = 30  # on users, where the number is random and secret, its mean
     law: Literal["negative-binomial", "poisson"] = "negative-binomial"  # of that number
-    shape: Positive = 1.0  # η of the truncated negative binomial; 1 is geometric
+    # η of the truncated negative binomial; 1 is geometric, and 0 would be logarithmic.
+    shape: Annotated[Positive, Field(ge=1e-9)] = 1.0
     objective: str = "accuracy"  # a figure of the held-out rows, or "private:NAME" of a metric
     better: Literal["larger", "smaller"] | None = None  # None: as the objective's name says
     held_out_is_public: bool = False  # needed where trials on users are told apart by it

@@ -656,7 +656,7 @@ def is_export(path: Path) -> bool:
     """Whether to read a file as an export; others are SQLite files, or empty or absent."""
     # Closing a SQLite file that was opened in another way would end this process's locks on it.
     try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as file:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as file:
             file.execute("PRAGMA schema_version")
     except sqlite3.Error as error:
         return error.sqlite_errorcode == sqlite3.SQLITE_NOTADB

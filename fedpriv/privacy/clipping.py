@@ -205,18 +205,18 @@ class Clipping:
         everywhere, and so do a component that is not finite, in any group, and a weight m that is
         not a whole number from 0 to c. There are all tensors but the indicator; None as m means c.
         """
-        units = self.weight_cap if weight is None else weight
-        if not 0 <= units <= self.weight_cap or units != int(units):
-            _log.warning("a user counts as zero: its weight is not from 0 to %d", self.weight_cap)
-            return np.zeros(self.layout.dimension, np.int64)
-        indicator = self.indicator
+        indicator, whole = self.indicator, self.weight_cap
         blank = {indicator.tensor: np.zeros(len(indicator.groups))} if indicator else {}
         try:
+            units = whole if weight is None else weight
+            if not 0 <= units <= whole or units != int(units):
+                raise InvalidValueError(f"its weight is not from 0 to {whole}")
             row: FloatMatrix = self.layout.flatten({**tensors, **blank})[np.newaxis]
-        except InvalidValueError as error:
-            _log.warning("a malformed update counts as zero: %s", error)
+        except Exception as error:  # whatever it is that was sent; other texts may hold its data
+            why = error if isinstance(error, InvalidValueError) else type(error).__name__
+            _log.warning("a malformed update counts as zero: %s", why)
             return np.zeros(self.layout.dimension, np.int64)
-        self.clip_rows(row, np.array([units]))
+        self.clip_rows(row, np.array([int(units)]))
         contribution: IntegerVector = row[0].astype(np.int64)
         return contribution
 

@@ -11,7 +11,7 @@ from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.errors import InvalidValueError, LedgerError
 from fedpriv.files import lacks_room
 from fedpriv.ledger.events import Randomness
-from fedpriv.ledger.ledger import Ledger, ProposedCharge
+from fedpriv.ledger.ledger import Ledger, ProposedCharge, is_export
 
 
 def propose(run="a", round_number=0, attempt=0):
@@ -112,6 +112,14 @@ class TestOpening:
         with pytest.raises(LedgerError, match="cannot be opened: Permission denied") as caught:
             Ledger.open(path)
         assert not lacks_room(caught.value)
+
+    def test_links_that_lead_nowhere_are_no_ledger(self, tmp_path):
+        one, other = tmp_path / "one", tmp_path / "other"
+        one.symlink_to(other)
+        other.symlink_to(one)
+        assert not is_export(one)
+        with pytest.raises(LedgerError, match="symbolic links"):
+            Ledger.open(one)
 
     def test_a_folder_that_is_missing_is_named(self, tmp_path):
         with pytest.raises(LedgerError, match=r"nowhere/l cannot be created"):

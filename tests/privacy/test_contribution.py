@@ -247,6 +247,16 @@ def test_malformed_tensors_count_as_zero_and_are_logged(
     assert "a malformed update counts as zero" in caplog.text
 
 
+@pytest.mark.parametrize("sent", [None, [1.0], {1: np.ones(3)}, {"a": [[1.0], [1.0, 2.0]]}])
+def test_what_is_no_update_counts_as_zero_and_its_data_are_not_logged(
+    sent: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {**constant(a=1.0, b=1.0, c=1.0), **sent} if isinstance(sent, dict) else sent
+    np.testing.assert_array_equal(CLIPPING.contribution(given), np.zeros(LAYOUT.dimension))
+    assert "a malformed update counts as zero: " in caplog.text
+    assert "1.0" not in caplog.text
+
+
 integers = st.integers(-(2**25), 2**25) | st.integers(-(2**63), 2**63 - 1)
 
 
@@ -505,6 +515,12 @@ def test_a_weight_that_is_none_counts_as_zero(
         CLIPPING.contribution(tensors, weight), np.zeros(LAYOUT.dimension)
     )
     assert "its weight is not from 0 to 10" in caplog.text
+
+
+@pytest.mark.parametrize("weight", ["1", np.ones(2), np.ones(1), {}])
+def test_a_weight_that_is_no_number_counts_as_zero(weight: object) -> None:
+    found = CLIPPING.contribution(constant(a=1.0, b=1.0, c=1.0), weight)
+    np.testing.assert_array_equal(found, np.zeros(LAYOUT.dimension))
 
 
 @pytest.mark.parametrize("cap", [0, -1, MOST_WEIGHT + 1])
