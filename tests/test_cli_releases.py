@@ -1,6 +1,8 @@
 """Experiments that release more than an update: plan, simulate, suggest."""
 
 import json
+import re
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +81,21 @@ def test_plan_shows_every_group_and_spends_nothing(file: Path) -> None:
     text = printed("plan", file, cwd=file.parent)
     assert "Nothing was spent." in text
     assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_a_plan_knows_what_a_shared_ledger_holds(tmp_path: Path) -> None:
+    ledger = tmp_path / "shared.sqlite"
+    given = ["digits", "--set", "rounds=2", "--set", f"privacy.ledger={ledger}"]
+    printed("simulate", *given, "--set", "privacy.epsilon=1.0", "--out", tmp_path / "first")
+    more = [*given, "--set", "privacy.epsilon=2.0", "--set", "seed=7"]
+    text = " ".join(printed("plan", *more).split())
+    printed("simulate", *more, "--out", tmp_path / "second")
+    noise = tomllib.loads((tmp_path / "second" / "plan.toml").read_text())["privacy"]
+    assert f"z = {noise['noise_multiplier']:.6g} of the whole round" in text
+    after = re.search(rf"With what {ledger} holds, that is ε = ([0-9.]+)\.", text)
+    assert after is not None
+    with Ledger.open(ledger) as opened:
+        assert float(after[1]) == pytest.approx(epsilon(opened.spent(), 1e-3).epsilon, abs=1e-3)
 
 
 def test_a_run_releases_metrics_with_their_noise_at_one_epsilon(file: Path, tmp_path: Path) -> None:

@@ -133,10 +133,7 @@ class RunSetup:
     @property
     def spent(self) -> list[RoundEvent]:
         """What the noise is calibrated beside; a resumed run was calibrated when it started."""
-        if self.resuming or not self.ledger.exists():
-            return []
-        with Ledger.open(self.ledger) as ledger:
-            return ledger.spent()
+        return [] if self.resuming else spent_in(self.ledger)
 
     def on_nodes(self, section: FederationSection, population: str, users: int) -> Experiment:
         """The experiment on a population of N users who are at nodes."""
@@ -462,7 +459,7 @@ def run_rounds(
     if setup.resuming:
         setup.refuse_other_plan(plan)
     else:
-        check_budget(experiment, _spent(setup.ledger, plan.population))
+        check_budget(experiment, spent_in(setup.ledger, plan.population))
         folder.create()
     files, budget = (setup.ledger, beside(setup.ledger)), experiment.budget
     opened = PrivacyRecords.open(*files, plan.population, budget, resuming=setup.resuming)
@@ -495,12 +492,13 @@ def run_rounds(
             followers.end(stop)
 
 
-def _spent(ledger: Path, population: str) -> list[RoundEvent]:
-    """What the ledger of a population holds already, if there is one."""
+def spent_in(ledger: Path, population: str | None = None) -> list[RoundEvent]:
+    """What a ledger holds, if there is one; LedgerError if it is of another population."""
     if not ledger.exists():
         return []
-    with Ledger.open_or_create(ledger, population) as opened:
-        return opened.spent()
+    opened = Ledger.open_or_create(ledger, population) if population else Ledger.open(ledger)
+    with opened as found:
+        return found.spent()
 
 
 def carry_out(

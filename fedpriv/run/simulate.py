@@ -40,7 +40,7 @@ from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import LocalTraining, PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table
 from fedpriv.run.projection import Projection, planned, projected
-from fedpriv.run.run import Run, RunSetup, carry_out
+from fedpriv.run.run import Run, RunSetup, carry_out, spent_in
 from fedpriv.trackers import Tracker, named
 from fedpriv.training.norm_search import NormQuantile, check_quantile, find_quantiles
 from fedpriv.training.optimizers import ServerOptimizer
@@ -244,12 +244,13 @@ def _signal_to_noise(
 def show_allocation(file: Path, assignments: list[str]) -> None:
     """Print how a round of an experiment is released and what all rounds cost; spend nothing."""
     config = load_config(file, assignments)
-    population, before = population_of(config), list[RoundEvent]()
+    population, before, ledger = population_of(config), list[RoundEvent](), config.privacy.ledger
+    held = spent_in(Path(ledger)) if ledger else []
     if config.projection:
-        survey, experiment = planned(config, "plan", population)
+        survey, experiment = planned(config, "plan", population, held)
         before.append(survey.event)
     else:
-        experiment, _ = on_population(config, "plan", population)
+        experiment, _ = on_population(config, "plan", population, held)
     plan, console = experiment.plan, Console(markup=False, emoji=False)
     at_once = plan.sampling.rounds
     charge = f"{at_once} rounds to a charge" if at_once > 1 else "one charge"
@@ -258,12 +259,17 @@ def show_allocation(file: Path, assignments: list[str]) -> None:
     _print(console, title, names, _group_rows(plan))
     if experiment.evaluation:
         before.append(experiment.evaluation.events(plan.rounds))
-    for line in (*_facts(experiment, before), "Nothing was spent."):
+    for line in (*_facts(experiment, before, held), "Nothing was spent."):
         console.print(line, highlight=False)
 
 
-def _facts(experiment: Experiment, before: Sequence[RoundEvent]) -> Iterator[str]:
-    """What a round draws and adds, and what all rounds cost after the events before them."""
+def _facts(
+    experiment: Experiment, before: Sequence[RoundEvent], held: Sequence[RoundEvent]
+) -> Iterator[str]:
+    """What a round draws and adds, and what all rounds cost after the events before them.
+
+    What a shared ledger held is apart from what the run costs.
+    """
     plan, config = experiment.plan, experiment.config
     sampling, weight, privacy = plan.sampling, plan.averaging.total_weight, config.privacy
     yield (
@@ -278,6 +284,9 @@ def _facts(experiment: Experiment, before: Sequence[RoundEvent]) -> Iterator[str
     loss = epsilon_of([*before, plan.event], privacy.delta, privacy.accountant)
     spent = f"ε = {format_epsilon(loss.epsilon)} at δ = {privacy.delta}"
     yield f"{charged} cost {spent}: {loss.assumptions}"
+    if held:
+        total = epsilon_of([*held, *before, plan.event], privacy.delta, privacy.accountant)
+        yield f"With what {privacy.ledger} holds, that is ε = {format_epsilon(total.epsilon)}."
     unit = sampling.drawn
     moves = f"{unit} moves the sum of a group"
     if loss.relation is NeighbouringRelation.REPLACE_ONE:
