@@ -92,6 +92,7 @@ def projected(
     config, path = setup.config, setup.folder.projection
     method = method or method_of(config)
     if not setup.resuming:
+        setup.refuse_taken_name()
         survey, experiment = planned(config, setup.run, population, setup.spent, method)
         setup.folder.create()
         files = setup.ledger, beside(setup.ledger)

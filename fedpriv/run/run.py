@@ -135,6 +135,20 @@ class RunSetup:
         """What the noise is calibrated beside; a resumed run was calibrated when it started."""
         return [] if self.resuming else spent_in(self.ledger)
 
+    def refuse_taken_name(self) -> None:
+        """Refuse a new run if its ledger has rounds of another by this name.
+
+        What either has charged could not be told from what the other has.
+        """
+        if self.ledger.exists():
+            with Ledger.open(self.ledger) as ledger:
+                taken = any(row.round > 0 for row in own_charges(self.run, ledger.charges()))
+            if taken:
+                raise InvalidValueError(
+                    f"run is {self.run!r}, of which {self.ledger} holds rounds of another folder; "
+                    "it must have another name or seed, or be resumed in that folder"
+                )
+
     def on_nodes(self, section: FederationSection, population: str, users: int) -> Experiment:
         """The experiment on a population of N users who are at nodes."""
         self.refuse_true_figures("on nodes")
@@ -460,6 +474,7 @@ def run_rounds(
         setup.refuse_other_plan(plan)
     else:
         check_budget(experiment, spent_in(setup.ledger, plan.population))
+        setup.refuse_taken_name()
         folder.create()
     files, budget = (setup.ledger, beside(setup.ledger)), experiment.budget
     opened = PrivacyRecords.open(*files, plan.population, budget, resuming=setup.resuming)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from fedpriv.build import simulated
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.ledger import Ledger
 from fedpriv.run.folder import write_report
 from fedpriv.run.run import RunSetup, carry_out
 from tests.commandline import printed, refused
@@ -119,3 +120,20 @@ def test_a_run_finds_its_files_from_any_working_directory(tmp_path: Path) -> Non
     printed("simulate", folder / "plan.toml", "--out", folder, "--resume", cwd=tmp_path)
     printed("report", folder, cwd=tmp_path)
     assert not (tmp_path / "shared.sqlite").exists()
+
+
+def test_a_ledger_has_one_run_of_each_name(tmp_path: Path) -> None:
+    ledger = tmp_path / "shared.sqlite"
+    given = ["simulate", "digits", "--set", "rounds=2", "--set", f"privacy.ledger={ledger}"]
+    given += ["--set", "privacy.epsilon=9.0", "--set", "privacy.noise_multiplier=2.0"]
+    first = [*given, "--set", "seed=1", "--out", tmp_path / "first"]
+    printed(*first)
+    before = ledger.read_bytes()
+    said = refused(*given, "--set", "seed=1", "--out", tmp_path / "second")
+    assert "run is 'digits-seed1', of which" in said
+    assert ledger.read_bytes() == before
+    assert not (tmp_path / "second").exists()
+    printed(*first, "--resume")
+    printed(*given, "--set", "seed=2", "--out", tmp_path / "second")
+    with Ledger.open(ledger) as opened:
+        assert [row.run for row in opened.charges()] == ["digits-seed1"] * 2 + ["digits-seed2"] * 2
