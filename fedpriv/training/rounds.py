@@ -362,6 +362,7 @@ class RoundResult:
     charge: str  # hash of the round's charge
     epsilon: float  # of all charges of the ledger so far, at `delta`
     delta: float
+    expected_cohort_size: float  # a public constant, by which averages divide
     clipping_norms: Mapping[str, float]  # by vector group
     # By vector group, the noised fraction of users that were not clipped, if clipping is adaptive.
     unclipped: Mapping[str, float] = field(default_factory=dict)
@@ -389,9 +390,9 @@ class RoundResult:
     def scalars(self) -> dict[str, float]:
         """Every released number by name, as experiment trackers take it; no vectors.
 
-        >>> result = RoundResult("run", 9, 1, 0, "5f", 0.25, 1e-5, {"update": 0.5}, accuracy=0.9)
+        >>> result = RoundResult("run", 9, 1, 0, "5f", 0.25, 1e-5, 8.0, {"u": 0.5}, accuracy=0.9)
         >>> result.scalars
-        {'test/accuracy': 0.9, 'privacy/epsilon': 0.25, 'clipping_norm/update': 0.5}
+        {'test/accuracy': 0.9, 'privacy/epsilon': 0.25, 'clipping_norm/u': 0.5}
         """
         own = {"test/loss": self.loss, "test/accuracy": self.accuracy}
         released = {name: value for name, value in own.items() if value is not None}
@@ -425,12 +426,13 @@ def contributors_text(results: Iterable[RoundResult], sampling: SamplingEvent) -
     held against the expected one; if it is as large, only more rounds will tell. Over a series it
     is more than one, as noise that is correlated cancels, and so does who was in other rounds.
     """
-    name, expected = CONTRIBUTORS_METRIC, sampling.expected_cohort_size
+    name = CONTRIBUTORS_METRIC
     found = [each for each in results if name in each.scalar_metrics]
     if not found:
         return ""
     mean = math.fsum(each.scalar_metrics[name] for each in found) / len(found)
-    coins = sampling.cohort_variance
+    expected = found[-1].expected_cohort_size  # an event does not say how many examples there are
+    coins = sampling.cohort_variance * expected / sampling.expected_cohort_size
     variance = math.fsum(each.metrics_noise_stddev[name] ** 2 + coins for each in found)
     spread = math.sqrt(variance) / len(found)
     places = 0 if spread >= 10.0 else 1
@@ -572,6 +574,7 @@ def close_round(
         charge=release.charge_hash,
         epsilon=epsilon,
         delta=delta,
+        expected_cohort_size=plan.sampling.expected_cohort_size,
         clipping_norms=dict(zip(names, state.clipping_norms, strict=True)),
         unclipped=dict(zip(names, unclipped, strict=False)),
         metrics={name: value.tolist() for name, value in metrics.items()},

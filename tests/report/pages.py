@@ -128,4 +128,5 @@ def released(number: int, **changes: object) -> RoundResult:
         attempt=0,
         charge="",
         delta=1e-5,
+        expected_cohort_size=10.0,
     )

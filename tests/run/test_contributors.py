@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -193,7 +194,7 @@ def test_it_is_shown_beside_the_accuracy(
 def test_the_text_averages_over_rounds_and_allows_for_noise_and_coins() -> None:
     results = [
         RoundResult(
-            *("run", 2, number, 0, "", 0.1, 1e-5, {}),
+            *("run", 2, number, 0, "", 0.1, 1e-5, 50.0, {}),
             metrics={"contributors": count},
             metrics_noise_stddev={"contributors": stddev},
         )
@@ -202,5 +203,19 @@ def test_the_text_averages_over_rounds_and_allows_for_noise_and_coins() -> None:
     few, many = (PoissonSampling(users, 0.5).event() for users in (100, 40_000))
     # (9 + 16 + 2·25)/4 = 18.75, the variance of the mean.
     assert contributors_text(results, few) == "85.0 ± 4.3 of 50.0"
-    assert contributors_text(results[:1], many) == "80 ± 100 of 20,000"
+    of_many = [replace(each, expected_cohort_size=20_000.0) for each in results[:1]]
+    assert contributors_text(of_many, many) == "80 ± 100 of 20,000"
     assert contributors_text([], few) == ""
+
+
+def test_what_is_expected_of_examples_is_how_many_there_are_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = fedpriv.Mechanism.poisson(
+        q=0.5, clipping=fedpriv.Flat(1.0), examples_per_user=20, total_examples=60
+    )
+    drawn = drawn.with_noise(1.0, epsilon=1e6, delta=1e-2)
+    found = run(tmp_path / "run", drawn, local=None, quiet=False)
+    text = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"contributors, of those expected │ \S+ ± \S+ of 30\.0", text)
+    assert "of 30.0 expected in a round" in found.report().read_text(encoding="utf-8")
