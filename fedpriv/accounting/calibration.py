@@ -24,7 +24,7 @@ from fedpriv.ledger.events import (
 )
 
 _LEAST_NOISE, _MOST_NOISE = 0.05, 1e5
-_MOST_ROUNDS = 1 << 30
+_MOST_ROUNDS, _MOST_USERS = 1 << 30, 1 << 53
 _LEAST_PROBABILITY = 1e-12
 _PRECISION, _NUDGE = 1.0005, 1.0002
 _NEAR, _FAR = 1e-12, 40.0
@@ -78,7 +78,7 @@ def largest_number(
 
     One more is priced above ε, unless the result is `most`.
     """
-    require(1 <= most <= 1 << 53, f"most is {most}; it must be from 1 to 2⁵³")
+    require(1 <= most <= _MOST_USERS, f"most is {most}; it must be from 1 to 2⁵³")
     price = _price(target_epsilon, delta, lambda number: events_of(int(number)), accountant)
     return int(last_within(price, target_epsilon, 1.0, 1.0, float(most), whole=True) or 0)
 
@@ -251,7 +251,10 @@ def plan_within(
         if same_as is None or n is None or q is None or z is None:
             needed = "same_as, and the rounds, sampling probability and noise that it prices"
             raise InvalidValueError(f"epsilon is absent; {needed}, must then be given")
-        target_epsilon, z = epsilon(events(n, q, z), delta, same_as).epsilon, None
+        target_epsilon = epsilon(events(n, q, z), delta, same_as).epsilon
+        nothing = f"by {same_as} these rounds cost ε = 0 at delta {delta}"
+        require(target_epsilon > 0.0, f"{nothing}; there must be an ε that less noise can spend")
+        z = None
     elif same_as is not None:
         raise InvalidValueError(
             f"same_as is {same_as!r} and epsilon is {target_epsilon}; one of the two must be absent"
@@ -287,6 +290,8 @@ def _cohorts_from(policy: SamplingPolicy, population: int | None) -> int | None:
         return None
     missing = "fixed-size sampling has no population; it must be given, and the cohort is q·N"
     require(population is not None, missing)
+    fits = isinstance(population, int) and 1 <= population <= _MOST_USERS
+    require(fits, f"population is {population}; it must be from 1 to 2⁵³")
     return population
 
 

@@ -24,7 +24,7 @@ from fedpriv.accounting.policies import (
     shuffled_gaussian,
 )
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
-from fedpriv.ledger.events import NeighbouringRelation, RoundEvent
+from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
 
 ADD_OR_REMOVE = NeighbouringRelation.ADD_OR_REMOVE_ONE
 REPLACE = NeighbouringRelation.REPLACE_ONE
@@ -258,6 +258,20 @@ def test_one_budget_must_be_given(
 ) -> None:
     with pytest.raises(InvalidValueError, match=message):
         plan_within(target, 1e-5, **given)
+
+
+def test_what_costs_nothing_cannot_be_spent_otherwise() -> None:
+    with pytest.raises(InvalidValueError, match="by tight these rounds cost ε = 0 at delta 1e-05"):
+        plan_within(None, 1e-5, 1, 1e-9, 1.0, same_as="tight")
+
+
+@pytest.mark.parametrize("population", [0, 10**20])
+def test_a_population_out_of_range_is_refused(population: int) -> None:
+    with pytest.raises(InvalidValueError, match=f"population is {population}; it must be from 1"):
+        plan_within(
+            1.0, 1e-5, 10, noise_multiplier=4.0, policy=SamplingPolicy.FIXED_SIZE,
+            relation=REPLACE, population=population,
+        )  # fmt: skip
 
 
 def test_too_many_rounds_are_an_error() -> None:
