@@ -395,7 +395,8 @@ def main() -> None:
     run whose audit refutes its ledger.
     """
     # Models and populations named package.module:function may lie in the working folder.
-    sys.path.append(str(Path.cwd()))
+    with suppress(FileNotFoundError):  # it may have been removed
+        sys.path.append(str(Path.cwd()))
     for before, given in pairwise(sys.argv):
         if not given or re.fullmatch("--[a-z-]+=", given):  # "" would be the working folder
             _refuse(f"{given.rstrip('=') or before} has an empty value; it must have some")
@@ -405,6 +406,8 @@ def main() -> None:
         _refuse(error.format_message())
     except (FedprivError, OSError) as error:
         _refuse(sentence_of(error), _exit_code(error))
+    except MemoryError as error:
+        _refuse(f"there is too little memory. {error}", 1)
     if code == _INTERRUPTED:
         how = _CONTINUE.get("".join(sys.argv[1:2]))
         typer.echo(f"interrupted; continue with {how}" if how else "interrupted", err=True)

@@ -504,3 +504,19 @@ def test_the_module_is_the_command_and_says_its_version() -> None:
         command, env=os.environ | asked, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["simulate"]
+
+
+def test_what_memory_does_not_hold_is_one_sentence() -> None:
+    done = fedpriv(
+        "plan", "digits", "--set", 'data={name="synthetic",options={users=10_000_000_000_000}}'
+    )
+    assert done.returncode == 1
+    assert re.fullmatch("error: there is too little memory\\. Unable to allocate .*\n", done.stderr)
+
+
+def test_a_working_folder_that_was_removed_is_not_missed(tmp_path: Path) -> None:
+    (folder := tmp_path / "gone").mkdir()
+    code = "import os, sys; os.rmdir(os.getcwd()); sys.argv[1:] = ['--version']"
+    command = [sys.executable, "-c", f"{code}; from fedpriv.cli import main; main()"]
+    done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -74,7 +74,9 @@ def _windows(texts: Sequence[str], length: int, path: Path) -> NDArray[np.int64]
     codes = _CODES[np.frombuffer("\n".join(texts).encode(), np.uint8)]
     if codes.size and codes.max() == _NO_CODE:
         raise DataError(f"{path} holds a character that is neither a line feed nor printable ASCII")
-    starts = np.arange(max(0, len(codes) - 1) // length) * length
+    if len(codes) <= length:  # which may be longer than any memory
+        return np.empty((0, length + 1), np.int64)
+    starts = np.arange((len(codes) - 1) // length) * length
     windows: NDArray[np.uint8] = codes[starts[:, np.newaxis] + np.arange(length + 1)]
     return windows.astype(np.int64)
 

@@ -194,3 +194,8 @@ def test_real_roles_have_the_published_numbers(real_folder):
     population = load_shakespeare_roles(real_folder, 64)
     assert population.users.population == 715
     check(population, said, 64)
+
+
+def test_windows_longer_than_any_memory_take_none(folder):
+    with pytest.raises(DataError, match=f"no train text of more than {10**12} characters"):
+        load_shakespeare_roles(folder, 10**12)
