@@ -3,6 +3,7 @@
 import json
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ from safetensors import safe_open
 
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.ledger.ledger import Ledger
-from tests.commandline import printed, refused, table
+from fedpriv.training.norm_search import find_quantiles
+from tests.commandline import fedpriv, printed, refused, table
 
 DIGITS = Path(__file__).parents[1] / "simulations" / "digits.toml"
 EXPERIMENT = """
@@ -153,6 +155,23 @@ def test_what_was_asked_before_the_budget_ended_is_told(file: Path, tmp_path: Pa
     assert "would pass the budget of ε = 3.0" in text
     assert "Norms that about" in text
     assert "would pass the budget of ε = 3.0" in refused(*asking)
+
+
+def test_what_was_asked_before_an_interrupt_is_told(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: object) -> Iterator[object]:
+        for number, found in enumerate(find_quantiles(*given)):
+            if number == 2:
+                raise KeyboardInterrupt
+            yield found
+
+    monkeypatch.setattr("fedpriv.run.simulate.find_quantiles", interrupted)
+    done = fedpriv("suggest", file, "--ledger", tmp_path / "shared.sqlite", "--rounds", "9")
+    assert done.returncode == 130
+    assert done.stdout.count(": charge ") == 2
+    assert "Norms that about" in done.stdout
+    assert "now stands at ε = " in done.stdout
 
 
 def test_resuming_keeps_the_noise_that_was_calibrated_at_first(file: Path, tmp_path: Path) -> None:

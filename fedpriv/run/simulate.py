@@ -380,8 +380,22 @@ def suggest_norms(
         except BudgetExceededError as error:
             if not known:
                 raise
-            console.print(f"stopped: {error}")  # what was paid for is told all the same
-        loss = epsilon_of(records.ledger.spent(), config.privacy.delta, config.privacy.accountant)
+            console.print(f"stopped: {error}")
+        finally:
+            if known:  # what was paid for is told, whatever ended it
+                privacy, spent = config.privacy, records.ledger.spent()
+                loss = epsilon_of(spent, privacy.delta, privacy.accountant)
+                _print_norms(console, plan, known, quantile)
+                console.print(
+                    f"The ledger {charged} now stands at ε = {format_epsilon(loss.epsilon)} at "
+                    f"δ = {privacy.delta}; train with privacy.ledger set to it.",
+                    highlight=False,
+                )
+
+
+def _print_norms(
+    console: Console, plan: TrainingPlan, known: Sequence[NormQuantile], quantile: float
+) -> None:
     units = plural(plan.sampling.drawn)
     names = ("group", "suggested S", "likely between", f"± share of {units}", "S in the file")
     rows = (
@@ -394,13 +408,7 @@ def suggest_norms(
         ]
         for each, norm in zip(known, plan.clipping_norms, strict=True)
     )
-    title = f"Norms that about {quantile:.0%} of {units} stay within"
-    _print(console, title, names, rows)
-    console.print(
-        f"The ledger {charged} now stands at ε = {format_epsilon(loss.epsilon)} at "
-        f"δ = {config.privacy.delta}; train with privacy.ledger set to it.",
-        highlight=False,
-    )
+    _print(console, f"Norms that about {quantile:.0%} of {units} stay within", names, rows)
 
 
 def _print(console: Console, title: str, names: Iterable[str], rows: Iterable[list[str]]) -> None:
