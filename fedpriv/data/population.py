@@ -12,7 +12,6 @@ A `Population` adds held-out rows and the name under which the privacy ledger kn
 
 import json
 import mmap
-import os
 import secrets
 import shutil
 import unicodedata
@@ -27,6 +26,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from fedpriv.errors import DataError, InvalidValueError, check_types, known_names
+from fedpriv.files import sync
 from fedpriv.importing import call_imported, check_options, import_function
 
 if TYPE_CHECKING:
@@ -168,9 +168,9 @@ class UserStore:
         try:
             _write_parts(partial, parts)
             for path in (*partial.iterdir(), partial):
-                _flush(path)
+                sync(path)
             partial.rename(place)
-            _flush(place.parent)
+            sync(place.parent)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -558,15 +558,6 @@ def _joined_ids(ids: list[IdArray], parts: int, users: int) -> IdArray:
     if len(kinds) > 1:
         raise DataError(f"parts have user ids of {' and '.join(kinds.values())}, not of one kind")
     return _checked_ids(np.concatenate(ids), users)
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _read_description(path: Path) -> tuple[list[str], bool]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedpriv.errors import LedgerError, reason_of
+from fedpriv.files import sync
 
 _BUSY_SECONDS = 60.0
 _VERSION = 1  # of all schemas
@@ -128,7 +129,7 @@ class Database:
         by.copy(draft, without=without)
         with self._failing("replaced"):
             draft.replace(path)
-            _fsync(path.parent)
+            sync(path.parent)
 
     def altered_schema(self) -> list[str]:
         """Names of tables, indices and triggers that differ from those of the file's format."""
@@ -189,12 +190,12 @@ def _create(path: Path, form: FileFormat, fill: Callable[[sqlite3.Connection], o
         os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, form.mode))
         with closing(sqlite3.connect(draft, isolation_level=None)) as connection:
             fill(connection)
-        _fsync(draft)
+        sync(draft)
         made = False
         with suppress(FileExistsError):
             os.link(draft, path)  # never replaces a file, unlike a rename
             made = True
-        _fsync(path.parent)
+        sync(path.parent)
         return made
     except (OSError, sqlite3.Error, UnicodeError) as error:
         raise LedgerError(f"{form.kind} {path} cannot be created: {reason_of(error)}") from error
@@ -214,11 +215,3 @@ def _fill(draft: sqlite3.Connection, file_format: FileFormat, rows: Mapping[str,
 def insertion(table: str, row: Row) -> str:
     """SQL that inserts a row."""
     return f"INSERT INTO {table} ({', '.join(row)}) VALUES ({', '.join(f':{n}' for n in row)})"
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

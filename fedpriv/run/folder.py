@@ -17,7 +17,7 @@ from fedpriv.accounting.pricing import LedgerContent
 from fedpriv.audit import AuditResult
 from fedpriv.config import load_config
 from fedpriv.errors import DataError, InvalidValueError, LedgerError
-from fedpriv.files import naming, write_atomically, writing
+from fedpriv.files import naming, sync, write_atomically, writing
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord, beside
 from fedpriv.report.records import RunRecord, SimulationOnlyRound, SiteTable, Verification
@@ -73,18 +73,18 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
 
     def append_metrics(self, row: Mapping[str, object]) -> None:
-        """Add a line; a line that a crash cut short is ended first.
+        """Add a line, durably; a line that a crash cut short is ended first.
 
         Numbers that are not finite are the strings "Infinity" and "NaN".
         """
         _append(self.metrics, row, "strings")
 
     def append_simulation_only(self, row: Mapping[str, object]) -> None:
-        """Add a line; numbers that are not finite are null."""
+        """Add a line, durably; numbers that are not finite are null."""
         _append(self.simulation_only, row, "null")
 
     def append_measurement(self, row: Mapping[str, object]) -> None:
-        """Add a line to what an audit keeps, which its owner alone can read."""
+        """Add a line to what an audit keeps, durably; its owner alone can read it."""
         self.measurements.touch(0o600)
         _append(self.measurements, row, "constants")
 
@@ -168,6 +168,9 @@ def _append(path: Path, row: object, not_finite: Literal["constants", "null", "s
         try:
             while left:
                 left = left[file.write(left) :]
+            os.fsync(file.fileno())
+            if not size:
+                sync(path.parent)
         except OSError:
             with suppress(OSError):  # what is left is a line that no reader can parse
                 file.truncate(size)

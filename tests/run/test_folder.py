@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,29 @@ def test_a_line_cut_short_by_a_crash_loses_only_itself(tmp_path: Path, cut: int)
         file.write(line[:cut])
     folder.append_metrics({"round": 2})
     assert list(folder.read_metrics()) == [{"round": 0}, {"round": 2}]
+
+
+@pytest.mark.parametrize("name", ["metrics", "measurement"])
+def test_a_line_is_on_the_disk_before_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder, synced = RunFolder(tmp_path), list[tuple[int, int]]()
+
+    def record(descriptor: int) -> None:
+        found = os.fstat(descriptor)
+        synced.append((found.st_ino, found.st_size))
+
+    monkeypatch.setattr(os, "fsync", record)
+    append = getattr(folder, f"append_{name}")
+    append({"round": 1})
+    (file,) = tmp_path.iterdir()
+    line, names = file.stat(), tmp_path.stat().st_ino
+    append({"round": 2})
+    assert synced == [
+        (line.st_ino, line.st_size),
+        (names, tmp_path.stat().st_size),  # of the new file
+        (line.st_ino, file.stat().st_size),
+    ]
 
 
 def test_names_may_hold_what_ends_lines_elsewhere(tmp_path: Path) -> None:
