@@ -17,7 +17,6 @@ import grpc
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import NameOID
 from google.protobuf.message import Message
 
@@ -28,7 +27,15 @@ from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Terms, Vote, Welcome
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.naming import NODE_KEY, NODE_URI, SERVICE, Address, check_node_name, read_key
+from fedpriv.wire.naming import (
+    NODE_KEY,
+    NODE_URI,
+    SERVICE,
+    Address,
+    check_key,
+    check_node_name,
+    read_key,
+)
 from fedpriv.wire.tensors import MAX_COMPONENTS
 
 # Codes of calls that may succeed when they are tried again: RESOURCE_EXHAUSTED is a server that is
@@ -119,8 +126,7 @@ def identity_of(certificates: Path | None, node: str | None) -> Identity:
     except OSError as error:
         raise InvalidValueError(f"{error.filename} cannot be read: {error.strerror}") from error
     name, end = _name_and_end(certificates / "node.pem", certificate)
-    # gRPC would find out at each handshake, and not tell it from a lost connection.
-    _check_key(certificates / "node.key", key, certificate)
+    check_key(certificates / "node.key", key, x509.load_pem_x509_certificate(certificate))
     return Identity(name, grpc.ssl_channel_credentials(ca, key, certificate), end)
 
 
@@ -157,15 +163,6 @@ def _name_and_end(path: Path, pem: bytes) -> tuple[str, datetime]:
     except _MALFORMED as error:
         told = f": {error}" if isinstance(error, InvalidValueError) else ""
         raise InvalidValueError(f"{path} is not the certificate of a node{told}") from error
-
-
-def _check_key(path: Path, key: bytes, certificate: bytes) -> None:
-    try:
-        public = load_pem_private_key(key, None).public_key()
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise InvalidValueError(f"{path} is not a private key without a password") from error
-    if public != x509.load_pem_x509_certificate(certificate).public_key():
-        raise InvalidValueError(f"{path} is not the key of the certificate node.pem beside it")
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from cryptography import x509
 from fedpriv.config import FederationSection
 from fedpriv.errors import FedprivError, InvalidValueError, WireError
 from fedpriv.report.records import Trouble
-from fedpriv.server.certificates import end_of, load_ca
+from fedpriv.server.certificates import load_ca, load_certificate
 from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
 from fedpriv.server.monitoring import SERVER, STRANGER, Monitor, Sites
 from fedpriv.server.traffic import Peer, Traffic, peer_of
-from fedpriv.wire.naming import NODE_KEY, Address, check_node_name, read_key
+from fedpriv.wire.naming import NODE_KEY, Address, check_key, check_node_name, read_key
 
 _log = logging.getLogger(__name__)
 NODE: ContextVar[str] = ContextVar("NODE")  # the node that the handler of a call speaks with
@@ -142,7 +142,8 @@ def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
             f"{section.enrolment} enrols no certificate; each node's table must have the key "
             "certificate, with the fingerprint that `fedpriv certs sign` prints"
         )
-    end = end_of(Path(section.certificates) / "server.pem")
+    shown = load_certificate(Path(section.certificates) / "server.pem")
+    end = shown.not_valid_after_utc
     return Endpoint(address, credentials, by_certificate(certificates), end)
 
 
@@ -154,6 +155,7 @@ def tls_credentials(folder: Path) -> grpc.ServerCredentials:
         key = read_key(folder / "server.key")
     except OSError as error:
         raise InvalidValueError(f"{error.filename} cannot be read: {error.strerror}") from error
+    check_key(folder / "server.key", key, load_certificate(folder / "server.pem"))
     return grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
 
 

@@ -54,10 +54,10 @@ def load_ca(path: Path) -> x509.Certificate:
     return ca
 
 
-def end_of(path: Path) -> datetime:
-    """When a certificate ends."""
+def load_certificate(path: Path) -> x509.Certificate:
+    """Read a certificate."""
     try:
-        return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
+        return x509.load_pem_x509_certificate(path.read_bytes())
     except OSError as error:
         raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
     except MALFORMED as error:

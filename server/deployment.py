@@ -7,7 +7,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -190,17 +190,20 @@ def serve(
     enrolment = Enrolment.load(Path(section.enrolment))
     enrolment.check_least(section.least_nodes)
     check_connections(len(enrolment.nodes))
-    _check_free(endpoint.address, "federation.address")
-    monitored, key = None, "federation.metrics_address"
+    addresses = {"federation.address": endpoint.address}
     if section.metrics_address is not None:
-        monitored = Address.parse(section.metrics_address, key)
-        _check_free(monitored, key)
+        key = "federation.metrics_address"
+        addresses[key] = Address.parse(section.metrics_address, key)
+    _check_free(addresses)
     experiment = setup.on_nodes(section, enrolment.population_id, enrolment.population)
+    service = _service(experiment, section, enrolment, endpoint)
     console = Console(markup=False, emoji=False)
     with ExitStack() as opened:
         # Updates are added up in many threads already; more would only wait for each other.
         opened.enter_context(threadpool_limits(1, "blas"))
-        server = _Server(setup, section, enrolment, endpoint, monitored, console, opened)
+        if at := addresses.get("federation.metrics_address"):
+            opened.enter_context(service.authentication.monitor.served(at.host, at.port))
+        server = _Server(setup, section, service, endpoint, console, opened)
         ended = carry_out(setup, experiment, server.hosted, console, server.follow, clock=None)
         if ended.stop is Stop.DECLINED:
             console.print("the log says why nodes do not agree; --resume goes on with the run")
@@ -216,9 +219,8 @@ class _Server:
 
     setup: RunSetup
     section: FederationSection
-    enrolment: Enrolment
+    service: Service
     endpoint: Endpoint
-    monitored: Address | None  # at which metrics are read
     console: Console
     opened: ExitStack
     asked: threading.Event = field(default_factory=threading.Event)  # to stop
@@ -226,10 +228,10 @@ class _Server:
 
     def hosted(self, experiment: Experiment, records: PrivacyRecords) -> Transport:
         """Listen, and ask the nodes that connect."""
-        enter, service = self.opened.enter_context, self._service(experiment, records)
-        if self.monitored is not None:
-            monitor = service.authentication.monitor
-            enter(monitor.served(self.monitored.host, self.monitored.port))
+        enter, service = self.opened.enter_context, self.service
+        service.ledger = enter(Ledger.open(self.setup.ledger)).since  # also after the run
+        service.model = partial(_newest_model, self.setup.folder)
+        service.publish(epsilon=records.ledger.epsilon(records.budget))
         service.sites.serves_until(self.endpoint.certificate_end)
         enter(service.sites.kept(self.setup.folder))
         listener = enter(listening(service, self.endpoint.address, self.endpoint.credentials))
@@ -238,23 +240,9 @@ class _Server:
         enter(_stop_signals(self.asked, transport.stop))
         return transport
 
-    def _service(self, experiment: Experiment, records: PrivacyRecords) -> Service:
-        ledger = self.opened.enter_context(Ledger.open(self.setup.ledger))  # also after the run
-        plan, enrolment, section = experiment.plan, self.enrolment, self.section
-        welcome_of = welcomes(experiment.config, enrolment, self.endpoint.certificate_end)
-        memory = section.transfer_mebibytes * 2**20
-        dimension = plan.mechanism.clipping.layout.dimension
-        limits = TransferLimits.within(memory, dimension, section.transfer_seconds)
-        rates = RateLimit(section.calls_per_minute)
-        authentication = Authentication(self.endpoint.identify, enrolment, rates, Monitor())
-        status = status_at_start(plan, records, enrolment)
-        service = Service(authentication, welcome_of, ledger.since, status, limits)
-        service.model = partial(_newest_model, self.setup.folder)
-        return service
-
     def follow(self, experiment: Experiment, first: int, run: Callable[[OnRound], Run]) -> Run:
         """Say where the server listens, and run."""
-        (listener,), enrolment, plan = self._started, self.enrolment, experiment.plan
+        (listener,), enrolment, plan = self._started, self.service.enrolment, experiment.plan
         self.console.print(
             f"{plan.run}: listening on {listener.address}, "
             f"{len(enrolment.nodes)} nodes and {enrolment.population} users are enrolled, "
@@ -272,15 +260,31 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _check_free(address: Address, key: str) -> None:
-    """Refuse an address that cannot be listened on, before anything is made."""
-    try:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        family, *_, where = found[0]
-        socket.create_server(where, family=family).close()
-    except (OSError, UnicodeError) as error:  # no host has a label of more than 63 characters
-        sentence = f"{key} is {address}, where the server cannot listen: {reason_of(error)}"
-        raise InvalidValueError(sentence) from error
+def _check_free(addresses: Mapping[str, Address]) -> None:
+    """Refuse addresses that cannot all be listened on at once, before anything is made."""
+    with ExitStack() as held:
+        for key, address in addresses.items():
+            try:
+                found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+                family, *_, where = found[0]
+                held.enter_context(socket.create_server(where, family=family))
+            except (OSError, UnicodeError) as error:  # no label of a host has over 63 characters
+                sentence = f"{key} is {address}, where the server cannot listen: {reason_of(error)}"
+                raise InvalidValueError(sentence) from error
+
+
+def _service(
+    experiment: Experiment, section: FederationSection, enrolment: Enrolment, endpoint: Endpoint
+) -> Service:
+    """What nodes call, without a ledger yet; WireError if they could not be told of the run."""
+    welcome_of = welcomes(experiment.config, enrolment, endpoint.certificate_end)
+    memory = section.transfer_mebibytes * 2**20
+    dimension = experiment.plan.mechanism.clipping.layout.dimension
+    limits = TransferLimits.within(memory, dimension, section.transfer_seconds)
+    rates = RateLimit(section.calls_per_minute)
+    authentication = Authentication(endpoint.identify, enrolment, rates, Monitor())
+    status = status_at_start(experiment.plan, experiment.budget, enrolment)
+    return Service(authentication, welcome_of, status, limits)
 
 
 def _newest_model(folder: RunFolder) -> bytes | None:

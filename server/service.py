@@ -18,8 +18,8 @@ from grpc_health.v1 import health_pb2
 
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError, WireError
-from fedpriv.ledger import Head
-from fedpriv.privacy.round import PartialSum, PrivacyRecords
+from fedpriv.ledger import Head, PrivacyBudget
+from fedpriv.privacy.round import PartialSum
 from fedpriv.report.records import Trouble
 from fedpriv.server.authentication import (
     NODE,
@@ -89,12 +89,10 @@ class Parts(Protocol[Sent_co]):
     def __aiter__(self) -> AsyncGenerator[Sent_co, None]: ...
 
 
-def status_at_start(
-    plan: TrainingPlan, records: PrivacyRecords, enrolment: Enrolment
-) -> wire.Status:
-    """Where a run stands before any round is collected."""
-    budget, nodes, users = records.budget, len(enrolment.nodes), enrolment.population
-    price = records.ledger.epsilon(budget), budget.epsilon, budget.delta
+def status_at_start(plan: TrainingPlan, budget: PrivacyBudget, enrolment: Enrolment) -> wire.Status:
+    """Where a run stands before its ledger is read; WireError if that cannot be sent."""
+    nodes, users = len(enrolment.nodes), enrolment.population
+    price = 0.0, budget.epsilon, budget.delta
     return wire.Status(plan.run, 0, plan.rounds, *price, nodes, 0, users, wire.RunState.WAITING)
 
 
@@ -199,10 +197,10 @@ class Service:
 
     authentication: Authentication
     welcome_of: Callable[[str], wire.Welcome]
-    # `Ledger.since` of the public ledger; it and what it returns are called in threads.
-    ledger: Callable[[Head | None], tuple[int, Iterator[str]] | None]
     status: wire.Status
     limits: TransferLimits
+    # `Ledger.since` of the public ledger; it and what it returns are called in threads.
+    ledger: Callable[[Head | None], tuple[int, Iterator[str]] | None] = lambda _: None
     collection: Collection | None = None
     # The file of the newest model, None before the first release; called in a thread.
     model: Callable[[], bytes | None] = lambda: None
@@ -573,7 +571,7 @@ async def _bind(
     except RuntimeError as error:
         raise InvalidValueError(
             f"the server cannot listen on {address}: the port is taken, the host is not of this "
-            "machine, or key and certificate do not fit"
+            "machine, or gRPC takes no key of this kind"
         ) from error
     await server.start()
     return server, Address(address.host, port)

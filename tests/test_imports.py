@@ -62,7 +62,7 @@ FOREIGN = {
     "fedpriv.training": {"numpy", "safetensors", "scipy"},
     "fedpriv.audit": {"numpy", "scipy", "torch"},
     "fedpriv.analytics": {"numpy", "scipy"},
-    "fedpriv.wire": {"numpy", "google", "grpc", "flwr"},
+    "fedpriv.wire": {"numpy", "cryptography", "google", "grpc", "flwr"},
 }
 # Flower is for those who install the extra; all else must work without it.
 FLOWER = {"fedpriv.flower", "fedpriv.wire", "fedpriv.clients", "fedpriv.server", "simulations"}

@@ -1,4 +1,4 @@
-"""Names of nodes and addresses of servers, as both sides write and check them."""
+"""Names of nodes, addresses of servers, and keys, as both sides write and check them."""
 
 import ipaddress
 import re
@@ -6,6 +6,10 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from fedpriv.errors import InvalidValueError, reason_of
 
@@ -36,6 +40,20 @@ def read_key(path: Path) -> bytes:
             f"0600, and if others may have read it, a new key is needed"
         )
     return path.read_bytes()
+
+
+def check_key(path: Path, key: bytes, certificate: x509.Certificate) -> None:
+    """Raise InvalidValueError unless a file holds the key of the certificate beside it.
+
+    gRPC would not tell it from a port that is taken, or from a lost connection.
+    """
+    try:
+        public = load_pem_private_key(key, None).public_key()
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise InvalidValueError(f"{path} is not a private key without a password") from error
+    if public != certificate.public_key():
+        beside = path.with_suffix(".pem").name
+        raise InvalidValueError(f"{path} is not the key of the certificate {beside} beside it")
 
 
 def check_user_id(text: str, where: str) -> str:

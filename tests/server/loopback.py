@@ -168,7 +168,7 @@ def serving(
         return Welcome(POPULATION_ID, enrolment.population, enrolment.users_of(node).copy(), task)
 
     authentication = Authentication(identify, enrolment, rates, Monitor())
-    service = Service(authentication, welcome_of, ledger, status, transfers)
+    service = Service(authentication, welcome_of, status, transfers, ledger)
     service.model = lambda: MODEL
     with listening(service, Address("127.0.0.1", 0), credentials) as server:
         yield Site(certs, enrolment, server)

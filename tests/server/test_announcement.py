@@ -3,23 +3,30 @@
 import io
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
 from federation import PARAMETERS, make_plan, open_records
 
+from fedpriv.accounting.accountants import epsilon
+from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.config import Config
+from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import ExportedLedger, Ledger, ProposedCharge
-from fedpriv.ledger.participation import Head
+from fedpriv.ledger.participation import Head, ParticipationRecord, beside
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PrivacyRecords
+from fedpriv.server import deployment
 from fedpriv.server.collection import prices, welcomes
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.service import status_at_start
+from fedpriv.server.service import Service, status_at_start
 from fedpriv.training.rounds import TrainingPlan, initial_state
 from fedpriv.wire import RunState, decode_welcome, encode_welcome
 from tests.opening import open_round
+from tests.server import test_refused_starts as refused_starts
 
 ENROLMENT = Enrolment("5f" * 16, {"silo": ["b", "d"], "one": ["a"], "two": ["c"]})
 CONFIG = Config.model_validate(
@@ -81,16 +88,43 @@ def test_with_adaptive_clipping_the_price_is_what_the_round_will_charge(tmp_path
     assert price.noise_multiplier == plan.mechanism.event.noise_multiplier
 
 
-def test_the_status_at_the_start_says_what_was_spent_before(tmp_path: Path) -> None:
-    plan = make_plan()
+def test_the_status_at_the_start_says_what_may_be_spent(tmp_path: Path) -> None:
     with open_records(tmp_path, limit=7.0) as records:
-        charge(plan, records, 0)
-        charge(plan, records, 1)
-        status = status_at_start(plan, records, ENROLMENT)
+        status = status_at_start(make_plan(), records.budget, ENROLMENT)
     assert (status.run, status.round, status.rounds) == ("run", 0, 5)
-    assert (status.epsilon, status.epsilon_limit, status.delta) == (2.0, 7.0, 1e-5)
+    assert (status.epsilon, status.epsilon_limit, status.delta) == (0.0, 7.0, 1e-5)
     assert (status.nodes_enrolled, status.nodes_connected, status.users_enrolled) == (3, 0, 4)
     assert status.state is RunState.WAITING
+
+
+def test_a_server_that_listens_knows_what_was_spent_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "enrolment.toml").write_text(refused_starts.ENROLMENT)
+    (tmp_path / "experiment.toml").write_text(refused_starts.EXPERIMENT.format(folder=tmp_path))
+    population = Enrolment.load(tmp_path / "enrolment.toml").population_id
+    path, folder = tmp_path / "ledger.sqlite", tmp_path / "run"
+    proposed = ProposedCharge(
+        "before", 1, 0, Randomness.SEEDED, poisson_gaussian(0.5, 4.0, population=4), "00" * 32
+    )
+    with Ledger.open_or_create(path, population) as ledger:
+        ledger.charge(proposed)
+        spent = epsilon(ledger.spent(), 1e-3).epsilon
+    ParticipationRecord.open_or_create(beside(path)).close()
+    statuses = []
+
+    def listening(service: Service, *_: object) -> NoReturn:
+        statuses.append(service.status)
+        raise InvalidValueError("no")
+
+    monkeypatch.setattr(deployment, "listening", listening)
+    settings = ["federation.address=127.0.0.1:0", f"privacy.ledger={path}"]
+    with pytest.raises(InvalidValueError, match="no"):
+        deployment.serve(
+            tmp_path / "experiment.toml", settings, folder, resume=False, insecure=True, leave=True
+        )
+    (status,) = statuses
+    assert status.epsilon == spent > 0.0
 
 
 def exported(path: Path) -> bytes:

@@ -1,9 +1,16 @@
 """The endpoint that a configuration describes: what it needs, and what is refused at once."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError
@@ -109,11 +116,23 @@ def test_a_certificate_that_is_damaged_is_refused(certs: Path) -> None:
         endpoint_of(section(certs), insecure=False)
 
 
-def test_a_key_that_is_damaged_is_refused_when_listening(certs: Path) -> None:
-    (certs / "server" / "server.key").write_text("nonsense")
-    endpoint = endpoint_of(section(certs), insecure=False)
-    with (
-        pytest.raises(InvalidValueError, match="the server cannot listen on"),
-        serving(certs, USERS, endpoint.identify, endpoint.credentials),
-    ):
-        pass
+def encrypted(key: bytes) -> bytes:
+    made, hidden = load_pem_private_key(key, None), BestAvailableEncryption(b"password")
+    return made.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, hidden)
+
+
+@pytest.mark.parametrize("key", [lambda _: b"nonsense", encrypted])
+def test_a_key_that_cannot_be_read_is_refused(certs: Path, key: Callable[[bytes], bytes]) -> None:
+    path = certs / "server" / "server.key"
+    path.write_bytes(key(path.read_bytes()))
+    with pytest.raises(InvalidValueError, match=r"server\.key is not a private key without"):
+        endpoint_of(section(certs), insecure=False)
+
+
+@pytest.mark.parametrize("file", ["server.key", "server.pem"])
+def test_key_and_certificate_belong_together(certs: Path, file: str) -> None:
+    content = (certs / "server" / file).read_bytes()
+    certificates.issue_server(certs, ["localhost"])
+    (certs / "server" / file).write_bytes(content)
+    with pytest.raises(InvalidValueError, match=r"server\.key is not the key of .* server\.pem"):
+        endpoint_of(section(certs), insecure=False)

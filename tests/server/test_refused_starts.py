@@ -2,14 +2,15 @@
 
 import resource
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from fedpriv import cli
-from fedpriv.errors import InvalidValueError, RunError
-from fedpriv.server import service
+from fedpriv.errors import InvalidValueError, RunError, WireError
+from fedpriv.server import certificates, service
 from fedpriv.server.deployment import serve
 from tests.test_files import PASSING, STAYING
 
@@ -37,12 +38,12 @@ def experiment(tmp_path: Path) -> Path:
     return tmp_path / "experiment.toml"
 
 
-def refused(experiment: Path, *assignments: str) -> str:
+def refused(experiment: Path, *assignments: str, insecure: bool = True) -> str:
     """Why a server does not start; it makes nothing."""
     before = set(experiment.parent.iterdir())
     given, out = list(assignments), experiment.parent / "run"
-    with pytest.raises(InvalidValueError) as caught:
-        serve(experiment, given, out, resume=True, insecure=True, leave=True)
+    with pytest.raises((InvalidValueError, WireError)) as caught:
+        serve(experiment, given, out, resume=True, insecure=insecure, leave=True)
     assert set(experiment.parent.iterdir()) == before
     return str(caught.value)
 
@@ -56,6 +57,49 @@ def test_a_port_that_is_taken(experiment: Path, key: str, host: str) -> None:
         sentence = refused(experiment, *free, f"federation.{key}={address}")
     reason = "where the server cannot listen: Address already in use"
     assert sentence.startswith(f"federation.{key} is {address}, {reason}")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_one_port_for_nodes_and_metrics(experiment: Path, host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    metrics = f"federation.metrics_address={host}:{port}"
+    sentence = refused(experiment, f"federation.address=127.0.0.1:{port}", metrics)
+    assert sentence.startswith(f"federation.metrics_address is {host}:{port}, where")
+
+
+def test_metrics_without_what_serves_them(
+    experiment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    addresses = "federation.address=127.0.0.1:0", "federation.metrics_address=127.0.0.1:0"
+    assert refused(experiment, *addresses).startswith("metrics need prometheus-client")
+
+
+@pytest.mark.parametrize(
+    ("assignment", "why"),
+    [(f"name={'n' * 1500}", "run has"), ("rounds=1_000_000_000_000", "rounds is")],
+)
+def test_a_run_of_which_nodes_could_not_be_told(
+    experiment: Path, assignment: str, why: str
+) -> None:
+    sentence = refused(experiment, "federation.address=127.0.0.1:0", assignment)
+    assert sentence.startswith(why)
+
+
+def test_a_key_that_is_not_of_the_servers_certificate(experiment: Path) -> None:
+    certs = experiment.parent / "certs"
+    certificates.init(certs, ["localhost"])
+    fingerprint, key = (
+        certificates.issue(certs, "a").fingerprint,
+        certs / "nodes" / "a" / "node.key",
+    )
+    (certs / "server" / "server.key").write_bytes(key.read_bytes())
+    enrolled = ENROLMENT + f'nodes.a.certificate = "{fingerprint}"\n'
+    (experiment.parent / "enrolment.toml").write_text(enrolled)
+    settings = "federation.address=127.0.0.1:0", f"federation.certificates={certs / 'server'}"
+    sentence = refused(experiment, *settings, insecure=False)
+    assert sentence.endswith("server.key is not the key of the certificate server.pem beside it")
 
 
 def test_a_host_that_no_name_server_could_know(experiment: Path) -> None:

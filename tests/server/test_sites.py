@@ -282,7 +282,8 @@ def test_a_certificate_is_warned_of_before_its_end_and_after(
     identify = by_certificate(EnrolledCertificates(enrol(certs, USERS)))
     with serving(certs, USERS, identify, tls_credentials(certs / "server")) as made:
         sites = made.server.service.sites
-        sites.serves_until(certificates.end_of(certs / "server" / "server.pem"))
+        shown = certificates.load_certificate(certs / "server" / "server.pem")
+        sites.serves_until(shown.not_valid_after_utc)
         with (
             sites.kept(RunFolder(tmp_path)),
             nodes(made, dict.fromkeys(USERS, silent)) as connected,
