@@ -75,7 +75,7 @@ def test_a_folder_is_not_overwritten_but_resumed(run_folder: Path) -> None:
     dear = ["--set", "privacy.ledger=" + str(run_folder / "ledger.sqlite")]
     for more in ([], [*dear, "--set", "privacy.epsilon=0.1"]):
         line = refused("simulate", DIGITS, *SHORT, *more, "--out", run_folder)
-        assert f"{run_folder} holds a run already; it is finished, so choose another" in line
+        assert f"{run_folder} holds a run already; resume it, unless all of its rounds" in line
     before = (run_folder / "metrics.jsonl").read_bytes()
     done = fedpriv("simulate", DIGITS, *SHORT, "--out", run_folder, "--resume")
     assert done.returncode == 0, done.stderr

@@ -50,7 +50,7 @@ class RunFolder:
     metrics = _File("metrics.jsonl")  # one object per release, in the order of release
     simulation_only = _File("simulation_only.jsonl")  # per round, what no guarantee covers
     checkpoints = _File("checkpoints")  # of the server's states
-    model = _File("model.safetensors")  # after the last round
+    model = _File("model.safetensors")  # after the last round, also of a run that was stopped
     projection = _File("projection.npz")  # the frozen first layer, if there is one
     measurements = _File("audit.jsonl")  # of an audit: its key, and what it measured of releases
     audit = _File("audit.json")  # what it found
@@ -59,9 +59,9 @@ class RunFolder:
     def refuse_run(self) -> None:
         """Refuse a folder that holds a run already."""
         if self.plan.exists():
-            left = "it is finished, so" if self.model.exists() else "resume it, or"
             raise InvalidValueError(
-                f"{self.path} holds a run already; {left} choose another folder"
+                f"{self.path} holds a run already; resume it, unless all of its rounds were run, "
+                "or choose another folder"
             )
 
     def create(self) -> None:

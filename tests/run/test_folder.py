@@ -62,8 +62,10 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create()
     folder.plan.write_text("")
-    with pytest.raises(InvalidValueError, match="holds a run already"):
-        folder.create()
+    for _ in range(2):
+        with pytest.raises(InvalidValueError, match="holds a run already; resume it, unless"):
+            folder.create()
+        folder.model.write_bytes(b"")  # as a run that was stopped leaves it too
 
 
 def test_a_run_does_not_replace_the_model_of_a_search(tmp_path: Path) -> None:
