@@ -21,7 +21,7 @@ from fedpriv.files import write_atomically, writing
 from fedpriv.ledger.events import Randomness
 from fedpriv.logs import expiry, one_line
 from fedpriv.report.records import SiteRecord, Trouble
-from fedpriv.report.tables import Column, number, print_table
+from fedpriv.report.tables import Column, format_epsilon_low, number, print_table
 from fedpriv.report.tables import Table as Rows
 from fedpriv.wire.codec import MAX_NAME
 
@@ -48,9 +48,8 @@ def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
         print(json.dumps(fields, indent=2, allow_nan=False))  # noqa: T201
         return
     left = "no limit"
-    if not math.isinf(found.epsilon_limit):  # rounded down
-        thousandths = math.floor(max(0.0, found.epsilon_limit - found.epsilon) * 1000)
-        left = f"{thousandths / 1000:.3f} of {found.epsilon_limit:g}"
+    if not math.isinf(limit := found.epsilon_limit):
+        left = f"{format_epsilon_low(limit - found.epsilon) or '0.000'} of {limit:g}"
     table = Table(title=one_line(found.run), show_header=False)
     table.add_row("state", str(found.state))
     table.add_row("round", f"{found.round} of {found.rounds}")

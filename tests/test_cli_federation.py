@@ -210,6 +210,27 @@ def test_status_is_one_json_object(tmp_path: Path) -> None:
     assert (rows(text)["ε spent"], rows(text)["ε left"]) == ("∞ at δ = 1e-05", "no limit")
 
 
+@pytest.mark.parametrize(
+    ("spent", "limit", "shown", "left"),
+    [
+        (1e306, 1e306, "∞", "0.000 of 1e+306"),
+        (2.0, 1.0, "2.000", "0.000 of 1"),
+        (0.5, 0.5 + 2.0**-12, "0.500", "2.44e-4 of 0.500244"),
+    ],
+)
+def test_any_epsilon_can_be_shown(spent: float, limit: float, shown: str, left: str) -> None:
+    found = encode_status(replace(STATUS, epsilon=spent, epsilon_limit=limit))
+    with serving(Standing(found)) as server:
+        text = rows(printed("status", *plain(server)))
+    assert text["ε spent"] == f"{shown} at δ = 1e-05"
+    assert text["ε left"] == left
+
+
+def test_a_limit_that_is_hardly_one_can_be_shown() -> None:
+    with serving(Standing(encode_status(replace(STATUS, epsilon_limit=1e306)))) as server:
+        assert "of 1e+306" in printed("status", *plain(server))
+
+
 def test_what_a_server_says_cannot_write_to_the_terminal() -> None:
     hostile = "\x1b[2K[bold]r\n│ round │ 9 of 9 │"
     with serving(Standing(encode_status(replace(STATUS, run=hostile)))) as server:

@@ -313,15 +313,16 @@ class PrivacyLoss:
 def format_epsilon(epsilon: float) -> str:
     """ε to three decimals, below 0.001 to three digits, rounded up: never below what is true.
 
-    >>> format_epsilon(1.9991), format_epsilon(0.0), format_epsilon(float("inf"))
-    ('2.000', '0.000', '∞')
+    >>> format_epsilon(1.9991), format_epsilon(0.0), format_epsilon(1e306), format_epsilon(math.inf)
+    ('2.000', '0.000', '∞', '∞')
     >>> format_epsilon(1.2341e-9)
     '1.24e-9'
     """
     if 0.0 < epsilon < 0.001:
         up = Context(prec=3, rounding=ROUND_CEILING)
         return f"{up.create_decimal_from_float(epsilon):.2e}"
-    return "∞" if math.isinf(epsilon) else f"{math.ceil(epsilon * 1000) / 1000:.3f}"
+    thousandths = epsilon * 1000
+    return "∞" if math.isinf(thousandths) else f"{math.ceil(thousandths) / 1000:.3f}"
 
 
 class Accountant(ABC):

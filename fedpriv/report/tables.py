@@ -1,6 +1,7 @@
 """Tables and numbers in the terminal, and the same for other programs as JSON."""
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -148,7 +149,8 @@ def format_epsilon_low(epsilon: float) -> str:
     if epsilon < 0.001:
         down = Context(prec=3, rounding=ROUND_FLOOR)
         return f"{down.create_decimal_from_float(epsilon):.2e}"
-    return f"{math.floor(epsilon * 1000) / 1000:.3f}"
+    thousandths = min(epsilon * 1000, sys.float_info.max)
+    return f"{math.floor(thousandths) / 1000:.3f}"
 
 
 def lower_end(loss: PrivacyLoss) -> str:
