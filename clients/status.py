@@ -75,6 +75,8 @@ def save_model(server: str, identity: Identity, out: Path) -> None:
         randomness = Randomness(header["randomness"])
         if len(run) > MAX_NAME or not all(0 <= number < 2**32 for number in rounds):
             raise ValueError("the run or its rounds are too long to print")
+        if not (epsilon >= 0.0 and 0.0 <= delta < 1.0):
+            raise ValueError("no model costs that")
     except _NO_MODEL as error:
         raise WireError(f"what {server} sends is not a model with its round and ε") from error
     with writing(out):

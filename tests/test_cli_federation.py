@@ -607,6 +607,10 @@ def test_a_model_of_a_seeded_run_is_said_to_have_no_guarantee(tmp_path: Path) ->
         (released(rounds=-1), "is not a model with its round and ε"),
         (released(randomness="dice"), "is not a model with its round and ε"),
         (released(epsilon=10**400), "is not a model with its round and ε"),
+        (released(epsilon="nan"), "is not a model with its round and ε"),
+        (released(epsilon=-1.0), "is not a model with its round and ε"),
+        (released(delta="nan"), "is not a model with its round and ε"),
+        (released(delta=1.0), "is not a model with its round and ε"),
         (save(WEIGHTS, {"release": "[" * 200_000}), "is not a model with its round and ε"),
     ],
 )
