@@ -66,6 +66,11 @@ class HostSettings:
             number = getattr(self, name)
             if number is not None and not number > 0:
                 raise InvalidValueError(f"{name} is {number}; it must be positive")
+        if self.memory_mebibytes is not None and self.memory_mebibytes >= 2**40:
+            # The system has no numbers for limits that are much larger.
+            raise InvalidValueError(
+                f"memory_mebibytes is {self.memory_mebibytes}; it must be below 2^40"
+            )
 
 
 @dataclass(frozen=True)

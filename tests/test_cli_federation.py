@@ -366,6 +366,10 @@ def test_a_node_is_known_in_exactly_one_way(command: str, identity: list[str]) -
         (["join", *plain("localhost:1"), "--users", "u", "--seconds", "0"], "--seconds is 0.0"),
         (["join", *plain("localhost:1"), "--users", "u", "--seconds", "nan"], "--seconds is nan"),
         (["join", *plain("localhost:1"), "--users", "u", "--memory", "0"], "--memory"),
+        (
+            ["join", *plain("localhost:1"), "--users", "u", "--memory", "99999999999999"],
+            "memory_mebibytes is 99999999999999; it must be below",
+        ),
         (["join", *plain("localhost:1"), "--users", "u", "--processes", "0"], "--processes"),
         (["status", *plain("localhost")], "it must be HOST:PORT"),
         (["status", *plain("192.0.2.7:1")], "another machine"),

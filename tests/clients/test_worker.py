@@ -421,6 +421,13 @@ def test_limits_must_be_positive(name: str) -> None:
         HostSettings("users", **{name: 0})
 
 
+def test_a_limit_of_memory_is_one_that_the_system_can_set(runner: asyncio.Runner) -> None:
+    with pytest.raises(InvalidValueError, match=r"is 1099511627776; it must be below 2\^40"):
+        HostSettings("users", memory_mebibytes=2**40)
+    largest = runner.run(started("users", memory_mebibytes=2**40 - 1))
+    runner.run(largest.close())
+
+
 def test_arrays_are_sent_without_a_copy() -> None:
     ours, theirs = socket.socketpair()
     sent = {"w": np.arange(2**22, dtype=np.float32), "none": np.zeros(0), "one": np.array(3.0)}
