@@ -8,9 +8,11 @@ canaries from users; so none but the owner of the file can read it.
 import base64
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -56,12 +58,13 @@ class Auditor:
     def of(cls, folder: RunFolder, experiment: Experiment) -> Self | None:
         """Begin the audit that an experiment asks for, or go on with it; None if it asks for none.
 
-        DataError: the run is under way, and its audit's file is missing or another's.
+        DataError: the run is under way, and its audit's file is missing, damaged or another's.
         """
         if (section := experiment.config.audit) is None:
             return None
         plan, privacy = experiment.plan, experiment.config.privacy
-        first = next(folder.read_measurements(), None)
+        with _whole(folder.measurements):
+            first = next(folder.read_measurements(), None)
         if first is None:
             if any(folder.read_metrics()):
                 raise DataError(f"{folder.measurements} is missing; the run is audited by it")
@@ -70,10 +73,12 @@ class Auditor:
             first = {"format": _FORMAT, "key": key.hex(), "canaries": section.canaries}
             first |= asdict(counts)
             with_room(partial(folder.append_measurement, first))
-        if (first.get("format"), first.get("canaries")) != (_FORMAT, section.canaries):
-            raise DataError(f"{folder.measurements} is not of an audit of this plan")
-        kept = {field.name: first[field.name] for field in fields(GuessCounts)}
-        counts = TypeAdapter(GuessCounts).validate_python(kept)
+        with _whole(folder.measurements):
+            if (first.get("format"), first.get("canaries")) != (_FORMAT, section.canaries):
+                raise DataError(f"{folder.measurements} is not of an audit of this plan")
+            kept = {field.name: first[field.name] for field in fields(GuessCounts)}
+            counts = TypeAdapter(GuessCounts).validate_python(kept)
+            key = bytes.fromhex(str(first["key"]))
         if counts.most < counts.epsilon:
             _log.warning(
                 "%d canaries can show ε ≥ %.2f at most, if all guesses are right, so they cannot "
@@ -83,8 +88,10 @@ class Auditor:
                 counts.epsilon,
             )
         steady = plan.strategy != INDEPENDENT
-        canaries = Canaries(section.canaries, bytes.fromhex(str(first["key"])), steady)
-        return cls(folder, experiment, canaries, counts)
+        auditor = cls(folder, experiment, Canaries(section.canaries, key, steady), counts)
+        for _ in auditor._measured():  # what is damaged must not wait for the end of the run
+            pass
+        return auditor
 
     def beside(self, transport: Transport) -> Transport:
         """The transport to the users of the run, with the canaries beside them."""
@@ -130,11 +137,22 @@ class Auditor:
 
     def _measured(self) -> Iterator[Measurement]:
         rows: Iterator[dict[str, Any]] = islice(self.folder.read_measurements(), 1, None)
-        for row in rows:
-            found = row | {name: _unpacked(row[name]) for name in ("scores", "probe")}
-            if row["drawn"] is not None:
-                found["drawn"] = np.isin(np.arange(self.canaries.count), row["drawn"])
-            yield Measurement(**found)
+        with _whole(self.folder.measurements):
+            for row in rows:
+                found = row | {name: _unpacked(row[name]) for name in ("scores", "probe")}
+                if row["drawn"] is not None:
+                    found["drawn"] = np.isin(np.arange(self.canaries.count), row["drawn"])
+                yield Measurement(**found)
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Raise DataError for what is not as an audit wrote it."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        ways = "restore it from a backup, or start another run"
+        raise DataError(f"{path} is damaged; {ways}") from error
 
 
 def _packed(numbers: object) -> str:

@@ -483,8 +483,9 @@ def run_rounds(
         setup.write_plan(experiment)
         stack.enter_context(held(folder.plan, f"{folder.path} holds a run"))
         state = state_to_start_from(folder, plan, records, experiment.initial_state)
+        auditor = Auditor.of(folder, experiment)
         transport = hosted(experiment, records)
-        if auditor := Auditor.of(folder, experiment):
+        if auditor:
             transport = auditor.beside(transport)
         followed = bool(experiment.on_round or experiment.trackers)
         followers, stop = Followers(experiment.on_round, experiment.trackers), None

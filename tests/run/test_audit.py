@@ -224,6 +224,25 @@ def test_an_audit_whose_file_is_gone_is_not_begun_anew(tmp_path: Path) -> None:
     audited_run(out, resume=True)
 
 
+def test_an_audit_whose_file_is_damaged_is_refused_before_more_is_spent(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        audited_run(out, on_round=[interrupt_after(2)])
+    folder = RunFolder(out)
+    kept = folder.measurements.read_bytes()
+    head, *rows = kept.splitlines(keepends=True)
+    heads = [b"\xff\xfe\n", b"[]\n", b"3\n", head.replace(b'"key":"', b'"key":"zz')]
+    heads += [head.replace(b'"key"', b'"kee"'), head.replace(b'"bound":', b'"bound":"x","b":')]
+    firsts = [b"\xff\n", b"[]\n", b"{}\n", rows[0].replace(b'"scores":"', b'"scores":"A')]
+    for damaged in [bad + b"".join(rows) for bad in heads] + [head + bad for bad in firsts]:
+        folder.measurements.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"audit\.jsonl is damaged; restore it"):
+            audited_run(out, resume=True)
+    assert len(folder.releases()) == 2
+    folder.measurements.write_bytes(kept)
+    assert audited_run(out, resume=True).audit is not None
+
+
 POLICIES = {
     "random-allocation": (
         "sampling.policy=random-allocation", "sampling.options={rounds=2,participations=1}"
