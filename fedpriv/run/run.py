@@ -483,6 +483,7 @@ def run_rounds(
         setup.write_plan(experiment)
         stack.enter_context(held(folder.plan, f"{folder.path} holds a run"))
         state = state_to_start_from(folder, plan, records, experiment.initial_state)
+        folder.results()  # what is damaged is refused before users are asked
         auditor = Auditor.of(folder, experiment)
         transport = hosted(experiment, records)
         if auditor:

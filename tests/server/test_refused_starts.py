@@ -5,12 +5,13 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from fedpriv import cli
-from fedpriv.errors import InvalidValueError, RunError, WireError
-from fedpriv.server import certificates, service
+from fedpriv.errors import DataError, InvalidValueError, RunError, WireError
+from fedpriv.server import certificates, deployment, service
 from fedpriv.server.deployment import serve
 from tests.test_files import PASSING, STAYING
 
@@ -130,6 +131,26 @@ def test_the_server_takes_as_many_descriptors_as_it_may(experiment: Path) -> Non
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("metrics", [b"[1]\n", b"\xff\n", b'{"round": "none"}\n'])
+def test_a_run_whose_metrics_are_damaged_is_not_listened_for(
+    experiment: Path, monkeypatch: pytest.MonkeyPatch, metrics: bytes
+) -> None:
+    def listening(*_: object) -> NoReturn:
+        raise InvalidValueError("it would listen")
+
+    monkeypatch.setattr(deployment, "listening", listening)
+    out, settings = experiment.parent / "run", ["federation.address=127.0.0.1:0"]
+
+    def begun() -> None:
+        serve(experiment, settings, out, resume=True, insecure=True, leave=True)
+
+    with pytest.raises(InvalidValueError, match="it would listen"):
+        begun()
+    (out / "metrics.jsonl").write_bytes(metrics)
+    with pytest.raises(DataError, match=r"metrics\.jsonl cannot be read as metrics"):
+        begun()
 
 
 def of_a_run() -> None:
