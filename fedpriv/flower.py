@@ -37,7 +37,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedpriv.accounting.accountants import format_epsilon
-from fedpriv.errors import InvalidValueError, WireError, is_whole
+from fedpriv.errors import InvalidValueError, WireError, check_types, is_whole
 from fedpriv.importing import raised_at
 from fedpriv.ledger.participation import beside
 from fedpriv.local import SGD
@@ -103,6 +103,17 @@ class PrivateStrategy(Strategy):
     name: str = "flower"  # begins the name of each run in the ledger
 
     def __post_init__(self) -> None:
+        check_types(
+            mechanism=(self.mechanism, Mechanism),
+            nodes=(self.nodes, Mapping),
+            population=(self.population, str),
+            ledger=(self.ledger, Path | str),
+            server=(self.server, ServerOptimizer),
+            frozen=(self.frozen, Sequence),
+            name=(self.name, str),
+        )
+        for pattern in self.frozen:
+            check_types(**{"a pattern of frozen": (pattern, str)})
         if self.mechanism.noise_multiplier is None:
             raise InvalidValueError("the mechanism has no noise_multiplier; calibrate it first")
         if self.mechanism.unit != "user":
@@ -138,6 +149,10 @@ class PrivateStrategy(Strategy):
         BudgetExceededError: not one round fits the budget. LedgerError: the ledger is of another
         population, or cannot be believed or written.
         """
+        check_types(
+            initial_arrays=(initial_arrays, ArrayRecord),
+            train_config=(train_config, ConfigRecord | None),
+        )
         if evaluate_config is not None:
             unsafe = "users' figures would be released without noise"
             raise InvalidValueError(f"evaluate_config is given; {unsafe}, so give evaluate_fn")

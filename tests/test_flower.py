@@ -497,6 +497,14 @@ def test_the_model_is_evaluated_before_and_after_each_round_and_configs_arrive(
         ({"nodes": {np.uint64(5): 1}}, "both must be whole numbers"),
         ({"frozen": ["*"]}, "no array of"),
         ({"frozen": ["body.*"]}, "no array is named"),
+        ({"mechanism": None}, "mechanism is None; it must be of the type Mechanism"),
+        ({"nodes": [1, 2]}, "nodes is of the type list; it must be of the type Mapping"),
+        ({"population": None}, "population is None; it must be of the type str"),
+        ({"ledger": None}, "ledger is None; it must be of the type Path or str"),
+        ({"server": None}, "server is None; it must be of the type ServerOptimizer"),
+        ({"frozen": None}, "frozen is None; it must be of the type Sequence"),
+        ({"frozen": [3]}, "a pattern of frozen is of the type int; it must be of the type str"),
+        ({"name": 3}, "name is of the type int; it must be of the type str"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_private_is_refused(
@@ -507,6 +515,23 @@ def test_what_cannot_be_private_is_refused(
     with grid_of({}) as grid, pytest.raises(InvalidValueError, match=said):
         PrivateStrategy(**(given | change)).start(grid, record_of(START))
     assert not (tmp_path / "l.sqlite").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"initial_arrays": START}, "initial_arrays is of the type dict; .* ArrayRecord"),
+        ({"initial_arrays": None}, "initial_arrays is None; .* ArrayRecord"),
+        ({"train_config": {"rate": 1}}, "train_config is of the type dict; .* ConfigRecord or"),
+    ],
+)
+def test_what_is_no_record_of_flower_is_refused(
+    tmp_path: Path, given: dict[str, object], said: str
+) -> None:
+    strategy = PrivateStrategy(private(), ids(), "crowd", tmp_path / "l.sqlite")
+    with grid_of({}) as grid, pytest.raises(InvalidValueError, match=said):
+        strategy.start(grid, **({"initial_arrays": record_of(START)} | given))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("value", [np.float32(np.nan), np.float16(np.inf), np.float64(1e300)])
