@@ -12,7 +12,7 @@ from fedpriv.privacy.layout import FloatVector
 from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
 
 LONGER = 10.0  # than clipping allows, what a canary sends
-_NODE = "(canaries)"  # no name of a node has parentheses
+_NODE = "/canaries"  # no name of a node has a slash, so none can be taken for it
 
 
 @dataclass(frozen=True, eq=False)

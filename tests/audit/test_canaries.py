@@ -11,6 +11,7 @@ from scipy import stats
 
 from fedpriv.audit.canaries import Canaries, Directions, Past, audited_groups, measure
 from fedpriv.audit.canary_transport import LONGER, CanaryTransport, total_of
+from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.gaussian_mechanism import (
     CONTRIBUTORS,
@@ -22,6 +23,7 @@ from fedpriv.privacy.layout import Layout, VectorGroup
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.wire.naming import check_node_name
 
 KEY = bytes(range(32))
 METRIC = Metric("accuracy", radius=0.5, centre=0.5)
@@ -140,6 +142,13 @@ def test_canaries_add_what_a_user_with_their_update_adds_and_nothing_else() -> N
     for silent in (METRIC.tensor, CONTRIBUTORS.tensor, "unclipped"):
         assert not found.total[LAYOUT.slices[silent]].any()
     assert CLIPPING.admits(found.total, found.users, found.weight)
+
+
+@pytest.mark.parametrize("drawn", [[0, 3, 4], []])
+def test_no_node_can_have_the_name_under_which_canaries_send(drawn: list[int]) -> None:
+    users = np.array(drawn, np.int64)
+    with pytest.raises(InvalidValueError, match="the name of a node is"):
+        check_node_name(total_of(Canaries(30, KEY), request_of(users), users).node)
 
 
 def test_each_canary_is_clipped_to_the_norm_of_each_group() -> None:
