@@ -242,7 +242,7 @@ class Sites:
         written, failed = self._began - _MINUTE, False
         while not over.wait(_SECOND) or self._changed:
             self.look()
-            if not self._changed and self._now() - written < _MINUTE:
+            if not self._changed and abs(self._now() - written) < _MINUTE:
                 continue
             self._changed, written = False, self._now()
             try:
@@ -263,6 +263,6 @@ class Sites:
 
     def _say(self, name: str, what: Trouble, why: str, pause: timedelta) -> None:
         now, before = self._now(), self._said.get((name, what))
-        if before is None or now - before >= pause:
+        if before is None or abs(now - before) >= pause:  # a clock may be set back
             self._said[name, what] = now
             trouble(_log, name, what, why)

@@ -334,6 +334,18 @@ def test_of_each_kind_a_node_has_one_line_a_minute_and_all_are_counted(
     assert sites.table().sites["silo"].troubles == {Trouble.DECLINED: 120, Trouble.LATE: 120}
 
 
+def test_a_clock_that_is_set_back_silences_nothing(
+    sites: Sites, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    sites.trouble("silo", Trouble.DECLINED, "too dear")
+    clock.now -= timedelta(hours=12)
+    for _ in range(11):
+        clock.now += timedelta(hours=1)
+        for _ in range(2):
+            sites.trouble("silo", Trouble.DECLINED, "too dear")
+    assert len(lines(caplog)) == 12
+
+
 def test_who_is_away_for_long_is_named_once_a_day_and_again_when_it_leaves_again(
     sites: Sites, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
