@@ -127,8 +127,10 @@ def compare(
     """Run several settings at equal privacy, on the same users and seeds, and compare them.
 
     Runs that are finished in the folder are not run again: after an interrupt, the same call goes
-    on with the others. Cohorts and noise of a seed are the same in every arm, so differences are
-    paired.
+    on with the others. They stand if nothing changed in an arm's settings or in the task: see
+    `fedpriv.fingerprint.fingerprint`. Of a task that is made of a seed, that of the first seed is
+    compared, and of a population the name, since anything else would tell of its users. Cohorts and
+    noise of a seed are the same in every arm, so differences are paired.
 
     >>> import tempfile, numpy as np, torch, fedpriv
     >>> x, y = np.eye(4, dtype=np.float32).repeat(50, 0), np.arange(4).repeat(50)

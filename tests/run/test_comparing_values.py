@@ -1,0 +1,148 @@
+"""`fedpriv.compare`: what was measured stands for what is asked, and for nothing else."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import fedpriv
+from fedpriv.errors import DataError, InvalidValueError
+from fedpriv.mechanism import Flat
+from fedpriv.privacy.round import LocalStep, LocalTraining
+from fedpriv.studies.results import RESULT
+
+ROOT = Path(__file__).parents[2]
+X = np.random.default_rng(0).standard_normal((80, 4)).astype(np.float32)
+Y = X[:, :3].argmax(1)
+MECHANISM = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(1.0)).calibrate(
+    epsilon=8.0, delta=1e-2, rounds=1
+)
+
+
+@dataclass(frozen=True)
+class InTurn(LocalTraining):
+    """Local training with a factor for each step."""
+
+    factors: tuple[float, ...] = (1.0,)
+
+    def direction(self, step: LocalStep) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        return step.gradient * self.factors[step.number % len(self.factors)], ()
+
+
+@dataclass(frozen=True)
+class Halved(Flat):
+    """A clipping with a field that no table has."""
+
+    halvings: int = 1
+
+
+class Scaled(nn.Module):
+    """A layer with a plain attribute."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * x
+
+
+def task(*layers: nn.Module, **more: Any) -> fedpriv.Task:
+    torch.manual_seed(0)
+    return fedpriv.Task(nn.Sequential(nn.Linear(4, 3), *layers), **more)
+
+
+def frozen(shift: float) -> fedpriv.Task:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    with torch.no_grad():
+        model[0].weight.add_(shift)
+    return fedpriv.Task(model, frozen=("0.*",))
+
+
+def times(factor: float) -> Callable[..., torch.Tensor]:
+    return lambda scores, y: factor * functional.cross_entropy(scores, y, reduction="none")
+
+
+def clipped(halvings: int) -> fedpriv.Mechanism:
+    return replace(MECHANISM, clipping=Halved(1.0, halvings))
+
+
+def study(out: Path, arms: Mapping[str, Mapping[str, Any]], **more: Any) -> fedpriv.Comparison:
+    people = fedpriv.Population.from_arrays(X, Y, np.arange(80) % 20, held_out=(X, Y))
+    given = {"local": fedpriv.SGD(0.5, epochs=1), "seeds": 1, "quiet": True, "out": out} | more
+    given = {"task": task(), "mechanism": MECHANISM} | given
+    return fedpriv.compare(people, arms=arms, **given)
+
+
+CHANGED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "layers": ({"task": task(nn.ReLU())}, {"task": task(nn.Tanh())}),
+    "their numbers": ({"task": task(nn.Dropout(0.1))}, {"task": task(nn.Dropout(0.5))}),
+    "attributes": ({"task": task(Scaled(1.0))}, {"task": task(Scaled(2.0))}),
+    "frozen weights": ({"task": frozen(0.0)}, {"task": frozen(1.0)}),
+    "the loss": ({"task": task(loss=times(1.0))}, {"task": task(loss=times(100.0))}),
+    "figures": ({"task": task()}, {"task": task(figures={"auc": "auc"})}),
+    "local training": (
+        {"local": InTurn(0.5, steps=2, factors=(1.0, 0.5))},
+        {"local": InTurn(0.5, steps=2, factors=(1.0, 2.0))},
+    ),
+    "clipping": ({"mechanism": clipped(1)}, {"mechanism": clipped(2)}),
+}
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_a_finished_run_is_no_result_of_what_changed(tmp_path: Path, what: str) -> None:
+    before, after = CHANGED[what]
+    found = study(tmp_path, {"a": before})
+    assert study(tmp_path, {"a": before}).runs == found.runs
+    with pytest.raises(DataError, match="a run of other settings than the study has now"):
+        study(tmp_path, {"a": after}, seeds=2)
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_arms_that_differ_in_what_no_table_says_are_compared(tmp_path: Path, what: str) -> None:
+    one, other = CHANGED[what]
+    assert [arm.arm for arm in study(tmp_path, {"a": one, "b": other}).arms] == ["a", "b"]
+
+
+def test_equal_arms_are_refused(tmp_path: Path) -> None:
+    arms = {"a": {"task": task(nn.ReLU())}, "b": {"task": task(nn.ReLU())}}
+    with pytest.raises(InvalidValueError, match="arms 'a' and 'b' are alike"):
+        study(tmp_path, arms)
+
+
+def test_what_cannot_be_told_is_run_and_never_taken_for_finished(tmp_path: Path) -> None:
+    lock = threading.Lock()
+
+    def loss(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with lock:
+            return functional.cross_entropy(scores, y, reduction="none")
+
+    arms = {name: {"task": task(loss=loss)} for name in "ab"}
+    assert len(study(tmp_path, arms).runs) == 2
+    with pytest.raises(DataError, match="a run of other settings"):
+        study(tmp_path, arms)
+
+
+def test_another_process_finds_the_runs_of_what_did_not_change(tmp_path: Path) -> None:
+    code = f"""
+import tests.run.test_comparing_values as here
+arms = {{f"{{n}}-{{k}}": arm for n, pair in here.CHANGED.items() for k, arm in enumerate(pair)}}
+here.study({str(tmp_path)!r}, {{n.replace(" ", "-"): arm for n, arm in arms.items()}})
+"""
+    written = []
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+        files = tmp_path.glob(f"runs/*/*/*/{RESULT}")
+        written.append({path: path.stat().st_mtime_ns for path in files})
+    assert written[0] == written[1]
+    assert len(written[0]) == 2 * len(CHANGED)
