@@ -404,6 +404,15 @@ def _check_stopping(config: Config, plan: TrainingPlan, task: Task) -> None:
         )
 
 
+def check_measured(experiment: Experiment) -> None:
+    """Refuse a model of which nothing would be known on held-out rows."""
+    if experiment.task.personal and experiment.personalised is None:
+        raise InvalidValueError(
+            "the model has personal parameters, which begin untrained, so nothing would be "
+            "measured; personalisation must say how held-out users train them"
+        )
+
+
 def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
     """Refuse an experiment that could not pay for one round beside what was spent."""
     plan, budget = experiment.plan, experiment.budget

@@ -37,7 +37,8 @@ def fingerprint(*values: object) -> str:
     installed package counts by its name, and so does what a function imports when it is called.
 
     A value that cannot be told, such as a lock or an open file, has another fingerprint each time.
-    No address in memory counts, nor where in a file code stands.
+    No address in memory counts, nor where in a file code stands. Code must not name users' data, as
+    a guess at them could be tested against a fingerprint.
     """
     walk = _Walk({})
     try:

@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from rich.console import Console
 
-from fedpriv.build import Experiment, Method, on_population, personalisation_table, settings_of
+from fedpriv.build import (
+    Experiment,
+    Method,
+    check_measured,
+    on_population,
+    personalisation_table,
+    settings_of,
+)
 from fedpriv.config import DataSection, method_left_out
 from fedpriv.data.population import Population, load_population
 from fedpriv.engine.task import Task
@@ -190,7 +197,7 @@ def compare(
     def start(missing: Sequence[Cell]) -> Generator[Ended]:
         # No run starts before all arms could be built.
         firsts = study.cells[: len(study.arms)]
-        _check_alike({cell.arm.name: methods.prepared(study, cell)[0] for cell in firsts})
+        _check_comparable({cell.arm.name: methods.prepared(study, cell)[0] for cell in firsts})
         return ((cell, run(cell)) for cell in missing)
 
     def run(cell: Cell) -> RunResult:
@@ -331,12 +338,15 @@ def calibrated(study: Study) -> dict[tuple[Arm, Target], float]:
         noise[arm, target] = experiment.plan.noise_multiplier
         made[arm.name] = experiment
     _loaded.cache_clear()
-    _check_alike(made)
+    _check_comparable(made)
     return noise
 
 
-def _check_alike(arms: Mapping[str, Experiment]) -> None:
-    """Refuse arms whose ε compare different populations: they are not at equal privacy."""
+def _check_comparable(arms: Mapping[str, Experiment]) -> None:
+    """Refuse arms that are not measured, or whose ε compare different populations."""
+    for name, arm in arms.items():
+        with _naming_arm(name):
+            check_measured(arm)
     (first, relation), *others = (
         (name, arm.plan.sampling.event().relation) for name, arm in arms.items()
     )
@@ -402,7 +412,7 @@ def _result(
         noise_multiplier=plan.noise_multiplier,
         epsilon=outcome.epsilon,
         accuracy=outcome.accuracy,
-        loss=cast(float, outcome.loss),  # populations have held-out rows
+        loss=cast(float, outcome.loss),  # of held-out rows, which all arms are measured on
         evaluations=tuple((row.round, row.accuracy) for row in rounds if row.accuracy is not None),
         figures=outcome.figures,
         held_out_users=outcome.held_out_users,

@@ -30,7 +30,14 @@ from rich.console import Console
 from fedpriv.accounting.accountants import accountant_named, format_epsilon
 from fedpriv.accounting.calibration import smallest_noise
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.build import Experiment, Method, on_population, records_of, settings_of
+from fedpriv.build import (
+    Experiment,
+    Method,
+    check_measured,
+    on_population,
+    records_of,
+    settings_of,
+)
 from fedpriv.config import (
     Config,
     DataSection,
@@ -635,12 +642,7 @@ def _trained(
 def _scorer(objective: str, first: Experiment) -> _Score:
     """What tells how good a trial is: a finite number."""
     device, held_out, task, users = first.device, first.held_out, first.task, first.personalised
-    if task.personal and users is None:
-        raise InvalidValueError(
-            "the model has personal parameters, which begin untrained, so no trial can be scored; "
-            "personalisation must say how held-out users train them"
-        )
-
+    check_measured(first)
     metrics = {f"{_PRIVATE}{metric.name}": metric.name for metric in first.plan.metrics}
     names = [*ALWAYS, *task.figures, *metrics]
     if objective not in names:

@@ -178,6 +178,7 @@ def test_arms_that_cannot_be_built_or_calibrated_are_refused_by_name(tmp_path: P
     for assignment, words in (
         ("model.options.hidden=3", "arm 'bad': model 'softmax' has no option 'hidden'"),
         ("data.name=nobody", "arm 'bad': unknown population 'nobody'"),
+        ("model.personal=['1.bias']", "arm 'bad': .*so nothing would be measured; personalisation"),
         ("clipping.split={x=1.0}", "arm 'bad': clipping norms and parts differ"),
     ):
         study = load_study(

@@ -146,3 +146,12 @@ here.study({str(tmp_path)!r}, {{n.replace(" ", "-"): arm for n, arm in arms.item
         written.append({path: path.stat().st_mtime_ns for path in files})
     assert written[0] == written[1]
     assert len(written[0]) == 2 * len(CHANGED)
+
+
+def test_an_arm_of_which_nothing_would_be_measured_is_refused_before_any_run(
+    tmp_path: Path,
+) -> None:
+    personal = {"task": task(nn.Linear(3, 3), personal=("1.*",))}
+    with pytest.raises(InvalidValueError, match=r"arm 'own': .*so nothing would be measured; pers"):
+        study(tmp_path / "study", {"one": {}, "own": personal})
+    assert not (tmp_path / "study").exists()

@@ -175,7 +175,9 @@ def test_held_out_users_whose_models_diverge_are_refused_at_the_start() -> None:
 def test_a_search_scores_personal_models_or_refuses(tmp_path: Path) -> None:
     mechanism = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(0.5))
     mechanism = mechanism.calibrate(epsilon=8.0, delta=1e-2, rounds=2)
-    with pytest.raises(InvalidValueError, match="so no trial can be scored; personalisation must"):
+    with pytest.raises(
+        InvalidValueError, match="so nothing would be measured; personalisation must"
+    ):
         fedpriv.tune(
             people(), network(own=("2.*",)), mechanism, on="public", out=tmp_path, quiet=True
         )
