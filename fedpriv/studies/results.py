@@ -192,6 +192,7 @@ def _summary(
     pairs = [(run, baseline[run.seed]) for run in runs if run.seed in baseline]
     speeds = [run.simulation_only_users_per_second for run in runs]
     both = [(a.accuracy, b.accuracy) for a, b in pairs]
+    figures = [_figures(run) for run in runs]
     tables = [f"simulation_only_{name}" for name in ("clipped", "update_norms", "signal_to_noise")]
     return ArmSummary(
         arm=runs[0].arm,
@@ -206,8 +207,8 @@ def _summary(
         epsilon=max(run.epsilon for run in runs),
         simulation_only_users_per_second=statistics.median(speeds),
         figures={
-            name: Interval.of([_figures(run).get(name, math.nan) for run in runs])
-            for name in _figures(runs[0])
+            name: Interval.of([found.get(name, math.nan) for found in figures])
+            for name in dict.fromkeys(itertools.chain.from_iterable(figures))
         },
         **{name: means([getattr(run, name) for run in runs]) for name in tables},
     )

@@ -167,6 +167,13 @@ def test_what_is_printed_fits_eighty_columns_and_holds_the_figures(tmp_path: Pat
     assert re.search(r"65\.00 ± \d+\.\d\d ", text)
 
 
+def test_a_figure_that_the_first_run_lacks_is_told(tmp_path: Path) -> None:
+    study = read(tmp_path, lambda cell: {"figures": {"late": 0.5} if cell.seed else {"early": 1.0}})
+    for arm in study.arms:
+        assert set(arm.figures) == {"early", "late"}
+        assert math.isnan(arm.figures["late"].mean)  # of a seed it is not known
+
+
 def test_what_programs_read_names_what_is_not_private(tmp_path: Path) -> None:
     study = read(tmp_path, figures)
     arms = json.loads(results_json(study))["arms"]
