@@ -58,7 +58,13 @@ from fedpriv.data.population import Population, load_population
 from fedpriv.engine.figures import ALWAYS, BETTER
 from fedpriv.engine.task import Task, evaluate
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.errors import InvalidValueError, RunError, check_types, known_names
+from fedpriv.errors import (
+    InvalidValueError,
+    RunError,
+    check_types,
+    known_names,
+    plain_numbers,
+)
 from fedpriv.files import with_room, write_atomically, writing
 from fedpriv.ledger.events import (
     PrivacyBudget,
@@ -210,6 +216,9 @@ def tune(
         mechanism=(mechanism, Mechanism),
         local=(local, LocalTraining | None),
         server=(server, ServerOptimizer | None),
+        space=(space, Mapping | None),
+        out=(out, Path | str | None),
+        ledger=(ledger, Path | str | None),
     )
     method = Method(task, mechanism, *method_left_out(mechanism, local, server))
     if on not in ("public", "users"):
@@ -217,13 +226,10 @@ def tune(
     if mechanism.epsilon is None or mechanism.rounds is None:
         raise InvalidValueError("the mechanism has no budget; calibrate it, as for simulate")
     for key in space or ():
-        if not _takes(method, key):
+        if not isinstance(key, str) or not _takes(method, key):
             legal = "rounds, privacy.sampling_probability, local.…, clipping.… and server.options.…"
             raise InvalidValueError(f"space has {key!r}, which is no field; legal is: {legal}")
-    searched = {
-        key: {"low": part[0], "high": part[1]} if isinstance(part, tuple) else list(part)
-        for key, part in (space or {}).items()
-    }
+    searched = {key: _values_of(key, part) for key, part in (space or {}).items()}
     section = {
         "trials": trials, "law": law, "shape": shape, "objective": objective, "better": better,
         "users": users, "held_out_is_public": held_out_is_public, "space": searched,
@@ -368,6 +374,8 @@ class _Search:
                 raise InvalidValueError(f"tune.space has {key}, which no trial may change")
             if values == []:
                 raise InvalidValueError(f"tune.space.{key} is empty; it must have a value")
+            for value in values if isinstance(values, list) else ():
+                _check_writable(key, value)
         return space
 
     @property
@@ -702,6 +710,30 @@ def _drawn(secret: random.Random, values: Values) -> Any:
     found = math.exp(secret.uniform(math.log(values.low), math.log(values.high)))
     found = min(max(found, values.low), values.high)
     return round(found) if values.whole else found
+
+
+def _values_of(key: str, given: object) -> object:
+    """What the configuration says of values that are given as a pair or a list."""
+    numbers = plain_numbers(given)
+    if isinstance(numbers, tuple):
+        if len(numbers) == 2 and all(type(number) in (int, float) for number in numbers):
+            return {"low": numbers[0], "high": numbers[1]}
+    elif isinstance(given, Sequence | np.ndarray) and not isinstance(given, str | bytes):
+        return list(given)
+    raise InvalidValueError(
+        f"space has {given!r} for {key}; it must be a pair (low, high) of numbers or a list"
+    )
+
+
+def _check_writable(key: str, value: object) -> None:
+    """Refuse what the files of a search cannot hold, since what was found would be lost."""
+    table = plain({key: value})
+    try:
+        json.dumps(table)
+        tomli_w.dumps(table)
+    except (TypeError, ValueError):
+        legal = "its values must be numbers, text, true or false"
+        raise InvalidValueError(f"tune.space.{key} has {value!r}; {legal}") from None
 
 
 def _holds(values: Values, value: Any) -> bool:

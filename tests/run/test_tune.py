@@ -3,10 +3,12 @@
 import errno
 import json
 import logging
+import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import torch
 from torch import nn
 
 import fedpriv
-from fedpriv import SGD, FedAvg, Flat, Mechanism, Population, Task
+from fedpriv import SGD, FedAvg, Flat, Mechanism, Population, StepDecay, Task
 from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.errors import InvalidValueError, RunError
 from fedpriv.ledger.events import PrivacyBudget, Randomness, RoundEvent
@@ -475,6 +477,7 @@ class TestOnUsers:
         ("users", ["tune.space={'clipping.strategy'=['flat','typo']}"], "'typo'"),
         ("users", ["tune.space={'clipping.norm'={low=0.1,high=1e31}}"], "clipping_norm"),
         ("users", ["tune.space={'sampling.policy'=['poisson','every-user']}"], "every-user"),
+        ("public", ["tune.space={'clipping.norm'=[1979-05-27]}"], "its values must be numbers"),
         ("public", ['tune.public.name="mine:nobody"'], "nobody"),
     ],
 )
@@ -508,6 +511,41 @@ def test_a_folder_that_holds_a_search_is_not_used_again(folder: Path) -> None:
     (run / "plan.toml").write_text("")
     sentence = refused("tune", "small.toml", "--on", "public", "--out", run, cwd=folder)
     assert "holds a run already" in sentence
+
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        ({"clipping.norm": (0.1, 0.5, 1.0)}, "it must be a pair (low, high) of numbers or a list"),
+        ({"clipping.norm": ()}, "space has () for clipping.norm; it must be a pair"),
+        ({"clipping.norm": (1,)}, "space has (1,) for clipping.norm; it must be a pair"),
+        ({"clipping.norm": ("a", "b")}, "for clipping.norm; it must be a pair"),
+        ({"clipping.norm": 3}, "space has 3 for clipping.norm; it must be a pair"),
+        ({"clipping.norm": "ab"}, "space has 'ab' for clipping.norm; it must be a pair"),
+        ({"clipping.norm": {0.5, 1.0}}, "for clipping.norm; it must be a pair"),
+        ({3: [1]}, "space has 3, which is no field"),
+        (3, "space is of the type int; it must be of the type Mapping or None"),
+        ({"server.options.learning_rate": [StepDecay(1.0, 0.5, 2)]}, "must be numbers, text, true"),
+        ({"clipping.norm": [0.5, {1}]}, "tune.space.clipping.norm has {1}; its values must be"),
+    ],
+)
+@pytest.mark.parametrize("on", ["public", "users"])
+def test_a_space_that_cannot_be_searched_is_refused_before_any_trial(
+    tmp_path: Path, on: str, space: Any, said: str
+) -> None:
+    with pytest.raises(InvalidValueError, match=re.escape(said)):
+        searched(tmp_path / "a", on, space=space)
+    assert not (tmp_path / "a").exists()
+
+
+def test_ranges_are_pairs_and_all_other_values_are_lists(tmp_path: Path) -> None:
+    space = {"clipping.norm": np.array([0.25, 0.5]), "rounds": range(2, 4)}
+    space["server.options.learning_rate"] = (np.float32(0.5), 1)
+    found = searched(tmp_path / "a", "public", space=space, seed=0)
+    for each in found.tried:
+        assert each.settings["clipping.norm"] in (0.25, 0.5)
+        assert each.settings["rounds"] in (2, 3)
+        assert 0.5 <= each.settings["server.options.learning_rate"] <= 1.0
 
 
 def test_python_refuses_what_is_no_setting(tmp_path: Path) -> None:
