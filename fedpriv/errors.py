@@ -5,6 +5,7 @@ One sentence says what is wrong and what is legal.
 
 import difflib
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from numbers import Real
@@ -132,20 +133,29 @@ def check_seed(seed: object) -> None:
         raise InvalidValueError(f"seed is {seed!r}; it must be a whole number from 0 to 2⁶⁴ - 1")
 
 
-def plain_numbers(value: Any) -> Any:
+def plain_numbers(value: Any, name: object = "a number") -> Any:
     """A value with numbers of NumPy and other libraries as Python's own, also in what it lists.
 
     So nothing is computed in 32 bits or wraps around, and files and messages can hold every number.
-    What is no number stays as it is.
+    What is no number stays as it is. A whole number that no float holds is an InvalidValueError,
+    which says its `name`.
     """
-    if type(value) in _PLAIN:
-        return value
     if isinstance(value, Mapping):
-        return {key: plain_numbers(inner) for key, inner in value.items()}
+        return {key: plain_numbers(inner, key) for key, inner in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(plain_numbers(each) for each in value)
+        return type(value)(plain_numbers(each, name) for each in value)
+    found = value if type(value) in _PLAIN else _plain_number(value)
+    if type(found) is int and abs(found) > sys.float_info.max:
+        raise InvalidValueError(
+            f"{name} is a whole number of {found.bit_length()} bits; it must be within "
+            f"±{sys.float_info.max:.2g}"
+        )
+    return found
+
+
+def _plain_number(value: object) -> object:
     try:
-        return index(value)  # TypeError if it is none
+        return index(value)  # type: ignore[arg-type]  # TypeError if it is none
     except TypeError:
         return float(value) if isinstance(value, Real) else value
 
@@ -153,8 +163,7 @@ def plain_numbers(value: Any) -> Any:
 def hold_plain_numbers(value: object) -> None:
     """Make the fields of a frozen value `plain_numbers`, for its `__post_init__`."""
     for name, held in vars(value).items():
-        if type(held) not in _PLAIN:
-            object.__setattr__(value, name, plain_numbers(held))
+        object.__setattr__(value, name, plain_numbers(held, name))
 
 
 def hold_numbers(value: Any) -> None:

@@ -380,6 +380,7 @@ def _objective(name: str) -> Objective:
 
 
 def _relation(name: str) -> NeighbouringRelation:
+    check_types(relation=(name, str))
     if name not in [*NeighbouringRelation]:
         raise InvalidValueError(
             f"relation is {name!r}; {known_names(str(name), [*NeighbouringRelation])}"
@@ -494,7 +495,9 @@ class Part:
         hold_plain_numbers(self)
         if isinstance(self.tensors, str):  # each of its letters would be a pattern
             raise InvalidValueError(f"tensors are {self.tensors!r}; they must be a list of globs")
-        check_types(clipping=(self.clipping, ClippingPolicy))
+        check_types(tensors=(self.tensors, Sequence), clipping=(self.clipping, ClippingPolicy))
+        for glob in self.tensors:
+            check_types(**{"one of tensors": (glob, str)})
 
 
 @dataclass(frozen=True)
@@ -508,6 +511,11 @@ class Grouped(ClippingPolicy):
     """
 
     parts: Mapping[str, Part]
+
+    def __post_init__(self) -> None:
+        check_types(parts=(self.parts, Mapping))
+        for name, part in self.parts.items():
+            check_types(**{"a name of parts": (name, str), f"part {name!r}": (part, Part)})
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
         """The groups of all parts, named after their part."""
@@ -602,7 +610,13 @@ class Mechanism:
             noise=(self.noise, NoisePolicy),
             adaptive=(self.adaptive, AdaptiveClipping | None),
             averaging=(self.averaging, Averaging),
+            metrics=(self.metrics, Mapping),
+            accountant=(self.accountant, str),
         )
+        for name, numbers in self.metrics.items():
+            check_types(
+                **{"a name of metrics": (name, str), f"metric {name!r}": (numbers, Mapping)}
+            )
         _check_choice(
             "allocation", self.allocation, "proportional", "dimension", each="vector group"
         )
@@ -651,7 +665,7 @@ class Mechanism:
             clipping,
             allocation=allocation,
             adaptive=adaptive,
-            averaging=averaging or Averaging(),
+            averaging=Averaging() if averaging is None else averaging,
             metrics=metrics if isinstance(metrics, Mapping) else {name: {} for name in metrics},
             metrics_share=metrics_share,
             contributors_share=contributors_share,

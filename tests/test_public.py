@@ -93,6 +93,7 @@ LISTS = {"x": [1.0], "y": [0]}
 PEOPLE = fedpriv.Population.from_arrays(X, Y, np.arange(4), held_out=(X, Y))
 MECHANISM = fedpriv.Mechanism.poisson().with_noise(1.0, epsilon=1.0, delta=1e-3)
 TASK = fedpriv.Task(MODEL)
+PART = fedpriv.Part(["*"], fedpriv.Flat(1.0))
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,35 @@ TASK = fedpriv.Task(MODEL)
         (lambda: fedpriv.Flat("a"), "the clipping norm is 'a'; it must be positive"),
         (lambda: fedpriv.PerLayer(float("nan")), "the clipping norm is nan"),
         (lambda: fedpriv.Joint(float("inf")), "the clipping norm is inf"),
+        (lambda: fedpriv.Part(None, fedpriv.Flat(1.0)), "tensors is None; it must be of the type"),
+        (lambda: fedpriv.Part(3, fedpriv.Flat(1.0)), "tensors is of the type int; it must be of"),
+        (lambda: fedpriv.Part([3], fedpriv.Flat(1.0)), "one of tensors is of the type int; it"),
+        (lambda: fedpriv.Grouped(None), "parts is None; it must be of the type Mapping"),
+        (lambda: fedpriv.Grouped([]), "parts is of the type list; it must be of the type Mapping"),
+        (lambda: fedpriv.Grouped({"a": 1}), "part 'a' is of the type int; it must be of the type"),
+        (lambda: fedpriv.Grouped({1: PART}), "a name of parts is of the type int; it must be of"),
+        (lambda: fedpriv.merge_adapters(3), "model is of the type int; it must be of the type Mod"),
+        (lambda: fedpriv.compare(PEOPLE, TASK, MECHANISM, None), "arms is None; it must be of"),
+        (lambda: fedpriv.compare(PEOPLE, TASK, MECHANISM, ["a"]), "arms is of the type list"),
+        (lambda: fedpriv.compare(PEOPLE, TASK, MECHANISM, {"a": None}), "arm 'a' is None; it must"),
+        (
+            lambda: fedpriv.compare(PEOPLE, TASK, MECHANISM, {"a": {}}, accuracies=0.9),
+            "accuracies is of the type float; it must be of the type Iterable",
+        ),
+        (
+            lambda: fedpriv.compare(PEOPLE, TASK, MECHANISM, {"a": {}}, out=3),
+            "out is of the type i",
+        ),
+        (lambda: fedpriv.tune(PEOPLE, TASK, MECHANISM, on="public", out=3), "out is of the type i"),
+        (
+            lambda: fedpriv.Mechanism.poisson(metrics={"accuracy": None}),
+            "metric 'accuracy' is None; it must be of the type Mapping",
+        ),
+        (lambda: fedpriv.Mechanism.poisson(metrics=[3]), "a name of metrics is of the type int"),
+        (lambda: fedpriv.Mechanism.poisson(accountant=None), "accountant is None; it must be of"),
+        (lambda: fedpriv.epsilon([], 1e-3, None), "accountant is None; it must be of the type str"),
+        (lambda: fedpriv.Mechanism.poisson(averaging=0), "averaging is of the type int; it must"),
+        (lambda: fedpriv.EveryUser(X).of(3, "user"), "relation is of the type ndarray; it must be"),
         (lambda: fedpriv.Part("conv*", fedpriv.Flat(1.0)), "they must be a list of globs"),
         (lambda: fedpriv.SGD("a", steps=1), "learning_rate is 'a'; it must be positive"),
         (lambda: fedpriv.SGD(0.1, epochs=1.5), "epochs is 1.5; it must be a whole number"),

@@ -555,6 +555,7 @@ ACCOUNTANTS: Mapping[str, Accountant] = MappingProxyType({each.name: each for ea
 
 def accountant_named(name: str) -> Accountant:
     """The accountant of this name."""
+    check_types(accountant=(name, str))
     if name not in ACCOUNTANTS:
         raise InvalidValueError(f"unknown accountant {name!r}; {known_names(name, ACCOUNTANTS)}")
     return ACCOUNTANTS[name]

@@ -21,7 +21,7 @@ from fedpriv.data.population import (
     offsets_of,
     refuse_masked,
 )
-from fedpriv.errors import DataError, InvalidValueError
+from fedpriv.errors import DataError, InvalidValueError, plain_numbers
 
 
 def iid(rows: int, users: int, seed: int) -> NDArray[np.int64]:
@@ -41,6 +41,7 @@ def dirichlet(labels: Array, users: int, alpha: float, seed: int) -> NDArray[np.
     K labels that are equally frequent, α = K makes all mixtures equally likely.
     """
     check_count("users", users)
+    alpha = plain_numbers(alpha, "alpha")
     if not isinstance(alpha, Real) or not 0.0 < alpha < math.inf:
         raise InvalidValueError(f"alpha is {alpha!r}; it must be positive and finite")
     _check_labels(labels, users, "users")

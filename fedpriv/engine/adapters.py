@@ -135,6 +135,7 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     It gives the outputs of the model up to rounding, has the names of the model before
     `with_adapters`, and costs no more to evaluate.
     """
+    check_types(model=(model, nn.Module))
     memo: dict[int, object] = {}
     for layer in model.modules():
         if isinstance(layer, Adapted):

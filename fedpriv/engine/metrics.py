@@ -37,7 +37,13 @@ from fedpriv.engine.task import (
     each_input,
     running_norms,
 )
-from fedpriv.errors import FedprivError, InvalidValueError, ModelError, known_names
+from fedpriv.errors import (
+    FedprivError,
+    InvalidValueError,
+    ModelError,
+    known_names,
+    plain_numbers,
+)
 from fedpriv.importing import check_options, import_function
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates, rows_of
@@ -72,6 +78,7 @@ def metric(name: str, **numbers: float | Sequence[float]) -> Metric:
     >>> metric("loss", bound=5.0)
     Metric(name='loss', shape=(), centre=2.5, radius=2.5, options=())
     """
+    numbers = plain_numbers(numbers)
     kind = _OWN if _is_own(name) else _kind_of(name, {}, "module:function")
     made = partial(kind.make, name)
     check_options(f"metric {name!r}", made, numbers, InvalidValueError, noun="number")

@@ -175,6 +175,9 @@ def compare(
         local=(local, LocalTraining | None),
         server=(server, ServerOptimizer | None),
         personalisation=(personalisation, Personalisation | None),
+        arms=(arms, Mapping),
+        accuracies=(accuracies, Iterable),
+        out=(out, Path | str | None),
     )
     _, server = method_left_out(mechanism, local, server)
     given = {"task": task, "mechanism": mechanism, "local": local, "server": server}
@@ -219,6 +222,7 @@ class _Methods:
 
     def __post_init__(self) -> None:
         for arm, changes in self.arms.items():
+            check_types(**{f"arm {arm!r}": (changes, Mapping)})
             for key in changes:
                 if key not in self.given:
                     known = known_names(key, self.given)

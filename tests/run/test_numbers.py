@@ -43,9 +43,12 @@ from fedpriv import (
     with_adapters,
 )
 from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.data.partition import dirichlet
+from fedpriv.engine.metrics import metric
 from fedpriv.errors import InvalidValueError, ModelError
 
 ONE, TWO, HALF = np.int8(1), np.int64(2), np.float32(0.5)
+HUGE = 10**400
 NOISELESS = Mechanism.poisson()
 VALUES: list[Callable[[], object]] = [
     lambda: SGD(HALF, TWO, epochs=TWO, momentum=HALF, proximal=HALF, max_examples=TWO),
@@ -158,7 +161,15 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: Audit(math.nan), "canaries is nan; it must be a whole number"),
     (lambda: Personalisation(0.1), "local is of the type float; it must be of the type LocalTr"),
     (lambda: Flat(True), "the clipping norm is True; it must be positive and finite"),
-    (lambda: Flat(10**400), "the clipping norm is 10+; it must be positive and finite"),
+    (lambda: Flat(HUGE), "norm is a whole number of 1329 bits; it must be within ±1.8e"),
+    (lambda: PerLayer(0.5, split={"a": HUGE}), "a is a whole number of 1329 bits"),
+    (lambda: SGD(0.5, epochs=1, momentum=HUGE), "momentum is a whole number of 1329 bits"),
+    (lambda: AdamW(0.5, epochs=1, weight_decay=-HUGE), "weight_decay is a whole number of"),
+    (lambda: FedAdam(HUGE), "learning_rate is a whole number of 1329 bits"),
+    (lambda: PolynomialDecay(HUGE, 0.0, 2), "start is a whole number of 1329 bits"),
+    (lambda: metric("loss", bound=HUGE), "bound is a whole number of 1329 bits; it must be within"),
+    (lambda: metric("update-norms:update", thresholds=[0.5, HUGE]), "thresholds is a whole number"),
+    (lambda: dirichlet(np.arange(4), 2, HUGE, 0), "alpha is a whole number of 1329 bits"),
     (lambda: PerLayer(0.5, "layers"), "parts is 'layers'; it must be 'layer' or 'tensor'"),
     (lambda: PerLayer(0.5, split=3), "split is 3; it must be 'equal' or 'dimension' or a positive"),
     (lambda: PerLayer(0.5, split={"a": "b"}), "split is .* or a positive number for each part"),
