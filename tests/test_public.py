@@ -92,8 +92,13 @@ Y = np.arange(4) % 2
 LISTS = {"x": [1.0], "y": [0]}
 PEOPLE = fedpriv.Population.from_arrays(X, Y, np.arange(4), held_out=(X, Y))
 MECHANISM = fedpriv.Mechanism.poisson().with_noise(1.0, epsilon=1.0, delta=1e-3)
+BUDGETED = fedpriv.Mechanism.poisson().calibrate(epsilon=1.0, delta=1e-3, rounds=1)
 TASK = fedpriv.Task(MODEL)
 PART = fedpriv.Part(["*"], fedpriv.Flat(1.0))
+
+
+def named(name: object) -> fedpriv.Population:
+    return fedpriv.Population.from_arrays(X, Y, np.arange(4), held_out=(X, Y), name=name)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +114,16 @@ PART = fedpriv.Part(["*"], fedpriv.Flat(1.0))
         (lambda: fedpriv.compare(PEOPLE, TASK, MECHANISM, {"a": {"local": 1}}), "type LocalTr"),
         (lambda: fedpriv.compare(TASK, PEOPLE, MECHANISM, {"a": {}}), "type Population"),
         (lambda: fedpriv.Population(3, PEOPLE.users, PEOPLE.test), "name is of the type int"),
+        (lambda: named(None), "name is None; it must be of the type str"),
+        (lambda: named(object()), "name is of the type object; it must be of the type str"),
+        (
+            lambda: fedpriv.simulate(PEOPLE, TASK, MECHANISM, rounds=1, ledger=""),
+            "settings: privacy.ledger: '' is not a path",
+        ),
+        (
+            lambda: fedpriv.tune(PEOPLE, TASK, BUDGETED, on="public", ledger=""),
+            "settings: privacy.ledger: '' is not a path",
+        ),
         (lambda: fedpriv.Population("a", None, PEOPLE.test), "users is None"),
         (lambda: fedpriv.Population("a", PEOPLE.users, None), "test is None"),
         (

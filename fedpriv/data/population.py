@@ -262,6 +262,7 @@ class Population:
                 raise DataError("an input is named 'y'; it must have another name than the targets")
             return {**named, "y": targets}
 
+        check_types(name=(name, str))
         users = from_arrays(columns(x, y), user_ids, owners)
         if not isinstance(held_out, tuple) or len(held_out) != 2:
             raise DataError("held_out must be a pair: inputs and targets")

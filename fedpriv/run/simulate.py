@@ -145,7 +145,7 @@ def simulate(
     method = Method(task, mechanism, *method_left_out(mechanism, local, server))
     output = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     sections = {
-        "privacy": {"ledger": str(ledger) if ledger else None},
+        "privacy": {"ledger": None if ledger is None else str(ledger)},
         "engine": {"device": device},
         "output": output | {"simulation_only": simulation_only},
         "projection": projection and asdict(projection),

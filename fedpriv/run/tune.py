@@ -234,7 +234,7 @@ def tune(
         "trials": trials, "law": law, "shape": shape, "objective": objective, "better": better,
         "users": users, "held_out_is_public": held_out_is_public, "space": searched,
     }  # fmt: skip
-    privacy = {"ledger": str(ledger) if ledger else None}
+    privacy = {"ledger": None if ledger is None else str(ledger)}
     config = settings_of(name, population, method, seed=seed, tune=section, privacy=privacy)
 
     def prepare(settings: Settings, noise: float | None, run: str) -> Prepared:
