@@ -31,7 +31,6 @@ from fedpriv.engine.trainer import SimulationOnlyDropped
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.federated_evaluation import FederatedEvaluation, UserEvaluation, kept_apart
-from fedpriv.fingerprint import fingerprint
 from fedpriv.importing import (
     Choice,
     call_imported,
@@ -502,7 +501,8 @@ def build_task(
 def settings_of(name: str, population: Population, method: Method, **others: object) -> Config:
     """The configuration of values; `others` are its rounds, seed and further keys of sections.
 
-    Options of the model are fingerprints of what no table can say of values.
+    It says of models and functions what their layers are called, and of tensors a digest; not what
+    code does.
     """
     task, mechanism = method.task, method.mechanism
     if mechanism.noise_multiplier is None:
@@ -518,7 +518,11 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
         "data": {"name": population.name},
         "model": {
             "name": path_of(type(task.model)),
-            "options": {"fingerprint": fingerprint(task), **_untold(method)},
+            "options": {
+                "origin": hashlib.sha256(_origin(task).encode()).hexdigest(),
+                "parameters": _digest({**task.parameters(), **task.statistics()}),
+                "figures": sorted(task.figures),
+            },
             "loss": next((n for n, f in LOSSES.items() if f is task.loss), path_of(task.loss)),
             "inputs": task.inputs,
             "targets": task.targets,
@@ -532,31 +536,6 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
     for key, value in plain(others).items():
         table[key] = table[key] | value if isinstance(table.get(key), dict) else value
     return parse_config(plain(table), "settings")
-
-
-def _untold(method: Method) -> dict[str, str]:
-    """Fingerprints of the parts of a method of which tables do not say all."""
-    mechanism = method.mechanism
-    parts = {
-        "local": method.local,
-        "server": method.server,
-        "sampling": mechanism.sampling,
-        "clipping": mechanism.clipping,
-        "noise": mechanism.noise,
-    }
-    return {name: fingerprint(part) for name, part in parts.items() if not _is_told(part)}
-
-
-def _is_told(value: object) -> bool:
-    """Whether tables say all of a value: it is fedpriv's own, around numbers and text."""
-    if value is None or isinstance(value, int | float | str):
-        return True
-    if isinstance(value, Mapping):
-        return all(map(_is_told, value.values()))
-    if isinstance(value, tuple | list):
-        return all(map(_is_told, value))
-    own = type(value).__module__.startswith("fedpriv.")
-    return own and all(map(_is_told, vars(value).values()))
 
 
 def _origin(task: Task) -> str:

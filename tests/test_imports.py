@@ -13,7 +13,7 @@ BELOW = {  # what each package may import of the library, besides errors, files 
     "ledger": "",
     "selection": "",
     "accounting": "ledger selection",
-    "experiments fingerprint importing logs": "",
+    "experiments importing logs": "",
     "privacy": "ledger",
     "training": "ledger privacy",
     "data": "importing",
@@ -31,8 +31,8 @@ BELOW = {  # what each package may import of the library, besides errors, files 
     "federated_evaluation": "analytics data engine ledger personalisation privacy training",
     "trackers": "config importing training",
     "build": (
-        "accounting audit config data engine federated_evaluation fingerprint importing ledger "
-        "local logs mechanism models personalisation privacy trackers training"
+        "accounting audit config data engine federated_evaluation importing ledger local logs "
+        "mechanism models personalisation privacy trackers training"
     ),
     "run": (
         "accounting analytics audit build config data engine federated_evaluation importing "

@@ -130,14 +130,11 @@ def compare(
     trackers: Sequence[Tracker] = (),
     device: str = "auto",
     quiet: bool = False,
+    resume: bool = False,
 ) -> Comparison:
     """Run several settings at equal privacy, on the same users and seeds, and compare them.
 
-    Runs that are finished in the folder are not run again: after an interrupt, the same call goes
-    on with the others. They stand if nothing changed in an arm's settings or in the task: see
-    `fedpriv.fingerprint.fingerprint`. Of a task that is made of a seed, that of the first seed is
-    compared, and of a population the name, since anything else would tell of its users. Cohorts and
-    noise of a seed are the same in every arm, so differences are paired.
+    Cohorts and noise of a seed are the same in every arm, so differences are paired.
 
     >>> import tempfile, numpy as np, torch, fedpriv
     >>> x, y = np.eye(4, dtype=np.float32).repeat(50, 0), np.arange(4).repeat(50)
@@ -166,6 +163,9 @@ def compare(
     * personalisation: as of `simulate`, for all arms, which may differ in what is personal.
     * trackers: told of every run, one after another, under its study, arm and seed.
     * out: folder of the study; by default studies/NAME, where `name` is that of the study.
+    * resume: go on with the study in that folder, of which finished runs are not run again. The
+      caller says so that data, code and values are as they were, as far as `study.toml` cannot
+      tell: runs of other settings, layers or weights are refused.
 
     A FedprivError says which arms do not fit together or differ in privacy.
     """
@@ -189,13 +189,18 @@ def compare(
     personal = personalisation_table(personalisation)
     sections = {"output": output, "engine": engine, "personalisation": personal}
     study = study_of_settings(
-        {arm: methods.settings(arm, next(iter(numbers), 0), **sections) for arm in arms},
+        methods.tables(next(iter(numbers), 0), **sections),
         name=name,
         seeds=numbers,
         baseline=baseline or "",
         accuracies=tuple(accuracies),
     )
     folder, told = Path(out or Path("studies") / name), named("trackers", trackers, Tracker)
+    if (folder / STUDY).exists() and not resume:
+        raise InvalidValueError(
+            f"{folder} holds a study already; resume=True goes on with it where nothing changed, "
+            "or choose another folder"
+        )
 
     def start(missing: Sequence[Cell]) -> Generator[Ended]:
         # No run starts before all arms could be built.
@@ -242,11 +247,19 @@ class _Methods:
         chosen["local"], _ = method_left_out(chosen["mechanism"], chosen["local"], chosen["server"])
         return Method(**chosen)
 
-    def settings(self, arm: str, seed: int, **sections: object) -> dict[str, object]:
-        """What a study says of an arm."""
-        with _naming_arm(arm):
-            config = settings_of("arm", self.population, self.of(arm, seed), **sections)
-        return config.model_dump(exclude_none=True, exclude={"name"})
+    def tables(self, seed: int, **sections: object) -> dict[str, dict[str, Any]]:
+        """What a study says of each arm."""
+        tables, first = dict[str, dict[str, Any]](), dict[str, str]()
+        for arm, changes in self.arms.items():
+            with _naming_arm(arm):
+                config = settings_of("arm", self.population, self.of(arm, seed), **sections)
+            table = config.model_dump(exclude_none=True, exclude={"name"})
+            other = self.arms[first.setdefault(repr(table), arm)]
+            same = changes.keys() == other.keys() and all(changes[k] is other[k] for k in changes)
+            if not same:  # it differs in what no table says
+                table["model"]["options"]["arm"] = arm
+            tables[arm] = table
+        return tables
 
     def prepared(self, study: Study, cell: Cell) -> tuple[Experiment, InProcessTransport]:
         """The experiment of a run, and what trains it here."""

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,45 +98,44 @@ CHANGED: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 }
 
 
+TOLD = ("layers", "their numbers", "frozen weights", "figures")  # by study.toml
+
+
 @pytest.mark.parametrize("what", CHANGED)
-def test_a_finished_run_is_no_result_of_what_changed(tmp_path: Path, what: str) -> None:
+def test_a_study_goes_on_only_where_its_caller_says_that_nothing_changed(
+    tmp_path: Path, what: str
+) -> None:
     before, after = CHANGED[what]
     found = study(tmp_path, {"a": before})
-    assert study(tmp_path, {"a": before}).runs == found.runs
-    with pytest.raises(DataError, match="a run of other settings than the study has now"):
-        study(tmp_path, {"a": after}, seeds=2)
+    with pytest.raises(InvalidValueError, match="holds a study already; resume=True goes on with"):
+        study(tmp_path, {"a": after})
+    assert study(tmp_path, {"a": before}, resume=True).runs == found.runs
+    if what in TOLD:
+        with pytest.raises(DataError, match="a run of other settings than the study has now"):
+            study(tmp_path, {"a": after}, seeds=2, resume=True)
 
 
 @pytest.mark.parametrize("what", CHANGED)
 def test_arms_that_differ_in_what_no_table_says_are_compared(tmp_path: Path, what: str) -> None:
     one, other = CHANGED[what]
-    assert [arm.arm for arm in study(tmp_path, {"a": one, "b": other}).arms] == ["a", "b"]
+    arms = {"a": one, "b": other}
+    found = study(tmp_path, arms)
+    assert [arm.arm for arm in found.arms] == ["a", "b"]
+    assert study(tmp_path, arms, resume=True).runs == found.runs
 
 
 def test_equal_arms_are_refused(tmp_path: Path) -> None:
-    arms = {"a": {"task": task(nn.ReLU())}, "b": {"task": task(nn.ReLU())}}
+    arm = {"task": task(nn.ReLU())}
     with pytest.raises(InvalidValueError, match="arms 'a' and 'b' are alike"):
-        study(tmp_path, arms)
+        study(tmp_path, {"a": arm, "b": arm})
 
 
-def test_what_cannot_be_told_is_run_and_never_taken_for_finished(tmp_path: Path) -> None:
-    lock = threading.Lock()
-
-    def loss(scores: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        with lock:
-            return functional.cross_entropy(scores, y, reduction="none")
-
-    arms = {name: {"task": task(loss=loss)} for name in "ab"}
-    assert len(study(tmp_path, arms).runs) == 2
-    with pytest.raises(DataError, match="a run of other settings"):
-        study(tmp_path, arms)
-
-
-def test_another_process_finds_the_runs_of_what_did_not_change(tmp_path: Path) -> None:
+def test_another_process_goes_on_with_what_was_finished(tmp_path: Path) -> None:
     code = f"""
 import tests.run.test_comparing_values as here
 arms = {{f"{{n}}-{{k}}": arm for n, pair in here.CHANGED.items() for k, arm in enumerate(pair)}}
-here.study({str(tmp_path)!r}, {{n.replace(" ", "-"): arm for n, arm in arms.items()}})
+arms = {{n.replace(" ", "-"): arm for n, arm in arms.items()}}
+here.study({str(tmp_path)!r}, arms, resume=True)
 """
     written = []
     for _ in range(2):

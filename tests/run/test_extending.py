@@ -317,7 +317,7 @@ def test_arms_are_compared_at_equal_privacy_and_finished_runs_stand(tmp_path: Pa
     assert "damped" in study.verdict
     written = sorted((tmp_path / "study").rglob("result.json"))
     times = [path.stat().st_mtime_ns for path in written]
-    again = fedpriv.compare(population(), task(), mechanism(), arms, seeds=2, **more)
+    again = fedpriv.compare(population(), task(), mechanism(), arms, seeds=2, resume=True, **more)
     assert [path.stat().st_mtime_ns for path in written] == times
     assert again.arms == study.arms
     assert len(again.to_pandas()) == 4
