@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from fedpriv.engine.task import generator_apart
 from fedpriv.errors import ModelError, check_seed, check_types, known_names, plain_numbers
 from fedpriv.importing import call_imported, check_options, import_function, raised_with
 
@@ -164,8 +165,7 @@ def build_model(name: str, options: Mapping[str, object], seed: int) -> nn.Modul
     check_seed(seed)
     build = MODELS.get(name) or import_function(what, name, ModelError)
     check_options(what, build, options, ModelError)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with generator_apart(seed):
         model = call_imported(what, build, options, ModelError, raised_with)
     if not isinstance(model, nn.Module):
         raise ModelError(f"{name!r} returned a {type(model).__name__}; it must return a nn.Module")

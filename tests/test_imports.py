@@ -18,7 +18,7 @@ BELOW = {  # what each package may import of the library, besides errors, files 
     "training": "ledger privacy",
     "data": "importing",
     "engine": "data importing privacy",
-    "models": "importing",
+    "models": "engine importing",
     "local": "privacy",
     "mechanism": "accounting ledger privacy",
     "config": "importing local mechanism privacy training",

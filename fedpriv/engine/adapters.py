@@ -13,10 +13,9 @@ import copy
 import math
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 
-from fedpriv.engine.task import matching
+from fedpriv.engine.task import generator_apart, matching
 from fedpriv.errors import ModelError, check_seed, check_types, is_whole, plain_numbers
 
 
@@ -118,8 +117,7 @@ def with_adapters(
     if rank > most:
         raise ModelError(f"the rank of adapters is {rank}; the largest of these layers is {most}")
     memo: dict[int, object] = {}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with generator_apart(seed):
         for name in named:
             base = copy.deepcopy(known[name], memo)
             memo[id(known[name])] = Adapted(base, rank, alpha)

@@ -9,7 +9,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from fedpriv.engine.task import HeldOut, Inputs, Task, called, each_input, evaluate
+from fedpriv.engine.task import (
+    HeldOut,
+    Inputs,
+    Task,
+    called,
+    each_input,
+    evaluate,
+    generator_apart,
+)
 from fedpriv.errors import ModelError
 from fedpriv.privacy.clipping_torch import TorchTensors
 
@@ -190,7 +198,7 @@ def _check_one_apart(
 
 
 def _draws(model: nn.Module, tensors: TorchTensors, x: Inputs) -> bool:
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with generator_apart(), torch.no_grad():
         before = torch.random.get_rng_state()
         called(model, tensors, x)
         return not torch.equal(before, torch.random.get_rng_state())
@@ -232,6 +240,5 @@ def _check_copy(task: Task, tensors: TorchTensors, x: Inputs) -> None:
 
 def _outputs_once(model: nn.Module, tensors: TorchTensors, x: Inputs) -> Tensor:
     """Outputs with the same dropout masks each time, leaving torch's generator as it was."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.default_generator.manual_seed(0)
+    with generator_apart(0), torch.no_grad():
         return called(model, tensors, x)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.task import Task, called, plain_arithmetic
+from fedpriv.engine.task import Task, called, generator_apart, plain_arithmetic
 
 _CPU = torch.device("cpu")
 
@@ -119,7 +119,7 @@ class Indices:
 
     def _raised(self, columns: Mapping[str, npt.NDArray[np.generic]]) -> Exception | None:
         x, y = self._task.given({n: torch.tensor(columns[n]) for n in self._task.fields})
-        with plain_arithmetic(_CPU), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with plain_arithmetic(_CPU), torch.no_grad(), generator_apart():
             try:
                 self._task.losses_of(called(self._task.model, {}, x), y)
             except Exception as error:

@@ -35,6 +35,7 @@ from fedpriv.engine.task import (
     Task,
     called,
     each_input,
+    generator_apart,
     running_norms,
 )
 from fedpriv.errors import (
@@ -433,7 +434,7 @@ def check_metrics(
                 f"metric 'examples' has options {one.options}; there must be one, the cap"
             )
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            with torch.no_grad(), generator_apart():
                 _of_examples(measuring.seen(x, y, 1), one, kind)
         except FedprivError:
             raise

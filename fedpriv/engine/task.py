@@ -748,6 +748,18 @@ def refuse_flushing_threads() -> None:
 
 
 @contextmanager
+def generator_apart(seed: int | None = None) -> Iterator[None]:
+    """Draw from torch's generator, or from one of a seed, and leave it as it was.
+
+    All threads share it, so one at a time does.
+    """
+    with ARITHMETIC_LOCK, torch.random.fork_rng(devices=[]):
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
 def seeded(local_key: bytes, user: int, device: torch.device) -> Iterator[None]:
     """Seed torch's generators, as for dropout, by key and user, and restore them afterwards."""
     own = hashlib.sha256(local_key + user.to_bytes(8, "little")).digest()

@@ -42,6 +42,7 @@ from fedpriv.engine.task import (
     Task,
     called,
     each_input,
+    generator_apart,
     plain_arithmetic,
     seeded,
     tf32,
@@ -185,7 +186,7 @@ class Trainer:
         device = next(iter(self.task.model.parameters())).device  # not where users train
         x, y = self._blank_example
         x, y = each_input(lambda t: t.to(device), x), y.to(device)
-        with plain_arithmetic(self.device), torch.random.fork_rng(devices=[]), torch.no_grad():
+        with plain_arithmetic(self.device), generator_apart(), torch.no_grad():
             before = torch.random.get_rng_state()
             try:
                 self.task.losses_of(called(self.task.model, {}, x), y)
@@ -225,7 +226,7 @@ class Trainer:
         layers = self.task.model.modules()
         # In one pass, of which the parts' outputs are not kept.
         parts = {p for each in layers if isinstance(each, Adapted) for p in each.children()}
-        with ExitStack() as hooks, torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with ExitStack() as hooks, torch.no_grad(), generator_apart():
             for layer in self.task.model.modules():
                 if layer not in parts and (isinstance(layer, Adapted) or not any(layer.children())):
                     hooks.enter_context(layer.register_forward_hook(measure))

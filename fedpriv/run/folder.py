@@ -5,7 +5,7 @@ import json
 import os
 import webbrowser
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -71,6 +71,10 @@ class RunFolder:
             raise InvalidValueError(f"{self.model} exists already; choose another folder")
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+
+    def held(self) -> AbstractContextManager[None]:
+        """Keep other processes from running in the folder meanwhile."""
+        return held(self.path, f"{self.path} holds a run")
 
     def append_metrics(self, row: Mapping[str, object]) -> None:
         """Add a line, durably; a line that a crash cut short is ended first.

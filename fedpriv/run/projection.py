@@ -97,12 +97,14 @@ def projected(
         setup.folder.create()
         files = setup.ledger, beside(setup.ledger)
         asked = records_of(population, method.mechanism)
-        with PrivacyRecords.open(*files, asked.name, experiment.budget) as records:
-            answers = ask(survey, asked.users, records, experiment.entropy)
-        found = PrincipalComponents.of(answers[_QUESTION], _section(config).components)
-        content = io.BytesIO()
-        np.savez(content, directions=found.directions, moments=found.moments)
-        with_room(lambda: write_atomically(path, content.getvalue()))
+        with setup.folder.held():
+            setup.folder.refuse_run()  # which another process may have begun
+            with PrivacyRecords.open(*files, asked.name, experiment.budget) as records:
+                answers = ask(survey, asked.users, records, experiment.entropy)
+            found = PrincipalComponents.of(answers[_QUESTION], _section(config).components)
+            content = io.BytesIO()
+            np.savez(content, directions=found.directions, moments=found.moments)
+            with_room(lambda: write_atomically(path, content.getvalue()))
         inputs, components = found.directions.shape
         console.print(
             f"projection: {components} of {inputs} directions, charge {answers.charge_hash[:12]}; "

@@ -59,7 +59,7 @@ from fedpriv.privacy.round import PrivacyRecords, Transport, charge_forgone
 from fedpriv.report.records import versions
 from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table
 from fedpriv.run.auditor import Auditor
-from fedpriv.run.folder import RunFolder, held, read_run, write_figures, write_report
+from fedpriv.run.folder import RunFolder, read_run, write_figures, write_report
 from fedpriv.trackers import Followers, StartedRun
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
@@ -477,11 +477,12 @@ def run_rounds(
         setup.refuse_taken_name()
         folder.create()
     files, budget = (setup.ledger, beside(setup.ledger)), experiment.budget
-    opened = PrivacyRecords.open(*files, plan.population, budget, resuming=setup.resuming)
-    with opened as records, ExitStack() as stack:
+    with ExitStack() as stack:
+        stack.enter_context(folder.held())
+        opened = PrivacyRecords.open(*files, plan.population, budget, resuming=setup.resuming)
+        records = stack.enter_context(opened)
         # After ledger and record were created: a run that is resumed without them has lost them.
         setup.write_plan(experiment)
-        stack.enter_context(held(folder.plan, f"{folder.path} holds a run"))
         state = state_to_start_from(folder, plan, records, experiment.initial_state)
         folder.results()  # what is damaged is refused before users are asked
         auditor = Auditor.of(folder, experiment)

@@ -1,5 +1,6 @@
 """Tasks that cannot be trained for users separately are refused by name."""
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -8,8 +9,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from fedpriv.engine.adapters import with_adapters
 from fedpriv.engine.checks import check_task
-from fedpriv.engine.task import LOSSES, Task, cross_entropy, evaluate, find_loss, squared_error
+from fedpriv.engine.task import (
+    LOSSES,
+    Task,
+    cross_entropy,
+    evaluate,
+    find_loss,
+    generator_apart,
+    squared_error,
+)
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.models import MODELS, build_model
 
@@ -294,6 +304,23 @@ def test_initial_parameters_depend_on_the_seed_alone() -> None:
     assert all(torch.equal(one[k], same[k]) for k in one)
     assert not torch.equal(one["1.weight"], other["1.weight"])
     assert torch.equal(state, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: build_model("mlp", {}, 1),
+        lambda: with_adapters(nn.Sequential(nn.Linear(3, 3)), 2),
+        lambda: check_task(Task(nn.Linear(6, 3)), EXAMPLES),
+    ],
+)
+def test_threads_take_turns_at_the_generator(draw: Callable[[], object]) -> None:
+    drawing = threading.Thread(target=draw, daemon=True)
+    with generator_apart():
+        drawing.start()
+        drawing.join(0.3)
+        assert drawing.is_alive()
+    drawing.join()
 
 
 def test_models_by_import_path_and_bad_names() -> None:

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.run.folder import RunFolder, held
+from fedpriv.run.folder import RunFolder
+from tests.commandline import refused
 
 
 def test_metrics_come_back_in_order(tmp_path: Path) -> None:
@@ -84,12 +85,16 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 def test_a_run_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
     # The lock is that of an open file, so a second opening stands for another process.
     folder = RunFolder(tmp_path)
-    folder.plan.write_text("")
-    again = "it holds a run that another process is at; stop that one first"
+    again = "holds a run that another process is at; stop that one first"
     for _ in range(2):
-        with (
-            held(folder.plan, "it holds a run"),
-            pytest.raises(InvalidValueError, match=again),
-            held(folder.plan, "it holds a run"),
-        ):
+        with folder.held(), pytest.raises(InvalidValueError, match=again), folder.held():
             pass
+
+
+def test_a_run_that_another_process_begins_is_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    # Before it has a plan.
+    with RunFolder(out).held():
+        assert "that another process is at" in refused("simulate", "digits", "--out", out)
+    assert list(out.iterdir()) == []
