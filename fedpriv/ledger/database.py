@@ -106,14 +106,18 @@ class Database:
     def copy(self, to: Path, *, without: str | None = None) -> None:
         """Write the file as it is now, consistent while it is in use, to where there is nothing.
 
-        The copy never has a row of the table that it is to be without.
+        No file has a row of the table that the copy is to be without, not even for a moment.
         """
 
         def fill(draft: sqlite3.Connection) -> None:
-            self._connection.backup(draft)
-            if without:
-                draft.execute("PRAGMA secure_delete = ON")
-                draft.execute(f"DELETE FROM {without}")
+            if without is None:
+                self._connection.backup(draft)
+                return
+            with closing(sqlite3.connect(":memory:", isolation_level=None)) as copied:
+                self._connection.backup(copied)
+                copied.execute("PRAGMA secure_delete = ON")
+                copied.execute(f"DELETE FROM {without}")
+                copied.backup(draft)
 
         with self._lock:
             if to.exists() or not _create(to, self._format, fill):

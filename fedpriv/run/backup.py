@@ -35,16 +35,17 @@ def back_up(ledger: Path, to: Path) -> Head:
     Of a series of rounds that is under way the copy has no key: what goes on from it never draws
     the noise of the original once more.
     """
-    if beside(to).exists():
-        raise LedgerError(f"{beside(to)} exists already; it is not overwritten")
+    for path in (to, beside(to)):
+        if path.exists():
+            raise LedgerError(f"{path} exists already; it is not overwritten")
     with _Pair.open(ledger) as pair, ExitStack() as stack:
         if pair.record is not None:
             # No cohort is recorded meanwhile; one that is recorded may still be charged.
             other = stack.enter_context(ParticipationRecord.open(beside(ledger)))
             stack.enter_context(other.database.transaction())
-        pair.ledger.database.copy(to)
         if pair.record is not None:
             pair.record.database.copy(beside(to), without=SERIES_KEYS)
+        pair.ledger.database.copy(to)  # last: a ledger without its record would be half a backup
     with Ledger.open(to) as copy:
         return copy.head
 
@@ -71,6 +72,11 @@ def restore(backup: Path, path: Path, *, older: bool) -> tuple[Head, list[str]]:
             raise LedgerError(
                 f"{backup} is older than what it would replace: it lacks {missing[0]}{more}; "
                 "--older restores it all the same"
+            )
+        if missing and record is not None and kept.record is None:
+            raise LedgerError(
+                f"{beside(backup)} is missing; {beside(path)} knows what {backup} lacks, so both "
+                "must be restored"
             )
         _put(kept.ledger, path, ledger)
         if kept.record is not None:

@@ -394,6 +394,8 @@ def conduct(
     model = released_model(state, folder.results())
     with_room(lambda: write_atomically(folder.model, model))
     transport.rest()
+    if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):
+        with_room(lambda: records.participation.forget_series(plan.run))  # of one that was killed
     figures = figures if latest is state else _measured(experiment, state.model)
     # Canaries are in the rounds alone, not in what is asked before them or between them.
     of_rounds = (row for row in records.ledger.charges() if row.run == plan.run and row.round > 0)

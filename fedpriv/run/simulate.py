@@ -30,6 +30,7 @@ from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import BudgetExceededError, InvalidValueError, check_types
 from fedpriv.federated_evaluation import FederatedEvaluation
+from fedpriv.files import with_room
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
 from fedpriv.ledger.participation import beside
 from fedpriv.mechanism import Mechanism
@@ -215,7 +216,8 @@ class ObservedTransport(Transport):
             total += partial.total
             yield partial
         ratios = _signal_to_noise(self._plan, request, total)
-        self._tell(asdict(self._diagnosed.pop()) | {"simulation_only_signal_to_noise": ratios})
+        row = asdict(self._diagnosed.pop()) | {"simulation_only_signal_to_noise": ratios}
+        with_room(lambda: self._tell(row))
 
     def rest(self) -> None:
         """As the simulation's transport."""

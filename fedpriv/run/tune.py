@@ -521,11 +521,12 @@ class _Search:
         with PrivacyRecords.open(*files, first.plan.population, budget) as records:
             # Who is in any trial stays secret; all may be.
             users, attempt = first.plan.sampling.population, records.next_attempt(run, 1)
-            commitment = records.participation.record(run, 1, attempt, np.arange(users))
+            record = records.participation.record
+            commitment = with_room(lambda: record(run, 1, attempt, np.arange(users)))
             randomness = first.entropy.randomness
             asked = ProposedCharge(run, 1, attempt, randomness, event, commitment)
-            charge = records.ledger.charge(asked, budget)
-            records.participation.keep_head(records.ledger.head)
+            charge = with_room(lambda: records.ledger.charge(asked, budget))
+            with_room(lambda: records.participation.keep_head(records.ledger.head))
             yield charge.hash, records.ledger.epsilon(budget), records.ledger.randomness
 
     def _event(self, spent: Sequence[RoundEvent]) -> tuple[RoundEvent, Mapping[Any, Trial]]:
@@ -579,7 +580,8 @@ class _Search:
                     noise = kind.noise_multiplier / _MARGIN
                     experiment, transport = self.prepare(settings, noise, f"trial-{number}")
                     _check_kind(experiment, kind)
-                    state, result = _trained(experiment, transport)
+                    # A full disk says nothing of users, and must not be taken for a bad trial.
+                    state, result = with_room(partial(_trained, experiment, transport))
                     found = score(state, result)
                 except Exception:  # no word of it may leave
                     continue

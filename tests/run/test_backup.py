@@ -174,6 +174,14 @@ class TestRestoring:
         with pytest.raises(LedgerError, match="belongs to another ledger"):
             restore(other, gone, older=True)
 
+    def test_half_an_older_backup_is_refused(self, backup, ledger):
+        """The record that stays would hold against the ledger what it lacks."""
+        beside(backup).unlink()
+        before = content(ledger)
+        with pytest.raises(LedgerError, match=r"participation.sqlite is missing; .* both must be"):
+            restore(backup, ledger, older=True)
+        assert content(ledger) == before
+
     def test_copies_that_grew_apart_do_not_replace_each_other(self, backup, ledger):
         with opened(backup) as records:
             charge(records, 0, "elsewhere")

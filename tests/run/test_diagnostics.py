@@ -1,5 +1,6 @@
 """Figures of a simulated round: true, and no part of what the round is made of."""
 
+import errno
 import math
 
 import numpy as np
@@ -18,6 +19,23 @@ CLIPPINGS = [
     {"norm": 0.3, "strategy": "joint"},
     {"norm": 0.3, "strategy": "joint", "adaptive": {}},
 ]
+
+
+def test_figures_wait_for_room_on_a_full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment, transport = simulated(
+        parse_config(BASE | {"model": MODEL, "seed": 1}, "test"), "run"
+    )
+    request = open_round(experiment.plan, experiment.initial_state, 0, experiment.entropy)
+    told: list[object] = []
+
+    def tell(row: object) -> None:
+        told.append(row)
+        if len(told) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    assert list(ObservedTransport(transport, experiment.plan, tell).collect(request))
+    assert told == [told[0]] * 2
 
 
 @pytest.mark.parametrize("clipping", CLIPPINGS, ids=lambda c: "-".join(map(str, c.values())))

@@ -184,7 +184,7 @@ def test_a_run_that_goes_on_is_the_uninterrupted_one(
             "participations of the schedule is 'all'",
         ),
         ((*EVERY_USER, 'sampling.options={relation="swap"}'), "relation is 'swap'; known names"),
-        ((*EVERY_USER, "sampling.options={relation=3}"), "relation is 3; known names"),
+        ((*EVERY_USER, "sampling.options={relation=3}"), "relation is of the type int"),
         ((*ALLOCATION, "clipping.adaptive={}"), "clipping norms adapt and random-allocation"),
         (("privacy.sampling_probability=0.0",), "sampling_probability"),
         # One ε compares one kind of neighbours, and these queries are of the other.
@@ -282,6 +282,25 @@ def test_where_the_key_of_a_pass_is_lost_the_run_pays_again_as_far_as_its_budget
     assert len(run.rounds) == 5
     assert run.stop is Stop.BUDGET
     assert run.epsilon <= 8.0
+
+
+def test_the_key_of_a_pass_that_was_killed_at_its_end_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "run"
+    monkeypatch.setattr(ParticipationRecord, "forget_series", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(out, ALLOCATION, rounds=3)
+    monkeypatch.undo()
+    first = rows_of(out)[0].cohort_commitment
+    with ParticipationRecord.open(beside(out / "ledger.sqlite")) as record:
+        assert record.series_key(first) is not None
+    train(out, ALLOCATION, rounds=3, resume=True)
+    with ParticipationRecord.open(beside(out / "ledger.sqlite")) as record:
+        assert record.series_key(first) is None
 
 
 class TestPolicies:

@@ -388,10 +388,20 @@ class TestOnUsers:
                 raise OSError(errno.ENOSPC, "No space left on device", str(path))
             write(path, content)
 
+        def no_room_at_first(*given: object) -> object:
+            if "trial" not in full:
+                full.add("trial")
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return trained(*given)
+
+        trained = module._trained
+        monkeypatch.setattr(module, "_trained", no_room_at_first)
+        monkeypatch.setattr(module, "number_of_trials", lambda *_: 1)
         monkeypatch.setattr(module, "write_atomically", full_at_first)
         monkeypatch.setattr("time.sleep", lambda _: None)
         found = searched(tmp_path / "a")
         assert found.score is not None
+        full.remove("trial")
         assert {path.name for path in full} == {"model.safetensors", "experiment.toml"}
         assert all(path.exists() for path in full)
 
