@@ -415,6 +415,8 @@ class OfferPolicy:
         if other := self._objection_to_population(welcome):
             _log.warning("the ledger is not read: %s", other)
             return
-        found = await self.audit.examined(welcome, self.consent.delta_for(welcome.population))
+        # The server ends a call for the ledger when the node makes another.
+        async with self._checking:
+            found = await self.audit.examined(welcome, self.consent.delta_for(welcome.population))
         held = len(found.ledger.rows), found.epsilon, found.delta, found.relation
         _log.info("the ledger holds %d charges: ε = %.6g at δ = %g, for %s neighbours", *held)

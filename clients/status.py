@@ -115,6 +115,8 @@ async def _ask(
         details, code = one_line(error.details() or "")[:400], error.code()
         if code is grpc.StatusCode.UNAVAILABLE:
             raise UnreachableError(f"{server} cannot be reached: {details}") from error
+        if code is grpc.StatusCode.FAILED_PRECONDITION:  # it has nothing to give yet
+            raise UnreachableError(f"{server} answers: {details}") from error
         raise WireError(f"{server} refuses, {code.name}: {details}") from error
 
 

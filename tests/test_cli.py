@@ -223,8 +223,9 @@ def test_a_ledger_without_a_head_is_one_sentence(run_folder: Path, tmp_path: Pat
 
 
 def test_a_path_in_a_message_is_the_one_that_was_given(run_folder: Path, tmp_path: Path) -> None:
-    line = refused("ledger", "backup", run_folder / "ledger.sqlite", tmp_path / "none" / "b")
-    assert line == f"error: ledger {tmp_path}/none/b cannot be created: No such file or directory"
+    (tmp_path / "file").touch()
+    line = refused("ledger", "backup", run_folder / "ledger.sqlite", tmp_path / "file" / "b")
+    assert line == f"error: {tmp_path}/file cannot be written: File exists"
     line = refused("ledger", "show", "absent", cwd=tmp_path)
     assert line == "error: ledger absent cannot be opened: No such file or directory"
 

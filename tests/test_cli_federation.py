@@ -601,7 +601,6 @@ def test_a_model_of_a_seeded_run_is_said_to_have_no_guarantee(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        (b"", "refuses, FAILED_PRECONDITION: no round was released yet"),
         (b"nonsense", "is not a model with its round and ε"),
         (save(WEIGHTS), "is not a model with its round and ε"),
         (released(round="third"), "is not a model with its round and ε"),
@@ -626,6 +625,15 @@ def test_what_is_no_released_model_replaces_no_file(
     with serving(Standing(encode_status(STATUS), model=model)) as server:
         assert sentence in refused("model", *plain(server), "--out", file)
     assert file.read_bytes() == OLDER
+
+
+def test_before_the_first_release_there_may_be_a_model_later(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    with serving(Standing(encode_status(STATUS), model=b"")) as server:
+        done = fedpriv("model", *plain(server), "--out", file)
+    assert done.returncode == 1
+    assert done.stderr.endswith("answers: no round was released yet\n")
+    assert not file.exists()
 
 
 def test_a_model_replaces_models_alone(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class Genesis:
 
     ledger_id: str  # 32 random lower-case hexadecimal digits
     population: str  # its name, printable and not empty
-    created_at: str  # UTC, ISO 8601
+    created_at: str  # the day, UTC, ISO 8601: finer times would tell how long rounds take
 
     def __post_init__(self) -> None:
         _check_name("the population's name", self.population)
@@ -375,7 +375,7 @@ class Ledger:
     @classmethod
     def open_or_create(cls, path: Path, population: str) -> Self:
         """Open the ledger of a population, or create it if there is no file."""
-        genesis = Genesis(secrets.token_hex(16), population, _now().isoformat(timespec="seconds"))
+        genesis = Genesis(secrets.token_hex(16), population, _now().date().isoformat())
         first = {"position": 0, "text": genesis.text, "hash": genesis.head.hash}
         rows = {"chain": first, "head": asdict(genesis.head)}
         ledger = cls(Database(path, LEDGER, rows))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedpriv.errors import LedgerError
+from fedpriv.files import writing
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import SERIES_KEYS, Head, ParticipationRecord, beside
 
@@ -38,6 +39,8 @@ def back_up(ledger: Path, to: Path) -> Head:
     for path in (to, beside(to)):
         if path.exists():
             raise LedgerError(f"{path} exists already; it is not overwritten")
+    with writing(to.parent):
+        to.parent.mkdir(parents=True, exist_ok=True)
     with _Pair.open(ledger) as pair, ExitStack() as stack:
         if pair.record is not None:
             # No cohort is recorded meanwhile; one that is recorded may still be charged.

@@ -175,7 +175,7 @@ def tune(
     `on="users"`, they are the enrolled users: the whole search, with the model it finds, costs the
     mechanism's (ε, δ), and is charged before it begins. Settings are then drawn at random, since
     the price holds for trials that do not learn from each other, and how many trials there are is
-    random and secret. Only the best is returned, with the model that it trained.
+    random and secret. Only the best is returned; the model that it trained is in the folder.
 
     >>> import tempfile, numpy as np, torch, fedpriv
     >>> x, y = np.eye(4, dtype=np.float32).repeat(50, 0), np.arange(4).repeat(50)

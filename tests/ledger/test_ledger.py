@@ -221,6 +221,8 @@ class TestReading:
             ledger.charge(propose(round_number=2))
             first, second = ledger.charges()
             after = datetime.now(UTC).date()
+            _, lines = ledger.since(None)
+            assert not re.search(r"\d\d:\d\d", "".join(lines))  # nor does its beginning
         assert {first.day, second.day} <= {before.isoformat(), after.isoformat()}
         texts = [row.text.replace(row.day, "") for row in (first, second)]
         assert not any(re.search(r"\d\d:\d\d", text) for text in texts)

@@ -46,7 +46,7 @@ def ledger(tmp_path: Path) -> Path:
 @pytest.fixture
 def backup(tmp_path: Path, ledger: Path) -> Path:
     """With two charges of the ledger, which then has four."""
-    to = tmp_path / "backup.sqlite"
+    to = tmp_path / "kept" / "backup.sqlite"  # in a new folder
     assert back_up(ledger, to).count == 2
     with opened(ledger) as records:
         for number in range(2, 4):
