@@ -521,6 +521,17 @@ def spent_in(ledger: Path, population: str | None = None) -> list[RoundEvent]:
         return found.spent()
 
 
+@contextmanager
+def telling_where(setup: RunSetup, console: Console) -> Iterator[None]:
+    """Print which folder an interrupted run goes on in; it may have been charged already."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if setup.folder.path.exists():
+            console.print(f"{setup.folder.path} holds the run so far", highlight=False)
+        raise
+
+
 def carry_out(
     setup: RunSetup,
     experiment: Experiment,
@@ -542,12 +553,8 @@ def carry_out(
             return run(show)
 
     _warn(experiment, console)
-    try:
+    with telling_where(setup, console):
         run = run_rounds(setup, experiment, hosted, shown, clock)
-    except KeyboardInterrupt:
-        if setup.folder.plan.exists():
-            console.print(f"{setup.folder.path} holds the run so far", highlight=False)
-        raise
     _print_result(setup, experiment, run, console)
     return run
 

@@ -41,7 +41,7 @@ from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import LocalTraining, PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table
 from fedpriv.run.projection import Projection, planned, projected
-from fedpriv.run.run import Run, RunSetup, carry_out, spent_in
+from fedpriv.run.run import Run, RunSetup, carry_out, spent_in, telling_where
 from fedpriv.trackers import Tracker, named
 from fedpriv.training.norm_search import NormQuantile, check_quantile, find_quantiles
 from fedpriv.training.optimizers import ServerOptimizer
@@ -165,7 +165,8 @@ def simulate(
     method = replace(method, mechanism=mechanism)
     console = Console(quiet=quiet, markup=False, emoji=False)
     if projection:
-        experiment, transport = projected(setup, population, console, method)
+        with telling_where(setup, console):
+            experiment, transport = projected(setup, population, console, method)
     else:
         spent = setup.spent if federated_evaluation else ()
         config, run = setup.config, setup.run
@@ -180,7 +181,8 @@ def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resu
     config, population = setup.config, population_of(setup.config)
     console = Console(markup=False, emoji=False)
     if config.projection:
-        experiment, transport = projected(setup, population, console)
+        with telling_where(setup, console):
+            experiment, transport = projected(setup, population, console)
     else:
         experiment, transport = on_population(config, setup.run, population, setup.spent)
     return _run(setup, experiment, transport, console)

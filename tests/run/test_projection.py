@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -123,6 +124,18 @@ def test_a_run_that_ends_after_its_projection_pays_for_it_again(
     printed("simulate", FILE, *SHORT, "--out", folder, "--set", "seed=1", "--resume")
     assert [number for _, number in charges(folder)] == [0, 0, 1, 2]
     assert not np.array_equal(directions(folder), first)
+
+
+def test_an_interrupt_after_the_projection_names_the_folder_that_paid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("fedpriv.run.projection.write_atomically", interrupted)
+    done = fedpriv("simulate", FILE, *SHORT, "--set", "seed=1", cwd=tmp_path)
+    assert done.returncode == 130
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert f"runs/{folder.name} holds the run so far" in done.stdout
+    assert charges(folder) == [("digits-projection-seed1", 0)]
 
 
 def test_directions_that_were_paid_for_wait_for_room_on_a_full_disk(
