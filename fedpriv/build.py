@@ -75,6 +75,7 @@ class Method:
     mechanism: Mechanism
     local: LocalTraining
     server: ServerOptimizer
+    personalisation: Personalisation | None = None  # which no arm varies
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def on_population(
     if config.federated_evaluation is not None:
         method = method or method_of(config)
         evaluation, population = _evaluation(
-            config, config.federated_evaluation, run, population, method.task
+            config, config.federated_evaluation, run, population, method
         )
         asked, before = evaluation.events(config.rounds), spent
         spent = [*before, asked]
@@ -168,14 +169,14 @@ def _evaluation(
     section: FederatedEvaluationSection,
     run: str,
     population: Population,
-    task: Task,
+    method: Method,
 ) -> tuple[UserEvaluation, Population]:
     """What users will be asked, and the population with what they train on."""
-    asked = FederatedEvaluation(**section.model_dump())
+    asked, task = FederatedEvaluation(**section.model_dump()), method.task
     metrics = tuple(_metric(*named, task, None) for named in asked.report.items())
     trained, kept = kept_apart(population.users, asked.held_out)
-    how = _personalisation(config)
-    users, name = population.users if how else kept, evaluation_run(config.run or run)
+    how, name = method.personalisation, evaluation_run(config.run or run)
+    users = population.users if how else kept
     evaluation = UserEvaluation(asked, name, users, task, metrics, how)
     evaluation.check(population.test)
     return evaluation, replace(population, users=trained)
@@ -258,7 +259,7 @@ def build(
         method, origin = method_of(config), repr(config.model)
     _check_personal(method)
     device, mechanism = device_named(config.engine.device), method.mechanism
-    personalised, rows = _measured_by(config, method, held_out, device)
+    personalised, rows = _measured_by(method, held_out, device)
     budget = mechanism.budget
     strategy = mechanism.noise.strategy(mechanism.sampling.of(users, mechanism.unit).event())
     mechanism = replace(mechanism, noise=given(strategy))
@@ -293,7 +294,7 @@ def build(
 
 
 def _measured_by(
-    config: Config, method: Method, held_out: HeldOut, device: torch.device
+    method: Method, held_out: HeldOut, device: torch.device
 ) -> tuple[HeldOutUsers | None, HeldOut]:
     """Who makes models their own before they measure them, and the rows that are measured."""
     if not held_out and method.mechanism.metrics:
@@ -303,7 +304,7 @@ def _measured_by(
         )
     if held_out:
         check_task(method.task, {name: column[:4] for name, column in held_out.items()})
-    how, personalised = _personalisation(config), None
+    how, personalised = method.personalisation, None
     if how is not None:
         personalised = HeldOutUsers(how, method.task, held_out, device)
         held_out = personalised.rows
@@ -429,7 +430,8 @@ def method_of(config: Config) -> Method:
     asked = config.federated_evaluation.report if config.federated_evaluation else {}
     metrics, figures = [*config.metrics.report, *asked], config.evaluation.figures
     task = build_task(**config.model.task, metrics=metrics, figures=figures)
-    return Method(task, config.mechanism(), config.training(), config.server.build())
+    how = _personalisation(config)
+    return Method(task, config.mechanism(), config.training(), config.server.build(), how)
 
 
 def _calibrated(
@@ -531,6 +533,7 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
             "trained": task.trained,
             "frozen": task.frozen,
         },
+        "personalisation": personalisation_table(method.personalisation),
         **tables_of(mechanism, method.local, method.server),
     }
     for key, value in plain(others).items():

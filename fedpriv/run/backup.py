@@ -46,7 +46,6 @@ def back_up(ledger: Path, to: Path) -> Head:
             # No cohort is recorded meanwhile; one that is recorded may still be charged.
             other = stack.enter_context(ParticipationRecord.open(beside(ledger)))
             stack.enter_context(other.database.transaction())
-        if pair.record is not None:
             pair.record.database.copy(beside(to), without=SERIES_KEYS)
         pair.ledger.database.copy(to)  # last: a ledger without its record would be half a backup
     with Ledger.open(to) as copy:

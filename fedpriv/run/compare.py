@@ -25,7 +25,6 @@ from fedpriv.build import (
     Method,
     check_measured,
     on_population,
-    personalisation_table,
     settings_of,
 )
 from fedpriv.config import DataSection, method_left_out
@@ -181,13 +180,12 @@ def compare(
     )
     _, server = method_left_out(mechanism, local, server)
     given = {"task": task, "mechanism": mechanism, "local": local, "server": server}
-    methods = _Methods(population, given, arms)
+    methods = _Methods(population, given, arms, personalisation)
     seeds = plain_numbers(seeds)
     check_types(seeds=(seeds, int | Iterable))
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else plain_numbers(tuple(seeds))
     output, engine = {"evaluate_every": evaluate_every}, {"device": device}
-    personal = personalisation_table(personalisation)
-    sections = {"output": output, "engine": engine, "personalisation": personal}
+    sections = {"output": output, "engine": engine}
     study = study_of_settings(
         methods.tables(next(iter(numbers), 0), **sections),
         name=name,
@@ -224,6 +222,7 @@ class _Methods:
     population: Population
     given: Mapping[str, Any]  # task, mechanism, local and server of all arms
     arms: Mapping[str, Mapping[str, Any]]  # what each has in their place
+    personalisation: Personalisation | None
 
     def __post_init__(self) -> None:
         for arm, changes in self.arms.items():
@@ -245,7 +244,7 @@ class _Methods:
             server=(chosen["server"], ServerOptimizer),
         )
         chosen["local"], _ = method_left_out(chosen["mechanism"], chosen["local"], chosen["server"])
-        return Method(**chosen)
+        return Method(**chosen, personalisation=self.personalisation)
 
     def tables(self, seed: int, **sections: object) -> dict[str, dict[str, Any]]:
         """What a study says of each arm."""

@@ -18,7 +18,6 @@ from fedpriv.build import (
     Experiment,
     Method,
     on_population,
-    personalisation_table,
     population_of,
     settings_of,
     simulated,
@@ -143,7 +142,7 @@ def simulate(
         ledger=(ledger, Path | str | None),
     )
     callbacks, told = named("on_round", on_round, Callable), named("trackers", trackers, Tracker)
-    method = Method(task, mechanism, *method_left_out(mechanism, local, server))
+    method = Method(task, mechanism, *method_left_out(mechanism, local, server), personalisation)
     output = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     sections = {
         "privacy": {"ledger": None if ledger is None else str(ledger)},
@@ -151,7 +150,6 @@ def simulate(
         "output": output | {"simulation_only": simulation_only},
         "projection": projection and asdict(projection),
         "federated_evaluation": federated_evaluation and asdict(federated_evaluation),
-        "personalisation": personalisation_table(personalisation),
         "stopping": stopping and asdict(stopping),
         "audit": audit and asdict(audit),
     }

@@ -799,4 +799,5 @@ def _applied(method: Method, settings: Settings) -> Method:
         part, name = _place(key)
         parts[part] = replace(parts[part], **{name: value})
     mechanism = replace(parts[""], clipping=parts["clipping"], sampling=parts["privacy"])
-    return Method(method.task, mechanism, parts["local"], parts["server.options"])
+    own = {"local": parts["local"], "server": parts["server.options"]}
+    return replace(method, mechanism=mechanism, **own)

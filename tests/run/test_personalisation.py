@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,6 @@ from torch import nn
 import fedpriv
 from fedpriv.analytics.survey import collect
 from fedpriv.build import Method, on_population, settings_of
-from fedpriv.config import local_table
 from fedpriv.data.population import HELD_OUT_USER, UserStore
 from fedpriv.engine.checks import check_task
 from fedpriv.engine.metrics import metric
@@ -23,6 +22,7 @@ from fedpriv.errors import FedprivError, InvalidValueError, ModelError
 from fedpriv.federated_evaluation import UserEvaluation
 from fedpriv.local import SGD, AdamW, FedRecon, Scaffold
 from fedpriv.personalisation import HeldOutUsers, Personalisation
+from fedpriv.privacy.round import LocalStep, LocalTraining
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.run.run import Run
 from fedpriv.run.tune import _scorer
@@ -182,9 +182,8 @@ def test_a_search_scores_personal_models_or_refuses(tmp_path: Path) -> None:
             people(), network(own=("2.*",)), mechanism, on="public", out=tmp_path, quiet=True
         )
     how, task = Personalisation(SGD(0.5, steps=30)), network(own=("2.*",))
-    settings = {"local": local_table(SGD(0.5, steps=30)), "share": 0.5}
-    method = Method(task, mechanism, SGD(0.1, epochs=1), fedpriv.FedAvg())
-    config = settings_of("run", people(), method, personalisation=settings)
+    method = Method(task, mechanism, SGD(0.1, epochs=1), fedpriv.FedAvg(), how)
+    config = settings_of("run", people(), method)
     experiment, _ = on_population(config, "run", people(), method=method)
     expected = HeldOutUsers(how, task, people().test, CPU).evaluate(task.parameters())
     assert _scorer("accuracy", experiment)(experiment.initial_state, None) == expected.accuracy
@@ -250,6 +249,27 @@ def test_fine_tuned_models_are_measured_beside_the_released_one(tmp_path: Path) 
     assert run.rounds[-1].figures == run.figures
     # The plan in its folder says how.
     assert "[personalisation.local]" in (tmp_path / "run" / "plan.toml").read_text()
+
+
+@dataclass(frozen=True)
+class InTurn(LocalTraining):
+    """With a factor for each step, which no table holds."""
+
+    factors: tuple[float, ...] = (0.0,)
+
+    def direction(self, step: LocalStep) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        return step.gradient * self.factors[step.number % len(self.factors)], ()
+
+
+def test_users_train_as_the_value_says_and_not_as_its_table(tmp_path: Path) -> None:
+    how = Personalisation(InTurn(0.5, steps=30, factors=(1.0, 0.5)))
+    given = {"personalisation": how, "federated_evaluation": EVALUATION}
+    run = simulated(tmp_path, network(), SGD(0.3, epochs=2), **given)
+    measured = HeldOutUsers(how, run.task, people().test, CPU)
+    assert run.figures["personalised_accuracy"] == measured.evaluate(run.state.model).accuracy
+    # By the table's, with a factor of 0, nobody would have made anything of the model.
+    assert run.figures["personalised_accuracy"] > run.accuracy + 0.2
+    assert run.rounds[-1].metrics["evaluation/accuracy"] > run.accuracy + 0.2
 
 
 def test_with_personal_parameters_the_figures_are_those_of_personal_models(tmp_path: Path) -> None:
