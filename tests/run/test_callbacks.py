@@ -113,6 +113,7 @@ def test_nothing_that_is_not_released_has_a_place() -> None:
         "charge",
         "epsilon",
         "delta",
+        "expected_cohort_size",
         "clipping_norms",
         "unclipped",
         "metrics",

@@ -184,7 +184,7 @@ def test_a_comparison_tells_arms_and_seeds_apart(
     assert "Noting raised ConnectionError at the start" in message
     # Finished runs are not run again, so nobody is told of them.
     again = Noting()
-    assert library.compare(*given, **more, trackers=[again]).arms == study.arms
+    assert library.compare(*given, **more, resume=True, trackers=[again]).arms == study.arms
     assert again.started == []
 
 
