@@ -9,14 +9,14 @@ from fedpriv.ledger.participation import ParticipationRecord, beside
 from simulations import loopback
 from tests.deployment.sites import CONFIG
 
-ROUNDS = 8
+ROUNDS = 4
 SETTINGS = (
     f"--set=rounds={ROUNDS}",
     "--set=federation.least_nodes=1",
     "--set=privacy.accountant=tight",
-    # Long enough for the runs to take turns.
+    # Long enough for the runs to take turns, and for shapes to be tried on a busy machine.
     "--set=federation.fixed_length=true",
-    "--set=federation.deadline_seconds=4",
+    "--set=federation.deadline_seconds=10",
     "--exit",
 )
 
