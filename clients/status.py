@@ -16,8 +16,8 @@ from safetensors.numpy import load
 
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.clients.connection import FederationStub, Identity
+from fedpriv.disk import write_atomically, writing
 from fedpriv.errors import InvalidValueError, UnreachableError, WireError
-from fedpriv.files import write_atomically, writing
 from fedpriv.ledger.events import Randomness
 from fedpriv.logs import expiry, one_line
 from fedpriv.report.records import SiteRecord, Trouble

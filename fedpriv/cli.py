@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from fedpriv import __version__
+from fedpriv.disk import lacks_room, write_atomically, writing
 from fedpriv.errors import (
     FedprivError,
     InvalidValueError,
@@ -27,7 +28,6 @@ from fedpriv.errors import (
     sentence_of,
 )
 from fedpriv.experiments import NAMES, experiment_file
-from fedpriv.files import lacks_room, write_atomically, writing
 from fedpriv.logs import one_line
 
 

@@ -153,9 +153,9 @@ def plain_numbers(value: Any, name: object = "a number") -> Any:
     return found
 
 
-def _plain_number(value: object) -> object:
+def _plain_number(value: Any) -> Any:
     try:
-        return index(value)  # type: ignore[arg-type]  # TypeError if it is none
+        return index(value)  # TypeError if it is none
     except TypeError:
         return float(value) if isinstance(value, Real) else value
 

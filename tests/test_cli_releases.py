@@ -98,6 +98,8 @@ def test_a_plan_knows_what_a_shared_ledger_holds(tmp_path: Path) -> None:
     assert after is not None
     with Ledger.open(ledger) as opened:
         assert float(after[1]) == pytest.approx(epsilon(opened.spent(), 1e-3).epsilon, abs=1e-3)
+    others = [*more, "--set", "data.options.users=100"]
+    assert "is of population 'digits: 287 users" in refused("plan", *others)
 
 
 def test_a_run_releases_metrics_with_their_noise_at_one_epsilon(file: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BELOW = {  # what each package may import of the library, besides errors, files and itself
+BELOW = {  # what each package may import of the library, besides disk, errors and itself
     "ledger": "",
     "selection": "",
     "accounting": "ledger selection",
@@ -48,7 +48,7 @@ ALLOWED = {
     for package in packages.split()
 }
 ALLOWED["fedpriv.errors"] = set()
-ALLOWED["fedpriv.files"] = {"fedpriv.errors"}
+ALLOWED["fedpriv.disk"] = {"fedpriv.errors"}
 TOP = ("fedpriv.__main__", "fedpriv.cli", "fedpriv.clients", "fedpriv.server", "simulations")
 ALLOWED |= {name: {"fedpriv"} for name in TOP}
 # The two ends of a deployment know neither each other, nor does the library know them.
@@ -101,7 +101,7 @@ def imports(name: str, path: Path) -> set[str]:
 @pytest.mark.parametrize(("name", "path"), modules(), ids=str)
 def test_imports_follow_the_layout(name: str, path: Path) -> None:
     package = package_of(name)
-    allowed = ALLOWED[package] | {package, "fedpriv.errors", "fedpriv.files"}
+    allowed = ALLOWED[package] | {package, "fedpriv.errors", "fedpriv.disk"}
     for imported in imports(name, path):
         top = imported.split(".")[0]
         end = ".".join(imported.split(".")[:2])

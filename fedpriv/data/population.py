@@ -25,8 +25,8 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from fedpriv.disk import sync
 from fedpriv.errors import DataError, InvalidValueError, check_types, known_names
-from fedpriv.files import sync
 from fedpriv.importing import call_imported, check_options, import_function
 
 if TYPE_CHECKING:

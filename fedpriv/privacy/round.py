@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from fedpriv.disk import with_room
 from fedpriv.errors import (
     BudgetExceededError,
     InvalidValueError,
@@ -25,7 +26,6 @@ from fedpriv.errors import (
     hold_plain_numbers,
     is_whole,
 )
-from fedpriv.files import with_room
 from fedpriv.ledger.events import PrivacyBudget, Randomness, RoundEvent
 from fedpriv.ledger.ledger import Charge, Ledger, OpenSeries, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord

@@ -24,8 +24,8 @@ from fedpriv.accounting.pricing import (
     weakest_arithmetic,
     weakest_randomness,
 )
+from fedpriv.disk import writing
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
-from fedpriv.files import writing
 from fedpriv.ledger.events import Randomness, SamplingPolicy, Unit, merge_equal
 from fedpriv.report.charts import Chart, Series, declared, save, texts
 from fedpriv.report.page import Section

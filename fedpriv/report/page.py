@@ -11,8 +11,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fedpriv import __version__
+from fedpriv.disk import write_atomically, writing
 from fedpriv.errors import InvalidValueError
-from fedpriv.files import write_atomically, writing
 from fedpriv.report.charts import Chart, embedded, library, texts
 from fedpriv.report.tables import Table
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from fedpriv.accounting.accountants import PrivacyLoss, accountant_named, format_epsilon
 from fedpriv.audit import AuditResult
+from fedpriv.disk import writing
 from fedpriv.errors import DataError
-from fedpriv.files import writing
 from fedpriv.ledger.events import merge_equal
 from fedpriv.ledger.ledger import paid_events
 from fedpriv.report.charts import Chart, Series, declared, save, texts

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 
 from fedpriv.accounting.accountants import format_epsilon
+from fedpriv.disk import writing
 from fedpriv.errors import DataError
-from fedpriv.files import writing
 from fedpriv.report.charts import Axis, Chart, Series, declared, save, spans_decades, texts
 from fedpriv.report.tables import Column, Table, fitted, json_text, print_table
 from fedpriv.studies import ArmSummary, Interval, ReadStudy, Study, Target

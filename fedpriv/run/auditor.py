@@ -31,8 +31,8 @@ from fedpriv.audit import (
 from fedpriv.audit.canaries import Positions
 from fedpriv.audit.canary_transport import CanaryTransport
 from fedpriv.build import Experiment
+from fedpriv.disk import with_room, write_atomically
 from fedpriv.errors import DataError
-from fedpriv.files import with_room, write_atomically
 from fedpriv.ledger.events import RoundEvent, SamplingPolicy
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT, GaussianMechanism
 from fedpriv.privacy.layout import FloatVector

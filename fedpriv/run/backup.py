@@ -5,8 +5,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedpriv.disk import writing
 from fedpriv.errors import LedgerError
-from fedpriv.files import writing
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import SERIES_KEYS, Head, ParticipationRecord, beside
 

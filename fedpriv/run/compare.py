@@ -29,6 +29,7 @@ from fedpriv.build import (
 )
 from fedpriv.config import DataSection, method_left_out
 from fedpriv.data.population import Population, load_population
+from fedpriv.disk import write_atomically, writing
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport, computing_with
 from fedpriv.errors import (
@@ -39,7 +40,6 @@ from fedpriv.errors import (
     known_names,
     plain_numbers,
 )
-from fedpriv.files import write_atomically, writing
 from fedpriv.mechanism import Mechanism
 from fedpriv.personalisation import Personalisation
 from fedpriv.privacy.round import LocalTraining

@@ -16,8 +16,8 @@ from pydantic_core import to_json
 from fedpriv.accounting.pricing import LedgerContent
 from fedpriv.audit import AuditResult
 from fedpriv.config import load_config
+from fedpriv.disk import naming, sync, write_atomically, writing
 from fedpriv.errors import DataError, InvalidValueError, LedgerError
-from fedpriv.files import naming, sync, write_atomically, writing
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord, beside
 from fedpriv.report.records import RunRecord, SimulationOnlyRound, SiteTable, Verification

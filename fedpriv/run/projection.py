@@ -19,9 +19,9 @@ from fedpriv.build import Experiment, Method, check_budget, method_of, on_popula
 from fedpriv.config import Config, ProjectionSection
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import Population
+from fedpriv.disk import with_room, write_atomically
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError, hold_plain_numbers, is_whole, require
-from fedpriv.files import with_room, write_atomically
 from fedpriv.ledger.events import RoundEvent, Unit, check_query
 from fedpriv.ledger.participation import beside
 from fedpriv.models import Projected

@@ -40,6 +40,7 @@ from fedpriv.build import Experiment, build, check_budget
 from fedpriv.config import Config, FederationSection, StoppingSection, for_folder, load_config
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import load_population
+from fedpriv.disk import with_room, write_atomically
 from fedpriv.engine.task import Evaluation, HeldOut, Task, evaluate, running_norms
 from fedpriv.errors import (
     BudgetExceededError,
@@ -48,7 +49,6 @@ from fedpriv.errors import (
     InvalidValueError,
     RefutedError,
 )
-from fedpriv.files import with_room, write_atomically
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger, paid_events
 from fedpriv.ledger.participation import beside

@@ -19,17 +19,18 @@ from fedpriv.build import (
     Method,
     on_population,
     population_of,
+    records_of,
     settings_of,
     simulated,
 )
 from fedpriv.config import load_config, method_left_out
 from fedpriv.data.population import Population
+from fedpriv.disk import with_room
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import BudgetExceededError, InvalidValueError, check_types
 from fedpriv.federated_evaluation import FederatedEvaluation
-from fedpriv.files import with_room
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
 from fedpriv.ledger.participation import beside
 from fedpriv.mechanism import Mechanism
@@ -247,7 +248,8 @@ def show_allocation(file: Path, assignments: list[str]) -> None:
     """Print how a round of an experiment is released and what all rounds cost; spend nothing."""
     config = load_config(file, assignments)
     population, before, ledger = population_of(config), list[RoundEvent](), config.privacy.ledger
-    held = spent_in(Path(ledger)) if ledger else []
+    name = records_of(population, config.mechanism()).name
+    held = spent_in(Path(ledger), name) if ledger else []
     if config.projection:
         survey, experiment = planned(config, "plan", population, held)
         before.append(survey.event)

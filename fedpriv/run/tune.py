@@ -55,6 +55,7 @@ from fedpriv.config import (
     with_defaults,
 )
 from fedpriv.data.population import Population, load_population
+from fedpriv.disk import with_room, write_atomically, writing
 from fedpriv.engine.figures import ALWAYS, BETTER
 from fedpriv.engine.task import Task, evaluate
 from fedpriv.engine.transport import InProcessTransport
@@ -65,7 +66,6 @@ from fedpriv.errors import (
     known_names,
     plain_numbers,
 )
-from fedpriv.files import with_room, write_atomically, writing
 from fedpriv.ledger.events import (
     PrivacyBudget,
     Randomness,

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from fedpriv.disk import write_atomically
 from fedpriv.errors import (
     BudgetExceededError,
     CheckpointError,
@@ -27,7 +28,6 @@ from fedpriv.errors import (
     StoppedError,
     is_whole,
 )
-from fedpriv.files import write_atomically
 from fedpriv.ledger import ChargedRow, Head, Ledger
 from fedpriv.ledger.events import (
     NeighbouringRelation,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.disk import lacks_room
 from fedpriv.errors import InvalidValueError, LedgerError
-from fedpriv.files import lacks_room
 from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import Ledger, ProposedCharge, is_export
 

@@ -16,10 +16,10 @@ from fedpriv import SGD, Flat, Mechanism, Projection, Run, simulate
 from fedpriv.accounting import epsilon
 from fedpriv.data import load_digits
 from fedpriv.data.files import read_npz
+from fedpriv.disk import write_atomically
 from fedpriv.engine.layers import batched_model
 from fedpriv.engine.task import Task
 from fedpriv.errors import InvalidValueError
-from fedpriv.files import write_atomically
 from fedpriv.ledger import Ledger
 from fedpriv.models import Projected, mlp
 from fedpriv.run.folder import RunFolder, write_report

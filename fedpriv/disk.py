@@ -1,4 +1,4 @@
-"""Files that a crash must leave whole, and that a full disk must not cost a run."""
+"""Writing to disk what a crash must leave whole, and what a full disk must not cost."""
 
 import errno
 import logging
