@@ -115,22 +115,13 @@ def test_a_study_goes_on_only_where_its_caller_says_that_nothing_changed(
             study(tmp_path, {"a": after}, seeds=2, resume=True)
 
 
-@pytest.mark.parametrize("what", CHANGED)
-def test_arms_that_differ_in_what_no_table_says_are_compared(tmp_path: Path, what: str) -> None:
-    one, other = CHANGED[what]
-    arms = {"a": one, "b": other}
-    found = study(tmp_path, arms)
-    assert [arm.arm for arm in found.arms] == ["a", "b"]
-    assert study(tmp_path, arms, resume=True).runs == found.runs
-
-
 def test_equal_arms_are_refused(tmp_path: Path) -> None:
     arm = {"task": task(nn.ReLU())}
     with pytest.raises(InvalidValueError, match="arms 'a' and 'b' are alike"):
         study(tmp_path, {"a": arm, "b": arm})
 
 
-def test_another_process_goes_on_with_what_was_finished(tmp_path: Path) -> None:
+def test_arms_that_differ_in_what_no_table_says_go_on_in_another_process(tmp_path: Path) -> None:
     code = f"""
 import tests.run.test_comparing_values as here
 arms = {{f"{{n}}-{{k}}": arm for n, pair in here.CHANGED.items() for k, arm in enumerate(pair)}}
