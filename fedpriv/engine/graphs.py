@@ -130,6 +130,7 @@ class _Graph:
             {n: t.clone() for n, t in start.control.items()},
             start.personal,
         )
+        self._held = start  # what is copied there
         self._given = {name: tensor.clone() for name, tensor in given.items()}
         # What libraries prepare for a stream, they do before.
         stream.wait_stream(torch.cuda.current_stream())
@@ -147,12 +148,15 @@ class _Graph:
 
     def replayed(self, start: RoundParameters, given: TorchTensors) -> Updates:
         """What this start and what is given lead to."""
-        for own, others in (
-            (self._start.parameters, start.parameters),
-            (self._start.control, start.control),
-            (self._changing, start.constants),
-            (self._given, given),
-        ):
+        changed = [(self._given, given)]
+        if start is not self._held:
+            self._held = start
+            changed += [
+                (self._start.parameters, start.parameters),
+                (self._start.control, start.control),
+                (self._changing, start.constants),
+            ]
+        for own, others in changed:
             for name, tensor in own.items():
                 tensor.copy_(others[name])
         self._graph.replay()

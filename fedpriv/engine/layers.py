@@ -86,12 +86,14 @@ def shared_product(rows: Tensor, matrix: Tensor, *, out: Tensor) -> None:
 
     A row's product does not depend on the other rows. A CPU's library chooses how it multiplies by
     the number of rows, and rounds accordingly. So it is given a fixed number at a time; the last
-    piece overlaps the one before it, or is filled up. Fastest if the matrix is contiguous.
+    piece overlaps the one before it, or is filled up.
     """
     count, (k, m) = len(rows), matrix.shape
     if rows.device.type != "cpu":
         product(rows, matrix, out=out)
-    elif count < _ROWS:
+        return
+    matrix = matrix.contiguous()  # is faster
+    if count < _ROWS:
         filled = rows.new_zeros((1, _ROWS, k))
         filled[0, :count] = rows
         out.copy_(product(filled, matrix[None])[0, :count])
@@ -371,7 +373,7 @@ def _products(rows: Tensor, matrices: Tensor, *, shared: bool, out: Tensor | Non
         out = rows.new_empty((*rows.shape[:2], matrices.shape[2]))
     if not shared:
         return product(rows, matrices, out=out)
-    shared_product(rows.flatten(0, 1), matrices[0].contiguous(), out=out.flatten(0, 1))
+    shared_product(rows.flatten(0, 1), matrices[0], out=out.flatten(0, 1))
     return out
 
 

@@ -409,6 +409,7 @@ class Descent:
         self._start, self._local, self._control = start, local, control or {}
         self._personal = personal
         self._parameters: TorchTensors = {}
+        self._zeros: TorchTensors = {}  # in place of control variates
         self._rate, self._steps = local.rate, 0
 
     def parameters(self, users: int) -> TorchTensors:
@@ -436,7 +437,8 @@ class Descent:
             memory = self.memory.get(name)
             if memory is None:
                 memory = tuple(torch.zeros_like(gradient) for _ in range(local.memories))
-            control = self._control.get(name, gradient.new_zeros(()))
+                self._zeros[name] = gradient.new_zeros(())
+            control = self._control.get(name, self._zeros[name])
             own = self._parameters[name], memory, control, name in self._personal
             begun = LocalStep(self._steps, gradient, *own)
             direction, self.memory[name] = local.direction(begun)
@@ -544,12 +546,17 @@ def train_layers_chunk(
     }
     descent = Descent(own, local, start.control, start.personal)
     coefficients = Descent({"": batches.weights.new_zeros(steps)}, local)
+    coefficients.parameters(users)  # at which nothing linear looks
     # A mean over each user's real targets; users are apart in the sum, so are its gradients.
     counted = (batches.weights * task.shares(batches.y, axes=3)).sum(2, keepdim=True)
-    shares = batches.weights / _one_if_none(counted)
+    targets, shares = (
+        t.transpose(0, 1).flatten(1, 2)
+        for t in (batches.y, batches.weights / _one_if_none(counted))
+    )
+    units = torch.eye(steps, device=inputs.device)
     for step in range(steps):
         own = {n: p.detach().requires_grad_() for n, p in descent.parameters(users).items()}
-        x, y, share = (t[:, step].flatten(0, 1) for t in (inputs, batches.y, shares))
+        x, y, share = inputs[:, step].flatten(0, 1), targets[step], shares[step]
         for layer in low_rank.values():
             layer.expect(x)
         # Nor can a layer be computed again in the backward pass, as what is checkpointed is.
@@ -562,10 +569,7 @@ def train_layers_chunk(
         )
         active = batches.active(step)
         descent.step(dict(zip(own, gradients, strict=False)), active)
-        unit = batches.weights.new_zeros((users, steps))
-        unit[:, step] = 1.0
-        coefficients.parameters(users)
-        coefficients.step({"": unit}, active)
+        coefficients.step({"": units[step].expand(users, steps)}, active)
         for layer in low_rank.values():
             layer.learn(coefficients.displacement[""])
     learnt: dict[str, BatchedTensor] = {**descent.moved()}

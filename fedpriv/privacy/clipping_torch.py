@@ -51,11 +51,13 @@ Updates = Mapping[str, BatchedTensor]
 _NUMBERS = 2**19
 _NUMBERS_CUDA = 2**26
 _ALIGNED = 8  # rows begin where a vector instruction reads a whole cache line
+_PASSED_ON = 2**16  # bytes, up to which CUDA takes what lies in any memory along with a command
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A tensor on a device; a GPU does other work meanwhile."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
+    large = tensor.nbytes > _PASSED_ON
+    if large and device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
@@ -112,7 +114,7 @@ def sum_by_kernels(
     names = [n for n in layout.names if not clipping.indicator or n != clipping.indicator.tensor]
     total = torch.zeros(layout.dimension, dtype=torch.int64, device=device)
     lanes = len(next(iter(updates.values())))
-    few = max(1, min(lanes, _NUMBERS_CUDA // max(1, layout.dimension)))
+    few = _few(lanes, layout, device)
     with torch.cuda.device(device):
         for start in range(0, lanes, few):
             some = {n: updates[n][start : start + few] for n in names}
@@ -244,10 +246,8 @@ def rows_of(
     The tensor of the indicator is left as it is. All rows are in the same memory: on a CPU, fresh
     pages cost more than the arithmetic.
     """
-    device = _device_of(updates)
-    most = _NUMBERS_CUDA if device.type == "cuda" else _NUMBERS
-    trained = len(next(iter(updates.values())))
-    few = max(1, min(trained, most // max(1, layout.dimension)))
+    device, trained = _device_of(updates), len(next(iter(updates.values())))
+    few = _few(trained, layout, device)
     width = -(-layout.dimension // _ALIGNED) * _ALIGNED
     memory = torch.empty((few, width), dtype=torch.float64, device=device)
     for start in range(0, users, few):
@@ -260,6 +260,13 @@ def rows_of(
                 place = rows[:, layout.slices[name]].view(len(rows), *shape)
                 place.copy_(updates[name][copied])
         yield slice(start, min(copied.stop, users)), rows[: users - start]
+
+
+def _few(lanes: int, layout: Layout, device: torch.device) -> int:
+    """How many lanes are clipped at a time, equally many where possible."""
+    numbers = _NUMBERS_CUDA if device.type == "cuda" else _NUMBERS
+    most = max(1, numbers // max(1, layout.dimension))
+    return -(-lanes // -(-lanes // most))
 
 
 def _norms(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
