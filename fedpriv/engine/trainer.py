@@ -11,7 +11,6 @@ users, other lanes are blank, or, on a CPU, there are fewer lanes that are found
 Where places or neighbours make a difference, users of the rung train one at a time.
 """
 
-import hashlib
 import logging
 import pickle
 import random
@@ -77,7 +76,7 @@ _FEW_LANES = 160
 _MANY_LANES = 2048  # all of which are tried before users train in them
 # On a GPU, whose libraries choose kernels by the size of a product, all chunks of a rung have the
 # same lanes. With fewer it would wait for its next kernel, and with more train blank ones.
-_BUSY_DEVICE = 10_000_000
+_BUSY_DEVICE = 20_000_000
 _DEVICE_LANES = 256
 _TOTAL, _WEIGHED = "total", "weighed"  # what graphs of sums give and are given
 _UNROLLED = 32  # numbers: two vectors of AVX-512
@@ -498,7 +497,7 @@ def _fetched(tensor: Tensor) -> Callable[[], npt.NDArray[Any]]:
 
     def fetch() -> npt.NDArray[Any]:
         copied.synchronize()
-        return memory.numpy().copy()
+        return memory.numpy()
 
     return fetch
 
@@ -705,14 +704,13 @@ class _RandomUsers:
         return all(bool(torch.isfinite(update[:1]).all()) for update in moved.values())
 
     def digests(self, order: Integers, lanes: int, *, together: bool = True) -> dict[int, bytes]:
-        """SHA-256 of all bits that each user gets if all train in this order."""
+        """Digests of all bits that each user gets if all train in this order."""
         chunk, found = Chunk(self.rung, lanes, together, order), []
         updates = self.trainer.sent(self.request, self.start, chunk, self.store)
-        shapes = tuple(tuple(update.shape[1:]) for update in updates.values())
-        for _, rows in rows_of(updates, Layout(tuple(updates), shapes), len(order)):
-            bits = rows.float().cpu().numpy()  # as they were, and half as much to read
-            bits[np.isnan(bits)] = np.nan  # one of the many
-            found += [hashlib.sha256(row).digest() for row in bits]
+        layout = Layout(tuple(updates), tuple(tuple(u.shape[1:]) for u in updates.values()))
+        factors = np.random.default_rng(0).integers(-(2**63), 2**63, (2, layout.dimension))
+        for _, rows in rows_of(updates, layout, len(order)):
+            found += _digests(rows.float(), factors)  # as they were
         return dict(zip(order.tolist(), found, strict=True))
 
     def together(self, lanes: int) -> tuple[bytes, ...]:
@@ -750,6 +748,21 @@ class _RandomUsers:
             with suppress(Exception):  # of a model that refuses it
                 self.digests(np.array([broken]), 1, together=False)
         return [found, self.digests(first, 1, together=False)]
+
+
+def _digests(rows: Tensor, factors: npt.NDArray[np.int64]) -> list[bytes]:
+    """Of the bits of rows [c, D] of float32, where all NaNs become one, by random factors [2, D].
+
+    Each half is the sum of a row's words of 32 bits times its factors of 64, modulo 2⁶⁴. That is
+    the same for two rows that differ with a probability of 2⁻³³ at most over the factors, since no
+    difference of words is a multiple of 2³² (multiply-shift, Dietzfelbinger 1996).
+    """
+    words = rows.nan_to_num_(torch.nan, torch.inf, -torch.inf).view(torch.int32)
+    if words.device.type == "cpu":
+        return [half.tobytes() for half in words.numpy().astype(np.int64) @ factors.T]
+    on_device = to_device(torch.from_numpy(factors), words.device)
+    halves = torch.stack([(words * factor).sum(1) for factor in on_device], 1)
+    return [half.tobytes() for half in halves.cpu().numpy()]
 
 
 def _agree(found: Mapping[int, bytes], expected: Mapping[int, bytes] | Sequence[bytes]) -> bool:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from fedpriv.engine.local_training import Examples, by_rung, schedule
 from fedpriv.engine.task import Activations, RoundParameters, Task
-from fedpriv.engine.trainer import Chunk, Trainer
+from fedpriv.engine.trainer import Chunk, Trainer, _digests
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.privacy import clipping_torch
 from fedpriv.privacy.clipping import Clipping
@@ -110,6 +110,13 @@ def test_sums_of_long_vectors_are_those_of_the_reference(norm: float) -> None:
     for users in (70, 64, 1):
         found = integer_sum(on_gpu, clipping, np.ones(users, np.int64)).cpu().numpy()
         np.testing.assert_array_equal(found, sum(alone[:users]))
+
+
+def test_digests_on_a_gpu_are_those_of_a_cpu() -> None:
+    rows = torch.randn((9, 2_001), generator=torch.Generator().manual_seed(0))
+    rows[2, 7], rows[3, 0], rows[5, 2_000] = torch.nan, torch.inf, -torch.inf
+    factors = np.random.default_rng(1).integers(-(2**63), 2**63, (2, 2_001))
+    assert _digests(rows.cuda(), factors) == _digests(rows, factors)
 
 
 def test_orders_drawn_on_a_gpu_are_those_of_a_cpu() -> None:

@@ -54,6 +54,25 @@ def transport_of(
     return InProcessTransport(task, store, CPU, MEMORY, hosted, processes=processes)
 
 
+def test_digests_tell_any_bits_apart_but_those_of_nan() -> None:
+    rows = np.random.default_rng(0).standard_normal((6, 9)).astype(np.float32)
+    rows[1] = rows[0]
+    rows.view(np.uint32)[1, 8] ^= 1
+    rows[2] = rows[0]
+    rows.view(np.uint32)[2, 3] ^= 2**31
+    rows[3:5, 4] = np.array([0x7FC00000, 0xFF812345], np.uint32).view(np.float32)
+    rows[4, :4], rows[4, 5:] = rows[3, :4], rows[3, 5:]
+    rows[5, 0] = np.inf
+    factors = np.random.default_rng(1).integers(-(2**63), 2**63, (2, 9))
+    found = trainer_module._digests(torch.from_numpy(rows.copy()), factors)
+    assert len({*found}) == 5
+    assert found[3] == found[4]
+    for row in (0, 1, 2, 5):
+        words = rows[row].view(np.int32).tolist()
+        sums = [sum(w * f for w, f in zip(words, each, strict=True)) for each in factors.tolist()]
+        assert found[row] == b"".join((s % 2**64).to_bytes(8, "little") for s in sums)
+
+
 @settings(max_examples=5, deadline=None)
 @given(plans, people(20, 64), st.data())
 def test_a_sum_is_that_of_what_each_user_gives_alone(
