@@ -12,8 +12,9 @@ import triton
 import triton.language as tl
 
 _BLOCK = 1024  # numbers of a row that are squared at a time
-_COLUMNS, _ROWS = 256, 8  # a tile of numbers that are added up at a time
-_TURNS = 8  # one program does so many of either
+_COLUMNS, _ROWS = 256, 4  # a tile of numbers that are added up at a time
+_TURNS, _TURNS_OF_ROWS = 8, 32  # one program does so many of either, at most
+_PROGRAMS = 1024  # that keep a GPU busy
 
 Piece = tuple[torch.Tensor, torch.Tensor | None]
 """Numbers of each user, contiguous [c, n] float32, and a scale to divide them by, float64 []."""
@@ -114,8 +115,10 @@ def add_whole(
     numbers, scale = piece
     users, n = numbers.shape
     if n:
-        grid = triton.cdiv(n, _COLUMNS), triton.cdiv(users, _ROWS * _TURNS)
-        _sum_kernel[grid](
+        wide = triton.cdiv(n, _COLUMNS)
+        spare = max(1, wide * users // (_ROWS * _PROGRAMS))
+        turns = min(triton.next_power_of_2(spare), _TURNS_OF_ROWS)
+        _sum_kernel[wide, triton.cdiv(users, _ROWS * turns)](
             numbers, factors, scale, sound, total, users, n,
-            scale is not None, _COLUMNS, _ROWS, _TURNS,
+            scale is not None, _COLUMNS, _ROWS, turns,
         )  # fmt: skip
