@@ -44,22 +44,22 @@ BESIDE = (
 )
 
 
-def prepared(population: int = 1_000) -> InProcessTransport:
+def prepared(population: int = 1_000, on: str = "cpu") -> InProcessTransport:
     """So many users, who have trained once: shapes are checked before the first users train."""
+    device = torch.device(on)
     torch.manual_seed(0)
     users = replace(WORKS["mlp"], users=population).population
     task = Task(WORKS["mlp"].model())
-    memory = chunk_memory_of(None, torch.device("cpu"))
-    engine = InProcessTransport(task, users, torch.device("cpu"), memory, processes=1)
+    engine = InProcessTransport(task, users, device, chunk_memory_of(None, device), processes=1)
     for _ in engine.collect(request_of(task, users)):
         pass
     return engine
 
 
-def run(folder: Path, engine: InProcessTransport, rounds: int) -> None:
-    """Train cohorts of 100 users in expectation, with all that is written to disk."""
+def run(folder: Path, engine: InProcessTransport, rounds: int, cohort: int = 100) -> float:
+    """Train cohorts of an expected size, with all that is written to disk: seconds of a round."""
     population = Population("random images", engine.users, engine.users.examples_of(0))
-    sampling = Poisson(100 / engine.users.population)
+    sampling = Poisson(cohort / engine.users.population)
     mechanism = Mechanism(sampling, Flat(1.0), noise_multiplier=1.0, epsilon=100.0, delta=1e-6)
     output = {"evaluate_every": rounds}  # evaluation is not of every round
     method = Method(engine.task, mechanism, LOCAL, FedAvg())
@@ -67,8 +67,9 @@ def run(folder: Path, engine: InProcessTransport, rounds: int) -> None:
     experiment, _ = on_population(config, "run", population, method=method)
     files, name = (folder / "ledger", folder / "participation"), population.name
     with PrivacyRecords.open(*files, name, experiment.budget) as records:
-        state, written = experiment.initial_state, RunFolder(folder)
+        state, written, began = experiment.initial_state, RunFolder(folder), time.monotonic()
         conduct(written, experiment, state, engine, records, lambda _: None, time.monotonic)
+        return (time.monotonic() - began) / rounds
 
 
 def parts_of(profile: cProfile.Profile) -> dict[str, float]:

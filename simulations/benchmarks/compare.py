@@ -126,8 +126,10 @@ def _check(contestants: Collection[str]) -> None:
         )
 
 
-def _measure(given: argparse.Namespace, console: Console) -> dict[str, Row]:
+def _measure(given: argparse.Namespace, console: Console) -> None:
     rows: dict[str, Row] = {}
+    packages = ["fedpriv", "torch", "numpy", "pfl", "flwr", "ray", "opacus"]
+    kept = made_by("benchmarks.compare", packages, given.device, given.threads)
     for name in given.rows:
         settings = settings_of(name, given.without, given.device, given.threads, given.processes)
         _check({setting.contestant for setting in settings.values()})
@@ -137,7 +139,9 @@ def _measure(given: argparse.Namespace, console: Console) -> dict[str, Row]:
             console.print(f"{name} is left out: {error}")
             continue
         console.print(table([rows[name]]))
-    return rows
+        if given.json:  # now, as the next row may take long
+            kept["rows"] = figures(rows)
+            given.json.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
 
 
 def main() -> None:
@@ -157,15 +161,10 @@ def main() -> None:
     given.rows = given.rows or [n for n in WORKS if given.device == "cuda" or n not in LARGE]
     switch_off_telemetry()
     try:
-        rows = _measure(given, Console())
+        _measure(given, Console())
     except FedprivError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    if given.json:
-        packages = ["fedpriv", "torch", "numpy", "pfl", "flwr", "ray", "opacus"]
-        kept = made_by("benchmarks.compare", packages, given.device, given.threads)
-        kept["rows"] = figures(rows)
-        given.json.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

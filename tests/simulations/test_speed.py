@@ -1,6 +1,8 @@
 """The benchmarks of the engine: what they measure, not how fast anything is."""
 
 import cProfile
+import json
+import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -14,7 +16,8 @@ from fedpriv.engine.checks import check_task
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.models import softmax_regression
-from simulations import overheads, throughput
+from fedpriv.privacy import gaussian_mechanism
+from simulations import gpu_round, overheads, throughput
 from simulations.throughput import Work, plain_round, request_of, speeds_of
 
 SMALL = Work(partial(softmax_regression, inputs=6), 5, 4, (6,))
@@ -87,3 +90,71 @@ def test_parts_of_a_round_are_all_of_it(tmp_path: Path) -> None:
     assert set(overheads.BESIDE) < set(parts)
     assert min(parts.values()) > 0.0
     assert sum(parts.values()) - parts["all"] <= parts["all"]
+
+
+def test_a_round_without_privacy_trains_the_same_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = overheads.prepared(6)
+    request = replace(request_of(engine.task, engine.users), local_key=bytes(32))
+    private = [partial.total for partial in engine.collect(request)]
+    sent: list[list[torch.Tensor]] = []
+    honest = torch.cat
+
+    def seen(tensors: list[torch.Tensor]) -> torch.Tensor:
+        sent.append(tensors)
+        return honest(tensors)
+
+    with gpu_round.without_privacy():
+        monkeypatch.setattr(torch, "cat", seen)
+        plain = [partial.total for partial in engine.collect(request)]
+        assert not gaussian_mechanism.rounded_gaussian(bytes(32), 5, 1e9).any()
+    assert not np.any(plain)  # whole numbers of 1, of which there are none
+    steps = request.clipping.steps
+    total = honest([each.flatten() for each in sent[-1]]).numpy()
+    assert np.abs(np.sum(private, 0) * steps - total).max() < 0.01 * np.abs(total).max()
+    assert gaussian_mechanism.rounded_gaussian(bytes(32), 5, 1e9).any()
+
+
+def test_figures_of_a_gpu_round_are_of_what_was_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"sums": 2.0, "plain sums": 1.0, "products": 0.5, "private": 9.0, "plain": 6.0}
+    monkeypatch.setattr(gpu_round, "in_turns", lambda *given: {n: seconds[n] for n in given[0]})
+    monkeypatch.setattr(gpu_round, "sums", lambda *_: lambda: 0.0)
+    monkeypatch.setattr(gpu_round, "whole_rounds", lambda *_: lambda: 0.0)
+    monkeypatch.setattr(gpu_round, "shared", lambda *_: {1: 2.0, 2: 1.0})
+    turns = gpu_round.Turns(1, 0.0, 1, [1, 2])
+    found = gpu_round.measured("mlp", torch.device("cpu"), turns)
+    work = gpu_round.WORKS["mlp"]()
+    assert found["sum over plain sum"] == 2.0
+    assert found["private over plain"] == 1.5
+    assert found["users per second by processes"] == {1: 50.0, 2: 100.0}
+    assert found["TFLOP/s up to the sum"] == work.flops_of(100) / 2.0 / 1e12
+
+
+def test_kinds_of_rounds_take_turns_and_the_first_is_not_counted() -> None:
+    order, times = [], iter([100.0, 50.0, 1.0, 2.0, 3.0, 4.0])
+
+    def run(name: str) -> float:
+        clips = gaussian_mechanism.rounded_gaussian(bytes(32), 4, 1e9).any()
+        order.append((name, bool(clips)))
+        return next(times)
+
+    runs = {name: partial(run, name) for name in ("private", "plain")}
+    found = gpu_round.in_turns(runs, {"private"}, gpu_round.Turns(2, 0.0, 1, []))
+    assert found == {"private": 2.0, "plain": 3.0}
+    assert order == [("private", True), ("plain", False)] * 3
+
+
+def test_whole_rounds_are_timed() -> None:
+    assert gpu_round.whole_rounds(3, torch.device("cpu"), 2)() > 0.0
+
+
+@pytest.mark.slow
+def test_a_gpu_round_is_measured_on_a_cpu(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    options = ["--device", "cpu", "--work", "mlp", "--turns", "1", "--seconds", "0"]
+    options += ["--rounds", "1", "--processes", "1", "--json", str(file)]
+    command = [sys.executable, "-m", "simulations.gpu_round", *options]
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True)
+    kept = json.loads(file.read_text())
+    assert kept["machine"]["device"] == "CPU"
+    assert kept["share of the rate of products"] > 0.0
+    assert [*kept["users per second by processes"]] == ["1"]

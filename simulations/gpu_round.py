@@ -1,0 +1,204 @@
+"""What a round on a GPU costs, beside what it cannot do without.
+
+Rounds of 2,000 users of 50 images, who train the MLP 784–128–10 in batches of 10. In turns:
+
+* sums: users train, and their updates are clipped and added up as integers;
+* plain sums: the same users train, and their updates are added up in float32;
+* products: batches of matrices of the shapes of the first layer, forward and of the gradient of its
+  weights, which are all but 2% of the operations of training.
+
+Then whole rounds as `fedpriv simulate` runs them, with noise, ledger and checkpoints on disk, of
+2,000 out of 4,000 users in expectation, in turns with the same without clipping and noise. At last
+several processes share the users of a round and the device.
+
+    python -m simulations.gpu_round --json simulations/results/gpu_round.json
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedpriv.data.population import UserStore
+from fedpriv.engine import trainer
+from fedpriv.engine.task import Task, cross_entropy, tf32
+from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
+from fedpriv.privacy import gaussian_mechanism
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.clipping_torch import Updates
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.round import RoundRequest
+from simulations import overheads
+from simulations.benchmarks.arena import Setting, playing
+from simulations.benchmarks.contestants import Turn
+from simulations.benchmarks.machine import made_by
+from simulations.benchmarks.works import WORKS, Work
+
+_LANES, _PRODUCTS = 512, 20
+
+Run = Callable[[], float]
+"""Does what is timed, once or more often, and returns the seconds that it took once."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How long everything is timed."""
+
+    turns: int
+    seconds: float  # of each, at least
+    rounds: int  # of a run of whole rounds
+    processes: Sequence[int]  # numbers of processes that share a device
+
+
+def sums(work: Work, device: torch.device) -> Run:
+    """A round of all users of a work, up to the sum of their updates."""
+    store = UserStore({"x": work.x.numpy(), "y": work.y.numpy()}, work.offsets)
+    task = Task(work.build(), cross_entropy)
+    transport = InProcessTransport(task, store, device, chunk_memory_of(None, device))
+    parameters = task.parameters()
+    layout = Layout.of(parameters)
+    clipping = Clipping(layout, flat(layout, work.clipping_norm))
+    settings = parameters, clipping, work.local, np.arange(work.users)
+    request = RoundRequest("round", 0, 0, *settings, local_key=bytes(32))
+
+    def run() -> float:
+        total, began = np.zeros(layout.dimension, np.int64), time.perf_counter()
+        for partial in transport.collect(request):
+            total += partial.total
+        return time.perf_counter() - began
+
+    return run
+
+
+def whole_rounds(users: int, device: torch.device, rounds: int) -> Run:
+    """So many rounds of a run in which so many users train in expectation."""
+    engine = overheads.prepared(2 * users, device.type)
+
+    def run() -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            return overheads.run(Path(folder), engine, rounds, users)
+
+    return run
+
+
+@contextmanager
+def without_privacy() -> Iterator[None]:
+    """Add up what users learnt as it is, and no noise."""
+
+    def added_up(updates: Updates, clipping: Clipping) -> torch.Tensor:
+        sums = (updates[name][:].sum(0).flatten() for name in clipping.layout.names)
+        return torch.cat([*sums]).long()
+
+    def no_noise(_key: bytes, count: int, _stddev: float) -> npt.NDArray[np.int64]:
+        return np.zeros(count, np.int64)
+
+    with (
+        patch.object(trainer, "integer_sum", lambda *given: added_up(*given[:2])),
+        patch.object(trainer, "sum_by_kernels", lambda *given: added_up(*given[1:3])),
+        patch.object(gaussian_mechanism, "rounded_gaussian", no_noise),
+    ):
+        yield
+
+
+def products(device: torch.device) -> tuple[Run, float]:
+    """Batched products of the shapes of the first layer, and their floating-point operations."""
+    x = torch.randn((_LANES, 10, 784), device=device)
+    weights = torch.randn((_LANES, 784, 128), device=device)
+    gradients = torch.randn((_LANES, 10, 128), device=device)
+
+    def run() -> float:
+        began = time.perf_counter()
+        with tf32(allowed=False):
+            for _ in range(_PRODUCTS):
+                forward = x @ weights
+                backward = x.mT @ gradients
+        float(forward.sum() + backward.sum())  # waits for the device
+        return (time.perf_counter() - began) / _PRODUCTS
+
+    return run, 2 * 2.0 * _LANES * 10 * 784 * 128
+
+
+def in_turns(runs: Mapping[str, Run], private: Collection[str], given: Turns) -> dict[str, float]:
+    """Median seconds of each, again and again in its turns; some of them are private."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(given.turns + 1):
+        for name, run in runs.items():
+            with nullcontext() if name in private else without_privacy():
+                times, began = list[float](), time.perf_counter()
+                while not times or time.perf_counter() - began < given.seconds:
+                    times.append(run())
+                if number:  # in the first turn shapes are tried, and captured
+                    found[name].append(statistics.mean(times))
+    return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+
+def shared(work: str, device: str, processes: Sequence[int], given: Turns) -> dict[int, float]:
+    """Seconds of a round whose users so many processes share, up to the sums of each."""
+    settings = {str(n): Setting("fedpriv", work, device, 1, n) for n in processes}
+    known = WORKS[work]()
+    asked = Turn(range(known.users), known.local, given.seconds)
+    found: dict[int, list[float]] = {n: [] for n in processes}
+    with playing(settings) as players:
+        for number in range(given.turns + 1):
+            for n in processes:
+                seconds = players[str(n)].take(asked).seconds
+                if number:
+                    found[n].append(seconds)
+    return {n: statistics.median(seconds) for n, seconds in found.items()}
+
+
+def measured(work: str, device: torch.device, given: Turns) -> dict[str, object]:
+    """All figures."""
+    known = WORKS[work]()
+    multiply, operations = products(device)
+    runs = {"sums": sums(known, device), "plain sums": sums(known, device), "products": multiply}
+    parts = in_turns(runs, {"sums", "products"}, given)
+    runs = {name: whole_rounds(known.users, device, given.rounds) for name in ("private", "plain")}
+    whole = in_turns(runs, {"private"}, given)
+    rate, possible = known.flops_of(known.users) / parts["sums"], operations / parts["products"]
+    each = shared(work, device.type, given.processes, given)
+    return {
+        "milliseconds of a sum": 1e3 * parts["sums"],
+        "milliseconds of a plain sum": 1e3 * parts["plain sums"],
+        "sum over plain sum": parts["sums"] / parts["plain sums"],
+        "milliseconds of a whole round": 1e3 * whole["private"],
+        "milliseconds of a whole round without clipping and noise": 1e3 * whole["plain"],
+        "private over plain": whole["private"] / whole["plain"],
+        "TFLOP/s up to the sum": rate / 1e12,
+        "TFLOP/s of batched products": possible / 1e12,
+        "share of the rate of products": rate / possible,
+        "users per second by processes": {n: known.users / s for n, s in each.items()},
+    }
+
+
+def main() -> None:
+    """Measure, print and, if asked, keep the figures."""
+    parser = argparse.ArgumentParser(description="what a round on a GPU costs")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--work", default="mlp-2000", choices=["mlp", "mlp-2000"])
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a turn, at least")
+    parser.add_argument("--rounds", type=int, default=50, help="of a run of whole rounds")
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    given = parser.parse_args()
+    turns = Turns(given.turns, given.seconds, given.rounds, given.processes)
+    figures = measured(given.work, device_named(given.device), turns)
+    print(json.dumps(figures, indent=1))
+    if given.json:
+        made = made_by("gpu_round", ["fedpriv", "torch", "triton", "numpy"], given.device)
+        given.json.write_text(json.dumps({**made, **figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
