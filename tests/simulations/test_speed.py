@@ -2,7 +2,6 @@
 
 import cProfile
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,8 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.models import softmax_regression
 from fedpriv.privacy import gaussian_mechanism
 from simulations import gpu_round, overheads, throughput
+from simulations.benchmarks.arena import Setting
+from simulations.benchmarks.contestants import Done, Turn
 from simulations.throughput import Work, plain_round, request_of, speeds_of
 
 SMALL = Work(partial(softmax_regression, inputs=6), 5, 4, (6,))
@@ -147,14 +148,45 @@ def test_whole_rounds_are_timed() -> None:
     assert gpu_round.whole_rounds(3, torch.device("cpu"), 2)() > 0.0
 
 
-@pytest.mark.slow
-def test_a_gpu_round_is_measured_on_a_cpu(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    options = ["--device", "cpu", "--work", "mlp", "--turns", "1", "--seconds", "0"]
-    options += ["--rounds", "1", "--processes", "1", "--json", str(file)]
-    command = [sys.executable, "-m", "simulations.gpu_round", *options]
-    subprocess.run(command, cwd=Path(__file__).parents[2], check=True)
+class Players:
+    """Players of which each trains in a second, divided by how many processes it has."""
+
+    def __init__(self, settings: dict[str, Setting]) -> None:
+        self.settings = settings
+
+    def __enter__(self) -> dict[str, "Players.One"]:
+        return {name: self.One(setting) for name, setting in self.settings.items()}
+
+    def __exit__(self, *_: object) -> None: ...
+
+    class One:
+        def __init__(self, setting: Setting) -> None:
+            self.setting = setting
+
+        def take(self, turn: Turn) -> Done:
+            assert (self.setting.contestant, self.setting.work) == ("fedpriv", "mlp")
+            assert turn.users == range(100)
+            return Done(1.0 / self.setting.processes, np.zeros(1))
+
+
+def test_processes_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_round, "playing", Players)
+    turns = gpu_round.Turns(2, 0.0, 1, [1, 2])
+    assert gpu_round.shared("mlp", "cpu", (1, 2), turns) == {1: 1.0, 2: 0.5}
+
+
+def test_figures_of_a_gpu_round_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, seen = tmp_path / "figures.json", []
+
+    def measured(work: str, device: torch.device, turns: gpu_round.Turns) -> dict[str, object]:
+        seen.append((work, device.type, turns))
+        return {"private over plain": 1.5}
+
+    monkeypatch.setattr(gpu_round, "measured", measured)
+    options = ["--device", "cpu", "--work", "mlp", "--turns", "2", "--processes", "1", "4"]
+    monkeypatch.setattr(sys, "argv", ["gpu_round", *options, "--json", str(file)])
+    gpu_round.main()
+    assert seen == [("mlp", "cpu", gpu_round.Turns(2, 1.0, 50, [1, 4]))]
     kept = json.loads(file.read_text())
+    assert kept["private over plain"] == 1.5
     assert kept["machine"]["device"] == "CPU"
-    assert kept["share of the rate of products"] > 0.0
-    assert [*kept["users per second by processes"]] == ["1"]
