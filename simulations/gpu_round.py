@@ -33,6 +33,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine import trainer
 from fedpriv.engine.task import Task, cross_entropy, tf32
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
+from fedpriv.errors import FedprivError
 from fedpriv.privacy import gaussian_mechanism
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import Updates
@@ -192,8 +193,15 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--json", type=Path, help="where to write the figures")
     given = parser.parse_args()
+    numbers = {"turns": given.turns, "rounds": given.rounds, "processes": min(given.processes)}
+    for name, least in numbers.items():
+        if least < 1:
+            parser.error(f"--{name} is {least}; it must be at least 1")
     turns = Turns(given.turns, given.seconds, given.rounds, given.processes)
-    figures = measured(given.work, device_named(given.device), turns)
+    try:
+        figures = measured(given.work, device_named(given.device), turns)
+    except FedprivError as error:  # there is no such device, for one
+        parser.error(str(error))
     print(json.dumps(figures, indent=1))
     if given.json:
         made = made_by("gpu_round", ["fedpriv", "torch", "triton", "numpy"], given.device)

@@ -190,3 +190,24 @@ def test_figures_of_a_gpu_round_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_pa
     kept = json.loads(file.read_text())
     assert kept["private over plain"] == 1.5
     assert kept["machine"]["device"] == "CPU"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--turns", "0"], "--turns is 0; it must be at least 1"),
+        (["--processes", "2", "0"], "--processes is 0; it must be at least 1"),
+        (["--device", "cuda:99"], "device is 'cuda:99', which this machine does not have"),
+    ],
+)
+def test_no_gpu_round_is_measured_of_what_there_is_not(
+    options: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_round", *options])
+    with pytest.raises(SystemExit) as ended:
+        gpu_round.main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
