@@ -167,7 +167,7 @@ def test_a_trade_off_is_a_symmetric_trade_off_function(events: list[RoundEvent])
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(EVENTS, st.floats(1.05, 3.0))
 def test_more_noise_and_fewer_rounds_tell_less(events: list[RoundEvent], factor: float) -> None:
     found = trade_off(events)

@@ -63,7 +63,7 @@ def test_the_summary_by_hand() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["in process", "fedpriv", "flower"])
+@pytest.mark.parametrize("way", ["in process", "flower"])
 def test_each_way_runs_in_a_process_of_its_own(way: str) -> None:
     found = measured(way, users=6, workers=1 if way == "in process" else 2, rounds=3)
     assert len(found.round_seconds) == 2
