@@ -570,8 +570,8 @@ async def _bind(
             port = server.add_secure_port(str(address), credentials)
     except RuntimeError as error:
         raise InvalidValueError(
-            f"the server cannot listen on {address}: the port is taken, the host is not of this "
-            "machine, or gRPC takes no key of this kind"
+            f"the server cannot listen on {address}: the port is taken, or the host is not of this "
+            "machine"
         ) from error
     await server.start()
     return server, Address(address.host, port)

@@ -9,6 +9,7 @@ from typing import Self
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from fedpriv.errors import InvalidValueError, reason_of
@@ -17,6 +18,7 @@ SERVICE = "fedpriv.v1.Federation"
 NODE_KEY = "fedpriv-node"  # metadata of plain-text calls: the node's name, percent-encoded
 NODE_URI = "fedpriv:node:"  # before the percent-encoded name in a node's certificate
 NEWER = "newer connection of the same node"  # why the server ends one, which a node acts upon
+_CURVES = ("secp256r1", "secp384r1", "secp521r1")
 _ADDRESS = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<host>[^:\[\]/\s]+)):(?P<port>[0-9]{1,5})")
 
 
@@ -54,6 +56,10 @@ def check_key(path: Path, key: bytes, certificate: x509.Certificate) -> None:
     if public != certificate.public_key():
         beside = path.with_suffix(".pem").name
         raise InvalidValueError(f"{path} is not the key of the certificate {beside} beside it")
+    curve = public.curve.name if isinstance(public, ec.EllipticCurvePublicKey) else None
+    if not isinstance(public, rsa.RSAPublicKey | ed25519.Ed25519PublicKey) and curve not in _CURVES:
+        legal = "RSA, P-256, P-384, P-521 and Ed25519"
+        raise InvalidValueError(f"{path} is of a kind that gRPC does not take; legal are {legal}")
 
 
 def check_user_id(text: str, where: str) -> str:

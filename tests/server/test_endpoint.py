@@ -2,15 +2,24 @@
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import dsa, ec, ed448, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
     Encoding,
+    NoEncryption,
     PrivateFormat,
     load_pem_private_key,
 )
+from cryptography.x509.oid import NameOID
 
 from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError
@@ -127,6 +136,47 @@ def test_a_key_that_cannot_be_read_is_refused(certs: Path, key: Callable[[bytes]
     path.write_bytes(key(path.read_bytes()))
     with pytest.raises(InvalidValueError, match=r"server\.key is not a private key without"):
         endpoint_of(section(certs), insecure=False)
+
+
+TAKEN = {
+    "P-256": lambda: ec.generate_private_key(ec.SECP256R1()),
+    "P-384": lambda: ec.generate_private_key(ec.SECP384R1()),
+    "P-521": lambda: ec.generate_private_key(ec.SECP521R1()),
+    "RSA": lambda: rsa.generate_private_key(65537, 2048),
+    "Ed25519": ed25519.Ed25519PrivateKey.generate,
+}
+NOT_TAKEN = {
+    "secp256k1": lambda: ec.generate_private_key(ec.SECP256K1()),
+    "Ed448": ed448.Ed448PrivateKey.generate,
+    "DSA": lambda: dsa.generate_private_key(2048),
+}
+
+
+@pytest.mark.parametrize("kind", [*TAKEN, *NOT_TAKEN])
+def test_a_key_is_of_a_kind_that_grpc_takes(
+    certs: Path, kind: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    key: Any = {**TAKEN, **NOT_TAKEN}[kind]()
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "server")])
+    begin, end = datetime(2020, 1, 1, tzinfo=UTC), datetime(2099, 1, 1, tzinfo=UTC)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, begin, end)
+    certificate = builder.sign(key, None if kind.startswith("Ed") else hashes.SHA256())
+    parts = Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
+    content = key.private_bytes(*parts), certificate.public_bytes(Encoding.PEM)
+    (certs / "server" / "server.key").write_bytes(content[0])
+    (certs / "server" / "server.pem").write_bytes(content[1])
+    server = grpc.server(ThreadPoolExecutor(1))
+    if kind in TAKEN:
+        credentials = endpoint_of(section(certs), insecure=False).credentials
+        assert server.add_secure_port("127.0.0.1:0", credentials) > 0
+    else:
+        with pytest.raises(InvalidValueError, match=r"server\.key is of a kind that gRPC does not"):
+            endpoint_of(section(certs), insecure=False)
+        credentials = grpc.ssl_server_credentials([content])
+        with pytest.raises(RuntimeError):
+            server.add_secure_port("127.0.0.1:0", credentials)
+    server.stop(None)
+    capfd.readouterr()  # of gRPC, which tells all that it refuses
 
 
 @pytest.mark.parametrize("file", ["server.key", "server.pem"])
