@@ -546,7 +546,7 @@ def train_layers_chunk(
     }
     descent = Descent(own, local, start.control, start.personal)
     coefficients = Descent({"": batches.weights.new_zeros(steps)}, local)
-    coefficients.parameters(users)  # at which nothing linear looks
+    coefficients.parameters(users)  # once, as linear algorithms do not read them
     # A mean over each user's real targets; users are apart in the sum, so are its gradients.
     counted = (batches.weights * task.shares(batches.y, axes=3)).sum(2, keepdim=True)
     targets, shares = (
