@@ -269,7 +269,6 @@ def test_pairs_of_any_kind_compose() -> None:
 
 ABSURD: list[Rounds] = [
     {(1e-320, 1.0): 1 << 30},
-    {(1.0, 1.0): 1 << 30},
     {(1e-12, 1e6): 1 << 30},
     {(1e-3, 1.0): 10**12},
     {(1.0, 0.3): 10**15},
@@ -298,7 +297,7 @@ def test_an_absurd_epsilon_has_next_to_no_delta(epsilon: float) -> None:
     assert above < 1e-99
 
 
-@pytest.mark.parametrize("count", [10**8, 10**10, 10**12, 1 << 53, 1 << 106])
+@pytest.mark.parametrize("count", [10**8, 1 << 53, 1 << 106])
 @pytest.mark.parametrize("z", [0.05, 0.5])
 def test_as_many_rounds_as_can_be_cost_more_than_their_mean_loss(count: int, z: float) -> None:
     low, up = epsilon_interval_of({PoissonPair(0.5, z): count}, 1e-6)

@@ -33,7 +33,7 @@ def exact_rdp(q: float, z: float, order: float) -> mpmath.mpf:
         return mpmath.log(mpmath.quad(integrand, points)) / (a - 1)
 
 
-@pytest.mark.parametrize("order", [1.0001, 1.5, 3.25, 21.0])
+@pytest.mark.parametrize("order", [1.0001, 3.25, 21.0])
 @pytest.mark.parametrize(
     ("q", "z"), [(1e-7, 0.5), (1e-4, 100.0), (0.01, 0.2), (0.01, 1.0), (0.3, 4.0), (0.99, 0.5)]
 )

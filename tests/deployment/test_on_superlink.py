@@ -39,7 +39,7 @@ def test_enrolled_supernodes_train_what_one_process_trains_and_one_that_is_kille
     assert_same_model(tmp_path / "here", tmp_path / "there")
     assert len(checkpoints(tmp_path / "there" / "checkpoints")) > 0
 
-    settings = ("privacy.sampling_probability=1.0", "federation.deadline_seconds=60.0")
+    settings = ("privacy.sampling_probability=1.0", "federation.deadline_seconds=40.0")
     text = on_nodes(link.folder, "rounds=2", *settings, "federation.least_nodes=1")
     folder = RunFolder(tmp_path / "killed")
     run = link.run(experiment=text, out=str(folder.path))

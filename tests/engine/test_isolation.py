@@ -73,7 +73,7 @@ def test_digests_tell_any_bits_apart_but_those_of_nan() -> None:
         assert found[row] == b"".join((s % 2**64).to_bytes(8, "little") for s in sums)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(plans, people(20, 64), st.data())
 def test_a_sum_is_that_of_what_each_user_gives_alone(
     plan: Plan, users: list[User], data: st.DataObject
