@@ -6,7 +6,7 @@ DEVICE ?= cpu
 unexport PYTHONDONTWRITEBYTECODE
 # Tests wait a third of the time, and slow ones longer: for deadlines, and processes that were killed.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() * 3 // 2)")
-SLOW_WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() * 5 // 2)")
+SLOW_WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() * 2)")
 # Most modules are never imported, so none is compiled before it is.
 INSTALL := -m pip install --quiet --no-compile
 
