@@ -29,19 +29,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedpriv.data.population import UserStore
 from fedpriv.engine import trainer
-from fedpriv.engine.task import Task, cross_entropy, tf32
-from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
+from fedpriv.engine.task import tf32
+from fedpriv.engine.transport import device_named
 from fedpriv.errors import FedprivError
 from fedpriv.privacy import gaussian_mechanism
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import Updates
-from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import RoundRequest
 from simulations import overheads
 from simulations.benchmarks.arena import Setting, playing
-from simulations.benchmarks.contestants import Turn
+from simulations.benchmarks.contestants import Train, Turn, fedpriv
 from simulations.benchmarks.machine import made_by
 from simulations.benchmarks.works import WORKS, Work
 
@@ -63,19 +60,13 @@ class Turns:
 
 def sums(work: Work, device: torch.device) -> Run:
     """A round of all users of a work, up to the sum of their updates."""
-    store = UserStore({"x": work.x.numpy(), "y": work.y.numpy()}, work.offsets)
-    task = Task(work.build(), cross_entropy)
-    transport = InProcessTransport(task, store, device, chunk_memory_of(None, device))
-    parameters = task.parameters()
-    layout = Layout.of(parameters)
-    clipping = Clipping(layout, flat(layout, work.clipping_norm))
-    settings = parameters, clipping, work.local, np.arange(work.users)
-    request = RoundRequest("round", 0, 0, *settings, local_key=bytes(32))
+    trains, everyone = list[Train](), Turn(range(work.users), work.local)
+    fedpriv(work, device, trains.append)
+    (train,) = trains
 
     def run() -> float:
-        total, began = np.zeros(layout.dimension, np.int64), time.perf_counter()
-        for partial in transport.collect(request):
-            total += partial.total
+        began = time.perf_counter()
+        train(everyone)
         return time.perf_counter() - began
 
     return run
@@ -94,7 +85,7 @@ def whole_rounds(users: int, device: torch.device, rounds: int) -> Run:
 
 @contextmanager
 def without_privacy() -> Iterator[None]:
-    """Add up what users learnt as it is, and no noise."""
+    """Add up updates as they are in this block: unclipped, and without noise."""
 
     def added_up(updates: Updates, clipping: Clipping) -> torch.Tensor:
         sums = (updates[name][:].sum(0).flatten() for name in clipping.layout.names)

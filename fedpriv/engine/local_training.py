@@ -549,10 +549,8 @@ def train_layers_chunk(
     coefficients.parameters(users)  # once, as linear algorithms do not read them
     # A mean over each user's real targets; users are apart in the sum, so are its gradients.
     counted = (batches.weights * task.shares(batches.y, axes=3)).sum(2, keepdim=True)
-    targets, shares = (
-        t.transpose(0, 1).flatten(1, 2)
-        for t in (batches.y, batches.weights / _one_if_none(counted))
-    )
+    shares = batches.weights / _one_if_none(counted)
+    targets, shares = (t.transpose(0, 1).flatten(1, 2) for t in (batches.y, shares))
     units = torch.eye(steps, device=inputs.device)
     for step in range(steps):
         own = {n: p.detach().requires_grad_() for n, p in descent.parameters(users).items()}
@@ -569,7 +567,8 @@ def train_layers_chunk(
         )
         active = batches.active(step)
         descent.step(dict(zip(own, gradients, strict=False)), active)
-        coefficients.step({"": units[step].expand(users, steps)}, active)
+        if low_rank:
+            coefficients.step({"": units[step].expand(users, steps)}, active)
         for layer in low_rank.values():
             layer.learn(coefficients.displacement[""])
     learnt: dict[str, BatchedTensor] = {**descent.moved()}
