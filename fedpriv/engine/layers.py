@@ -132,9 +132,13 @@ def numpy_is_faster() -> bool:
 
 
 @contextmanager
-def blas_threads(count: int) -> Iterator[None]:
-    """Let NumPy multiply with so many threads, in all threads of this process."""
-    with _openblas().limit(limits=count):
+def one_blas_thread() -> Iterator[None]:
+    """Let NumPy multiply in one thread in all threads of this process.
+
+    Threads of OpenBLAS and of torch would each spin on cores that the others need, which takes ten
+    times as long as one thread of each.
+    """
+    with _openblas().limit(limits=1):
         yield
 
 

@@ -28,7 +28,7 @@ import torch
 
 from fedpriv.data.places import refuse_shared
 from fedpriv.data.population import UserStore
-from fedpriv.engine.layers import blas_threads
+from fedpriv.engine.layers import one_blas_thread
 from fedpriv.engine.local_training import Integers, by_rung
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics, check_metrics, diagnose_round
 from fedpriv.engine.task import (
@@ -103,7 +103,7 @@ class InProcessTransport(Transport):
     activations: Activations = "float32"  # of the model while users train
     # How many train side by side on a CPU, in one thread each; None: one for each of torch's. They
     # are forked from this one before the first round that has work for two, and end when it rests,
-    # or with it. If it is 1, on a GPU and not on Linux, this process trains, with all threads.
+    # or with it. If it is 1, on a GPU and not on Linux, this process trains, with torch's threads.
     processes: int | None = None
 
     def __post_init__(self) -> None:
@@ -215,11 +215,11 @@ def can_fork() -> bool:
 
 @contextmanager
 def computing_with(threads: int) -> Iterator[None]:
-    """Let torch and NumPy compute with so many threads, which decides how sums are rounded."""
+    """Let torch compute with so many threads and NumPy with one: they decide how sums round."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with blas_threads(threads):
+        with one_blas_thread():
             yield
     finally:
         torch.set_num_threads(before)

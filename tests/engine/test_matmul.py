@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from threadpoolctl import threadpool_info
 
 from fedpriv.engine import layers
-from fedpriv.engine.layers import blas_threads, product, shared_product, summed_outer
+from fedpriv.engine.layers import one_blas_thread, product, shared_product, summed_outer
 
 SIZES = st.integers(1, 6)
 AS_THEY_LIE = ("rows", "columns", "every other", "repeated")
@@ -161,7 +161,7 @@ def test_what_is_not_finite_stays_with_its_lane_and_nothing_is_said(value: float
     torch.testing.assert_close(found[0, 1:], torch.full((2, 5), 8.0))
 
 
-def test_numpy_has_the_threads_it_is_told_and_those_before_again() -> None:
+def test_numpy_has_one_thread_and_those_before_again() -> None:
     def threads() -> set[int]:
         return {
             int(pool["num_threads"])
@@ -170,6 +170,6 @@ def test_numpy_has_the_threads_it_is_told_and_those_before_again() -> None:
         }
 
     before = threads()
-    with blas_threads(1):
+    with one_blas_thread():
         assert threads() <= {1}
     assert threads() == before
