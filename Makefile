@@ -40,7 +40,7 @@ test-fast: .venv/installed-test
 	$(BIN)/pytest -m "not slow" --numprocesses $(WORKERS) --dist worksteal
 
 test-slow: .venv/installed-test
-	$(BIN)/pytest -m slow --numprocesses $(SLOW_WORKERS) --dist worksteal
+	$(BIN)/pytest -m slow --numprocesses $(SLOW_WORKERS) --maxschedchunk 1
 
 # What is said of all values, tried with others than `make test` does, and with more.
 test-search: .venv/installed-test

@@ -40,6 +40,11 @@ settings.register_profile("search", deadline=None, derandomize=False, max_exampl
 settings.load_profile("same")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest: else one of them runs on alone when all others have ended."""
+    items.sort(key=lambda item: "deployment" not in item.path.parts)
+
+
 def pytest_collection_finish() -> None:
     """Spare the garbage collector what was imported and collected, which lives until the end."""
     gc.freeze()
