@@ -70,7 +70,7 @@ _PARAMETERS, _ACTIVATIONS, _METRICS = 3, 3, 4
 # Numbers of activations in a step. As many keep a CPU busy; beyond, more users are no faster,
 # but for tiny models, of which a step with few users is mostly Python. Models of other than known
 # layers always have all lanes, however few users there are.
-_BUSY = 2**24
+_BUSY = 2**23
 _FEW_NUMBERS = 2**21
 _FEW_LANES = 160
 _MANY_LANES = 2048  # all of which are tried before users train in them
