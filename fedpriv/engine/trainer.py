@@ -516,6 +516,7 @@ class _Verdict:
 
     most: int  # lanes
     digests: tuple[bytes, ...] = ()  # of what random users get in them; none: one user at a time
+    mixed: bool = False  # whether they were tried side by side, and did not keep apart
     # For smaller numbers of lanes, whether they give the same.
     counts: dict[int, bool] = field(default_factory=dict)
 
@@ -546,13 +547,11 @@ class Isolation:
         A `ModelError` says that the model cannot be trained in this shape, or that what a user gets
         depends on more than its rows and the generators of torch.
         """
-        self._starts.setdefault(bool(start.control), start)
-        measured = tuple((metric.name, metric.shape) for metric in request.measured)
-        # Rates only multiply, and those of random users are not the plan's.
-        key = (replace(request.local, learning_rate=_LEARNING_RATES[0]), measured, rung)
-        if key not in self._verdicts:
-            self._verdicts[key] = self._examined(request, rung)
-        verdict = self._verdicts[key]
+        if self.unknown(request, start, [rung]):
+            self.learn(request, {rung: self.examined(request, rung)})
+        verdict = self._verdicts[_like(request, rung)]
+        if verdict.mixed:
+            self._tell_once()
         if not verdict.digests:
             for user in np.split(users, len(users)):
                 yield Chunk(rung, 1, together=False, users=user)
@@ -560,6 +559,29 @@ class Isolation:
         for some in self._shared_out(users, parts, len(verdict.digests), rung):
             lanes = self._lanes(verdict, request, rung, len(some))
             yield Chunk(rung, lanes, together=True, users=some)
+
+    def unknown(
+        self, request: RoundRequest, start: RoundParameters, rungs: Sequence[Rung]
+    ) -> list[Rung]:
+        """Which rungs were not examined for such requests."""
+        self._starts.setdefault(bool(start.control), start)
+        return [rung for rung in rungs if _like(request, rung) not in self._verdicts]
+
+    def examined(self, request: RoundRequest, rung: Rung) -> _Verdict:
+        """How users of a rung train that is `unknown`; raises what `chunks` does."""
+        for _ in range(_CHANCES):
+            before = _own_generators()
+            verdict = self._tried(request, rung)
+            if _own_generators() == before:
+                return verdict
+        raise ModelError(
+            "training draws from the generators of Python's random or NumPy's, of which all users "
+            "have the same; it must draw from torch's, which are seeded for each user"
+        )
+
+    def learn(self, request: RoundRequest, verdicts: Mapping[Rung, _Verdict]) -> None:
+        """Keep what rungs were `examined` for, here or in a fork."""
+        self._verdicts |= {_like(request, rung): each for rung, each in verdicts.items()}
 
     def _shared_out(self, users: Integers, parts: int, most: int, rung: Rung) -> list[Integers]:
         """Users in a multiple of so many parts, about equal, none of more than the most."""
@@ -586,19 +608,8 @@ class Isolation:
             users += 1
         return verdict.most
 
-    def _examined(self, request: RoundRequest, rung: Rung) -> _Verdict:
-        for _ in range(_CHANCES):
-            before = _own_generators()
-            verdict = self._tried(request, rung)
-            if _own_generators() == before:
-                return verdict
-        raise ModelError(
-            "training draws from the generators of Python's random or NumPy's, of which all users "
-            "have the same; it must draw from torch's, which are seeded for each user"
-        )
-
     def _tried(self, request: RoundRequest, rung: Rung) -> _Verdict:
-        trainer = self._trainer
+        trainer, mixed = self._trainer, False
         lanes = trainer.most_lanes(request, rung)
         if not trainer.draws and (lanes > 1 or trainer.batched is not None):
             users = trainer.most_users(lanes, rung)
@@ -607,9 +618,9 @@ class Isolation:
                     return _Verdict(lanes, digests)
             except Exception as error:  # whatever the model does with several users
                 _log.info("users cannot train side by side: %s", type(error).__name__)
-            self._tell_once()
+            mixed = True
         self._check_alone(request, rung)
-        return _Verdict(1)
+        return _Verdict(1, mixed=mixed)
 
     def _tell_once(self) -> None:
         """Say that users train alone, but not which: sizes of users are no public facts."""
@@ -673,6 +684,12 @@ class Isolation:
         request = replace(request, local=local, local_key=bytes(32))
         store = _random_store(self._trainer, _sizes_on(rung, local, users))
         return _RandomUsers(self._trainer, request, start, rung, users, store)
+
+
+def _like(request: RoundRequest, rung: Rung) -> Hashable:
+    """What a rung is examined for; rates only multiply, and random users' are not the plan's."""
+    measured = tuple((metric.name, metric.shape) for metric in request.measured)
+    return replace(request.local, learning_rate=_LEARNING_RATES[0]), measured, rung
 
 
 @dataclass(frozen=True)

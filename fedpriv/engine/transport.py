@@ -19,8 +19,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing.connection import Connection, wait
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,7 @@ import torch
 from fedpriv.data.places import refuse_shared
 from fedpriv.data.population import UserStore
 from fedpriv.engine.layers import one_blas_thread
-from fedpriv.engine.local_training import Integers, by_rung
+from fedpriv.engine.local_training import Integers, Rung, by_rung
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics, check_metrics, diagnose_round
 from fedpriv.engine.task import (
     ARITHMETIC_LOCK,
@@ -54,6 +55,9 @@ from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
 
 _CHUNK_MEBIBYTES = 128  # on a CPU: with more, users are no faster
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+
+_Asked = TypeVar("_Asked")
+_Answer = TypeVar("_Answer")
 
 
 def device_named(name: str) -> torch.device:
@@ -116,8 +120,8 @@ class InProcessTransport(Transport):
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield the sum of the contributions of each chunk."""
-        for _, partial in self.by_chunk(request):
-            yield partial
+        for _, found in self.by_chunk(request):
+            yield found
 
     def rest(self) -> None:
         """End its processes."""
@@ -152,8 +156,11 @@ class InProcessTransport(Transport):
         processes = self._idle.copy()
         self._idle.clear()
         while len(processes) < self._side_by_side:
-            processes.append(_TrainerProcess(self._trainer))
-        for chunk, found in zip(chunks, _in_processes(processes, request, chunks), strict=True):
+            processes.append(_Fork(_Training(self._trainer)))
+        # Each chunk comes with its own users, and the rest once to each process.
+        packed = pickle.dumps(replace(request, users=request.users[:0]), protocol=5)
+        asked = [(None if n >= len(processes) else packed, c) for n, c in enumerate(chunks)]
+        for chunk, found in zip(chunks, _in_forks(processes, asked), strict=True):
             yield chunk.users, found
         self._idle.extend(processes)
 
@@ -166,10 +173,21 @@ class InProcessTransport(Transport):
             users = np.flatnonzero(np.isin(self.hosted, request.users))
         measured = bool(request.measured) or self.observer is not None
         rungs = list(by_rung(sizes_of(self.users, users), request.local, measured=measured))
+        self._examine(request, start, [rung for rung, _ in rungs])
         work = [len(some) * rung.steps * rung.width for rung, some in rungs]
         for (rung, some), share in zip(rungs, work, strict=True):
             parts = round(self._side_by_side * share / sum(work))
             yield from self._isolation.chunks(request, start, rung, users[some], max(1, parts))
+
+    def _examine(
+        self, request: RoundRequest, start: RoundParameters, rungs: Sequence[Rung]
+    ) -> None:
+        """Examine rungs side by side if several are new: each takes as long as many chunks."""
+        new = self._isolation.unknown(request, start, rungs)
+        if (side_by_side := min(self._side_by_side, len(new))) > 1:
+            examine = partial(self._isolation.examined, request)
+            forks = [_Fork(examine) for _ in range(side_by_side)]
+            self._isolation.learn(request, dict(zip(new, _in_forks(forks, new), strict=True)))
 
     @cached_property
     def _side_by_side(self) -> int:
@@ -204,7 +222,7 @@ class InProcessTransport(Transport):
         )
 
     @cached_property
-    def _idle(self) -> list["_TrainerProcess"]:
+    def _idle(self) -> "list[_Fork[tuple[bytes | None, Chunk], ChunkSum]]":
         return []
 
 
@@ -241,29 +259,40 @@ def _in_turn(
         yield last()
 
 
-def _in_processes(
-    processes: Sequence["_TrainerProcess"], request: RoundRequest, chunks: Sequence[Chunk]
-) -> Iterator[ChunkSum]:
-    """The sums of chunks in their order; processes take turns."""
-    # Each chunk comes with its own users.
-    packed = pickle.dumps(replace(request, users=request.users[:0]), protocol=5)
-    for number, chunk in enumerate(chunks):
-        process = processes[number % len(processes)]
-        if number >= len(processes):
-            yield process.answer()
-        process.ask(packed, chunk)
-    for number in range(max(0, len(chunks) - len(processes)), len(chunks)):
-        yield processes[number % len(processes)].answer()
+def _in_forks(
+    forks: Sequence["_Fork[_Asked, _Answer]"], questions: Sequence[_Asked]
+) -> Iterator[_Answer]:
+    """Answers to questions in their order; forks take turns."""
+    for number, question in enumerate(questions):
+        fork = forks[number % len(forks)]
+        if number >= len(forks):
+            yield fork.answer()
+        fork.ask(question)
+    for number in range(max(0, len(questions) - len(forks)), len(questions)):
+        yield forks[number % len(forks)].answer()
 
 
-class _TrainerProcess:
-    """A fork that does what a trainer does; it ends with this process or its last reference."""
+class _Training:
+    """What a fork does that trains: the sum of a chunk, of a request that comes with the first."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._request = b""
+        self._trainer = trainer
+
+    def __call__(self, asked: tuple[bytes | None, Chunk]) -> ChunkSum:
+        packed, chunk = asked
+        if packed is not None:
+            self._request: RoundRequest = pickle.loads(packed)
+            self._start = self._trainer.begin(self._request)
+        return self._trainer.sum_of(self._request, self._start, chunk)
+
+
+class _Fork(Generic[_Asked, _Answer]):
+    """A fork that answers questions; it ends with this process or its last reference."""
+
+    def __init__(self, answer_to: Callable[[_Asked], _Answer]) -> None:
         context = multiprocessing.get_context("fork")
         self._connection, its = context.Pipe()
-        self._process = context.Process(target=_serve, args=(trainer, its), daemon=True)
+        self._process = context.Process(target=_serve, args=(answer_to, its), daemon=True)
         with warnings.catch_warnings(), ARITHMETIC_LOCK:
             # Locks that a thread holds at this moment stay locked; torch's, NumPy's and Python's
             # own are made anew, and training takes no other but the one that is held here.
@@ -272,14 +301,13 @@ class _TrainerProcess:
         its.close()
         weakref.finalize(self, _end, os.getpid(), self._process, self._connection)
 
-    def ask(self, request: bytes, chunk: Chunk) -> None:
+    def ask(self, question: _Asked) -> None:
         try:
-            self._connection.send((None if request is self._request else request, chunk))
+            self._connection.send(question)
         except OSError as error:
             raise self._ended() from error
-        self._request = request
 
-    def answer(self) -> ChunkSum:
+    def answer(self) -> _Answer:
         try:
             records, answer = self._connection.recv()
         except (EOFError, OSError) as error:
@@ -288,8 +316,8 @@ class _TrainerProcess:
             logging.getLogger(record.name).handle(record)
         if isinstance(answer, Exception):
             raise answer
-        assert isinstance(answer, ChunkSum)
-        return answer
+        found: _Answer = answer
+        return found
 
     def _ended(self) -> WorkerError:
         self._process.join(timeout=10)
@@ -299,8 +327,8 @@ class _TrainerProcess:
         )
 
 
-def _serve(trainer: Trainer, connection: Connection) -> None:
-    """Train what is asked for until the other end is closed."""
+def _serve(answer_to: Callable[[_Asked], object], connection: Connection) -> None:
+    """Answer what is asked until the other end is closed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     # Files and sockets of the parent would stay locked or open after its end.
@@ -320,20 +348,16 @@ def _serve(trainer: Trainer, connection: Connection) -> None:
     logged = _LogRecords()
     with computing_with(1), suppress(EOFError, OSError):
         while True:
-            packed, chunk = connection.recv()
-            answer: ChunkSum | Exception
-            if packed is not None:
-                request: RoundRequest = pickle.loads(packed)
-                start = trainer.begin(request)
+            question: _Asked = connection.recv()
             try:
-                answer = trainer.sum_of(request, start, chunk)
+                answer = answer_to(question)
             except Exception as error:  # not of a user's training, which is caught there
                 answer = error
             connection.send_bytes(_packed(logged.records, answer))
             logged.records.clear()
 
 
-def _packed(records: list[logging.LogRecord], answer: "ChunkSum | Exception") -> bytes:
+def _packed(records: list[logging.LogRecord], answer: object) -> bytes:
     """What is logged and answered, without what cannot be brought to another process."""
     instead = WorkerError(f"a process raised {type(answer).__name__}")
     for kept, sent in itertools.product((answer, instead), (records, [])):

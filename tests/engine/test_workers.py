@@ -21,16 +21,18 @@ from torch import nn
 import fedpriv
 from fedpriv.data.population import UserStore
 from fedpriv.engine import transport as module
+from fedpriv.engine.local_training import Rung
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task, cross_entropy
-from fedpriv.engine.trainer import ChunkSum, Trainer
+from fedpriv.engine.trainer import ChunkSum, Isolation, Trainer
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.errors import WorkerError
+from fedpriv.errors import ModelError, WorkerError
 from fedpriv.models import mlp
 from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, merged
 from tests.engine.everyone import make_task, request_under, torch_threads, users_of
+from tests.engine.test_isolation import Noisy, Placed
 from tests.engine.test_transport import TestInProcessTransport as InOneProcess
 from tests.engine.test_transport import transport_with
 
@@ -89,6 +91,39 @@ def test_requests_and_sums_of_any_size_find_their_way() -> None:
         expected = summed(replace(transport, processes=1).collect(asked))
         assert len(expected[1]) == asked.clipping.layout.dimension
         assert summed(transport.collect(asked)) == expected
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_rungs_are_examined_side_by_side_as_here(
+    mixed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = Task(Placed(), cross_entropy) if mixed else make_task()
+    transport, request = parts(task)  # of users on two rungs
+    expected = summed(replace(transport, processes=1).collect(request))
+    here, honest = list[Rung](), Isolation.examined
+    told = [(record.name, record.message) for record in caplog.records]
+
+    def watched(isolation: Isolation, asked: RoundRequest, rung: Rung) -> object:
+        here.append(rung)
+        logging.getLogger("watched").warning("%s", rung)
+        return honest(isolation, asked, rung)
+
+    monkeypatch.setattr(Isolation, "examined", watched)
+    caplog.clear()
+    for _ in range(2):
+        assert summed(transport.collect(request)) == expected
+    theirs = [record.process for record in caplog.records if record.name == "watched"]
+    assert len({*theirs}) == len(theirs) == 2
+    assert os.getpid() not in theirs
+    assert not here
+    assert told == [(r.name, r.message) for r in caplog.records if r.name != "watched"]
+    assert len(told) == mixed  # and not once for each rung
+
+
+def test_what_no_shape_mends_is_refused_side_by_side_as_here() -> None:
+    transport, request = parts(Task(Noisy(), cross_entropy))
+    with pytest.raises(ModelError, match="training the same user twice gives two results"):
+        list(transport.collect(request))
 
 
 def test_an_observer_is_told_the_same() -> None:
