@@ -549,7 +549,7 @@ class Isolation:
         """
         if self.unknown(request, start, [rung]):
             self.learn(request, {rung: self.examined(request, rung)})
-        verdict = self._verdicts[_like(request, rung)]
+        verdict = self._verdicts[_verdict_key(request, rung)]
         if verdict.mixed:
             self._tell_once()
         if not verdict.digests:
@@ -565,7 +565,7 @@ class Isolation:
     ) -> list[Rung]:
         """Which rungs were not examined for such requests."""
         self._starts.setdefault(bool(start.control), start)
-        return [rung for rung in rungs if _like(request, rung) not in self._verdicts]
+        return [rung for rung in rungs if _verdict_key(request, rung) not in self._verdicts]
 
     def examined(self, request: RoundRequest, rung: Rung) -> _Verdict:
         """How users of a rung train that is `unknown`; raises what `chunks` does."""
@@ -581,7 +581,7 @@ class Isolation:
 
     def learn(self, request: RoundRequest, verdicts: Mapping[Rung, _Verdict]) -> None:
         """Keep what rungs were `examined` for, here or in a fork."""
-        self._verdicts |= {_like(request, rung): each for rung, each in verdicts.items()}
+        self._verdicts |= {_verdict_key(request, rung): each for rung, each in verdicts.items()}
 
     def _shared_out(self, users: Integers, parts: int, most: int, rung: Rung) -> list[Integers]:
         """Users in a multiple of so many parts, about equal, none of more than the most."""
@@ -686,8 +686,8 @@ class Isolation:
         return _RandomUsers(self._trainer, request, start, rung, users, store)
 
 
-def _like(request: RoundRequest, rung: Rung) -> Hashable:
-    """What a rung is examined for; rates only multiply, and random users' are not the plan's."""
+def _verdict_key(request: RoundRequest, rung: Rung) -> Hashable:
+    """All that a verdict depends on; rates only multiply, and random users' are not the plan's."""
     measured = tuple((metric.name, metric.shape) for metric in request.measured)
     return replace(request.local, learning_rate=_LEARNING_RATES[0]), measured, rung
 

@@ -187,7 +187,11 @@ class InProcessTransport(Transport):
         if (side_by_side := min(self._side_by_side, len(new))) > 1:
             examine = partial(self._isolation.examined, request)
             forks = [_Fork(examine) for _ in range(side_by_side)]
-            self._isolation.learn(request, dict(zip(new, _in_forks(forks, new), strict=True)))
+            try:
+                self._isolation.learn(request, dict(zip(new, _in_forks(forks, new), strict=True)))
+            finally:  # though the traceback of an error may refer to them
+                for fork in forks:
+                    fork.end()
 
     @cached_property
     def _side_by_side(self) -> int:
@@ -299,7 +303,7 @@ class _Fork(Generic[_Asked, _Answer]):
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
         its.close()
-        weakref.finalize(self, _end, os.getpid(), self._process, self._connection)
+        self.end = weakref.finalize(self, _end, os.getpid(), self._process, self._connection)
 
     def ask(self, question: _Asked) -> None:
         try:
