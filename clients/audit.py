@@ -15,6 +15,9 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from fedpriv.accounting.accountants import PrivacyLoss
 from fedpriv.accounting.accountants import epsilon as priced
 from fedpriv.clients.connection import Backoff, FederationStub, persist
@@ -318,13 +321,15 @@ class OfferPolicy:
         * One journal is of one population, unless the consent names those that it may be of.
         * No more sums are agreed to in a day than the consent says, whatever other processes of the
           node agree to.
-        * With the ledger, no user is in more rounds of a series than was charged, or sooner again.
+        * With the ledger, no user is in more rounds of a series than was charged, or sooner again,
+          whatever position a welcome gives it.
         * What is said to a proposal of an honest server depends on no user, draw or earlier answer.
     """
 
     journal: Journal
     consent: Consent
     audit: LedgerAudit | None
+    id_digests: NDArray[np.int64]  # of the node's users, the k-th of whom has its k-th position
     _agreed: tuple[Welcome, Proposal] | None = None
     _checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -381,7 +386,9 @@ class OfferPolicy:
         if series is None:
             return None
         name, part = welcome.population_name, offer.price.part
-        if self.journal.admit(name, series, part, offer.users):
+        # Not positions: a dishonest server would give a user another one in each connection.
+        asked = self.id_digests[np.searchsorted(welcome.users, offer.users)]
+        if self.journal.admit(name, series, part, asked):
             return None
         _log.error("the server asks users more often than it has charged: %s", series)
         return "users would take part more often, or sooner again, than the event says"
@@ -389,7 +396,8 @@ class OfferPolicy:
     async def _objection_to_terms(self, welcome: Welcome, offer: Terms) -> str | None:
         if unfit := (
             misfit(welcome, offer)
-            or self.consent.objection_to_names(welcome, offer)
+            or self.consent.objection_to_task(welcome)
+            or self.consent.objection_to_run(offer.id.run)
             or self._objection_to_population(welcome)
         ):
             return unfit

@@ -23,6 +23,7 @@ NodeName = Annotated[str | None, _option("name of the node, with --insecure")]
 IdKey = Annotated[
     Path | None, _option("file of a key; users' ids are keyed hashes of the ids in the data")
 ]
+_LINES_PER_MINUTE = 120  # of each level, whatever a server makes a node log
 _USERS = "users' data: a folder, a file or package.module:function"
 
 
@@ -74,7 +75,7 @@ def join(
     _check_identity(certificates, node, insecure=insecure)
     if seconds is not None and not 0.0 < seconds < math.inf:
         raise InvalidValueError(f"--seconds is {seconds}; it must be positive and finite")
-    configure(log_format)
+    configure(log_format, _LINES_PER_MINUTE)
     from fedpriv.clients import membership
     from fedpriv.clients.worker import HostSettings
 

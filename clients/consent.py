@@ -49,21 +49,18 @@ class Consent(Section):
         """δ at which a node of this population asks for ε: its own, or the default of reports."""
         return delta_below(population) if self.delta is None else self.delta
 
-    def objection_to_names(self, welcome: Welcome, offer: Terms) -> str | None:
-        """Why the node has no part in what is named so, in one sentence, or None.
+    def objection_to_task(self, welcome: Welcome) -> str | None:
+        """Why the node trains no such model, or none for this purpose, in one sentence, or None.
 
         Upper and lower case differ.
         """
-        purpose, model, run = welcome.purpose, welcome.task.model, offer.id.run
-        asked = {
-            "purpose": (purpose, self.purposes),
-            "model": (model, self.models),
-            "run": (run, self.runs),
-        }
-        for what, (name, patterns) in asked.items():
-            if patterns is not None and (objection := _unlisted(what, name, patterns)):
-                return objection
-        return None
+        return _unlisted("purpose", welcome.purpose, self.purposes) or _unlisted(
+            "model", welcome.task.model, self.models
+        )
+
+    def objection_to_run(self, run: str) -> str | None:
+        """Why the node has no part in a run of this name, as `objection_to_task`."""
+        return _unlisted("run", run, self.runs)
 
     def objection_to_population(self, name: str, known: Set[str]) -> str | None:
         """Why the node has no part in this population, in one sentence, or None.
@@ -112,8 +109,8 @@ class Consent(Section):
         return f"ε would be {after}; this node consents to at most {total} at δ = {delta}"
 
 
-def _unlisted(what: str, name: str, patterns: Sequence[str]) -> str | None:
-    if any(fnmatchcase(name, each) for each in patterns):
+def _unlisted(what: str, name: str, patterns: Sequence[str] | None) -> str | None:
+    if patterns is None or any(fnmatchcase(name, each) for each in patterns):
         return None
     return f"the {what} is {name!r}; this node consents to {patterns}"
 

@@ -10,6 +10,7 @@ from sqlite3 import Row
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedpriv.errors import InvalidValueError, LedgerError
 from fedpriv.ledger import Head
@@ -17,7 +18,6 @@ from fedpriv.ledger.database import Database, FileFormat
 from fedpriv.ledger.events import RoundEvent, Schedule
 from fedpriv.ledger.ledger import event_from, event_text
 from fedpriv.wire import RoundOffer, encode_offer
-from fedpriv.wire.messages import Positions
 
 _SCHEMA = """
 CREATE TABLE answers (
@@ -161,9 +161,12 @@ class Journal:
         (row,) = self._read("SELECT count(*) FROM answers WHERE at >= ?", _text(moment))
         return int(row[0])
 
-    def admit(self, population_name: str, series: Series, part: int, users: Positions) -> bool:
+    def admit(
+        self, population_name: str, series: Series, part: int, users: NDArray[np.int64]
+    ) -> bool:
         """Record whom a part of a series asks, unless its schedule does not allow it; whether so.
 
+        Each user is a number that stays the same whatever the server says.
         A user may be asked again in the same part, as after a stop of the server. Other series of
         the run are forgotten at the second part of this one, which is charged by then.
         """
@@ -172,7 +175,7 @@ class Journal:
         with _refusing(), self._database.transaction():
             if part:
                 self._database.write(f"DELETE FROM asked {where} <> (?, ?)", (*of_run, *key))
-            before: dict[int, list[Positions]] = {}
+            before: dict[int, list[NDArray[np.int64]]] = {}
             known = f"SELECT part, users FROM asked {where} = (?, ?) AND part <> ?"
             for other, there in self._database.read(known, (*of_run, *key, part)):
                 before.setdefault(other, []).append(np.frombuffer(there, "<i8"))

@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import grpc
+import numpy as np
 
 from fedpriv.clients.audit import DISBELIEF, LedgerAudit, OfferPolicy
 from fedpriv.clients.connection import Backoff, FederationStub, identity_of, persist
@@ -90,9 +91,10 @@ async def take_part(settings: NodeSettings) -> None:
     async with FederationStub.open(settings.server, identity) as server:
         with Journal(folder / "journal.sqlite") as journal:
             audit = LedgerAudit(server, journal, backoff) if settings.verify_ledger else None
-            policy = OfferPolicy(journal, consent, audit)
             worker = await Worker.start(settings.host)
             try:
+                digests = np.frombuffer(worker.loaded.id_digests, "<i8")
+                policy = OfferPolicy(journal, consent, audit, digests)
                 handler = OfferHandler(server, worker, policy, backoff)
                 hello = Hello(identity.node, worker.loaded.users_sha256)
                 await Membership(settings, hello, handler, identity.certificate_end).last()
@@ -260,7 +262,8 @@ class Membership:
     Guarantees:
         * The latest offer is answered; work on an older one is abandoned for it. Work goes on while
           the connection is lost, and when the same is offered again.
-        * Of the code that the server names, only what is trusted is run.
+        * Of the code that the server names, only what is trusted is run. No task is built for a
+          purpose, or with a model, that the node does not consent to; it votes against each round.
         * However much the server proposes and reads nothing, one vote waits for it.
         * A node that lost its connection comes back, waiting as the back-off says, anew after each
           welcome; not so if a newer connection of the node ends two of its own in a row.
@@ -386,10 +389,10 @@ class Membership:
         if old is None or (old.task, old.users.tobytes()) != new:
             await self._work.stop()
             self._prepared = None
-            try:
-                await worker.prepare(welcome)
-            except FedprivError as error:
-                raise _CannotTakePartError(f"the server's task cannot be run: {error}") from error
+            if objection := self._handler.policy.consent.objection_to_task(welcome):
+                _log.warning("no task is built: %s", objection)
+            else:
+                await self._build(welcome)
         self._prepared = welcome
         where = f"{self._hello.node} to {self._settings.server}"
         hosted = f"{worker.loaded.users} of the {welcome.population} users of the population"
@@ -400,6 +403,13 @@ class Membership:
             self._warn_of_end(_SERVER)
         if self._settings.verify_ledger and self._work.idle:
             await self._work.begin(None, partial(self._report, welcome))
+
+    async def _build(self, welcome: Welcome) -> None:
+        _log.info("building the task with model %r", welcome.task.model)
+        try:
+            await self._handler.worker.prepare(welcome)
+        except FedprivError as error:
+            raise _CannotTakePartError(f"the server's task cannot be run: {error}") from error
 
     async def _report(self, welcome: Welcome) -> None:
         try:

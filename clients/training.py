@@ -3,6 +3,7 @@
 On Flower's runtime it is in the process of the ClientApp, else in the process that `serve` runs in.
 """
 
+import hashlib
 import logging
 import math
 import resource
@@ -32,6 +33,8 @@ from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, merge
 from fedpriv.wire import Welcome, digest_of
 
 _MEBIBYTE = 2**20
+# What torch and its compiler take when they are first used, and each of torch's threads.
+_LOADING_MEBIBYTES, _THREAD_MEBIBYTES = 1024, 160
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,9 @@ class Host:
     @property
     def loaded(self) -> Loaded:
         """Which users there are."""
-        ids = (self.users.id_of(user) for user in range(self.users.population))
-        return Loaded(self.users.population, digest_of(ids))
+        ids = sorted(self.users.id_of(user) for user in range(self.users.population))
+        digests = (hashlib.sha256(user.encode()).digest()[:8] for user in ids)
+        return Loaded(len(ids), digest_of(ids), b"".join(digests))
 
     def trainer(self, welcome: Welcome) -> "Trainer":
         """Build the task and refuse one that cannot train, without touching the users' data."""
@@ -161,7 +165,7 @@ def serve(channel: BufferedRWPair) -> None:
                     host = Host.of(message)
                     answer = host.loaded
                 case Welcome() if host is not None:
-                    with _limited_afterwards(host.settings.memory_mebibytes):
+                    with _limited(host.settings):
                         trainer = host.trainer(message)
                 case RoundRequest() if trainer is not None:
                     for ready in trainer.ready(message):
@@ -196,19 +200,30 @@ def _unlogged() -> Iterator[None]:
 
 
 @contextmanager
-def _limited_afterwards(mebibytes: int | None) -> Iterator[None]:
-    """Lift the limit of address space, and set it anew from what is taken at the end."""
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+def _limited(settings: HostSettings) -> Iterator[None]:
+    """Limit address space while a model is built, and set the limit anew from what it has taken."""
+    mebibytes = settings.memory_mebibytes
+    # CUDA reserves as many addresses as it likes when it is first used.
+    if mebibytes is None or machine_of(settings)[0].type != "cpu":
+        _limit(None)
+    else:
+        _limit(mebibytes + _LOADING_MEBIBYTES + _THREAD_MEBIBYTES * torch.get_num_threads())
     try:
         yield
     finally:
-        if mebibytes is not None:
-            try:
-                pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-            except OSError as error:
-                reason = "memory_mebibytes is given; only Linux can limit it"
-                raise InvalidValueError(reason) from error
-            limit = pages * resource.getpagesize() + mebibytes * _MEBIBYTE
-            soft = limit if most == resource.RLIM_INFINITY else min(limit, most)
-            resource.setrlimit(resource.RLIMIT_AS, (soft, most))
+        _limit(mebibytes)
+
+
+def _limit(mebibytes: int | None) -> None:
+    """Let this process take so much address space besides what it has; None: any."""
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    soft = most
+    if mebibytes is not None:
+        try:
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        except OSError as error:
+            reason = "memory_mebibytes is given; only Linux can limit it"
+            raise InvalidValueError(reason) from error
+        limit = pages * resource.getpagesize() + mebibytes * _MEBIBYTE
+        soft = limit if most == resource.RLIM_INFINITY else min(limit, most)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, most))

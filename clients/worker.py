@@ -40,6 +40,7 @@ from fedpriv.privacy.round import PartialSum, RoundRequest
 from fedpriv.wire import Welcome
 
 _FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
+_LONGEST_PREPARATION_SECONDS = 600.0
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 _log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class HostSettings:
     users: str  # as `fedpriv.clients.users.load_users` reads it
     device: str = "auto"  # as `fedpriv.engine.transport.device_named` reads it
     # Address space for training, besides what each process has taken once data and model are
-    # loaded (Linux); None: no limit.
+    # loaded, and on a CPU for building the model (Linux); None: no limit.
     memory_mebibytes: int | None = None
     seconds: float | None = None  # longest for one round; None: until its deadline
     activations: str = "float32"  # of the model while users train
@@ -79,6 +80,9 @@ class Loaded:
 
     users: int
     users_sha256: bytes  # `fedpriv.wire.digest_of` of their ids
+    # The first 8 bytes of SHA-256 of each user's id, ids sorted by code points: who is who, where
+    # positions are the server's to say.
+    id_digests: bytes
 
 
 @dataclass(frozen=True)
@@ -263,7 +267,7 @@ class Worker:
             raise
 
     async def prepare(self, welcome: Welcome) -> None:
-        """Build the task that the node is welcomed to."""
+        """Build the task that the node is welcomed to; ModelError if it takes over ten minutes."""
         with self._alone():
             self._welcome = None
             await _prepare(await self._ready(), welcome)
@@ -374,11 +378,15 @@ async def _load(process: Process, settings: HostSettings) -> Loaded:
 
 
 async def _prepare(process: Process, welcome: Welcome) -> None:
+    what = f"the task with model {welcome.task.model!r} cannot be built"
     try:
-        await process.ask(welcome)
+        async with asyncio.timeout(_LONGEST_PREPARATION_SECONDS):
+            await process.ask(welcome)
     except ChildProcessError as error:
-        what = f"the task with model {welcome.task.model!r}"
-        raise ModelError(f"{what} cannot be built: {error}") from error
+        raise ModelError(f"{what}: {error}") from error
+    except TimeoutError as error:
+        seconds = f"{_LONGEST_PREPARATION_SECONDS:g} seconds"
+        raise ModelError(f"{what}: it takes more than {seconds}") from error
 
 
 def _added(total: PartialSum, one: PartialSum) -> PartialSum:

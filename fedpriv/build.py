@@ -40,6 +40,7 @@ from fedpriv.importing import (
     raised_with,
 )
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent, Unit
+from fedpriv.ledger.participation import digest_of_users
 from fedpriv.local import FedRecon
 from fedpriv.logs import one_line
 from fedpriv.mechanism import Mechanism, given
@@ -89,6 +90,7 @@ class Experiment:
     budget: PrivacyBudget  # what all runs of the ledger may spend together
     entropy: Entropy  # of cohorts and noise
     device: torch.device
+    enrolled: str = ""  # `digest_of_users` of all that may be drawn
     on_round: Mapping[str, OnRound] = field(default_factory=dict)  # called with each release
     evaluation: UserEvaluation | None = None  # what users are asked of released models
     personalised: HeldOutUsers | None = None  # who make released models their own
@@ -150,6 +152,7 @@ def on_population(
         plan = replace(experiment.plan, description=kept)
         experiment = replace(experiment, plan=plan, evaluation=evaluation)
         check_budget(experiment, [*before, replace(asked, count=1)])
+    experiment = replace(experiment, enrolled=digest_of_users(population.users.user_ids))
     k, store = experiment.plan.sampling.event().examples_per_user, population.users
     if k is not None:
         store = in_places(store, k)

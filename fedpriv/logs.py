@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 
 _NOTICE = timedelta(days=30)  # before the end of a certificate
+_MINUTE = 60.0
 
 
 class LogFormat(StrEnum):
@@ -29,12 +31,39 @@ class LogFormat(StrEnum):
 _STANDARD = vars(logging.makeLogRecord({})).keys() | {"message", "asctime", "taskName"}
 
 
-def configure(form: LogFormat) -> None:
-    """Write all records from level INFO on, and Python's warnings, to stderr and nowhere else."""
+class LineLimit(logging.Filter):
+    """At most so many records of each level in a minute; a later one says how many are missing."""
+
+    def __init__(self, per_minute: int) -> None:
+        super().__init__()
+        self._per_minute, self._lock = per_minute, threading.Lock()
+        self._passed: dict[int, tuple[float, int]] = {}  # by level: in the minute since, how many
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is written."""
+        with self._lock:
+            since, count = self._passed.get(record.levelno, (record.created, 0))
+            missing = 0
+            if not 0.0 <= record.created - since < _MINUTE:
+                since, count, missing = record.created, 0, max(0, count - self._per_minute)
+            self._passed[record.levelno] = since, count + 1
+        if missing:
+            lines = f"{missing} lines before this one were too many in a minute, and are left out"
+            record.msg, record.args = f"{record.getMessage()} ({lines})", None
+        return count < self._per_minute
+
+
+def configure(form: LogFormat, per_minute: int | None = None) -> None:
+    """Write all records from level INFO on, and Python's warnings, to stderr and nowhere else.
+
+    Of each level at most so many in a minute, where a number is given.
+    """
     # Before gRPC starts: its own lines have another form and quote strangers unescaped.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TextFormatter())
+    if per_minute is not None:
+        handler.addFilter(LineLimit(per_minute))
     logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
     logging.captureWarnings(capture=True)
 

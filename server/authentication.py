@@ -19,12 +19,19 @@ from urllib.parse import unquote
 
 import grpc
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from fedpriv.config import FederationSection
 from fedpriv.errors import FedprivError, InvalidValueError, WireError
 from fedpriv.report.records import Trouble
 from fedpriv.server.certificates import load_ca, load_certificate
-from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
+from fedpriv.server.enrolment import (
+    MALFORMED,
+    CertificateError,
+    EnrolledCertificates,
+    Enrolment,
+)
 from fedpriv.server.monitoring import SERVER, STRANGER, Monitor, Sites
 from fedpriv.server.traffic import Peer, Traffic, peer_of
 from fedpriv.wire.naming import NODE_KEY, Address, check_key, check_node_name, read_key
@@ -148,15 +155,42 @@ def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
 
 
 def tls_credentials(folder: Path) -> grpc.ServerCredentials:
-    """Credentials that show the server's certificate and demand one of every peer."""
-    load_ca(folder / "ca.pem")
+    """Credentials that show the server's certificate and demand one of every peer.
+
+    It warns of a certificate that is not of the authority beside it: nodes that trust that one
+    alone cannot connect.
+    """
+    authority = load_ca(folder / "ca.pem")
     try:
         ca, certificate = ((folder / name).read_bytes() for name in ("ca.pem", "server.pem"))
         key = read_key(folder / "server.key")
     except OSError as error:
         raise InvalidValueError(f"{error.filename} cannot be read: {error.strerror}") from error
-    check_key(folder / "server.key", key, load_certificate(folder / "server.pem"))
+    shown = load_certificate(folder / "server.pem")
+    check_key(folder / "server.key", key, shown)
+    _check_for_servers(folder / "server.pem", shown)
+    try:
+        shown.verify_directly_issued_by(authority)
+    except (*MALFORMED, InvalidSignature):
+        _log.warning(
+            "%s is not issued by %s: a node can connect only if its ca.pem has the server's issuer",
+            folder / "server.pem",
+            folder / "ca.pem",
+        )
     return grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
+
+
+def _check_for_servers(path: Path, certificate: x509.Certificate) -> None:
+    """Refuse the certificate of a node, which no node would take for a server's."""
+    try:
+        usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except x509.ExtensionNotFound:
+        return  # for anything
+    if not {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE} & {*usage}:
+        raise InvalidValueError(
+            f"{path} is not a certificate for a server (extended key usage serverAuth); "
+            "`fedpriv certs server` issues one"
+        )
 
 
 class RateLimit:

@@ -242,6 +242,7 @@ class Collection:
     Guarantees:
         * A node's answer counts once, whatever it sends again and in whatever order; a node
           whose users were not drawn, and another round or attempt, is refused.
+        * No more sums are in memory than may be transferred at once, whoever cancels a call.
         * Nothing counts after the end.
     """
 
@@ -253,6 +254,7 @@ class Collection:
         self.results: queue.SimpleQueue[PartialSum | None] = queue.SimpleQueue()
         self._taken, self._loop = asyncio.Semaphore(0), asyncio.get_running_loop()
         self._waiting, self._over = dict.fromkeys(self.terms.drawn), False
+        self._counted = set[str]()  # nodes with a sum
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -279,19 +281,32 @@ class Collection:
         late = _NOT_AWAITED if node not in self._waiting or self._over else None
         return self.terms.misfit(node, answer) or late
 
-    async def settle(self, node: str, partial: PartialSum | None) -> bool:
+    def counts_already(self, node: str, answer: wire.Answer) -> bool:
+        """Whether a node sends its answer again, of which a sum counts."""
+        return node in self._counted and self.terms.misfit(node, answer) is None
+
+    def settle(self, node: str, partial: PartialSum | None) -> bool:
         """Count what a node sent, or that it sends nothing; False if it came too late.
 
-        Returns once the sum was taken, so that no more sums are in memory than may be transferred.
+        `until_taken` must be awaited after each sum that counts.
         """
         if node not in self._waiting or self._over:
             return False
         del self._waiting[node]
         self.changed.set()
         if partial is not None:
+            self._counted.add(node)
             self.results.put(partial)
-            await self._taken.acquire()
         return True
+
+    async def until_taken(self) -> None:
+        """Wait until a sum was taken; who is cancelled meanwhile waits all the same."""
+        taking = asyncio.ensure_future(self._taken.acquire())
+        try:
+            await asyncio.shield(taking)
+        except asyncio.CancelledError:
+            await asyncio.wait([taking])
+            raise
 
     def taken(self) -> None:
         """The other thread has added what it last read from `results`."""

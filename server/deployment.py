@@ -195,7 +195,7 @@ def serve(
         key = "federation.metrics_address"
         addresses[key] = Address.parse(section.metrics_address, key)
     _check_free(addresses)
-    experiment = setup.on_nodes(section, enrolment.population_id, enrolment.population)
+    experiment = setup.on_nodes(section, enrolment.population_id, enrolment.user_ids)
     service = _service(experiment, section, enrolment, endpoint)
     console = Console(markup=False, emoji=False)
     with ExitStack() as opened:

@@ -216,7 +216,7 @@ def run_on_nodes(
     they connect is Flower's. When `stopping` is set, the round that is collected is abandoned.
     """
     enrolment, least = Enrolment.load(Path(section.enrolment)), section.least_nodes
-    experiment = setup.on_nodes(section, enrolment.population_id, enrolment.population)
+    experiment = setup.on_nodes(section, enrolment.population_id, enrolment.user_ids)
     enrolment.check_least(least)
     welcome_of, hosting = welcomes(experiment.config, enrolment), enrolment.hosting
     present = EnrolledNodes(grid, enrolment, least, stopping)

@@ -392,7 +392,7 @@ class Service:
                 # A stream whose connection broke looks like one that ended; then this fails.
                 await context.send_initial_metadata(())
                 self.authentication.check(context)
-                await collection.settle(node, None)
+                collection.settle(node, None)
                 refusal = str(error)[:_LONGEST_REASON]
         if refusal and not collection.over:  # or it is late, which `missed` says
             self.sites.trouble(node, Trouble.REFUSED, refusal)
@@ -409,11 +409,13 @@ class Service:
         async with self._uploads.newest(node, collection.terms.deadline) as limit:
             header = await anext(parts, pb.UploadPart())
             answer = wire.decode_answer(header.answer, collection.terms.expected)
+            if collection.counts_already(node, answer):  # its connection broke before the receipt
+                return ""
             if reason := collection.refusal(node, answer):
                 return reason
             if isinstance(answer.content, wire.Decline):
                 self.authentication.check(context)
-                if not await collection.settle(node, None):
+                if not collection.settle(node, None):
                     return _OVER
                 self.sites.trouble(node, Trouble.DECLINED, answer.content.reason)
                 return ""
@@ -423,11 +425,12 @@ class Service:
                     partial_sum, flaw = await received
                 self._uploads.excuse(node, limit)  # what is left to do takes no time of the node
                 self.authentication.check(context)
-                if not await collection.settle(node, partial_sum):
+                if not collection.settle(node, partial_sum):
                     return _OVER
                 self.sites.answered(node)
                 if flaw is not None:
                     self.sites.trouble(node, *flaw)
+                await collection.until_taken()
                 return ""
 
     async def _received(

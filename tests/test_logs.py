@@ -12,7 +12,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fedpriv.logs import JsonFormatter, LogFormat, TextFormatter, expiry, one_line, trouble
+from fedpriv.logs import (
+    JsonFormatter,
+    LineLimit,
+    LogFormat,
+    TextFormatter,
+    expiry,
+    one_line,
+    trouble,
+)
 
 LINE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ (INFO   |WARNING|ERROR  ) (.*)")
 START = datetime(2030, 1, 1, tzinfo=UTC)
@@ -36,6 +44,26 @@ def failed(text: str) -> logging.LogRecord:
     except ValueError:
         made.exc_info = sys.exc_info()
     return made
+
+
+def test_of_each_level_no_more_lines_are_written_in_a_minute_than_may_be() -> None:
+    limit = LineLimit(3)
+
+    def passed(level: int, *seconds: float) -> list[str]:
+        found = []
+        for at in seconds:
+            made = record("%s at 100%%", at)
+            made.levelno, made.created = level, at
+            if limit.filter(made):
+                found.append(made.getMessage())
+        return found
+
+    many = range(50)
+    assert passed(logging.INFO, *many) == [f"{at} at 100%" for at in range(3)]
+    assert passed(logging.ERROR, *many[:3]) == [f"{at} at 100%" for at in range(3)]
+    left_out = "(47 lines before this one were too many in a minute, and are left out)"
+    assert passed(logging.INFO, 60.0, 61.0) == [f"60.0 at 100% {left_out}", "61.0 at 100%"]
+    assert passed(logging.INFO, 10.0) == ["10.0 at 100%"]  # the clock was set back
 
 
 @given(st.text())

@@ -9,6 +9,7 @@ What a step does with a gradient is up to the `direction` of the round's `LocalT
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from fedpriv.data.population import UserStore
+from fedpriv.engine.indices import OwnTables
 from fedpriv.engine.layers import BatchedModel, LowRankLinear, OnceConv2d
 from fedpriv.engine.task import (
     Activations,
@@ -505,7 +507,9 @@ def train_chunk(
     for step in range(steps):
         x = each_input(lambda t, step=step: t[:, step], batches.x)  # type: ignore[misc]
         y, weights = batches.y[:, step], batches.weights[:, step]
-        descent.step(gradient(descent.parameters(lanes), x, y, weights), batches.active(step))
+        with nullcontext() if alone else OwnTables():
+            gradients = gradient(descent.parameters(lanes), x, y, weights)
+        descent.step(gradients, batches.active(step))
     return descent.moved()
 
 

@@ -744,10 +744,36 @@ class _RandomUsers:
                 found = self.digests(turned, lanes)
             if not _agree(found, digests):
                 return ()
+        for beyond in self._with_illegal_integers():
+            with suppress(Exception):  # most models refuse them
+                if not _agree(beyond.digests(np.roll(broken, 1), lanes), digests):
+                    return ()
         mixed = np.where(everyone % 3 == 0, everyone, everyone + 2 * users)
         if not _agree(self.digests(mixed, lanes), short):
             return ()
         return tuple(digests[user] for user in range(users))
+
+    def _with_illegal_integers(self) -> Iterator["_RandomUsers"]:
+        """Those whose broken ones are random but for one input of integers, which are not legal.
+
+        None where these break the process for all, as on a GPU, or where layers are known.
+        """
+        trainer, fields = self.trainer, self.store.fields
+        if trainer.device.type != "cpu" or trainer.batched is not None:
+            return
+        third = int(self.store.offsets[self.users])
+        random = {
+            n: np.concatenate([c[:third], c[:third], c[2 * third :]]) for n, c in fields.items()
+        }
+        for name, column in random.items():
+            if name != trainer.task.targets and column.dtype.kind in "iu":
+                least, most = trainer.indices.legal(name, _LARGE)
+                limits = np.iinfo(column.dtype)
+                for number in {max(least - 1, limits.min), min(most + 1, limits.max)}:
+                    illegal = column.copy()
+                    illegal[third : 2 * third] = number
+                    store = UserStore({**random, name: illegal}, self.store.offsets)
+                    yield replace(self, store=store)
 
     def in_turns(self, lanes: int) -> dict[int, bytes]:
         """What some get, as many as tell, in fewer lanes at a time and one place further on."""

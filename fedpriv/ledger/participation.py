@@ -3,13 +3,16 @@
 The ledger holds only a commitment to each cohort: SHA-256 over a salt of 32 random bytes and the
 cohort. It binds the server to the cohort and, without the salt, says nothing about it.
 
-Of a series of rounds that is under way, the record also holds the key.
+Of a series of rounds that is under way, the record also holds the key. Of each run it holds a
+digest of the users' ids, since a run goes on with the users that it began with: others at their
+positions would be in more rounds of a series than it has charged.
 """
 
 import hashlib
 import json
 import secrets
 import zlib
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import index
@@ -19,7 +22,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.errors import LedgerError, require
+from fedpriv.errors import InvalidValueError, LedgerError, require
 from fedpriv.ledger.database import Database, FileFormat
 
 Users = npt.NDArray[np.int64]  # positions in the population, ascending: [cohort]
@@ -40,6 +43,7 @@ CREATE INDEX participation_by_attempt ON participation (run, round, attempt);
 CREATE TABLE ledger (
     singleton INTEGER PRIMARY KEY CHECK (singleton = 1), count INTEGER NOT NULL, hash TEXT NOT NULL
 );
+CREATE TABLE enrolled (run TEXT PRIMARY KEY, users TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE series (
     commitment TEXT PRIMARY KEY, run TEXT NOT NULL, key BLOB NOT NULL
 ) WITHOUT ROWID;
@@ -124,6 +128,17 @@ class ParticipationRecord:
                 self.database.write("INSERT INTO series VALUES (?, ?, ?)", kept)
         return commitment
 
+    def bind(self, run: str, users: str) -> None:
+        """Keep who a run's users are, as `digest_of_users` says; InvalidValueError for others."""
+        with self.database.transaction():
+            self.database.write("INSERT OR IGNORE INTO enrolled VALUES (?, ?)", (run, users))
+        (bound,) = self.database.read("SELECT users FROM enrolled WHERE run = ?", (run,))
+        if bound["users"] != users:
+            raise InvalidValueError(
+                f"the users are not those that run {run!r} began with, though there are as many; a "
+                "run can only go on with the same users: start another"
+            )
+
     def keep_head(self, head: Head) -> None:
         """Keep the head of the ledger, durably; that of fewer charges changes nothing.
 
@@ -199,6 +214,12 @@ class ParticipationRecord:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def digest_of_users(ids: Iterable[object] | None) -> str:
+    """SHA-256 of users' ids in the order of their positions; None: they have none but these."""
+    text = json.dumps(None if ids is None else [str(user) for user in ids])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _ascending(users: npt.NDArray[np.integer]) -> Users:

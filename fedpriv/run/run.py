@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -51,7 +51,7 @@ from fedpriv.errors import (
 )
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger, paid_events
-from fedpriv.ledger.participation import beside
+from fedpriv.ledger.participation import beside, digest_of_users
 from fedpriv.local import ALGORITHMS
 from fedpriv.logs import one_line
 from fedpriv.privacy.layout import Tensors
@@ -149,8 +149,10 @@ class RunSetup:
                     "it must have another name or seed, or be resumed in that folder"
                 )
 
-    def on_nodes(self, section: FederationSection, population: str, users: int) -> Experiment:
-        """The experiment on a population of N users who are at nodes."""
+    def on_nodes(
+        self, section: FederationSection, population: str, user_ids: Sequence[str]
+    ) -> Experiment:
+        """The experiment on a population whose users, by position, are at nodes."""
         self.refuse_true_figures("on nodes")
         if self.config.training().max_examples is None:
             raise InvalidValueError(
@@ -158,9 +160,10 @@ class RunSetup:
                 "many examples would take the time of all others of its node"
             )
         held_out = held_out_rows(self.config, section)
+        users = len(user_ids)
         experiment = build(self.config, self.run, population, users, held_out, self.spent)
         self.refuse_examples(experiment.plan, "on nodes")
-        return experiment
+        return replace(experiment, enrolled=digest_of_users(user_ids))
 
     def refuse_true_figures(self, where: str) -> None:
         """Refuse what only a simulation in one process can know or do."""
@@ -483,6 +486,7 @@ def run_rounds(
         stack.enter_context(folder.held())
         opened = PrivacyRecords.open(*files, plan.population, budget, resuming=setup.resuming)
         records = stack.enter_context(opened)
+        records.participation.bind(setup.run, experiment.enrolled)
         # After ledger and record were created: a run that is resumed without them has lost them.
         setup.write_plan(experiment)
         state = state_to_start_from(folder, plan, records, experiment.initial_state)

@@ -71,6 +71,11 @@ def model_that_exits() -> nn.Module:
     os._exit(9)
 
 
+def model_that_hangs() -> nn.Module:
+    while True:
+        time.sleep(1.0)
+
+
 class Obedient(nn.Module):
     """The identity."""
 

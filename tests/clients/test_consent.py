@@ -35,7 +35,6 @@ from fedpriv.privacy.sampling import (
 from fedpriv.training.rounds import initial_state, round_request
 from fedpriv.wire import (
     Price,
-    RoundId,
     RoundOffer,
     TaskDescription,
     Welcome,
@@ -272,14 +271,14 @@ class TestObjections:
     def test_purposes_models_and_runs_are_named_or_match(self, key, patterns, agrees):
         task = TaskDescription("softmax", {}, 0, "cross-entropy")
         welcome = Welcome("people", 1000, np.array([4]), task, "readmission")
-        offer = replace(OFFER, id=RoundId("run-7", 0, 0))
         consent = Consent(**{key: patterns})
-        objection = consent.objection_to_names(welcome, offer)
+        objection = consent.objection_to_task(welcome) or consent.objection_to_run("run-7")
         assert (objection is None) == agrees
         if objection:
             assert objection.startswith(f"the {key[:-1]} is '")
             assert objection.endswith(f"this node consents to {patterns}")
-        assert Consent().objection_to_names(welcome, offer) is None
+        assert Consent().objection_to_task(welcome) is None
+        assert Consent().objection_to_run("run-7") is None
 
     @pytest.mark.parametrize(
         ("populations", "known", "objection"),

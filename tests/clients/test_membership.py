@@ -23,7 +23,14 @@ from fedpriv.clients.connection import Backoff, FederationStub
 from fedpriv.clients.membership import NodeSettings, take_part
 from fedpriv.clients.worker import HostSettings, Loaded
 from fedpriv.errors import AuditError, ModelError, WireError
-from fedpriv.ledger.events import Randomness, RoundEvent
+from fedpriv.ledger.events import (
+    NeighbouringRelation,
+    Randomness,
+    RoundEvent,
+    SamplingEvent,
+    SamplingPolicy,
+    Schedule,
+)
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
 from fedpriv.server.certificates import issue
@@ -65,7 +72,7 @@ class Player:
 
     # What training gives, or the error that it raises
     answer: PartialSum | Exception | None = field(default_factory=lambda: SUM)
-    loaded: Loaded = Loaded(1, bytes(32))  # noqa: RUF009 - it is frozen
+    loaded: Loaded = Loaded(1, bytes(32), bytes(8))  # noqa: RUF009 - it is frozen
     go: asyncio.Event = field(default_factory=asyncio.Event)  # training waits for it
     prepared: list[Welcome] = field(default_factory=list)
     # Requests to train, as they come
@@ -679,6 +686,25 @@ def test_code_that_the_server_names_is_run_only_if_it_is_trusted(
     play(act)
 
 
+@pytest.mark.parametrize("consent", ["models = ['mlp']", "purposes = ['research']"])
+def test_no_task_is_built_that_the_node_does_not_consent_to(
+    play: Callable[[Act], None], caplog: pytest.LogCaptureFixture, consent: str
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        async with serving(tiny) as port, scene.joined(port, consent=scene.consent(consent)):
+            await tiny.propose()
+            objection = (await tiny.votes.get()).objection
+            await tiny.offer()
+            header, _ = await tiny.answers.get()
+        assert "this node consents to" in objection
+        assert header.decline.reason == objection
+        assert scene.player.prepared == []
+        assert f"no task is built: {objection}" in caplog.text
+
+    play(act)
+
+
 def test_a_task_that_cannot_be_built_is_waited_out(
     play: Callable[[Act], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1084,6 +1110,39 @@ def test_a_ledger_is_read_before_and_after_taking_part(
     play(act)
     assert "after this round ε would be" in caplog.text
     assert "the ledger holds 2 charges: ε = " in caplog.text
+
+
+def test_no_user_is_asked_more_often_than_is_charged_whatever_position_it_is_given(
+    play: Callable[[Act], None], ledger: Ledger, caplog: pytest.LogCaptureFixture
+) -> None:
+    parts = 4
+    population, relation = PRICE.population, NeighbouringRelation.ADD_OR_REMOVE_ONE
+    sampling = SamplingEvent(
+        SamplingPolicy.RANDOM_ALLOCATION, 1 / parts, population, relation, Schedule(parts, 1)
+    )
+    event = replace(EVENT, sampling=sampling)
+
+    async def act(scene: Scene) -> None:
+        tiny, declined = scene.tiny, []
+        tiny.ledger, scene.player.loaded = ledger, Loaded(2, bytes(32), b"ann's   bob's   ")
+        # Of both users once, then of the first again, and of the second at another position.
+        asked = ([3, 8], 3), ([9, 40], 40), ([7, 3], 7), ([3, 90], 90)
+        for part, (positions, user) in enumerate(asked):
+            own = np.array(sorted(positions))
+            tiny.welcome = said(Welcome("people", population, own, TASK))
+            async with serving(tiny) as port, scene.joined(port, verify_ledger=True):
+                price = replace(HONEST, event=event, part=part, charges=part)
+                await tiny.offer(part + 1, users=np.array([user]), price=price)
+                header, _ = await tiny.answers.get()
+            declined.append(header.decline.reason)
+            paid = 1 if part else None
+            made = "run", part + 1, 0, Randomness.SEEDED, event, "0" * 64
+            ledger.charge(ProposedCharge(*made, part, paid))
+        reason = "users would take part more often, or sooner again, than the event says"
+        assert declined == ["", "", reason, reason]
+
+    play(act)
+    assert caplog.text.count("the server asks users more often than it has charged") == 2
 
 
 def test_what_was_agreed_to_is_checked_once_and_for_one_offer(

@@ -1,6 +1,7 @@
 """A node's training process: what it answers, and what is left when it fails or is made to end."""
 
 import asyncio
+import hashlib
 import logging
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 from fedpriv.build import build_task
+from fedpriv.clients import worker as worker_module
 from fedpriv.clients.worker import HostSettings, Loaded, Worker, receive, send
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError, ModelError
@@ -177,7 +179,8 @@ async def cancel_once(condition: Callable[[], bool], coroutine: Coroutine[None, 
 
 
 def test_it_says_whom_it_holds(worker: Worker) -> None:
-    assert worker.loaded == Loaded(len(IDS), digest_of(IDS))
+    digests = b"".join(hashlib.sha256(name.encode()).digest()[:8] for name in sorted(IDS))
+    assert worker.loaded == Loaded(len(IDS), digest_of(IDS), digests)
 
 
 def test_it_answers_as_the_engine_does(worker: Worker, runner: asyncio.Runner) -> None:
@@ -318,6 +321,11 @@ def test_a_task_that_does_not_fit_is_refused_until_one_fits(
             ModelError,
             "ended with exit code 9",
         ),
+        (
+            welcome(replace(TASK, model="mlp", options={"inputs": 4, "hidden": 10**9})),
+            ModelError,
+            "cannot be",  # for want of memory
+        ),
     ):
         with pytest.raises(error, match=words):
             runner.run(worker.prepare(legal))
@@ -325,6 +333,18 @@ def test_a_task_that_does_not_fit_is_refused_until_one_fits(
             runner.run(worker.train(request_to(GOOD), LIMIT))
     runner.run(worker.prepare(welcome()))
     assert_equal(runner.run(worker.train(request_to(GOOD), LIMIT)), of_good(GOOD))
+
+
+def test_a_model_that_takes_too_long_to_build_is_given_up(
+    worker: Worker, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = replace(TASK, model="tests.clients.hostile:model_that_hangs", options={})
+    monkeypatch.setattr(worker_module, "_LONGEST_PREPARATION_SECONDS", 30.0)
+    pid = training_process()
+    with pytest.raises(ModelError, match="cannot be built: it takes more than 30 seconds"):
+        runner.run(worker.prepare(welcome(hangs)))
+    runner.run(worker.prepare(welcome()))
+    assert training_process() != pid
 
 
 @pytest.mark.slow

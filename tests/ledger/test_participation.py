@@ -16,7 +16,7 @@ from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.errors import InvalidValueError, LedgerError
 from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
-from fedpriv.ledger.participation import ParticipationRecord, beside
+from fedpriv.ledger.participation import ParticipationRecord, beside, digest_of_users
 
 
 @pytest.fixture
@@ -36,6 +36,23 @@ def test_ledgers_of_one_folder_have_records_of_their_own(tmp_path):
     assert len({*names, *(record.name for record in records)}) == 2 * len(names)
     assert {record.parent for record in records} == {tmp_path}
     assert beside(tmp_path / "ledger.sqlite").name == "ledger.participation.sqlite"
+
+
+class TestUsersOfARun:
+    def test_they_stay_who_they_were_at_the_beginning(self, path):
+        before, others = digest_of_users(["a", "b"]), digest_of_users(["b", "c"])
+        for _ in range(2):
+            with ParticipationRecord.open_or_create(path) as record:
+                record.bind("r", before)
+                with pytest.raises(InvalidValueError, match="those that run 'r' began with"):
+                    record.bind("r", others)
+        with ParticipationRecord.open(path) as record:
+            record.bind("another", others)
+
+    @given(st.lists(st.text(max_size=3), max_size=4), st.lists(st.text(max_size=3), max_size=4))
+    def test_two_digests_are_equal_for_the_same_users_at_the_same_positions_only(self, one, other):
+        assert (digest_of_users(one) == digest_of_users(other)) == (one == other)
+        assert digest_of_users(one) != digest_of_users(None)
 
 
 class TestRecord:

@@ -182,7 +182,7 @@ def test_what_trains_elsewhere_refuses_a_projection(tmp_path: Path) -> None:
     setup = RunSetup.of(SIMULATIONS / "federation.toml", given, tmp_path / "run", resume=False)
     assert setup.config.federation is not None
     with pytest.raises(InvalidValueError, match="projection is given; it must be absent"):
-        setup.on_nodes(setup.config.federation, "people", 2)
+        setup.on_nodes(setup.config.federation, "people", ["a", "b"])
     ledger = str(tmp_path / "ledger.sqlite")
     sentence = refused("suggest", FILE, "--ledger", ledger)
     assert "projection is given; it must be absent" in sentence

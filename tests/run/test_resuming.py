@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Head, Ledger, ProposedCharge
-from fedpriv.ledger.participation import beside
+from fedpriv.ledger.participation import ParticipationRecord, beside
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run.folder import RunFolder, read_run
 from fedpriv.run.run import RunSetup
@@ -250,7 +250,7 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
     section = beginning.config.federation
     assert section is not None
     enrolled = Enrolment.load(enrolment)
-    experiment = beginning.on_nodes(section, enrolled.population_id, enrolled.population)
+    experiment = beginning.on_nodes(section, enrolled.population_id, enrolled.user_ids)
     beginning.write_plan(experiment)
     plan, record = experiment.plan, beside(run.ledger)
     with PrivacyRecords.open(run.ledger, record, plan.population, experiment.budget) as records:
@@ -267,6 +267,12 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
         assert BOUND in refused(*given, "--set", changed)
         assert (content(run), head_of(run)) == before
     going_on = RunSetup.of(file, at, run.path, resume=True)
-    again = going_on.on_nodes(section, enrolled.population_id, enrolled.population)
+    again = going_on.on_nodes(section, enrolled.population_id, enrolled.user_ids)
     going_on.write_plan(again)
     assert again.plan.digest == plan.digest
+    with ParticipationRecord.open(record) as kept:
+        kept.bind(plan.run, experiment.enrolled)
+    enrolment.write_text(enrolment.read_text().replace("bob", "eve"))
+    head = head_of(run)
+    assert f"not those that run {plan.run!r} began with" in refused(*given)
+    assert head_of(run) == head

@@ -24,7 +24,7 @@ def test_the_population_of_nodes_is_called_by_its_id(tmp_path: Path) -> None:
     population = "5f" * 16
     setup = RunSetup.of(FEDERATION, [], tmp_path / "run", resume=False)
     assert setup.config.federation is not None
-    experiment = setup.on_nodes(setup.config.federation, population, 2)
+    experiment = setup.on_nodes(setup.config.federation, population, ["a", "b"])
     assert experiment.plan.population == population
     assert experiment.plan.sampling.population == 2
 
@@ -34,7 +34,7 @@ def test_nodes_are_not_asked_for_figures_that_are_not_private(tmp_path: Path) ->
     setup = RunSetup.of(FEDERATION, assignments, tmp_path / "run", resume=False)
     assert setup.config.federation is not None
     with pytest.raises(InvalidValueError, match="on nodes it must be false"):
-        setup.on_nodes(setup.config.federation, "people", 2)
+        setup.on_nodes(setup.config.federation, "people", ["a", "b"])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -43,7 +43,7 @@ def test_nodes_are_not_asked_for_training_that_they_do_not_know(tmp_path: Path) 
     setup = RunSetup.of(FEDERATION, assignments, tmp_path / "run", resume=False)
     assert setup.config.federation is not None
     with pytest.raises(InvalidValueError, match=r"is 'mine:SignSGD'; on nodes it must be one of"):
-        setup.on_nodes(setup.config.federation, "people", 2)
+        setup.on_nodes(setup.config.federation, "people", ["a", "b"])
 
 
 def test_nodes_are_not_asked_for_work_without_bound(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_nodes_are_not_asked_for_work_without_bound(tmp_path: Path) -> None:
     setup = RunSetup.of(experiment, [], tmp_path / "run", resume=False)
     assert setup.config.federation is not None
     with pytest.raises(InvalidValueError, match=r"local\.max_examples is absent; on nodes it"):
-        setup.on_nodes(setup.config.federation, "people", 2)
+        setup.on_nodes(setup.config.federation, "people", ["a", "b"])
     assert list(tmp_path.iterdir()) == [experiment]
 
 
@@ -69,7 +69,7 @@ def test_a_server_with_rows_of_its_own_needs_no_section_data(tmp_path: Path) -> 
     np.savez(tmp_path / "rows.npz", **rows)
     setup = without_data(tmp_path, f"federation.held_out={tmp_path / 'rows.npz'}")
     assert setup.config.federation is not None
-    experiment = setup.on_nodes(setup.config.federation, "people", 200)
+    experiment = setup.on_nodes(setup.config.federation, "people", [*map(str, range(200))])
     assert experiment.config.data is None
     assert len(experiment.held_out["x"]) == 5
 
@@ -77,10 +77,10 @@ def test_a_server_with_rows_of_its_own_needs_no_section_data(tmp_path: Path) -> 
 def test_a_server_without_any_rows_measures_nothing_and_releases_no_metric(tmp_path: Path) -> None:
     setup = without_data(tmp_path)
     assert setup.config.federation is not None
-    assert setup.on_nodes(setup.config.federation, "people", 200).held_out == {}
+    assert setup.on_nodes(setup.config.federation, "people", [*map(str, range(200))]).held_out == {}
     measured = without_data(tmp_path, "metrics.report.examples={cap=5}")
     with pytest.raises(InvalidValueError, match=r"federation\.held_out or data must be given"):
-        measured.on_nodes(setup.config.federation, "people", 200)
+        measured.on_nodes(setup.config.federation, "people", [*map(str, range(200))])
 
 
 def test_a_run_without_held_out_rows_has_neither_loss_nor_accuracy(tmp_path: Path) -> None:

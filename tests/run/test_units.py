@@ -522,7 +522,7 @@ def test_nodes_and_workers_have_users_alone(tmp_path: Path) -> None:
     with pytest.raises(
         InvalidValueError, match="'example'; on nodes it must be 'user', since only"
     ):
-        setup.on_nodes(setup.config.federation, "people", 2)
+        setup.on_nodes(setup.config.federation, "people", ["a", "b"])
     with pytest.raises(InvalidValueError, match="'example'; on workers it must be 'user'"):
         setup.refuse_true_figures("on workers")
     assert list(tmp_path.iterdir()) == []

@@ -303,7 +303,7 @@ def test_nodes_have_whole_users_alone(tmp_path: Path) -> None:
     with pytest.raises(
         InvalidValueError, match="is 'poisson-examples'; on nodes it must be 'poisson'"
     ):
-        setup.on_nodes(setup.config.federation, "people", 2)
+        setup.on_nodes(setup.config.federation, "people", ["a", "b"])
 
 
 def test_nodes_and_workers_have_whole_users_whatever_the_policy_is_called(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_nodes_and_workers_have_whole_users_whatever_the_policy_is_called(tmp_pa
     setup = RunSetup.of(file, change, tmp_path / "run", resume=False)
     assert setup.config.federation is not None
     with pytest.raises(InvalidValueError, match=f"'{policy}' draws examples of users; on nodes it"):
-        setup.on_nodes(setup.config.federation, "people", 30)
+        setup.on_nodes(setup.config.federation, "people", [*map(str, range(30))])
     setup = RunSetup.of(SIMULATIONS / "digits.toml", change, tmp_path / "run", resume=False)
     with pytest.raises(InvalidValueError, match=f"'{policy}' draws examples of users; on workers"):
         GridSimulation.of(setup, 2)

@@ -276,6 +276,21 @@ def test_an_answer_whose_connection_broke_may_be_sent_again(patient: Site) -> No
         np.testing.assert_array_equal(total.result(30.0), of_users([1]))
 
 
+def test_an_answer_that_counts_may_be_sent_again_and_counts_once(
+    patient: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        nodes(patient, {"four": silent, "five": silent}) as made,
+        collecting(patient, [0, 1]) as (total, it),
+    ):
+        answers = {n: [*honest_parts(it, n, user)] for n, user in (("four", 1), ("five", 0))}
+        for node in ("four", "four", "five"):
+            receipt = made[node].stub.Upload(iter(answers[node]))
+            assert wire.decode_receipt(receipt).accepted
+        np.testing.assert_array_equal(total.result(30.0), of_users([0, 1]))
+    assert "refused" not in caplog.text
+
+
 def zero_window(method: str, message: bytes) -> bytes:
     """A call whose caller reads not one byte of what it asks for."""
     return PREFACE + settings(window=0) + called(SERVICE + method, message)

@@ -160,21 +160,19 @@ def taken(it: Collection) -> list[PartialSum]:
 def test_an_answer_counts_once_in_whatever_order() -> None:
     async def scene() -> None:
         it = collecting([0, 4, 5])
-        first = asyncio.create_task(it.settle("four", of("four")))
-        await settled()
-        assert not await it.settle("four", of("four"))
-        assert not await it.settle("four", None)
+        assert it.settle("four", of("four"))
+        assert not it.settle("four", of("four"))
+        assert not it.settle("four", None)
         assert (
             it.refusal("four", to(it, Answer(RUN, summed(1))))
             == "the server is not waiting for an answer of this node"
         )
-        assert await it.settle("five", None)
-        assert not await it.settle("five", of("five"))
-        assert not await it.settle("nobody", of("nobody"))
+        assert it.settle("five", None)
+        assert not it.settle("five", of("five"))
+        assert not it.settle("nobody", of("nobody"))
         assert it.waiting == ("silo",)
         assert it.changed.is_set()
         assert [partial.node for partial in taken(it)] == ["four"]
-        assert await first
 
     played(scene)
 
@@ -182,32 +180,61 @@ def test_an_answer_counts_once_in_whatever_order() -> None:
 def test_nothing_counts_after_the_end() -> None:
     async def scene() -> None:
         it = collecting([0, 4, 5])
-        counted = asyncio.create_task(it.settle("four", of("four")))
-        await settled()
+        assert it.settle("four", of("four"))
         it.finish()
         it.finish()
-        assert not await it.settle("five", of("five"))
+        assert not it.settle("five", of("five"))
         assert it.refusal("silo", to(it, Answer(RUN, summed(1)))) is not None
         assert it.results.get().node == "four"
         it.taken()
-        assert await counted
+        await it.until_taken()
         assert it.results.get() is None
         assert it.results.empty()
 
     played(scene)
 
 
-def test_settling_waits_until_the_sum_was_taken_by_another_thread() -> None:
+def test_only_a_sum_that_counts_counts_already_when_it_is_sent_again() -> None:
     async def scene() -> None:
         it = collecting([0, 4, 5])
-        tasks = [asyncio.create_task(it.settle(n, of(n))) for n in ("silo", "four", "five")]
+        again = to(it, Answer(RUN, summed(1)))
+        assert not it.counts_already("four", again)
+        it.settle("four", of("four"))
+        it.settle("five", None)
+        it.finish()
+        assert it.counts_already("four", again)
+        assert not it.counts_already("five", again)
+        assert not it.counts_already("four", Answer(replace(RUN, attempt=9), summed(1)))
+        assert not it.counts_already("nobody", again)
+
+    played(scene)
+
+
+def counted(it: Collection) -> list[asyncio.Task[None]]:
+    """Calls of three nodes whose sums count, and who wait until they are taken."""
+    assert all(it.settle(node, of(node)) for node in ("silo", "four", "five"))
+    return [asyncio.create_task(it.until_taken()) for _ in range(3)]
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_call_waits_until_a_sum_was_taken_by_another_thread_even_if_it_is_cancelled(
+    cancelled: bool,
+) -> None:
+    async def scene() -> None:
+        it = collecting([0, 4, 5])
+        tasks = counted(it)
+        await settled()
+        for task in tasks:
+            if cancelled:
+                task.cancel()
         for done in range(1, 4):
             await settled()
             assert sum(task.done() for task in tasks) == done - 1
             thread = threading.Thread(target=lambda: (it.results.get(), it.taken()))
             thread.start()
             await asyncio.to_thread(thread.join)
-        assert await asyncio.gather(*tasks) == [True] * 3
+        await settled()
+        assert [task.cancelled() for task in tasks] == [cancelled] * 3
 
     played(scene)
 
@@ -215,13 +242,13 @@ def test_settling_waits_until_the_sum_was_taken_by_another_thread() -> None:
 def test_to_abandon_lets_go_of_all_that_wait() -> None:
     async def scene() -> None:
         it = collecting([0, 4, 5])
-        tasks = [asyncio.create_task(it.settle(n, of(n))) for n in ("silo", "four", "five")]
+        tasks = counted(it)
         await settled()
         it.abandon()
         await asyncio.gather(*tasks)
         assert it.results.empty()
         it.abandon()
-        assert not await it.settle("four", of("four"))
+        assert not it.settle("four", of("four"))
 
     played(scene)
 
@@ -265,8 +292,8 @@ def test_how_long_is_waited() -> None:
         assert left() == 0.0
         assert 95.0 < left(fixed=True) <= 100.0
         # All have answered.
-        await it.settle("four", None)
-        await it.settle("silo", None)
+        it.settle("four", None)
+        it.settle("silo", None)
         assert left(absent=1000.0) == 0.0
         assert 95.0 < left(fixed=True) <= 100.0
 

@@ -125,6 +125,24 @@ def test_a_certificate_that_is_damaged_is_refused(certs: Path) -> None:
         endpoint_of(section(certs), insecure=False)
 
 
+def test_the_certificate_of_a_node_is_not_shown_by_a_server(certs: Path) -> None:
+    for suffix in ("key", "pem"):
+        shutil.copy(certs / f"nodes/four/node.{suffix}", certs / f"server/server.{suffix}")
+    with pytest.raises(InvalidValueError, match=r"server\.pem is not a certificate for a server"):
+        endpoint_of(section(certs), insecure=False)
+
+
+def test_a_certificate_of_another_authority_is_warned_of(
+    certs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    endpoint_of(section(certs), insecure=False)
+    assert not caplog.text
+    certificates.init(tmp_path / "others", ["localhost"])
+    shutil.copy(tmp_path / "others/server/ca.pem", certs / "server/ca.pem")
+    endpoint_of(section(certs), insecure=False)
+    assert "server.pem is not issued by" in caplog.text
+
+
 def encrypted(key: bytes) -> bytes:
     made, hidden = load_pem_private_key(key, None), BestAvailableEncryption(b"password")
     return made.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, hidden)

@@ -135,7 +135,7 @@ async def objection(made: Site, journal: Journal, node: str, offer: wire.RoundOf
     welcome = wire.Welcome(POPULATION_ID, N, enrolled, wire.TaskDescription("m", {}, 0, "l"))
     try:
         audit = LedgerAudit(stub, journal, Backoff(0.01, 0.05))
-        return await OfferPolicy(journal, Consent(), audit).objection(welcome, offer)
+        return await OfferPolicy(journal, Consent(), audit, enrolled).objection(welcome, offer)
     finally:
         await stub.channel.close()
 

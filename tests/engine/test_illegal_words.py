@@ -1,0 +1,117 @@
+"""Words beyond an embedding, of users who train in lanes of `torch.func`, reach nobody else."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedpriv.data.population import UserStore
+from fedpriv.engine.task import Task, cross_entropy
+from fedpriv.engine.transport import InProcessTransport
+from fedpriv.local import SGD
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.round import RoundRequest
+from tests.engine.everyone import total_of
+
+WORDS, PEOPLE, ROWS = 20, 12, 4
+
+
+class TwoInputs(nn.Module):
+    """Numbers beside words; its users train in lanes of `torch.func`, as those below do."""
+
+    def __init__(self, look_up: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.scores = nn.Embedding(WORDS, 4, padding_idx=0), nn.Linear(9, 3)
+        self.look_up = look_up
+
+    def forward(self, number: Tensor, word: Tensor) -> Tensor:
+        found = self.look_up(word, self.table.weight).mean(1)
+        scores: Tensor = self.scores(torch.cat([number, found], 1))
+        return scores
+
+
+class Computed(nn.Module):
+    """The words are numbers until the model makes integers of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layers = nn.Embedding(WORDS, 4), nn.Conv1d(4, 3, 1)
+
+    def forward(self, word: Tensor) -> Tensor:
+        scores: Tensor = self.layers(self.table(word.long()).transpose(1, 2)).mean(2)
+        return scores
+
+
+class Tied(nn.Module):
+    """The table gives the scores too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(WORDS, 4), nn.LayerNorm(4)
+
+    def forward(self, word: Tensor) -> Tensor:
+        hidden: Tensor = self.norm(self.table(word))
+        return (hidden @ self.table.weight[:3].t()).mean(1)
+
+
+class Filled(nn.Module):
+    """Of the functions of torch that take indices, another that reaches into other lanes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WORDS, 3))
+
+    def forward(self, word: Tensor) -> Tensor:
+        return torch.stack([self.weight.index_fill(0, row, 0.5).sum(0) for row in word])
+
+
+WITH_NUMBERS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "functional": functional.embedding,
+    "padded": partial(functional.embedding, padding_idx=0),
+    "by frequency": partial(functional.embedding, scale_grad_by_freq=True),
+    "torch": lambda word, table: torch.embedding(table, word),
+    "aten": lambda word, table: torch.ops.aten.embedding(table, word),
+    "its overload": lambda word, table: torch.ops.aten.embedding.default(table, word),
+}
+ALONE: Mapping[str, Callable[[], nn.Module]] = {
+    "computed": Computed,
+    "tied": Tied,
+    "filled": Filled,
+}
+
+
+@pytest.mark.parametrize("name", [*WITH_NUMBERS, *ALONE])
+def test_illegal_words_change_no_other_user(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    rng, rows = np.random.default_rng(0), PEOPLE * ROWS
+    fields: dict[str, np.ndarray] = {"y": rng.integers(0, 3, rows)}
+    words = rng.integers(0, WORDS, (rows, 5))
+    # At each place the word that would be another's, in the lanes before and behind.
+    aimed = WORDS * np.arange(-ROWS * 5 // 2, ROWS * 5 // 2).reshape(ROWS, 5)
+    for enemy, word in ((2, aimed), (5, aimed + 3), (8, -1), (9, WORDS)):
+        words[enemy * ROWS : (enemy + 1) * ROWS] = word
+    if name in WITH_NUMBERS:
+        model: nn.Module = TwoInputs(WITH_NUMBERS[name])
+        fields |= {"number": rng.standard_normal((rows, 5)).astype(np.float32), "word": words}
+    else:
+        model = ALONE[name]()
+        fields["word"] = words.astype(np.float32) if name == "computed" else words
+    inputs = ("number", "word") if name in WITH_NUMBERS else "word"
+    task = Task(model, cross_entropy, inputs=inputs)
+    store = UserStore(fields, np.arange(PEOPLE + 1) * ROWS)
+    transport = InProcessTransport(task, store, torch.device("cpu"), 2**20, processes=1)
+    layout = Layout.of(task.parameters())
+    clipping, local = Clipping(layout, flat(layout, 0.5)), SGD(0.5, steps=2)
+    everyone = np.arange(PEOPLE)
+    request = RoundRequest("run", 0, 0, task.parameters(), clipping, local, everyone, bytes(32))
+    each = [total_of(transport, replace(request, users=everyone[[user]])) for user in everyone]
+    np.testing.assert_array_equal(total_of(transport, request), sum(each))
+    nothing = {user for user in everyone.tolist() if not each[user].any()}
+    assert nothing == ({2, 5, 9} if name == "filled" else {2, 5, 8, 9})  # −1 fills the last row
+    assert ("one at a time" in caplog.text) == (name == "filled")
