@@ -261,9 +261,10 @@ class LedgerAudit:
     ) -> Examined:
         """The ledger as it is now; raises one of DISBELIEF, or what `within_time` raises."""
         name, old = welcome.population_name, self._verified
-        old = old if old is not None and old.population == name else None
         # Before asking: by what another process of the node remembers later, this may look old.
         known = self.journal.remembered(name)
+        if old is not None and (old.population != name or known.head is None):
+            old = None
         lines = await persist(
             lambda: self.server.fetch_ledger(None if old is None else old.head), self.backoff
         )

@@ -109,7 +109,8 @@ class Journal:
         * what is recorded or remembered is durable (fsync) when the call returns;
         * each offer is recorded once; of one attempt, two that differ in users, nonce or anything
           else but the time that is left are two;
-        * a population has one ledger, and the remembered head of a ledger never goes back.
+        * a population has one ledger, from its first charge or the node's first answer on, and the
+          remembered head of a ledger never goes back.
 
     Every method raises InvalidValueError if the file cannot be used, from any thread.
     """
@@ -201,16 +202,21 @@ class Journal:
             TakenPart(run, number, attempt, events[event], part)
             for run, number, attempt, event, part in rows
         )
+        if head is not None and head.count == 0 and not taken_part:
+            return Remembered(None, None, ())  # a plan that was changed begins another ledger
         return Remembered(ledger_id, head, taken_part)
 
     def remember_head(self, ledger_id: str, population_name: str, head: Head) -> None:
         """Keep the newest verified head of a ledger; that of fewer charges changes nothing."""
-        known, _ = self._ledger_of(population_name)
-        if known not in (None, ledger_id):
-            found = f"population {population_name!r} has the ledger {known}"
-            raise InvalidValueError(f"{found}, not {ledger_id}")
         names = {"ledger_id": ledger_id, "population_name": population_name}
         with _refusing(), self._database.transaction():
+            known = self.remembered(population_name).ledger_id
+            if known not in (None, ledger_id):
+                found = f"population {population_name!r} has the ledger {known}"
+                raise InvalidValueError(f"{found}, not {ledger_id}")
+            if known is None:
+                forget = "DELETE FROM ledgers WHERE population_name = ?"
+                self._database.write(forget, (population_name,))
             self._database.write(_REMEMBER, names | vars(head))
 
     def _ledger_of(self, population_name: str) -> tuple[str | None, Head | None]:

@@ -627,7 +627,9 @@ class Isolation:
         if not self._told:
             self._told = True
             _log.warning(
-                "some users train one at a time: side by side, what one gets would depend on others"
+                "%ssome users train one at a time: side by side, what one gets would depend on "
+                "others",
+                "simulation only, not private: " if self._trainer.naming else "",
             )
 
     def _check_alone(self, request: RoundRequest, rung: Rung) -> None:

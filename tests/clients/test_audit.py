@@ -126,6 +126,7 @@ class TestExamining:
         assert both.journal.remembered("others").ledger_id is None
 
     def test_a_ledger_in_place_of_another_is_refused(self, both, tmp_path):
+        charge(both.ledger)
         both.examined()
         with Ledger.open_or_create(tmp_path / "other", "people") as ledger:
             other = read(ledger)

@@ -217,11 +217,20 @@ class TestSeries:
 class TestHeads:
     def test_the_newest_is_remembered(self, journal):
         assert journal.remembered("people") == Remembered(None, None, ())
-        for head in (Head(0, "x"), Head(3, "y")):
+        for head in (Head(1, "x"), Head(3, "y")):
             journal.remember_head("a", "people", head)
             assert journal.remembered("people").head == head
         assert journal.remembered("people").ledger_id == "a"
         assert journal.remembered("others").head is None
+
+    def test_a_ledger_is_known_from_its_first_charge_or_the_first_answer_on(self, journal):
+        for ledger in ("a", "b"):
+            journal.remember_head(ledger, "people", Head(0, "x"))
+            assert journal.remembered("people") == Remembered(None, None, ())
+        journal.record("people", offer(), NOON)
+        assert journal.remembered("people").head == Head(0, "x")
+        with pytest.raises(InvalidValueError, match="'people' has the ledger b, not c"):
+            journal.remember_head("c", "people", Head(0, "x"))
 
     @pytest.mark.parametrize("older", [Head(0, "x"), Head(2, "x"), Head(3, "x")])
     def test_it_never_goes_back(self, journal, older):

@@ -1145,6 +1145,29 @@ def test_no_user_is_asked_more_often_than_is_charged_whatever_position_it_is_giv
     assert caplog.text.count("the server asks users more often than it has charged") == 2
 
 
+def test_a_ledger_without_charges_may_be_replaced_and_no_other(
+    play: Callable[[Act], None], ledger: Ledger, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny, objections = scene.tiny, []
+        with (
+            Ledger.open_or_create(tmp_path / "second.sqlite", "people") as second,
+            Ledger.open_or_create(tmp_path / "third.sqlite", "people") as third,
+        ):
+            async with serving(tiny) as port, scene.joined(port, verify_ledger=True):
+                for tiny.ledger in (ledger, second, third):
+                    charges = tiny.ledger.head.count
+                    await tiny.propose(price=replace(HONEST, charges=charges))
+                    objections.append((await tiny.votes.get()).objection)
+                    if tiny.ledger is second:
+                        charge(second, 0)
+                        await tiny.propose(1, price=replace(HONEST, charges=1))
+                        objections.append((await tiny.votes.get()).objection)
+        assert objections == ["", "", "", "the ledger cannot be believed"]
+
+    play(act)
+
+
 def test_what_was_agreed_to_is_checked_once_and_for_one_offer(
     play: Callable[[Act], None], ledger: Ledger
 ) -> None:
