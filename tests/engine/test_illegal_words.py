@@ -1,6 +1,7 @@
 """Words beyond an embedding, of users who train in lanes of `torch.func`, reach nobody else."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedpriv.data.population import UserStore
+from fedpriv.engine import local_training
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.local import SGD
@@ -86,8 +88,8 @@ ALONE: Mapping[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*WITH_NUMBERS, *ALONE])
-def test_illegal_words_change_no_other_user(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def sums_of(name: str) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Of all users, of whom four have illegal words, and of each alone."""
     torch.manual_seed(0)
     rng, rows = np.random.default_rng(0), PEOPLE * ROWS
     fields: dict[str, np.ndarray] = {"y": rng.integers(0, 3, rows)}
@@ -111,7 +113,22 @@ def test_illegal_words_change_no_other_user(name: str, caplog: pytest.LogCapture
     everyone = np.arange(PEOPLE)
     request = RoundRequest("run", 0, 0, task.parameters(), clipping, local, everyone, bytes(32))
     each = [total_of(transport, replace(request, users=everyone[[user]])) for user in everyone]
-    np.testing.assert_array_equal(total_of(transport, request), sum(each))
-    nothing = {user for user in everyone.tolist() if not each[user].any()}
+    return total_of(transport, request), each
+
+
+@pytest.mark.parametrize("name", [*WITH_NUMBERS, *ALONE])
+def test_illegal_words_change_no_other_user(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    total, each = sums_of(name)
+    np.testing.assert_array_equal(total, sum(each))
+    nothing = {user for user, own in enumerate(each) if not own.any()}
     assert nothing == ({2, 5, 9} if name == "filled" else {2, 5, 8, 9})  # −1 fills the last row
     assert ("one at a time" in caplog.text) == (name == "filled")
+
+
+def test_a_function_that_reaches_into_other_lanes_is_noticed_though_it_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(local_training, "OwnTables", nullcontext)
+    total, each = sums_of("functional")
+    np.testing.assert_array_equal(total, sum(each))
+    assert "one at a time" in caplog.text
