@@ -271,6 +271,8 @@ def _drawn(axis: Axis, scale: str) -> dict[str, Any]:
         values, texts = zip(*axis.ticks, strict=True)
         label = f"{json.dumps(texts)}[indexof({json.dumps(values)}, datum.value)]"
         ticks = alt.Axis(values=list(values), labelExpr=label, grid=True)
+        if len("".join(texts)) > _BREAK:
+            ticks.labelAngle, ticks.labelOverlap = -45, False
     elif axis.log:
         ticks = alt.Axis(labelExpr=_LOG_LABEL.replace("SCALE", scale), labelOverlap="greedy")
     else:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -153,6 +154,10 @@ def test_at_one_epsilon_arms_stand_at_their_names(tmp_path: Path) -> None:
     assert bars.x.ticks == ((0.0, "a"), (1.0, "b"), (2.0, "c"))
     chart = differences_chart(read.study, read.arms)
     assert chart.x.ticks == ((0.0, "b"), (1.0, "c"))
+    assert "labelAngle" not in embedded(chart)["layer"][0]["encoding"]["x"]["axis"]
+    long = replace(chart.x, ticks=tuple((float(n), "a long name") for n in range(4)))
+    axis = embedded(replace(chart, x=long))["layer"][0]["encoding"]["x"]["axis"]
+    assert (axis["labelAngle"], axis["labelOverlap"]) == (-45, False)
     assert {each.name: [*each.x] for each in chart.series} == {
         "a, the baseline": [-0.5, 1.5],
         "b": [0.0],
