@@ -135,7 +135,7 @@ def model(
 
 def enrol(
     data: Annotated[
-        list[str], typer.Argument(help=f"{_USERS}; several are several nodes'", metavar="DATA")
+        list[str], typer.Argument(help=f"{_USERS}; several are several nodes'", metavar="DATA...")
     ],
     certificates: Annotated[
         list[Path] | None, _option("folder of a node's certificates; one for each DATA")

@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,6 +27,7 @@ from fedpriv.wire.codec import MAX_NAME
 
 _PATIENCE_SECONDS = 10.0
 _MODEL_SECONDS = 600.0
+_SILENT = timedelta(minutes=2)  # a server writes its table every minute
 # What reading the header of a model may raise.
 _NO_MODEL = SafetensorError, ValueError, KeyError, TypeError, OverflowError, RecursionError
 _COUNTED = {  # heading: what is counted there
@@ -126,6 +127,7 @@ def show_sites(folder: Path, *, as_json: bool) -> None:
 
     run = RunFolder(folder)
     table = run.read_sites()
+    sites = table.sites.items()
     if as_json:
         print(run.sites.read_text(encoding="utf-8"))  # noqa: T201
         return
@@ -133,20 +135,25 @@ def show_sites(folder: Path, *, as_json: bool) -> None:
     caption = f"{one_line(str(folder))}, secret: these counts say who took part"
     headings = ("seen", "answers", *_COUNTED, "cert. ends")
     columns = [Column("site", "long"), *map(Column, headings)]
-    now = table.written
-    rows = [_row(name, site, now) for name, site in table.sites.items()]
+    now = datetime.now(UTC)
+    silent = now - table.written
+    if silent > _SILENT:
+        console.print(f"the server last wrote {_ago(silent)} ago; it is probably not running")
+    rows = [_row(name, site, now, "?" if silent > _SILENT else "now") for name, site in sites]
     print_table(Rows(caption, columns, rows), console)
-    for name, site in table.sites.items():
+    for name, site in sites:
         for what, last in sorted(site.last.items(), key=lambda item: item[1].time, reverse=True):
             console.print(f"{name}, {_ago(now - last.time)} ago: {what}: {one_line(last.why)}")
         if site.certificate_end is not None and (why := expiry(site.certificate_end, now)):
             console.print(f"{name}: {Trouble.CERTIFICATE}: {why}")
     end = table.server_certificate_end
-    console.print(f"the server's certificate ends {_day(end)}; as of {now:%Y-%m-%d %H:%M:%S UTC}")
+    console.print(
+        f"the server's certificate ends {_day(end)}; as of {table.written:%Y-%m-%d %H:%M:%S UTC}"
+    )
 
 
-def _row(name: str, site: SiteRecord, now: datetime) -> list[str]:
-    seen = "now" if site.connected else "never"
+def _row(name: str, site: SiteRecord, now: datetime, connected: str) -> list[str]:
+    seen = connected if site.connected else "never"
     if site.last_seen is not None and not site.connected:
         seen = _ago(now - site.last_seen)
     counts = [sum(site.troubles.get(w, 0) for w in what) for what in _COUNTED.values()]
@@ -155,7 +162,7 @@ def _row(name: str, site: SiteRecord, now: datetime) -> list[str]:
 
 
 def _ago(time: timedelta) -> str:
-    seconds = int(time.total_seconds())
+    seconds = max(0, int(time.total_seconds()))  # clocks may differ
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds // length} {unit}"

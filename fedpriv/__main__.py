@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from io import TextIOWrapper
 
 
 def main() -> None:
@@ -9,6 +10,10 @@ def main() -> None:
     # To look for garbage among all that is imported, torch above all, takes a quarter of the time
     # in which a command starts and ends. So it is done less often, and not at the end.
     gc.set_threshold(700, 10, 1000)
+    # What a terminal cannot show must end no run that has been charged.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         from fedpriv import cli  # noqa: PLC0415
 

@@ -39,6 +39,16 @@ def _file_of(given: Path) -> Path:
     return experiment_file(given)
 
 
+def _ledger_of(given: Path) -> Path:
+    """The ledger file, also of a run's folder."""
+    inside = given / "ledger.sqlite"
+    return inside if inside.is_file() else given
+
+
+def _ledgers_of(given: list[Path]) -> list[Path]:
+    return [*map(_ledger_of, given)]
+
+
 ExperimentFile = Annotated[
     Path,
     typer.Argument(
@@ -52,7 +62,15 @@ Assignments = Annotated[
 RunFolder = Annotated[Path | None, _option("folder of the run", "--out", default="runs/NAME-…")]
 Resume = Annotated[bool, _option("go on with the run in --out, or start it there", "--resume")]
 AsJson = Annotated[bool, _option("print one JSON object", "--json")]
-ReadLedgerPath = Annotated[Path, typer.Argument(help="the ledger file, or an export of it")]
+LedgerPath = Annotated[
+    Path, typer.Argument(help="the ledger file, or the folder of its run", callback=_ledger_of)
+]
+ReadLedgerPath = Annotated[
+    Path,
+    typer.Argument(
+        help="the ledger file, the folder of its run, or an export of it", callback=_ledger_of
+    ),
+]
 _Policy = Literal["poisson", "every-user", "fixed-size"]
 Delta = Annotated[float | None, _option("δ", default="largest power of ten below 1/N")]
 
@@ -116,7 +134,7 @@ def verify(
 
 @ledger_app.command()
 def export(
-    ledger: Annotated[Path, typer.Argument(help="the ledger file")],
+    ledger: LedgerPath,
     out: Annotated[Path | None, _option("new file to write", default="the terminal")] = None,
 ) -> None:
     """Write a ledger as JSON lines, for anyone to check; never who took part."""
@@ -135,10 +153,10 @@ def export(
 
 @ledger_app.command()
 def backup(
-    ledger: Annotated[Path, typer.Argument(help="the ledger file; it may be in use")],
+    ledger: LedgerPath,
     to: Annotated[Path, typer.Argument(help="the file to write; it must not exist")],
 ) -> None:
-    """Copy a ledger, and the record of who took part beside it, which stays secret."""
+    """Copy a ledger, also one in use, and the secret record of who took part beside it."""
     from fedpriv.run.backup import back_up
 
     head = back_up(ledger, to)
@@ -295,7 +313,11 @@ def tune(
 def epsilon(
     ledgers: Annotated[
         list[Path],
-        typer.Argument(help="ledger files, or exports; several add up", metavar="LEDGER"),
+        typer.Argument(
+            help="ledger files, folders of their runs, or exports; several add up",
+            metavar="LEDGER...",
+            callback=_ledgers_of,
+        ),
     ],
     delta: Delta = None,
     target: Annotated[float | None, _option("print δ at this ε instead", "--epsilon")] = None,
@@ -326,7 +348,10 @@ def calibrate(
     policy: Annotated[_Policy, _option("how users are sampled")] = "poisson",
     relation: Annotated[
         Literal["add-or-remove-one", "replace-one"] | None,
-        _option("neighbours", default="replace-one for fixed-size, else add-or-…"),
+        typer.Option(
+            help="neighbours; if left out, replace-one for fixed-size, else add-or-remove-one",
+            show_default=False,
+        ),
     ] = None,
     population: Annotated[int | None, _option("N, for fixed-size sampling")] = None,
     accountant: Annotated[str, _option("name of an accountant")] = "tight",
@@ -371,7 +396,7 @@ def curves(
     ledger: ReadLedgerPath,
     out: Annotated[Path, _option("folder to write to")],
     delta: Delta = None,
-    suffix: Annotated[Literal["png", "svg"], typer.Option("--format")] = "png",
+    suffix: Annotated[Literal["png", "svg"], _option("of the figures", "--format")] = "png",
 ) -> None:
     """Draw ε by rounds, δ by ε and the errors of a test for one user; with CSV and JSON."""
     from fedpriv.accounting.pricing import default_delta, read_ledger

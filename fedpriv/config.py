@@ -63,7 +63,10 @@ def parse_toml(text: str, source: str) -> dict[str, object]:
 
 def read_experiment(path: Path) -> dict[str, object]:
     """Read the table of an experiment, `spelled_out`; paths in it are relative to its file."""
-    return from_folder(path.parent, read_toml(path))
+    table = read_toml(path)
+    if "base" in table:
+        raise InvalidValueError(f"{path} is a study, not an experiment; use `fedpriv compare`")
+    return from_folder(path.parent, table)
 
 
 def from_folder(folder: Path, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,7 +115,12 @@ def checked(model: type[_Model], table: Mapping[str, object], source: str) -> _M
         return model.model_validate(table)
     except ValidationError as error:
         # The branch of a union that fits least must not hide the message of the other.
-        raise InvalidValueError(f"{source}: {_sentence(table, error.errors()[0])}") from error
+        first, *others = error.errors()
+        sentence = _sentence(table, first)
+        literals = (each for each in others if str(each["loc"][-1]).startswith("literal["))
+        if (word := next(literals, None)) and word["loc"][:-1] == first["loc"][:-1]:
+            sentence += f" or {word['ctx']['expected']}"  # a number or this word
+        raise InvalidValueError(f"{source}: {sentence}") from error
 
 
 # What TOML calls what pydantic names after types of Python.
@@ -137,7 +145,6 @@ def _sentence(table: Any, error: ErrorDetails) -> str:
                 break  # pydantic adds the names of the branches of a union
         keys.append(str(part))
     where, context, found = ".".join(keys), error.get("ctx", {}), error["input"]
-    shown = "absent" if found is None else repr(found)
     match error["type"]:
         case "unknown_key":
             return f"unknown key {'.'.join([*keys, context['key']])}; {context['hint']}"
@@ -145,6 +152,8 @@ def _sentence(table: Any, error: ErrorDetails) -> str:
             return f"key {where} is absent"
         case "value_error":
             return f"{where}: {context['error']}" if where else str(context["error"])
+        case "string_pattern_mismatch":  # those of names are the only patterns
+            legal = "use letters, digits, '.', '_' and '-', and begin with a letter or digit"
         case "greater_than_equal":  # pydantic writes 1e-60 with all of its zeros
             legal = f"it must be greater than or equal to {context['ge']:.15g}"
         case kind if kind in _LEGAL:
@@ -152,7 +161,11 @@ def _sentence(table: Any, error: ErrorDetails) -> str:
         case _:
             legal = re.sub("^(Input|Value|String) should", "it must", error["msg"])
             legal = f"{legal[0].lower()}{legal[1:]}"
-    return f"{where} is {shown}; {legal}"
+    return f"{where} is {_shown(found)}; {legal}"
+
+
+def _shown(value: object) -> str:
+    return "absent" if value is None else repr(value)
 
 
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
@@ -533,9 +546,9 @@ class AveragingSection(Section):
         weighted = self.weights == "examples"
         if {self.cap is not None, self.total_weight is not None} != {weighted}:
             raise ValueError(
-                f"cap is {self.cap} and total_weight is {self.total_weight}; with weights = "
-                '"examples" both must be given, a bound on what one user can move and a public '
-                'estimate of the sum of all users\' weights, and with "equal" neither'
+                f"cap is {_shown(self.cap)} and total_weight is {_shown(self.total_weight)}; with "
+                'weights = "examples" both must be given, a bound on what one user can move and a '
+                'public estimate of the sum of all users\' weights, and with "equal" neither'
             )
         return self
 

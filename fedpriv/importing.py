@@ -63,7 +63,8 @@ def check_options(
     known = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for option in options:
         if option not in known:
-            raise error(f"{what} has no {noun} {option!r}; {known_names(option, known)}")
+            lacks = f"has no {noun} {option!r}; {known_names(option, known)}"
+            raise error(f"{what} {lacks if known else 'takes no options'}")
     for name, parameter in known.items():
         if parameter.default is parameter.empty and name not in options:
             raise error(f"{what} needs the {noun} {name!r}")

@@ -88,6 +88,8 @@ def init(folder: Path, hosts: Sequence[str]) -> None:
     """
     _alternatives_of(hosts)
     path = folder / "authority"
+    if path.exists():
+        raise InvalidValueError(f"an authority is already in {path}; it is kept")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700)

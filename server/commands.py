@@ -20,7 +20,7 @@ _certs = typer.Typer(
     no_args_is_help=True,
     suggest_commands=False,
 )
-_HOSTS = typer.Argument(help="DNS names and IP addresses of the server", metavar="HOST")
+_HOSTS = typer.Argument(help="DNS names and IP addresses of the server", metavar="HOST...")
 Hosts = Annotated[list[str], _HOSTS]
 AuthorityFolder = Annotated[Path, _option("folder of the authority")]
 

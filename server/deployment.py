@@ -101,7 +101,7 @@ class GrpcTransport(Transport):
                 return
             left -= pause
             agreed = self.listener.call(lambda: service.willing)
-            found = f"{agreed} connected nodes agree to round {request.round}, {least} must"
+            found = f"{agreed} of the {least} required nodes agree to round {request.round}"
             if left <= 0.0:
                 raise DeclinedError(f"{found}; it was not begun, and nothing is charged for it")
             _log.warning("%s; they are asked again, for %.0f more seconds at most", found, left)

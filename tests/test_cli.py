@@ -85,6 +85,32 @@ def test_a_folder_is_not_overwritten_but_resumed(run_folder: Path) -> None:
     assert again.returncode == 0, again.stderr
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_the_output_cannot_encode_ends_no_run(encoding: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedpriv", "simulate", DIGITS, "--set", "rounds=1"]
+    env = os.environ | {"PYTHONIOENCODING": encoding}
+    command += ["--out", tmp_path / "run"]
+    done = subprocess.run(command, env=env, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert rb"user-level (\u03b5, \u03b4)" in done.stdout
+
+
+def test_experiments_and_studies_are_told_apart() -> None:
+    study = ROOT / "simulations" / "clipping_digits.toml"
+    assert "is a study, not an experiment; use `fedpriv compare`" in refused("simulate", study)
+    line = refused("compare", DIGITS)
+    assert "is an experiment, not a study; use `fedpriv simulate`" in line
+
+
+def test_the_folder_of_a_run_stands_for_its_ledger(run_folder: Path, tmp_path: Path) -> None:
+    ledger = run_folder / "ledger.sqlite"
+    for command in (["epsilon", "--json"], ["ledger", "show"], ["ledger", "export"]):
+        assert fedpriv(*command, run_folder) == fedpriv(*command, ledger)
+    assert f"{ledger} is intact" in fedpriv("ledger", "verify", run_folder).stdout
+    done = fedpriv("ledger", "backup", run_folder, tmp_path / "copy")
+    assert "holds 6 charges" in done.stdout
+
+
 def test_resuming_with_another_plan_is_refused(run_folder: Path) -> None:
     changed = ["--set", "rounds=6", "--set", "privacy.noise_multiplier=3.0"]
     message = refused("simulate", DIGITS, *changed, "--out", run_folder, "--resume")

@@ -89,6 +89,12 @@ def test_ledgers_add_up(folder: Path) -> None:
     assert "Sums and noise: floating-point noise." in text
 
 
+def test_an_interval_from_zero_is_an_upper_bound(tmp_path: Path) -> None:
+    ledger = ledger_of(tmp_path / "a", {"r": [poisson_gaussian(0.001, 50.0)]}, "p")
+    (row,) = table("epsilon", ledger, "--delta", "0.1", "--accountant", "tight")
+    assert row[3:] == ["0.000", "upper bound"]
+
+
 def test_sums_are_exact_where_all_charges_have_a_granularity(tmp_path: Path) -> None:
     whole = SumQueryEvent("update", 1.0, 3.0, 2.0**-24)
     exact = RoundEvent(ONE.sampling, (whole,))

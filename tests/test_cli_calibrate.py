@@ -5,6 +5,7 @@ import json
 import pytest
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
+from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.accounting.calibration import (
     calibrate_noise_multiplier,
     largest_number,
@@ -77,6 +78,7 @@ def test_the_noise_of_the_same_epsilon_beside_its_estimate() -> None:
     assert (estimate["epsilon_low"], estimate["epsilon"]) == (real.epsilon_low, real.epsilon)
     assert real.epsilon_low > spent
     rows = {row[0]: row[1:] for row in table(*command)}
+    assert f"within ε = {format_epsilon(spent)} at δ = 1e-05" in printed(*command)
     assert float(rows["noise multiplier z"][0]) == plan["noise_multiplier"]
     found, said = rows["z by the central limit theorem"]
     assert float(found) == estimate["noise_multiplier"]
@@ -96,8 +98,8 @@ def test_the_noise_of_the_same_epsilon_beside_its_estimate() -> None:
             [*BUDGET[:1], *BUDGET[3:], *ROUNDS, *NOISE, "--same-as", "rdp"],
             "same_as, and the rounds",
         ),
-        ([*BUDGET], "0 of rounds, sampling probability and noise multiplier are given"),
-        ([*BUDGET, *NOISE], "1 of rounds"),
+        ([*BUDGET], "give two of rounds, sampling probability and noise multiplier, to find"),
+        ([*BUDGET, *NOISE], "give two of rounds"),
         ([*BUDGET, *ROUNDS, *SAMPLING, "--noise-multiplier", "0.5"], "leaves nothing for one more"),
         ([*BUDGET, *ROUNDS, *NOISE, *FIXED[:2]], "fixed-size sampling has no population"),
         ([*BUDGET, *ROUNDS, *SAMPLING, *FIXED, "--relation", "add-or-remove-one"], "no analysis"),

@@ -244,9 +244,8 @@ def test_what_a_server_says_cannot_write_to_the_terminal() -> None:
     assert len(line) < 600
 
 
-def sites_of(folder: Path, many: int) -> Path:
-    """The folder of a run with this many sites, the second of which is in trouble."""
-    now = datetime(2030, 1, 1, tzinfo=UTC)
+def sites_of(folder: Path, many: int, now: datetime) -> Path:
+    """The folder of a run with this many sites at a time, the second of which is in trouble."""
     made = {f"clinic-{n}": SiteRecord(True, now, now + timedelta(days=99), 40) for n in range(many)}
     declined = Happening(now - timedelta(minutes=3), "too dear")
     broken = Happening(now - timedelta(hours=5), "all NaN")
@@ -269,24 +268,37 @@ def test_status_of_a_folder_is_a_table_of_sites(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int, many: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    lines = printed("status", sites_of(tmp_path, many)).splitlines()
+    now = datetime.now(UTC)
+    ends = {days: f"{now + timedelta(days=days):%Y-%m-%d}" for days in (9, 50, 99)}
+    lines = printed("status", sites_of(tmp_path, many, now)).splitlines()
     assert max(map(len, lines)) <= columns
     rows = [line.split() for line in lines]
     heading = ["site", "seen", "answers", "declined", "refused", "late", "NaN", "part"]
     assert [*heading, "cert.", "ends"] in rows
-    assert ["clinic-0", "now", "40", "2030-04-10"] in rows
-    assert ["clinic-1", "2", "d", "7", "12", "5", "3", "2030-01-10"] in rows
+    assert ["clinic-0", "now", "40", ends[99]] in rows
+    assert ["clinic-1", "2", "d", "7", "12", "5", "3", ends[9]] in rows
     assert ["never-seen", "never", "unknown"] in rows
     assert len([row for row in rows if "now" in row]) == many - 1
     assert "clinic-1, 3 min ago: declined: too dear" in lines
     assert "clinic-1, 5 h ago: not finite: all NaN" in lines
-    assert any(line.startswith("clinic-1: certificate: it ends at 2030-01-10") for line in lines)
-    assert lines[-1].startswith("the server's certificate ends 2030-02-20")
+    certificate = f"clinic-1: certificate: it ends at {ends[9]}"
+    assert any(line.startswith(certificate) for line in lines)
+    assert lines[-1].startswith(f"the server's certificate ends {ends[50]}")
     assert "secret: these counts say who took part" in " ".join(" ".join(lines).split())
 
 
+def test_status_of_a_folder_says_when_its_server_is_silent(tmp_path: Path) -> None:
+    before = datetime.now(UTC) - timedelta(hours=3)
+    lines = printed("status", sites_of(tmp_path, 3, before)).splitlines()
+    assert lines[0] == "the server last wrote 3 h ago; it is probably not running"
+    assert ["clinic-0", "?", "40"] in [line.split()[:3] for line in lines]
+    assert "clinic-1, 8 h ago: not finite: all NaN" in lines
+    assert not any(" now " in line for line in lines)
+
+
 def test_status_of_a_folder_is_json_too(tmp_path: Path) -> None:
-    said = json.loads(printed("status", sites_of(tmp_path, 3), "--json"))
+    made = sites_of(tmp_path, 3, datetime(2030, 1, 1, tzinfo=UTC))
+    said = json.loads(printed("status", made, "--json"))
     site = said["sites"]["clinic-1"]
     assert site["troubles"] == {"declined": 12, "not finite": 3, "answer refused": 1} | {
         "call refused": 4

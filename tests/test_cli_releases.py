@@ -189,12 +189,12 @@ def test_resuming_keeps_the_noise_that_was_calibrated_at_first(file: Path, tmp_p
         (["suggest"], "no ledger is named"),
         (["suggest", "--ledger", "l.sqlite", "--rounds", "0"], "rounds is 0"),
         (["suggest", "--ledger", "l.sqlite", "--quantile", "1.0"], "quantile is 1.0"),
-        (["plan", "--set", "metrics.report.accuracy={a=1}"], "has no number 'a'"),
+        (["plan", "--set", "metrics.report.accuracy={a=1}"], "metric 'accuracy' takes no options"),
         (["plan", "--set", "metrics.report.acuracy={}"], "did you mean 'accuracy'"),
         (["plan", "--set", "metrics.share=0.95"], "must leave some to the update"),
         (
             ["plan", "--set", 'averaging.weights="examples"'],
-            "cap is None and total_weight is None; with weights",
+            "cap is absent and total_weight is absent; with weights",
         ),
         (
             ["plan", "--set", 'averaging.weights="examples"', "--set", "averaging.cap=5"],
@@ -202,7 +202,7 @@ def test_resuming_keeps_the_noise_that_was_calibrated_at_first(file: Path, tmp_p
         ),
         (
             ["plan", "--set", "averaging.cap=5"],
-            'cap is 5 and total_weight is None; with weights = "examples" both must be given',
+            'cap is 5 and total_weight is absent; with weights = "examples" both must be given',
         ),
         (["plan", "--set", "averaging.floor=2.0"], "floor is 2.0"),
         (["plan", "--set", "clipping.adaptive.quantile=1.5"], "quantile of adaptive clipping is"),

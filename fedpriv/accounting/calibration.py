@@ -270,8 +270,8 @@ def plan_within(
         found, n = "rounds", _most_rounds(budget, partial(events, q=q, z=z), accountant)
     elif n is None or q is None or z is None:
         raise InvalidValueError(
-            f"{3 - (n, q, z).count(None)} of rounds, sampling probability and noise multiplier are "
-            "given; two must be, to find the third, or all, to find the share of one more query"
+            "give two of rounds, sampling probability and noise multiplier, to find the third, or "
+            "all three, to find the share of one more query"
         )
     (event,), share, z_g = events(n, q, z), None, None
     if found == "share":

@@ -48,7 +48,7 @@ def attack_file(
 def population_named(name: str) -> KeptPopulation:
     """The kept population of a name; InvalidValueError if there is none."""
     if name not in POPULATIONS:
-        raise InvalidValueError(f"no population {name!r} is kept; {known_names(name, POPULATIONS)}")
+        raise InvalidValueError(f"unknown population {name!r}; {known_names(name, POPULATIONS)}")
     return POPULATIONS[name]
 
 

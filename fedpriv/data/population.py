@@ -331,7 +331,8 @@ def check_like(what: str, rows: Array, others: str, like: Array) -> None:
     # The dtype's type, because strings of different widths fit each other.
     kind, other = ((a.dtype.type, a.dtype.isnative, a.shape[1:]) for a in (rows, like))
     if kind != other:
-        raise DataError(f"{what} is {_per_row(rows)} per row; {others} {_per_row(like)}")
+        found = f"{what} is {_per_row(rows)} per row; {others} {_per_row(like)}"
+        raise DataError(f"{found}; give both one dtype and shape, as by np.asarray(x, np.float32)")
 
 
 def offsets_of(sizes: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:

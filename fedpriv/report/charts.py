@@ -23,7 +23,6 @@ COLOURS = ("#3a86c8", "#d9622b", "#1a9a72", "#c973a6", "#c98a00", "#8a74c9", "#2
 _SHAPES = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-left")
 _MARKERS = 20  # on a line, at most
 _LARGEST = 400  # of markers with sizes, in square pixels
-_DODGE = 0.008  # of the axis, between error bars at the same x
 _BREAK = 40  # characters of an axis title that fit on a phone
 _SIZE = (600, 300)  # of the plot in a file, in pixels at 96 per inch
 # Of the legend; that of the plot is known too late.
@@ -225,7 +224,7 @@ def _encoded(chart: Chart) -> tuple[alt.Chart, alt.Shape]:
         colours.append(COLOURS[(number if each.colour is None else each.colour) % len(COLOURS)])
         shapes.append(_SHAPES[number % len(_SHAPES)] if each.marked else "stroke")
     base = alt.Chart().encode(
-        x=alt.X("place:Q", **_drawn(chart.x, "x")),
+        x=alt.X("x:Q", **_drawn(chart.x, "x")),
         y=alt.Y("y:Q", **_drawn(chart.y, "y")),
         color=alt.Color("series:N", legend=legend, scale=alt.Scale(domain=names, range=colours)),
     )
@@ -235,17 +234,12 @@ def _encoded(chart: Chart) -> tuple[alt.Chart, alt.Shape]:
 
 def _rows(chart: Chart) -> alt.InlineData:
     """A row for each point, with the names of the marks that show it."""
-    places = [x for each in chart.series for x in each.x]
-    low, high = min(places, default=0.0), max(places, default=0.0)
     rows = []
-    for number, each in enumerate(chart.series):
-        aside = _DODGE * (number - (len(chart.series) - 1) / 2) if each.bars and each.joined else 0
+    for each in chart.series:
         every = 1 if each.sizes else math.ceil(len(each.x) / _MARKERS)
         for index, (x, y) in enumerate(zip(each.x, each.y, strict=True)):
-            # Its x, or a little aside from the error bars of other series.
-            place = x * (high / low) ** aside if chart.x.log else x + (high - low) * aside
             row: dict[str, object] = {"series": each.name, "x": _shown(x, chart.x)}
-            row |= {"place": _shown(place, chart.x), "y": _shown(y, chart.y)}
+            row["y"] = _shown(y, chart.y)
             row |= {"joined": each.joined, "dashed": each.dashed}
             row["marked"] = each.marked and index % every == 0
             if each.sizes:
@@ -277,6 +271,8 @@ def _drawn(axis: Axis, scale: str) -> dict[str, Any]:
         values, texts = zip(*axis.ticks, strict=True)
         label = f"{json.dumps(texts)}[indexof({json.dumps(values)}, datum.value)]"
         ticks = alt.Axis(values=list(values), labelExpr=label, grid=True)
+        if len("".join(texts)) > _BREAK:
+            ticks.labelAngle, ticks.labelOverlap = -45, False
     elif axis.log:
         ticks = alt.Axis(labelExpr=_LOG_LABEL.replace("SCALE", scale), labelOverlap="greedy")
     else:

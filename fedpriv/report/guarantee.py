@@ -19,6 +19,7 @@ from fedpriv.accounting.accountants import (
 from fedpriv.accounting.fdp import TradeOff, gaussian_trade_off
 from fedpriv.accounting.pricing import (
     Cost,
+    EpsilonCurve,
     LedgerContent,
     cost_of,
     weakest_arithmetic,
@@ -163,7 +164,7 @@ def _powers(off: TradeOff, unit: Unit) -> Table:
 
 def _epsilon_chart(cost: Cost, unit: Unit) -> Chart:
     series = []
-    for curve in cost.by_rounds:
+    for curve in sorted(cost.by_rounds, key=_drawn_last):
         proven = curve.bound is Bound.INTERVAL and min(curve.epsilon_low) > 0.0
         band = (curve.epsilon_low, curve.epsilon) if proven else ((), ())
         name, estimate = f"{curve.accountant}: {curve.bound}", curve.bound is Bound.ESTIMATE
@@ -171,11 +172,16 @@ def _epsilon_chart(cost: Cost, unit: Unit) -> Chart:
     return declared("epsilon", series, {"delta": cost.delta, "unit": unit})
 
 
+def _drawn_last(curve: EpsilonCurve | _DeltaCurve) -> bool:
+    """Whether others, such as `pld`, would hide a curve that is theirs or below."""
+    return curve.accountant == "tight"
+
+
 def _delta_chart(cost: Cost, curves: Sequence[_DeltaCurve], unit: Unit) -> Chart:
     reported = f"reported: ε = {format_epsilon(cost.epsilon)} at δ = {cost.delta}"
     series = [
         Series(f"{c.accountant}: {c.bound}", c.epsilon, c.delta, dashed=c.bound is Bound.ESTIMATE)
-        for c in curves
+        for c in sorted(curves, key=_drawn_last)
     ]
     reported_point = Series(reported, [cost.epsilon], [cost.delta], joined=False, colour=7)
     return declared("delta", [*series, reported_point], {"unit": unit})

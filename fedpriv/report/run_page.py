@@ -269,10 +269,11 @@ def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:
         return [declared("norms", released, words, f"norms{end}")]
     true = _recorded(records, "group_norms")
     released += [_group(line, "mean update norm", colours) for line in true if line.name in colours]
-    return [
-        declared("update-norms", released, words, f"norms{end}"),
-        declared("layers", _recorded(records, "update_norms"), words, f"layers{end}"),
-    ]
+    charts = [declared("update-norms", released, words, f"norms{end}")]
+    # One layer is one vector group, which the first chart shows.
+    if len(layers := _recorded(records, "update_norms")) > 1:
+        charts.append(declared("layers", layers, words, f"layers{end}"))
+    return charts
 
 
 def _group(line: Series, what: str, colours: Mapping[str, int]) -> Series:

@@ -11,7 +11,7 @@ from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.disk import writing
 from fedpriv.errors import DataError
 from fedpriv.report.charts import Axis, Chart, Series, declared, save, spans_decades, texts
-from fedpriv.report.tables import Column, Table, fitted, json_text, print_table
+from fedpriv.report.tables import Column, Table, fitted, json_text, print_table, shortened
 from fedpriv.studies import ArmSummary, Interval, ReadStudy, Study, Target
 from fedpriv.studies.results import ACCURACY, Measure, best_of, measure_of, verdict
 from fedpriv.studies.study import Line, NumericAxis, numeric_axes
@@ -68,7 +68,7 @@ def arms_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart:
     """Accuracy in the end, arms beside each other at each target."""
     measure = measure_of(arms)
     series = _beside(_names(arms), arms, measure.end)
-    return measure_chart("arms", measure, series, x=_targets_axis(study, _targets(arms)))
+    return measure_chart("arms", measure, series, x=_beside_axis(study, arms))
 
 
 def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
@@ -77,13 +77,12 @@ def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
     found = [arm for arm in arms if measure.difference(arm) is not None]
     if not found:
         return None
-    targets, names = _targets(found), _names(arms)
+    names, x = _names(arms), _beside_axis(study, found)
     series = _beside(names, found, measure.difference)
     # In the place of the baseline, so that arms keep the colour and marker of other charts.
-    zero, ends = f"{study.baseline}, the baseline", [-0.5, len(targets) - 0.5]
+    zero, ends = f"{study.baseline}, the baseline", x.ends or ()
     series[names.index(study.baseline)] = Series(zero, ends, [0.0, 0.0], dashed=True, marked=False)
     y = Axis(f"{measure.name} minus baseline's", measure.unit)
-    x = _targets_axis(study, targets)
     return measure_chart("differences", measure, series, x=x, y=y, baseline=study.baseline)
 
 
@@ -133,7 +132,15 @@ def measure_chart(
     words |= {"measure": measure.name, "Measure": measure.name.capitalize()}
     words |= {"better": measure.better, "Better": measure.better.capitalize()}
     words["bars"] = texts()["study"]["bars"]
+    if y is None and measure is ACCURACY:
+        series = [*map(_cut, series)]
     return declared(kind, series, words, name, x, y or declared(measure.name, []).y)
+
+
+def _cut(series: Series) -> Series:
+    """Without what an interval has outside of 0 to 100%."""
+    low = [end and max(end, 0.0) for end in series.low]
+    return replace(series, low=low, high=[end and min(end, 100.0) for end in series.high])
 
 
 def write_study_figures(read: ReadStudy, folder: Path) -> list[Path]:
@@ -191,8 +198,8 @@ def figures_tables(read: ReadStudy, target: Target) -> list[Table]:
         if (found := arm.figures.get(name)) is not None
     ]
     caption = (
-        f"At ε = {target.epsilon:g}, on held-out rows, which belong to no enrolled user: means "
-        "over seeds ± Student's 95% interval"
+        f"At ε = {target.epsilon:g}, on held-out rows, which no guarantee covers: means over seeds "
+        "± Student's 95% interval"
     )
     columns = [Column("arm", "text"), Column("figure", "text"), Column("mean"), Column("±")]
     return [Table(caption, columns, rows)] if rows else []
@@ -283,23 +290,31 @@ def _targets(arms: Sequence[ArmSummary]) -> list[Target]:
 
 
 def _beside(names: Sequence[str], arms: Sequence[ArmSummary], of: _Of) -> list[Series]:
-    series, targets = [], _targets(arms)
-    for count, name in enumerate(names):
-        shift = _WIDTH * ((count + 0.5) / len(names) - 0.5)
+    """Points of arms beside each other at each target, as `_beside_axis` marks them."""
+    series, targets, shown = [], _targets(arms), _names(arms)
+    for name in names:
         own = [arm for arm in arms if arm.arm == name]
-        x = [targets.index(arm.target) + shift for arm in own]
+        x = [float(targets.index(arm.target)) for arm in own]
+        if own and len(targets) > 1:
+            shift = _WIDTH * ((shown.index(name) + 0.5) / len(shown) - 0.5)
+            x = [place + shift for place in x]
+        elif own:
+            x = [float(shown.index(name))]
         line = line_of(name, x, [*map(of, own)], bars=True)
         series.append(replace(line, joined=False))
     return series
 
 
-def _targets_axis(study: Study, targets: Sequence[Target]) -> Axis:
-    return Axis(
-        f"{study.unit}-level ε at δ = {targets[0].delta}",
-        "",
-        ends=(-0.5, len(targets) - 0.5),
-        ticks=tuple((float(n), f"{target.epsilon:g}") for n, target in enumerate(targets)),
-    )
+def _beside_axis(study: Study, arms: Sequence[ArmSummary]) -> Axis:
+    """Targets in order, or the arms if there is just one."""
+    targets, level = _targets(arms), f"{study.unit}-level ε"
+    marked = [f"{target.epsilon:g}" for target in targets]
+    title = f"{level} at δ = {targets[0].delta}"
+    if len(targets) == 1:
+        title = f"arm, at {level} = {marked[0]} and δ = {targets[0].delta}"
+        marked = [*shortened(_names(arms), 16).values()]
+    ticks = tuple((float(place), text) for place, text in enumerate(marked))
+    return Axis(title, ends=(-0.5, len(marked) - 0.5), ticks=ticks)
 
 
 def _axis(name: str, unit: str, values: Sequence[float]) -> Axis:

@@ -232,7 +232,9 @@ def print_spending(spending: Spending) -> None:
 
 def _kind(loss: PrivacyLoss) -> str:
     low = lower_end(loss)
-    return f"upper bound; the truth is at least {low}" if low else loss.bound
+    if low:
+        return f"upper bound; the truth is at least {low}"
+    return Bound.UPPER if loss.bound is Bound.INTERVAL else loss.bound
 
 
 def print_plan(plan: Plan, by_clt: Plan | None) -> None:
@@ -259,7 +261,7 @@ def print_plan(plan: Plan, by_clt: Plan | None) -> None:
     if by_clt is not None:
         really = f"estimate; really ε = {format_epsilon(_cost(by_clt).epsilon)}"
         rows.append(("z by the central limit theorem", str(by_clt.noise_multiplier), really))
-    title = f"within ε = {plan.target_epsilon:g} at δ = {loss.delta}"
+    title = f"within ε = {format_epsilon(plan.target_epsilon)} at δ = {loss.delta}"
     print_table(Table(title, [Column("", "text")] * 3, rows), border=box.HEAVY_HEAD)
     Console().print(loss.assumptions)
 

@@ -356,7 +356,7 @@ def _compared(arms: Sequence[ArmSummary], baseline: str) -> str:
     if best in known:
         gap = f"{told[best]} than {baseline} by {texts[best].lstrip('+-')}"
         if told[best] not in {"better", "worse"}:
-            gap = f"but cannot be told from {baseline}: {texts[best]}"
+            gap = f"but is not significantly different from {baseline}: {texts[best]}"
         seeds = f"a {CONFIDENCE:.0%} interval over {known[best].count} seeds"
         said = f"{best} has {measure.superlative(ranked[best])}, {gap} ({seeds})."
     parts = []

@@ -209,6 +209,8 @@ def load_study(path: Path) -> Study:
     levels in order.
     """
     table = read_toml(path)
+    if "base" not in table and "privacy" in table:
+        raise InvalidValueError(f"{path} is an experiment, not a study; use `fedpriv simulate`")
     for key in table:
         if key not in (known := [*Study.model_fields, "axes"]):
             raise InvalidValueError(f"{path}: unknown key {key}; {known_names(key, known)}")

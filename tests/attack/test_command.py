@@ -75,9 +75,9 @@ def test_a_refutation_is_exit_code_3(experiment: Path, form: tuple[str, ...]) ->
 def test_bad_input_is_one_sentence(experiment: Path) -> None:
     # With "all" taken for every population, what is wrong is the next thing.
     all_of = ("--population", "all", "--rounds", "1", "--users", "2")
-    assert "no population" not in refused("attack", experiment, *all_of, "--set", "rounds=0")
+    assert "unknown population" not in refused("attack", experiment, *all_of, "--set", "rounds=0")
     line = refused("attack", experiment, "--population", "hug")
-    assert "no population 'hug' is kept; did you mean 'huge'? known names: alone, " in line
+    assert "unknown population 'hug'; did you mean 'huge'? known names: alone, " in line
     assert "8" in refused("attack", experiment, "--runs", "7")
     assert "rounds" in refused("attack", experiment, "--rounds", "0")
     assert "digist" in refused("attack", "digist")

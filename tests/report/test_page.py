@@ -94,7 +94,7 @@ def test_every_chart_names_its_axes_and_units(page: str) -> None:
     charts = figures(document)
     released_ones = {"accuracy", "loss", "front", "epsilon", "trade-off", "norms"}
     released_ones |= {"metric-contributors"}
-    assert set(charts) == released_ones | {"layers", "clipped", "signal"}
+    assert set(charts) == released_ones | {"clipped", "signal"}  # it has one layer
     for chart in charts.values():
         for axis in (chart.x, chart.y):
             # A pure number has no unit, and says none.
@@ -202,9 +202,8 @@ def test_whatever_files_hold_is_text(tmp_path: Path) -> None:
 
 
 def test_what_no_guarantee_covers_is_marked(tmp_path: Path) -> None:
-    seen = [
-        SimulationOnlyRound(0, {"update": 2.0}, {"dense": 2.0}, {"update": 0.5}, {"dense": 0.1})
-    ]
+    layers = {"dense": 2.0, "last": 1.0}
+    seen = [SimulationOnlyRound(0, {"update": 2.0}, layers, {"update": 0.5}, {"dense": 0.1})]
     document = parsed(
         render(page_of_run(made_up(tmp_path / "a", [FULL], [released(1)], simulation_only=seen)))
     )
@@ -230,9 +229,10 @@ def test_true_figures_of_a_simulation_are_those_that_were_recorded(
     assert len(set(charts["norms"].colours.values())) == 1
     shares = [100 * row["simulation_only_clipped"]["update"] for row in rows]
     assert charts["clipped"].series["update"]["y"] == pytest.approx(shares)
-    # With one group of one layer, and no scales, both are the norm of the whole update.
-    (layer,) = charts["layers"].series.values()
-    assert layer["y"] == pytest.approx(norms)
+
+
+def test_the_default_accountant_is_not_hidden_by_another(page: str) -> None:
+    assert [*figures(parsed(page))["epsilon"].series][-1].startswith("tight: ")
 
 
 def test_the_trade_off_says_no_more_than_is_true(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_the_answer_comes_first(page: str, study_folder: Path) -> None:
 
 def test_every_chart_names_its_axes_and_units(page: str) -> None:
     charts = figures(parsed(page))
-    named = {"accuracy-0", "accuracy-1", "differences", "front", "norms-flat", "layers-joint"}
+    named = {"accuracy-0", "accuracy-1", "differences", "front", "norms-flat", "norms-joint"}
     assert named <= set(charts)
     for chart in charts.values():
         for axis in (chart.x, chart.y):
@@ -66,9 +66,10 @@ def test_bands_are_students_over_seeds(page: str, study_folder: Path) -> None:
     assert mean["y"] == pytest.approx([sum(pair) / 2 for pair in values])
     # Of two values the standard error is half their distance.
     widths = [stats.t.ppf(0.975, 1) * abs(one - two) / 2 for one, two in values]
-    ends = list(zip(mean["low"], mean["high"], strict=True))
-    assert [(high - low) / 2 for low, high in ends] == pytest.approx(widths)
-    assert [(high + low) / 2 for low, high in ends] == pytest.approx(mean["y"])
+    ends = list(zip(mean["y"], widths, strict=True))
+    assert mean["low"] == pytest.approx([max(0.0, y - width) for y, width in ends])
+    assert mean["high"] == pytest.approx([min(100.0, y + width) for y, width in ends])
+    assert 100.0 in mean["high"]  # beyond which no accuracy is
 
 
 def test_the_front_has_a_point_for_each_target(page: str, study_folder: Path) -> None:
@@ -83,16 +84,15 @@ def test_the_front_has_a_point_for_each_target(page: str, study_folder: Path) ->
 
 def test_update_norms_are_of_all_seeds(page: str, study_folder: Path) -> None:
     """The mean over seeds, between the least and the largest."""
-    lines = figures(parsed(page))["layers-flat"].series
+    lines = figures(parsed(page))["norms-flat"].series
     folder = study_folder / "runs" / "flat" / "epsilon-8"
     rows = [
-        [row.simulation_only_update_norms for row in RunFolder(folder / f"seed-{seed}").collected()]
+        [row.simulation_only_group_norms for row in RunFolder(folder / f"seed-{seed}").collected()]
         for seed in (0, 1)
     ]
-    layers = list(rows[0][0])
-    assert list(lines) == layers
-    for layer, line in lines.items():
-        seeds = [[row[layer] for row in seed] for seed in rows]
+    for group in rows[0][0]:
+        line = lines[f"mean update norm of {group}"]
+        seeds = [[row[group] for row in seed] for seed in rows]
         assert line["y"] == pytest.approx([sum(pair) / 2 for pair in zip(*seeds, strict=True)])
         assert line["high"] == pytest.approx([max(pair) for pair in zip(*seeds, strict=True)])
         assert line["low"] == pytest.approx([min(pair) for pair in zip(*seeds, strict=True)])

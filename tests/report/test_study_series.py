@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -73,6 +74,7 @@ def test_page_and_files_draw_the_same(tmp_path: Path) -> None:
     assert [layer["mark"] | {"clip": False} for layer in page["layer"][:-1]] == marks
     for drawn in (page["layer"][0], document["layer"][0]):
         x = drawn["encoding"]["x"]
+        assert x["field"] == "x"  # each arm at its ε
         assert x["scale"]["type"] == "log"
         assert x["axis"]["values"] == [0.5, 2.0, 8.0]
         assert x["axis"]["labelExpr"].startswith('["0.5", "2", "8"]')
@@ -143,6 +145,26 @@ def test_differences_have_an_interval_for_each_arm_and_target_and_a_zero_line(
     assert len({x for each in arms for x in each.x}) == 15
 
 
+def test_at_one_epsilon_arms_stand_at_their_names(tmp_path: Path) -> None:
+    axes = {"clipping": {name: [f"rounds={n}"] for n, name in enumerate("abc", 2)}}
+    read = made(
+        tmp_path, lambda cell: 0.1 * cell.seed, axes=axes, target={"epsilon": 2.0, "delta": 1e-2}
+    )
+    bars = arms_chart(read.study, read.arms)
+    assert bars.x.ticks == ((0.0, "a"), (1.0, "b"), (2.0, "c"))
+    chart = differences_chart(read.study, read.arms)
+    assert chart.x.ticks == ((0.0, "b"), (1.0, "c"))
+    assert "labelAngle" not in embedded(chart)["layer"][0]["encoding"]["x"]["axis"]
+    long = replace(chart.x, ticks=tuple((float(n), "a long name") for n in range(4)))
+    axis = embedded(replace(chart, x=long))["layer"][0]["encoding"]["x"]["axis"]
+    assert (axis["labelAngle"], axis["labelOverlap"]) == (-45, False)
+    assert {each.name: [*each.x] for each in chart.series} == {
+        "a, the baseline": [-0.5, 1.5],
+        "b": [0.0],
+        "c": [1.0],
+    }
+
+
 def test_without_a_baseline_there_are_no_differences(tmp_path: Path) -> None:
     whole = made(tmp_path, accuracy)
     kept = [pair for pair in whole.finished if pair[0].arm.name != whole.study.baseline]
@@ -179,11 +201,3 @@ def test_a_figure_has_its_title_axes_and_legend(tmp_path: Path) -> None:
         for axis in (chart.x, chart.y):
             assert any((text or "").startswith(axis.name) for text in texts)
             assert {text for _, text in axis.ticks} <= texts
-
-
-def test_bars_at_the_same_place_are_drawn_beside_each_other(tmp_path: Path) -> None:
-    read = made(tmp_path, accuracy)
-    (rows,) = figure(front_chart(read.study, read.arms)).to_dict()["datasets"].values()
-    at_two = [row["place"] for row in rows if row["x"] == 2.0]
-    assert at_two == sorted(set(at_two))
-    assert max(abs(math.log(place / 2.0)) for place in at_two) < 0.05 * math.log(8.0 / 0.5)

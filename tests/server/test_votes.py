@@ -113,7 +113,7 @@ def test_where_all_nodes_decline_nobody_is_drawn_and_nothing_charged(
         assert warnings(caplog).count(
             f"{name}: does not agree: {name} does not want to"
         ) == 1  # fmt: skip
-    assert any("0 connected nodes agree to round 1, 1 must" in line for line in warnings(caplog))
+    assert any("0 of the 1 required nodes agree to round 1" in line for line in warnings(caplog))
 
 
 def test_a_node_that_comes_to_agree_lets_the_run_go_on(there: Site, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_who_does_not_vote_is_not_waited_for(there: Site) -> None:
     with nodes(there, {"a": agrees, "b": agrees}) as made:
         made["b"].objections = nothing()
         waiting(there, 1, 60.0).prepare(terms())
-        with pytest.raises(DeclinedError, match="1 connected nodes agree to round 1, 2 must"):
+        with pytest.raises(DeclinedError, match="1 of the 2 required nodes agree to round 1"):
             waiting(there, 2, 0.5).prepare(terms(1))
         silent.set()
 

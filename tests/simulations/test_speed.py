@@ -197,7 +197,7 @@ def test_figures_of_a_gpu_round_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_pa
     [
         (["--turns", "0"], "--turns is 0; it must be at least 1"),
         (["--processes", "2", "0"], "--processes is 0; it must be at least 1"),
-        (["--device", "cuda:99"], "device is 'cuda:99', which this machine does not have"),
+        (["--device", "cuda:99"], "device is 'cuda:99', which torch does not find here"),
     ],
 )
 def test_no_gpu_round_is_measured_of_what_there_is_not(
