@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -363,9 +363,8 @@ def conduct(
     stopping = section.build() if section else None
     before = (each for each in folder.results() if each.round <= state.round)
     values = [value for each in before for value in _read(section, each)]
-    paid = max((r.round for r in records.ledger.charges() if r.run == plan.run), default=0)
-    if stopping is not None and paid <= state.round and stopping.reached(values):  # a new rule
-        _charge_forgone(experiment, state, records)
+    if stopping is not None and stopping.reached(values):  # a new rule, or killed as it stopped
+        _charge_forgone(folder, experiment, state, records)
     observed: tuple[OnRelease, ...] = (auditor.observe,) if auditor else ()
     rounds = train(plan, state, transport, records, experiment.entropy, *observed)
     stop, latest, figures = Stop.NO_GAIN, None, dict[str, Any]()
@@ -387,7 +386,7 @@ def conduct(
                 result = evaluation.added(result, state.model, records, experiment.entropy)
         values += _read(section, result)
         if stopping is not None and stopping.reached(values):
-            _charge_forgone(experiment, state, records)
+            _charge_forgone(folder, experiment, state, records)
             result = replace(result, epsilon=records.ledger.epsilon(records.budget))
         with_room(partial(folder.append_metrics, asdict(result)))
         if state.round % output.checkpoint_every == 0:
@@ -407,28 +406,54 @@ def conduct(
     return Run(folder.path, experiment.task, stop, state, spent, audit=audit, **figures)
 
 
-def _charge_forgone(experiment: Experiment, state: ServerState, records: PrivacyRecords) -> None:
-    """Charge what a run that is to stop would have charged, up to its last round or its budget."""
+def _charge_forgone(
+    folder: RunFolder, experiment: Experiment, state: ServerState, records: PrivacyRecords
+) -> None:
+    """Charge what a run that is to stop would have charged, up to its last round or its budget.
+
+    A run that was killed before goes on from its last checkpoint, so that what it had released
+    since then is charged once more, as it would be without a rule. What it had charged and not
+    released, here or in a round, is not.
+    """
     plan, evaluation = experiment.plan, experiment.evaluation
     event, source = plan.mechanism_at(state.clipping_norms).event, experiment.entropy.randomness
     together, series = plan.sampling.rounds, records.open_series(event, plan.run)
     paid = state.round + (together - series[0].part if series else 0)
     planned = range(state.round + 1, plan.rounds + 1)
     due = {n for n in planned if evaluation and evaluation.due(n, last=n == plan.rounds)}
-    if evaluation and not evaluation.due(state.round, last=False):
-        asked = ((row.run, row.round) for row in records.ledger.charges())
-        if (evaluation.run, state.round) in asked:  # as the last, in place of the next that was due
-            due -= {min(due, default=0)}
+    asked = [r.round for r in records.ledger.charges() if evaluation and r.run == evaluation.run]
+    if evaluation and not evaluation.due(state.round, last=False) and state.round in asked:
+        due -= {min(due, default=0)}  # asked as the last, in place of the next that was due
+    releases = folder.releases()
+    due -= set(asked) - {each.round for each in releases}
+    unused = _unused(plan, state, records, {each.charge for each in releases})
     for number in planned:
         if number > paid:
             try:
-                charge_forgone(event, plan.run, number, records, source)
+                if unused <= 0:
+                    charge_forgone(event, plan.run, number, records, source)
             except BudgetExceededError:
                 return
-            paid += together
+            unused, paid = unused - 1, paid + together
         if evaluation and number in due:
             with suppress(BudgetExceededError):
                 charge_forgone(evaluation.events(1), evaluation.run, number, records, source)
+
+
+def _unused(
+    plan: TrainingPlan, state: ServerState, records: PrivacyRecords, released: Set[str]
+) -> int:
+    """How many charges for rounds to come have paid for no release and no open series."""
+    own = [row for row in records.ledger.charges() if row.run == plan.run]
+    begun, key_of = {row.series for row in own}, records.participation.series_key
+    return sum(
+        row.pays
+        and row.round > state.round
+        and row.hash not in released
+        and row.position not in begun
+        and key_of(row.cohort_commitment) is None
+        for row in own
+    )
 
 
 def _measured(experiment: Experiment, model: Tensors) -> dict[str, Any]:
