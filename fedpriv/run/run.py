@@ -320,19 +320,43 @@ Follow = Callable[[Experiment, int, Callable[[OnRound], Run]], Run]
 
 
 def state_to_start_from(
-    folder: RunFolder, plan: TrainingPlan, records: PrivacyRecords, initial: ServerState
+    folder: RunFolder,
+    plan: TrainingPlan,
+    records: PrivacyRecords,
+    initial: ServerState,
+    checkpoint_every: int,
 ) -> ServerState:
     """State of the newest checkpoint, or the initial state; it must fit the plan and the ledger.
 
-    CheckpointError too if there is a model and no checkpoint: an untrained one would replace it.
+    CheckpointError too if checkpoints are lost: an untrained model would replace the run's, or pay
+    again for rounds that it has.
     """
-    found = checkpoints(folder.checkpoints)
-    if not found and folder.model.exists():
+    if found := checkpoints(folder.checkpoints):
+        return resume(found[-1], plan, records.ledger)
+    begun = load_config(folder.plan).output.checkpoint_every
+    reached = _reached(folder, plan, records, max(checkpoint_every, begun))
+    sign = f"made {folder.model}" if folder.model.exists() else reached
+    if sign is not None:
         raise CheckpointError(
-            f"{folder.checkpoints} holds no checkpoint, and the run that made {folder.model} had "
-            "one; restore it, or start another run"
+            f"{folder.checkpoints} holds no checkpoint, and the run that {sign} had one; restore "
+            "it, or start another run"
         )
-    return resume(found[-1], plan, records.ledger) if found else initial
+    return initial
+
+
+def _reached(
+    folder: RunFolder, plan: TrainingPlan, records: PrivacyRecords, checkpoint_every: int
+) -> str | None:
+    """A sign that the run was further than its first checkpoint, if there is one."""
+    for release in folder.releases():
+        if release.round > checkpoint_every:
+            return f"released round {release.round} in {folder.metrics}"
+    users_of = records.participation.users_of
+    for row in records.ledger.charges():
+        later = row.run == plan.run and row.round > checkpoint_every
+        if later and users_of(row.cohort_commitment).size:  # nobody is asked in rounds forgone
+            return f"charged round {row.round} in its ledger"
+    return None
 
 
 def conduct(
@@ -514,7 +538,8 @@ def run_rounds(
         records.participation.bind(setup.run, experiment.enrolled)
         # After ledger and record were created: a run that is resumed without them has lost them.
         setup.write_plan(experiment)
-        state = state_to_start_from(folder, plan, records, experiment.initial_state)
+        start, every = experiment.initial_state, experiment.config.output.checkpoint_every
+        state = state_to_start_from(folder, plan, records, start, every)
         folder.results()  # what is damaged is refused before users are asked
         auditor = Auditor.of(folder, experiment)
         transport = hosted(experiment, records)
