@@ -20,15 +20,20 @@ from typing import TYPE_CHECKING, Any, Self
 import tomli_w
 import torch
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.progress import Task as Line
+from rich.table import Column as Cells
+from rich.text import Text
 from torch import nn
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
@@ -86,6 +91,8 @@ if TYPE_CHECKING:
 _MEASURED = ("loss", "accuracy", "figures", "held_out_users")  # on held-out rows
 _log = logging.getLogger(__name__)
 _BETWEEN_LINES = 60.0  # seconds, where bars cannot move
+_LONGEST = 1e9  # seconds that are left, as far as that can be known
+_BAR = 10  # columns of a bar
 
 
 @dataclass(frozen=True)
@@ -606,7 +613,7 @@ def carry_out(
         with _progress(experiment.plan, first, console) as show:
             return run(show)
 
-    _warn(experiment, console)
+    _warn(setup, experiment, console)
     with telling_where(setup, console):
         run = run_rounds(setup, experiment, hosted, shown, clock)
     _print_result(setup, experiment, run, console)
@@ -622,39 +629,63 @@ class Display:
 
     def add(self, name: str, rounds: int, done: int = 0) -> TaskID:
         """A new line."""
-        return self._progress.add_task(name, total=rounds, completed=done, figures="")
+        return self._progress.add_task(name, total=rounds, completed=done, figures=())
 
     def update(self, line: TaskID, done: int, *figures: str) -> None:
-        """Say how far a line is; figures that are empty are left out."""
-        shown = "  ".join(filter(None, figures))
-        self._progress.update(line, completed=done, figures=shown)
+        """Say how far a line is; empty figures are left out, and the last where bars are short."""
+        self._progress.update(line, completed=done, figures=tuple(filter(None, figures)))
 
-    def tell(self) -> None:
-        """Print all lines if nothing moves by itself, and the last time was a minute ago."""
-        now, interactive = time.monotonic(), self._console.is_terminal or self._console.is_jupyter
-        if interactive or now - self._told < _BETWEEN_LINES:
+    def tell(self, *, last: bool = False) -> None:
+        """Print all lines if nothing moves by itself, at the end or a minute after the last."""
+        now = time.monotonic()
+        if _moves(self._console) or (now - self._told < _BETWEEN_LINES and not last):
             return
         self._told = now
         for task in self._progress.tasks:
             seconds = task.time_remaining
-            left = "" if seconds is None else f", {timedelta(seconds=round(seconds))} left"
-            figures = f", {task.fields['figures']}" if task.fields["figures"] else ""
+            left = ""
+            if seconds is not None and seconds <= _LONGEST:
+                left = f"{timedelta(seconds=round(seconds))} left"
+            figures = "  ".join(task.fields["figures"])
             rounds = f"{task.completed:.0f} of {task.total:.0f} rounds"
             self._console.print(
-                f"{task.description}: {rounds}{figures}{left}",
+                f"{task.description}: {', '.join(filter(None, (rounds, figures, left)))}",
                 highlight=False, markup=False, soft_wrap=True,
             )  # fmt: skip
+
+
+def _moves(console: Console) -> bool:
+    return console.is_terminal or console.is_jupyter
+
+
+class _Figures(ProgressColumn):
+    """The figures of a line, as many of the first as leave room for a bar."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(Cells())  # which shrinks, as its text is cut
+        self._console = console
+
+    def render(self, task: Line) -> Text:
+        shown, rounds = list(task.fields["figures"]), f"{task.total:.0f}"
+        others = 2 * len(rounds) + len("/ 0:00:00    ") + cell_len(task.description) + _BAR
+        while len(shown) > 1 and cell_len("  ".join(shown)) > self._console.width - others:
+            shown.pop()
+        return Text("  ".join(shown), no_wrap=True, overflow="ellipsis")
 
 
 @contextmanager
 def displayed(console: Console) -> Iterator[Display]:
     """A display that is empty at first."""
-    figures = TextColumn("{task.fields[figures]}")
-    rounds, left = MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(
-        "{task.description}", BarColumn(), rounds, figures, left, console=console
-    ) as progress:
-        yield Display(progress, console)
+    rounds = MofNCompleteColumn(table_column=Cells(no_wrap=True))
+    left = TimeRemainingColumn(table_column=Cells(no_wrap=True))
+    name = TextColumn("{task.description}", markup=False, table_column=Cells())
+    columns = (rounds, left, name, BarColumn(_BAR), _Figures(console))
+    with Progress(*columns, console=console, disable=not _moves(console)) as progress:
+        display = Display(progress, console)
+        try:
+            yield display
+        finally:
+            display.tell(last=True)
 
 
 @contextmanager
@@ -675,8 +706,9 @@ def _progress(plan: TrainingPlan, first: int, console: Console) -> Iterator[OnRo
             spent = f"ε {format_epsilon(result.epsilon)}"
             seen.append(result)
             counted = contributors_text(seen, sampling)
-            figures = (counted and f"contributors {counted}", *result.metrics_text, spent, speed)
-            display.update(line, result.round, last, *figures)
+            contributors = counted and f"contributors {counted}"
+            figures = (last, spent, *result.metrics_text, contributors, speed)
+            display.update(line, result.round, *figures)
             display.tell()
 
         yield show
@@ -693,9 +725,11 @@ def released_text(result: RoundResult, rounds: int) -> str:
     return ", ".join((released, *accuracy, *counted, *result.metrics_text, spent))
 
 
-def _warn(experiment: Experiment, console: Console) -> None:
+def _warn(setup: RunSetup, experiment: Experiment, console: Console) -> None:
     """Say what the experiment's settings do to its guarantee."""
     delta, sampling = experiment.budget.delta, experiment.plan.sampling
+    if not setup.resuming:
+        _warn_of_budget(setup.spent, experiment, console)
     population = sampling.population
     if delta >= 1.0 / population:
         console.print(
@@ -729,6 +763,19 @@ def _warn(experiment: Experiment, console: Console) -> None:
         if experiment.plan.noise_multiplier == 0.0:
             consequence = "there is no noise, and no ε holds for this run"
         console.print(f"warning: unsafe_no_privacy is set; {consequence}", style="red")
+
+
+def _warn_of_budget(spent: Sequence[RoundEvent], experiment: Experiment, console: Console) -> None:
+    """Say that a budget that pays for a first round does not pay for the last."""
+    plan, budget, asked = experiment.plan, experiment.budget, experiment.evaluation
+    first, whole = ([*spent, plan.mechanism.event], [*spent, plan.event])
+    whole += [asked.events(plan.rounds)] if asked else []
+    if budget.admits(first) and not budget.admits(whole):
+        console.print(
+            f"warning: {plan.rounds} rounds would bring ε to {budget.epsilon_of(whole):.4g}; the "
+            f"run will stop before the budget of {budget.epsilon} is passed",
+            style="yellow",
+        )
 
 
 def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Console) -> None:
