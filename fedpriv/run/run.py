@@ -89,6 +89,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _MEASURED = ("loss", "accuracy", "figures", "held_out_users")  # on held-out rows
+# Sections that are no part of a plan.
+_MAY_CHANGE = ("callbacks", "engine", "federation", "output", "stopping", "trackers", "tune")
 _log = logging.getLogger(__name__)
 _BETWEEN_LINES = 60.0  # seconds, where bars cannot move
 _LONGEST = 1e9  # seconds that are left, as far as that can be known
@@ -209,7 +211,7 @@ class RunSetup:
     def write_plan(self, experiment: Experiment) -> None:
         """Make the folder with the resolved plan; of a resumed run, refuse another plan."""
         if self.resuming:
-            self.refuse_other_plan(experiment.plan)
+            self.refuse_other_plan(experiment)
             return
         self.folder.create()
         # The plan last: a folder that has it holds a run, and then has the digest too.
@@ -217,15 +219,35 @@ class RunSetup:
         plan = _resolved_plan(experiment, self.folder.path)
         write_atomically(self.folder.plan, plan.encode())
 
-    def refuse_other_plan(self, plan: TrainingPlan) -> None:
+    def refuse_other_plan(self, experiment: Experiment) -> None:
         """Refuse to resume with another plan than the run began with, however far it has come."""
-        path = self.folder.plan_digest
+        path, plan = self.folder.plan_digest, experiment.plan
         begun = path.read_text("ascii", "replace").strip() if path.exists() else "unknown"
         if self.resuming and begun != plan.digest:
+            others = _differences(load_config(self.folder.plan), experiment.config)
+            told = f" ({' and '.join(others)})" if others else ""
             raise InvalidValueError(
-                f"by {path} the run began with plan {begun[:12]!r}, this is {plan.digest[:12]!r}; "
-                "a run can only be resumed with the plan it began with"
+                f"by {path} the run began with plan {begun[:12]!r}, this is {plan.digest[:12]!r}"
+                f"{told}; a run can only be resumed with the plan it began with"
             )
+
+
+def _differences(begun: Config, now: Config) -> list[str]:
+    """Which values of two experiments differ, but for what a resumed run may change."""
+    was, given = (_leaves(each.model_dump(exclude=set(_MAY_CHANGE))) for each in (begun, now))
+    return [
+        f"{key} is {given.get(key, 'absent')!s:.40}, was {was.get(key, 'absent')!s:.40}"
+        for key in sorted(was.keys() | given.keys())
+        if was.get(key) != given.get(key)
+    ]
+
+
+def _leaves(table: object, key: str = "") -> dict[str, object]:
+    """Values of a table, by their keys from the top; what is None is absent."""
+    if not isinstance(table, Mapping):
+        return {} if table is None else {key: table}
+    parts = (_leaves(value, f"{key}.{name}" if key else name) for name, value in table.items())
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def _resolved_plan(experiment: Experiment, folder: Path) -> str:
@@ -532,7 +554,7 @@ def run_rounds(
     """Start or resume an experiment in its folder; callbacks are not told how long rounds took."""
     folder, plan = setup.folder, experiment.plan
     if setup.resuming:
-        setup.refuse_other_plan(plan)
+        setup.refuse_other_plan(experiment)
     else:
         check_budget(experiment, spent_in(setup.ledger, plan.population))
         setup.refuse_taken_name()

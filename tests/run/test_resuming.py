@@ -1,6 +1,7 @@
 """A run goes on with the plan that it began with, and with no other, wherever it was killed."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -87,7 +88,10 @@ def resumed(run: RunFolder, *more: str) -> tuple[str | Path, ...]:
 @pytest.mark.parametrize("changed", OTHER_PLANS)
 def test_another_plan_is_refused_from_the_first_charge_on(run: RunFolder, changed: str) -> None:
     before = content(run), head_of(run)
-    assert BOUND in refused(*resumed(run, "--set", changed))
+    said = refused(*resumed(run, "--set", changed, "--set", "output.evaluate_every=2"))
+    key, _, value = changed.partition("=")
+    assert BOUND in said
+    assert re.search(rf" \({re.escape(key)} is {value}, was [^ ]+\); a run", said)
     assert (content(run), head_of(run)) == before
 
 
