@@ -64,7 +64,7 @@ from fedpriv.privacy.round import PrivacyRecords, Transport, charge_forgone
 from fedpriv.report.records import versions
 from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table
 from fedpriv.run.auditor import Auditor
-from fedpriv.run.folder import RunFolder, read_run, write_figures, write_report
+from fedpriv.run.folder import RunFolder, data_frame, read_run, write_figures, write_report
 from fedpriv.trackers import Followers, StartedRun
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
@@ -296,7 +296,9 @@ class Run:
     task: Task
     stop: Stop  # why it ended
     state: ServerState  # at the end, all of it released
-    epsilon: float  # of all charges of the ledger at the end, at the δ of the budget
+    epsilon: float  # of all charges of the ledger at the end, with `delta`
+    delta: float  # that of the budget
+    ledger: Path  # which other runs may have charged too
     accuracy: float | None  # None if targets are not classes
     loss: float | None
     figures: Mapping[str, float] = field(default_factory=dict)  # those of the task, by name
@@ -324,9 +326,7 @@ class Run:
 
     def to_pandas(self) -> "pd.DataFrame":
         """One row a round, one column for every released number; pandas must be installed."""
-        import pandas as pd  # noqa: PLC0415 - not a dependency
-
-        return pd.DataFrame([{"round": each.round, **each.scalars} for each in self.rounds])
+        return data_frame([{"round": each.round, **each.scalars} for each in self.rounds])
 
     def trade_off(self) -> TradeOff:
         """How well any test can tell from all charges of the ledger whether one user took part."""
@@ -452,11 +452,32 @@ def conduct(
     if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):
         with_room(lambda: records.participation.forget_series(plan.run))  # of one that was killed
     figures = figures if latest is state else _measured(experiment, state.model)
+    return _ended(folder, experiment, stop, state, records, auditor, figures)
+
+
+def _ended(
+    folder: RunFolder,
+    experiment: Experiment,
+    stop: Stop,
+    state: ServerState,
+    records: PrivacyRecords,
+    auditor: Auditor | None,
+    figures: Mapping[str, Any],
+) -> Run:
+    run, privacy, charges = experiment.plan.run, experiment.config.privacy, records.ledger.charges()
     # Canaries are in the rounds alone, not in what is asked before them or between them.
-    of_rounds = (row for row in records.ledger.charges() if row.run == plan.run and row.round > 0)
-    audit = auditor.conclude(paid_events(of_rounds)) if auditor else None
-    spent = records.ledger.epsilon(records.budget)
-    return Run(folder.path, experiment.task, stop, state, spent, audit=audit, **figures)
+    of_rounds = (row for row in charges if row.run == run and row.round > 0)
+    return Run(
+        folder=folder.path,
+        task=experiment.task,
+        stop=stop,
+        state=state,
+        epsilon=records.ledger.epsilon(records.budget),
+        delta=records.budget.delta,
+        ledger=Path(privacy.ledger) if privacy.ledger else folder.ledger,
+        audit=auditor.conclude(paid_events(of_rounds)) if auditor else None,
+        **figures,
+    )
 
 
 def _charge_forgone(
