@@ -772,7 +772,8 @@ def _warn(setup: RunSetup, experiment: Experiment, console: Console) -> None:
     """Say what the experiment's settings do to its guarantee."""
     delta, sampling = experiment.budget.delta, experiment.plan.sampling
     if not setup.resuming:
-        _warn_of_budget(setup.spent, experiment, console)
+        spent = spent_in(setup.ledger, experiment.plan.population)
+        _warn_of_budget(spent, experiment, console)
     population = sampling.population
     if delta >= 1.0 / population:
         console.print(
