@@ -5,7 +5,7 @@
     mechanism = mechanism.calibrate(epsilon=2, delta=1e-5, rounds=100)
     task = fedpriv.Task(model, loss="cross-entropy")
     run = fedpriv.simulate(people, task, mechanism, local=fedpriv.SGD(0.5, epochs=1))
-    run.epsilon, run.accuracy, run.rounds, run.model, run.to_pandas(), run.report()
+    run.epsilon, run.delta, run.accuracy, run.rounds, run.model, run.to_pandas(), run.report()
 
 `simulate`, `compare` and `tune` run things; the other names are the values that they take or
 return. Names are loaded when they are first used: importing fedpriv loads neither torch nor numpy.

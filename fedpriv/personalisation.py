@@ -7,6 +7,7 @@ held-out users belong to no enrolled population, and users can be asked by `Fede
 """
 
 import copy
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,13 +19,14 @@ import torch
 from fedpriv.data.population import HELD_OUT_USER, UserStore, offsets_of, spread_over
 from fedpriv.engine.local_training import by_rung
 from fedpriv.engine.task import Evaluation, HeldOut, RoundParameters, Task, evaluate, matching
-from fedpriv.engine.trainer import Isolation, Trainer
+from fedpriv.engine.trainer import Chunk, Isolation, Trainer
 from fedpriv.errors import InvalidValueError, ModelError, check_types, hold_numbers
 from fedpriv.local import FedRecon
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, Tensors, flat
 from fedpriv.privacy.round import LocalTraining, RoundRequest
 
+_log = logging.getLogger(__name__)
 _MEMORY = 2**28  # bytes that users who train together may take, roughly
 
 
@@ -58,11 +60,13 @@ class Personalisation:
     def models(self, task: Task, model: Tensors, users: UserStore) -> dict[str, Tensors]:
         """What users make of the tensors that they train, by user id and name of tensor.
 
-        `model` is what was released, such as `Run.state.model`. A user without examples keeps it as
-        it is. What a user gets depends on the model and its own examples alone: to publish it is
-        to publish something of that user's, without noise.
+        `model` is what was released, such as `Run.state.model`. A user without examples, or
+        whose training raises, keeps it as it is. What a user gets depends on the model
+        and its own examples alone: to publish it is to publish something of that user's, without
+        noise.
         """
-        found = FineTuning(self, task, users, torch.device("cpu")).models(model, users)
+        tuning = FineTuning(self, task, users, torch.device("cpu"), forgiving=True)
+        found = tuning.models(model, users)
         return {users.id_of(user): own for user, own in sorted(found, key=itemgetter(0))}
 
 
@@ -70,9 +74,15 @@ class FineTuning:
     """Trains users side by side, each from the same model."""
 
     def __init__(
-        self, how: Personalisation, task: Task, users: UserStore, device: torch.device
+        self,
+        how: Personalisation,
+        task: Task,
+        users: UserStore,
+        device: torch.device,
+        *,
+        forgiving: bool = False,
     ) -> None:
-        """`users` have the fields of all to come."""
+        """`users` have the fields of all to come; `forgiving`, one who fails keeps the model."""
         trainable = task.trainable()
         own = matching(
             how.parameters or task.personal or trainable, trainable, "trainable parameter"
@@ -82,6 +92,7 @@ class FineTuning:
             parameter.requires_grad_(name in own)
         self._task = replace(task, model=tuned, personal=(), metrics={}, figures={})
         self._own, self._local, self._device = own, how.local, device
+        self._forgiving = forgiving
         self._constants = task.constants(device)
         self._trainer = Trainer(self._task, users, None, device, _MEMORY, "float32", observed=False)
         self._isolation = Isolation(self._trainer)
@@ -99,10 +110,28 @@ class FineTuning:
             yield user, {name: t.cpu().numpy() for name, t in begun.items()}
         for rung, some in by_rung(users.sizes, self._local, measured=False):
             for chunk in self._isolation.chunks(request, start, rung, some, 1):
-                moved = self._trainer.trained(request, start, chunk, users)
-                for lane, user in enumerate(chunk.users.tolist()):
-                    own = {n: begun[n] + moved[n][lane : lane + 1][0] for n in self._own}
-                    yield user, {name: t.cpu().numpy() for name, t in own.items()}
+                yield from self._tuned(request, start, chunk, users)
+
+    def _tuned(
+        self, request: RoundRequest, start: RoundParameters, chunk: Chunk, users: UserStore
+    ) -> Iterator[tuple[int, Tensors]]:
+        """What users of a chunk make of it; of forgiven ones, who fails alone keeps it."""
+        begun = start.parameters
+        try:
+            moved = self._trainer.trained(request, start, chunk, users)
+        except Exception as error:
+            if not self._forgiving:
+                raise
+            if len(chunk.users) > 1:
+                for half in np.array_split(chunk.users, 2):
+                    yield from self._tuned(request, start, replace(chunk, users=half), users)
+                return
+            # The text of the error may hold the user's data.
+            _log.warning("a user keeps the model: training raised %s", type(error).__name__)
+            moved = {name: torch.zeros_like(begun[name])[None] for name in self._own}
+        for lane, user in enumerate(chunk.users.tolist()):
+            own = {n: begun[n] + moved[n][lane : lane + 1][0] for n in self._own}
+            yield user, {name: t.cpu().numpy() for name, t in own.items()}
 
 
 class HeldOutUsers:

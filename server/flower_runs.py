@@ -300,7 +300,7 @@ class GridSimulation:
         setup.refuse_true_figures("on workers")
         experiment, here = simulated(setup.config, setup.run, setup.spent)
         setup.refuse_examples(experiment.plan, "on workers")
-        setup.refuse_other_plan(experiment.plan)
+        setup.refuse_other_plan(experiment)
         if not 1 <= workers <= here.users.population:
             legal = f"it must be from 1 to {here.users.population}, the number of users"
             raise InvalidValueError(f"workers is {workers}; {legal}")

@@ -28,6 +28,7 @@ from fedpriv.privacy.sampling import PoissonSampling
 _log = logging.getLogger(__name__)
 _WIDTH = 2.0  # standard deviations to either side of an interval: 95.4% of a normal law
 _MOST_THRESHOLDS = 4096
+_MOST_CHARACTERS = 1024
 # Begins a line of the log for each user of a cohort that fails: their number is no release.
 ZEROED = "simulation only, not private: a user counts as zero"
 
@@ -109,6 +110,11 @@ class Question(ABC):
     def scalar(self) -> Scalar:
         """Whether the quantity is numbers, or texts."""
         return np.float64
+
+    @property
+    def characters(self) -> int:
+        """After how many a text is cut, as one user's could take the memory of all others."""
+        return _MOST_CHARACTERS
 
     @property
     def width(self) -> int | None:
@@ -260,6 +266,11 @@ class Histogram(_AtOnce):
     def scalar(self) -> Scalar:
         """Texts, if the categories are."""
         return np.str_ if isinstance(self.categories[0], str) else np.float64
+
+    @property
+    def characters(self) -> int:
+        """One more than the longest category, so that a text that is cut is none of them."""
+        return max(len(str(category)) for category in self.categories) + 1
 
     @property
     def _given(self) -> Values:

@@ -162,8 +162,19 @@ def total_of(question: Question, users: UserStore, cohort: Positions) -> Integer
     numbers = question.numbers(users.offsets[cohort + 1] - users.offsets[cohort])
     ends = np.flatnonzero(np.diff(np.cumsum(numbers) // _NUMBERS)) + 1
     for chunk in np.split(cohort, ends) if cohort.size else ():
-        total += question.total(held(question, users, chunk))
+        total += _total_of_chunk(question, users, chunk)
     return total
+
+
+def _total_of_chunk(question: Question, users: UserStore, chunk: Positions) -> IntegerVector:
+    try:
+        return question.total(held(question, users, chunk))
+    except MemoryError:  # a function may give more than its user holds
+        if chunk.size == 1:
+            _log.warning("%s: its values take more memory than there is", ZEROED)
+            return np.zeros(question.dimension, np.int64)
+    first, second = (_total_of_chunk(question, users, part) for part in np.array_split(chunk, 2))
+    return first + second
 
 
 def held(question: Question, users: UserStore, positions: Positions) -> UserValues:
@@ -202,6 +213,8 @@ def _converted(values: Values, question: Question) -> Values:
     """Values as the question reads them: [R], or [R, width]."""
     if question.width is not None:
         values = values.reshape(len(values), question.width)
+    if question.scalar is np.str_:
+        return values.astype(f"<U{question.characters}", copy=False)
     with np.errstate(over="ignore"):  # a number beyond the range of float64 becomes infinite
         return values.astype(question.scalar, copy=False)
 

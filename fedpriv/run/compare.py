@@ -44,7 +44,7 @@ from fedpriv.mechanism import Mechanism
 from fedpriv.personalisation import Personalisation
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.report.studies import print_study, results_json
-from fedpriv.run.folder import RunFolder, held, write_figures, write_report
+from fedpriv.run.folder import RunFolder, data_frame, held, write_figures, write_report
 from fedpriv.run.run import Run, RunSetup, displayed, run_rounds
 from fedpriv.run.simulate import ObservedTransport
 from fedpriv.studies import Arm, ArmSummary, Cell, ReadStudy, RunResult, Study, Target, read_study
@@ -98,9 +98,7 @@ class Comparison:
 
     def to_pandas(self) -> "pd.DataFrame":
         """One row for each run; pandas must be installed."""
-        import pandas as pd  # noqa: PLC0415 - not a dependency
-
-        return pd.DataFrame(list(map(asdict, self.runs)))
+        return data_frame(list(map(asdict, self.runs)))
 
     def report(self, out: Path | str | None = None) -> Path:
         """Verify all ledgers, and write one HTML page, by default report.html in the folder."""

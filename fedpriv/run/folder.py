@@ -4,11 +4,11 @@ import fcntl
 import json
 import os
 import webbrowser
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
@@ -24,6 +24,9 @@ from fedpriv.report.records import RunRecord, SimulationOnlyRound, SiteTable, Ve
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
 from fedpriv.training.rounds import RoundResult
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _Row = TypeVar("_Row")
 
@@ -160,6 +163,17 @@ def held(path: Path, what: str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def data_frame(rows: Sequence[Mapping[str, object]]) -> "pd.DataFrame":
+    """Rows as a table of pandas; InvalidValueError if it is not installed."""
+    try:
+        import pandas as pd  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise InvalidValueError(
+            "pandas cannot be imported; pip install 'fedpriv[pandas]' installs it"
+        ) from error
+    return pd.DataFrame(rows)
 
 
 def _append(path: Path, row: object, not_finite: Literal["constants", "null", "strings"]) -> None:

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -20,15 +20,20 @@ from typing import TYPE_CHECKING, Any, Self
 import tomli_w
 import torch
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.progress import Task as Line
+from rich.table import Column as Cells
+from rich.text import Text
 from torch import nn
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
@@ -59,7 +64,7 @@ from fedpriv.privacy.round import PrivacyRecords, Transport, charge_forgone
 from fedpriv.report.records import versions
 from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table
 from fedpriv.run.auditor import Auditor
-from fedpriv.run.folder import RunFolder, read_run, write_figures, write_report
+from fedpriv.run.folder import RunFolder, data_frame, read_run, write_figures, write_report
 from fedpriv.trackers import Followers, StartedRun
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
@@ -84,8 +89,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _MEASURED = ("loss", "accuracy", "figures", "held_out_users")  # on held-out rows
+# Sections that are no part of a plan.
+_MAY_CHANGE = ("callbacks", "engine", "federation", "output", "stopping", "trackers", "tune")
 _log = logging.getLogger(__name__)
 _BETWEEN_LINES = 60.0  # seconds, where bars cannot move
+_LONGEST = 1e9  # seconds that are left, as far as that can be known
+_BAR = 10  # columns of a bar
 
 
 @dataclass(frozen=True)
@@ -202,7 +211,7 @@ class RunSetup:
     def write_plan(self, experiment: Experiment) -> None:
         """Make the folder with the resolved plan; of a resumed run, refuse another plan."""
         if self.resuming:
-            self.refuse_other_plan(experiment.plan)
+            self.refuse_other_plan(experiment)
             return
         self.folder.create()
         # The plan last: a folder that has it holds a run, and then has the digest too.
@@ -210,15 +219,35 @@ class RunSetup:
         plan = _resolved_plan(experiment, self.folder.path)
         write_atomically(self.folder.plan, plan.encode())
 
-    def refuse_other_plan(self, plan: TrainingPlan) -> None:
+    def refuse_other_plan(self, experiment: Experiment) -> None:
         """Refuse to resume with another plan than the run began with, however far it has come."""
-        path = self.folder.plan_digest
+        path, plan = self.folder.plan_digest, experiment.plan
         begun = path.read_text("ascii", "replace").strip() if path.exists() else "unknown"
         if self.resuming and begun != plan.digest:
+            others = _differences(load_config(self.folder.plan), experiment.config)
+            told = f" ({' and '.join(others)})" if others else ""
             raise InvalidValueError(
-                f"by {path} the run began with plan {begun[:12]!r}, this is {plan.digest[:12]!r}; "
-                "a run can only be resumed with the plan it began with"
+                f"by {path} the run began with plan {begun[:12]!r}, this is {plan.digest[:12]!r}"
+                f"{told}; a run can only be resumed with the plan it began with"
             )
+
+
+def _differences(begun: Config, now: Config) -> list[str]:
+    """Which values of two experiments differ, but for what a resumed run may change."""
+    was, given = (_leaves(each.model_dump(exclude=set(_MAY_CHANGE))) for each in (begun, now))
+    return [
+        f"{key} is {given.get(key, 'absent')!s:.40}, was {was.get(key, 'absent')!s:.40}"
+        for key in sorted(was.keys() | given.keys())
+        if was.get(key) != given.get(key)
+    ]
+
+
+def _leaves(table: object, key: str = "") -> dict[str, object]:
+    """Values of a table, by their keys from the top; what is None is absent."""
+    if not isinstance(table, Mapping):
+        return {} if table is None else {key: table}
+    parts = (_leaves(value, f"{key}.{name}" if key else name) for name, value in table.items())
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def _resolved_plan(experiment: Experiment, folder: Path) -> str:
@@ -267,7 +296,9 @@ class Run:
     task: Task
     stop: Stop  # why it ended
     state: ServerState  # at the end, all of it released
-    epsilon: float  # of all charges of the ledger at the end, at the δ of the budget
+    epsilon: float  # of all charges of the ledger at the end, with `delta`
+    delta: float  # that of the budget
+    ledger: Path  # which other runs may have charged too
     accuracy: float | None  # None if targets are not classes
     loss: float | None
     figures: Mapping[str, float] = field(default_factory=dict)  # those of the task, by name
@@ -295,9 +326,7 @@ class Run:
 
     def to_pandas(self) -> "pd.DataFrame":
         """One row a round, one column for every released number; pandas must be installed."""
-        import pandas as pd  # noqa: PLC0415 - not a dependency
-
-        return pd.DataFrame([{"round": each.round, **each.scalars} for each in self.rounds])
+        return data_frame([{"round": each.round, **each.scalars} for each in self.rounds])
 
     def trade_off(self) -> TradeOff:
         """How well any test can tell from all charges of the ledger whether one user took part."""
@@ -320,19 +349,43 @@ Follow = Callable[[Experiment, int, Callable[[OnRound], Run]], Run]
 
 
 def state_to_start_from(
-    folder: RunFolder, plan: TrainingPlan, records: PrivacyRecords, initial: ServerState
+    folder: RunFolder,
+    plan: TrainingPlan,
+    records: PrivacyRecords,
+    initial: ServerState,
+    checkpoint_every: int,
 ) -> ServerState:
     """State of the newest checkpoint, or the initial state; it must fit the plan and the ledger.
 
-    CheckpointError too if there is a model and no checkpoint: an untrained one would replace it.
+    CheckpointError too if checkpoints are lost: an untrained model would replace the run's, or pay
+    again for rounds that it has.
     """
-    found = checkpoints(folder.checkpoints)
-    if not found and folder.model.exists():
+    if found := checkpoints(folder.checkpoints):
+        return resume(found[-1], plan, records.ledger)
+    begun = load_config(folder.plan).output.checkpoint_every
+    reached = _reached(folder, plan, records, max(checkpoint_every, begun))
+    sign = f"made {folder.model}" if folder.model.exists() else reached
+    if sign is not None:
         raise CheckpointError(
-            f"{folder.checkpoints} holds no checkpoint, and the run that made {folder.model} had "
-            "one; restore it, or start another run"
+            f"{folder.checkpoints} holds no checkpoint, and the run that {sign} had one; restore "
+            "it, or start another run"
         )
-    return resume(found[-1], plan, records.ledger) if found else initial
+    return initial
+
+
+def _reached(
+    folder: RunFolder, plan: TrainingPlan, records: PrivacyRecords, checkpoint_every: int
+) -> str | None:
+    """A sign that the run was further than its first checkpoint, if there is one."""
+    for release in folder.releases():
+        if release.round > checkpoint_every:
+            return f"released round {release.round} in {folder.metrics}"
+    users_of = records.participation.users_of
+    for row in records.ledger.charges():
+        later = row.run == plan.run and row.round > checkpoint_every
+        if later and users_of(row.cohort_commitment).size:  # nobody is asked in rounds forgone
+            return f"charged round {row.round} in its ledger"
+    return None
 
 
 def conduct(
@@ -363,9 +416,8 @@ def conduct(
     stopping = section.build() if section else None
     before = (each for each in folder.results() if each.round <= state.round)
     values = [value for each in before for value in _read(section, each)]
-    paid = max((r.round for r in records.ledger.charges() if r.run == plan.run), default=0)
-    if stopping is not None and paid <= state.round and stopping.reached(values):  # a new rule
-        _charge_forgone(experiment, state, records)
+    if stopping is not None and stopping.reached(values):  # a new rule, or killed as it stopped
+        _charge_forgone(folder, experiment, state, records)
     observed: tuple[OnRelease, ...] = (auditor.observe,) if auditor else ()
     rounds = train(plan, state, transport, records, experiment.entropy, *observed)
     stop, latest, figures = Stop.NO_GAIN, None, dict[str, Any]()
@@ -387,7 +439,7 @@ def conduct(
                 result = evaluation.added(result, state.model, records, experiment.entropy)
         values += _read(section, result)
         if stopping is not None and stopping.reached(values):
-            _charge_forgone(experiment, state, records)
+            _charge_forgone(folder, experiment, state, records)
             result = replace(result, epsilon=records.ledger.epsilon(records.budget))
         with_room(partial(folder.append_metrics, asdict(result)))
         if state.round % output.checkpoint_every == 0:
@@ -400,35 +452,82 @@ def conduct(
     if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):
         with_room(lambda: records.participation.forget_series(plan.run))  # of one that was killed
     figures = figures if latest is state else _measured(experiment, state.model)
+    return _ended(folder, experiment, stop, state, records, auditor, figures)
+
+
+def _ended(
+    folder: RunFolder,
+    experiment: Experiment,
+    stop: Stop,
+    state: ServerState,
+    records: PrivacyRecords,
+    auditor: Auditor | None,
+    figures: Mapping[str, Any],
+) -> Run:
+    run, privacy, charges = experiment.plan.run, experiment.config.privacy, records.ledger.charges()
     # Canaries are in the rounds alone, not in what is asked before them or between them.
-    of_rounds = (row for row in records.ledger.charges() if row.run == plan.run and row.round > 0)
-    audit = auditor.conclude(paid_events(of_rounds)) if auditor else None
-    spent = records.ledger.epsilon(records.budget)
-    return Run(folder.path, experiment.task, stop, state, spent, audit=audit, **figures)
+    of_rounds = (row for row in charges if row.run == run and row.round > 0)
+    return Run(
+        folder=folder.path,
+        task=experiment.task,
+        stop=stop,
+        state=state,
+        epsilon=records.ledger.epsilon(records.budget),
+        delta=records.budget.delta,
+        ledger=Path(privacy.ledger) if privacy.ledger else folder.ledger,
+        audit=auditor.conclude(paid_events(of_rounds)) if auditor else None,
+        **figures,
+    )
 
 
-def _charge_forgone(experiment: Experiment, state: ServerState, records: PrivacyRecords) -> None:
-    """Charge what a run that is to stop would have charged, up to its last round or its budget."""
+def _charge_forgone(
+    folder: RunFolder, experiment: Experiment, state: ServerState, records: PrivacyRecords
+) -> None:
+    """Charge what a run that is to stop would have charged, up to its last round or its budget.
+
+    A run that was killed before goes on from its last checkpoint, so that what it had released
+    since then is charged once more, as it would be without a rule. What it had charged and not
+    released, here or in a round, is not.
+    """
     plan, evaluation = experiment.plan, experiment.evaluation
     event, source = plan.mechanism_at(state.clipping_norms).event, experiment.entropy.randomness
     together, series = plan.sampling.rounds, records.open_series(event, plan.run)
     paid = state.round + (together - series[0].part if series else 0)
     planned = range(state.round + 1, plan.rounds + 1)
     due = {n for n in planned if evaluation and evaluation.due(n, last=n == plan.rounds)}
-    if evaluation and not evaluation.due(state.round, last=False):
-        asked = ((row.run, row.round) for row in records.ledger.charges())
-        if (evaluation.run, state.round) in asked:  # as the last, in place of the next that was due
-            due -= {min(due, default=0)}
+    asked = [r.round for r in records.ledger.charges() if evaluation and r.run == evaluation.run]
+    if evaluation and not evaluation.due(state.round, last=False) and state.round in asked:
+        due -= {min(due, default=0)}  # asked as the last, in place of the next that was due
+    releases = folder.releases()
+    due -= set(asked) - {each.round for each in releases}
+    unused = _unused(plan, state, records, {each.charge for each in releases})
     for number in planned:
         if number > paid:
             try:
-                charge_forgone(event, plan.run, number, records, source)
+                if unused <= 0:
+                    charge_forgone(event, plan.run, number, records, source)
             except BudgetExceededError:
                 return
-            paid += together
+            unused, paid = unused - 1, paid + together
         if evaluation and number in due:
             with suppress(BudgetExceededError):
                 charge_forgone(evaluation.events(1), evaluation.run, number, records, source)
+
+
+def _unused(
+    plan: TrainingPlan, state: ServerState, records: PrivacyRecords, released: Set[str]
+) -> int:
+    """How many charges for rounds to come have paid for no release and no open series."""
+    own = [row for row in records.ledger.charges() if row.run == plan.run]
+    begun, key_of = {row.series for row in own}, records.participation.series_key
+    return sum(
+        row.pays
+        and row.round > state.round
+        and row.hash not in released
+        and row.position not in begun
+        and key_of(row.cohort_commitment) is None
+        for row in own
+    )
 
 
 def _measured(experiment: Experiment, model: Tensors) -> dict[str, Any]:
@@ -476,7 +575,7 @@ def run_rounds(
     """Start or resume an experiment in its folder; callbacks are not told how long rounds took."""
     folder, plan = setup.folder, experiment.plan
     if setup.resuming:
-        setup.refuse_other_plan(plan)
+        setup.refuse_other_plan(experiment)
     else:
         check_budget(experiment, spent_in(setup.ledger, plan.population))
         setup.refuse_taken_name()
@@ -489,7 +588,8 @@ def run_rounds(
         records.participation.bind(setup.run, experiment.enrolled)
         # After ledger and record were created: a run that is resumed without them has lost them.
         setup.write_plan(experiment)
-        state = state_to_start_from(folder, plan, records, experiment.initial_state)
+        start, every = experiment.initial_state, experiment.config.output.checkpoint_every
+        state = state_to_start_from(folder, plan, records, start, every)
         folder.results()  # what is damaged is refused before users are asked
         auditor = Auditor.of(folder, experiment)
         transport = hosted(experiment, records)
@@ -556,7 +656,7 @@ def carry_out(
         with _progress(experiment.plan, first, console) as show:
             return run(show)
 
-    _warn(experiment, console)
+    _warn(setup, experiment, console)
     with telling_where(setup, console):
         run = run_rounds(setup, experiment, hosted, shown, clock)
     _print_result(setup, experiment, run, console)
@@ -572,39 +672,63 @@ class Display:
 
     def add(self, name: str, rounds: int, done: int = 0) -> TaskID:
         """A new line."""
-        return self._progress.add_task(name, total=rounds, completed=done, figures="")
+        return self._progress.add_task(name, total=rounds, completed=done, figures=())
 
     def update(self, line: TaskID, done: int, *figures: str) -> None:
-        """Say how far a line is; figures that are empty are left out."""
-        shown = "  ".join(filter(None, figures))
-        self._progress.update(line, completed=done, figures=shown)
+        """Say how far a line is; empty figures are left out, and the last where bars are short."""
+        self._progress.update(line, completed=done, figures=tuple(filter(None, figures)))
 
-    def tell(self) -> None:
-        """Print all lines if nothing moves by itself, and the last time was a minute ago."""
-        now, interactive = time.monotonic(), self._console.is_terminal or self._console.is_jupyter
-        if interactive or now - self._told < _BETWEEN_LINES:
+    def tell(self, *, last: bool = False) -> None:
+        """Print all lines if nothing moves by itself, at the end or a minute after the last."""
+        now = time.monotonic()
+        if _moves(self._console) or (now - self._told < _BETWEEN_LINES and not last):
             return
         self._told = now
         for task in self._progress.tasks:
             seconds = task.time_remaining
-            left = "" if seconds is None else f", {timedelta(seconds=round(seconds))} left"
-            figures = f", {task.fields['figures']}" if task.fields["figures"] else ""
+            left = ""
+            if seconds is not None and seconds <= _LONGEST:
+                left = f"{timedelta(seconds=round(seconds))} left"
+            figures = "  ".join(task.fields["figures"])
             rounds = f"{task.completed:.0f} of {task.total:.0f} rounds"
             self._console.print(
-                f"{task.description}: {rounds}{figures}{left}",
+                f"{task.description}: {', '.join(filter(None, (rounds, figures, left)))}",
                 highlight=False, markup=False, soft_wrap=True,
             )  # fmt: skip
+
+
+def _moves(console: Console) -> bool:
+    return console.is_terminal or console.is_jupyter
+
+
+class _Figures(ProgressColumn):
+    """The figures of a line, as many of the first as leave room for a bar."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(Cells())  # which shrinks, as its text is cut
+        self._console = console
+
+    def render(self, task: Line) -> Text:
+        shown, rounds = list(task.fields["figures"]), f"{task.total:.0f}"
+        others = 2 * len(rounds) + len("/ 0:00:00    ") + cell_len(task.description) + _BAR
+        while len(shown) > 1 and cell_len("  ".join(shown)) > self._console.width - others:
+            shown.pop()
+        return Text("  ".join(shown), no_wrap=True, overflow="ellipsis")
 
 
 @contextmanager
 def displayed(console: Console) -> Iterator[Display]:
     """A display that is empty at first."""
-    figures = TextColumn("{task.fields[figures]}")
-    rounds, left = MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(
-        "{task.description}", BarColumn(), rounds, figures, left, console=console
-    ) as progress:
-        yield Display(progress, console)
+    rounds = MofNCompleteColumn(table_column=Cells(no_wrap=True))
+    left = TimeRemainingColumn(table_column=Cells(no_wrap=True))
+    name = TextColumn("{task.description}", markup=False, table_column=Cells())
+    columns = (rounds, left, name, BarColumn(_BAR), _Figures(console))
+    with Progress(*columns, console=console, disable=not _moves(console)) as progress:
+        display = Display(progress, console)
+        try:
+            yield display
+        finally:
+            display.tell(last=True)
 
 
 @contextmanager
@@ -625,8 +749,9 @@ def _progress(plan: TrainingPlan, first: int, console: Console) -> Iterator[OnRo
             spent = f"ε {format_epsilon(result.epsilon)}"
             seen.append(result)
             counted = contributors_text(seen, sampling)
-            figures = (counted and f"contributors {counted}", *result.metrics_text, spent, speed)
-            display.update(line, result.round, last, *figures)
+            contributors = counted and f"contributors {counted}"
+            figures = (last, spent, *result.metrics_text, contributors, speed)
+            display.update(line, result.round, *figures)
             display.tell()
 
         yield show
@@ -643,9 +768,12 @@ def released_text(result: RoundResult, rounds: int) -> str:
     return ", ".join((released, *accuracy, *counted, *result.metrics_text, spent))
 
 
-def _warn(experiment: Experiment, console: Console) -> None:
+def _warn(setup: RunSetup, experiment: Experiment, console: Console) -> None:
     """Say what the experiment's settings do to its guarantee."""
     delta, sampling = experiment.budget.delta, experiment.plan.sampling
+    if not setup.resuming:
+        spent = spent_in(setup.ledger, experiment.plan.population)
+        _warn_of_budget(spent, experiment, console)
     population = sampling.population
     if delta >= 1.0 / population:
         console.print(
@@ -679,6 +807,19 @@ def _warn(experiment: Experiment, console: Console) -> None:
         if experiment.plan.noise_multiplier == 0.0:
             consequence = "there is no noise, and no ε holds for this run"
         console.print(f"warning: unsafe_no_privacy is set; {consequence}", style="red")
+
+
+def _warn_of_budget(spent: Sequence[RoundEvent], experiment: Experiment, console: Console) -> None:
+    """Say that a budget that pays for a first round does not pay for the last."""
+    plan, budget, asked = experiment.plan, experiment.budget, experiment.evaluation
+    first, whole = ([*spent, plan.mechanism.event], [*spent, plan.event])
+    whole += [asked.events(plan.rounds)] if asked else []
+    if budget.admits(first) and not budget.admits(whole):
+        console.print(
+            f"warning: {plan.rounds} rounds would bring ε to {budget.epsilon_of(whole):.4g}; the "
+            f"run will stop before the budget of {budget.epsilon} is passed",
+            style="yellow",
+        )
 
 
 def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Console) -> None:

@@ -12,7 +12,7 @@ import math
 import random
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import astuple, dataclass, field, fields, replace
@@ -79,6 +79,7 @@ from fedpriv.ledger.ledger import ProposedCharge
 from fedpriv.ledger.participation import beside
 from fedpriv.logs import silenced
 from fedpriv.mechanism import Mechanism
+from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import LocalTraining, PrivacyRecords
 from fedpriv.privacy.sampling import FixedSizeSampling, PoissonSampling
 from fedpriv.report.tables import Column, Table, print_table
@@ -303,7 +304,8 @@ def tune_file(
     setup = RunSetup.at(config, out, resume=False, home=_HOME)
     of_values = tables_of(config.mechanism(), config.training(), config.server.build())
     value_of = partial(_at, config.model_dump() | of_values)  # with what options leave out
-    search = _Search(setup, prepare, Console(markup=False, emoji=False), value_of, table)
+    kept = {assignment.partition("=")[0].strip() for assignment in assignments}
+    search = _Search(setup, prepare, Console(markup=False, emoji=False), value_of, table, kept)
     return search.on_users(price_only=price_only) if on == "users" else search.on_public()
 
 
@@ -340,6 +342,7 @@ class _Search:
     console: Console
     value_of: Callable[[str], Any]  # what the experiment has for a key, or None
     table: Mapping[str, Any]  # of the experiment
+    kept: Set[str] = frozenset()  # keys that are not searched unless tune.space names them
 
     @property
     def section(self) -> TuneSection:
@@ -364,11 +367,12 @@ class _Search:
 
     @cached_property
     def space(self) -> Mapping[str, Values]:
-        """What is searched: by default what is a number in the experiment."""
-        numbers = {
-            k: v for k, v in DEFAULT_SPACE.items() if isinstance(self.value_of(k), int | float)
+        """What is searched: by default what is a number in the experiment, around what it is."""
+        found = {key: self.value_of(key) for key in DEFAULT_SPACE if key not in self.kept}
+        numbers = {key: value for key, value in found.items() if isinstance(value, int | float)}
+        space = self.section.space or {
+            k: _with_value(DEFAULT_SPACE[k], v) for k, v in numbers.items()
         }
-        space = self.section.space or numbers
         for key, values in space.items():
             if key.split(".")[0] in _FIXED and key != _Q:
                 raise InvalidValueError(f"tune.space has {key}, which no trial may change")
@@ -637,12 +641,14 @@ def _trained(
     experiment: Experiment, transport: InProcessTransport
 ) -> tuple[ServerState, RoundResult]:
     """Train to the last round; the records are a trial's own, and are thrown away."""
-    plan = experiment.plan
+    plan, entropy = experiment.plan, experiment.entropy
+    if isinstance(entropy, SeededEntropy):  # each trial is the first run of its ledger: no name
+        entropy = SeededEntropy(int.from_bytes(entropy.key(plan.run)))
     with tempfile.TemporaryDirectory() as folder:
         ledger = Path(folder) / "ledger.sqlite"
         with PrivacyRecords.open(ledger, beside(ledger), plan.population, _UNLIMITED) as records:
             state, result = experiment.initial_state, None
-            for each in train(plan, state, transport, records, experiment.entropy):
+            for each in train(plan, state, transport, records, entropy):
                 state, result = each
     if result is None:
         raise RunError("no round was released")
@@ -742,6 +748,15 @@ def _holds(values: Values, value: Any) -> bool:
     if isinstance(values, list):
         return value in values
     return isinstance(value, int | float) and values.low <= value <= values.high
+
+
+def _with_value(values: Values, value: float) -> Values:
+    """Values with one more among them."""
+    if _holds(values, value) or value <= 0.0:
+        return values
+    if isinstance(values, list):
+        return [*values, value]
+    return RangeSection(low=min(values.low, value), high=max(values.high, value))
 
 
 def _words(settings: Settings) -> str:

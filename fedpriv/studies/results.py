@@ -27,7 +27,7 @@ class Interval:
     """A mean over seeds and Student's interval mean ± half_width around it."""
 
     mean: float
-    half_width: float | None  # None of a single value, NaN if a value is not finite
+    half_width: float | None  # None of a single value; infinite or NaN if values diverge
     count: int
 
     @classmethod
@@ -41,7 +41,8 @@ class Interval:
         mean = sum(values) / count  # fsum refuses infinities of both signs
         if count == 1:
             return cls(mean, None, 1)
-        variance = sum((value - mean) ** 2 for value in values) / (count - 1)
+        gaps = [value - mean for value in values]
+        variance = sum(gap * gap for gap in gaps) / (count - 1)  # a power raises if it is too large
         quantile = float(stdtrit(count - 1, (1.0 + CONFIDENCE) / 2.0))  # of Student's t
         return cls(mean, quantile * math.sqrt(variance / count), count)
 

@@ -346,6 +346,27 @@ def test_a_function_that_raises_costs_its_user_only(error: type[Exception], capl
     assert caplog.messages == [said + error.__name__] * 2  # once in each sum
 
 
+def test_a_long_text_takes_no_more_memory_than_a_category_and_is_none() -> None:
+    texts = ["catt", "cat" * 10**5, "dog", "cat", "ca"]
+    users = store([{"x": [float(i)], "kind": ["a"]} for i in range(5)])
+    question = Histogram("h", lambda fields: texts[int(fields["x"][0])], ("cat", "do", "dog"))
+    assert held(question, users, np.arange(5)).values.dtype == "<U4"
+    asked = survey(5, questions=(question,))
+    assert total(asked, users, range(5)).tolist() == [2**24, 0, 2**24]
+
+
+@pytest.mark.parametrize("long", [1.0, "a"])
+def test_a_user_with_more_values_than_memory_holds_counts_as_zero(long: object) -> None:
+    def value(fields: object) -> object:
+        own = float(fields["x"][0])
+        return np.broadcast_to(long, 1 << 50) if own == 2.0 else "b" if long == "a" else own
+
+    users = store([{"x": [float(i)], "kind": ["a"]} for i in range(5)])
+    question = Histogram("h", value, ("b",)) if long == "a" else Sum("h", value, 0.0, 8.0)
+    counted = 4 * 2**24 if long == "a" else (0 + 1 + 3 + 4) * 2**21
+    assert total(survey(5, questions=(question,)), users, range(5)).tolist() == [counted]
+
+
 @pytest.mark.parametrize("dimension", [1, 3, 100])
 def test_long_users_contribute_all_of_the_norm_and_no_more(dimension: int) -> None:
     rng = np.random.default_rng(dimension)

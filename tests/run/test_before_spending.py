@@ -102,7 +102,7 @@ def test_a_run_that_used_its_budget_may_still_be_resumed(tmp_path: Path) -> None
     settings += ("--set", "rounds=50", "--set", "seed=1", "--set", "engine.processes=1")
     first = printed("simulate", FILE, "--out", tmp_path / "run", *settings)
     again = printed("simulate", FILE, "--out", tmp_path / "run", *settings, "--resume")
-    (rounds,) = [line for line in first.splitlines() if " of 50" in line and "rounds" in line]
+    (rounds,) = [line for line in first.splitlines() if " of 50" in line and " charged" in line]
     assert rounds in again
 
 
@@ -114,6 +114,28 @@ def test_cohorts_of_nobody_or_of_one_user_are_warned_of(
     words = [word for each in settings for word in ("--set", each)]
     text = " ".join(printed("simulate", FILE, "--out", tmp_path / "run", *words).split())
     assert f"warning: a cohort has {size} users on average; rounds of one release its" in text
+
+
+@pytest.mark.parametrize(("rounds", "warned"), [(3, False), (4, True)])
+def test_a_budget_that_does_not_pay_for_all_rounds_is_warned_of_before_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rounds: int, warned: bool
+) -> None:
+    people = Population.from_arrays(X, Y % 5, np.arange(24), held_out=(X, Y % 5))
+    mechanism = Mechanism.poisson(q=0.5, clipping=Flat(1.0))
+    said = list[str]()
+    run = simulate(
+        people,
+        Task(nn.Linear(8, 5), loss="cross-entropy"),
+        mechanism.calibrate(epsilon=2.0, delta=1e-3, rounds=3),
+        local=SGD(0.1, steps=1),
+        rounds=rounds,
+        out=tmp_path / "run",
+        on_round=[lambda _: said.append(capsys.readouterr().out)],
+    )
+    assert len(run.rounds) == 3
+    text = " ".join(said[0].split())
+    assert ("warning: 4 rounds would bring ε to 2." in text) is warned
+    assert ("the run will stop before the budget of 2.0 is passed" in text) is warned
 
 
 def test_without_noise_nothing_is_called_differential_privacy(tmp_path: Path) -> None:

@@ -138,7 +138,9 @@ def mechanism(**changes: object) -> fedpriv.Mechanism:
     return whole.calibrate(epsilon=8.0, delta=1e-3, rounds=3)
 
 
-def test_one_of_each_is_added_from_outside_and_run(tmp_path: Path) -> None:
+def test_one_of_each_is_added_from_outside_and_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = fedpriv.simulate(
         population(),
         task(),
@@ -152,13 +154,19 @@ def test_one_of_each_is_added_from_outside_and_run(tmp_path: Path) -> None:
     assert list(run.rounds[0].clipping_norms) == ["weights", "biases"]
     assert set(run.rounds[0].metrics) == {"top-2", "contributors"}
     assert run.epsilon <= 8.0
-    with Ledger.open(tmp_path / "run" / "ledger.sqlite") as ledger:
+    assert run.delta == 1e-3
+    assert run.ledger == tmp_path / "run" / "ledger.sqlite"
+    with Ledger.open(run.ledger) as ledger:
         events = [row.event for row in ledger.charges()]
     sampling: set[SamplingEvent] = {event.sampling for event in events}
     assert run.trade_off() == trade_off(events)
     assert {each.sampling_probability for each in sampling} == {0.5}
     assert run.report().read_text().startswith("<!DOCTYPE html>")
     assert len(run.to_pandas()) == 3
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(InvalidValueError, match=r"pip install 'fedpriv\[pandas\]'"):
+        run.to_pandas()
+    monkeypatch.undo()
     before = task().parameters()
     assert all(tensor.shape == before[n].shape for n, tensor in run.model.named_parameters())
 

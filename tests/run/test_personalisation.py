@@ -114,6 +114,21 @@ def held_out(users: UserStore) -> dict[str, np.ndarray]:
     return {name: column[order] for name, column in {**users.fields, HELD_OUT_USER: ids}.items()}
 
 
+def test_a_user_whose_label_is_no_class_keeps_the_model_and_costs_others_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    task, users, how = network(), store(), Personalisation(SGD(0.5, steps=3))
+    model = released(task)
+    expected = how.models(task, model, users)
+    users.fields["y"][users.rows_of(1)] = 77
+    found = how.models(task, model, users)
+    for number, name in enumerate(expected):
+        kept = model if number == 1 else expected[name]
+        for tensor, own in found[name].items():
+            np.testing.assert_array_equal(own, kept[tensor])
+    assert caplog.messages == ["a user keeps the model: training raised IndexError"]
+
+
 @pytest.mark.parametrize("own", [(), ("2.*",)])
 def test_held_out_users_measure_what_they_did_not_train_on(own: tuple[str, ...]) -> None:
     task = network(own=own)

@@ -1,5 +1,6 @@
 """How far work is: bars where they can move, else lines, and no more than one a minute."""
 
+import time
 from io import StringIO
 from pathlib import Path
 
@@ -41,6 +42,34 @@ def test_a_terminal_gets_bars_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     text = console.file.getvalue()
     assert "ε 0.520" in text
     assert "of 10 rounds" not in text
+
+
+FIGURES = ("accuracy 81.2%", "ε 0.520", "contributors 82.3 ± 4.5 of 86.1", "1,234 users/s")
+
+
+@pytest.mark.parametrize(("width", "shown"), [(60, 1), (80, 2), (100, 3), (130, 4)])
+def test_a_narrow_terminal_shows_rounds_time_and_bar_before_other_figures(
+    width: int, shown: int
+) -> None:
+    console = Console(file=StringIO(), force_terminal=True, width=width, color_system=None)
+    with displayed(console) as display:
+        display.update(display.add("digits-seed1", 3000), 1500, *FIGURES)
+    line = console.file.getvalue().splitlines()[-2]
+    assert "1500/3000 " in line
+    assert "-:--:-- digits-seed1 " in line
+    assert "━━━━" in line
+    assert [figure in line for figure in FIGURES] == [n < shown for n in range(4)]
+
+
+def test_without_a_terminal_the_last_line_is_whole_and_no_time_is_too_long() -> None:
+    console = Console(file=StringIO(), width=30)
+    with displayed(console) as display:
+        line = display.add("a", 2**53)
+        for done in (1, 2):
+            time.sleep(0.01)
+            display.update(line, done, *FIGURES)
+    figures = "  ".join(FIGURES)
+    assert console.file.getvalue() == f"a: 2 of {2**53} rounds, {figures}\n"
 
 
 def test_a_run_and_a_study_say_how_far_they_are(

@@ -1,6 +1,7 @@
 """A run goes on with the plan that it began with, and with no other, wherever it was killed."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -87,7 +88,10 @@ def resumed(run: RunFolder, *more: str) -> tuple[str | Path, ...]:
 @pytest.mark.parametrize("changed", OTHER_PLANS)
 def test_another_plan_is_refused_from_the_first_charge_on(run: RunFolder, changed: str) -> None:
     before = content(run), head_of(run)
-    assert BOUND in refused(*resumed(run, "--set", changed))
+    said = refused(*resumed(run, "--set", changed, "--set", "output.evaluate_every=2"))
+    key, _, value = changed.partition("=")
+    assert BOUND in said
+    assert re.search(rf" \({re.escape(key)} is {value}, was [^ ]+\); a run", said)
     assert (content(run), head_of(run)) == before
 
 
@@ -136,6 +140,27 @@ def test_a_run_that_lost_its_checkpoints_keeps_its_model(run: RunFolder) -> None
     before = content(run), head_of(run)
     assert "holds no checkpoint" in refused(*resumed(run))
     assert (content(run), head_of(run)) == before
+
+
+def test_a_run_that_lost_its_checkpoints_pays_for_no_round_again(tmp_path: Path) -> None:
+    stop = "def stop(released):\n    if released.round == 3:\n        raise KeyboardInterrupt\n"
+    (tmp_path / "mine.py").write_text(stop)
+    settings = ["rounds=6", "output.checkpoint_every=2", 'callbacks.on_round=["mine:stop"]']
+    given = [*SETTINGS, *(word for text in settings for word in ("--set", text))]
+    run = RunFolder(tmp_path / "run")
+    assert fedpriv("simulate", DIGITS, *given, "--out", run.path, cwd=tmp_path).returncode == 130
+    shutil.rmtree(run.checkpoints)
+    before = head_of(run)
+    again = ("--set", "rounds=6", "--set", "output.checkpoint_every=2")
+    said = refused(*resumed(run, *again))
+    assert "the run that released round 3 in" in said
+    run.metrics.unlink()
+    said = refused(*resumed(run, *again))
+    assert "the run that charged round 3 in its ledger had one; restore it, or start" in said
+    assert head_of(run) == before
+    # With checkpoints that are far apart it may have had none.
+    done = fedpriv(*resumed(run, *again, "--set", "output.checkpoint_every=3"))
+    assert "after 0 of 6 rounds" in done.stdout
 
 
 def test_reports_are_of_the_rounds_that_led_to_the_model(tmp_path: Path) -> None:

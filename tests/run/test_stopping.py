@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import fedpriv
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Ledger, paid_events
 from fedpriv.ledger.participation import ParticipationRecord, beside
+from fedpriv.run import run as run_module
 from fedpriv.run.run import Run
 from fedpriv.training.rounds import Stop
 from fedpriv.training.stopping import Stopping
@@ -181,19 +183,71 @@ def test_resuming_stops_in_the_same_round_and_nothing_is_left_to_go_on_with(tmp_
     )
 
 
-def test_a_rule_that_is_new_to_a_resumed_run_and_ends_it_at_once_costs_as_much(
-    tmp_path: Path,
-) -> None:
-    def interrupt(result: fedpriv.RoundResult) -> None:
-        if result.round == 4:
+NEVER_ENOUGH = Stopping("loss", 1, least_gain=1e3)  # ends a run after 2 rounds
+PASSES = fedpriv.Mechanism(fedpriv.RandomAllocation(5), fedpriv.Flat(1.0), metrics=LOSS)
+
+
+def killed(folder: Path, after: int, mechanism: fedpriv.Mechanism, **others: object) -> None:
+    """A run without a rule that is killed after a round."""
+
+    def kill(result: fedpriv.RoundResult) -> None:
+        if result.round == after:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, None, on_round=[interrupt])
-    stopped = run(tmp_path, Stopping("loss", PATIENCE, least_gain=1e3), resume=True)
-    assert (stopped.stop, len(stopped.rounds)) == (Stop.NO_GAIN, 4)
-    with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
-        assert [row.round for row in ledger.charges()] == [*range(1, ROUNDS + 1)]
+        run(folder, None, mechanism, rounds=ROUNDS, on_round=[kill], **others)
+
+
+def paid(folder: Path) -> Counter[object]:
+    with Ledger.open(folder / "ledger.sqlite") as ledger:
+        return Counter(paid_events(ledger.charges()))
+
+
+@pytest.mark.parametrize("mechanism", [fedpriv.Mechanism.poisson(0.5, fedpriv.Flat(1.0)), PASSES])
+@pytest.mark.parametrize(("after", "every"), [(4, 1), (4, 4), (6, 4), (2, 4)])
+def test_a_rule_that_is_new_to_a_resumed_run_costs_what_it_would_have_cost_to_go_on(
+    tmp_path: Path, mechanism: fedpriv.Mechanism, after: int, every: int
+) -> None:
+    asked = fedpriv.FederatedEvaluation(20.0, every=2, report=LOSS)
+    others = {"checkpoint_every": every, "federated_evaluation": asked}
+    plentiful = replace(mechanism, metrics=LOSS).with_noise(4.0, epsilon=100.0, delta=1e-2)
+    events = []
+    for rule in (None, NEVER_ENOUGH):
+        folder = tmp_path / str(rule is None)
+        killed(folder, after, plentiful, **others)
+        ended = run(folder, rule, plentiful, rounds=ROUNDS, resume=True, **others)
+        events.append(paid(folder))
+    assert ended.stop is Stop.NO_GAIN
+    assert events[0] == events[1]
+
+
+@pytest.mark.parametrize("mechanism", [fedpriv.Mechanism.poisson(0.5, fedpriv.Flat(1.0)), PASSES])
+def test_a_run_that_is_killed_while_it_pays_for_what_it_forgoes_pays_the_rest_once(
+    tmp_path: Path, mechanism: fedpriv.Mechanism, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = fedpriv.FederatedEvaluation(20.0, every=2, report=LOSS)
+    others: dict[str, object] = {"checkpoint_every": 4, "federated_evaluation": asked}
+    plentiful = replace(mechanism, metrics=LOSS).with_noise(4.0, epsilon=100.0, delta=1e-2)
+    others["mechanism"] = plentiful
+    for folder in (tmp_path / "once", tmp_path / "again"):
+        killed(folder, 4, **others)
+    others |= {"rounds": ROUNDS, "resume": True}
+    run(tmp_path / "once", NEVER_ENOUGH, **others)
+    charge, left = run_module.charge_forgone, iter(range(3))
+
+    def charge_some(*given: object) -> None:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        charge(*given)
+
+    monkeypatch.setattr(run_module, "charge_forgone", charge_some)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "again", NEVER_ENOUGH, **others)
+    assert paid(tmp_path / "again") != paid(tmp_path / "once")
+    monkeypatch.undo()
+    for _ in range(2):
+        run(tmp_path / "again", NEVER_ENOUGH, **others)
+        assert paid(tmp_path / "again") == paid(tmp_path / "once")
 
 
 def test_a_file_asks_for_it_and_the_result_says_why(tmp_path: Path) -> None:

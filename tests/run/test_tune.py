@@ -21,6 +21,7 @@ from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.errors import InvalidValueError, RunError
 from fedpriv.ledger.events import PrivacyBudget, Randomness, RoundEvent
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.run import tune as module
 from tests.commandline import fedpriv as command
 from tests.commandline import printed, refused
@@ -163,6 +164,20 @@ class TestOnPublicUsers:
         for row in rows:
             assert 0.1 <= row["clipping.norm"] <= 1.0
             assert row["rounds"] in (2, 4)
+
+    def test_the_search_begins_with_the_experiment_wherever_it_is(self, folder: Path) -> None:
+        text = FILE.partition("[tune.space]")[0].replace("trials = 3", "trials = 4")
+        (folder / "small.toml").write_text(text.replace("norm = 0.5", "norm = 2.0"))
+        given = ("--set", "local.learning_rate=3", "--set", "seed=1", "--out", folder / "a")
+        printed("tune", "small.toml", "--on", "public", *given, cwd=folder)
+        trials = (folder / "a" / "trials.jsonl").read_text("utf-8").splitlines()
+        first, *others = [json.loads(line) for line in trials]
+        assert (first.pop("clipping.norm"), first.pop("rounds")) == (2.0, 4)
+        assert any(each["rounds"] != 4 for each in others)
+        # What is given on the command line stays as it is.
+        assert "local.learning_rate" not in first
+        written = tomllib.loads((folder / "a" / "experiment.toml").read_text("utf-8"))
+        assert written["local"]["learning_rate"] == 3
 
     def test_the_first_trial_has_the_rate_that_the_file_leaves_out(self, folder: Path) -> None:
         space = 'tune.space={"server.options.learning_rate"={low=0.5,high=2.0}}'
@@ -425,6 +440,22 @@ class TestOnUsers:
             drawn.append(settings)
         assert len(set(drawn[0])) == 4
         assert drawn[0] == drawn[1]
+
+    def test_trials_of_a_seed_share_neither_cohorts_nor_noise(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        drawn, key = list[tuple[str, bytes]](), SeededEntropy.key
+
+        def watched(entropy: SeededEntropy, purpose: str) -> bytes:
+            drawn.append((purpose, found := key(entropy, purpose)))
+            return found
+
+        monkeypatch.setattr(SeededEntropy, "key", watched)
+        monkeypatch.setattr(module, "number_of_trials", lambda *_: 3)
+        searched(tmp_path / "a", seed=1)
+        streams = [each for each in drawn if each[0].startswith(("sampling/", "noise/", "local/"))]
+        assert len(streams) >= 3 * 2 * 3 > len({purpose for purpose, _ in streams})
+        assert len(streams) == len({found for _, found in streams})
 
     def test_a_seed_is_recorded_and_warned_of(self, folder: Path) -> None:
         options = ("--on", "users", "--set", "seed=1", "--out", folder / "a")

@@ -104,6 +104,7 @@ def test_the_interval_is_students() -> None:
     assert Interval.of([0.3]) == Interval(0.3, None, 1)
     for diverged in ([math.inf, 1.0], [math.inf, -math.inf], [math.nan, 1.0]):
         assert math.isnan(Interval.of(diverged).half_width)
+    assert Interval.of([1e200, 3e200]) == Interval(2e200, math.inf, 2)
 
 
 def test_the_interval_covers_the_mean_as_often_as_it_says() -> None:
