@@ -868,11 +868,16 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
     rows += [
         ("rounds", f"{run.state.round} of {plan.rounds}, {charged}{stopped}"),
         ("mechanism", mechanism),
-        ("ledger", f"{setup.ledger}\nhead {head.count}:{head.hash}"),
-        ("folder", str(setup.folder.path)),
     ]
     columns = [Column("", "text"), Column("", "text")]
     print_table(Table(plan.run, columns, rows), console, box.HEAVY_HEAD)
+    # In lines of their own, to be copied.
+    for line in (
+        f"folder {setup.folder.path}",
+        f"ledger {setup.ledger}",
+        f"head   {head.count}:{head.hash}",
+    ):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     if run.audit is not None:
         style = "green" if run.audit.consistent else "bold red"
         console.print(f"audit: {run.audit.text}", style=style, highlight=False, markup=False)
