@@ -180,14 +180,6 @@ class UserEvaluation:
     personalisation: Personalisation | None = None
 
     def __post_init__(self) -> None:
-        asked = self.asked
-        if not asked.noise_multiplier > 0.0:
-            found = f"noise_multiplier of federated_evaluation is {asked.noise_multiplier}"
-            raise InvalidValueError(f"{found}; it must be positive")
-        if asked.every is not None and asked.every < 1:
-            raise InvalidValueError(
-                f"every of federated_evaluation is {asked.every}; it must be at least 1"
-            )
         if not self.metrics:
             raise InvalidValueError(
                 "federated_evaluation.report names no metric; it must name at least one"
@@ -197,7 +189,7 @@ class UserEvaluation:
                 "federated_evaluation is given with personal parameters, which begin untrained; "
                 "personalisation must say how users train them before they measure"
             )
-        if self.personalisation is not None and asked.held_out == 0.0:
+        if self.personalisation is not None and self.asked.held_out == 0.0:
             raise InvalidValueError(
                 "held_out of federated_evaluation is 0; it must be positive where users "
                 "personalise the model on what is not held out"

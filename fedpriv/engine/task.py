@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import numpy as np
@@ -673,38 +674,13 @@ def tf32(*, allowed: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _same_convolutions() -> Iterator[None]:
-    """A GPU convolves in the same way each time, and not in the one that was fastest once."""
-    cudnn = torch.backends.cudnn
-    before = cudnn.benchmark, cudnn.deterministic
-    cudnn.benchmark, cudnn.deterministic = False, True
+def _for_now(put: Callable[[Any], object], *, now: object, own: object) -> Iterator[None]:
+    """Put a value in the place of the caller's own."""
+    put(now)
     try:
         yield
     finally:
-        cudnn.benchmark, cudnn.deterministic = before
-
-
-@contextmanager
-def _attention_as_in_training() -> Iterator[None]:
-    """torch has a faster one for evaluation, which it takes if all masks of a batch are alike."""
-    attention: Any = torch.backends.mha
-    before = attention.get_fastpath_enabled()
-    attention.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        attention.set_fastpath_enabled(before)
-
-
-@contextmanager
-def _default_type(kind: torch.dtype) -> Iterator[None]:
-    """What torch makes of numbers that a model writes down."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(kind)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+        put(own)
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
@@ -719,18 +695,25 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
     # As the processor's flag says, which torch and NumPy share in a thread.
     flushed = bool(np.float32(_SMALLEST) / np.float32(2.0) == 0.0)
     torch.set_flush_denormal(False)
+    cudnn, attention = torch.backends.cudnn, torch.backends.mha
     try:
         with (
             ARITHMETIC_LOCK,
             torch.inference_mode(mode=False),
             torch.enable_grad(),
-            _default_type(torch.float32),
+            # What torch makes of numbers that a model writes down.
+            _for_now(torch.set_default_dtype, now=torch.float32, own=torch.get_default_dtype()),
             torch.autocast("cpu", enabled=False),
             torch.autocast(device.type, enabled=False),
             _current(device),
             tf32(allowed=False),
-            _same_convolutions(),
-            _attention_as_in_training(),
+            # A GPU convolves in the same way each time, and not in the one that was fastest once.
+            _for_now(partial(setattr, cudnn, "benchmark"), now=False, own=cudnn.benchmark),
+            _for_now(partial(setattr, cudnn, "deterministic"), now=True, own=cudnn.deterministic),
+            # torch has another for evaluation, which it takes if all masks of a batch are alike.
+            _for_now(
+                attention.set_fastpath_enabled, now=False, own=attention.get_fastpath_enabled()
+            ),
         ):
             yield
     finally:

@@ -3,7 +3,13 @@
 import math
 
 import pytest
-from accountant_conformance import AccountantConformance, IntervalConformance
+from accountant_conformance import (
+    FAMILIES,
+    AccountantConformance,
+    Family,
+    IntervalConformance,
+    banded,
+)
 
 from fedpriv.accounting import gaussian
 from fedpriv.accounting.accountants import (
@@ -40,6 +46,18 @@ class TestPLD(IntervalConformance):
 
 class TestTight(IntervalConformance):
     accountant: Accountant = ACCOUNTANTS["tight"]
+    families = (banded,)  # of the others the pld gives the interval
+
+    @pytest.mark.parametrize("q", [0.1, 1.0])
+    @pytest.mark.parametrize("of_any", FAMILIES)
+    def test_its_interval_is_within_the_plds_under_any_policy(
+        self, of_any: Family, q: float
+    ) -> None:
+        event = of_any(q, 2.0, 5)
+        tight, pld = (ACCOUNTANTS[name].epsilon([event], 1e-6) for name in ("tight", "pld"))
+        assert pld.epsilon_low <= tight.epsilon_low <= tight.epsilon <= pld.epsilon < math.inf
+        deltas = [ACCOUNTANTS[name].delta([event], tight.epsilon) for name in ("tight", "pld")]
+        assert 0.0 < deltas[0] <= deltas[1]
 
     def test_it_agrees_with_the_pld_and_is_tighter(self) -> None:
         tight, pld = (ACCOUNTANTS[name].epsilon(EVENTS, 1e-6) for name in ("tight", "pld"))

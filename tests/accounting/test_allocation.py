@@ -175,7 +175,7 @@ def test_two_passes_are_the_two_fold_product() -> None:
         (2, 10.0, 1),
         (100, 1.0, 1),
         (100, 1.0, 100),
-        (1000, 0.5, 1),
+        pytest.param(1000, 0.5, 1, marks=pytest.mark.slow),
         (10_000, 2.0, 100),
     ],
 )

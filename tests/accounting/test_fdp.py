@@ -15,10 +15,8 @@ from fedpriv.accounting import (
     TradeOff,
     delta,
     every_user_gaussian,
-    fixed_size_gaussian,
     poisson_gaussian,
     poisson_replace_gaussian,
-    random_allocation_gaussian,
     shuffled_gaussian,
     trade_off,
 )
@@ -211,16 +209,8 @@ def test_sampled_rounds_have_the_tails_of_rounds_of_all_users() -> None:
         assert delta([poisson_gaussian(q, z, count=rounds)], epsilon) >= least * (1 - 1e-9)
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
-        fixed_size_gaussian(100, 1000, 4.0, count=5),
-        poisson_replace_gaussian(0.1, 4.0, count=5),
-        random_allocation_gaussian(10, 1, 2.0),
-    ],
-)
-def test_other_policies_have_a_curve_without_a_mu(event: RoundEvent) -> None:
-    found = trade_off([event])
+def test_other_policies_have_a_curve_without_a_mu() -> None:
+    found = trade_off([poisson_replace_gaussian(0.1, 4.0, count=5)])
     assert found.mu is None
     assert 0.0 < found.advantage < 1.0
     for alpha in (0.01, 0.05, 0.5):

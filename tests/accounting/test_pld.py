@@ -101,7 +101,9 @@ COMPOSITIONS: list[tuple[Rounds, float]] = [
     ({(0.01, 1.0): 1000, (0.02, 1.5): 500, (1.0, 50.0): 7}, 1e-5),
     ({(0.02, 12.0): 1140, (1.0, 0.5): 10}, 1e-11),
     ({(1.0, 6.0): 40, (1e-6, 2.0): 100_000, (0.009, 0.6): 1}, 1e-6),
-    ({(0.01 + i / 1000, 1.0 + i / 20): 10 + i for i in range(4)}, 1e-6),
+    pytest.param(
+        {(0.01 + i / 1000, 1.0 + i / 20): 10 + i for i in range(4)}, 1e-6, marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -185,7 +187,11 @@ def test_known_values(q: float, z: float, rounds: int, delta: float, published: 
 
 @pytest.mark.parametrize(
     ("q", "z", "rounds", "delta", "interval"),
-    [(0.01, 1.0, 1000, 1e-6, 1e-4), (1e-3, 0.5, 1000, 1e-7, 1e-4), (0.5, 0.3, 100, 1e-3, 1e-3)],
+    [
+        (0.01, 1.0, 1000, 1e-6, 1e-4),
+        pytest.param(1e-3, 0.5, 1000, 1e-7, 1e-4, marks=pytest.mark.slow),
+        (0.5, 0.3, 100, 1e-3, 1e-3),
+    ],
 )
 def test_a_published_library_agrees(
     q: float, z: float, rounds: int, delta: float, interval: float

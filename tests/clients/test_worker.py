@@ -22,7 +22,6 @@ import pytest
 import torch
 
 from fedpriv.build import build_task
-from fedpriv.clients import worker as worker_module
 from fedpriv.clients.worker import HostSettings, Loaded, Worker, receive, send
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError, ModelError
@@ -336,13 +335,22 @@ def test_a_task_that_does_not_fit_is_refused_until_one_fits(
 
 
 def test_a_model_that_takes_too_long_to_build_is_given_up(
-    worker: Worker, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, runner: asyncio.Runner, mark: Path
 ) -> None:
     hangs = replace(TASK, model="tests.clients.hostile:model_that_hangs", options={})
-    monkeypatch.setattr(worker_module, "_LONGEST_PREPARATION_SECONDS", 30.0)
+    mark.unlink(missing_ok=True)
     pid = training_process()
-    with pytest.raises(ModelError, match="cannot be built: it takes more than 30 seconds"):
-        runner.run(worker.prepare(welcome(hangs)))
+
+    async def prepare() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, MovableClock)
+        preparing = asyncio.create_task(worker.prepare(welcome(hangs)))
+        await asyncio.to_thread(wait_until, mark.exists)
+        loop.ahead += 600.0
+        await preparing
+
+    with pytest.raises(ModelError, match="cannot be built: it takes more than 600 seconds"):
+        runner.run(prepare())
     runner.run(worker.prepare(welcome()))
     assert training_process() != pid
 

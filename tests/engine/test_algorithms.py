@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedpriv.engine.local_training import by_rung, schedule
+from fedpriv.engine.local_training import Rung, by_rung, schedule
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
@@ -24,6 +24,7 @@ from tests.opening import open_round
 
 SIZES = [5, 1, 12, 0, 3, 20]
 CPU = torch.device("cpu")
+MEMORY = 15_000  # so that a few lanes are examined, and not hundreds
 
 
 class Own(nn.Module):
@@ -145,7 +146,7 @@ def test_users_train_as_they_would_in_a_plain_loop(
 ) -> None:
     task, users = task_with(model), users_of(SIZES)
     request = request_to(task, local, control=0.2)
-    transport = InProcessTransport(task, users, CPU, 10**6, processes=1)
+    transport = InProcessTransport(task, users, CPU, MEMORY, processes=1)
     layout, steps = request.clipping.layout, request.clipping.steps
     found = layout.unflatten(total_of(transport, request) * steps)
     expected = slowly(task, request)
@@ -172,7 +173,7 @@ def test_personal_parameters_are_trained_and_stay(
 ) -> None:
     task, users = task_with(model, personal=True), users_of(SIZES)
     request = request_to(task, local)
-    transport = InProcessTransport(task, users, CPU, 10**6, processes=1)
+    transport = InProcessTransport(task, users, CPU, MEMORY, processes=1)
     found = request.clipping.layout.unflatten(total_of(transport, request) * request.clipping.steps)
     expected = slowly(task, request)
     shared = {"w"} if model is Own else {"0.weight", "0.bias"}
@@ -187,8 +188,15 @@ def test_personal_parameters_are_trained_and_stay(
     for name, p in frozen.model.named_parameters():
         p.requires_grad_(name in shared)
     if not isinstance(local, FedRecon):
-        still = InProcessTransport(frozen, users, CPU, 10**6, processes=1)
+        still = InProcessTransport(frozen, users, CPU, MEMORY, processes=1)
         assert not np.array_equal(total_of(still, request), total_of(transport, request))
+
+
+@pytest.mark.parametrize("model", [nn.Linear, Own], ids=["batched", "by torch.func"])
+def test_there_is_memory_for_users_side_by_side(model: type[nn.Module]) -> None:
+    request = request_to(task_with(model), SGD(0.1, steps=2))
+    trainer = InProcessTransport(task_with(model), users_of(SIZES), CPU, MEMORY)._trainer
+    assert trainer.most_lanes(request, Rung(2, max(SIZES), 0, padded=False)) >= 2
 
 
 def test_a_control_variate_makes_the_first_step_that_of_the_server() -> None:
@@ -196,7 +204,7 @@ def test_a_control_variate_makes_the_first_step_that_of_the_server() -> None:
     request = request_to(task, Scaffold(0.5, steps=1, control_norm=64.0), control=1.0)
     update = contribution(task, request, 2)["w"]
     np.testing.assert_allclose(update, -0.5 * request.control["w"], atol=1e-6)
-    transport = InProcessTransport(task, users_of(SIZES), CPU, 10**6, processes=1)
+    transport = InProcessTransport(task, users_of(SIZES), CPU, MEMORY, processes=1)
     total = request.clipping.layout.unflatten(total_of(transport, request))
     steps = request.clipping.layout.unflatten(request.clipping.steps)
     everyone = sum(size > 0 for size in SIZES)
@@ -208,7 +216,7 @@ def test_algorithms_train_in_processes_what_they_train_here() -> None:
         task = task_with(nn.Linear)
         request = request_to(task, local, control=0.2)
         here, there = (
-            InProcessTransport(task, users_of(SIZES), CPU, 10**6, processes=processes)
+            InProcessTransport(task, users_of(SIZES), CPU, MEMORY, processes=processes)
             for processes in (1, 2)
         )
         np.testing.assert_array_equal(total_of(there, request), total_of(here, request))
@@ -216,18 +224,18 @@ def test_algorithms_train_in_processes_what_they_train_here() -> None:
 
 def test_users_of_a_node_train_for_one_run_after_the_other() -> None:
     task = task_with(nn.Linear)
-    kept = InProcessTransport(task, users_of(SIZES), CPU, 10**6, processes=1)
+    kept = InProcessTransport(task, users_of(SIZES), CPU, MEMORY, processes=1)
     scaffold, sgd = Scaffold(0.3, epochs=2, control_norm=0.5), SGD(0.1, epochs=1)
     for local, control in ((scaffold, 0.2), (sgd, 0.0), (scaffold, 0.2)):
         request = request_to(task, local, control)
-        fresh = InProcessTransport(task, users_of(SIZES), CPU, 10**6, processes=1)
+        fresh = InProcessTransport(task, users_of(SIZES), CPU, MEMORY, processes=1)
         np.testing.assert_array_equal(total_of(kept, request), total_of(fresh, request))
 
 
 def test_a_rate_that_changes_asks_for_no_new_trials() -> None:
     task = task_with(nn.Linear)
     request = request_to(task, SGD(0.1, epochs=1))
-    transport = InProcessTransport(task, users_of(SIZES), CPU, 10**6, processes=1)
+    transport = InProcessTransport(task, users_of(SIZES), CPU, MEMORY, processes=1)
     first = total_of(transport, request)
     tried = transport._isolation._verdicts
     before = len(tried)
@@ -252,7 +260,7 @@ def test_where_no_server_says_otherwise_the_control_variate_is_zero() -> None:
             return super().direction(step)
 
     task = task_with(nn.Linear)
-    transport = InProcessTransport(task, users_of(SIZES), CPU, 10**6, processes=1)
+    transport = InProcessTransport(task, users_of(SIZES), CPU, MEMORY, processes=1)
     total_of(transport, request_to(task, Noting(0.1, epochs=1)))
     assert seen
     assert set(seen) == {0.0}

@@ -12,15 +12,15 @@ from fedpriv.privacy.round import LocalTraining
 from tests.engine.everyone import request_under, users_of
 
 SIZES = [12, 3, 7, 12]
-MODELS = {"mlp": mlp, "cnn": cnn}
+MODELS = {"mlp": (mlp, 10**6), "cnn": (cnn, 2**23)}  # with memory for a few users
 LOCAL = LocalTraining(0.1, batch_size=5, epochs=2, momentum=0.5)
 
 
-def total_of(task: Task, *, broken: bool, numpy: bool) -> np.ndarray:
+def total_of(task: Task, memory: int, *, broken: bool, numpy: bool) -> np.ndarray:
     users = users_of(SIZES, (1, 28, 28), 10)
     if broken:
         users.fields["x"][SIZES[0] : SIZES[0] + SIZES[1]] = 1e38
-    transport = InProcessTransport(task, users, torch.device("cpu"), 2**23, processes=1)
+    transport = InProcessTransport(task, users, torch.device("cpu"), memory, processes=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layers, "numpy_is_faster", lambda: numpy)
         sums = transport.collect(request_under(task, LOCAL, len(SIZES), 0.5))
@@ -31,10 +31,11 @@ def total_of(task: Task, *, broken: bool, numpy: bool) -> np.ndarray:
 @pytest.mark.parametrize("broken", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_sums_are_the_same_by_either_library(kind: str, *, broken: bool) -> None:
     torch.manual_seed(0)
-    task = Task(MODELS[kind](), cross_entropy)
-    by_numpy, by_torch = (total_of(task, broken=broken, numpy=each) for each in (True, False))
+    model, memory = MODELS[kind]
+    given = Task(model(), cross_entropy), memory
+    by_numpy, by_torch = (total_of(*given, broken=broken, numpy=each) for each in (True, False))
     assert np.isfinite(by_numpy).all()
     error = np.linalg.norm(by_numpy - by_torch)
     assert error <= 1e-4 * np.linalg.norm(by_torch)
-    other = total_of(task, broken=not broken, numpy=True)
+    other = total_of(*given, broken=not broken, numpy=True)
     assert np.linalg.norm(other - by_torch) > 1e-2 * np.linalg.norm(by_torch)

@@ -96,7 +96,7 @@ def test_training_is_as_of_torchs_mean_over_targets(kind: str, ignored: int, sev
     torch.manual_seed(0)
     task = Task(MODELS[kind](), "cross-entropy", ignore_index=ignored)
     store = users_with(ignored, several=several)
-    transport = InProcessTransport(task, store, CPU, 10**7, processes=1)
+    transport = InProcessTransport(task, store, CPU, 10**5, processes=1)
     batched = transport._trainer.batched is not None
     assert batched == (kind == "in layers")
     request = request_under(task, LocalTraining(0.5, steps=3), len(SIZES), 8.0)
@@ -182,7 +182,7 @@ def test_private_metrics_are_of_targets_that_count(kind: str) -> None:
         metric("label-counts", classes=CLASSES, bound=90.0),
         replace(metric("task:own", radius=9.0), name="own"),
     )
-    transport = InProcessTransport(task, store, CPU, 10**7, processes=1)
+    transport = InProcessTransport(task, store, CPU, 10**5, processes=1)
     for user in (0, 2, 3, 4):
         request = request_for(task, metrics, [user])
         sums = request.clipping.layout.unflatten(
@@ -206,7 +206,7 @@ def test_private_metrics_are_of_targets_that_count(kind: str) -> None:
 
 def test_a_user_without_a_target_that_counts_gives_nothing_where_it_is_measured() -> None:
     task = Task(Known(), "cross-entropy")
-    transport = InProcessTransport(task, users_with(IGNORED, several=True), CPU, 10**7, processes=1)
+    transport = InProcessTransport(task, users_with(IGNORED, several=True), CPU, 10**5, processes=1)
     for each in (metric("accuracy"), metric("loss", bound=9.0)):
         assert not total_of(transport, request_for(task, (each,), [1])).any()
         assert total_of(transport, request_for(task, (each,), [0])).any()
@@ -216,7 +216,7 @@ def test_a_user_without_a_target_that_counts_gives_nothing_where_it_is_measured(
 def test_another_illegal_target_still_makes_a_user_count_as_zero(kind: str) -> None:
     task, store = Task(MODELS[kind](), "cross-entropy"), users_with(IGNORED, several=True)
     request = request_under(task, LocalTraining(0.5, steps=2), len(SIZES), 1.0)
-    transport = InProcessTransport(task, store, CPU, 10**7, processes=1)
+    transport = InProcessTransport(task, store, CPU, 10**5, processes=1)
     expected = total_of(transport, replace(request, users=np.array([0, 1, 3, 4])))
     store.fields["y"][store.rows_of(2)][0, 0] = -1
     np.testing.assert_array_equal(total_of(transport, request), expected)
@@ -230,7 +230,7 @@ def test_what_others_ignore_moves_no_bit_of_a_user(kind: str) -> None:
     assert len(set(sizes.tolist())) > 1
     metrics = (metric("accuracy"), metric("loss", bound=9.0))
     request = request_for(task, metrics, list(range(len(SIZES))))
-    transport = InProcessTransport(task, store, CPU, 10**7, processes=1)
+    transport = InProcessTransport(task, store, CPU, 10**5, processes=1)
     alone = [
         total_of(transport, replace(request, users=np.array([user]))) for user in request.users
     ]

@@ -73,7 +73,7 @@ def test_several_inputs_train_and_measure_as_one(processes: int) -> None:
     columns = columns_of(sum(SIZES))
     found, expected = (
         total_of(
-            InProcessTransport(task, store_of(rows), CPU, 10**7, processes=processes),
+            InProcessTransport(task, store_of(rows), CPU, 100_000, processes=processes),
             request_for(task),
         )
         for task, rows in ((several, columns), (one, joined(columns)))
@@ -89,7 +89,7 @@ def test_users_keep_apart(model: type[nn.Module]) -> None:
     task, store = Task(model(), inputs=NAMES), store_of(columns_of(sum(SIZES)))
     store.fields["input_ids"][store.rows_of(1)][0, 0] = WORDS  # no word: it counts as zero
     request = request_for(task)
-    transport = InProcessTransport(task, store, CPU, 10**7, processes=1)
+    transport = InProcessTransport(task, store, CPU, 100_000, processes=1)
     alone = [total_of(transport, replace(request, users=np.array([u]))) for u in request.users]
     assert [bool(each.any()) for each in alone] == [True, False, True, True, True, True]
     np.testing.assert_array_equal(total_of(transport, request), sum(alone))

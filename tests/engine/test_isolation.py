@@ -44,14 +44,19 @@ from tests.isolation import (
 
 CPU = torch.device("cpu")
 MEMORY = 2**22
+LITTLE = 100_000  # in which dozens of lanes are examined, and not hundreds
 
 
 def transport_of(
-    plan: Plan, users: list[User], hosted: np.ndarray | None = None, processes: int = 1
+    plan: Plan,
+    users: list[User],
+    hosted: np.ndarray | None = None,
+    processes: int = 1,
+    memory: int = MEMORY,
 ) -> InProcessTransport:
     store = store_of(users, words=plan.model in READERS)
     task = task_of(plan.model)
-    return InProcessTransport(task, store, CPU, MEMORY, hosted, processes=processes)
+    return InProcessTransport(task, store, CPU, memory, hosted, processes=processes)
 
 
 def test_digests_tell_any_bits_apart_but_those_of_nan() -> None:
@@ -245,7 +250,7 @@ def one_image_under_every_label() -> tuple[InProcessTransport, RoundRequest, int
     nn.init.zeros_(model.bias)
     task = Task(model, cross_entropy)
     request = request_under(task, LocalTraining(1.0, epochs=1), others + 1, 1e-3)
-    return InProcessTransport(task, store, CPU, 2**27, processes=1), request, others
+    return InProcessTransport(task, store, CPU, MEMORY, processes=1), request, others
 
 
 def assert_own_vector(transport: InProcessTransport, request: RoundRequest, one: int) -> None:
@@ -338,9 +343,9 @@ def test_what_the_caller_has_set_changes_no_bit(model: str, around: type[nullcon
     users = [User("normal", 8, i) for i in range(9)] + [User("subnormal", 8, 0)]
     plan = Plan(model, "flat", "equal", LOCALS[0], adaptive=False, measured=True, norm=0.3)
     request = request_of(plan, len(users))
-    expected = total(transport_of(plan, users), request, range(len(users)))
+    expected = total(transport_of(plan, users, memory=LITTLE), request, range(len(users)))
     with torch_threads(1), around():
-        transport = replace(transport_of(plan, users), processes=1)
+        transport = transport_of(plan, users, memory=LITTLE)
         found = total(transport, request, range(len(users)))
     np.testing.assert_array_equal(found, expected)
 
@@ -463,7 +468,7 @@ def test_users_are_tried_where_they_stay_finite(local: LocalTraining) -> None:
     # At a larger rate their numbers are NaN in the end, in any place and beside anyone.
     torch.manual_seed(0)
     transport, request = transport_and_request(Placed())
-    request = replace(request, local=local)
+    transport, request = replace(transport, chunk_memory=LITTLE), replace(request, local=local)
     alone = [total_of(transport, replace(request, users=request.users[[u]])) for u in range(12)]
     assert all(own.any() for own in alone)
     np.testing.assert_array_equal(total_of(transport, request), sum(alone))

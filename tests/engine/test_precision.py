@@ -39,6 +39,7 @@ from fedpriv.privacy.round import LocalTraining, RoundRequest
 from tests.engine.everyone import alone, make_task, request_to_all, total_of, whole
 
 CPU = torch.device("cpu")
+MEMORY = 100_000  # so that a few lanes are examined, and not hundreds
 ROUNDING = 2.0**-8  # the largest relative error of a number of 8 significant bits
 LOCAL = LocalTraining(0.1, steps=3, momentum=0.5)
 SIZES = [4, 1, 3]
@@ -78,7 +79,7 @@ def users_of(kind: str) -> UserStore:
 
 def transport_of(kind: str, activations: Activations = "bfloat16") -> InProcessTransport:
     torch.manual_seed(0)
-    return InProcessTransport(task_of(kind), users_of(kind), CPU, 2**24, activations=activations)
+    return InProcessTransport(task_of(kind), users_of(kind), CPU, MEMORY, activations=activations)
 
 
 def request_of(task: Task, users: int, norm: float) -> RoundRequest:
@@ -197,7 +198,7 @@ def test_metrics_are_those_of_float32() -> None:
     found: dict[str, dict[str, np.ndarray]] = {}
     for activations in ("float32", "bfloat16"):
         transport = InProcessTransport(
-            make_task(), users_of("general"), CPU, 2**24, activations=activations
+            make_task(), users_of("general"), CPU, MEMORY, activations=activations
         )
         found[activations] = request.clipping.layout.unflatten(total_of(transport, request))
     for name, tensor in found["float32"].items():
@@ -218,7 +219,7 @@ def test_a_model_that_cannot_is_refused_before_any_user_trains() -> None:
     users = users_of("general")
     request = request_of(Task(general(), cross_entropy), len(SIZES), 1.0)
     task = Task(nn.Sequential(*general(), Picky()), cross_entropy)
-    exact = InProcessTransport(task, users, CPU, 2**24)
+    exact = InProcessTransport(task, users, CPU, MEMORY)
     assert np.any(total_of(exact, request))
     message = "cannot be trained with bfloat16 activations: too few bits"
     with pytest.raises(ModelError, match=message):
@@ -258,7 +259,7 @@ def test_factors_are_rounded_only_if_that_is_asked_for_and_only_while_users_trai
     ((rung, _),) = by_rung(sizes_of(users, request.users), request.local, measured=False)
     with tf32(allowed=before):
         for kind in get_args(Activations):
-            trainer = Trainer(task, users, None, CPU, 2**24, kind, observed=False)
+            trainer = Trainer(task, users, None, CPU, MEMORY, kind, observed=False)
             start = trainer.begin(request)
             for _ in range(2):  # the model is tried before
                 seen.clear()

@@ -67,7 +67,7 @@ def test_released_statistics_find_those_of_the_population(
     task, users = make_task(), make_users()
     plan = make_plan(task, noise_multiplier)
     state = initial_state(plan, task.parameters(), task.statistics())
-    transport = InProcessTransport(task, users, torch.device("cpu"), 10**7)
+    transport = InProcessTransport(task, users, torch.device("cpu"), 10**5)
     with open_records(tmp_path) as books:
         *_, (state, _) = train(plan, state, transport, books, SeededEntropy(0))
     x = users.fields["x"].astype(np.float64)
@@ -82,14 +82,14 @@ def test_a_round_trains_with_the_statistics_it_is_sent() -> None:
     plan = replace(make_plan(task, 0.0), rounds=1)
     other = {"0.running_mean": np.float32([5, 0]), "0.running_var": np.float32([9, 0.01])}
     sent = task.statistics()
-    transport = InProcessTransport(task, users, torch.device("cpu"), 10**7)
+    transport = InProcessTransport(task, users, torch.device("cpu"), 10**5)
     state = initial_state(plan, task.parameters(), sent)
     request = open_round(plan, state, 0, SeededEntropy(0))
     (usual,) = transport.collect(request)
     (moved,) = transport.collect(replace(request, statistics=other))
     for name, tensor in other.items():
         dict(task.model.named_buffers())[name].copy_(torch.from_numpy(tensor))
-    fresh = InProcessTransport(task, users, torch.device("cpu"), 10**7)
+    fresh = InProcessTransport(task, users, torch.device("cpu"), 10**5)
     (expected,) = fresh.collect(replace(request, statistics={}))
     assert not np.allclose(usual.total, moved.total)
     np.testing.assert_allclose(moved.total, expected.total, rtol=1e-12)

@@ -32,6 +32,7 @@ from fedpriv.privacy.round import LocalTraining, RoundRequest
 from tests.engine.everyone import users_of
 
 KEY = bytes(range(32))
+ONE, ALL = 1, 10**5  # bytes, in which one user or all train at a time
 SIZES = [5, 0, 1, 12, 7, 7, 3, 30, 2, 11]
 
 
@@ -107,7 +108,7 @@ def transport_with(processes: int | None) -> InProcessTransport:
     """One for all rounds of all tests, as shapes are tried before the first."""
     users = make_users()
     users.fields["y"][users.rows_of(len(SIZES) - 1)] = 99
-    return InProcessTransport(make_task(), users, torch.device("cpu"), 100_000, processes=processes)
+    return InProcessTransport(make_task(), users, torch.device("cpu"), ALL, processes=processes)
 
 
 class TestInProcessTransport(TransportConformance):
@@ -129,9 +130,6 @@ LOCALS = [
     LocalTraining(0.1, batch_size=3, steps=7, momentum=0.5, proximal=0.7),
     LocalTraining(1.0, steps=1),
 ]
-
-
-ONE, ALL = 1, 10**7  # bytes, in which one user or all train at a time
 
 
 @pytest.mark.parametrize(
@@ -180,7 +178,7 @@ def test_what_is_checkpointed_is_computed_again_by_the_same_numbers(kind: str) -
     local = LocalTraining(0.3, batch_size=4, steps=3)
     request = request_for(later, local, list(range(len(SIZES))), "flat")
     request = replace(request, statistics=later.statistics())
-    transport = InProcessTransport(task, make_users(), torch.device("cpu"), 10**7, processes=1)
+    transport = InProcessTransport(task, make_users(), torch.device("cpu"), ALL, processes=1)
     found = sum(partial.total for partial in transport.collect(request))
     expected = one_at_a_time(later, make_users(), request)
     np.testing.assert_allclose(*(t * request.clipping.steps for t in (found, expected)), atol=2e-6)
@@ -191,7 +189,7 @@ def test_frozen_parameters_stay_out_of_the_update() -> None:
     task.model[0].weight.requires_grad_(requires_grad=False)
     assert "0.weight" not in task.parameters()
     request = request_for(task, LocalTraining(0.1, steps=1), [0, 3], "flat")
-    for partial in InProcessTransport(task, make_users(), torch.device("cpu"), 10**7).collect(
+    for partial in InProcessTransport(task, make_users(), torch.device("cpu"), ALL).collect(
         request
     ):
         assert partial.total.shape == (Layout.of(task.parameters()).dimension,)
@@ -243,7 +241,7 @@ def test_the_first_users_data_cannot_stop_a_round() -> None:
     model = nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(8, 3))
     task = Task(model, cross_entropy)
     local = LocalTraining(0.1, batch_size=4, epochs=1)
-    transport = InProcessTransport(task, users, torch.device("cpu"), 10**6)
+    transport = InProcessTransport(task, users, torch.device("cpu"), ALL)
     everyone = request_for(task, local, list(range(len(SIZES))), "flat")
     others = request_for(task, local, list(range(1, len(SIZES))), "flat")
     total, without = (sum(p.total for p in transport.collect(r)) for r in (everyone, others))
@@ -255,5 +253,5 @@ def test_a_population_without_any_example_sums_to_nothing() -> None:
     empty = {"x": np.zeros((0, 6), np.float32), "y": np.zeros(0, np.int64)}
     users = UserStore(empty, np.zeros(4, np.int64))
     task, local = make_task(), LocalTraining(0.1, steps=1)
-    transport = InProcessTransport(task, users, torch.device("cpu"), 10**6)
+    transport = InProcessTransport(task, users, torch.device("cpu"), ALL)
     assert list(transport.collect(request_for(task, local, [0, 1, 2], "flat"))) == []

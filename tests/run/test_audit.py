@@ -5,6 +5,7 @@ import logging
 import re
 import stat
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from fedpriv.ledger.participation import beside
 from fedpriv.models import build_model
 from fedpriv.privacy import gaussian_mechanism
 from fedpriv.privacy.clipping import Clipping
+from fedpriv.run.auditor import Auditor
 from fedpriv.run.folder import RunFolder, read_run
 from fedpriv.training.rounds import RoundResult, Stop
 from tests.commandline import fedpriv as commanded
@@ -342,10 +344,14 @@ def test_a_search_is_not_audited_and_asking_for_norms_has_no_canaries(
 
 
 def test_too_few_canaries_for_a_claim_are_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with caplog.at_level(logging.WARNING):
-        mechanism = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(0.5))
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt  # before anybody trains
+
+    monkeypatch.setattr(Auditor, "beside", interrupt)
+    mechanism = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(0.5))
+    with caplog.at_level(logging.WARNING), pytest.raises(KeyboardInterrupt):
         fedpriv.simulate(
             load_population("digits", {"users": 40}),
             fedpriv.Task(build_model("softmax", {"inputs": 64, "classes": 10}, 0)),

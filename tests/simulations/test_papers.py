@@ -1,7 +1,6 @@
 """Papers' tables: every expected number is printed in the paper or was computed by other tools."""
 
 import math
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -132,7 +131,7 @@ def test_ermis_cemgil() -> None:
 
 
 def test_the_curve_of_abadi_passes_through_the_printed_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     # Figure 2 has E = 100 epochs at ε = 1.26 and 9.34; every curve grows, and the exact is lowest.
     setting = abadi_curve.after(100)
@@ -144,10 +143,8 @@ def test_the_curve_of_abadi_passes_through_the_printed_numbers(
     assert exact == sorted(exact)
     assert moments == sorted(moments)
     assert all(low < high for low, high in zip(exact, moments, strict=True))
-    monkeypatch.setattr("sys.argv", ["abadi_curve", "--folder", str(tmp_path)])
     abadi_curve.main()
     assert "1.2586" in capsys.readouterr().out
-    assert (tmp_path / "abadi_curve.png").stat().st_size > 0
 
 
 def test_no_printed_formula_of_ermis_and_cemgil_gives_their_noise() -> None:
