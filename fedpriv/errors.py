@@ -171,7 +171,8 @@ def hold_numbers(value: Any) -> None:
     hold_plain_numbers(value)
     for field in fields(value):
         kinds, held = get_args(field.type) or (field.type,), getattr(value, field.name)
-        if {*kinds} <= {int, float, NoneType} and type(held) not in (*kinds, int):
+        numeric = all(kind in (int, float, NoneType) for kind in kinds)
+        if numeric and type(held) not in (*kinds, int):
             legal = "a number" if float in kinds else "a whole number"
             legal += " or None" if NoneType in kinds else ""
             raise InvalidValueError(f"{field.name} is {held!r}; it must be {legal}")
