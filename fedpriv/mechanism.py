@@ -611,8 +611,8 @@ class Mechanism:
             adaptive=(self.adaptive, AdaptiveClipping | None),
             averaging=(self.averaging, Averaging),
             metrics=(self.metrics, Mapping),
-            accountant=(self.accountant, str),
         )
+        accountant_named(self.accountant)
         for name, numbers in self.metrics.items():
             check_types(
                 **{"a name of metrics": (name, str), f"metric {name!r}": (numbers, Mapping)}
@@ -690,6 +690,8 @@ class Mechanism:
         """
         epsilon, delta, rounds, users = plain_numbers((epsilon, delta, rounds, users))
         _check_whole("rounds", rounds)
+        if users is not None:
+            _check_whole("users", users)
         check_types(spent=(spent, Iterable))
         before, sampling = list(spent), self.sampling.of(users, self.unit)
         for event in before:
@@ -737,8 +739,8 @@ def check_unit(unit: str, microbatch: int | None) -> str:
             f"microbatch is {microbatch} and unit is {str(unit)!r}; a size is given for the unit "
             "'microbatch', and for no other"
         )
-    if microbatch is not None and microbatch < 1:
-        raise InvalidValueError(f"microbatch is {microbatch}; it must be at least 1")
+    if microbatch is not None:
+        _check_whole("microbatch", plain_numbers(microbatch))
     return unit
 
 

@@ -57,6 +57,7 @@ from fedpriv.errors import (
     UnsupportedEventError,
     check_types,
     known_names,
+    plain_numbers,
 )
 from fedpriv.ledger.events import (
     LEAST_DELTA,
@@ -583,13 +584,19 @@ def epsilon(events: Iterable[RoundEvent], delta: float, accountant: str = "tight
     >>> round(loss.low, 6), round(loss.up, 6)
     (0.946867, 0.946867)
     """
-    check_types(events=(events, Iterable))
-    events = tuple(events)
-    for event in events:
-        check_types(**{"an event": (event, RoundEvent)})
-    return accountant_named(accountant).epsilon(events, delta)
+    number = plain_numbers(delta, "delta")
+    return accountant_named(accountant).epsilon(_listed(events), number)
 
 
 def delta(events: Iterable[RoundEvent], epsilon: float, accountant: str = "tight") -> float:
     """A δ for which the events together are (ε, δ)-DP; ε ≥ 0 is finite. Raises as `epsilon`."""
-    return accountant_named(accountant).delta(events, epsilon)
+    number = plain_numbers(epsilon, "epsilon")
+    return accountant_named(accountant).delta(_listed(events), number)
+
+
+def _listed(events: Iterable[RoundEvent]) -> tuple[RoundEvent, ...]:
+    check_types(events=(events, Iterable))
+    found = tuple(events)
+    for event in found:
+        check_types(**{"an event": (event, RoundEvent)})
+    return found

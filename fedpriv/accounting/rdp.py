@@ -44,6 +44,7 @@ _GROUPS = 64  # different rounds that are computed; more are grouped
 _SLACK = 1e-10
 """Relative error allowed to an RDP, and added: ten times what tests find, not a proved bound."""
 _ROUNDING = 2.0**-50  # of logarithms, relative to what they are sums of
+_MOST_EPSILON = 1e290
 _LARGEST_FRACTIONAL = 256.0  # larger orders get the RDP of the next integer one
 _LEAST_NOISE, _MOST_NOISE = 0.05, 1e100  # more noise is taken to be this, whose square is a number
 _RANGE = 14.0  # standard deviations beyond its peaks up to which an integrand is followed
@@ -111,6 +112,8 @@ def delta_from_rdp(orders: Sequence[float], rdp: Vector, epsilon: float) -> floa
     min_α e^{(α − 1)(rdp − ε)}/(α − 1)·(1 − 1/α)^α (Canonne, Kamath & Steinke 2020, Proposition 12).
     """
     alpha = np.asarray(orders, dtype=np.float64)
+    # Products of a larger ε overflow, and what holds at this one holds at that.
+    epsilon = min(epsilon, _MOST_EPSILON)
     logs = (alpha - 1) * (rdp - epsilon) - np.log(alpha - 1) + alpha * np.log1p(-1 / alpha)
     return max(LEAST_DELTA, math.exp(min(0.0, float(logs.min()))))
 

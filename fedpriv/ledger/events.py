@@ -453,7 +453,8 @@ Price = Callable[[Sequence[RoundEvent], float], float]
 
 def check_delta(delta: float) -> None:
     """Raise InvalidValueError unless δ is in [1e-60, 1)."""
-    proper = isinstance(delta, Real) and 0.0 < float(delta) < 1.0
+    number = plain_numbers(delta, "delta")
+    proper = isinstance(number, int | float) and 0.0 < number < 1.0
     require(proper, f"delta is {delta!r}; it must be in (0, 1)")
     smallest = f"no accountant tells it from 0 below {LEAST_DELTA:g}"
     require(delta >= LEAST_DELTA, f"delta is {delta}; {smallest}")

@@ -228,6 +228,13 @@ def test_an_unknown_accountant_is_named() -> None:
         delta(EVENTS, 1.0, "moments")
 
 
+@pytest.mark.parametrize("name", ACCOUNTANTS)
+@pytest.mark.parametrize("event", [EVENTS[0], EVENTS[1]])
+def test_the_largest_epsilons_have_the_least_deltas(name: str, event: RoundEvent) -> None:
+    for large in (1e201, 1e308):  # warnings are errors
+        assert 0.0 < delta([event], large, name) <= LEAST_DELTA
+
+
 @pytest.mark.parametrize("name", ["tight", "pld"])
 def test_no_order_of_events_of_different_kinds_changes_a_digit(name: str) -> None:
     relation = NeighbouringRelation.ADD_OR_REMOVE_ONE

@@ -162,9 +162,9 @@ def test_a_probability_that_is_no_cohort_size_is_refused(q: float) -> None:
         SamplingEvent(FIXED_SIZE, q, 100, REPLACE)
 
 
-@pytest.mark.parametrize(("size", "population"), [(0, 10), (11, 10), (-1, 10), (1, 0)])
+@pytest.mark.parametrize(("size", "population"), [(0, 10), (11, 10), (-1, 10), (1.5, 10)])
 def test_a_cohort_fits_into_its_population(size: int, population: int) -> None:
-    sentence = rf"cohort_size is {size}; it must be from 1 to the population of {population}"
+    sentence = f"cohort_size is {size}; it must be a whole number from 1 to the population of 10"
     with pytest.raises(InvalidValueError, match=sentence):
         fixed_size_gaussian(size, population, 1.0)
 
