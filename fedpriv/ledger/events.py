@@ -254,9 +254,10 @@ Name = TypeVar("Name", bound=StrEnum)
 
 def named_value(kind: type[Name], name: str, value: object) -> Name:
     """The member of an enumeration that a value is, or is the text of."""
-    if not isinstance(value, str) or value not in [*kind]:
+    check_types(**{name: (value, str)})
+    if value not in [*kind]:
         raise InvalidValueError(f"{name} is {value!r}; {known_names(str(value), kind)}")
-    return kind(value)
+    return kind(str(value))
 
 
 def kinds_text(kinds: Iterable[EventKind]) -> str:
