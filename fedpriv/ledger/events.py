@@ -143,7 +143,8 @@ class SamplingEvent:
         # What is equal to a name would not be the name itself, which is what analyses ask for.
         named = {"policy": SamplingPolicy, "relation": NeighbouringRelation, "unit": Unit}
         for name, kind in named.items():
-            object.__setattr__(self, name, named_value(kind, name, getattr(self, name)))
+            if type(held := getattr(self, name)) is not kind:
+                object.__setattr__(self, name, named_value(kind, name, held))
         check_types(schedule=(self.schedule, Schedule | None))
         q, n, policy = self.sampling_probability, self.population, self.policy
         require(0.0 < q <= 1.0, f"sampling_probability is {q}; it must be in (0, 1]")
