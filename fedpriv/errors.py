@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from functools import cache
 from numbers import Real
 from operator import index
 from types import NoneType, UnionType
@@ -140,11 +141,13 @@ def plain_numbers(value: Any, name: object = "a number") -> Any:
     What is no number stays as it is. A whole number that no float holds is an InvalidValueError,
     which says its `name`.
     """
-    if isinstance(value, Mapping):
-        return {key: plain_numbers(inner, key) for key, inner in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(plain_numbers(each, name) for each in value)
-    found = value if type(value) in _PLAIN else _plain_number(value)
+    found = value
+    if type(value) not in _PLAIN and not isinstance(value, str):
+        if isinstance(value, Mapping):
+            return {key: plain_numbers(inner, key) for key, inner in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(plain_numbers(each, name) for each in value)
+        found = _plain_number(value)
     if type(found) is int and abs(found) > sys.float_info.max:
         raise InvalidValueError(
             f"{name} is a whole number of {found.bit_length()} bits; it must be within "
@@ -163,18 +166,28 @@ def _plain_number(value: Any) -> Any:
 def hold_plain_numbers(value: object) -> None:
     """Make the fields of a frozen value `plain_numbers`, for its `__post_init__`."""
     for name, held in vars(value).items():
-        object.__setattr__(value, name, plain_numbers(held, name))
+        if (plain := plain_numbers(held, name)) is not held:
+            object.__setattr__(value, name, plain)
 
 
-def hold_numbers(value: Any) -> None:
+def hold_numbers(value: object) -> None:
     """`hold_plain_numbers`, and refuse what is no number in a field of whole or other numbers."""
     hold_plain_numbers(value)
-    for field in fields(value):
-        kinds, held = get_args(field.type) or (field.type,), getattr(value, field.name)
-        if {*kinds} <= {int, float, NoneType} and type(held) not in (*kinds, int):
+    kind: Any = type(value)
+    for name, kinds in _numeric_fields(kind):
+        held = getattr(value, name)
+        if type(held) not in (*kinds, int):
             legal = "a number" if float in kinds else "a whole number"
             legal += " or None" if NoneType in kinds else ""
-            raise InvalidValueError(f"{field.name} is {held!r}; it must be {legal}")
+            raise InvalidValueError(f"{name} is {held!r}; it must be {legal}")
+
+
+@cache
+def _numeric_fields(kind: Any) -> list[tuple[str, tuple[type, ...]]]:
+    """Fields of whole or other numbers, and the types they may have: found once, as it is slow."""
+    found = [(field.name, get_args(field.type) or (field.type,)) for field in fields(kind)]
+    numeric = (int, float, NoneType)
+    return [(name, kinds) for name, kinds in found if all(each in numeric for each in kinds)]
 
 
 def sentence_of(error: FedprivError | OSError) -> str:

@@ -39,6 +39,7 @@ from fedpriv.ledger.events import (
     Schedule,
     SumQueryEvent,
     Unit,
+    named_value,
 )
 from fedpriv.ledger.events import (
     SamplingPolicy as Policy,
@@ -157,7 +158,7 @@ class EveryUser(SamplingPolicy):
 
     def of(self, users: int | None, unit: Unit) -> EveryUserSampling:
         """All of N users."""
-        return EveryUserSampling(users or 1, _relation(self.relation), unit)
+        return EveryUserSampling(users or 1, self.relation, unit)
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ class Separated(SamplingPolicy):
 
     def of(self, users: int | None, unit: Unit) -> SeparatedSampling:
         """Turns of N users."""
-        relation, enrolled = _relation(self.relation), users or self.separation
+        relation, enrolled = self.relation, users or self.separation
         return SeparatedSampling(enrolled, self.rounds, self.separation, relation, unit)
 
 
@@ -374,18 +375,7 @@ def _numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:
 
 
 def _objective(name: str) -> Objective:
-    if name not in [*Objective]:
-        raise InvalidValueError(f"objective is {name!r}; {known_names(str(name), [*Objective])}")
-    return Objective(name)
-
-
-def _relation(name: str) -> NeighbouringRelation:
-    check_types(relation=(name, str))
-    if name not in [*NeighbouringRelation]:
-        raise InvalidValueError(
-            f"relation is {name!r}; {known_names(str(name), [*NeighbouringRelation])}"
-        )
-    return NeighbouringRelation(name)
+    return named_value(Objective, "objective", name)
 
 
 @dataclass(frozen=True)
@@ -611,8 +601,8 @@ class Mechanism:
             adaptive=(self.adaptive, AdaptiveClipping | None),
             averaging=(self.averaging, Averaging),
             metrics=(self.metrics, Mapping),
-            accountant=(self.accountant, str),
         )
+        accountant_named(self.accountant)
         for name, numbers in self.metrics.items():
             check_types(
                 **{"a name of metrics": (name, str), f"metric {name!r}": (numbers, Mapping)}
@@ -690,6 +680,8 @@ class Mechanism:
         """
         epsilon, delta, rounds, users = plain_numbers((epsilon, delta, rounds, users))
         _check_whole("rounds", rounds)
+        if users is not None:
+            _check_whole("users", users)
         check_types(spent=(spent, Iterable))
         before, sampling = list(spent), self.sampling.of(users, self.unit)
         for event in before:
@@ -737,8 +729,8 @@ def check_unit(unit: str, microbatch: int | None) -> str:
             f"microbatch is {microbatch} and unit is {str(unit)!r}; a size is given for the unit "
             "'microbatch', and for no other"
         )
-    if microbatch is not None and microbatch < 1:
-        raise InvalidValueError(f"microbatch is {microbatch}; it must be at least 1")
+    if microbatch is not None:
+        _check_whole("microbatch", plain_numbers(microbatch))
     return unit
 
 

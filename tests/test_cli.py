@@ -195,7 +195,8 @@ def test_ledger_show_verify_and_export(run_folder: Path, tmp_path: Path) -> None
     head = intact.stdout.split("head ")[1].strip()
     assert fedpriv("ledger", "verify", ledger, "--head", head).returncode == 0
     assert "never had the head" in refused("ledger", "verify", ledger, "--head", "6:" + "0" * 64)
-    assert "COUNT:HASH" in refused("ledger", "verify", ledger, "--head", "six")
+    for wrong in ("six", "1" * 5000 + ":ab"):
+        assert "COUNT:HASH" in refused("ledger", "verify", ledger, "--head", wrong)
     out = tmp_path / "ledger.jsonl"
     assert fedpriv("ledger", "export", ledger, "--out", out).returncode == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]

@@ -20,11 +20,12 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from decimal import ROUND_CEILING, Context
+from dataclasses import astuple, dataclass, field
+from decimal import ROUND_CEILING, Context, Decimal
 from enum import StrEnum
 from functools import partial, reduce
 from itertools import product
+from operator import itemgetter
 from types import MappingProxyType
 
 import numpy as np
@@ -56,6 +57,7 @@ from fedpriv.errors import (
     UnsupportedEventError,
     check_types,
     known_names,
+    plain_numbers,
 )
 from fedpriv.ledger.events import (
     LEAST_DELTA,
@@ -73,6 +75,7 @@ from fedpriv.selection import selected_rdp
 
 ADD_OR_REMOVE, REPLACE = NeighbouringRelation
 
+_MOST_ORDER = 1e6  # of RDP, a sum of so many terms
 _GROUPS = (64, 512, 2048)  # how many groups of rounds are tried, one after another
 _NARROW = 2e-4  # an interval of this relative width is not made narrower by finer groups
 _WIDE = 0.1  # relative width of intervals that a looser bound may make narrower
@@ -88,11 +91,11 @@ class PairBounds:
 
 
 def bounds_of(events: Iterable[RoundEvent]) -> PairBounds:
-    """Bounds of all events together, each of a kind in `ANALYSES`."""
+    """Bounds of all events together, each of a kind in `ANALYSES`; their order does not matter."""
     kinds: dict[EventKind, list[RoundEvent]] = {}
     for event in events:
         kinds.setdefault((event.sampling.policy, event.sampling.relation), []).append(event)
-    bounds = [ANALYSES[kind](alike) for kind, alike in kinds.items()]
+    bounds = [ANALYSES[kind](alike) for kind, alike in sorted(kinds.items(), key=itemgetter(0))]
     if len(bounds) == 1:  # as it nearly always is; there may be 100,000 pairs
         return bounds[0]
     above, below = Counter[LossPair](), Counter[LossPair]()
@@ -150,13 +153,13 @@ def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
 
 
 def _composed_by_schedule(events: Iterable[RoundEvent]) -> Iterator[tuple[Schedule, Rounds]]:
-    """Each schedule and, as `compose` counts them, the passes with it."""
-    alike: dict[Schedule | None, list[RoundEvent]] = {}
+    """Each schedule, in order, and, as `compose` counts them, the passes with it."""
+    alike: dict[Schedule, list[RoundEvent]] = {}
     for event in events:
-        alike.setdefault(event.sampling.schedule, []).append(event)
-    for schedule, some in alike.items():
-        if schedule is None:
+        if event.sampling.schedule is None:
             raise AssertionError("these events always have a schedule")
+        alike.setdefault(event.sampling.schedule, []).append(event)
+    for schedule, some in sorted(alike.items(), key=lambda item: astuple(item[0])):
         yield schedule, compose(some)
 
 
@@ -166,7 +169,7 @@ def _sampled_examples(events: Sequence[RoundEvent]) -> PairBounds:
     for event in events:
         alike.setdefault(event.sampling.examples_per_user or 1, []).append(event)
     pairs = Counter[LossPair]()
-    for k, some in alike.items():
+    for k, some in sorted(alike.items()):
         for (q, z), count in compose(some).items():
             pairs[examples_pair(k, q, z)] += count
     return PairBounds(pairs, pairs)
@@ -310,6 +313,9 @@ class PrivacyLoss:
         return self.epsilon
 
 
+_CEILING = Context(prec=400, rounding=ROUND_CEILING)  # no float has more digits before its point
+
+
 def format_epsilon(epsilon: float) -> str:
     """ε to three decimals, below 0.001 to three digits, rounded up: never below what is true.
 
@@ -318,11 +324,13 @@ def format_epsilon(epsilon: float) -> str:
     >>> format_epsilon(1.2341e-9)
     '1.24e-9'
     """
+    written = repr(float(epsilon))  # the shortest text that is read as this float
     if 0.0 < epsilon < 0.001:
         up = Context(prec=3, rounding=ROUND_CEILING)
-        return f"{up.create_decimal_from_float(epsilon):.2e}"
-    thousandths = epsilon * 1000
-    return "∞" if math.isinf(thousandths) else f"{math.ceil(thousandths) / 1000:.3f}"
+        return f"{up.create_decimal(written):.2e}"
+    if math.isinf(epsilon * 1000):
+        return "∞"
+    return str(Decimal(written).quantize(Decimal("0.001"), context=_CEILING))
 
 
 class Accountant(ABC):
@@ -393,7 +401,7 @@ class IntervalAccountant(Accountant):
 
 @dataclass(frozen=True)
 class RDPAccountant(Accountant):
-    """Upper bounds by the moments accountant (`rdp`), at the best of the orders α > 1.
+    """Upper bounds by the moments accountant (`rdp`), at the best of the orders α in (1, 10⁶].
 
     The only one that prices searches: `Selection`s, of which each trial costs as much as the
     dearest. Cohorts of a fixed size have an interval, whose lower end is that of `pld`.
@@ -403,10 +411,11 @@ class RDPAccountant(Accountant):
     orders: tuple[float, ...] = rdp.DEFAULT_ORDERS
 
     def __post_init__(self) -> None:
-        wrong = [order for order in self.orders if not 1.0 < order < math.inf]
+        wrong = [order for order in self.orders if not 1.0 < order <= _MOST_ORDER]
         if wrong or not self.orders:
             raise InvalidValueError(
-                f"orders are {wrong or self.orders}; there must be one or more, each above 1"
+                f"orders are {wrong or self.orders}; there must be one or more, each above 1 and "
+                f"at most {_MOST_ORDER:g}"
             )
 
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
@@ -435,9 +444,12 @@ class RDPAccountant(Accountant):
         fixed = [each for each in events if each.sampling.policy is SamplingPolicy.FIXED_SIZE]
         others = [e for e in events if e.sampling.policy is not SamplingPolicy.FIXED_SIZE]
         sampled = rdp.composed_rdp(compose(e for e in others if not e.selection), self.orders)
+        searches = Counter[Selection]()
         for each in others:
             if each.selection is not None:
-                sampled = sampled + each.count * self._selected(each.selection)
+                searches[each.selection] += each.count
+        for search, count in sorted(searches.items(), key=repr):  # in any order that is always one
+            sampled = sampled + count * self._selected(search)
         return sampled + rdp.composed_rdp(compose(fixed), self.orders, rdp.fixed_size_gaussian_rdp)
 
     def _selected(self, search: Selection) -> Vector:
@@ -572,13 +584,19 @@ def epsilon(events: Iterable[RoundEvent], delta: float, accountant: str = "tight
     >>> round(loss.low, 6), round(loss.up, 6)
     (0.946867, 0.946867)
     """
-    check_types(events=(events, Iterable))
-    events = tuple(events)
-    for event in events:
-        check_types(**{"an event": (event, RoundEvent)})
-    return accountant_named(accountant).epsilon(events, delta)
+    number = plain_numbers(delta, "delta")
+    return accountant_named(accountant).epsilon(_listed(events), number)
 
 
 def delta(events: Iterable[RoundEvent], epsilon: float, accountant: str = "tight") -> float:
     """A δ for which the events together are (ε, δ)-DP; ε ≥ 0 is finite. Raises as `epsilon`."""
-    return accountant_named(accountant).delta(events, epsilon)
+    number = plain_numbers(epsilon, "epsilon")
+    return accountant_named(accountant).delta(_listed(events), number)
+
+
+def _listed(events: Iterable[RoundEvent]) -> tuple[RoundEvent, ...]:
+    check_types(events=(events, Iterable))
+    found = tuple(events)
+    for event in found:
+        check_types(**{"an event": (event, RoundEvent)})
+    return found

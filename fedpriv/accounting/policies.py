@@ -6,7 +6,7 @@ often the whole event happens, at least 1, `population` the number N of enrolled
 of range raises `InvalidValueError`.
 """
 
-from fedpriv.errors import require
+from fedpriv.errors import is_whole, plain_numbers, require
 from fedpriv.ledger.events import (
     NeighbouringRelation,
     RoundEvent,
@@ -69,8 +69,11 @@ def fixed_size_gaussian(
     cohort_size: int, population: int, noise_multiplier: float, count: int = 1
 ) -> RoundEvent:
     """Event of rounds on m of N users, drawn afresh without replacement, under replace-one."""
-    legal = f"it must be from 1 to the population of {population}"
-    require(1 <= cohort_size <= population, f"cohort_size is {cohort_size}; {legal}")
+    cohort_size, population = plain_numbers((cohort_size, population))
+    legal = "it must be a whole number of at least 1"
+    require(is_whole(population), f"population is {population!r}; {legal}")
+    legal = f"it must be a whole number from 1 to the population of {population}"
+    require(is_whole(cohort_size, population), f"cohort_size is {cohort_size!r}; {legal}")
     policy, q = SamplingPolicy.FIXED_SIZE, cohort_size / population
     return _one_group(SamplingEvent(policy, q, population, _REPLACE), noise_multiplier, count)
 
@@ -148,8 +151,9 @@ def banded_poisson_gaussian(
     >>> event.sampling.schedule
     Schedule(rounds=100, participations=13, separation=8)
     """
-    legal = f"it must be from 1 to the {rounds} rounds"
-    require(1 <= groups <= rounds, f"groups is {groups}; {legal}")
+    rounds, groups = Schedule(rounds).rounds, plain_numbers(groups)
+    legal = f"it must be a whole number from 1 to the {rounds} rounds"
+    require(is_whole(groups, rounds), f"groups is {groups!r}; {legal}")
     schedule = Schedule(rounds, -(-rounds // groups), groups)
     sampling = SamplingEvent(SamplingPolicy.BANDED_POISSON, q, population, relation, schedule)
     return _one_group(sampling, noise_multiplier, count, strategy)

@@ -30,6 +30,7 @@ import numpy as np
 from scipy.special import gammaln, logsumexp
 
 from fedpriv.accounting.round_counts import Rounds, Vector, grouped
+from fedpriv.ledger.events import LEAST_DELTA
 
 DEFAULT_ORDERS: tuple[float, ...] = (
     *(1.0 + float(a) for a in np.geomspace(1e-4, 1.0, 41)[:-1]),
@@ -42,6 +43,9 @@ DEFAULT_ORDERS: tuple[float, ...] = (
 _GROUPS = 64  # different rounds that are computed; more are grouped
 _SLACK = 1e-10
 """Relative error allowed to an RDP, and added: ten times what tests find, not a proved bound."""
+_ROUNDING = 2.0**-50  # of logarithms, relative to what they are sums of
+_MOST_EPSILON = 1e290
+_LARGEST_FRACTIONAL = 256.0  # larger orders get the RDP of the next integer one
 _LEAST_NOISE, _MOST_NOISE = 0.05, 1e100  # more noise is taken to be this, whose square is a number
 _RANGE = 14.0  # standard deviations beyond its peaks up to which an integrand is followed
 _LAST_MOMENT = 256  # up to this even j the second of the bounds above is used, then the first alone
@@ -55,8 +59,8 @@ def subsampled_gaussian_rdp(q: float, noise_multiplier: float, orders: Sequence[
 
     At most a part in 10⁹ above the exact value; ∞ without noise. q = 1 is the Gaussian mechanism,
     α/(2z²) (Mironov 2017, Corollary 3). An integer order is a sum of α − 1 positive terms (Mironov,
-    Talwar & Zhang 2019, Section 3.3), a fractional one an integral; below z = 0.05 it gets the RDP
-    of the next integer order.
+    Talwar & Zhang 2019, Section 3.3), a fractional one an integral; below z = 0.05, and above order
+    256, it gets the RDP of the next integer order.
     """
     alpha = np.asarray(orders, dtype=np.float64)
     if noise_multiplier < _NEGLIGIBLE:
@@ -103,13 +107,15 @@ def epsilon_from_rdp_2016(orders: Sequence[float], rdp: Vector, delta: float) ->
 
 
 def delta_from_rdp(orders: Sequence[float], rdp: Vector, epsilon: float) -> float:
-    """δ ≤ 1 at which (α, rdp) at the best order implies (ε, δ)-DP.
+    """δ in [1e-60, 1] at which (α, rdp) at the best order implies (ε, δ)-DP.
 
     min_α e^{(α − 1)(rdp − ε)}/(α − 1)·(1 − 1/α)^α (Canonne, Kamath & Steinke 2020, Proposition 12).
     """
     alpha = np.asarray(orders, dtype=np.float64)
+    # Products of a larger ε overflow, and what holds at this one holds at that.
+    epsilon = min(epsilon, _MOST_EPSILON)
     logs = (alpha - 1) * (rdp - epsilon) - np.log(alpha - 1) + alpha * np.log1p(-1 / alpha)
-    return math.exp(min(0.0, float(logs.min())))
+    return max(LEAST_DELTA, math.exp(min(0.0, float(logs.min()))))
 
 
 @lru_cache(maxsize=1 << 15)
@@ -117,7 +123,7 @@ def _log_moment(q: float, z: float, alpha: float) -> float:
     """log E_Q[(1 + u)^α], or more."""
     if alpha.is_integer():
         return _log_integer_moment(q, z, int(alpha))
-    if z < _LEAST_NOISE:
+    if z < _LEAST_NOISE or alpha > _LARGEST_FRACTIONAL:
         following = math.ceil(alpha)
         return _log_integer_moment(q, z, following) * (alpha - 1) / (following - 1)
     return _log_fractional_moment(q, z, alpha)
@@ -127,14 +133,15 @@ def _log_integer_moment(q: float, z: float, alpha: int) -> float:
     """log(1 + Σ_k C(α, k)·(1 − q)^{α−k}·q^k·(e^{k(k − 1)/(2z²)} − 1)), k = 2, …, α."""
     k = np.arange(2, alpha + 1)
     growth = k * (k - 1) / (2 * z**2)
-    log_terms = _log_binomials(alpha) + (alpha - k) * math.log1p(-q) + k * math.log(q)
-    return _log_one_plus_sum(log_terms + growth + np.log(-np.expm1(-growth)))
+    coins = (alpha - k) * math.log1p(-q) + k * math.log(q)
+    log_terms = _log_binomials(alpha) + coins + growth + np.log(-np.expm1(-growth))
+    return _log_one_plus_sum(log_terms + _ROUNDING * (growth - coins))
 
 
 def _log_binomials(alpha: int) -> Vector:
-    """log C(α, j) for j = 2, …, α."""
-    j = np.arange(2, alpha + 1)
-    return np.asarray(gammaln(alpha + 1) - gammaln(j + 1) - gammaln(alpha - j + 1))
+    """log C(α, j) for j = 2, …, α, rounded up: factorials of large orders cancel."""
+    j, most = np.arange(2, alpha + 1), gammaln(alpha + 1) * (1 + 2 * _ROUNDING)
+    return np.asarray(most - gammaln(j + 1) - gammaln(alpha - j + 1))
 
 
 def _log_fractional_moment(q: float, z: float, alpha: float) -> float:
@@ -198,8 +205,10 @@ def fixed_size_gaussian_rdp(q: float, z: float, orders: Sequence[float]) -> Vect
 def _fixed_size_log_moment(q: float, z: float, alpha: int) -> float:
     if alpha == 1:
         return 0.0
-    log_powers = np.arange(2, alpha + 1) * math.log(q)
-    return _log_one_plus_sum(_log_binomials(alpha) + log_powers + _log_differences(z, alpha))
+    j = np.arange(2, alpha + 1)
+    log_powers, growth = j * math.log(q), j * (j - 1) / 2 / z / z
+    log_terms = _log_binomials(alpha) + log_powers + _log_differences(z, alpha)
+    return _log_one_plus_sum(log_terms + _ROUNDING * (growth - log_powers))
 
 
 def _log_differences(z: float, alpha: int) -> Vector:

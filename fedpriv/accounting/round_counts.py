@@ -45,7 +45,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.errors import InvalidValueError, require
+from fedpriv.errors import InvalidValueError, plain_numbers, require
 from fedpriv.ledger.events import MOST_REPEATS, WITH_STRATEGY, RoundEvent, SamplingPolicy
 
 Vector = NDArray[np.float64]
@@ -181,8 +181,9 @@ def check_delta(delta: float) -> None:
 
 def check_epsilon(epsilon: float) -> None:
     """Raise InvalidValueError unless ε is finite and not negative."""
-    legal = "it must be finite and not negative"
-    require(0.0 <= epsilon < math.inf, f"epsilon is {epsilon}; {legal}")
+    number, legal = plain_numbers(epsilon, "epsilon"), "it must be finite and not negative"
+    proper = isinstance(number, int | float) and 0.0 <= number < math.inf
+    require(proper, f"epsilon is {epsilon!r}; {legal}")
 
 
 def check_rounds(rounds: Rounds) -> None:

@@ -14,8 +14,18 @@ from enum import StrEnum
 from fractions import Fraction
 from itertools import product
 from numbers import Real
+from typing import TypeVar
 
-from fedpriv.errors import InvalidValueError, hold_plain_numbers, is_whole, plain_numbers, require
+from fedpriv.errors import (
+    InvalidValueError,
+    check_types,
+    hold_numbers,
+    hold_plain_numbers,
+    is_whole,
+    known_names,
+    plain_numbers,
+    require,
+)
 
 # The most rounds of a schedule, and repetitions of an event: as floats such numbers are exact.
 MOST_REPEATS = 1 << 53
@@ -129,7 +139,13 @@ class SamplingEvent:
     canaries: int = 0
 
     def __post_init__(self) -> None:
-        hold_plain_numbers(self)
+        hold_numbers(self)
+        # What is equal to a name would not be the name itself, which is what analyses ask for.
+        named = {"policy": SamplingPolicy, "relation": NeighbouringRelation, "unit": Unit}
+        for name, kind in named.items():
+            if type(held := getattr(self, name)) is not kind:
+                object.__setattr__(self, name, named_value(kind, name, held))
+        check_types(schedule=(self.schedule, Schedule | None))
         q, n, policy = self.sampling_probability, self.population, self.policy
         require(0.0 < q <= 1.0, f"sampling_probability is {q}; it must be in (0, 1]")
         require(is_whole(n), f"population is {n}; it must be a whole number of at least 1")
@@ -139,6 +155,7 @@ class SamplingEvent:
         self._check_schedule()
         self._check_examples()
         self._check_canaries()
+        plain_numbers(self.places, "the population, times examples_per_user,")
         if policy is SamplingPolicy.FIXED_SIZE:
             m = round(Fraction(q) * n)
             exact = m >= 1 and q == m / n
@@ -233,6 +250,17 @@ class SamplingEvent:
         return (self.population + self.canaries) * (self.examples_per_user or 1)
 
 
+Name = TypeVar("Name", bound=StrEnum)
+
+
+def named_value(kind: type[Name], name: str, value: object) -> Name:
+    """The member of an enumeration that a value is, or is the text of."""
+    check_types(**{name: (value, str)})
+    if value not in [*kind]:
+        raise InvalidValueError(f"{name} is {value!r}; {known_names(str(value), kind)}")
+    return kind(str(value))
+
+
 def kinds_text(kinds: Iterable[EventKind]) -> str:
     """How messages list kinds of events."""
     return ", ".join(f"{policy} with {relation}" for policy, relation in kinds)
@@ -266,7 +294,7 @@ class SumQueryEvent:
     granularity: float | None = None
 
     def __post_init__(self) -> None:
-        hold_plain_numbers(self)
+        hold_numbers(self)
         norm, stddev, step = self.clipping_norm, self.noise_stddev, self.granularity
         of, legal = f"of group {self.group!r} is", "it must be positive and finite"
         require(0.0 < norm < math.inf, f"clipping_norm {of} {norm}; {legal}")
@@ -291,7 +319,7 @@ class Trial:
     rounds: int  # T in [1, 2⁵³]
 
     def __post_init__(self) -> None:
-        hold_plain_numbers(self)
+        hold_numbers(self)
         q, z, t = self.sampling_probability, self.noise_multiplier, self.rounds
         require(0.0 < q <= 1.0, f"sampling_probability of a trial is {q}; it must be in (0, 1]")
         legal = "it must be positive and finite"
@@ -316,7 +344,7 @@ class Selection:
     shape: float | None = None  # η > 0; None: Poisson
 
     def __post_init__(self) -> None:
-        hold_plain_numbers(self)
+        hold_numbers(self)
         kinds, mean, shape = self.trials, self.mean, self.shape
         found = f"a selection has {len(kinds)} kinds of trials"
         distinct = len(set(kinds)) == len(kinds) > 0
@@ -347,8 +375,13 @@ class RoundEvent:
     selection: Selection | None = None
 
     def __post_init__(self) -> None:
+        check_types(sampling=(self.sampling, SamplingEvent), queries=(self.queries, Iterable))
+        object.__setattr__(self, "queries", tuple(self.queries))
+        object.__setattr__(self, "strategy", _coefficients(self.strategy))
         if type(self.count) is not int:
             object.__setattr__(self, "count", plain_numbers(self.count))
+        for query in self.queries:
+            check_types(**{"a sum query": (query, SumQueryEvent)})
         strategy, policy, schedule = self.strategy, self.sampling.policy, self.sampling.schedule
         require(self.queries != (), "a round event has no sum query; it must have at least one")
         legal = "it must be a whole number from 1 to 2^53"
@@ -395,6 +428,16 @@ class RoundEvent:
         return 1.0 / max(math.hypot(*ratios), sys.float_info.min)
 
 
+def _coefficients(strategy: Iterable[float]) -> tuple[float, ...]:
+    """The strategy as Python's floats: sensitivities must not be computed in fewer bits."""
+    check_types(strategy=(strategy, Iterable))
+    found = plain_numbers(tuple(strategy), "a coefficient of the strategy")
+    for number in found:
+        legal = isinstance(number, int | float)
+        require(legal, f"a coefficient of the strategy is {number!r}; it must be a number")
+    return tuple(map(float, found))
+
+
 def check_query(noise_multiplier: object, sampling_probability: object) -> None:
     """Raise InvalidValueError unless z is positive and finite, and q in (0, 1]."""
     z, q = noise_multiplier, sampling_probability
@@ -412,7 +455,8 @@ Price = Callable[[Sequence[RoundEvent], float], float]
 
 def check_delta(delta: float) -> None:
     """Raise InvalidValueError unless δ is in [1e-60, 1)."""
-    proper = isinstance(delta, Real) and 0.0 < float(delta) < 1.0
+    number = plain_numbers(delta, "delta")
+    proper = isinstance(number, int | float) and 0.0 < number < 1.0
     require(proper, f"delta is {delta!r}; it must be in (0, 1)")
     smallest = f"no accountant tells it from 0 below {LEAST_DELTA:g}"
     require(delta >= LEAST_DELTA, f"delta is {delta}; {smallest}")
@@ -427,7 +471,7 @@ class PrivacyBudget:
     price: Price  # never below the truth, such as `Accountant.upper_epsilon`
 
     def __post_init__(self) -> None:
-        hold_plain_numbers(self)
+        hold_numbers(self)
         require(self.epsilon > 0.0, f"epsilon is {self.epsilon}; it must be positive")
         check_delta(self.delta)
 

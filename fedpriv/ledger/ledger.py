@@ -19,6 +19,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, date, datetime
 from functools import cached_property, partial
+from operator import index
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -30,6 +31,8 @@ from fedpriv.errors import (
     FedprivError,
     InvalidValueError,
     LedgerError,
+    check_types,
+    hold_numbers,
     require,
 )
 from fedpriv.ledger.database import Database, FileFormat, insertion
@@ -45,6 +48,7 @@ from fedpriv.ledger.events import (
     SumQueryEvent,
     Trial,
     Unit,
+    named_value,
     repeated,
 )
 from fedpriv.ledger.participation import Head, ParticipationRecord
@@ -135,7 +139,11 @@ class ProposedCharge:
     series: int | None = None
 
     def __post_init__(self) -> None:
+        hold_numbers(self)
         _check_name("run", self.run)
+        check_types(event=(self.event, RoundEvent))
+        randomness = named_value(Randomness, "randomness", self.randomness)
+        object.__setattr__(self, "randomness", randomness)
         numbers = f"round {self.round}, attempt {self.attempt}"
         whole = 0 <= self.round < 2**63 and 0 <= self.attempt < 2**63
         require(whole, f"{numbers}: both must be from 0 to 2^63 - 1")
@@ -145,8 +153,8 @@ class ProposedCharge:
         schedule = self.event.sampling.schedule
         parts = 1 if schedule is None else schedule.rounds
         legal = f"it must be a whole number from 0 to {parts - 1}"
-        require(isinstance(self.part, int) and 0 <= self.part < parts, f"part {self.part}; {legal}")
-        named = isinstance(self.series, int) and self.series >= 1
+        require(0 <= self.part < parts, f"part {self.part}; {legal}")
+        named = self.series is not None and self.series >= 1
         legal = "the parts after the first, and they alone, name the charge that paid for them"
         fits = self.series is None if self.part == 0 else named
         require(fits, f"part {self.part} has series {self.series}; {legal}")
@@ -416,6 +424,7 @@ class Ledger:
             fields = vars(charge) | {"day": _now().date().isoformat(), "previous_hash": last.hash}
             row = ChargedRow(last.count + 1, **fields)
             self._series.check(row)
+            _check_readable(row, self._series)
             columns = _columns(row)
             self.database.write(insertion("chain", columns), columns)
             self.database.write("UPDATE head SET count = :count, hash = :hash", asdict(row.head))
@@ -466,7 +475,7 @@ class Ledger:
     def next_attempt(self, run: str, round_number: int) -> int:
         """One more than the highest attempt at a round that was charged; 0 if there is none."""
         sql = "SELECT max(attempt) + 1 AS next FROM chain WHERE run = ? AND round = ?"
-        return self.database.read(sql, (run, round_number))[0]["next"] or 0
+        return self.database.read(sql, (run, index(round_number)))[0]["next"] or 0
 
     def contains_head(self, head: Head) -> bool:
         """Whether this ledger once had this head: it grew from there, and was not set back."""
@@ -707,6 +716,15 @@ def next_row(last: Head, text: str, series: SeriesBook) -> ChargedRow:
     return row
 
 
+def _check_readable(row: ChargedRow, book: SeriesBook) -> None:
+    """Refuse a row that is not read back as it is: a chain could not go on behind it."""
+    try:
+        same = _row(json.loads(_checked(row.text)), book) == row
+    except _MALFORMED as error:
+        raise InvalidValueError(f"no ledger can hold {row}: {_words(error)}") from error
+    require(same, f"no ledger can hold {row}: it would be read back as another")
+
+
 def _row(fields: dict[str, Any], book: SeriesBook) -> ChargedRow:
     """The charge that JSON fields describe; raises what its constructors raise."""
     series, part = fields.pop("series", None), fields.pop("part", 0)
@@ -788,12 +806,13 @@ class _Participations:
 
 
 def _check_name(what: str, name: str) -> None:
-    printable = name.isprintable() and name != ""
+    printable = isinstance(name, str) and name.isprintable() and name != ""
     require(printable, f"{what} is {name!r}; it must be printable and not empty")
 
 
 def _check_digits(what: str, digits: str, length: int) -> None:
-    hexadecimal = re.fullmatch(f"[0-9a-f]{{{length}}}", digits) is not None
+    pattern = f"[0-9a-f]{{{length}}}"
+    hexadecimal = isinstance(digits, str) and re.fullmatch(pattern, digits) is not None
     require(hexadecimal, f"{what} is {digits!r}; it must be {length} lower-case hexadecimal digits")
 
 

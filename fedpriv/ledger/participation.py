@@ -171,7 +171,7 @@ class ParticipationRecord:
     def next_attempt(self, run: str, round_number: int) -> int:
         """One more than the highest attempt at a round with a cohort; 0 if there is none."""
         sql = "SELECT max(attempt) + 1 AS next FROM participation WHERE run = ? AND round = ?"
-        return int(self.database.read(sql, (run, round_number))[0]["next"] or 0)
+        return int(self.database.read(sql, (run, index(round_number)))[0]["next"] or 0)
 
     def has_other_than(self, run: str) -> bool:
         """Whether a cohort of another run is recorded."""

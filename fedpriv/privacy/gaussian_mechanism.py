@@ -17,7 +17,7 @@ from numbers import Real
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.errors import InvalidValueError, hold_numbers
+from fedpriv.errors import InvalidValueError, hold_numbers, hold_plain_numbers, plain_numbers
 from fedpriv.ledger.events import WITH_STRATEGY, RoundEvent, SumQueryEvent
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, IntegerVector
 from fedpriv.privacy.correlated_noise import BandedStrategy, CorrelatedNoise, Strategy
@@ -117,6 +117,10 @@ def noise_stddevs(
     By equation (1) of McMahan et al. 2018, z_eff = (Σ (Δ_g/σ_g)²)^(−1/2) = z·(Σ ω_g)^(−1/2) = z.
     The result is rounded up, so that the effective multiplier is never below z.
     """
+    # In 32 bits, rounding up would be lost.
+    sensitivities, noise_multiplier, shares = plain_numbers(
+        (sensitivities, noise_multiplier, shares)
+    )
     if not 0.0 <= noise_multiplier < math.inf:
         raise InvalidValueError(
             f"noise_multiplier is {noise_multiplier}; it must be finite and not negative"
@@ -157,6 +161,7 @@ class GaussianQuery:
     slack: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         groups, weighted = self.clipping.groups, self.clipping.weighted
         if self.slack and (len(self.slack) != len(groups) or not min(self.slack) >= 0.0):
             raise InvalidValueError(

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.errors import InvalidValueError
+from fedpriv.errors import InvalidValueError, hold_plain_numbers
 
 FloatVector = npt.NDArray[np.float64]
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -124,6 +124,7 @@ class VectorGroup:
     scales: tuple[float, ...]  # α_j > 0 of each tensor; all 1 unless the group is clipped jointly
 
     def __post_init__(self) -> None:
+        hold_plain_numbers(self)
         if not self.tensors:
             raise InvalidValueError(f"group {self.name!r} has no tensors; it must have some")
         if not SMALLEST_CLIPPING_NORM <= self.clipping_norm <= LARGEST_CLIPPING_NORM:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -406,7 +407,7 @@ def private_round(
     * where the records cannot be believed or written, LedgerError, and nothing is released; where
       there is no room to write, the round waits for it.
     """
-    event = mechanism.event
+    event, number = mechanism.event, index(number)
     at = RoundAttempt(run, number, records.next_attempt(run, number), records.is_first(run))
     draws = records.under_way(mechanism, run, entropy)
     if draws is None:

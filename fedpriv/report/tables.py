@@ -315,8 +315,8 @@ def print_ledger(path: Path, last: int | None) -> None:
 def print_verification(path: Path, participation: Path | None, head: str | None) -> None:
     """Verify a ledger or an export and say what was checked; an error names the first bad row."""
     count, _, digest = (head or "0:").partition(":")
-    if head is not None and not (digest and count.isdecimal()):
-        raise InvalidValueError(f"--head is {head!r}; it must be COUNT:HASH")
+    if head is not None and not (digest and count.isdecimal() and len(count) < 20):
+        raise InvalidValueError(f"--head is {head!r:.80}; it must be COUNT:HASH")
     expected = None if head is None else Head(int(count), digest)
     with ExitStack() as opened:
         export = ExportedLedger.load(path) if is_export(path) else None

@@ -239,7 +239,8 @@ class PairConformance(ABC):
         low, up = epsilon_interval_of(hardly_any_noise, 1e-5)
         assert 0.0 < low < up == math.inf
         low, up = delta_interval_of(hardly_any_noise, 3.0)
-        assert 0.0 < low < up == 1.0
+        exact = max(self.exact_delta(0.5, 0.01, 3.0, direction) for direction in Direction)
+        assert 0.0 < low <= exact <= up <= 1.0
         for q, z in ((1e-13, 1.0), (0.5, 2e6)):
             exact = max(self.exact_delta(q, z, 1e-9, direction) for direction in Direction)
             low, up = delta_interval_of({self.pair(q, z): 1}, 1e-9)

@@ -1,6 +1,7 @@
 """The accountants as one interface, and what is particular to each."""
 
 import math
+from itertools import permutations
 
 import pytest
 from accountant_conformance import (
@@ -10,6 +11,8 @@ from accountant_conformance import (
     IntervalConformance,
     banded,
 )
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from fedpriv.accounting import gaussian
 from fedpriv.accounting.accountants import (
@@ -19,18 +22,27 @@ from fedpriv.accounting.accountants import (
     ClassicalAccountant,
     RDPAccountant,
     accountant_named,
+    bounds_of,
     delta,
     epsilon,
+    format_epsilon,
 )
 from fedpriv.accounting.policies import (
+    banded_poisson_gaussian,
     fixed_size_gaussian,
     poisson_examples_gaussian,
     poisson_gaussian,
     poisson_replace_gaussian,
     random_allocation_gaussian,
+    shuffled_gaussian,
 )
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import RoundEvent, SamplingPolicy
+from fedpriv.ledger.events import (
+    LEAST_DELTA,
+    NeighbouringRelation,
+    RoundEvent,
+    SamplingPolicy,
+)
 
 EVENTS = [poisson_gaussian(0.01, 1.0, 1000), poisson_gaussian(1.0, 40.0, 3)]
 
@@ -123,7 +135,12 @@ class TestRDP(AccountantConformance):
         few = RDPAccountant(orders=(2.0, 64.0)).epsilon(EVENTS, 1e-6).epsilon
         assert self.accountant.epsilon(EVENTS, 1e-6).epsilon < few
 
-    @pytest.mark.parametrize("orders", [(), (1.0, 2.0), (0.5,), (float("inf"),)])
+    @pytest.mark.parametrize("event", [EVENTS[1], fixed_size_gaussian(2, 9, 40.0)])
+    def test_no_delta_is_below_the_least_that_is_told_from_zero(self, event: RoundEvent) -> None:
+        assert self.accountant.delta([event], 1e6) == LEAST_DELTA
+        assert self.accountant.delta([], 1e6) == 0.0
+
+    @pytest.mark.parametrize("orders", [(), (1.0, 2.0), (0.5,), (1e7,), (float("inf"),)])
     def test_illegal_orders_are_named(self, orders: tuple[float, ...]) -> None:
         with pytest.raises(InvalidValueError, match=r"orders are .*; there must be"):
             RDPAccountant(orders=orders)
@@ -227,3 +244,49 @@ def test_an_unknown_accountant_is_named() -> None:
         epsilon(EVENTS, 1e-6, "clt")
     with pytest.raises(InvalidValueError, match=r"unknown accountant 'moments'; .*pld"):
         delta(EVENTS, 1.0, "moments")
+
+
+@pytest.mark.parametrize("name", ACCOUNTANTS)
+@pytest.mark.parametrize("event", [EVENTS[0], EVENTS[1]])
+def test_the_largest_epsilons_have_the_least_deltas(name: str, event: RoundEvent) -> None:
+    for large in (1e201, 1e308):  # warnings are errors
+        assert 0.0 < delta([event], large, name) <= LEAST_DELTA
+
+
+@pytest.mark.parametrize("name", ["tight", "pld"])
+def test_no_order_of_events_of_different_kinds_changes_a_digit(name: str) -> None:
+    relation = NeighbouringRelation.ADD_OR_REMOVE_ONE
+    events = [
+        banded_poisson_gaussian((1.0, -0.5, 0.25), 22, 5, 0.3, 2.0, relation, 3),
+        poisson_examples_gaussian(0.05, 7, 4.0, 20),
+        shuffled_gaussian(6.0, relation, 2, batches=100),
+    ]
+    ends = {
+        (epsilon(each, 1e-5, name).low, epsilon(each, 1e-5, name).up)
+        for each in permutations(events)
+    }
+    assert len(ends) == 1
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [random_allocation_gaussian(n, 1, 5.0, 2) for n in (7, 20, 12)],
+        [poisson_examples_gaussian(0.1, k, 9.0, 3) for k in (2, 5, 3)],
+    ],
+)
+def test_no_order_of_schedules_or_examples_changes_the_bounds(events: list[RoundEvent]) -> None:
+    first = bounds_of(events)
+    for each in permutations(events):
+        assert list(bounds_of(each).above.items()) == list(first.above.items())
+        assert list(bounds_of(each).below.items()) == list(first.below.items())
+
+
+@given(st.floats(0.001, 1e300))
+@example(math.nextafter(0.043, 1.0))
+@example(math.nextafter(0.1, 1.0))
+@example(9007199254740993.0)
+def test_an_epsilon_is_never_shown_below_what_it_is(value: float) -> None:
+    shown = float(format_epsilon(value))
+    assert value <= shown <= value + 0.001 + 2.0**-52 * value
+    assert format_epsilon(0.1) == "0.100"

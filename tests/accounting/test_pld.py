@@ -18,7 +18,14 @@ from fedpriv.accounting import epsilon as epsilon_of
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
 from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
 from fedpriv.accounting.pld import queries
-from fedpriv.accounting.pld.dominating_pairs import LargestBatchPair, PoissonPair, ReplacePair
+from fedpriv.accounting.pld.dominating_pairs import (
+    FixedSizePair,
+    LargestBatchPair,
+    PoissonPair,
+    ReplacePair,
+)
+from fedpriv.accounting.pld.lattice import LossPair
+from fedpriv.accounting.pld.sampled_examples import ExamplesPair
 from fedpriv.errors import InvalidValueError
 
 Rounds = dict[tuple[float, float], int]
@@ -344,6 +351,48 @@ def test_hardly_any_noise_has_a_lower_end_only() -> None:
     assert up == math.inf
     assert 200.0 < low <= 1 / (2 * 0.01**2)
     assert delta_interval({(1.0, 0.01): 1}, 1.0)[1] == 1.0
+
+
+@pytest.mark.parametrize("z", [1e-3, 0.01, 0.049])
+@pytest.mark.parametrize("q", [1e-9, 1e-4, 0.2])
+def test_who_is_sampled_counts_as_seen_where_there_is_hardly_any_noise(q: float, z: float) -> None:
+    for epsilon in (0.0, 0.1, 3.0, 80.0):
+        low, up = delta_interval({(q, z): 1}, epsilon)
+        exact = exact_delta_of_one_round(q, z, epsilon)
+        assert low <= exact <= up <= 2.01 * q
+        assert epsilon_interval({(q, z): 1}, up * 1.01)[1] <= epsilon + 1e-6
+    assert epsilon_interval({(q, z): 1}, q / 2)[1] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("pair", "share"),
+    [
+        (PoissonPair(1e-7, 1e-3), 1e-7),
+        (ReplacePair(1e-7, 1e-3), 1e-7),
+        (FixedSizePair(1e-7, 1e-3), 1e-7),
+        (ExamplesPair(1e-8, 1e-3, examples=10), 1e-7),
+    ],
+)
+def test_rounds_with_hardly_any_noise_add_the_chance_of_being_sampled(
+    pair: LossPair, share: float
+) -> None:
+    others, seen = {PoissonPair(0.01, 1.0): 1000}, -math.expm1(100 * math.log1p(-share))
+    low, up = epsilon_interval_of({**others, pair: 100}, 2e-5)
+    # A release that shows each user with that chance, and nothing else.
+    assert low <= epsilon_interval_of(others, 2e-5 - seen)[1] * (1 + 1e-3)
+    assert up >= epsilon_interval_of(others, (2e-5 - seen) / (1 - seen))[0]
+    assert up <= 1.05 * epsilon_interval_of(others, 2e-5 - 2 * seen)[1]
+    assert delta_interval_of({**others, pair: 100}, 50.0)[1] >= seen
+
+
+def test_one_rare_round_with_hardly_any_noise_does_not_spoil_the_price_of_others() -> None:
+    events = [poisson_gaussian(0.01, 1.0, 1000)]
+    rare = [*events, poisson_gaussian(1e-9, 0.049, 1000)]
+    less = [*events, poisson_gaussian(1e-9, 0.051, 1000)]
+    for name in ("tight", "pld"):
+        up = epsilon_of(rare, 1e-5, name).up
+        assert epsilon_of(less, 1e-5, name).low <= up <= 1.02 * epsilon_of(less, 1e-5, name).up
+        assert all(up < epsilon_of(rare, 1e-5, other).up for other in ("basic", "advanced", "rdp"))
 
 
 @pytest.mark.parametrize("delta", [1e-60, 1e-2, 0.999])

@@ -10,6 +10,7 @@ from fedpriv.accounting.policies import (
     every_user_gaussian,
     fixed_size_gaussian,
     poisson_examples_gaussian,
+    poisson_gaussian,
     poisson_replace_gaussian,
     random_allocation_gaussian,
     separated_gaussian,
@@ -108,6 +109,14 @@ ILLEGAL: list[tuple[Callable[[], RoundEvent], str]] = [
     (lambda: banded_poisson_gaussian((1.0,), 5, 2, 0.0, 1.0, REPLACE), "probability is 0.0"),
     (lambda: separated_gaussian((), 5, 1, 1, 1.0, REPLACE), "the strategy has 0 coefficients"),
     (lambda: separated_gaussian((0.0, 1.0), 5, 1, 1, 1.0, REPLACE), "the strategy begins with 0.0"),
+    (lambda: poisson_gaussian("0.1", 1.0), "sampling_probability is '0.1'; it must be a number"),
+    (lambda: poisson_gaussian(0.1, None), "noise_stddev is None; it must be a number"),
+    (lambda: fixed_size_gaussian("1", 10, 1.0), "cohort_size is '1'; it must be a whole number"),
+    (lambda: fixed_size_gaussian(1, "10", 1.0), "population is '10'; it must be a whole number"),
+    (lambda: separated_gaussian("1.0", 5, 1, 1, 1.0, REPLACE), "a coefficient of the strategy is"),
+    (lambda: banded_poisson_gaussian((1.0,), 5, "2", 0.5, 1.0, REPLACE), "groups is '2'; it must"),
+    (lambda: banded_poisson_gaussian((1.0,), "5", 2, 0.5, 1.0, REPLACE), "schedule has '5' rounds"),
+    (lambda: poisson_examples_gaussian(1.0, 10**6, 1.0, population=10**305), "times examples_per_"),
 ]
 
 

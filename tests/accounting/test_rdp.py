@@ -42,6 +42,28 @@ def test_rdp_is_exact_and_on_the_safe_side(q: float, z: float, order: float) -> 
     assert 1.0 <= value <= 1.0 + 1e-9
 
 
+@pytest.mark.parametrize("order", [257, 2000, 16384, 100_000, 1_000_000])
+@pytest.mark.parametrize(
+    ("q", "z"), [(1e-10, 1e5), (7e-8, 3e3), (1e-12, 3e3), (1e-5, 3e3), (1e-3, 1e5)]
+)
+def test_factorials_of_large_orders_leave_it_on_the_safe_side(
+    q: float, z: float, order: int
+) -> None:
+    with mpmath.workdps(50):
+        odds, square, total = mpmath.mpf(q) / (1 - mpmath.mpf(q)), mpmath.mpf(z) ** 2, mpmath.mpf(0)
+        ways = order * odds  # C(α, k)·(q/(1 − q))^k
+        for k in range(2, order + 1):
+            ways *= odds * (order - k + 1) / k
+            term = ways * mpmath.expm1(k * (k - 1) / (2 * square))
+            total += term
+            if k > 2 * q * order and term < total * mpmath.mpf(10) ** -30:
+                break
+        exact = mpmath.log1p(total * (1 - mpmath.mpf(q)) ** order) / (order - 1)
+    for asked in (float(order), order - 0.5):
+        value = float(subsampled_gaussian_rdp(q, z, [asked])[0] / exact)
+        assert 1.0 <= value <= 1.0 + 1e-7
+
+
 def test_adding_a_user_never_has_the_larger_rdp() -> None:
     # The direction that the formula leaves out: E_Q[(1 + u)^{1 − α}].
     for q, z, order in ((0.01, 1.0, 8.0), (0.5, 0.5, 1.5), (0.9, 3.0, 30.0)):

@@ -6,11 +6,12 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.errors import InvalidValueError, LedgerError
-from fedpriv.ledger.events import Randomness
+from fedpriv.ledger.events import Randomness, RoundEvent
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 
 
@@ -37,11 +38,41 @@ def propose(run="a", round_number=0, attempt=0):
         ({"event": poisson_gaussian(0.1, 1.0, count=2)}, "count 2"),
         ({"cohort_commitment": "0F" * 32}, "64 lower-case hexadecimal"),
         ({"cohort_commitment": "0f" * 31}, "64 lower-case hexadecimal"),
+        ({"cohort_commitment": b"0f" * 32}, "64 lower-case hexadecimal"),
+        ({"run": 3}, "run is 3; it must be printable"),
+        ({"round": 1.5}, "round is 1.5; it must be a whole number"),
+        ({"attempt": True}, "attempt is True; it must be a whole number"),
+        ({"randomness": "os"}, "randomness is 'os'; known names: operating system, seeded"),
+        ({"event": None}, "event is None; it must be of the type RoundEvent"),
     ],
 )
 def test_illegal_proposals_name_the_value(changes, message):
     with pytest.raises(InvalidValueError, match=re.escape(message)):
         replace(propose(), **changes)
+
+
+def test_numbers_and_names_of_other_types_are_read_back(tmp_path):
+    changes = {"round": np.int64(3), "attempt": np.uint8(1), "randomness": "operating system"}
+    with Ledger.open_or_create(tmp_path / "ledger", "users") as ledger:
+        ledger.charge(replace(propose(), **changes))
+        assert ledger.next_attempt("a", np.int64(3)) == 2
+        ledger.charge(propose("b"))
+        ledger.verify()
+        assert ledger.randomness is Randomness.SEEDED
+
+
+def test_what_would_not_be_read_back_is_not_written(tmp_path):
+    class Other(RoundEvent):
+        pass
+
+    event = propose().event
+    unknown = Other(event.sampling, event.queries)
+    with Ledger.open_or_create(tmp_path / "ledger", "users") as ledger:
+        with pytest.raises(InvalidValueError, match="no ledger can hold charge 1"):
+            ledger.charge(replace(propose(), event=unknown))
+        assert ledger.head.count == 0
+        ledger.charge(propose())
+        ledger.verify()
 
 
 class TestReceipt:

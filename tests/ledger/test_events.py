@@ -1,10 +1,13 @@
 """Events: which are legal, what they mean for a sum, and how a ledger keeps them."""
 
 import math
+import re
 from dataclasses import replace
+from fractions import Fraction
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +24,7 @@ from fedpriv.accounting.policies import (
     separated_gaussian,
     shuffled_gaussian,
 )
-from fedpriv.accounting.round_counts import compose
+from fedpriv.accounting.round_counts import compose, strategy_sensitivity
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import (
     NeighbouringRelation,
@@ -70,6 +73,28 @@ def test_a_pair_without_analysis_cannot_be_constructed(
         SamplingEvent(policy, 1.0, 10, relation, Schedule(1))
 
 
+@pytest.mark.parametrize("event", ONE_OF_EACH, ids=str)
+def test_names_given_as_text_are_the_names(event: RoundEvent) -> None:
+    given = event.sampling
+    names = {name: str(getattr(given, name)) for name in ("policy", "relation", "unit")}
+    made = replace(given, **names)
+    assert all(getattr(made, name) is getattr(given, name) for name in names)
+
+
+def test_a_policy_given_as_text_is_checked() -> None:
+    with pytest.raises(InvalidValueError, match="examples_per_user is None; "):
+        SamplingEvent("poisson-examples", 0.1, 10, "add-or-remove-one")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["policy", "relation", "unit"])
+@pytest.mark.parametrize(
+    ("value", "found"), [("sh", "is 'sh'; "), (None, "is None; it"), (["user"], "is of the type l")]
+)
+def test_other_names_are_refused(name: str, value: object, found: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"{name} {found}"):
+        replace(ONE_OF_EACH[0].sampling, **{name: value})
+
+
 def test_every_pair_that_can_be_constructed_has_an_accountant() -> None:
     pairs = {(event.sampling.policy, event.sampling.relation) for event in ONE_OF_EACH}
     assert pairs == set(product(SamplingPolicy, NeighbouringRelation)) - {
@@ -90,7 +115,7 @@ def test_who_always_takes_part_is_not_sampled(policy: SamplingPolicy, q: float) 
 
 @pytest.mark.parametrize("k", [None, 0, -1, 2.0, 10**6 + 1, 10**300])
 def test_sampled_examples_are_at_most_a_whole_number_of_each_user(k: object) -> None:
-    sentence = f"examples_per_user is {k}; with poisson-examples sampling it must be a whole number"
+    sentence = f"examples_per_user is {k}; .*it must be a whole number"
     with pytest.raises(InvalidValueError, match=sentence):
         SamplingEvent(EXAMPLES, 0.1, 10, ADD_OR_REMOVE, examples_per_user=k)  # type: ignore[arg-type]
 
@@ -139,9 +164,9 @@ def test_a_probability_that_is_no_cohort_size_is_refused(q: float) -> None:
         SamplingEvent(FIXED_SIZE, q, 100, REPLACE)
 
 
-@pytest.mark.parametrize(("size", "population"), [(0, 10), (11, 10), (-1, 10), (1, 0)])
+@pytest.mark.parametrize(("size", "population"), [(0, 10), (11, 10), (-1, 10), (1.5, 10)])
 def test_a_cohort_fits_into_its_population(size: int, population: int) -> None:
-    sentence = rf"cohort_size is {size}; it must be from 1 to the population of {population}"
+    sentence = f"cohort_size is {size}; it must be a whole number from 1 to the population of 10"
     with pytest.raises(InvalidValueError, match=sentence):
         fixed_size_gaussian(size, population, 1.0)
 
@@ -320,6 +345,31 @@ class TestStrategies:
     )
     def test_begin_with_a_positive_coefficient_and_are_finite(self, strategy):
         with pytest.raises(InvalidValueError, match="its first coefficient must be positive and a"):
+            replace(SERIES, strategy=strategy)
+
+    @pytest.mark.parametrize("kind", [np.float16, np.float32, Fraction, np.longdouble])
+    def test_are_priced_in_full_precision_whatever_they_are_given_as(self, kind):
+        strategy = [kind((1.0 + j) ** -0.5) for j in range(9)]
+        plain = replace(SERIES, strategy=tuple(map(float, strategy)))
+        made = replace(SERIES, strategy=strategy, queries=[*SERIES.queries])
+        assert {*map(type, made.strategy)} == {float}
+        assert made == plain
+        strategy_sensitivity.cache_clear()
+        priced = compose([made])
+        strategy_sensitivity.cache_clear()
+        assert priced == compose([plain])
+
+    @pytest.mark.parametrize(
+        ("strategy", "sentence"),
+        [
+            ("1.0", "a coefficient of the strategy is '1'; it must be a number"),
+            ((1.0, None), "a coefficient of the strategy is None; it must be a number"),
+            (1.0, "strategy is of the type float; it must be of the type Iterable"),
+            ((10**400,), "a coefficient of the strategy is a whole number of 1329 bits"),
+        ],
+    )
+    def test_are_numbers(self, strategy, sentence):
+        with pytest.raises(InvalidValueError, match=re.escape(sentence)):
             replace(SERIES, strategy=strategy)
 
     def test_scale_the_noise_by_their_sensitivity(self):

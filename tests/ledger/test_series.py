@@ -78,14 +78,14 @@ class TestProposals:
         [
             (PASS, 4, 1, "part 4; it must be a whole number from 0 to 3"),
             (PASS, -1, 1, "part -1; "),
-            (PASS, 1.0, 1, "part 1.0; "),
+            (PASS, 1.0, 1, "part is 1.0; it must be a whole number"),
             (SINGLE, 1, 1, "part 1; it must be a whole number from 0 to 0"),
             (PASS, 0, 1, "part 0 has series 1; the parts after the first, and they alone"),
             (PASS, 1, None, "part 1 has series None"),
             (PASS, 1, 0, "part 1 has series 0"),
             (PASS, 1, -1, "part 1 has series -1"),
-            (PASS, 1, "1", "part 1 has series 1"),
-            (PASS, 1, 1.0, "part 1 has series 1.0"),
+            (PASS, 1, "1", "series is '1'; it must be a whole number or None"),
+            (PASS, 1, 1.0, "series is 1.0; it must be a whole number or None"),
         ],
     )
     def test_parts_that_cannot_be_are_refused(self, event, part, series, message):

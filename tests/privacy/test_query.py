@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 from scipy import stats
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import RoundEvent
 from fedpriv.privacy import noise
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import (
@@ -461,3 +462,13 @@ def test_admits_only_what_that_many_users_can_sum_to(
     total: np.ndarray, users: int, admitted: bool
 ) -> None:
     assert query(GROUPS["flat"]).clipping.admits(total, users, users) is admitted
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32])
+def test_noise_is_rounded_up_whatever_numbers_are_given(kind: type[np.floating]) -> None:
+    """In fewer bits, what covers the roundings would be lost."""
+    groups = tuple(replace(g, clipping_norm=kind(g.clipping_norm)) for g in GROUPS["mixed"])
+    for z in np.linspace(0.3, 3.0, 50).astype(kind):
+        stddevs = noise_stddevs(norms(groups), z, (kind(0.25), kind(0.75)))
+        events = GaussianQuery(Clipping(LAYOUT, groups), stddevs).events
+        assert RoundEvent(PoissonSampling(10, 0.5).event(), events).noise_multiplier >= float(z)

@@ -309,6 +309,16 @@ def test_a_budget_that_another_process_used_up_meanwhile_is_refused_by_the_charg
     assert noised == []
 
 
+def test_the_number_of_a_round_may_be_one_of_numpy(tmp_path: Path) -> None:
+    loud = mechanism_of(z=2000.0)
+    with open_records(tmp_path) as records:
+        for number in (*np.arange(2), 1):
+            private_round(loud, "run", number, nobody, records, SEEDED)
+        records.ledger.verify(records.participation)
+        rows = [(row.round, row.attempt) for row in records.ledger.charges()]
+    assert rows == [(0, 0), (1, 0), (1, 1)]
+
+
 def test_a_round_that_is_repeated_or_was_interrupted_is_a_new_attempt(tmp_path: Path) -> None:
     def interrupted(_: RoundAttempt, users: np.ndarray) -> Iterable[PartialSum]:
         raise OSError("interrupted", users)

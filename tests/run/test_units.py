@@ -535,7 +535,9 @@ def test_python_refuses_what_a_file_does(tmp_path: Path) -> None:
         fedpriv.Mechanism.poisson(0.5, fedpriv.Flat(1.0), unit="rows")
     with pytest.raises(InvalidValueError, match="microbatch is None and unit is 'microbatch'"):
         fedpriv.Mechanism.poisson(0.5, fedpriv.Flat(1.0), unit="microbatch")
-    with pytest.raises(InvalidValueError, match="microbatch is 0; it must be at least 1"):
+    with pytest.raises(
+        InvalidValueError, match="microbatch is 0; it must be a whole number of at least 1"
+    ):
         fedpriv.Mechanism.poisson(0.5, fedpriv.Flat(1.0), unit="microbatch", microbatch=0)
     assert not (tmp_path / "a").exists()
 

@@ -75,6 +75,7 @@ _WIDEST = 1e-3  # largest width of an interval, relative to its upper end
 _NARROW = 1e-7  # width at which no second contour is tried
 _SHIFTS = (1.0, 0.85)  # where contours cross the real axis, relative to the plan
 _LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.1, 1e6, 1e-12
+_MOST_EPSILON = 1e200  # products of larger ones overflow
 # Distances at which a bound is looked for, relative to the estimated one.
 _STEPS = [0.0] + [1.01 * 1.5**k for k in range(40)]
 _PLANNED = 48  # groups of rounds that are enough for a plan; only so few get a second contour
@@ -477,6 +478,8 @@ def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
     A width of 1e-90 never matters. Upper ends are at least 1e-100.
     """
     check_epsilon(epsilon)
+    if epsilon > _MOST_EPSILON:
+        raise ContourUnsuitableError(f"the contour needs ε of at most {_MOST_EPSILON:g}")
 
     def ceiling(setting: DirectedRounds, plan: ContourPlan) -> float:
         if epsilon >= _largest_loss(setting):

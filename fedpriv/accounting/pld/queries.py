@@ -22,6 +22,7 @@ from scipy.special import logsumexp
 
 from fedpriv.accounting import gaussian, round_counts
 from fedpriv.accounting.contour.inversion import conversion
+from fedpriv.accounting.pld.dominating_pairs import PoissonPair
 from fedpriv.accounting.pld.fft import Composition, Window, compose_atoms
 from fedpriv.accounting.pld.lattice import (
     GaussianPair,
@@ -46,6 +47,7 @@ _REFINED, _GROUPS = 16, 32
 _ALLOCATION_GROUPS = 12  # passes of random allocation, of which each takes up to some seconds
 # Noise per sensitivity, and sampling probability, that is computed with.
 _LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.05, 1e6, 1e-12
+_NEXT_TO_NOTHING = PoissonPair(_LEAST_PROBABILITY, _MOST_NOISE)
 _TAIL = 1e-4  # share of δ that may come from losses that are taken to be infinite
 _TOLERANCE = 2e-4  # share of ε that the lattice of the upper bound may cost
 _CERTAINTY = 10.0  # minus the log of the share of δ that may wrap around the window
@@ -63,9 +65,9 @@ def epsilon_interval(pairs: Pairs, delta: float) -> Ends:
     """Interval (low, up) that holds the least ε of all these losses together at δ ≥ 1e-60.
 
     No event: [0, 0]. An event without noise: [∞, ∞], by convention even where a user is so rarely
-    sampled that δ alone would cover it. Noise multipliers below 0.05 have the upper end ∞, of
-    examples those below 0.05 times how many a user has in a cohort on average. The width is mostly
-    at most up/1000 + 1e-6 for up to 16 different pairs.
+    sampled that δ alone would cover it. Below a noise multiplier of 0.05, of examples 0.05 times
+    how many a user has in a cohort on average, whoever is sampled counts as seen: the upper end is
+    ∞ unless δ covers that. The width is mostly at most up/1000 + 1e-6 for up to 16 different pairs.
     """
     z = _closed_form(pairs)
     if z is not None:
@@ -109,22 +111,25 @@ def _refined(
 ) -> Ends:
     """The interval of all tries together, until it is at most width[0]·up + width[1] wide."""
     worst, best = _few(pairs)
-    rough = tuple((pair, planned_for(n)) for pair, n in worst.items())
+    noisy, near, seen = _without_the_seen(worst)
+    rough_below, rough_above = (
+        tuple((pair, planned_for(n)) for pair, n in each.items()) for each in (near, noisy)
+    )
     # For many pairs a fine lattice would cost much, and not help where they are grouped.
     tries, precision = (_TRIES, 1.0) if len(pairs) <= _REFINED else (1, 4.0)
     low, up = 0.0, math.inf
     for _ in range(tries):
         last, below, above = up - low, 0.0, 0.0
         for direction in Direction:
-            window, lattice = _planned(rough, at, aim_at, direction, precision)
+            window, lattice = _planned(rough_below, at, aim_at, direction, precision)
             least = [(_at_most_as_bad(pair, lattice, direction), n) for pair, n in best.items()]
             known = [(atoms, n) for atoms, n in least if atoms is not None]
             if known:
                 below = max(below, ends_of[0](compose_atoms(known, window), at))
-            most = [(_at_least_as_bad(pair, lattice, direction), n) for pair, n in worst.items()]
+            window, lattice = _planned(rough_above, at, aim_at, direction, precision)
+            most = [(_at_least_as_bad(pair, lattice, direction), n) for pair, n in noisy.items()]
             composition = compose_atoms(most, window)
-            if any(pair.z < _noise_range(pair)[0] for pair in pairs):
-                composition = replace(composition, infinite=1.0)
+            composition = replace(composition, infinite=composition.infinite + seen)
             above = max(above, ends_of[1](composition, at))
         low, up = max(low, below), min(up, above)
         allowed = width[0] * up + width[1]
@@ -169,8 +174,8 @@ def _at_most_as_bad(pair: LossPair, lattice: Lattice, direction: Direction) -> L
 def _few(pairs: Pairs) -> tuple[Pairs, Pairs]:
     """At least, and at most as bad pairs, in few groups of each kind and in the computed range.
 
-    To get there, q may grow and z fall for the former, and z grow for the latter, which lack pairs
-    that would have to move otherwise. A z that grows for the former gets an infinite loss later.
+    To get there, q may grow and z fall for the former, of which some stay below the range of z, and
+    z grow for the latter, which lack pairs that would have to move otherwise.
     """
     kinds: dict[LossPair, Counter[tuple[float, float]]] = {}
     for pair, count in pairs.items():
@@ -184,9 +189,30 @@ def _few(pairs: Pairs) -> tuple[Pairs, Pairs]:
             for (q, z), count in moved.items():
                 pair = kind.at(max(q, _LEAST_PROBABILITY), z)
                 near, far = _noise_range(pair)
-                if found is above or (q >= _LEAST_PROBABILITY and z <= far):
-                    found[pair.at(pair.q, min(max(z, near), far))] += count
+                if found is above:
+                    found[pair.at(pair.q, min(z, far))] += count
+                elif q >= _LEAST_PROBABILITY and z <= far:
+                    found[pair.at(pair.q, max(z, near))] += count
     return above, below
+
+
+def _without_the_seen(pairs: Pairs) -> tuple[Pairs, Pairs, float]:
+    """Those with enough noise; all, with enough; and a bound on the chance to matter in the others.
+
+    Where a user matters with probability s, P = (1 − s)·R + s·A and Q = (1 − s)·R + s·B with one R.
+    By joint convexity H_ε(P‖Q) ≤ (1 − s)·(1 − e^ε)_+ + s at every real ε, in both directions and
+    however little noise there is: that is the curve of a loss which is infinite with probability s
+    and else 0. It dominates the round, and such losses compose to at most the sum of their s.
+    """
+    noisy, near, seen = dict[LossPair, int](), Counter[LossPair](), 0.0
+    for pair, count in pairs.items():
+        limit = _noise_range(pair)[0]
+        near[pair.at(pair.q, max(pair.z, limit))] += count
+        if pair.z >= limit:
+            noisy[pair] = count
+        else:
+            seen += count * (pair.q * pair.shift if isinstance(pair, GaussianPair) else 1.0)
+    return noisy or {_NEXT_TO_NOTHING: 1}, near, min(1.0, seen * (1.0 + 2.0**-30))
 
 
 def _noise_range(pair: LossPair) -> tuple[float, float]:
