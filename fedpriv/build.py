@@ -22,12 +22,12 @@ from fedpriv.config import (
     tables_of,
 )
 from fedpriv.data.places import in_places, refuse_shared
-from fedpriv.data.population import Population, cut_up, load_population
+from fedpriv.data.population import Fields, Population, cut_up, load_population
 from fedpriv.engine.adapters import with_adapters
 from fedpriv.engine.checks import check_held_out, check_task
 from fedpriv.engine.metrics import check_metrics, metric, own_metrics
 from fedpriv.engine.task import LOSSES, HeldOut, Task, running_norms
-from fedpriv.engine.trainer import SimulationOnlyDropped
+from fedpriv.engine.trainer import SimulationOnlyDropped, blank
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.federated_evaluation import FederatedEvaluation, UserEvaluation, kept_apart
@@ -145,7 +145,8 @@ def on_population(
                 "larger, or federated_evaluation.noise_multiplier must be"
             )
     engine, name, users = config.engine, population.name, population.users.population
-    experiment = build(config, run, name, users, population.test, spent, method)
+    few = _few(population)
+    experiment = build(config, run, name, users, population.test, spent, method, few)
     if evaluation is not None:
         # A run that is resumed keeps the same examples from training.
         kept = f"{experiment.plan.description} held_out={evaluation.asked.held_out}"
@@ -181,8 +182,13 @@ def _evaluation(
     how, name = method.personalisation, evaluation_run(config.run or run)
     users = population.users if how else kept
     evaluation = UserEvaluation(asked, name, users, task, metrics, how)
-    evaluation.check(population.test)
+    evaluation.check(_few(population))
     return evaluation, replace(population, users=trained)
+
+
+def _few(population: Population) -> Fields:
+    """Rows to try a task on: held-out ones, or one of zeros. Never an enrolled user's."""
+    return {n: column[:4] for n, column in population.test.items()} or blank(population.users)
 
 
 def _personalisation(config: Config) -> Personalisation | None:
@@ -242,14 +248,15 @@ def build(
     held_out: HeldOut,
     spent: Sequence[RoundEvent] = (),
     method: Method | None = None,
+    few: Fields | None = None,
 ) -> Experiment:
     """Calibrate the noise if asked to, and check that all parts of a run fit together.
 
     With a `method`, the configuration decides rounds, seed, engine, output and callbacks only.
     `population` and, if the configuration has none, `run` are the names in the ledger, and `users`
-    are N. Without held-out rows nodes alone check the task, and there may be no metrics. A
-    mechanism without noise is calibrated so that all rounds stay within its budget beside what was
-    `spent`.
+    are N. The task is tried on a few rows, by default held-out ones; without any, nodes alone check
+    it, and there may be no metrics. A mechanism without noise is calibrated so that all rounds stay
+    within its budget beside what was `spent`.
     """
     if method:
         origin = _origin(method.task)
@@ -262,14 +269,15 @@ def build(
         method, origin = method_of(config), repr(config.model)
     _check_personal(method)
     device, mechanism = device_named(config.engine.device), method.mechanism
-    personalised, rows = _measured_by(method, held_out, device)
+    if few is None:
+        few = {name: column[:4] for name, column in held_out.items()}
+    personalised, rows = _measured_by(method, held_out, few, device)
     budget = mechanism.budget
     strategy = mechanism.noise.strategy(mechanism.sampling.of(users, mechanism.unit).event())
     mechanism = replace(mechanism, noise=given(strategy))
     mechanism = _calibrated(mechanism, budget, config.rounds, users, spent)
     plan = _plan(config, run, population, users, replace(method, mechanism=mechanism), origin)
     if plan.metrics:
-        few = {name: column[:4] for name, column in held_out.items()}
         check_metrics(method.task, plan.metrics, plan.mechanism.clipping, few)
     _check_stopping(config, plan, method.task)
     if mechanism.rounds == plan.rounds:
@@ -297,16 +305,16 @@ def build(
 
 
 def _measured_by(
-    method: Method, held_out: HeldOut, device: torch.device
+    method: Method, held_out: HeldOut, few: Fields, device: torch.device
 ) -> tuple[HeldOutUsers | None, HeldOut]:
     """Who makes models their own before they measure them, and the rows that are measured."""
-    if not held_out and method.mechanism.metrics:
+    if not few and method.mechanism.metrics:
         raise InvalidValueError(
             "metrics.report asks for metrics; they are checked on held-out rows, so that "
             "federation.held_out or data must be given"
         )
-    if held_out:
-        check_task(method.task, {name: column[:4] for name, column in held_out.items()})
+    if few:
+        check_task(method.task, few)
     how, personalised = method.personalisation, None
     if how is not None:
         personalised = HeldOutUsers(how, method.task, held_out, device)
@@ -409,6 +417,10 @@ def _check_stopping(config: Config, plan: TrainingPlan, task: Task) -> None:
 
 def check_measured(experiment: Experiment) -> None:
     """Refuse a model of which nothing would be known on held-out rows."""
+    if not experiment.held_out:
+        raise InvalidValueError(
+            "the population has no held-out rows, so nothing would be measured; it must have some"
+        )
     if experiment.task.personal and experiment.personalised is None:
         raise InvalidValueError(
             "the model has personal parameters, which begin untrained, so nothing would be "

@@ -242,9 +242,9 @@ def _distinguishers(
         learnt_combination(enemy, without, with_one),
         learnt_direction(without, with_one),
     ]
-    held_out = {name: rows_held_out[name][:_HELD_OUT_ROWS] for name in task.fields}
+    tried = {name: column[:_HELD_OUT_ROWS] for name, column in rows_held_out.items()}
     last = pair.with_one.examples_of(pair.with_one.population - 1)
-    for what, rows in {"held-out rows": held_out, "the user's rows": last}.items():
-        if not task.personal and len(rows[task.targets]):
+    for what, rows in {"held-out rows": tried, "the user's rows": last}.items():
+        if not task.personal and len(rows.get(task.targets, ())):
             found.append(loss_on(what, task, rows))
     return (*found, *always(plan))

@@ -187,7 +187,7 @@ class UserStore:
 
 @dataclass(frozen=True, eq=False)
 class Population:
-    """Enrolled users, and held-out rows to evaluate a model on.
+    """Enrolled users, and held-out rows to evaluate a model on, if there are any.
 
     The privacy ledger identifies the population by its name, and the ledger is public. So the name
     is made of public facts: N, the number of users, and settings such as names of data sets; never
@@ -197,19 +197,24 @@ class Population:
 
     name: str  # one printable line, such as "digits: 287 users, iid, seed 0"
     users: UserStore  # the enrolled users' data, of which a task names inputs and targets
-    # Rows that no enrolled user trains on, at least one; fields, dtypes and row shapes of `users`.
-    # One more field, `HELD_OUT_USER`, may hold the id of each row's user, who is not enrolled.
-    test: Fields = field(repr=False)
+    # Rows that no enrolled user trains on; fields, dtypes and row shapes of `users`. One more
+    # field, `HELD_OUT_USER`, may hold the id of each row's user, who is not enrolled. Empty: none.
+    test: Fields = field(repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         check_types(name=(self.name, str), users=(self.users, UserStore), test=(self.test, Mapping))
         if not self.name.strip() or not self.name.isprintable():
             raise DataError(f"population name {self.name!r} must be one printable line")
+        if HELD_OUT_USER in self.users.fields:
+            raise DataError(f"users have the field {HELD_OUT_USER!r}; only held-out rows may")
+        if self.test:
+            self._check_test()
+        object.__setattr__(self, "test", dict(self.test))
+
+    def _check_test(self) -> None:
         owners = self.test.get(HELD_OUT_USER)
         fields = {name: array for name, array in self.test.items() if name != HELD_OUT_USER}
         enrolled = {name: field for name, field in self.users.fields.items() if name != ROW_OWNERS}
-        if HELD_OUT_USER in self.users.fields:
-            raise DataError(f"users have the field {HELD_OUT_USER!r}; only held-out rows may")
         if fields.keys() != enrolled.keys():
             names = sorted(enrolled)
             raise DataError(f"test rows have the fields {sorted(fields)}; users have {names}")
@@ -223,7 +228,6 @@ class Population:
         counts = {len(array) for array in self.test.values()}
         if len(counts) != 1 or 0 in counts:
             raise DataError(f"test fields have {sorted(counts)} rows; they must agree, above 0")
-        object.__setattr__(self, "test", dict(self.test))
 
     @classmethod
     def from_arrays(
@@ -232,7 +236,7 @@ class Population:
         y: "Column",
         user_ids: "Column",
         *,
-        held_out: "tuple[Column | Mapping[str, Column], Column]",
+        held_out: "tuple[Column | Mapping[str, Column], Column] | None" = None,
         held_out_users: "Column | None" = None,
         owners: int | None = None,
         name: str = "people",
@@ -240,7 +244,8 @@ class Population:
         """A population from rows in any order, each with the id of its user.
 
         All columns are arrays, tensors or nested lists, [rows, ...]; ids are all strings or all
-        integers, else DataError. `held_out` has inputs and targets of rows that belong to no user.
+        integers, else DataError. `held_out` has inputs and targets of rows that belong to no user;
+        without it, nothing but private metrics says how good a model is.
         The name is public, as it goes into the ledger; the number of users is appended. Several
         inputs are columns by name, for a task with these names as `inputs`. With the ids of the
         users of held-out rows, none of whom may be enrolled, models are also measured by user.
@@ -264,9 +269,9 @@ class Population:
 
         check_types(name=(name, str))
         users = from_arrays(columns(x, y), user_ids, owners)
-        if not isinstance(held_out, tuple) or len(held_out) != 2:
+        if held_out is not None and (not isinstance(held_out, tuple) or len(held_out) != 2):
             raise DataError("held_out must be a pair: inputs and targets")
-        rows = columns(*held_out)
+        rows = {} if held_out is None else columns(*held_out)
         test = {field: to_array(f"held-out {field}", column) for field, column in rows.items()}
         if held_out_users is not None:
             test[HELD_OUT_USER] = as_id_array(to_array("held_out_users", held_out_users))
