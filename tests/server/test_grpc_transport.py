@@ -227,7 +227,7 @@ def test_a_node_that_hangs_is_waited_for_until_the_deadline(alone: Site) -> None
     assert receipt.reason == "no round is collected"
 
 
-def test_an_answer_counts_once_and_repetitions_are_refused(alone: Site) -> None:
+def test_an_answer_counts_once_however_often_it_is_sent(alone: Site) -> None:
     with nodes(alone, {"four": of_one, "silo": of_several}) as made:
         stub, kept = made["four"].stub, []
 
@@ -247,9 +247,7 @@ def test_an_answer_counts_once_and_repetitions_are_refused(alone: Site) -> None:
         total = collected(alone.transport(), request_to([0, 4]))
         assert kept.pop().accepted
         (again,) = made["four"].receipts
-        assert again == wire.Receipt(
-            accepted=False, reason="the server is not waiting for an answer of this node"
-        )
+        assert again.accepted  # as if its connection had broken before the first receipt
         np.testing.assert_array_equal(total, of_users([0, 4]))
 
         def replays(offer: wire.RoundOffer, request: RoundRequest) -> Iterator[pb.UploadPart]:
