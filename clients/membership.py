@@ -123,6 +123,11 @@ def _state_folder(given: Path | None, node: str) -> Path:
     return folder
 
 
+def _asked(welcome: Welcome) -> tuple[object, ...]:
+    """All that decides whether a task is built, and which."""
+    return welcome.task, welcome.users.tobytes(), welcome.purpose
+
+
 class _CannotTakePartError(Exception):
     """The node cannot do, or must not do, what a server welcomes it to."""
 
@@ -385,8 +390,7 @@ class Membership:
                 allow = f"--trust {path!r} allows it"
                 raise _CannotTakePartError(f"the server wants to run {path!r}; {allow}")
         worker, old = self._handler.worker, self._prepared
-        new = (welcome.task, welcome.users.tobytes())
-        if old is None or (old.task, old.users.tobytes()) != new:
+        if old is None or _asked(old) != _asked(welcome):
             await self._work.stop()
             self._prepared = None
             if objection := self._handler.policy.consent.objection_to_task(welcome):

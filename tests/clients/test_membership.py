@@ -705,6 +705,24 @@ def test_no_task_is_built_that_the_node_does_not_consent_to(
     play(act)
 
 
+def test_a_task_is_built_once_its_purpose_is_one_that_the_node_consents_to(
+    play: Callable[[Act], None],
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny, consent = scene.tiny, scene.consent("purposes = ['research']")
+        async with serving(tiny) as port, scene.joined(port, consent=consent):
+            await tiny.propose()
+            assert "this node consents to" in (await tiny.votes.get()).objection
+            own = np.array([3])
+            tiny.welcome = said(Welcome("people", PRICE.population, own, TASK, "research"))
+            await tiny.script.put((grpc.StatusCode.UNAVAILABLE, "later"))
+            await happens(lambda: bool(scene.player.prepared) and tiny.connected == 1)
+            await tiny.propose()
+            assert (await tiny.votes.get()).objection == ""
+
+    play(act)
+
+
 def test_a_task_that_cannot_be_built_is_waited_out(
     play: Callable[[Act], None], caplog: pytest.LogCaptureFixture
 ) -> None:
