@@ -123,7 +123,7 @@ def _state_folder(given: Path | None, node: str) -> Path:
     return folder
 
 
-def _asked(welcome: Welcome) -> tuple[object, ...]:
+def _task_key(welcome: Welcome) -> tuple[object, ...]:
     """All that decides whether a task is built, and which."""
     return welcome.task, welcome.users.tobytes(), welcome.purpose
 
@@ -390,7 +390,7 @@ class Membership:
                 allow = f"--trust {path!r} allows it"
                 raise _CannotTakePartError(f"the server wants to run {path!r}; {allow}")
         worker, old = self._handler.worker, self._prepared
-        if old is None or _asked(old) != _asked(welcome):
+        if old is None or _task_key(old) != _task_key(welcome):
             await self._work.stop()
             self._prepared = None
             if objection := self._handler.policy.consent.objection_to_task(welcome):

@@ -80,8 +80,8 @@ class Loaded:
 
     users: int
     users_sha256: bytes  # `fedpriv.wire.digest_of` of their ids
-    # The first 8 bytes of SHA-256 of each user's id, ids sorted by code points: who is who, where
-    # positions are the server's to say.
+    # The first 8 bytes of SHA-256 of each user's id, ids sorted by code points. They identify
+    # users; positions do not, since the server assigns them.
     id_digests: bytes
 
 

@@ -8,11 +8,14 @@ import math
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from enum import StrEnum
 from functools import cache
 from numbers import Real
 from operator import index
 from types import NoneType, UnionType
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
+
+Name = TypeVar("Name", bound=StrEnum)
 
 _MOST_NAMES = 40  # that a sentence lists
 _PLAIN = (int, float, str, bool, NoneType)  # types of values that are plain already
@@ -115,6 +118,14 @@ def check_types(**given: tuple[object, type | UnionType]) -> None:
             raise InvalidValueError(
                 f"{name} is {found}; it must be of the type {' or '.join(names)}"
             )
+
+
+def named_value(kind: type[Name], name: str, value: object) -> Name:
+    """The member of an enumeration that a value is, or is the text of."""
+    check_types(**{name: (value, str)})
+    if value not in [*kind]:
+        raise InvalidValueError(f"{name} is {value!r}; {known_names(str(value), kind)}")
+    return kind(str(value))
 
 
 def require(holds: bool, sentence: str) -> None:  # noqa: FBT001

@@ -32,7 +32,7 @@ _STANDARD = vars(logging.makeLogRecord({})).keys() | {"message", "asctime", "tas
 
 
 class LineLimit(logging.Filter):
-    """At most so many records of each level in a minute; a later one says how many are missing."""
+    """Lets so many records of each level pass in a minute; a later one says how many did not."""
 
     def __init__(self, per_minute: int) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ from fedpriv.errors import (
     hold_numbers,
     hold_plain_numbers,
     is_whole,
-    known_names,
+    named_value,
     plain_numbers,
     require,
 )
@@ -39,7 +39,6 @@ from fedpriv.ledger.events import (
     Schedule,
     SumQueryEvent,
     Unit,
-    named_value,
 )
 from fedpriv.ledger.events import (
     SamplingPolicy as Policy,
@@ -722,8 +721,7 @@ class Mechanism:
 
 def check_unit(unit: str, microbatch: int | None) -> str:
     """Return the unit; InvalidValueError unless there is one, of a size if it has several rows."""
-    if unit not in [*Unit]:
-        raise InvalidValueError(f"unit is {unit!r}; {known_names(str(unit), [*Unit])}")
+    unit = named_value(Unit, "unit", unit)
     if (microbatch is not None) != (unit == Unit.MICROBATCH):
         raise InvalidValueError(
             f"microbatch is {microbatch} and unit is {str(unit)!r}; a size is given for the unit "

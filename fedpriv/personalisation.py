@@ -60,10 +60,9 @@ class Personalisation:
     def models(self, task: Task, model: Tensors, users: UserStore) -> dict[str, Tensors]:
         """What users make of the tensors that they train, by user id and name of tensor.
 
-        `model` is what was released, such as `Run.state.model`. A user without examples, or
-        whose training raises, keeps it as it is. What a user gets depends on the model
-        and its own examples alone: to publish it is to publish something of that user's, without
-        noise.
+        `model` is what was released, such as `Run.state.model`. A user without examples, or whose
+        training raises, keeps it as it is. What a user gets depends on the model and its own
+        examples alone: to publish it is to publish something of that user's, without noise.
         """
         tuning = FineTuning(self, task, users, torch.device("cpu"), forgiving=True)
         found = tuning.models(model, users)

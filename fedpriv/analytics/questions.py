@@ -113,7 +113,7 @@ class Question(ABC):
 
     @property
     def characters(self) -> int:
-        """After how many a text is cut, as one user's could take the memory of all others."""
+        """The length to which texts are cut, since one user's could take the memory of all."""
         return _MOST_CHARACTERS
 
     @property

@@ -14,7 +14,6 @@ from enum import StrEnum
 from fractions import Fraction
 from itertools import product
 from numbers import Real
-from typing import TypeVar
 
 from fedpriv.errors import (
     InvalidValueError,
@@ -22,7 +21,7 @@ from fedpriv.errors import (
     hold_numbers,
     hold_plain_numbers,
     is_whole,
-    known_names,
+    named_value,
     plain_numbers,
     require,
 )
@@ -248,17 +247,6 @@ class SamplingEvent:
     def places(self) -> int:
         """How many may be drawn: N users and the canaries, or k places of each for examples."""
         return (self.population + self.canaries) * (self.examples_per_user or 1)
-
-
-Name = TypeVar("Name", bound=StrEnum)
-
-
-def named_value(kind: type[Name], name: str, value: object) -> Name:
-    """The member of an enumeration that a value is, or is the text of."""
-    check_types(**{name: (value, str)})
-    if value not in [*kind]:
-        raise InvalidValueError(f"{name} is {value!r}; {known_names(str(value), kind)}")
-    return kind(str(value))
 
 
 def kinds_text(kinds: Iterable[EventKind]) -> str:

@@ -33,6 +33,7 @@ from fedpriv.errors import (
     LedgerError,
     check_types,
     hold_numbers,
+    named_value,
     require,
 )
 from fedpriv.ledger.database import Database, FileFormat, insertion
@@ -48,7 +49,6 @@ from fedpriv.ledger.events import (
     SumQueryEvent,
     Trial,
     Unit,
-    named_value,
     repeated,
 )
 from fedpriv.ledger.participation import Head, ParticipationRecord

@@ -111,7 +111,7 @@ def _refined(
 ) -> Ends:
     """The interval of all tries together, until it is at most width[0]·up + width[1] wide."""
     worst, best = _few(pairs)
-    noisy, near, seen = _without_the_seen(worst)
+    noisy, near, seen = _split_by_noise(worst)
     rough_below, rough_above = (
         tuple((pair, planned_for(n)) for pair, n in each.items()) for each in (near, noisy)
     )
@@ -196,9 +196,10 @@ def _few(pairs: Pairs) -> tuple[Pairs, Pairs]:
     return above, below
 
 
-def _without_the_seen(pairs: Pairs) -> tuple[Pairs, Pairs, float]:
-    """Those with enough noise; all, with enough; and a bound on the chance to matter in the others.
+def _split_by_noise(pairs: Pairs) -> tuple[Pairs, Pairs, float]:
+    """Pairs with enough noise; all pairs, with noise raised to enough; and what the rest may show.
 
+    The last is a bound on the chance that a user is sampled in any round with too little noise.
     Where a user matters with probability s, P = (1 − s)·R + s·A and Q = (1 − s)·R + s·B with one R.
     By joint convexity H_ε(P‖Q) ≤ (1 − s)·(1 − e^ε)_+ + s at every real ε, in both directions and
     however little noise there is: that is the curve of a loss which is infinite with probability s
