@@ -112,19 +112,23 @@ def check_types(**given: tuple[object, type | UnionType]) -> None:
     """
     for name, (value, kind) in given.items():
         if not isinstance(value, kind):
-            found = "None" if value is None else f"of the type {type(value).__name__}"
             legal = kind.__args__ if isinstance(kind, UnionType) else (kind,)
             names = ["None" if each is NoneType else each.__name__ for each in legal]
             raise InvalidValueError(
-                f"{name} is {found}; it must be of the type {' or '.join(names)}"
+                f"{name} is {_type_of(value)}; it must be of the type {' or '.join(names)}"
             )
+
+
+def _type_of(value: object) -> str:
+    return "None" if value is None else f"of the type {type(value).__name__}"
 
 
 def named_value(kind: type[Name], name: str, value: object) -> Name:
     """The member of an enumeration that a value is, or is the text of."""
-    check_types(**{name: (value, str)})
+    if not isinstance(value, str):
+        raise InvalidValueError(f"{name} is {_type_of(value)}; {known_names('', kind)}")
     if value not in [*kind]:
-        raise InvalidValueError(f"{name} is {value!r}; {known_names(str(value), kind)}")
+        raise InvalidValueError(f"{name} is {value!r}; {known_names(value, kind)}")
     return kind(str(value))
 
 

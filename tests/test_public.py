@@ -193,7 +193,10 @@ def named(name: object) -> fedpriv.Population:
         (lambda: fedpriv.Mechanism.poisson(accountant=None), "accountant is None; it must be of"),
         (lambda: fedpriv.epsilon([], 1e-3, None), "accountant is None; it must be of the type str"),
         (lambda: fedpriv.Mechanism.poisson(averaging=0), "averaging is of the type int; it must"),
-        (lambda: fedpriv.EveryUser(X).of(3, "user"), "relation is of the type ndarray; it must be"),
+        (
+            lambda: fedpriv.EveryUser(X).of(3, "user"),
+            "relation is of the type ndarray; known names: ",
+        ),
         (lambda: fedpriv.Part("conv*", fedpriv.Flat(1.0)), "they must be a list of globs"),
         (lambda: fedpriv.SGD("a", steps=1), "learning_rate is 'a'; it must be positive"),
         (lambda: fedpriv.SGD(0.1, epochs=1.5), "epochs is 1.5; it must be a whole number"),

@@ -88,10 +88,10 @@ def test_a_policy_given_as_text_is_checked() -> None:
 
 @pytest.mark.parametrize("name", ["policy", "relation", "unit"])
 @pytest.mark.parametrize(
-    ("value", "found"), [("sh", "is 'sh'; "), (None, "is None; it"), (["user"], "is of the type l")]
+    ("value", "found"), [("sh", "'sh'"), (None, "None"), (["user"], "of the type list")]
 )
 def test_other_names_are_refused(name: str, value: object, found: str) -> None:
-    with pytest.raises(InvalidValueError, match=f"{name} {found}"):
+    with pytest.raises(InvalidValueError, match=f"{name} is {found}; known names: "):
         replace(ONE_OF_EACH[0].sampling, **{name: value})
 
 
