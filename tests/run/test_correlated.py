@@ -107,7 +107,10 @@ def test_a_plan_keeps_the_strategy_that_was_found(tmp_path: Path) -> None:
             for given in ("1.0", "['a']", "'a'")
         ),
         (["noise.options={momentum = 'a'}"], "momentum is 'a'; it must be in [0, 1)"),
-        (["noise.options={objective = 3}"], "objective is of the type int; it must be"),
+        (
+            ["noise.options={objective = 3}"],
+            "objective is of the type int; known names: largest, mean",
+        ),
         (["noise.options={coefficients = [1.0, 0.3]}"], "coefficient 1 is 0.3; it must be a whole"),
         (
             ["noise.options={objective = 'worst'}"],
