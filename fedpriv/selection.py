@@ -10,13 +10,16 @@ that learns from trial to trial, as Optuna's do but for the random one, has no s
 
 import math
 from collections.abc import Callable, Sequence
+from decimal import Decimal, localcontext
 
 import numpy as np
 from numpy.typing import NDArray
 
 Vector = NDArray[np.float64]
 
-_BITS = 52
+TRIAL_BITS = 512
+"""Random bits that a number of trials is drawn from."""
+_DIGITS = 200  # far more than these bits tell
 _LARGEST_LOG = 690.0
 
 
@@ -71,19 +74,24 @@ def _mean(log_gamma: float, shape: float) -> float:
 
 
 def number_of_trials(word: int, mean: float, shape: float | None = None) -> int:
-    """K of a secret word of 52 random bits: what K exceeds with chance (word + ½)·2⁻⁵² at most.
+    """K of a secret word of 512 random bits, by inversion. Poisson K may be 0.
 
-    So the law of K is within 2⁻⁵² of the one that is priced, which adds at most (1 + e^ε)·2⁻⁵² to
-    δ: no more than rounding does. Poisson K may be 0.
+    The chance of each K is that of the law up to 2⁻⁵¹², so that what this adds to δ, for all K
+    together and times e^ε, is far below any δ that is priced.
 
-    >>> number_of_trials(2**51, 20.0), number_of_trials(2**51, 20.0, 1.0)
+    >>> number_of_trials(2**511, 20.0), number_of_trials(2**511, 20.0, 1.0)
     (20, 14)
     """
-    from scipy.stats import nbinom, poisson  # noqa: PLC0415 - slow, and only searches draw K
-
-    share = (word + 0.5) * 2.0**-_BITS
-    if shape is None:
-        return int(poisson.isf(share, mean))
-    gamma = gamma_of(mean, shape)
-    some = -math.expm1(shape * math.log(gamma))  # the law's chance of a trial before truncation
-    return max(1, int(nbinom.isf(share * some, shape, gamma)))
+    with localcontext(prec=_DIGITS):
+        left, average = (Decimal(word) + Decimal("0.5")) / 2**TRIAL_BITS, Decimal(mean)
+        gamma, eta = Decimal(1), Decimal(1)
+        k, chance = 0, (-average).exp()
+        if shape is not None:
+            gamma, eta = Decimal(gamma_of(mean, shape)), Decimal(shape)
+            k, chance = 1, (1 - gamma) * eta / (gamma**-eta - 1)
+        while left >= chance:
+            left -= chance
+            growth = average if shape is None else (1 - gamma) * (k + eta)
+            chance *= growth / (k + 1)
+            k += 1
+    return k

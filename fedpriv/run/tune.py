@@ -85,7 +85,7 @@ from fedpriv.privacy.sampling import FixedSizeSampling, PoissonSampling
 from fedpriv.report.tables import Column, Table, print_table
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import RunSetup
-from fedpriv.selection import number_of_trials
+from fedpriv.selection import TRIAL_BITS, number_of_trials
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.rounds import (
     RoundResult,
@@ -574,7 +574,7 @@ class _Search:
         """
         seed, best = self.setup.config.seed, None
         secret = random.SystemRandom() if seed is None else random.Random(seed)
-        count = number_of_trials(secret.getrandbits(52), self.section.trials, self.shape)
+        count = number_of_trials(secret.getrandbits(TRIAL_BITS), self.section.trials, self.shape)
         # Logs and warnings could tell of trials that are not released.
         with silenced(logging.CRITICAL), warnings.catch_warnings(action="ignore"):
             for number in range(count):

@@ -20,6 +20,7 @@ from fedpriv.accounting.rdp import DEFAULT_ORDERS, composed_rdp
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import RoundEvent, Selection, Trial
 from fedpriv.selection import (
+    TRIAL_BITS,
     gamma_of,
     number_of_trials,
     selected_rdp,
@@ -53,14 +54,25 @@ def test_the_law_of_the_number_of_trials_is_that_of_the_paper(mean: float, shape
     chances = pmf(mean, shape, 20_000)
     assert chances.sum() == pytest.approx(1.0)
     assert chances @ np.arange(len(chances)) == pytest.approx(mean, rel=1e-9)
-    for word in np.linspace(0, 2**52 - 1, 2001).astype(np.int64):
-        k, share = number_of_trials(int(word), mean, shape), (float(word) + 0.5) / 2**52
+    for part in range(0, 2048, 7):
+        share = (part + 0.5) / 2048
+        k = number_of_trials(int(share * 2**TRIAL_BITS), mean, shape)
         assert k >= (0 if shape is None else 1)
-        assert chances[k + 1 :].sum() - 1e-9 <= share <= chances[k:].sum() + 1e-9
+        assert chances[:k].sum() - 1e-9 <= share <= chances[: k + 1].sum() + 1e-9
+
+
+def test_numbers_of_trials_that_are_rarer_than_any_delta_occur() -> None:
+    """The law is not cut off where a δ that is priced could tell."""
+    rarest = 2**TRIAL_BITS - 1
+    # The geometric law with mean 2: K is above k with chance 2⁻ᵏ.
+    assert number_of_trials(rarest - (1 << TRIAL_BITS - 200), 2.0, 1.0) in (200, 201)
+    assert number_of_trials(rarest, 2.0, 1.0) == pytest.approx(TRIAL_BITS + 1, abs=1)
+    # No trial at all has the chance e⁻¹⁰⁰.
+    assert number_of_trials(0, 100.0) == 0 < number_of_trials(1 << TRIAL_BITS - 140, 100.0)
 
 
 def test_secret_numbers_of_trials_have_the_mean() -> None:
-    drawn = [number_of_trials(secrets.randbits(52), 5.0, 1.0) for _ in range(4000)]
+    drawn = [number_of_trials(secrets.randbits(TRIAL_BITS), 5.0, 1.0) for _ in range(4000)]
     # Five standard errors of the geometric law, whose standard deviation is √20.
     assert abs(np.mean(drawn) - 5.0) < 5 * math.sqrt(20.0 / 4000)
 
