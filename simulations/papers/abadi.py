@@ -2,7 +2,7 @@
 
     python -m simulations.papers.abadi
 
-Section 2 of the paper: q = 0.01, σ = 4, δ = 1e-5 and T = 10,000 rounds.
+Section 3.1 of the paper: q = 0.01, σ = 4, δ = 1e-5 and T = 10,000 rounds.
 """
 
 import math

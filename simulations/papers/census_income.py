@@ -29,7 +29,7 @@ from fedpriv.errors import FedprivError
 from simulations.papers.results import write_numbers
 
 COLUMNS = ("income", "age", "educ", *YES_OR_NO)
-# Section 3.1 of the paper; its probability is 256/29,305.
+# Section 4.1 of the paper; its probability is 256/29,305.
 LOT, NOISE_MULTIPLIER, CLIPPING_NORM, LEARNING_RATE, DELTA = 256, 0.55, 1.0, 0.15, 1e-5
 EPOCHS, EPOCHS_WITHOUT_PRIVACY = 18, 20
 PAPER = {"private network": "84.0%", "network without privacy": "84.5%"}
