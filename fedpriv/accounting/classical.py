@@ -165,6 +165,6 @@ def _round_epsilons(rounds: Rounds, log_delta: float) -> Vector:
     """ε of one round of each (q, z), where all rounds together may spend δ."""
     q, z, counts = arrays(rounds)
     each = log_delta - _ROUNDING - math.log(counts.sum()) - np.log(q)
-    # A δ₀ of 1 allows everything: the round is (0, q)-DP.
+    # A δ₀ of 1 allows everything: the round is (0, q)-DP. But without noise ε is ∞ by convention.
     base = gaussian.epsilons(np.minimum(each, -_ROUNDING), z)
-    return np.where(each >= 0.0, 0.0, amplified_epsilon(base, q))
+    return np.where((each >= 0.0) & (z > 0.0), 0.0, amplified_epsilon(base, q))

@@ -96,6 +96,8 @@ class AccountantConformance(ABC):
         events = [poisson_gaussian(0.01, 1.0, 10), poisson_gaussian(0.01, 0.0)]
         assert self.epsilon(*events) == math.inf
         assert self.accountant.delta(events, 3.0) == 1.0
+        # Even where δ alone covers the chance of being sampled.
+        assert self.accountant.epsilon(events[1:], 0.5).epsilon == math.inf
 
     def test_the_loss_says_what_it_is(self) -> None:
         loss = self.accountant.epsilon(iter([poisson_gaussian(0.01, 1.0, 10)]), 1e-7)
