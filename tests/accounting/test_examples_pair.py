@@ -189,6 +189,16 @@ def test_compositions_are_those_of_a_published_library(
     assert low <= pessimistic <= up * 1.001
 
 
+@pytest.mark.parametrize(("k", "q", "z", "delta"), [(64, 0.05, 1.6, 0.3), (100, 0.1, 5.0, 0.2)])
+def test_a_large_delta_is_told_as_narrowly_as_a_small_one(
+    k: int, q: float, z: float, delta: float
+) -> None:
+    low, up = epsilon_interval_of({ExamplesPair(q, z, examples=k): 1}, delta)
+    assert low < up < 1.001 * low
+    at_low, at_up = (max(mixture_delta(k, q, z, e, way) for way in Direction) for e in (low, up))
+    assert at_up <= delta <= at_low
+
+
 def test_more_examples_more_sampling_and_less_noise_cost_more() -> None:
     settings_of = [
         [(k, 0.05, 4.0) for k in (1, 2, 5, 20, 300)],

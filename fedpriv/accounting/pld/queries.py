@@ -41,6 +41,7 @@ _WIDTH, _LEAST_WIDTH, _DELTA_WIDTH = 1e-3, 1e-6, 0.05
 # How often a wide interval is computed again, how much finer at most each time, and the share of
 # the last width above which finer lattices do not help.
 _TRIES, _FINEST, _PROGRESS = 6, 1 / 64, 0.8
+_FAR = 0.1  # relative width of an interval of ε whose windows may have missed it
 # Numbers of different pairs, each of which needs a transform: up to the first they are composed
 # again where that helps, up to the second once, and more are grouped.
 _REFINED, _GROUPS = 16, 32
@@ -74,7 +75,17 @@ def epsilon_interval(pairs: Pairs, delta: float) -> Ends:
         return gaussian.epsilon_interval(delta, z)
     width = _WIDTH, _LEAST_WIDTH
     ends_of = epsilon_below, epsilon_above
-    return _refined(pairs, delta, _aim_at_delta, ends_of, width, _power_of_two)
+    low, up = _refined(pairs, delta, _aim_at_delta, ends_of, width, _power_of_two)
+    missed = max(_FAR * up, _LEAST_WIDTH) < up - low < math.inf
+    if low == 0.0 or not missed:
+        return low, up
+
+    # The Chernoff bound of a large δ can be far above its ε, and the window with it.
+    def aim_at_low(some: Pairs, _delta: float, direction: Direction) -> _Aim:
+        return _aim_at_epsilon(some, low, direction)
+
+    again = _refined(pairs, delta, aim_at_low, ends_of, width, int)
+    return max(low, again[0]), min(up, again[1])
 
 
 def delta_interval(pairs: Pairs, epsilon: float) -> Ends:
