@@ -289,12 +289,18 @@ def _service(
 
 def _newest_model(folder: RunFolder) -> bytes | None:
     found = checkpoints(folder.checkpoints)
-    return _model_at(folder, found[-1]) if found else None
+    if not found:
+        return None
+    told = folder.metrics.stat().st_size if folder.metrics.exists() else 0
+    return _model_at(folder, found[-1], told)
 
 
 @lru_cache(maxsize=1)
-def _model_at(folder: RunFolder, path: Path) -> bytes | None:
-    """What a checkpoint holds of the model; None if no round was released before it."""
+def _model_at(folder: RunFolder, path: Path, _told: int) -> bytes | None:
+    """What a checkpoint holds of the model, at so many bytes of metrics, which say what it cost.
+
+    None if no round was released before it.
+    """
     state = load_checkpoint(path).state
     return released_model(state, folder.results()) if state.round else None
 
@@ -314,6 +320,7 @@ def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, ro
     state, end = RunState.STOPPED, End.SHUTTING_DOWN
     try:
         outcome = run(show)
+        publish(epsilon=outcome.epsilon)  # it may have paid for more than its last round
         _log.info("the run ended: %s", outcome.stop)
         if outcome.stop not in (Stop.ASKED, Stop.DECLINED):
             state, end = RunState.FINISHED, End.RUN_OVER

@@ -251,7 +251,7 @@ def read_run(folder: Path) -> RunRecord:
         budget=None if config.privacy.unsafe_no_privacy else config.privacy.epsilon,
         accountant=config.privacy.accountant,
         ledger=content,
-        verification=Verification(head, cohorts, len(releases)),
+        verification=Verification(head, cohorts, len({release.charge for release in releases})),
         rounds=tuple(results),
         simulation_only=tuple(collected),
         audit=run.read_audit(),

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -55,7 +56,7 @@ from fedpriv.errors import (
     RefutedError,
 )
 from fedpriv.ledger.events import RoundEvent
-from fedpriv.ledger.ledger import Ledger, paid_events
+from fedpriv.ledger.ledger import ChargedRow, Ledger, paid_events
 from fedpriv.ledger.participation import beside, digest_of_users
 from fedpriv.local import ALGORITHMS
 from fedpriv.logs import one_line
@@ -380,10 +381,9 @@ def _reached(
     for release in folder.releases():
         if release.round > checkpoint_every:
             return f"released round {release.round} in {folder.metrics}"
-    users_of = records.participation.users_of
     for row in records.ledger.charges():
         later = row.run == plan.run and row.round > checkpoint_every
-        if later and users_of(row.cohort_commitment).size:  # nobody is asked in rounds forgone
+        if later and _has_cohort(row, records):
             return f"charged round {row.round} in its ledger"
     return None
 
@@ -414,10 +414,14 @@ def conduct(
 
     section, evaluation = experiment.config.stopping, experiment.evaluation
     stopping = section.build() if section else None
-    before = (each for each in folder.results() if each.round <= state.round)
+    led = folder.results()
+    before = [each for each in led if each.round <= state.round]
     values = [value for each in before for value in _read(section, each)]
     if stopping is not None and stopping.reached(values):  # a new rule, or killed as it stopped
         _charge_forgone(folder, experiment, state, records)
+        last = replace(before[-1], epsilon=records.ledger.epsilon(records.budget))
+        if last != led[-1]:  # else the model would be said to cost less
+            with_room(partial(folder.append_metrics, asdict(last)))
     observed: tuple[OnRelease, ...] = (auditor.observe,) if auditor else ()
     rounds = train(plan, state, transport, records, experiment.entropy, *observed)
     stop, latest, figures = Stop.NO_GAIN, None, dict[str, Any]()
@@ -485,9 +489,8 @@ def _charge_forgone(
 ) -> None:
     """Charge what a run that is to stop would have charged, up to its last round or its budget.
 
-    A run that was killed before goes on from its last checkpoint, so that what it had released
-    since then is charged once more, as it would be without a rule. What it had charged and not
-    released, here or in a round, is not.
+    A run that was killed before goes on from its last checkpoint, so that what it had charged since
+    then is charged once more, as it would be without a rule. What it had forgone is not.
     """
     plan, evaluation = experiment.plan, experiment.evaluation
     event, source = plan.mechanism_at(state.clipping_norms).event, experiment.entropy.randomness
@@ -495,12 +498,15 @@ def _charge_forgone(
     paid = state.round + (together - series[0].part if series else 0)
     planned = range(state.round + 1, plan.rounds + 1)
     due = {n for n in planned if evaluation and evaluation.due(n, last=n == plan.rounds)}
-    asked = [r.round for r in records.ledger.charges() if evaluation and r.run == evaluation.run]
-    if evaluation and not evaluation.due(state.round, last=False) and state.round in asked:
+    asked = [r for r in records.ledger.charges() if evaluation and r.run == evaluation.run]
+    times = Counter(row.round for row in asked)
+    if evaluation and not evaluation.due(state.round, last=False) and times[state.round]:
         due -= {min(due, default=0)}  # asked as the last, in place of the next that was due
-    releases = folder.releases()
-    due -= set(asked) - {each.round for each in releases}
-    unused = _unused(plan, state, records, {each.charge for each in releases})
+    released = {each.charge: each.round for each in folder.releases()}
+    told = Counter(released.values())
+    forgone = {row.round for row in asked if not _has_cohort(row, records)}
+    due -= {number for number in forgone if times[number] > told[number]}
+    unused = _unused(plan, state, records, released.keys())
     for number in planned:
         if number > paid:
             try:
@@ -517,7 +523,11 @@ def _charge_forgone(
 def _unused(
     plan: TrainingPlan, state: ServerState, records: PrivacyRecords, released: Set[str]
 ) -> int:
-    """How many charges for rounds to come have paid for no release and no open series."""
+    """How many charges for rounds to come were made as forgone.
+
+    One of a round that was asked and lost is none of them: what it released may have ended the run,
+    which the charges that followed tell.
+    """
     own = [row for row in records.ledger.charges() if row.run == plan.run]
     begun, key_of = {row.series for row in own}, records.participation.series_key
     return sum(
@@ -526,8 +536,14 @@ def _unused(
         and row.hash not in released
         and row.position not in begun
         and key_of(row.cohort_commitment) is None
+        and not _has_cohort(row, records)
         for row in own
     )
+
+
+def _has_cohort(row: ChargedRow, records: PrivacyRecords) -> bool:
+    """Whether anybody was asked; nobody is in what is forgone."""
+    return bool(records.participation.users_of(row.cohort_commitment).size)
 
 
 def _measured(experiment: Experiment, model: Tensors) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from torch import nn
 
 import fedpriv
@@ -18,6 +19,7 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Ledger, paid_events
 from fedpriv.ledger.participation import ParticipationRecord, beside
 from fedpriv.run import run as run_module
+from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Run
 from fedpriv.training.rounds import Stop
 from fedpriv.training.stopping import Stopping
@@ -183,7 +185,7 @@ def test_resuming_stops_in_the_same_round_and_nothing_is_left_to_go_on_with(tmp_
     )
 
 
-NEVER_ENOUGH = Stopping("loss", 1, least_gain=1e3)  # ends a run after 2 rounds
+NEVER_ENOUGH = Stopping("loss", 1, least_gain=1e12)  # ends a run after 2 rounds
 PASSES = fedpriv.Mechanism(fedpriv.RandomAllocation(5), fedpriv.Flat(1.0), metrics=LOSS)
 
 
@@ -203,7 +205,14 @@ def paid(folder: Path) -> Counter[object]:
         return Counter(paid_events(ledger.charges()))
 
 
-@pytest.mark.parametrize("mechanism", [fedpriv.Mechanism.poisson(0.5, fedpriv.Flat(1.0)), PASSES])
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        fedpriv.Mechanism.poisson(0.5, fedpriv.Flat(1.0)),
+        fedpriv.Mechanism.poisson(1e-6, fedpriv.Flat(1.0)),  # whose cohorts are empty
+        PASSES,
+    ],
+)
 @pytest.mark.parametrize(("after", "every"), [(4, 1), (4, 4), (6, 4), (2, 4)])
 def test_a_rule_that_is_new_to_a_resumed_run_costs_what_it_would_have_cost_to_go_on(
     tmp_path: Path, mechanism: fedpriv.Mechanism, after: int, every: int
@@ -219,6 +228,15 @@ def test_a_rule_that_is_new_to_a_resumed_run_costs_what_it_would_have_cost_to_go
         events.append(paid(folder))
     assert ended.stop is Stop.NO_GAIN
     assert events[0] == events[1]
+    # What was released states what it has cost, and the rounds are those of the model.
+    assert ended.rounds[-1].epsilon == ended.epsilon
+    assert [each.round for each in ended.rounds] == list(range(1, ended.state.round + 1))
+    with safe_open(folder / "model.safetensors", "numpy") as model:
+        assert json.loads(model.metadata()["release"])["epsilon"] == ended.epsilon
+    if mechanism is not PASSES:  # of which one that is under way is paid once more
+        lines = (folder / "metrics.jsonl").read_text()
+        run(folder, rule, plentiful, rounds=ROUNDS, resume=True, **others)
+        assert (paid(folder), (folder / "metrics.jsonl").read_text()) == (events[1], lines)
 
 
 @pytest.mark.parametrize("mechanism", [fedpriv.Mechanism.poisson(0.5, fedpriv.Flat(1.0)), PASSES])
@@ -248,6 +266,38 @@ def test_a_run_that_is_killed_while_it_pays_for_what_it_forgoes_pays_the_rest_on
     for _ in range(2):
         run(tmp_path / "again", NEVER_ENOUGH, **others)
         assert paid(tmp_path / "again") == paid(tmp_path / "once")
+
+
+def test_a_round_that_was_lost_as_its_release_ended_the_run_pays_for_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = fedpriv.FederatedEvaluation(20.0, every=2, report=LOSS)
+    plentiful = replace(POISSON, noise_multiplier=4.0, epsilon=100.0, rounds=None)
+    others: dict[str, object] = {"checkpoint_every": 4, "federated_evaluation": asked}
+    others |= {"mechanism": plentiful, "rounds": ROUNDS}
+    append, charge = RunFolder.append_metrics, run_module.charge_forgone
+
+    def cut_short(folder: RunFolder, row: dict[str, object]) -> None:
+        if row["round"] == 6:
+            raise KeyboardInterrupt
+        append(folder, row)
+
+    def charge_one(*given: object) -> None:
+        charge(*given)
+        raise KeyboardInterrupt
+
+    # One run is killed when it has released round 6, the other when it has also charged for round
+    # 7, by which its ledger tells that round 6 ended it.
+    rules = {"without": (None, None), "with": (Stopping("loss", 3, least_gain=1e12), NEVER_ENOUGH)}
+    for name, (first, then) in rules.items():
+        with monkeypatch.context() as patched:
+            patched.setattr(RunFolder, "append_metrics", cut_short)
+            patched.setattr(run_module, "charge_forgone", charge_one)
+            with pytest.raises(KeyboardInterrupt):
+                run(tmp_path / name, first, **others)
+        ended = run(tmp_path / name, then, resume=True, **others)
+    assert (ended.stop, len(ended.rounds)) == (Stop.NO_GAIN, 4)
+    assert paid(tmp_path / "with") == paid(tmp_path / "without")
 
 
 def test_a_file_asks_for_it_and_the_result_says_why(tmp_path: Path) -> None:

@@ -1,13 +1,18 @@
 """What the server says of itself: to who connects, in an offer, and to who asks."""
 
 import io
+import json
+import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 from federation import PARAMETERS, make_plan, open_records
+from safetensors import safe_open
 
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.policies import poisson_gaussian
@@ -19,11 +24,19 @@ from fedpriv.ledger.participation import Head, ParticipationRecord, beside
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PrivacyRecords
+from fedpriv.run.folder import RunFolder
 from fedpriv.server import deployment
 from fedpriv.server.collection import prices, welcomes
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.service import Service, status_at_start
-from fedpriv.training.rounds import TrainingPlan, initial_state
+from fedpriv.training.rounds import (
+    Checkpoint,
+    RoundResult,
+    Stop,
+    TrainingPlan,
+    initial_state,
+    save_checkpoint,
+)
 from fedpriv.wire import RunState, decode_welcome, encode_welcome
 from tests.opening import open_round
 from tests.server import test_refused_starts as refused_starts
@@ -185,3 +198,28 @@ def test_a_ledger_may_be_sent_in_many_threads(tmp_path: Path) -> None:
         with ThreadPoolExecutor(8) as pool:
             found = set(pool.map(lambda _: text_since(records.ledger, None), range(50)))
     assert found == {exported(path).decode()}
+
+
+def test_the_newest_model_says_what_the_run_has_cost_since(tmp_path: Path) -> None:
+    folder, plan = RunFolder(tmp_path), make_plan()
+    state = replace(initial_state(plan, PARAMETERS), round=1)
+    save_checkpoint(folder.checkpoints, Checkpoint(state, plan.digest, Head(1, "5f")))
+    for spent in (1.0, 2.0):  # at its release, and once a rule has ended the run
+        result = RoundResult("run", 9, 1, 0, "5f", spent, 1e-5, 8.0, {"update": 1.0})
+        folder.append_metrics(asdict(result))
+        (tmp_path / "model").write_bytes(deployment._newest_model(folder) or b"")
+        with safe_open(tmp_path / "model", "numpy") as model:
+            assert json.loads(model.metadata()["release"])["epsilon"] == spent
+
+
+def test_in_the_end_the_status_says_what_the_whole_run_has_cost() -> None:
+    status = dict[str, object]()
+    service: Any = SimpleNamespace(
+        publish=status.update,
+        connections=SimpleNamespace(end_all=lambda _: None),
+        authentication=SimpleNamespace(idle_seconds=lambda: math.inf),
+    )
+    listener: Any = SimpleNamespace(service=service, call=lambda function: function())
+    ended: Any = SimpleNamespace(stop=Stop.NO_GAIN, epsilon=2.0)
+    assert deployment._published(lambda _: ended, listener, 4, 9) is ended
+    assert status == {"round": 4, "epsilon": 2.0, "state": RunState.FINISHED}
