@@ -87,7 +87,8 @@ class RunFolder:
         _append(self.metrics, row, "strings")
 
     def append_simulation_only(self, row: Mapping[str, object]) -> None:
-        """Add a line, durably; numbers that are not finite are null."""
+        """Add a line, durably; numbers that are not finite are null. Its owner alone can read it."""
+        self.simulation_only.touch(0o600)
         _append(self.simulation_only, row, "null")
 
     def append_measurement(self, row: Mapping[str, object]) -> None:

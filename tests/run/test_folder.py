@@ -1,5 +1,6 @@
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,11 @@ def test_a_run_that_another_process_begins_is_left_alone(tmp_path: Path) -> None
     with RunFolder(out).held():
         assert "that another process is at" in refused("simulate", "digits", "--out", out)
     assert list(out.iterdir()) == []
+
+
+def test_only_its_owner_reads_what_is_not_private(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for number in (1, 2):
+        folder.append_simulation_only({"round": number})
+        assert stat.S_IMODE(folder.simulation_only.stat().st_mode) == 0o600
+    assert folder.simulation_only.read_text() == '{"round":1}\n{"round":2}\n'
