@@ -101,6 +101,8 @@ class GridTransport(Transport):
     ) -> PartialSum | None:
         """What a reply adds to the sum; None if it does not count."""
         name = self.hosting.log_name(node)
+        if self.required:  # a worker of a simulation
+            name = f"simulation only, not private: {name}"
         if isinstance(reply, str):
             _log.warning("%s counts as zero: %s", name, reply)
             return None

@@ -208,6 +208,14 @@ class TestEnrolledNodes(TransportConformance):
         return request_to(list(range(USERS)))
 
 
+def test_what_goes_wrong_at_workers_of_a_simulation_is_marked_as_not_private(
+    grids: list[LocalGrid], caplog: pytest.LogCaptureFixture
+) -> None:
+    list(simulated(grids, workers=1)[1].collect(request_to(list(range(USERS)))))
+    unfinished = "worker-0: unfinished: training of some users failed or took too long"
+    assert f"simulation only, not private: {unfinished}" in caplog.messages
+
+
 def test_workers_and_nodes_give_what_one_process_gives(
     folder: Path, grids: list[LocalGrid]
 ) -> None:
