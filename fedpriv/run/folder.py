@@ -87,7 +87,7 @@ class RunFolder:
         _append(self.metrics, row, "strings")
 
     def append_simulation_only(self, row: Mapping[str, object]) -> None:
-        """Add a line, durably; numbers that are not finite are null. Its owner alone can read it."""
+        """Add a line, durably, for its owner alone; numbers that are not finite are null."""
         self.simulation_only.touch(0o600)
         _append(self.simulation_only, row, "null")
 

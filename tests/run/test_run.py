@@ -1,18 +1,28 @@
 """A run at the server: every checkpoint is there before the next charge."""
 
+import hashlib
+import itertools
+import re
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
+import fedpriv
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.build import simulated
 from fedpriv.config import parse_config
+from fedpriv.data.population import UserStore
 from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.ledger.participation import beside
+from fedpriv.privacy.gaussian_mechanism import GaussianQuery
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run import run
 from fedpriv.run.folder import RunFolder
@@ -89,3 +99,73 @@ def test_epsilon_is_that_of_the_ledger_where_no_round_is_left_of_the_budget(tmp_
         found = conducted()
         assert (found.stop, found.rounds) == (Stop.BUDGET, ())
         assert found.epsilon == records.ledger.epsilon(records.budget) > records.budget.epsilon
+
+
+HELD: dict[str, Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]] = {
+    "nothing": lambda x, y: (x[:0], y[:0]),
+    "very much": lambda x, y: (x.repeat(100, 0), y.repeat(100)),
+    "NaN": lambda x, y: (x * np.float32(np.nan), y),
+    "huge numbers": lambda x, y: (np.full_like(x, 3e38), y),
+    "labels that are none": lambda x, y: (x, y - 9),
+}
+
+
+def written(folder: Path, held: str | None) -> dict[str, bytes]:
+    """All that a run of noise alone writes but secrets, where one user holds this."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(30, 3, 4)).astype(np.float32), rng.integers(0, 3, (30, 3))
+    own = HELD[held](x[0], y[0]) if held else (x[0], y[0])
+    columns = [np.concatenate([one, *all_[1:]]) for one, all_ in zip(own, (x, y), strict=True)]
+    offsets = np.cumsum([0, len(own[0]), *[3] * 29])
+    users = UserStore(dict(zip("xy", columns, strict=True)), offsets)
+    people = fedpriv.Population("people: 30", users, {"x": x[0], "y": y[0]})
+    mechanism = fedpriv.Mechanism.poisson(
+        q=0.5,
+        clipping=fedpriv.PerLayer(0.1),
+        adaptive=fedpriv.AdaptiveClipping(),
+        metrics={"loss": {"bound": 3.0}, "label-counts": {"classes": 3, "bound": 5.0}},
+    ).with_noise(1.0, epsilon=100.0, delta=1e-2)
+    torch.manual_seed(0)
+    fedpriv.simulate(
+        people,
+        fedpriv.Task(nn.Linear(4, 3)),
+        mechanism,
+        federated_evaluation=fedpriv.FederatedEvaluation(5.0, every=2),
+        stopping=fedpriv.Stopping("loss", patience=2, least_gain=1e9),
+        rounds=6,
+        seed=1,
+        out=folder,
+        quiet=True,
+    )
+    found = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    del found["ledger.participation.sqlite"]
+    timed = rb'"simulation_only_seconds":[^,]*'
+    found["metrics.jsonl"] = re.sub(timed, b"", found["metrics.jsonl"])
+    return found
+
+
+def test_all_that_a_run_writes_follows_from_what_it_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noised = GaussianQuery.noised_average
+
+    def noise_alone(
+        query: GaussianQuery, total: np.ndarray, source: object, name: str, *_: object
+    ) -> object:
+        return noised(query, np.zeros_like(total), source, name)
+
+    monkeypatch.setattr(GaussianQuery, "noised_average", noise_alone)
+    runs = {}
+    for held in (None, *HELD):
+        drawn = itertools.count()
+
+        def token(size: int, drawn: Iterator[int] = drawn) -> bytes:  # of ledgers and salts
+            return hashlib.shake_256(str(next(drawn)).encode()).digest(size)
+
+        monkeypatch.setattr(secrets, "token_bytes", token)
+        monkeypatch.setattr(secrets, "token_hex", lambda size, token=token: token(size).hex())
+        runs[held] = written(tmp_path / str(held), held)
+    plain = runs.pop(None)
+    assert {"ledger.sqlite", "metrics.jsonl", "model.safetensors", "plan.toml"} <= plain.keys()
+    for held, found in runs.items():
+        assert found == plain, held
