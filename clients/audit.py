@@ -7,6 +7,7 @@ lies about its noise, nor one that keeps two ledgers and shows each node its own
 
 import asyncio
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -83,7 +84,7 @@ def confirm(examined: Examined, known: Remembered, offer: Terms | None = None) -
       it, in each run that the node was offered a round of.
     * Of an attempt that the node took part in, the round was charged by this attempt, or a later
       one where it was abandoned, as that part of such an event as was offered, or by a later one as
-      a new event of that kind, with at most its q and at least its z.
+      a new event of that kind, with its q and its z: who charges less understates ε.
     * A round that is offered as a part of an event that was charged before is the next part of the
       last one that its run has charged.
     * The ε that is offered is not below the least that the charges which the offer counts and the
@@ -148,22 +149,28 @@ def price_with(examined: Examined, offer: Terms) -> float:
 def _fits(row: ChargedRow, part: TakenPart) -> bool:
     """Whether a charge of the round is by this attempt or a later one, and as it was offered."""
     charged, offered = row.event, part.event
-    q, most = charged.sampling.sampling_probability, offered.sampling.sampling_probability
     # A server that lost what it had begun, as by a restore, pays for a later attempt anew.
     anew = row.pays and row.attempt > part.attempt
     return (
         row.attempt >= part.attempt
         and (row.part == part.part or anew)
         and _kind(charged) == _kind(offered)
-        and q <= most * (1.0 + _ROUNDING)
-        and charged.noise_multiplier >= offered.noise_multiplier * (1.0 - _ROUNDING)
+        and math.isclose(charged.noise_multiplier, offered.noise_multiplier, rel_tol=_ROUNDING)
     )
 
 
 def _kind(event: RoundEvent) -> tuple[object, ...]:
-    """All that decides what an event costs, but q and z."""
+    """All that decides what an event costs, but z."""
     of = event.sampling
-    drawn = of.policy, of.relation, of.population, of.schedule, of.unit, of.examples_per_user
+    drawn = (
+        of.policy,
+        of.sampling_probability,
+        of.relation,
+        of.population,
+        of.schedule,
+        of.unit,
+        of.examples_per_user,
+    )
     return *drawn, event.strategy, event.selection
 
 
