@@ -212,6 +212,12 @@ class RateLimit:
         self._left[node] = (left - 1.0 if admitted else left, now)
         return admitted
 
+    def grant(self, node: str, calls: int) -> None:
+        """Do not count so many calls, for which the server has asked."""
+        if node in self._left:
+            left, since = self._left[node]
+            self._left[node] = (min(self._most, left + calls), since)
+
 
 @dataclass(eq=False)
 class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types

@@ -51,6 +51,7 @@ _SMALL = 8192  # bytes of a message without tensors
 _BYTES_PER_COMPONENT = 12  # of a sum: 32 bits as it came, and 64 as it is added
 _DOWNLOADS = 16  # at once; each holds a chunk or two
 _MODELS = 2  # each holds a model
+_CALLS_TO_VOTE, _CALLS_TO_ANSWER = 1, 3  # for the ledger; and for model and sum
 _SHARE_OF_A_PART = 0.25  # of the time of a transfer: who reads nothing must not keep its place
 _RECHECK_SECONDS = 5.0  # after which an idle connection of a node struck off has ended
 _GRACE_SECONDS = 5.0
@@ -245,6 +246,7 @@ class Service:
         for node in asked:
             if connection := self.connections.of(node):
                 connection.tell(self.ballot)
+                self.authentication.rates.grant(node, _CALLS_TO_VOTE)
 
     @property
     def willing(self) -> int:
@@ -259,6 +261,7 @@ class Service:
         for node in collection.waiting:
             if (connection := self.connections.of(node)) and (offer := collection.offer_to(node)):
                 connection.tell(offer)
+                self.authentication.rates.grant(node, _CALLS_TO_ANSWER)
 
     def missed(self, collection: Collection) -> None:
         """Say whose answers a round that has come to its end lacks."""

@@ -45,6 +45,16 @@ def test_a_call_that_is_refused_costs_nothing() -> None:
     assert limit.admits("a")
 
 
+def test_calls_that_the_server_asked_for_do_not_count_and_are_not_saved_up() -> None:
+    limit = RateLimit(3, Clock())
+    limit.grant("a", 5)
+    assert [limit.admits("a") for _ in range(4)] == [True, True, True, False]
+    limit.grant("a", 2)
+    assert [limit.admits("a") for _ in range(3)] == [True, True, False]
+    limit.grant("a", 5)
+    assert [limit.admits("a") for _ in range(4)] == [True, True, True, False]
+
+
 def test_nodes_do_not_share() -> None:
     limit = RateLimit(2, Clock())
     assert [limit.admits(node) for node in "aaabbb"] == [True, True, False] * 2

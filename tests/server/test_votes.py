@@ -123,6 +123,16 @@ def test_a_node_that_comes_to_agree_lets_the_run_go_on(there: Site, tmp_path: Pa
     assert (done.stop, done.charges) == (Stop.ROUNDS, 3)
 
 
+def test_rounds_that_follow_each_other_fast_leave_nodes_their_calls(tmp_path: Path) -> None:
+    with (
+        site(tmp_path, USERS, calls_per_minute=9) as quick,
+        nodes(quick, dict.fromkeys("abc", agrees)) as made,
+    ):
+        done = Trained(tmp_path, waiting(quick, 3, 60.0), rounds=6)
+        until(lambda: all(len(node.receipts) == 6 for node in made.values()))
+    assert (done.stop, done.charges) == (Stop.ROUNDS, 6)
+
+
 def test_one_that_does_not_agree_holds_nobody_up_and_is_asked_if_it_is_drawn(
     there: Site, tmp_path: Path
 ) -> None:
