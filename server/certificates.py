@@ -89,7 +89,8 @@ def init(folder: Path, hosts: Sequence[str]) -> None:
     _alternatives_of(hosts)
     path = folder / "authority"
     if path.exists():
-        raise InvalidValueError(f"an authority is already in {path}; it is kept")
+        more = "it is kept, and `fedpriv certs server` issues the server another certificate"
+        raise InvalidValueError(f"an authority is already in {path}; {more}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path.mkdir(mode=0o700)
