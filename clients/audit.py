@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from fedpriv.accounting.accountants import PrivacyLoss
 from fedpriv.accounting.accountants import epsilon as priced
+from fedpriv.accounting.pricing import weakest_randomness
 from fedpriv.clients.connection import Backoff, FederationStub, persist
 from fedpriv.clients.consent import Consent, misfit
 from fedpriv.clients.journal import Journal, Remembered, Series, TakenPart
@@ -32,7 +33,7 @@ from fedpriv.errors import (
     WireError,
 )
 from fedpriv.ledger import Head, events
-from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, Unit
+from fedpriv.ledger.events import NeighbouringRelation, Randomness, RoundEvent, Unit
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, SeriesBook, paid_events
 from fedpriv.wire import Proposal, RoundId, RoundOffer, Terms, Welcome
 
@@ -51,7 +52,8 @@ class Examined:
 
     ledger: ExportedLedger
     delta: float
-    epsilon: float  # at delta, of all its charges, by the accountant `tight`; may be inf
+    # At delta, of all its charges, by the accountant `tight`; inf also where one was seeded.
+    epsilon: float
     relation: NeighbouringRelation  # under which all its charges are priced
 
 
@@ -67,7 +69,7 @@ def examine(ledger: ExportedLedger, welcome: Welcome, known: Remembered, delta: 
     if head is not None and not ledger.contains(head):
         raise _set_back(head)
     loss = _loss(ledger.rows, delta)
-    return Examined(ledger, delta, loss.epsilon, loss.relation)
+    return Examined(ledger, delta, _unless_seeded(ledger.rows, loss), loss.relation)
 
 
 def _set_back(head: Head) -> AuditError:
@@ -143,7 +145,13 @@ def charged_already(examined: Examined, offer: Terms) -> str | None:
 
 def price_with(examined: Examined, offer: Terms) -> float:
     """ε at the examined δ of all charges and the offered round, by the accountant `tight`."""
-    return _loss_with(examined.ledger.rows, offer, examined.delta).epsilon
+    rows = examined.ledger.rows
+    return _unless_seeded(rows, _loss_with(rows, offer, examined.delta))
+
+
+def _unless_seeded(rows: Iterable[ChargedRow], loss: PrivacyLoss) -> float:
+    """ε against those who may know the seed of a charge."""
+    return math.inf if weakest_randomness(rows) is Randomness.SEEDED else loss.epsilon
 
 
 def _fits(row: ChargedRow, part: TakenPart) -> bool:

@@ -91,9 +91,13 @@ class Consent(Section):
         norm, largest = reach_of(offer), self.largest_clipping_norm
         if largest is not None and not norm <= largest * (1.0 + _ROUNDING):
             return f"the clipping norm is {norm}; this node consents to at most {largest}"
-        noise, least = offer.price.noise_multiplier, self.least_noise_multiplier
+        price, least = offer.price, self.least_noise_multiplier
+        # Of the first round of a series; later ones have no less, see `RoundEvent`.
+        noise = price.noise_multiplier / price.event.strategy[0]
         if least is not None and not noise >= least * (1.0 - _ROUNDING):
             return f"the noise multiplier is {noise}; this node consents to at least {least}"
+        if price.seeded and (least or self.total_epsilon is not None):
+            return "cohort and noise come from a seed; this node consents to secret noise"
         return self._objection_to_price(offer.price, epsilon_after)
 
     def _objection_to_price(self, price: Price, epsilon_after: float | None) -> str | None:

@@ -16,6 +16,7 @@ from fedpriv import wire
 from fedpriv.config import Config
 from fedpriv.engine.metrics import own_metrics
 from fedpriv.errors import WireError
+from fedpriv.ledger.events import Randomness
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest
 from fedpriv.report.records import Trouble
@@ -48,8 +49,11 @@ def welcomes(
     )
 
 
-def prices(plan: TrainingPlan, records: PrivacyRecords) -> Callable[[RoundRequest], wire.Price]:
+def prices(
+    plan: TrainingPlan, records: PrivacyRecords, randomness: Randomness
+) -> Callable[[RoundRequest], wire.Price]:
     """What a round costs; to be called in the thread that opened the records."""
+    seeded = randomness is Randomness.SEEDED
 
     def price_of(request: RoundRequest) -> wire.Price:
         norms = tuple(g.clipping_norm for g in request.clipping.groups[: len(plan.groups)])
@@ -58,7 +62,7 @@ def prices(plan: TrainingPlan, records: PrivacyRecords) -> Callable[[RoundReques
         charges = records.ledger.head.count  # before ε: another run may charge in between
         epsilon = records.ledger.epsilon(budget, event if paid is None else None)
         part = 0 if paid is None else paid[0].part
-        return wire.Price(event, part, epsilon, budget.delta, charges)
+        return wire.Price(event, part, epsilon, budget.delta, charges, seeded)
 
     return price_of
 

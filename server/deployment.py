@@ -236,7 +236,8 @@ class _Server:
         enter(service.sites.kept(self.setup.folder))
         listener = enter(listening(service, self.endpoint.address, self.endpoint.credentials))
         self._started.append(listener)
-        transport = GrpcTransport(listener, prices(experiment.plan, records), self.section)
+        price_of = prices(experiment.plan, records, experiment.entropy.randomness)
+        transport = GrpcTransport(listener, price_of, self.section)
         enter(_stop_signals(self.asked, transport.stop))
         return transport
 

@@ -228,7 +228,7 @@ def run_on_nodes(
         return _welcome(welcome_of(node))
 
     def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
-        price_of = prices(experiment.plan, records)
+        price_of = prices(experiment.plan, records, experiment.entropy.randomness)
         return GridTransport(
             grid, hosting, present, headers, price_of, seconds, stopping, fixed=fixed
         )
@@ -330,8 +330,8 @@ class GridSimulation:
         headers, hosting = {**loaded, **_welcome(welcome)}, shards(self.users.population, workers)
 
         def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
-            price_of, seconds = prices(experiment.plan, records), float(DEFAULT_TTL)
-            known, told = (lambda: present), (lambda _worker: headers)
+            price_of = prices(experiment.plan, records, experiment.entropy.randomness)
+            known, told, seconds = (lambda: present), (lambda _worker: headers), float(DEFAULT_TTL)
             return GridTransport(
                 grid, hosting, known, told, price_of, seconds, stopping, required=True
             )

@@ -173,6 +173,9 @@ class RunSetup:
         users = len(user_ids)
         experiment = build(self.config, self.run, population, users, held_out, self.spent)
         self.refuse_examples(experiment.plan, "on nodes")
+        if (seed := self.config.seed) is not None:
+            known = "whoever knows it can compute who is drawn, and the noise"
+            _log.warning("seed is %d: %s", seed, known)
         return replace(experiment, enrolled=digest_of_users(user_ids))
 
     def refuse_true_figures(self, where: str) -> None:

@@ -147,18 +147,20 @@ class Offer(_message.Message):
     def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., seconds: _Optional[float] = ..., users: _Optional[_Iterable[int]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., local: _Optional[_Union[LocalTraining, _Mapping]] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., local_key: _Optional[bytes] = ..., price: _Optional[_Union[Price, _Mapping]] = ..., model: _Optional[_Union[Tensors, _Mapping]] = ...) -> None: ...
 
 class Price(_message.Message):
-    __slots__ = ("epsilon_after", "delta", "charges", "event", "part")
+    __slots__ = ("epsilon_after", "delta", "charges", "event", "part", "seeded")
     EPSILON_AFTER_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     CHARGES_FIELD_NUMBER: _ClassVar[int]
     EVENT_FIELD_NUMBER: _ClassVar[int]
     PART_FIELD_NUMBER: _ClassVar[int]
+    SEEDED_FIELD_NUMBER: _ClassVar[int]
     epsilon_after: float
     delta: float
     charges: int
     event: str
     part: int
-    def __init__(self, epsilon_after: _Optional[float] = ..., delta: _Optional[float] = ..., charges: _Optional[int] = ..., event: _Optional[str] = ..., part: _Optional[int] = ...) -> None: ...
+    seeded: bool
+    def __init__(self, epsilon_after: _Optional[float] = ..., delta: _Optional[float] = ..., charges: _Optional[int] = ..., event: _Optional[str] = ..., part: _Optional[int] = ..., seeded: bool = ...) -> None: ...
 
 class Clipping(_message.Message):
     __slots__ = ("layout", "groups", "indicator", "weighted", "weight_cap")

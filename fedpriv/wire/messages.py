@@ -147,6 +147,7 @@ class Price(Checked):
     epsilon_after: Epsilon  # of all charges of the ledger and this round, at delta
     delta: Delta
     charges: Annotated[int, below(63)]  # of the ledger when epsilon_after was found
+    seeded: bool = False  # cohort and noise come from a seed: no ε holds for who knows it
 
     def __post_init__(self) -> None:
         super().__post_init__()

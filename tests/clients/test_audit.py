@@ -48,8 +48,17 @@ OFFER = small_offer()
 WELCOME = Welcome("people", N, np.array([1, 300]), TaskDescription("m", {}, 0, "cross-entropy"))
 
 
-def charge(ledger, run="r", number=0, attempt=0, event=EVENT, part=0, series=None):
-    named = run, number, attempt, Randomness.SEEDED, event, "0" * 64, part, series
+def charge(
+    ledger,
+    run="r",
+    number=0,
+    attempt=0,
+    event=EVENT,
+    part=0,
+    series=None,
+    randomness=Randomness.OPERATING_SYSTEM,
+):
+    named = run, number, attempt, randomness, event, "0" * 64, part, series
     ledger.charge(ProposedCharge(*named))
 
 
@@ -114,6 +123,13 @@ class TestExamining:
             assert (len(found.ledger.rows), found.ledger.head) == (number + 1, both.ledger.head)
             assert both.journal.remembered("people").head == both.ledger.head
         assert both.journal.remembered("people").ledger_id == both.ledger.ledger_id
+
+    def test_a_charge_whose_noise_comes_of_a_seed_has_no_epsilon(self, both):
+        charge(both.ledger, "simulated", randomness=Randomness.SEEDED)
+        charge(both.ledger)
+        found = both.examined()
+        both.confirmed(offer(number=1))  # the server has hidden nothing
+        assert (found.epsilon, price_with(found, offer(number=1))) == (math.inf, math.inf)
 
     def test_a_ledger_without_charges_costs_nothing(self, both):
         assert (both.examined().epsilon, both.examined().ledger.rows) == (0.0, ())

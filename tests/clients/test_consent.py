@@ -9,7 +9,11 @@ import pytest
 from federation import PARAMETERS, make_plan
 from pydantic import ValidationError
 
-from fedpriv.accounting.policies import poisson_examples_gaussian, poisson_gaussian
+from fedpriv.accounting.policies import (
+    poisson_examples_gaussian,
+    poisson_gaussian,
+    separated_gaussian,
+)
 from fedpriv.clients.consent import Consent, misfit, reach_of
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Unit
@@ -49,6 +53,7 @@ SMALL = small_offer()
 PRICED = replace(SMALL.price, event=covering(SMALL.price.event, SMALL.clipping))
 OFFER = replace(SMALL, price=PRICED)
 """S = 1, z = 1, q = 0.5, N = 1000 and ε = 2 at δ = 1e-6; it asks for a metric and an indicator."""
+ADD_OR_REMOVE = NeighbouringRelation.ADD_OR_REMOVE_ONE
 WELCOME = Welcome(
     "people", 1000, np.array([1, 7, 300], np.int64), TaskDescription("m", {}, 0, "cross-entropy")
 )
@@ -56,6 +61,12 @@ WELCOME = Welcome(
 
 def with_price(**fields):
     return replace(OFFER, price=replace(OFFER.price, **fields))
+
+
+def with_strategy(*coefficients):
+    """A series of four rounds, each user in one, whose noise is correlated so."""
+    made = separated_gaussian((1.0,), 4, 1, 4, 1.0, ADD_OR_REMOVE, population=1000)
+    return replace(made, strategy=coefficients)
 
 
 def with_groups(*groups):
@@ -173,7 +184,7 @@ class TestLoading:
 class TestObjections:
     def test_without_limits_there_is_none(self):
         bare = poisson_gaussian(0.5, 0.0, population=1000)
-        worst = with_price(event=bare, epsilon_after=math.inf, delta=0.9)
+        worst = with_price(event=bare, epsilon_after=math.inf, delta=0.9, seeded=True)
         assert Consent().objection(worst, math.nan) is None
 
     @pytest.mark.parametrize(
@@ -191,6 +202,24 @@ class TestObjections:
                 (OFFER, None),
                 (with_price(event=poisson_gaussian(0.5, 0.99, population=1000)), None),
                 "the noise multiplier is 0.99; this node consents to at least 1.0",
+            ),
+            (
+                Consent(least_noise_multiplier=1.0),
+                (with_price(event=with_strategy(1.0, 0.5)), None),
+                (with_price(event=with_strategy(4.0, 2.0)), None),  # the same, a quarter of it
+                "the noise multiplier is 0.25; this node consents to at least 1.0",
+            ),
+            (
+                Consent(least_noise_multiplier=1.0),
+                (OFFER, None),
+                (with_price(seeded=True), None),
+                "cohort and noise come from a seed; this node consents to secret noise",
+            ),
+            (
+                Consent(total_epsilon=2.0, delta=1e-6),
+                (OFFER, 1.0),
+                (with_price(seeded=True), 1.0),
+                "cohort and noise come from a seed; this node consents to secret noise",
             ),
             (
                 Consent(total_epsilon=2.0, delta=1e-6),

@@ -1104,7 +1104,7 @@ def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
 
 
 def charge(ledger: Ledger, number: int) -> None:
-    ledger.charge(ProposedCharge("run", number, 0, Randomness.SEEDED, EVENT, "0" * 64))
+    ledger.charge(ProposedCharge("run", number, 0, Randomness.OPERATING_SYSTEM, EVENT, "0" * 64))
 
 
 HONEST = replace(PRICE, epsilon_after=1e6)
@@ -1154,7 +1154,7 @@ def test_no_user_is_asked_more_often_than_is_charged_whatever_position_it_is_giv
                 header, _ = await tiny.answers.get()
             declined.append(header.decline.reason)
             paid = 1 if part else None
-            made = "run", part + 1, 0, Randomness.SEEDED, event, "0" * 64
+            made = "run", part + 1, 0, Randomness.OPERATING_SYSTEM, event, "0" * 64
             ledger.charge(ProposedCharge(*made, part, paid))
         reason = "users would take part more often, or sooner again, than the event says"
         assert declined == ["", "", reason, reason]
@@ -1300,7 +1300,7 @@ def test_no_run_has_so_long_a_name_that_an_objection_cannot_be_said(
     run = "x" * 1024
 
     async def act(scene: Scene) -> None:
-        ledger.charge(ProposedCharge(run, 0, 0, Randomness.SEEDED, EVENT, "0" * 64))
+        ledger.charge(ProposedCharge(run, 0, 0, Randomness.OPERATING_SYSTEM, EVENT, "0" * 64))
         scene.tiny.ledger = ledger
         async with serving(scene.tiny) as port, scene.joined(port, verify_ledger=True):
             await scene.tiny.offer(0, price=HONEST, id=RoundId(run, 0, 0))

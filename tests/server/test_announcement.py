@@ -22,7 +22,7 @@ from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import ExportedLedger, Ledger, ProposedCharge
 from fedpriv.ledger.participation import Head, ParticipationRecord, beside
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
-from fedpriv.privacy.noise import OperatingSystemEntropy
+from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run.folder import RunFolder
 from fedpriv.server import deployment
@@ -83,7 +83,7 @@ def charge(plan: TrainingPlan, records: PrivacyRecords, round_number: int) -> No
 def test_a_price_is_that_of_the_round_and_of_all_before_it(tmp_path: Path) -> None:
     plan = make_plan()
     with open_records(tmp_path) as records:
-        price_of = prices(plan, records)
+        price_of = prices(plan, records, Randomness.OPERATING_SYSTEM)
         request = open_round(plan, initial_state(plan, PARAMETERS), 0, OperatingSystemEntropy())
         for spent in range(3):
             price = price_of(request)
@@ -97,8 +97,17 @@ def test_with_adaptive_clipping_the_price_is_what_the_round_will_charge(tmp_path
     plan = make_plan(adaptive=AdaptiveClipping())
     with open_records(tmp_path) as records:
         request = open_round(plan, initial_state(plan, PARAMETERS), 0, OperatingSystemEntropy())
-        price = prices(plan, records)(request)
+        price = prices(plan, records, Randomness.OPERATING_SYSTEM)(request)
     assert price.noise_multiplier == plan.mechanism.event.noise_multiplier
+
+
+@pytest.mark.parametrize("entropy", [OperatingSystemEntropy(), SeededEntropy(1)])
+def test_nodes_are_told_whether_the_noise_comes_of_a_seed(tmp_path: Path, entropy: Entropy) -> None:
+    plan = make_plan()
+    with open_records(tmp_path) as records:
+        request = open_round(plan, initial_state(plan, PARAMETERS), 0, entropy)
+        price = prices(plan, records, entropy.randomness)(request)
+    assert price.seeded is isinstance(entropy, SeededEntropy)
 
 
 def test_the_status_at_the_start_says_what_may_be_spent(tmp_path: Path) -> None:
@@ -111,7 +120,7 @@ def test_the_status_at_the_start_says_what_may_be_spent(tmp_path: Path) -> None:
 
 
 def test_a_server_that_listens_knows_what_was_spent_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "enrolment.toml").write_text(refused_starts.ENROLMENT)
     (tmp_path / "experiment.toml").write_text(refused_starts.EXPERIMENT.format(folder=tmp_path))
@@ -131,13 +140,14 @@ def test_a_server_that_listens_knows_what_was_spent_before(
         raise InvalidValueError("no")
 
     monkeypatch.setattr(deployment, "listening", listening)
-    settings = ["federation.address=127.0.0.1:0", f"privacy.ledger={path}"]
+    settings = ["federation.address=127.0.0.1:0", f"privacy.ledger={path}", "seed=1"]
     with pytest.raises(InvalidValueError, match="no"):
         deployment.serve(
             tmp_path / "experiment.toml", settings, folder, resume=False, insecure=True, leave=True
         )
     (status,) = statuses
     assert status.epsilon == spent > 0.0
+    assert "seed is 1: whoever knows it can compute who is drawn, and the noise" in caplog.messages
 
 
 def exported(path: Path) -> bytes:

@@ -54,13 +54,13 @@ class Shared:
     def offer(self, run: str, number: int) -> RoundOffer:
         plan = PLANS[run]
         request = open_round(plan, initial_state(plan, PARAMETERS), 0, OperatingSystemEntropy())
-        price = prices(plan, self.records)(request)
+        price = prices(plan, self.records, Randomness.OPERATING_SYSTEM)(request)
         at = RoundId(run, number, 0)
         return replace(small_offer(), id=at, price=price, users=np.array([1]))
 
     def charge(self, run: str, number: int) -> None:
         event = PLANS[run].mechanism.event
-        proposed = ProposedCharge(run, number, 0, Randomness.SEEDED, event, "0" * 64)
+        proposed = ProposedCharge(run, number, 0, Randomness.OPERATING_SYSTEM, event, "0" * 64)
         self.records.ledger.charge(proposed)
 
 

@@ -18,7 +18,7 @@ from fedpriv.clients.consent import Consent
 from fedpriv.clients.journal import Journal
 from fedpriv.errors import LedgerError, StoppedError
 from fedpriv.ledger import Head
-from fedpriv.ledger.events import NeighbouringRelation, PrivacyBudget
+from fedpriv.ledger.events import NeighbouringRelation, PrivacyBudget, Randomness
 from fedpriv.ledger.ledger import ChargedRow, Ledger
 from fedpriv.local import SGD
 from fedpriv.privacy.correlated_noise import BandedStrategy
@@ -173,7 +173,9 @@ def test_a_run_on_nodes_that_audit_is_the_one_in_process_and_goes_on_with_what_i
         patience = PATIENCE.model_copy(update={"least_nodes": len(USERS)})
 
         def over_grpc(records: PrivacyRecords) -> Transport:
-            return GrpcTransport(made.server, prices(plan, records), patience)
+            return GrpcTransport(
+                made.server, prices(plan, records, Randomness.OPERATING_SYSTEM), patience
+            )
 
         with nodes(made, {node: auditing(made, node, deployed) for node in USERS}):
             for stop in (Stop.ASKED, Stop.ROUNDS):
@@ -209,7 +211,11 @@ def test_who_asks_a_user_more_often_than_is_charged_is_refused_by_its_node(tmp_p
         patience = PATIENCE.model_copy(update={"least_nodes": len(USERS)})
         # Whoever has the record of who took part sees it too.
         with pytest.raises(LedgerError, match="a user in its cohort is in more than 1 of 3 rounds"):
-            run.play(lambda records: GrpcTransport(made.server, prices(plan, records), patience))
+            run.play(
+                lambda records: GrpcTransport(
+                    made.server, prices(plan, records, Randomness.OPERATING_SYSTEM), patience
+                )
+            )
     # The node of that user sees it in the second round and in the third; the others see nothing.
     said = "users would take part more often, or sooner again, than the event says"
     assert [each for each in told.objections if each is not None] == [said, said]

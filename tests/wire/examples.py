@@ -129,7 +129,8 @@ def prices(draw: st.DrawFn) -> Price:
     event = draw(events())
     schedule = event.sampling.schedule
     part = draw(st.integers(0, 0 if schedule is None else schedule.rounds - 1))
-    return Price(event, part, draw(losses), draw(below_one), draw(st.integers(0, 2**63 - 1)))
+    charges = draw(st.integers(0, 2**63 - 1))
+    return Price(event, part, draw(losses), draw(below_one), charges, draw(st.booleans()))
 
 
 digests = st.binary(min_size=32, max_size=32)
