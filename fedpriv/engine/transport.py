@@ -108,7 +108,8 @@ class InProcessTransport(Transport):
     activations: Activations = "float32"  # of the model while users train
     # How many train side by side on a CPU, in one thread each; None: one for each of torch's. They
     # are forked from this one before the first round that has work for two, and end when it rests,
-    # or with it. If it is 1, on a GPU and not on Linux, this process trains, with torch's threads.
+    # or with it. If it is 1, on a GPU and where none can be forked, this process trains, with
+    # torch's threads.
     processes: int | None = None
 
     def __post_init__(self) -> None:
@@ -232,8 +233,11 @@ class InProcessTransport(Transport):
 
 
 def can_fork() -> bool:
-    """Whether processes can be forked here; macOS has libraries that break when they are."""
-    return sys.platform == "linux"
+    """Whether processes can be forked here; macOS has libraries that break when they are.
+
+    Nor may a daemon fork, as the workers of `multiprocessing.Pool` are.
+    """
+    return sys.platform == "linux" and not multiprocessing.current_process().daemon
 
 
 @contextmanager

@@ -340,6 +340,13 @@ def test_there_are_none_where_they_cannot_help(why: str, monkeypatch: pytest.Mon
     assert not multiprocessing.active_children()
 
 
+def test_a_daemon_trains_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    transport, request = parts()
+    assert list(transport.collect(request))
+    assert not multiprocessing.active_children()
+
+
 def test_a_message_that_cannot_be_formatted_raises_nothing() -> None:
     root, before = logging.getLogger(), {}
     for logger in (root, *map(logging.getLogger, root.manager.loggerDict)):
