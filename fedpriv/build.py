@@ -52,7 +52,7 @@ from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.privacy.sampling import CanarySampling, ExampleSampling, Sampling
 from fedpriv.trackers import TRACKERS, Tracker
-from fedpriv.training.optimizers import ServerOptimizer
+from fedpriv.training.optimizers import ServerOptimizer, try_out
 from fedpriv.training.rounds import (
     BATCH_NORM_METRIC,
     EVALUATION_PREFIX,
@@ -277,6 +277,8 @@ def build(
     mechanism = replace(mechanism, noise=given(strategy))
     mechanism = _calibrated(mechanism, budget, config.rounds, users, spent)
     plan = _plan(config, run, population, users, replace(method, mechanism=mechanism), origin)
+    _ = plan.digest  # what cannot be written down is refused here
+    try_out(plan.optimizer, method.task.parameters())
     if plan.metrics:
         check_metrics(method.task, plan.metrics, plan.mechanism.clipping, few)
     _check_stopping(config, plan, method.task)

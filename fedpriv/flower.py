@@ -48,7 +48,7 @@ from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, Averaging
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
-from fedpriv.training.optimizers import FedAvg, Parameters, ServerOptimizer
+from fedpriv.training.optimizers import FedAvg, Parameters, ServerOptimizer, try_out
 from fedpriv.training.rounds import RoundResult, Stop, TrainingPlan, initial_state, train
 from fedpriv.wire import flower_messages
 
@@ -162,6 +162,7 @@ class PrivateStrategy(Strategy):
         plan, budget = self._plan(model, num_rounds), self.mechanism.budget
         nodes, config = dict(self.nodes), train_config or ConfigRecord()
         transport = NodesTransport(grid, nodes, model, config, timeout)
+        try_out(plan.optimizer, model.trained)
         state, result = initial_state(plan, model.trained), Result(initial_arrays)
         ledger = Path(self.ledger)
         with PrivacyRecords.open(ledger, beside(ledger), self.population, budget) as records:

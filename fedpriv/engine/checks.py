@@ -48,10 +48,10 @@ def check_task(task: Task, examples: HeldOut) -> None:
     """Refuse a task that cannot train, before any user's data are touched.
 
     Examples are a few rows of public or held-out data. A `ModelError` says that a field is absent
-    or no tensor, model or loss raise, the loss is not one finite number per example or depends on
-    parameters itself, there is nothing to train, gradients are sparse, the model changes or
-    replaces buffers, a copy of it does not use its own parameters, or what it gives for an example
-    depends on those beside it or on their number.
+    or no tensor, model or loss raise, the loss is not one finite number per example, depends on
+    parameters itself or has no gradient, there is nothing to train, gradients are sparse, the model
+    changes or replaces buffers, a copy of it does not use its own parameters, or what it gives for
+    an example depends on those beside it or on their number.
     """
     for column in task.fields:
         if column not in examples:
@@ -93,6 +93,9 @@ def _check_losses(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> No
         outputs = called(task.model, tensors, x)
         with torch.enable_grad():
             losses = task.losses_of(outputs.detach(), y)
+        with torch.enable_grad(), generator_apart():
+            sent = {name: tensors[name].clone().requires_grad_() for name in task.parameters()}
+            trained = task.losses_of(called(task.model, {**tensors, **sent}, x), y)
     except Exception as error:
         raise ModelError(
             f"the model cannot be evaluated on the data: {error} (inputs are {_kinds(x)}, targets "
@@ -115,6 +118,11 @@ def _check_losses(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> No
         raise ModelError(
             "the loss reads parameters itself, not those of each user; it must be a function of "
             "outputs and targets alone, so have forward return what else it needs"
+        )
+    if not trained.requires_grad:
+        raise ModelError(
+            "the loss has no gradient by any parameter that users send, so that nothing would be "
+            "trained; neither model nor loss may detach, round or compare what they compute"
         )
 
 

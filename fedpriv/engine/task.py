@@ -492,7 +492,17 @@ def called(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor
         if tensors
         else model(*unnamed, **named)
     )
-    return cast(Tensor, outputs if isinstance(outputs, Tensor) else outputs.logits)
+    return outputs if isinstance(outputs, Tensor) else _logits_of(outputs)
+
+
+def _logits_of(outputs: Any) -> Tensor:
+    try:
+        return cast(Tensor, outputs.logits)
+    except AttributeError as error:
+        kind = type(outputs).__name__
+        raise ModelError(
+            f"the model returns a {kind}; it must return one tensor, or an object with logits"
+        ) from error
 
 
 class _During(nn.Module):

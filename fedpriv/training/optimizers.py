@@ -188,6 +188,48 @@ class ServerOptimizer(ABC):
         """Next parameters and next state; the arguments are left as they are."""
 
 
+def stepped(
+    optimizer: ServerOptimizer, average: Average, state: OptimizerState, parameters: Parameters
+) -> Step:
+    """What `update` gives; InvalidValueError unless it is tensors like the parameters and a state.
+
+    Other tensors would train nothing, or end a run whose round is charged.
+    """
+    kind = type(optimizer).__name__
+    step = optimizer.update(average, state, parameters)
+    kinds = [*map(type, step)] if isinstance(step, tuple) else []
+    if kinds[1:] != [OptimizerState] or not isinstance(step[0], Mapping):
+        raise InvalidValueError(
+            f"update of {kind} must return a pair: parameters by name, and an OptimizerState"
+        )
+    found, wanted = _described(step[0]), _described(parameters)
+    for name in {**wanted, **found}:
+        was, legal = found.get(name, "absent"), wanted.get(name, "absent")
+        if was != legal:
+            raise InvalidValueError(f"{name!r} is {was} after update of {kind}; it must be {legal}")
+    return {name: np.asarray(step[0][name]) for name in parameters}, step[1]
+
+
+def try_out(optimizer: ServerOptimizer, parameters: Parameters) -> None:
+    """Refuse an optimiser that cannot step these parameters, before anything is charged."""
+    copies = {name: p.copy() for name, p in parameters.items()}
+    average = {name: np.ones(p.shape) for name, p in parameters.items()}
+    try:
+        stepped(optimizer.at(1), average, optimizer.init(copies), copies)
+    except InvalidValueError:
+        raise
+    except Exception as error:
+        kind, why = type(optimizer).__name__, f"{type(error).__name__}: {error}"
+        raise InvalidValueError(f"{kind} cannot step the server's model: {why}") from error
+
+
+def _described(tensors: Mapping[str, object]) -> dict[str, str]:
+    # NumPy makes numbers of its own of arrays without axes.
+    arrays = {n: t for n, t in tensors.items() if isinstance(t, np.ndarray | np.generic)}
+    found = {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items()}
+    return {name: type(t).__name__ for name, t in tensors.items()} | found
+
+
 @dataclass(frozen=True)
 class FedAvg(ServerOptimizer):
     """x ← x + η·Δ (McMahan et al. 2017 for η = 1)."""

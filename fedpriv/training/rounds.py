@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +68,7 @@ from fedpriv.training.optimizers import (
     OptimizerState,
     Parameters,
     ServerOptimizer,
+    stepped,
 )
 
 BATCH_NORM_METRIC = "batch-norm"  # the metric that moves running statistics
@@ -314,8 +316,15 @@ class TrainingPlan:
         parts = (self.optimizer, *self.optimizer.schedules.values(), *self._local_schedules)
         kinds = " ".join(type(part).__name__ for part in parts)
         fields = {**asdict(self), "optimizer_class": kinds}
-        text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
+        text = json.dumps(fields, sort_keys=True, separators=(",", ":"), default=_unwritable)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _unwritable(value: object) -> NoReturn:
+    raise InvalidValueError(
+        f"a {type(value).__name__} is part of the plan, which cannot be written down with it; what "
+        "a run is made of must be dataclasses whose fields are numbers, texts, lists and such"
+    )
 
 
 @dataclass(frozen=True)
@@ -551,7 +560,7 @@ def close_round(
     tensors = query.clipping.layout.unflatten(release.average)
     update = {name: tensors[name] for name in plan.layout.names}
     stepping = plan.optimizer.at(state.round + 1)
-    parameters, optimizer = stepping.update(update, state.optimizer, state.parameters)
+    parameters, optimizer = stepped(stepping, update, state.optimizer, state.parameters)
     norms, unclipped = state.clipping_norms, tuple[float, ...]()
     if plan.adaptive is not None:
         unclipped = tuple(float(half) + 0.5 for half in tensors[UNCLIPPED])

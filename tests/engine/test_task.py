@@ -66,6 +66,17 @@ class Applied(nn.Module):
         return self.linear(self.function(x))
 
 
+class Returning(nn.Module):
+    """What a function makes of the scores of a linear layer."""
+
+    def __init__(self, function: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.linear, self.function = nn.Linear(6, 3), function
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.function(self.linear(x))
+
+
 class TwoInputs(nn.Module):
     """Words beside numbers."""
 
@@ -190,6 +201,15 @@ def linear(outputs: int = 3) -> nn.Module:
         (Task(Applied(some_or_raise)), "one example, alone or beside zeros: nothing there"),
         (Task(linear(), lambda o, y: cross_entropy(o, y) / len(y)), "depends on how many are"),
         (Task(PENALISED, penalised), "^the loss reads parameters itself"),
+        (Task(linear(), lambda o, y: (o.argmax(1) != y).float()), "^the loss has no gradient"),
+        (
+            Task(Returning(lambda scores: scores.detach()), cross_entropy),
+            "^the loss has no gradient",
+        ),
+        (
+            Task(Returning(lambda scores: (scores, scores))),
+            "the model returns a tuple; it must ret",
+        ),
         (Task(nn.Linear(5, 3), cross_entropy), "cannot be evaluated"),
         (Task(nn.ReLU(), cross_entropy), "no trainable parameter"),
         (Task(linear(), functional.cross_entropy), r'shape \[\].*reduction="none"'),

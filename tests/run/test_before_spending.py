@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import nn
 
 from fedpriv import (
     SGD,
+    FedAvg,
     Flat,
     Mechanism,
     Population,
@@ -24,6 +25,14 @@ from fedpriv import (
 from fedpriv.engine.task import evaluate
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.run.folder import RunFolder, read_run
+from fedpriv.training.optimizers import (
+    Average,
+    OptimizerState,
+    Parameters,
+    Schedule,
+    ServerOptimizer,
+    Step,
+)
 from tests.commandline import printed, refused
 
 FILE = Path(__file__).parents[2] / "simulations" / "digits.toml"
@@ -153,6 +162,39 @@ def test_without_noise_nothing_is_called_differential_privacy(tmp_path: Path) ->
     assert read_run(folder.path).budget is None
     priced = printed("epsilon", folder.ledger)
     assert "without noise.\n" in priced
+
+
+@dataclass(frozen=True)
+class Doubles(ServerOptimizer):
+    """Gives parameters in 64 bits, as adding an average makes them."""
+
+    def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
+        return {name: p + average[name] for name, p in parameters.items()}, state  # type: ignore[misc]
+
+
+class Halving(Schedule):
+    """Is no dataclass."""
+
+    def at(self, number: int) -> float:
+        return 0.5**number
+
+
+@pytest.mark.parametrize(
+    ("others", "message"),
+    [
+        (
+            {"server": Doubles()},
+            r"^'weight' is float64\[5, 8\] after update of Doubles; it must be float32\[5, 8\]$",
+        ),
+        ({"server": FedAvg(Halving())}, "^a Halving is part of the plan, which cannot be written"),
+    ],
+)
+def test_optimisers_that_do_not_work_are_refused(
+    tmp_path: Path, others: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        start(tmp_path / "run", X[:20], Y[:20], **others)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_batch_normalisation_that_nothing_moves_is_warned_of(

@@ -1,6 +1,7 @@
 """Server optimisers against torch's where the rules agree, and by hand where they do not."""
 
 import math
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
@@ -9,12 +10,18 @@ import torch
 from fedpriv.errors import InvalidValueError
 from fedpriv.training.optimizers import (
     SERVER_OPTIMIZERS,
+    Average,
     FedAdagrad,
     FedAdam,
     FedAvg,
     FedAvgM,
     FedYogi,
+    OptimizerState,
+    Parameters,
     ServerOptimizer,
+    Step,
+    stepped,
+    try_out,
 )
 
 RNG = np.random.default_rng(0)
@@ -103,3 +110,67 @@ def test_arguments_are_left_alone_and_models_stay_finite(optimizer: ServerOptimi
 def test_bad_settings_are_refused(make: object, message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
         make()
+
+
+class Own(ServerOptimizer):
+    """An optimiser from outside the package, which makes something of what FedAvg gives."""
+
+    def __init__(self, made: Callable[[Parameters], object], *, whole: bool = False) -> None:
+        self.made, self.whole = made, whole
+
+    def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
+        found = self.made(FedAvg().update(average, state, parameters)[0])
+        return found if self.whole else (found, state)  # type: ignore[return-value]
+
+
+def each(made: Callable[[np.ndarray], object]) -> Callable[[Parameters], Mapping[str, object]]:
+    return lambda parameters: {name: made(p) for name, p in parameters.items()}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (
+            Own(each(lambda p: p.astype(np.float64))),
+            r"^'w' is float64\[3, 2\] after update of Own; it must be float32\[3, 2\]$",
+        ),
+        (Own(each(lambda p: p[:1])), r"^'w' is float32\[1, 2\] after update of Own; it must be fl"),
+        (Own(each(torch.from_numpy)), "^'w' is Tensor after update of Own; it must be float32"),
+        (Own(lambda p: {"w": p["w"]}), r"^'b' is absent after update of Own; it must be float32"),
+        (Own(lambda p: {**p, "z": p["b"]}), r"^'z' is float32\[2\] after .* it must be absent$"),
+        (Own(lambda p: list(p.values())), "^update of Own must return a pair: parameters by name"),
+        (Own(lambda p: p, whole=True), "^update of Own must return a pair: parameters by name"),
+        (Own(lambda p: (p, {}), whole=True), "^update of Own must return a pair: parameters by"),
+        (Own(lambda p: p["v"]), "^Own cannot step the server's model: KeyError: 'v'$"),
+    ],
+)
+def test_an_optimiser_that_cannot_step_is_refused(optimizer: Own, message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        try_out(optimizer, PARAMETERS)
+
+
+def test_trying_an_optimiser_out_leaves_parameters_alone() -> None:
+    class InPlace(FedAvg):
+        def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
+            for name in parameters:
+                parameters[name][...] += average[name]
+            return parameters, state
+
+    held = {name: p.copy() for name, p in PARAMETERS.items()}
+    try_out(InPlace(), held)
+    for name, tensor in held.items():
+        np.testing.assert_array_equal(tensor, PARAMETERS[name])
+
+
+@pytest.mark.parametrize("optimizer", [rule() for rule in SERVER_OPTIMIZERS.values()], ids=repr)
+def test_a_parameter_may_be_a_number(optimizer: ServerOptimizer) -> None:
+    one = {"scale": np.ones((), np.float32)}
+    try_out(optimizer, one)
+    after, _ = stepped(optimizer, {"scale": np.ones(())}, optimizer.init(one), one)
+    assert isinstance(after["scale"], np.ndarray)
+
+
+def test_tensors_keep_the_order_of_the_parameters() -> None:
+    backwards = Own(lambda p: dict(reversed([*p.items()])))
+    after, _ = stepped(backwards, AVERAGES[0], backwards.init(PARAMETERS), PARAMETERS)
+    assert [*after] == [*PARAMETERS]
