@@ -317,8 +317,11 @@ class Run:
 
     @property
     def model(self) -> nn.Module:
-        """A copy of the task's model with the released parameters and running statistics."""
-        model = copy.deepcopy(self.task.model)
+        """A copy of the task's model with the released parameters and running statistics.
+
+        It is in evaluation mode, in which accuracy was measured: dropout is off.
+        """
+        model = copy.deepcopy(self.task.model).eval()
         tensors = {name: torch.tensor(t) for name, t in self.state.model.items()}
         model.load_state_dict(tensors, strict=False)
         return model

@@ -66,6 +66,15 @@ def test_names_with_ends_of_lines_keep_the_plan_whole(tmp_path: Path) -> None:
     assert any(name.startswith("a\nb\u2028c") for name in released.clipping_norms)
 
 
+def test_the_model_of_a_run_gives_its_accuracy_in_spite_of_dropout(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    made = fedpriv.Task(nn.Sequential(nn.Dropout(0.9), nn.Linear(3, 3)))
+    run = simulated(tmp_path / "run", made)
+    right = run.model(torch.tensor(X[200:])).argmax(1) == torch.tensor(Y[200:])
+    assert run.accuracy == pytest.approx(float(right.double().mean()))
+    assert made.model.training
+
+
 @pytest.mark.slow
 def test_a_run_shows_figures_where_it_shows_accuracy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
