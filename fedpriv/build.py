@@ -531,6 +531,8 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
         )
     if others.get("rounds") is None and mechanism.rounds is None:
         raise InvalidValueError("rounds is absent; the mechanism was not calibrated for a number")
+    if mechanism.delta is None:
+        raise InvalidValueError("the mechanism has no delta; it must be in (0, 1)")
     table: dict[str, Any] = {
         "name": name,
         "rounds": mechanism.rounds,

@@ -839,6 +839,7 @@ def tables_of(
     schedules = {name: _schedule_table(each) for name, each in optimizer.schedules.items()}
     clipping = _clipping_table(mechanism.clipping) | {"adaptive": adaptive and asdict(adaptive)}
     policy, weights = _POLICY.name_of(sampling), "equal" if averaging.cap is None else "examples"
+    calibrated = mechanism.rounds and not mechanism.unsafe_no_privacy
     return {
         "local": local_table(local),
         "server": {"optimizer": _OPTIMIZER.name_of(optimizer), "options": numbers | schedules},
@@ -848,7 +849,7 @@ def tables_of(
             "unit": str(mechanism.unit),
             "sampling_probability": getattr(sampling, "probability", None),
             # Noise that was calibrated for the rounds is no setting.
-            "noise_multiplier": None if mechanism.rounds else mechanism.noise_multiplier,
+            "noise_multiplier": None if calibrated else mechanism.noise_multiplier,
         },
         "clipping": clipping,
         "noise": {"allocation": mechanism.allocation, **_noise_table(mechanism.noise)},

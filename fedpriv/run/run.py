@@ -93,6 +93,7 @@ _MEASURED = ("loss", "accuracy", "figures", "held_out_users")  # on held-out row
 # Sections that are no part of a plan.
 _MAY_CHANGE = ("callbacks", "engine", "federation", "output", "stopping", "trackers", "tune")
 _log = logging.getLogger(__name__)
+_FINE = 1e-4  # steps of updates that change no training to speak of
 _BETWEEN_LINES = 60.0  # seconds, where bars cannot move
 _LONGEST = 1e9  # seconds that are left, as far as that can be known
 _BAR = 10  # columns of a bar
@@ -829,6 +830,13 @@ def _warn(setup: RunSetup, experiment: Experiment, console: Console) -> None:
         if experiment.plan.noise_multiplier == 0.0:
             consequence = "there is no noise, and no ε holds for this run"
         console.print(f"warning: unsafe_no_privacy is set; {consequence}", style="red")
+    step = max(group.granularity for group in experiment.plan.groups)
+    if experiment.plan.noise_multiplier == 0.0 and step > _FINE:
+        console.print(
+            f"warning: updates are rounded to whole multiples of {step:.2g}, as the clipping norm "
+            "is large and there is no noise beside which that is little",
+            style="yellow",
+        )
 
 
 def _warn_of_budget(spent: Sequence[RoundEvent], experiment: Experiment, console: Console) -> None:

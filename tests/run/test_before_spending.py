@@ -16,6 +16,7 @@ from fedpriv import (
     FedAvg,
     Flat,
     Mechanism,
+    Poisson,
     Population,
     Projection,
     Task,
@@ -195,6 +196,26 @@ def test_optimisers_that_do_not_work_are_refused(
     with pytest.raises(InvalidValueError, match=message):
         start(tmp_path / "run", X[:20], Y[:20], **others)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_baseline_without_privacy_is_a_mechanism(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def baseline(norm: float, delta: float | None = 1e-3) -> str:
+        bare = Mechanism(
+            Poisson(0.5), Flat(norm), 0.0, delta=delta, rounds=1, unsafe_no_privacy=True
+        )
+        people = Population.from_arrays(X, Y % 5, np.arange(24), held_out=(X[:20], Y[:20]))
+        run = simulate(people, Task(nn.Linear(8, 5)), bare, out=tmp_path / str(norm))
+        assert run.epsilon == math.inf
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "rounded" not in baseline(100.0)
+    assert "warning: updates are rounded to whole multiples of 0.031, as" in baseline(1e6)
+    with pytest.raises(
+        InvalidValueError, match=r"^the mechanism has no delta; it must be in \(0, "
+    ):
+        baseline(1.0, None)
 
 
 def test_batch_normalisation_that_nothing_moves_is_warned_of(
