@@ -278,6 +278,11 @@ def build(
     mechanism = _calibrated(mechanism, budget, config.rounds, users, spent)
     plan = _plan(config, run, population, users, replace(method, mechanism=mechanism), origin)
     _ = plan.digest  # what cannot be written down is refused here
+    try:
+        hash(plan.local)  # by which requests are told apart
+    except TypeError as error:
+        kind = type(plan.local).__name__
+        raise InvalidValueError(f"{kind} has a field of an {error}; take tuples") from error
     try_out(plan.optimizer, method.task.parameters())
     if plan.metrics:
         check_metrics(method.task, plan.metrics, plan.mechanism.clipping, few)

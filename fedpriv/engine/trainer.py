@@ -651,8 +651,7 @@ class Isolation:
                 failed = failed or error
         else:
             raise ModelError(
-                f"the model cannot be trained with {self._trainer.activations} activations: "
-                f"{failed}"
+                f"a user cannot be trained with {self._trainer.activations} activations: {failed}"
             ) from failed
         if found[0] != found[1]:
             raise ModelError(

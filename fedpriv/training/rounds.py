@@ -322,8 +322,8 @@ class TrainingPlan:
 
 def _unwritable(value: object) -> NoReturn:
     raise InvalidValueError(
-        f"a {type(value).__name__} is part of the plan, which cannot be written down with it; what "
-        "a run is made of must be dataclasses whose fields are numbers, texts, lists and such"
+        f"the plan has a value of the type {type(value).__name__}, which cannot be written down; "
+        "local training, optimisers and schedules must be frozen dataclasses of numbers and texts"
     )
 
 

@@ -2,7 +2,8 @@
 
 import json
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -49,11 +50,10 @@ def start(folder: Path, x: np.ndarray, y: np.ndarray, noise: float = 2.0, **othe
         people,
         Task(nn.Linear(8, 5), loss="cross-entropy"),
         mechanism.with_noise(noise, epsilon=2.0, delta=1e-3),
-        local=SGD(0.1, steps=1),
         rounds=1,
         out=folder,
         quiet=True,
-        **others,
+        **{"local": SGD(0.1, steps=1), **others},
     )
 
 
@@ -180,6 +180,13 @@ class Halving(Schedule):
         return 0.5**number
 
 
+@dataclass(frozen=True)
+class Weighted(SGD):
+    """Has a table."""
+
+    weights: Mapping[str, float] = field(kw_only=True)
+
+
 @pytest.mark.parametrize(
     ("others", "message"),
     [
@@ -187,10 +194,14 @@ class Halving(Schedule):
             {"server": Doubles()},
             r"^'weight' is float64\[5, 8\] after update of Doubles; it must be float32\[5, 8\]$",
         ),
-        ({"server": FedAvg(Halving())}, "^a Halving is part of the plan, which cannot be written"),
+        ({"server": FedAvg(Halving())}, "^the plan has a value of the type Halving, which ca"),
+        (
+            {"local": Weighted(0.1, steps=1, weights={"bias": 2.0})},
+            "^Weighted has a field of an un",
+        ),
     ],
 )
-def test_optimisers_that_do_not_work_are_refused(
+def test_parts_of_ones_own_that_do_not_work_are_refused(
     tmp_path: Path, others: dict[str, object], message: str
 ) -> None:
     with pytest.raises(InvalidValueError, match=message):
