@@ -33,7 +33,7 @@ from fedpriv.mechanism import (
 )
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
 from fedpriv.privacy.round import LocalTraining
-from fedpriv.training.optimizers import SCHEDULES, SERVER_OPTIMIZERS, Schedule, ServerOptimizer
+from fedpriv.training.optimizers import SCHEDULES, SERVER_OPTIMIZERS, RateSchedule, ServerOptimizer
 from fedpriv.training.stopping import Stopping
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -191,10 +191,10 @@ DEFAULT_OPTIMIZER = "fedadam"  # at the norm of DEFAULT_CLIPPING, to which its s
 
 _ALGORITHM = Choice("local.algorithm", ALGORITHMS, LocalTraining)
 _CORRELATION = Choice("noise.correlation", NOISE_POLICIES, NoisePolicy)
-_LOCAL_RATE = Choice("local.learning_rate.schedule", SCHEDULES, Schedule)
+_LOCAL_RATE = Choice("local.learning_rate.schedule", SCHEDULES, RateSchedule)
 _OPTIMIZER = Choice("server.optimizer", SERVER_OPTIMIZERS, ServerOptimizer)
 _POLICY = Choice("sampling.policy", SAMPLING_POLICIES, SamplingPolicy)
-_SCHEDULE = Choice("server.options.learning_rate.schedule", SCHEDULES, Schedule)
+_SCHEDULE = Choice("server.options.learning_rate.schedule", SCHEDULES, RateSchedule)
 _STRATEGY = Choice("clipping.strategy", CLIPPINGS, ClippingPolicy)
 
 
@@ -346,7 +346,7 @@ def _check_schedule(key: str, value: object) -> None:
         raise ValueError(f"{key}.schedule is {name!r}; {hint}")
 
 
-def _scheduled(choice: Choice[Schedule], value: object) -> object:
+def _scheduled(choice: Choice[RateSchedule], value: object) -> object:
     """The schedule that a table describes; anything else as it is."""
     if not isinstance(value, Mapping):
         return value
@@ -354,7 +354,7 @@ def _scheduled(choice: Choice[Schedule], value: object) -> object:
     return choice.build(str(value["schedule"]), given, {})
 
 
-def _schedule_table(schedule: Schedule) -> dict[str, Any]:
+def _schedule_table(schedule: RateSchedule) -> dict[str, Any]:
     return {"schedule": _SCHEDULE.name_of(schedule), **_scalars(schedule)}
 
 
@@ -872,7 +872,7 @@ def _noise_table(noise: NoisePolicy) -> dict[str, Any]:
 def local_table(local: LocalTraining) -> dict[str, Any]:
     """What a section says of local training."""
     common = {name: getattr(local, name) for name in COMMON}
-    if isinstance(local.learning_rate, Schedule):
+    if isinstance(local.learning_rate, RateSchedule):
         common["learning_rate"] = _schedule_table(local.learning_rate)
     return {
         **common,

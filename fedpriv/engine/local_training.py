@@ -107,7 +107,7 @@ class BatchRows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class BatchSchedule:
     """What the rows of a chunk follow from, whatever device computes them.
 
     A user's examples are shuffled for each pass over them. Their order, and which of them count
@@ -201,7 +201,7 @@ def schedule(
     rung: Rung,
     lanes: int | None = None,
     blank: int = 0,
-) -> Schedule:
+) -> BatchSchedule:
     """The schedule of users of one rung: positions, first rows in the store, numbers of rows.
 
     All lanes beyond the users, if there are some, have one row, `blank`, which does not count.
@@ -227,7 +227,7 @@ def schedule(
     among = None
     if np.any(counts < sizes):
         among = _counting(words[0], counts, sizes, max(kind.most for kind in kinds))
-    return Schedule(local, rung, counts, torch.from_numpy(words), among, tuple(kinds))
+    return BatchSchedule(local, rung, counts, torch.from_numpy(words), among, tuple(kinds))
 
 
 def _counting(words: Integers, counts: Integers, sizes: Integers, most: int) -> Tensor:
@@ -263,7 +263,7 @@ class Examples:
     users: Integers  # [C] positions in the enrolled population
     store: UserStore
     device: torch.device
-    schedule: Schedule
+    schedule: BatchSchedule
     task: Task  # says which fields it reads
     resident: TorchTensors | None = None  # the store's fields, if they are `held_on` the device
     # What a chunk was `given` whose examples these are, if not that of the schedule.

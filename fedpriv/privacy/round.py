@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 @runtime_checkable
 class Rates(Protocol):
-    """A learning rate by round, such as a `fedpriv.training.optimizers.Schedule`."""
+    """A learning rate by round, such as a `fedpriv.training.optimizers.RateSchedule`."""
 
     def at(self, number: int) -> float:
         """The rate in a round, from 1: a function of that number alone, which is public."""

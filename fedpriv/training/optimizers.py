@@ -2,8 +2,8 @@
 
 The released average Δ of the users' updates takes the place of the negative gradient
 (Reddi et al. 2021, "Adaptive Federated Optimization", algorithm 2). Everything here sees
-released quantities only. A learning rate, here and in local training, is a number, or a `Schedule`
-of the public round number.
+released quantities only. A learning rate, here and in local training, is a number, or a
+`RateSchedule` of the public round number.
 
 Where Δ is minus an average of clipped gradients, FedAvg is NoisySGD (Abadi et al. 2016, algorithm
 1) and FedAdam NoisyAdam (Bu et al. 2020, algorithm 2), with m₀ = 0, u₀ = τ² and ξ = τ; their sums
@@ -39,7 +39,7 @@ class OptimizerState:
 Step = tuple[Parameters, OptimizerState]
 
 
-class Schedule(ABC):
+class RateSchedule(ABC):
     """A learning rate that changes from round to round."""
 
     @abstractmethod
@@ -48,7 +48,7 @@ class Schedule(ABC):
 
 
 @dataclass(frozen=True)
-class PolynomialDecay(Schedule):
+class PolynomialDecay(RateSchedule):
     """From `start` in round 1 to `end` after so many rounds, and from then on; linear at power 1.
 
     end + (start − end)·(1 − (t − 1)/rounds)^power.
@@ -72,7 +72,7 @@ class PolynomialDecay(Schedule):
 
 
 @dataclass(frozen=True)
-class CosineDecay(Schedule):
+class CosineDecay(RateSchedule):
     """From `start` in round 1 to `end` after so many rounds, and from then on, along a cosine.
 
     end + (start − end)·(1 + cos(π·(t − 1)/rounds))/2 (Loshchilov & Hutter 2017, without restarts).
@@ -95,7 +95,7 @@ class CosineDecay(Schedule):
 
 
 @dataclass(frozen=True)
-class ExponentialDecay(Schedule):
+class ExponentialDecay(RateSchedule):
     """start·factor^((t − 1)/rounds): it falls by the factor in so many rounds."""
 
     start: float
@@ -111,7 +111,7 @@ class ExponentialDecay(Schedule):
 
 
 @dataclass(frozen=True)
-class StepDecay(Schedule):
+class StepDecay(RateSchedule):
     """start·factor^⌊(t − 1)/rounds⌋: it falls by the factor at once, after every so many rounds."""
 
     start: float
@@ -127,7 +127,7 @@ class StepDecay(Schedule):
 
 
 @dataclass(frozen=True)
-class PowerDecay(Schedule):
+class PowerDecay(RateSchedule):
     """start/t^power (Robbins & Monro 1951)."""
 
     start: float
@@ -141,17 +141,17 @@ class PowerDecay(Schedule):
         return float(self.start / number**self.power)
 
 
-SCHEDULES: Mapping[str, type[Schedule]] = {  # values of learning_rate.schedule
+SCHEDULES: Mapping[str, type[RateSchedule]] = {  # values of learning_rate.schedule
     "polynomial": PolynomialDecay,
     "cosine": CosineDecay,
     "exponential": ExponentialDecay,
     "step": StepDecay,
     "power": PowerDecay,
 }
-Rate = float | Schedule
+Rate = float | RateSchedule
 
 
-def _check_schedule(schedule: Schedule) -> None:
+def _check_schedule(schedule: RateSchedule) -> None:
     hold_plain_numbers(schedule)
     for name, value in vars(schedule).items():
         number = isinstance(value, Real)
@@ -175,9 +175,11 @@ class ServerOptimizer(ABC):
         return placed
 
     @property
-    def schedules(self) -> Mapping[str, Schedule]:
+    def schedules(self) -> Mapping[str, RateSchedule]:
         """The schedules among its fields."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, Schedule)}
+        return {
+            name: value for name, value in vars(self).items() if isinstance(value, RateSchedule)
+        }
 
     def init(self, parameters: Parameters) -> OptimizerState:  # noqa: ARG002
         """State before the first round; no moments, unless an optimiser keeps some."""
@@ -333,9 +335,9 @@ SERVER_OPTIMIZERS: Mapping[str, type[ServerOptimizer]] = {  # values of server.o
 def _check(optimizer: ServerOptimizer) -> None:
     hold_plain_numbers(optimizer)
     for name, value in vars(optimizer).items():
-        if isinstance(value, Schedule) and name == "learning_rate":
+        if isinstance(value, RateSchedule) and name == "learning_rate":
             continue  # its numbers are checked when they take its place
-        if isinstance(value, Schedule):
+        if isinstance(value, RateSchedule):
             raise InvalidValueError(f"{name} is {value}; only a learning_rate may have a schedule")
         below = math.inf if name in {"learning_rate", "tau"} else 1.0
         if not (isinstance(value, Real) and 0.0 <= float(value) < below):
@@ -350,7 +352,7 @@ def _filled(parameters: Parameters, value: float) -> Moments:
 
 def _moved(parameters: Parameters, direction: Average, learning_rate: Rate) -> Parameters:
     """Parameters after a step, saturated to what float32 holds so that a model stays finite."""
-    if isinstance(learning_rate, Schedule):
+    if isinstance(learning_rate, RateSchedule):
         found = f"learning_rate is {learning_rate}"
         raise InvalidValueError(f"{found}; a step needs its number, of the optimiser `at` a round")
     limit = np.finfo(np.float32).max

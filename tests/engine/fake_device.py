@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from fedpriv.engine import local_training
-from fedpriv.engine.local_training import Examples, Schedule
+from fedpriv.engine.local_training import BatchSchedule, Examples
 
 DEVICE = torch.device("meta")
 
@@ -77,7 +77,7 @@ def on_device(*, may_wait: bool = False) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # Rows of users are drawn, and copied to memory that there is.
         patch.setattr(local_training, "schedule", really(local_training.schedule))
-        patch.setattr(Schedule, "rows", really(Schedule.rows))
+        patch.setattr(BatchSchedule, "rows", really(BatchSchedule.rows))
         patch.setattr(Examples, "_taken", really(Examples._taken))
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with warnings.catch_warnings(), mode, nullcontext() if may_wait else _Waits():

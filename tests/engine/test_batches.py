@@ -16,9 +16,9 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine import local_training
 from fedpriv.engine.local_training import (
     BatchRows,
+    BatchSchedule,
     Examples,
     Rung,
-    Schedule,
     by_rung,
     held_on,
     ladder,
@@ -266,7 +266,7 @@ def _schedule(
     return in_numpy(schedule(*given_to, local, key, rung))
 
 
-def in_numpy(plan: Schedule) -> Any:
+def in_numpy(plan: BatchSchedule) -> Any:
     rows = plan.rows(plan.words, plan.among)
     blocks = {name: torch.cat(getattr(rows, name), 1) for name in ("chosen", "exists")}
     return BatchRows(*map(np.asarray, rows._replace(**blocks)))

@@ -30,7 +30,7 @@ from fedpriv.training.optimizers import (
     OptimizerState,
     Parameters,
     Rate,
-    Schedule,
+    RateSchedule,
     ServerOptimizer,
 )
 from tests.commandline import printed, refused
@@ -71,7 +71,7 @@ class BiasesApart(ClippingPolicy):
 
 
 @dataclass(frozen=True)
-class Alternating(Schedule):
+class Alternating(RateSchedule):
     """A schedule of the server's learning rate: every other round by half."""
 
     start: float

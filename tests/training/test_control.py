@@ -19,7 +19,7 @@ from fedpriv.training.optimizers import (
     ExponentialDecay,
     FedAvg,
     PolynomialDecay,
-    Schedule,
+    RateSchedule,
     StepDecay,
 )
 from fedpriv.training.rounds import (
@@ -145,7 +145,7 @@ def test_users_are_asked_with_the_rate_of_the_round(tmp_path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Falling(Schedule):
+class Falling(RateSchedule):
     """One of one's own, which falls below zero in round 4."""
 
     def at(self, number: int) -> float:

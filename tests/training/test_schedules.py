@@ -25,13 +25,13 @@ from fedpriv.training.optimizers import (
     FedAvgM,
     PolynomialDecay,
     PowerDecay,
-    Schedule,
+    RateSchedule,
     ServerOptimizer,
     StepDecay,
 )
 from fedpriv.training.rounds import ServerState, initial_state, run_round, train
 
-SCHEDULES: list[Schedule] = [
+SCHEDULES: list[RateSchedule] = [
     PolynomialDecay(0.8, 0.1, rounds=4, power=2.0),
     CosineDecay(0.8, 0.1, rounds=4),
     ExponentialDecay(0.8, 0.5, rounds=2),
@@ -41,7 +41,7 @@ SCHEDULES: list[Schedule] = [
 
 
 @dataclass(frozen=True)
-class Falling(Schedule):
+class Falling(RateSchedule):
     """One of one's own, which falls below zero in round 4."""
 
     def at(self, number: int) -> float:
@@ -65,7 +65,7 @@ class Falling(Schedule):
     ],
     ids=repr,
 )
-def test_rates_by_round(schedule: Schedule, rates: Sequence[float]) -> None:
+def test_rates_by_round(schedule: RateSchedule, rates: Sequence[float]) -> None:
     assert [schedule.at(number) for number in range(1, len(rates) + 1)] == pytest.approx(rates)
 
 
@@ -73,7 +73,7 @@ def test_rates_by_round(schedule: Schedule, rates: Sequence[float]) -> None:
     st.sampled_from(SCHEDULES), st.integers(1, 10**6), st.floats(0.0, 1e6), st.integers(1, 10**6)
 )
 def test_rates_never_rise_and_stay_legal(
-    schedule: Schedule, number: int, start: float, rounds: int
+    schedule: RateSchedule, number: int, start: float, rounds: int
 ) -> None:
     changes = {"start": start} | ({} if isinstance(schedule, PowerDecay) else {"rounds": rounds})
     changes |= {"end": start / 2} if hasattr(schedule, "end") else {}
@@ -94,7 +94,7 @@ def released(optimizer: ServerOptimizer, folder: Path) -> list[ServerState]:
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
 @pytest.mark.parametrize("kind", SERVER_OPTIMIZERS.values())
 def test_each_round_steps_by_its_own_rate(
-    kind: type[ServerOptimizer], schedule: Schedule, tmp_path: Path
+    kind: type[ServerOptimizer], schedule: RateSchedule, tmp_path: Path
 ) -> None:
     states = released(kind(learning_rate=schedule), tmp_path / "scheduled")
     with open_records(tmp_path) as records:
@@ -160,7 +160,7 @@ def config_with(rate: object, key: str = "learning_rate") -> Config:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
-def test_a_file_says_what_python_says(schedule: Schedule) -> None:
+def test_a_file_says_what_python_says(schedule: RateSchedule) -> None:
     mechanism = Mechanism.poisson(0.5, Flat(1.0)).with_noise(1.0, epsilon=2.0, delta=1e-3)
     tables = tables_of(mechanism, SGD(0.5, epochs=1), FedAdam(schedule))
     read = parse_config({**BASE, **plain(tables)}, "test")
