@@ -200,19 +200,19 @@ def report(
     folder: Annotated[Path, typer.Argument(help="folder of a run or a study")],
     out: Annotated[Path | None, _option("file to write", default="report.html in FOLDER")] = None,
     show: Annotated[bool, _option("open it in the browser", "--open")] = False,
-    figures: Annotated[
+    charts: Annotated[
         Path | None, _option("draw PNG and SVG into this folder; no page", metavar="DIR")
     ] = None,
 ) -> None:
     """Write one HTML page of a run or a study, which opens offline; ledgers are verified first."""
-    from fedpriv.run.folder import write_figures, write_report
+    from fedpriv.run.folder import write_charts, write_report
 
-    if figures is None:
+    if charts is None:
         typer.echo(write_report(folder, out, show=show))
         return
     if out or show:
-        raise InvalidValueError("--figures writes no page; leave out --out and --open")
-    for file in write_figures(folder, figures):
+        raise InvalidValueError("--charts writes no page; leave out --out and --open")
+    for file in write_charts(folder, charts):
         typer.echo(file)
 
 
@@ -396,7 +396,7 @@ def curves(
     ledger: ReadLedgerPath,
     out: Annotated[Path, _option("folder to write to")],
     delta: Delta = None,
-    suffix: Annotated[Literal["png", "svg"], _option("of the figures", "--format")] = "png",
+    suffix: Annotated[Literal["png", "svg"], _option("of the charts", "--format")] = "png",
 ) -> None:
     """Draw ε by rounds, δ by ε and the errors of a test for one user; with CSV and JSON."""
     from fedpriv.accounting.pricing import default_delta, read_ledger

@@ -1,7 +1,7 @@
 """Which settings do well on everything? The study behind the defaults of an experiment.
 
     FEDPRIV_DATA=FOLDER python -m simulations.defaults simulations/results/defaults.json --again
-    python -m simulations.defaults simulations/results/defaults.json --figures docs/images
+    python -m simulations.defaults simulations/results/defaults.json --charts docs/images
 
 The file has a row for each run: a task of `TASKS` with its own (ε, δ), a setting, a seed, and the
 accuracy of the last model on held-out rows. Rows whose accuracy is null are run; `--again` runs
@@ -235,7 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--again", action="store_true", help="run every row again")
-    parser.add_argument("--figures", type=Path, help="folder to draw into")
+    parser.add_argument("--charts", type=Path, help="folder to draw into")
     arguments = parser.parse_args()
     runs = [Run(**row) for row in json.loads(arguments.file.read_text("utf-8"))]
     for number, run in enumerate(runs):
@@ -245,9 +245,9 @@ def main() -> None:
             arguments.file.write_text(f"[\n{rows}\n]\n", encoding="utf-8")
     for line in summary(runs):
         print(line)
-    if arguments.figures:
+    if arguments.charts:
         for chart in charts(runs):
-            save(chart, arguments.figures, ["png"])
+            save(chart, arguments.charts, ["png"])
 
 
 if __name__ == "__main__":

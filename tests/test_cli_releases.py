@@ -115,8 +115,8 @@ def test_a_run_releases_metrics_with_their_noise_at_one_epsilon(file: Path, tmp_
     assert list(rows[0]["clipping_norms"].values()) == [0.4, 0.1]
     assert list(rows[1]["clipping_norms"].values()) != [0.4, 0.1]
     assert rows[-1]["epsilon"] <= 2.0
-    drawn = printed("report", run, "--figures", tmp_path / "figures").split()
-    assert str(tmp_path / "figures" / "metric-accuracy.png") in drawn
+    drawn = printed("report", run, "--charts", tmp_path / "charts").split()
+    assert str(tmp_path / "charts" / "metric-accuracy.png") in drawn
     assert all(Path(file).stat().st_size > 0 for file in drawn)
     with Ledger.open(run / "ledger.sqlite") as ledger:
         events = [row.event for row in ledger.charges()]

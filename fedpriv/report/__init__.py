@@ -1,1 +1,1 @@
-"""Reports of runs, studies and ledgers: pages, figures, tables of the terminal, JSON and CSV."""
+"""Reports of runs, studies and ledgers: pages, charts, tables of the terminal, JSON and CSV."""

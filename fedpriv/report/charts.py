@@ -1,4 +1,4 @@
-"""Charts: one declaration is the page's interactive figure and a document's PNG or SVG."""
+"""Charts: one declaration is interactive on a page, and a document's PNG or SVG."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What the ε of a ledger says: in words, as charts, and as figures with their numbers in CSV."""
+"""What the ε of a ledger says: in words, as charts, and with the numbers in CSV."""
 
 import csv
 import math
@@ -246,7 +246,7 @@ def _delta_curves(ledger: LedgerContent, cost: Cost) -> list[_DeltaCurve]:
 
 
 def write_curves(ledger: LedgerContent, delta: float, folder: Path, suffix: str) -> list[Path]:
-    """Write each curve of a ledger as a figure, "png" or "svg", and as CSV, and return the files.
+    """Write each curve of a ledger as a chart, "png" or "svg", and as CSV, and return the files.
 
     `bound` is what kind of number ε is, `epsilon_low` its lower end, 0 if there is none; `epsilon`
     is inf if none is proven, `delta` the upper end of an interval, `type_two` a lower bound and

@@ -1,4 +1,4 @@
-"""The page of one run, and its figures as files."""
+"""The page of one run, and its charts as files."""
 
 import itertools
 import math
@@ -58,7 +58,7 @@ def page_of_run(record: RunRecord) -> Page:
     return Page(record.name, f"A run on {record.ledger.population}, by fedpriv", sections)
 
 
-def write_run_figures(record: RunRecord, folder: Path) -> list[Path]:
+def write_run_charts(record: RunRecord, folder: Path) -> list[Path]:
     """Write accuracy, loss, ε and private metrics by round as PNG and SVG; return the files."""
     rounds, charts = record.rounds, round_charts(record.rounds)
     if rounds and all(math.isfinite(each.epsilon) for each in rounds):

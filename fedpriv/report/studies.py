@@ -143,7 +143,7 @@ def _cut(series: Series) -> Series:
     return replace(series, low=low, high=[end and min(end, 100.0) for end in series.high])
 
 
-def write_study_figures(read: ReadStudy, folder: Path) -> list[Path]:
+def write_study_charts(read: ReadStudy, folder: Path) -> list[Path]:
     """Write front or arms, differences and along-… as PNG and SVG, and return the files."""
     if not read.arms:
         raise DataError(f"no run of the study in {read.folder} is finished; run it first")

@@ -44,7 +44,7 @@ from fedpriv.mechanism import Mechanism
 from fedpriv.personalisation import Personalisation
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.report.studies import print_study, results_json
-from fedpriv.run.folder import RunFolder, data_frame, held, write_figures, write_report
+from fedpriv.run.folder import RunFolder, data_frame, held, write_charts, write_report
 from fedpriv.run.run import Run, RunSetup, displayed, run_rounds
 from fedpriv.run.simulate import ObservedTransport
 from fedpriv.studies import Arm, ArmSummary, Cell, ReadStudy, RunResult, Study, Target, read_study
@@ -105,8 +105,8 @@ class Comparison:
         return write_report(self.folder, Path(out) if out else None)
 
     def draw(self, out: Path | str | None = None) -> list[Path]:
-        """Write PNG and SVG figures, by default into `figures` in the folder; return the files."""
-        return write_figures(self.folder, Path(out) if out else self.folder / "figures")
+        """Write charts as PNG and SVG, by default into `charts` in the folder; return the files."""
+        return write_charts(self.folder, Path(out) if out else self.folder / "charts")
 
 
 def compare(

@@ -279,7 +279,7 @@ def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -
     elif holds_results_alone(folder):
         raise InvalidValueError(
             f"{folder} holds the results of a study without its runs and ledgers, which a page "
-            "verifies; --figures draws what results can show"
+            "verifies; --charts draws what results can show"
         )
     else:
         read = read_study(folder)
@@ -291,13 +291,13 @@ def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -
     return path
 
 
-def write_figures(folder: Path, out: Path) -> list[Path]:
+def write_charts(folder: Path, out: Path) -> list[Path]:
     """Draw a run or a study as PNG and SVG into another folder, and return the files."""
     from fedpriv.report import run_page, studies  # noqa: PLC0415
 
     if (folder / STUDY).exists():
-        return studies.write_study_figures(read_study(folder), out)
-    return run_page.write_run_figures(_run_in(folder), out)
+        return studies.write_study_charts(read_study(folder), out)
+    return run_page.write_run_charts(_run_in(folder), out)
 
 
 def _run_in(folder: Path) -> RunRecord:

@@ -65,7 +65,7 @@ from fedpriv.privacy.round import PrivacyRecords, Transport, charge_forgone
 from fedpriv.report.records import versions
 from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table
 from fedpriv.run.auditor import Auditor
-from fedpriv.run.folder import RunFolder, data_frame, read_run, write_figures, write_report
+from fedpriv.run.folder import RunFolder, data_frame, read_run, write_charts, write_report
 from fedpriv.trackers import Followers, StartedRun
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
@@ -346,8 +346,8 @@ class Run:
         return write_report(self.folder, Path(out) if out else None)
 
     def draw(self, out: Path | str | None = None) -> list[Path]:
-        """Write PNG and SVG figures, by default into `figures` in the folder; return the files."""
-        return write_figures(self.folder, Path(out) if out else self.folder / "figures")
+        """Write charts as PNG and SVG, by default into `charts` in the folder; return the files."""
+        return write_charts(self.folder, Path(out) if out else self.folder / "charts")
 
 
 Hosted = Callable[[Experiment, PrivacyRecords], Transport]

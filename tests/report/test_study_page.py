@@ -116,7 +116,7 @@ def test_results_alone_can_be_drawn_and_make_no_page(study_folder: Path, tmp_pat
     assert read_study(kept).arms == read.arms
     drawn = [tmp_path / name for name in ("whole", "alone")]
     for folder, out in zip((study_folder, kept), drawn, strict=True):
-        files = printed("report", folder, "--figures", out).split()
+        files = printed("report", folder, "--charts", out).split()
         assert [Path(file).name for file in files] == [
             "front.png",
             "front.svg",
@@ -130,18 +130,18 @@ def test_results_alone_can_be_drawn_and_make_no_page(study_folder: Path, tmp_pat
     assert "without its runs" in refused("compare", kept / "study.toml", "--out", kept)
 
 
-def test_figures_that_cannot_be_drawn_are_refused(
+def test_charts_that_cannot_be_drawn_are_refused(
     study_folder: Path, run_folder: Path, tmp_path: Path
 ) -> None:
-    figures = ("--figures", tmp_path / "figures")
-    assert "holds no run and no study" in refused("report", tmp_path, *figures)
-    assert "leave out --out and --open" in refused("report", study_folder, *figures, "--open")
+    charts = ("--charts", tmp_path / "charts")
+    assert "holds no run and no study" in refused("report", tmp_path, *charts)
+    assert "leave out --out and --open" in refused("report", study_folder, *charts, "--open")
     shutil.copy(study_folder / "study.toml", tmp_path)
-    assert "no run of the study" in refused("report", tmp_path, *figures)
-    assert not figures[1].exists()
+    assert "no run of the study" in refused("report", tmp_path, *charts)
+    assert not charts[1].exists()
     (tmp_path / "file").touch()
-    inside = tmp_path / "file" / "figures"
-    assert "cannot be written" in refused("report", study_folder, "--figures", inside)
+    inside = tmp_path / "file" / "charts"
+    assert "cannot be written" in refused("report", study_folder, "--charts", inside)
 
 
 def test_each_kind_of_ledger_is_priced_once(page: str, study_folder: Path) -> None:

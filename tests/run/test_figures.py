@@ -118,7 +118,7 @@ def test_a_run_shows_figures_where_it_shows_accuracy(
         assert text in page
     drawn = {file.name for file in run.draw() if file.stat().st_size}
     assert {"figure-best%20two.png", "users-accuracy.svg"} < drawn
-    assert {file.name for file in (tmp_path / "run" / "figures").iterdir()} == drawn
+    assert {file.name for file in (tmp_path / "run" / "charts").iterdir()} == drawn
 
 
 def test_without_users_of_held_out_rows_nothing_is_said_of_them(tmp_path: Path) -> None:
