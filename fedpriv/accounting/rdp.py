@@ -100,12 +100,6 @@ def epsilon_from_rdp(orders: Sequence[float], rdp: Vector, delta: float) -> floa
     return max(0.0, float(bounds.min()))
 
 
-def epsilon_from_rdp_2016(orders: Sequence[float], rdp: Vector, delta: float) -> float:
-    """ε as papers report it: min_α rdp + log(1/δ)/(α − 1) (Abadi et al. 2016, Theorem 2)."""
-    alpha = np.asarray(orders, dtype=np.float64)
-    return float((rdp - math.log(delta) / (alpha - 1)).min())
-
-
 def delta_from_rdp(orders: Sequence[float], rdp: Vector, epsilon: float) -> float:
     """δ in [1e-60, 1] at which (α, rdp) at the best order implies (ε, δ)-DP.
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from fedpriv.accounting.accountants import poisson_pairs, tightest_epsilon
 from fedpriv.accounting.classical import advanced_epsilon
 from fedpriv.accounting.gaussian import epsilon
-from fedpriv.accounting.rdp import composed_rdp, epsilon_from_rdp, epsilon_from_rdp_2016
-from simulations.papers.claims import Argument, Claim, print_claims
+from fedpriv.accounting.rdp import composed_rdp, epsilon_from_rdp
+from simulations.papers.claims import Argument, Claim, epsilon_from_rdp_2016, print_claims
 
 ORDERS = range(2, 34)
 """α = λ + 1 for the moments λ ≤ 32 that the paper computes."""

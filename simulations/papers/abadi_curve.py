@@ -10,8 +10,9 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from fedpriv.accounting.rdp import composed_rdp, epsilon_from_rdp_2016
+from fedpriv.accounting.rdp import composed_rdp
 from simulations.papers.abadi import EXAMPLE, ORDERS, Setting, published_composition
+from simulations.papers.claims import epsilon_from_rdp_2016
 
 EPOCHS = (1, 5, 10, 20, 50, 100, 150, 200, 250, 300, 350, 400)
 ROUNDS_PER_EPOCH = 100

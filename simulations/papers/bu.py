@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from fedpriv.accounting import gaussian
 from fedpriv.accounting.accountants import poisson_pairs, tightest_delta, tightest_epsilon
 from fedpriv.accounting.classical import clt_epsilon, clt_mu
-from fedpriv.accounting.rdp import DEFAULT_ORDERS, composed_rdp, epsilon_from_rdp_2016
-from simulations.papers.claims import Argument, Claim, print_claims
+from fedpriv.accounting.rdp import DEFAULT_ORDERS, composed_rdp
+from simulations.papers.claims import Argument, Claim, epsilon_from_rdp_2016, print_claims
 
 NOTES = (
     "The CLT is a limit. In these tables it is below the truth in eight rows of nine, by up to a "

@@ -4,11 +4,16 @@ A claim is judged by two questions that are easily confused: is the number at le
 and does the argument that led to it prove so.
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
+
+from fedpriv.accounting.round_counts import Vector
 
 
 class Argument(StrEnum):
@@ -62,6 +67,12 @@ class Claim:
                 return f"not a valid bound but an estimate, here {above}"
             case Argument.FLAW:
                 return f"not a valid bound: a step fails; the number is {above}"
+
+
+def epsilon_from_rdp_2016(orders: Sequence[float], rdp: Vector, delta: float) -> float:
+    """ε as papers report it: min_α rdp + log(1/δ)/(α − 1) (Abadi et al. 2016, Theorem 2)."""
+    alpha = np.asarray(orders, dtype=np.float64)
+    return float((rdp - math.log(delta) / (alpha - 1)).min())
 
 
 def print_claims(title: str, claims: tuple[Claim, ...], notes: tuple[str, ...]) -> None:

@@ -3,13 +3,14 @@
 import math
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from fedpriv.accounting import gaussian
 from fedpriv.accounting.classical import clt_mu
-from fedpriv.accounting.rdp import composed_rdp, epsilon_from_rdp_2016
+from fedpriv.accounting.rdp import composed_rdp
 from simulations.papers import abadi, abadi_curve, bu, ermis_cemgil
-from simulations.papers.claims import Argument, Claim
+from simulations.papers.claims import Argument, Claim, epsilon_from_rdp_2016
 
 # Printed in Bu et al. 2020, Tables 1 to 4: μ, ε by CLT, ε by MA.
 PRINTED = (
@@ -161,10 +162,14 @@ def test_no_printed_formula_of_ermis_and_cemgil_gives_their_noise() -> None:
     assert ermis_cemgil.amplified_zcdp_epsilon(3.23) == pytest.approx(by_hand, rel=1e-9)
 
 
-def test_language_models_by_the_moments_accountant() -> None:
+def test_the_2016_conversion_reproduces_the_papers() -> None:
+    orders = tuple(float(order) for order in range(2, 65))
+    by_abadi = composed_rdp({(0.01, 4.0): 10_000}, orders)
+    assert epsilon_from_rdp_2016(orders, by_abadi, 1e-5) == pytest.approx(1.2586, abs=1e-4)
+    assert int(np.argmin(by_abadi - math.log(1e-5) / (np.array(orders) - 1))) == orders.index(20.0)
     # McMahan et al. 2018 print ε = 4.634 for 5,000 of 763,430 users, z = 1, T = 5,000, δ = 1e-9.
-    moments = composed_rdp({(5000 / 763_430, 1.0): 5000}, range(2, 34))
-    assert epsilon_from_rdp_2016(range(2, 34), moments, 1e-9) == pytest.approx(4.634, abs=1e-3)
+    mcmahan = composed_rdp({(5000 / 763_430, 1.0): 5000}, orders)
+    assert epsilon_from_rdp_2016(orders, mcmahan, 1e-9) == pytest.approx(4.634, abs=1e-3)
 
 
 @pytest.mark.parametrize("paper", [abadi, bu, ermis_cemgil], ids=lambda paper: paper.__name__)
