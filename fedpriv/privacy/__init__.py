@@ -4,8 +4,8 @@ This is the first of the two folders to audit; the other is the ledger. Read in 
 
 1. `layout`: named tensors as one vector, and the vector groups that are clipped together;
 2. `clipping`: what one user adds, in whole numbers, within an exact bound; `clipping_torch` does
-   the same in batches and is the only module here that imports torch; `outer_products` does it for
-   sums of matrices;
+   the same in batches, on a GPU by the kernels of `clipping_triton`; only these two import torch.
+   `outer_products` does it for sums of matrices;
 3. `sampling` and `noise`: the cohort and the noise, drawn exactly, from keys; `correlated_noise`:
    noise that cancels in part over a series of rounds; `draws`: the keys of a round or series;
 4. `gaussian_mechanism`: what is released of a cohort's sum, how far one user moves it, how it is
