@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from fedpriv.analytics import Answer, Survey, VectorQuestion, ask
-from fedpriv.analytics.questions import FloatMatrix, UserValues, sampling_spread
+from fedpriv.analytics.questions import UserValues, sampling_spread
 from fedpriv.data.population import Fields, UserStore, offsets_of, spread_over
 from fedpriv.engine.metrics import Measuring, mean_metric
 from fedpriv.engine.task import RoundParameters, Task, plain_arithmetic, seeded
@@ -32,6 +32,7 @@ from fedpriv.errors import (
 )
 from fedpriv.ledger.events import RoundEvent, check_query
 from fedpriv.personalisation import FineTuning, Personalisation
+from fedpriv.privacy.clipping import FloatMatrix
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import FloatVector, Tensors
 from fedpriv.privacy.noise import Entropy

@@ -6,15 +6,9 @@ from typing import Self
 
 import numpy as np
 
-from fedpriv.analytics.questions import (
-    Answer,
-    FloatMatrix,
-    Question,
-    UserValues,
-    sampling_spread,
-)
+from fedpriv.analytics.questions import Answer, Question, UserValues, sampling_spread
 from fedpriv.errors import InvalidValueError, is_whole
-from fedpriv.privacy.clipping import IntegerVector
+from fedpriv.privacy.clipping import FloatMatrix, IntegerVector
 from fedpriv.privacy.layout import FloatVector
 from fedpriv.privacy.outer_products import CLIPPING_NORM, KEPT, outer_product_sum
 from fedpriv.privacy.sampling import PoissonSampling

@@ -21,7 +21,7 @@ from scipy.optimize import isotonic_regression
 from scipy.sparse import csr_array
 
 from fedpriv.errors import InvalidValueError, hold_plain_numbers
-from fedpriv.privacy.clipping import IntegerVector, clip_rows
+from fedpriv.privacy.clipping import FloatMatrix, IntegerVector, clip_rows
 from fedpriv.privacy.layout import FloatVector, VectorGroup
 from fedpriv.privacy.sampling import PoissonSampling
 
@@ -32,7 +32,6 @@ _MOST_CHARACTERS = 1024
 # Begins a line of the log for each user of a cohort that fails: their number is no release.
 ZEROED = "simulation only, not private: a user counts as zero"
 
-FloatMatrix = npt.NDArray[np.float64]
 Values: TypeAlias = npt.NDArray[Any]  # numbers or texts
 Scalar: TypeAlias = type[np.float64] | type[np.str_]  # which of the two
 Function: TypeAlias = Callable[[Mapping[str, Values]], object]

@@ -437,8 +437,6 @@ def check_query(noise_multiplier: object, sampling_probability: object) -> None:
 
 # A smaller δ is refused: no price tells it from 0, as doubles lose probabilities that small.
 LEAST_DELTA = 1e-60
-# An upper bound on the ε that events cost together at this δ; +inf if no finite ε holds.
-Price = Callable[[Sequence[RoundEvent], float], float]
 
 
 def check_delta(delta: float) -> None:
@@ -456,7 +454,9 @@ class PrivacyBudget:
 
     epsilon: float  # ε > 0, the most that may be spent; inf if only δ and the record matter
     delta: float  # δ in [1e-60, 1)
-    price: Price  # never below the truth, such as `Accountant.upper_epsilon`
+    # At least the ε that events cost together at a δ, as `Accountant.upper_epsilon`; +inf if no
+    # finite ε holds.
+    price: Callable[[Sequence[RoundEvent], float], float]
 
     def __post_init__(self) -> None:
         hold_numbers(self)

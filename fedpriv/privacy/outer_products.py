@@ -12,10 +12,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.privacy.clipping import IntegerVector
+from fedpriv.privacy.clipping import FloatMatrix, IntegerVector
 from fedpriv.privacy.layout import FloatVector, squared_bound
-
-FloatMatrix = npt.NDArray[np.float64]
 
 CLIPPING_NORM = 1.0
 """S, of the vector group of the contributions that are added up here."""

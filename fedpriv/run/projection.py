@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
 
 from fedpriv.analytics import PrincipalComponents, SecondMoments, Survey, ask
@@ -25,13 +24,13 @@ from fedpriv.errors import DataError, InvalidValueError, hold_plain_numbers, is_
 from fedpriv.ledger.events import RoundEvent, Unit, check_query
 from fedpriv.ledger.participation import beside
 from fedpriv.models import Projected
+from fedpriv.privacy.clipping import FloatMatrix
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.run.run import RunSetup
 
 _INPUTS = "x"  # the field that models read
 _QUESTION = "projection"
-FloatMatrix = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)

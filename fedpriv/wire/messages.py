@@ -45,7 +45,6 @@ Positions = npt.NDArray[np.int64]
 Name = Annotated[str, codec.length(1, codec.MAX_NAME)]
 Text = Annotated[str, codec.length(0, codec.MAX_NAME)]
 Bytes32 = Annotated[bytes, codec.length(32, 32)]
-Population = Annotated[int, Legal(lambda n: 1 <= n < 2**63, "be from 1 to 2^63 - 1")]
 UInt32 = Annotated[int, below(32)]
 Signed = Annotated[int, Legal(lambda n: -(2**63) <= n < 2**63, "fit 64 bits with its sign")]
 Epsilon = Annotated[float, Legal(lambda epsilon: epsilon >= 0.0, "be a number, not negative")]
@@ -105,7 +104,7 @@ class Welcome(Checked):
     """What the server says to a node that has connected."""
 
     population_name: Name  # as in the ledger
-    population: Population  # N
+    population: Annotated[int, Legal(lambda n: 1 <= n < 2**63, "be from 1 to 2^63 - 1")]  # N
     # Of the node's users in the population, ascending: the k-th is that of the node's k-th user,
     # ids sorted by code points.
     users: Positions = field(repr=False)
