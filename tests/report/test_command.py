@@ -40,11 +40,11 @@ def test_a_place_that_cannot_be_written_is_refused(copy: Path) -> None:
 
 
 def test_a_page_replaces_pages_alone(copy: Path) -> None:
-    for name in ("ledger.sqlite", "plan.toml", "metrics.jsonl"):
-        kept = (copy / name).read_bytes()
-        line = refused("report", copy, "--out", copy / name)
-        assert f"{name} exists already and is no HTML; it is not overwritten" in line
-        assert (copy / name).read_bytes() == kept
+    ledger = copy / "ledger.sqlite"
+    kept = ledger.read_bytes()
+    line = refused("report", copy, "--out", ledger)
+    assert "ledger.sqlite exists already and is no HTML; it is not overwritten" in line
+    assert ledger.read_bytes() == kept
     page = copy / "report.html"
     for before in ("", "<!doctype html><p>An older one"):
         page.write_text(before)

@@ -100,7 +100,7 @@ def test_a_run_says_what_its_releases_show(file: Path, tmp_path: Path) -> None:
 
 def test_the_report_rounds_lower_bounds_down(file: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    printed("simulate", file, "--set", "rounds=1", "--out", out)
+    printed("simulate", file, "--out", out)
     folder = RunFolder(out)
     found = json.loads(folder.audit.read_text("utf-8")) | {"epsilon_low": 0.8819, "mu_low": 0.3499}
     folder.audit.write_text(json.dumps(found), "utf-8")

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import fedpriv
 from fedpriv.accounting.accountants import epsilon
-from fedpriv.accounting.pricing import cost_of, price, read_ledger
+from fedpriv.accounting.pricing import _epsilon_curve, price, read_ledger
 from fedpriv.config import load_config
 from fedpriv.data.population import load_population
 from fedpriv.errors import InvalidValueError
@@ -357,7 +357,7 @@ def test_rounds_and_costs_of_a_ledger_with_passes(file: Path, tmp_path: Path) ->
     assert found.part.rounds == ROUNDS
     assert [event.count for event in found.part.events] == [2]
     content = read_ledger(path)
-    by_round = cost_of(content, 1e-2).by_rounds[0]
+    by_round = _epsilon_curve(content, epsilon(content.events, 1e-2))
     event = content.events[0]
     one, two = (epsilon([event] * passes, 1e-2).epsilon for passes in (1, 2))
     assert by_round.rounds == (1, 2, 3, 4, 5)

@@ -28,8 +28,11 @@ from fedpriv.privacy.gaussian_mechanism import (
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.sampling import ExampleSampling, PoissonSampling
+from fedpriv.report.guarantee import assumptions, loss_of
+from fedpriv.run.folder import read_run
 from fedpriv.run.run import Run, RunSetup
 from fedpriv.server.flower_runs import GridSimulation
+from fedpriv.studies import read_study
 from tests.commandline import printed, refused
 from tests.run.test_units import (
     NORM,
@@ -137,9 +140,10 @@ def test_what_is_said_names_users_and_their_examples(
     assert {result.unit for result in found.rounds} == {"user"}
     shown = printed("ledger", "show", out / "ledger.sqlite")
     assert re.search(r"poisson-examples,\s+add-or-remove-one,\s+3 of each", shown)
-    page = found.report().read_text(encoding="utf-8")
-    assert "each of up to k = 3 examples of an enrolled user joins the cohort" in page
-    assert "N = 5 users are enrolled" in page
+    record = read_run(out)
+    on_page = str(assumptions(loss_of(record), record.ledger))
+    assert "each of up to k = 3 examples of an enrolled user joins the cohort" in on_page
+    assert "N = 5 users are enrolled" in on_page
 
 
 def test_metrics_are_averages_over_the_public_number_of_examples(tmp_path: Path) -> None:
@@ -349,4 +353,5 @@ def test_a_study_compares_users_with_their_examples_at_one_epsilon(tmp_path: Pat
     study = fedpriv.compare(
         population(), task(), whole, arms, seeds=1, out=tmp_path / "study", quiet=True
     )
-    assert "user-level ε of each run" in study.report().read_text(encoding="utf-8")
+    assert [0.0 < arm.epsilon <= 4.0 for arm in study.arms] == [True, True]
+    assert read_study(study.folder).study.unit == "user"
