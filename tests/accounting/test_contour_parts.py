@@ -6,6 +6,7 @@ import math
 import mpmath
 import numpy as np
 import pytest
+from closed_forms import gaussian_delta, poisson_delta
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -221,8 +222,7 @@ class TestContours:
     def test_each_direction_of_one_round(self, q, z, epsilon, direction):
         setting = setting_of({(q, z): 1}, direction)
         found = contour(setting, plan_at_epsilon(setting, epsilon))
-        with mpmath.workdps(40):
-            exact = _one_round(mpmath.mpf(q), mpmath.mpf(z), mpmath.mpf(epsilon), direction)
+        exact = poisson_delta(q, z, epsilon, direction)
         low, up = absolute_bounds(found, epsilon)
         assert low <= exact <= up + found.dropped
         assert up - low <= 1e-5 * up
@@ -247,7 +247,7 @@ class TestContours:
     def test_careless_plans_widen_the_interval_and_keep_the_truth(self, direction):
         setting = setting_of({(1.0, 20.0): 100}, direction)
         plan = plan_at_delta(setting, math.log(1e-5))
-        exact = _gaussian(0.5, plan.epsilon)
+        exact = gaussian_delta(0.5, plan.epsilon)
         widths = []
         for shorter in (1.0, 0.6, 0.5, 0.4):
             other = dataclasses.replace(plan, stop=shorter * plan.stop)
@@ -264,7 +264,7 @@ class TestContours:
         found = contour(setting, plan_at_delta(setting, math.log(1e-5)))
         for epsilon in (0.0, 0.5, 1.5, 2.5, 3.5):
             low, up = absolute_bounds(found, epsilon)
-            assert low <= _gaussian(0.5, epsilon) <= up + found.dropped
+            assert low <= gaussian_delta(0.5, epsilon) <= up + found.dropped
 
     def test_what_the_windows_leave_out_counts_against_the_upper_end(self):
         setting = setting_of({(1.0, 20.0): 100}, Direction.REMOVE)
@@ -275,7 +275,7 @@ class TestContours:
             inversion._epsilon_ends(c, math.log(1e-5)) for c in (found, more)
         )
         assert same == pytest.approx(low, rel=1e-9)
-        assert _gaussian(0.5, higher) <= 1e-5 - 1e-8 < _gaussian(0.5, up) <= 1e-5
+        assert gaussian_delta(0.5, higher) <= 1e-5 - 1e-8 < gaussian_delta(0.5, up) <= 1e-5
         everything = dataclasses.replace(found, dropped=1e-5)
         assert inversion._epsilon_ends(everything, math.log(1e-5))[1] == math.inf
 
@@ -284,25 +284,6 @@ class TestContours:
         plan = plan_at_delta(setting, math.log(1e-6))
         exact = 500 * exact_log_mgf(0.02, 1.0, Direction.ADD, plan.c).real
         assert exact <= cumulant_bound(setting, plan) <= exact * (1 + 1e-6)
-
-
-def _gaussian(mu, epsilon):
-    with mpmath.workdps(40):
-        mu, e = mpmath.mpf(mu), mpmath.mpf(epsilon)
-        return mpmath.ncdf(mu / 2 - e / mu) - mpmath.exp(e) * mpmath.ncdf(-mu / 2 - e / mu)
-
-
-def _one_round(q, z, e, direction):
-    """δ of one round in one direction, from the output where the loss passes ε."""
-    sign = 1 if direction is Direction.REMOVE else -1
-    ratio = (mpmath.exp(sign * e) - 1 + q) / q
-    if ratio <= 0:
-        return mpmath.mpf(0)
-    x = z**2 * mpmath.log(ratio) + mpmath.mpf(1) / 2
-    absent, present = mpmath.ncdf(-sign * x / z), mpmath.ncdf(sign * (1 - x) / z)
-    mixed = (1 - q) * absent + q * present
-    first, second = (mixed, absent) if sign > 0 else (absent, mixed)
-    return first - mpmath.exp(e) * second
 
 
 class TestPowers:

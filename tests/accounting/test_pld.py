@@ -4,9 +4,9 @@ import math
 import tracemalloc
 
 import contour_integral
-import mpmath
 import numpy as np
 import pytest
+from closed_forms import gaussian_delta, one_round_delta
 from dp_accounting.pld import privacy_loss_distribution
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,29 +31,6 @@ from fedpriv.errors import InvalidValueError
 Rounds = dict[tuple[float, float], int]
 
 
-def exact_delta_of_one_round(q: float, z: float, epsilon: float) -> mpmath.mpf:
-    """The worse direction's δ in closed form, at 60 digits."""
-    with mpmath.workdps(60):
-        q, z, e = mpmath.mpf(q), mpmath.mpf(z), mpmath.mpf(epsilon)
-        x = z**2 * mpmath.log((mpmath.exp(e) - 1 + q) / q) + mpmath.mpf(1) / 2
-        absent, present = mpmath.ncdf(-x / z), mpmath.ncdf((1 - x) / z)
-        remove = (1 - q) * absent + q * present - mpmath.exp(e) * absent
-        rise = (mpmath.exp(-e) - 1 + q) / q
-        if rise <= 0:
-            return remove
-        x = z**2 * mpmath.log(rise) + mpmath.mpf(1) / 2
-        absent, present = mpmath.ncdf(x / z), mpmath.ncdf((x - 1) / z)
-        return max(remove, absent - mpmath.exp(e) * ((1 - q) * absent + q * present))
-
-
-def exact_delta_of_gaussian(mu: float, epsilon: float) -> mpmath.mpf:
-    """Analytic Gaussian mechanism of sensitivity/stddev μ (Balle & Wang 2018, Theorem 8)."""
-    with mpmath.workdps(60):
-        mu, e = mpmath.mpf(mu), mpmath.mpf(epsilon)
-        upper = mpmath.ncdf(mu / 2 - e / mu)
-        return upper - mpmath.exp(e) * mpmath.ncdf(-mu / 2 - e / mu)
-
-
 @pytest.mark.parametrize(
     ("q", "z", "delta"),
     [
@@ -71,9 +48,9 @@ def exact_delta_of_gaussian(mu: float, epsilon: float) -> mpmath.mpf:
 def test_one_round_has_the_closed_form(q: float, z: float, delta: float) -> None:
     low, up = epsilon_interval({(q, z): 1}, delta)
     assert 0 < low < up < low * 1.001
-    assert exact_delta_of_one_round(q, z, low) >= delta >= exact_delta_of_one_round(q, z, up)
+    assert one_round_delta(q, z, low) >= delta >= one_round_delta(q, z, up)
     below, above = delta_interval({(q, z): 1}, up)
-    assert below <= exact_delta_of_one_round(q, z, up) <= above < 1.05 * below
+    assert below <= one_round_delta(q, z, up) <= above < 1.05 * below
 
 
 @pytest.mark.parametrize(
@@ -92,7 +69,7 @@ def test_unsampled_rounds_are_one_analytic_gaussian(rounds: Rounds, delta: float
     mu = math.sqrt(sum(count / z**2 for (_, z), count in rounds.items()))
     low, up = epsilon_interval(rounds, delta)
     assert 0 < low < up < low * 1.001
-    assert exact_delta_of_gaussian(mu, low) >= delta >= exact_delta_of_gaussian(mu, up)
+    assert gaussian_delta(mu, low) >= delta >= gaussian_delta(mu, up)
 
 
 # Smooth and rough: many small losses, rare large ones, several (q, z) of very different sizes.
@@ -226,7 +203,7 @@ def test_a_single_rare_loss_is_the_hardest() -> None:
     q, z, delta = 1e-7, 0.5, 1e-12
     low, up = epsilon_interval({(q, z): 1}, delta)
     assert 0 < low < up < low * 1.001 + 1e-6
-    assert exact_delta_of_one_round(q, z, low) >= delta >= exact_delta_of_one_round(q, z, up)
+    assert one_round_delta(q, z, low) >= delta >= one_round_delta(q, z, up)
 
 
 # The widest on a lattice that is planned for smooth losses: a few rare ones, or many tiny ones.
@@ -254,7 +231,7 @@ def test_intervals_are_narrow_where_losses_are_rare(
     low, up = epsilon_interval({(q, z): rounds}, delta)
     assert 0 < low < up <= low + 1e-3 * up + 1e-6
     if rounds == 1:
-        assert exact_delta_of_one_round(q, z, low) >= delta >= exact_delta_of_one_round(q, z, up)
+        assert one_round_delta(q, z, low) >= delta >= one_round_delta(q, z, up)
 
 
 @settings(max_examples=12, deadline=None)
@@ -275,9 +252,9 @@ def test_pairs_of_any_kind_compose() -> None:
     mu = math.sqrt(3 / 2.0**2 + 40 / 5.0**2 + 500 / 90.0**2)
     low, up = epsilon_interval_of(pairs, 1e-6)
     assert 0 < low < up < low * 1.001
-    assert exact_delta_of_gaussian(mu, low) >= 1e-6 >= exact_delta_of_gaussian(mu, up)
+    assert gaussian_delta(mu, low) >= 1e-6 >= gaussian_delta(mu, up)
     below, above = delta_interval_of(pairs, 2.0)
-    assert below <= exact_delta_of_gaussian(mu, 2.0) <= above < 1.06 * below
+    assert below <= gaussian_delta(mu, 2.0) <= above < 1.06 * below
 
 
 ABSURD: list[Rounds] = [
@@ -358,7 +335,7 @@ def test_hardly_any_noise_has_a_lower_end_only() -> None:
 def test_who_is_sampled_counts_as_seen_where_there_is_hardly_any_noise(q: float, z: float) -> None:
     for epsilon in (0.0, 0.1, 3.0, 80.0):
         low, up = delta_interval({(q, z): 1}, epsilon)
-        exact = exact_delta_of_one_round(q, z, epsilon)
+        exact = one_round_delta(q, z, epsilon)
         assert low <= exact <= up <= 2.01 * q
         assert epsilon_interval({(q, z): 1}, up * 1.01)[1] <= epsilon + 1e-6
     assert epsilon_interval({(q, z): 1}, q / 2)[1] == math.inf
@@ -421,7 +398,7 @@ def test_masses_too_small_for_a_float_count_as_infinite_losses(
 ) -> None:
     low, up = epsilon_interval({(q, z): 1}, delta)
     assert 0.0 < low <= up < math.inf
-    assert exact_delta_of_one_round(q, z, up) <= delta <= exact_delta_of_one_round(q, z, low)
+    assert one_round_delta(q, z, up) <= delta <= one_round_delta(q, z, low)
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
@@ -440,7 +417,7 @@ def test_delta_of_certain_and_impossible_losses() -> None:
     assert 0.0 <= below <= above < 1e-99
     # All that adding a user can show in 10 rounds is 10·log(1/(1 − q)).
     below, above = delta_interval({(0.5, 1.0): 1}, 0.0)
-    assert below <= exact_delta_of_one_round(0.5, 1.0, 1e-30) <= above < 1.01 * below
+    assert below <= one_round_delta(0.5, 1.0, 1e-30) <= above < 1.01 * below
 
 
 def test_splitting_rounds_changes_nothing_but_the_order_of_sums() -> None:

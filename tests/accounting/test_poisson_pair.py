@@ -3,6 +3,7 @@
 import mpmath
 import numpy as np
 import pytest
+from closed_forms import poisson_delta
 from pair_conformance import PairConformance, delta_of, losses
 
 from fedpriv.accounting.pld.dominating_pairs import PoissonPair, sample_at
@@ -10,27 +11,12 @@ from fedpriv.accounting.pld.lattice import Lattice, dominated, dominating
 from fedpriv.accounting.round_counts import Direction
 
 
-def poisson_delta(q: float, z: float, epsilon: float, direction: Direction) -> float:
-    """E[(1 − e^{ε − L})_+] of one round in closed form, at 60 digits."""
-    with mpmath.workdps(60):
-        q, z, e = mpmath.mpf(q), mpmath.mpf(z), mpmath.mpf(epsilon)
-        rise = (mpmath.exp(direction * e) - 1 + q) / q
-        if rise <= 0:  # every loss is on one side of ε
-            return float(1 - mpmath.exp(e)) if direction is Direction.REMOVE else 0.0
-        x = z**2 * mpmath.log(rise) + mpmath.mpf(1) / 2
-        if direction is Direction.REMOVE:
-            absent, present = mpmath.ncdf(-x / z), mpmath.ncdf((1 - x) / z)
-            return float((1 - q) * absent + q * present - mpmath.exp(e) * absent)
-        absent, present = mpmath.ncdf(x / z), mpmath.ncdf((x - 1) / z)
-        return float(absent - mpmath.exp(e) * ((1 - q) * absent + q * present))
-
-
 class TestPoissonPair(PairConformance):
     def pair(self, q: float, z: float) -> PoissonPair:
         return PoissonPair(q, z)
 
     def exact_delta(self, q: float, z: float, epsilon: float, direction: Direction) -> float:
-        return poisson_delta(q, z, epsilon, direction)
+        return float(poisson_delta(q, z, epsilon, direction))
 
 
 def test_smallest_masses_are_relatively_accurate() -> None:
@@ -38,7 +24,7 @@ def test_smallest_masses_are_relatively_accurate() -> None:
     low = dominated(PoissonPair(q, z), lattice, Direction.REMOVE)
     up = dominating(PoissonPair(q, z), lattice, Direction.REMOVE)
     for epsilon in (0.1, 1.0, 3.0, 5.0):
-        exact = poisson_delta(q, z, epsilon, Direction.REMOVE)  # down to 1e-27
+        exact = float(poisson_delta(q, z, epsilon, Direction.REMOVE))  # down to 1e-27
         assert exact * 0.97 < delta_of(low, lattice, epsilon) < exact
         assert exact < delta_of(up, lattice, epsilon) < exact * 1.03
 

@@ -2,9 +2,9 @@
 
 import math
 
-import mpmath
 import numpy as np
 import pytest
+from closed_forms import gaussian_delta
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from poisson_rounds import epsilon_interval as pld_interval
@@ -28,12 +28,6 @@ def scattered(n, q=(0.004, 0.02), z=(0.9, 1.6), seed=0):
     rng = np.random.default_rng(seed)
     settings = np.exp(rng.uniform(np.log([q[0], z[0]]), np.log([q[1], z[1]]), (n, 2)))
     return {tuple(setting): int(rng.integers(1, 4)) for setting in settings.tolist()}
-
-
-def exact_delta(mu, at):
-    with mpmath.workdps(40):
-        mu, e = mpmath.mpf(mu), mpmath.mpf(at)
-        return mpmath.ncdf(mu / 2 - e / mu) - mpmath.exp(e) * mpmath.ncdf(-mu / 2 - e / mu)
 
 
 @pytest.mark.parametrize("least", [1e-300, 1e-200, 1e-160, 1e155, 1e200, 1e300])
@@ -118,11 +112,11 @@ class TestEverybody:
     def test_rounds_of_all_users_have_the_closed_form(self, z, count, delta, accountant):
         found = epsilon([poisson_gaussian(1.0, z, count)], delta, accountant)
         mu = math.sqrt(count) / z
-        assert exact_delta(mu, found.up) <= delta
-        assert found.low == 0.0 or exact_delta(mu, found.low) >= delta
+        assert gaussian_delta(mu, found.up) <= delta
+        assert found.low == 0.0 or gaussian_delta(mu, found.low) >= delta
         assert found.up - found.low <= 1e-8 * (1 + found.up)
         low, up = tight_delta({(1.0, z): count}, found.up)
-        assert low <= exact_delta(mu, found.up) <= up
+        assert low <= gaussian_delta(mu, found.up) <= up
 
     def test_values_from_elsewhere(self):
         tiny = epsilon([poisson_gaussian(1.0, 5e6, 10**6)], 1e-5)
@@ -134,7 +128,7 @@ class TestEverybody:
         rounds = {(1.0, 20.0 + i / 7): 1 + i for i in range(300)}
         z = unsampled_noise_multiplier(rounds)
         low, up = tight_epsilon(rounds, 1e-6)
-        assert exact_delta(1 / z, up) <= 1e-6 <= exact_delta(1 / z, low)
+        assert gaussian_delta(1 / z, up) <= 1e-6 <= gaussian_delta(1 / z, low)
 
     def test_beside_sampled_rounds_they_are_equal_rounds_of_much_noise(self):
         everybody = {(1.0, 0.3 + i / 100): 2 for i in range(50)}
