@@ -79,7 +79,7 @@ def test_digests_tell_any_bits_apart_but_those_of_nan() -> None:
 
 
 @settings(max_examples=3, deadline=None)
-@given(plans, people(20, 64), st.data())
+@given(plans, people(20, 16), st.data())
 def test_a_sum_is_that_of_what_each_user_gives_alone(
     plan: Plan, users: list[User], data: st.DataObject
 ) -> None:
@@ -121,7 +121,7 @@ def test_each_of_many_users_gives_what_it_gives_alone(model: str, local: LocalTr
     np.testing.assert_array_equal(total(transport, request, range(len(users))), expected)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(plans, people(300, 100), st.integers(0, 299))
 def test_one_user_of_hundreds_moves_its_own_vector(plan: Plan, users: list[User], one: int) -> None:
     one %= len(users)

@@ -33,7 +33,7 @@ from tests.engine.everyone import users_of
 
 KEY = bytes(range(32))
 ONE, ALL = 1, 10**5  # bytes, in which one user or all train at a time
-SIZES = [5, 0, 1, 12, 7, 7, 3, 30, 2, 11]
+SIZES = [5, 0, 1, 12, 7, 7, 5, 30, 1, 12]  # shapes are few, as each is tried first
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -126,14 +126,13 @@ class TestInProcessTransport(TransportConformance):
 
 LOCALS = [
     LocalTraining(0.1, batch_size=4, epochs=2),
-    LocalTraining(0.1, batch_size=4, epochs=2, momentum=0.9),
     LocalTraining(0.1, batch_size=3, steps=7, momentum=0.5, proximal=0.7),
     LocalTraining(1.0, steps=1),
 ]
 
 
 @pytest.mark.parametrize(
-    ("local", "memory"), [*((local, ALL) for local in LOCALS), (LOCALS[2], ONE)]
+    ("local", "memory"), [*((local, ALL) for local in LOCALS), (LOCALS[1], ONE)]
 )
 @pytest.mark.parametrize("kind", ["general", "layered", "linear"])
 def test_equals_one_user_at_a_time(
