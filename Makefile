@@ -42,7 +42,8 @@ test-fast: .venv/installed-test
 test-slow: .venv/installed-test
 	$(BIN)/pytest -m slow --numprocesses $(SLOW_WORKERS) --maxschedchunk 1
 
-# What is said of all values, tried with others than `make test` does, and with more.
+# What is said of all values, tried with others than `make test` does, and with more where a test sets no
+# number.
 test-search: .venv/installed-test
 	$(BIN)/pytest -m hypothesis --hypothesis-profile search --numprocesses auto
 
