@@ -11,7 +11,7 @@ from fedpriv.models import cnn, mlp
 from fedpriv.privacy.round import LocalTraining
 from tests.engine.everyone import request_under, users_of
 
-SIZES = [12, 3, 7, 12]
+SIZES = [12, 12, 3, 12]
 MODELS = {"mlp": (mlp, 10**6), "cnn": (cnn, 2**23)}  # with memory for a few users
 LOCAL = LocalTraining(0.1, batch_size=5, epochs=2, momentum=0.5)
 

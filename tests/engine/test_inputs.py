@@ -22,7 +22,7 @@ from tests.engine.everyone import total_of
 from tests.engine.words import NAMES, WORDS, Masked, columns_of
 
 CPU = torch.device("cpu")
-SIZES = [3, 6, 1, 6, 2, 6]
+SIZES = [3, 6, 6, 3]
 
 
 class Joined(nn.Module):
@@ -91,7 +91,7 @@ def test_users_keep_apart(model: type[nn.Module]) -> None:
     request = request_for(task)
     transport = InProcessTransport(task, store, CPU, 100_000, processes=1)
     alone = [total_of(transport, replace(request, users=np.array([u]))) for u in request.users]
-    assert [bool(each.any()) for each in alone] == [True, False, True, True, True, True]
+    assert [bool(each.any()) for each in alone] == [True, False, True, True]
     np.testing.assert_array_equal(total_of(transport, request), sum(alone))
 
 

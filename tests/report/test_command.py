@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fedpriv.report.page import write_page
 from fedpriv.run.folder import read_run
 from tests.commandline import printed, refused
 
@@ -46,10 +47,12 @@ def test_a_page_replaces_pages_alone(copy: Path) -> None:
     assert "ledger.sqlite exists already and is no HTML; it is not overwritten" in line
     assert ledger.read_bytes() == kept
     page = copy / "report.html"
-    for before in ("", "<!doctype html><p>An older one"):
-        page.write_text(before)
-        printed("report", copy)
-        assert "<h1" in page.read_text("utf-8")
+    page.write_text("<!doctype html><p>An older one")
+    printed("report", copy)
+    assert "<h1" in page.read_text("utf-8")
+    page.write_text("")
+    write_page("new", page)
+    assert page.read_text() == "new"
 
 
 def test_a_ledger_that_was_altered_is_refused(copy: Path) -> None:
