@@ -31,11 +31,11 @@ BELOW = {  # what each package may import of the library, besides disk, errors a
     "federated_evaluation": "analytics data engine ledger personalisation privacy training",
     "trackers": "config importing training",
     "build": (
-        "accounting audit config data engine federated_evaluation importing ledger local logs "
+        "audit config data engine federated_evaluation importing ledger local logs "
         "mechanism models personalisation privacy trackers training"
     ),
     "run": (
-        "accounting analytics audit build config data engine federated_evaluation importing "
+        "accounting analytics audit build config data engine federated_evaluation "
         "ledger local logs mechanism models personalisation privacy report selection studies "
         "trackers training"
     ),
@@ -55,14 +55,14 @@ ALLOWED |= {name: {"fedpriv"} for name in TOP}
 ENDS = {"fedpriv.clients", "fedpriv.server"}
 REACH_ENDS = {"simulations"}
 FOREIGN = {
-    "fedpriv.ledger": {"numpy", "sqlite3"},
+    "fedpriv.ledger": {"numpy"},
     "fedpriv.selection": {"numpy", "scipy"},
-    "fedpriv.accounting": {"numpy", "scipy", "sqlite3"},
-    "fedpriv.privacy": {"numpy", "scipy", "cryptography", "mpmath", "torch", "triton"},
+    "fedpriv.accounting": {"numpy", "scipy"},
+    "fedpriv.privacy": {"numpy", "cryptography", "mpmath", "torch", "triton"},
     "fedpriv.training": {"numpy", "safetensors", "scipy"},
     "fedpriv.audit": {"numpy", "scipy", "torch"},
     "fedpriv.analytics": {"numpy", "scipy"},
-    "fedpriv.wire": {"numpy", "cryptography", "google", "grpc", "flwr"},
+    "fedpriv.wire": {"numpy", "cryptography", "google", "flwr"},
 }
 # Flower is for those who install the extra; all else must work without it.
 FLOWER = {"fedpriv.flower", "fedpriv.wire", "fedpriv.clients", "fedpriv.server", "simulations"}
