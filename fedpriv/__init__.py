@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fedpriv.data.population import Population
     from fedpriv.engine.adapters import merge_adapters, with_adapters
     from fedpriv.engine.task import Task
+    from fedpriv.engine.transport import Engine
     from fedpriv.federated_evaluation import FederatedEvaluation
     from fedpriv.local import SGD, AdamW, FedRecon, Scaffold
     from fedpriv.mechanism import (
@@ -66,14 +67,14 @@ __version__ = "0.1.0"
 # fmt: off
 __all__ = [
     "SGD", "AdamW", "AdaptiveClipping", "Audit", "AuditResult", "Averaging", "BandedNoise",
-    "BandedPoisson", "BufferedNoise", "Comparison", "CosineDecay", "EndedRun", "EveryUser",
-    "ExponentialDecay", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedRecon", "FedYogi",
-    "FederatedEvaluation", "FixedSize", "Flat", "Grouped", "Joint", "MLflow", "Mechanism",
-    "Part", "PerLayer", "Personalisation", "Poisson", "PoissonExamples", "PolynomialDecay",
-    "Population", "PowerDecay", "Projection", "RandomAllocation", "RoundResult", "Run",
-    "Scaffold", "Separated", "StartedRun", "StepDecay", "Stopping", "Task", "TensorBoard",
-    "Tracker", "Tuning", "WandB", "__version__", "compare", "epsilon", "merge_adapters",
-    "simulate", "tune", "with_adapters",
+    "BandedPoisson", "BufferedNoise", "Comparison", "CosineDecay", "EndedRun", "Engine",
+    "EveryUser", "ExponentialDecay", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedRecon",
+    "FedYogi", "FederatedEvaluation", "FixedSize", "Flat", "Grouped", "Joint", "MLflow",
+    "Mechanism", "Part", "PerLayer", "Personalisation", "Poisson", "PoissonExamples",
+    "PolynomialDecay", "Population", "PowerDecay", "Projection", "RandomAllocation",
+    "RoundResult", "Run", "Scaffold", "Separated", "StartedRun", "StepDecay", "Stopping",
+    "Task", "TensorBoard", "Tracker", "Tuning", "WandB", "__version__", "compare", "epsilon",
+    "merge_adapters", "simulate", "tune", "with_adapters",
 ]
 # fmt: on
 
@@ -83,6 +84,7 @@ _NAMES_IN = {
     "data.population": "Population",
     "engine.adapters": "merge_adapters with_adapters",
     "engine.task": "Task",
+    "engine.transport": "Engine",
     "federated_evaluation": "FederatedEvaluation",
     "local": "SGD AdamW FedRecon Scaffold",
     "mechanism": (

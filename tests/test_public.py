@@ -68,7 +68,7 @@ def test_there_are_examples() -> None:
 
 FACE = """
     AdamW AdaptiveClipping Audit AuditResult Averaging BandedNoise BandedPoisson BufferedNoise
-    Comparison CosineDecay EndedRun EveryUser ExponentialDecay FedAdagrad FixedSize
+    Comparison CosineDecay EndedRun Engine EveryUser ExponentialDecay FedAdagrad FixedSize
     RandomAllocation Separated FedAdam FedAvg FedAvgM FedRecon FedYogi FederatedEvaluation Flat
     Grouped Joint MLflow Mechanism Part PerLayer Personalisation Poisson PoissonExamples
     PolynomialDecay Population PowerDecay Projection RoundResult Run SGD Scaffold StartedRun

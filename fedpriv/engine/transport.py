@@ -50,7 +50,7 @@ from fedpriv.engine.trainer import (
     blank,
     sizes_of,
 )
-from fedpriv.errors import InvalidValueError, WorkerError
+from fedpriv.errors import InvalidValueError, WorkerError, hold_numbers, require
 from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
 
 _CHUNK_MEBIBYTES = 128  # on a CPU: with more, users are no faster
@@ -58,6 +58,23 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 _Asked = TypeVar("_Asked")
 _Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Where and how fast users train; it changes no guarantee, and a result by rounding alone."""
+
+    device: str = "auto"  # such as "cpu" or "cuda"; "auto" takes CUDA where there is one
+    chunk_mebibytes: int | None = None  # for users who train together; None suits the device
+    activations: Activations = "float32"  # "bfloat16", or "tf32" on a GPU
+    processes: int | None = None  # on a CPU; None: one for each of torch's threads
+
+    def __post_init__(self) -> None:
+        hold_numbers(self)
+        for name in ("chunk_mebibytes", "processes"):
+            number = getattr(self, name)
+            require(number is None or number > 0, f"{name} is {number}; it must be at least 1")
+        activations_named(self.activations, device_named(self.device))
 
 
 def device_named(name: str) -> torch.device:

@@ -31,7 +31,7 @@ from fedpriv.config import DataSection, method_left_out
 from fedpriv.data.population import Population, load_population
 from fedpriv.disk import write_atomically, writing
 from fedpriv.engine.task import Task
-from fedpriv.engine.transport import InProcessTransport, computing_with
+from fedpriv.engine.transport import Engine, InProcessTransport, computing_with
 from fedpriv.errors import (
     FedprivError,
     InvalidValueError,
@@ -125,7 +125,7 @@ def compare(
     evaluate_every: int = 1,
     personalisation: Personalisation | None = None,
     trackers: Sequence[Tracker] = (),
-    device: str = "auto",
+    engine: Engine | None = None,
     quiet: bool = False,
     resume: bool = False,
 ) -> Comparison:
@@ -172,6 +172,7 @@ def compare(
         local=(local, LocalTraining | None),
         server=(server, ServerOptimizer | None),
         personalisation=(personalisation, Personalisation | None),
+        engine=(engine, Engine | None),
         arms=(arms, Mapping),
         accuracies=(accuracies, Iterable),
         out=(out, Path | str | None),
@@ -182,8 +183,10 @@ def compare(
     seeds = plain_numbers(seeds)
     check_types(seeds=(seeds, int | Iterable))
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else plain_numbers(tuple(seeds))
-    output, engine = {"evaluate_every": evaluate_every}, {"device": device}
-    sections = {"output": output, "engine": engine}
+    sections = {
+        "output": {"evaluate_every": evaluate_every},
+        "engine": asdict(engine or Engine()),
+    }
     study = study_of_settings(
         methods.tables(next(iter(numbers), 0), **sections),
         name=name,

@@ -28,7 +28,7 @@ from fedpriv.data.population import Population
 from fedpriv.disk import with_room
 from fedpriv.engine.metrics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
-from fedpriv.engine.transport import InProcessTransport
+from fedpriv.engine.transport import Engine, InProcessTransport
 from fedpriv.errors import BudgetExceededError, InvalidValueError, check_types
 from fedpriv.federated_evaluation import FederatedEvaluation
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
@@ -72,7 +72,7 @@ def simulate(
     on_round: Sequence[OnRound] = (),
     trackers: Sequence[Tracker] = (),
     simulation_only: bool = False,
-    device: str = "auto",
+    engine: Engine | None = None,
     quiet: bool = False,
 ) -> Run:
     """Train a model on a population, under differential privacy for each user, or another unit.
@@ -123,7 +123,8 @@ def simulate(
     * on_round: called with each `RoundResult`.
     * trackers: told when the run starts, after each release and when it ends.
     * simulation_only: also record true figures of each round, which no guarantee covers.
-    * device: where to train, such as "cpu" or "cuda"; "auto" chooses.
+    * engine: where and how fast users train, by default on a GPU if there is one, or in as many
+      processes as torch has threads. With processes=1 nothing is forked.
     * quiet: print nothing.
     """
     if resume and out is None:
@@ -139,6 +140,7 @@ def simulate(
         personalisation=(personalisation, Personalisation | None),
         stopping=(stopping, Stopping | None),
         audit=(audit, Audit | None),
+        engine=(engine, Engine | None),
         out=(out, Path | str | None),
         ledger=(ledger, Path | str | None),
     )
@@ -147,7 +149,7 @@ def simulate(
     output = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     sections = {
         "privacy": {"ledger": None if ledger is None else str(ledger)},
-        "engine": {"device": device},
+        "engine": asdict(engine or Engine()),
         "output": output | {"simulation_only": simulation_only},
         "projection": projection and asdict(projection),
         "federated_evaluation": federated_evaluation and asdict(federated_evaluation),

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from functools import cached_property, partial
 from importlib.util import find_spec
 from operator import itemgetter
@@ -58,7 +58,7 @@ from fedpriv.data.population import Population, load_population
 from fedpriv.disk import with_room, write_atomically, writing
 from fedpriv.engine.figures import ALWAYS, BETTER
 from fedpriv.engine.task import Task, evaluate
-from fedpriv.engine.transport import InProcessTransport
+from fedpriv.engine.transport import Engine, InProcessTransport
 from fedpriv.errors import (
     InvalidValueError,
     RunError,
@@ -167,6 +167,7 @@ def tune(
     ledger: Path | str | None = None,
     out: Path | str | None = None,
     name: str = "tuning",
+    engine: Engine | None = None,
     quiet: bool = False,
 ) -> Tuning:
     """Search learning rates, clipping norm, q and rounds for `simulate`.
@@ -218,6 +219,7 @@ def tune(
         local=(local, LocalTraining | None),
         server=(server, ServerOptimizer | None),
         space=(space, Mapping | None),
+        engine=(engine, Engine | None),
         out=(out, Path | str | None),
         ledger=(ledger, Path | str | None),
     )
@@ -236,7 +238,8 @@ def tune(
         "users": users, "held_out_is_public": held_out_is_public, "space": searched,
     }  # fmt: skip
     privacy = {"ledger": None if ledger is None else str(ledger)}
-    config = settings_of(name, population, method, seed=seed, tune=section, privacy=privacy)
+    sections = {"tune": section, "privacy": privacy, "engine": asdict(engine or Engine())}
+    config = settings_of(name, population, method, seed=seed, **sections)
 
     def prepare(settings: Settings, noise: float | None, run: str) -> Prepared:
         chosen = _applied(method, settings)

@@ -27,7 +27,7 @@ def test_a_run_goes_on_with_the_users_that_it_began_with(tmp_path: Path) -> None
             out=tmp_path / "run",
             resume=True,
             on_round=[stop],
-            device="cpu",
+            engine=fedpriv.Engine(device="cpu"),
             quiet=True,
         )
 

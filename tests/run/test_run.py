@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.build import simulated
 from fedpriv.config import parse_config
 from fedpriv.data.population import UserStore
+from fedpriv.engine.transport import InProcessTransport
 from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.ledger.participation import beside
@@ -50,6 +52,29 @@ def test_without_a_clock_no_round_is_timed(tmp_path: Path) -> None:
         conducted()
     rows = RunFolder(tmp_path).read_metrics()
     assert [row["simulation_only_seconds"] for row in rows] == [None] * 5
+
+
+def test_values_train_as_their_engine_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = np.eye(8, dtype=np.float32).repeat(8, 0), np.arange(64) % 8
+    people = fedpriv.Population.from_arrays(x, y, np.arange(64), held_out=(x, y))
+    mechanism = fedpriv.Mechanism.poisson(q=0.9).calibrate(epsilon=8.0, delta=1e-3, rounds=1)
+    arguments = people, fedpriv.Task(nn.Linear(8, 8)), mechanism
+    made, init = list[InProcessTransport](), InProcessTransport.__post_init__
+
+    def noted(transport: InProcessTransport) -> None:
+        init(transport)
+        made.append(transport)
+
+    monkeypatch.setattr(InProcessTransport, "__post_init__", noted)
+    engine = fedpriv.Engine("cpu", 7, "bfloat16", 1)
+    fedpriv.simulate(*arguments, out=tmp_path / "run", engine=engine, quiet=True)
+    more: dict[str, Any] = {"engine": engine, "quiet": True}
+    arms: dict[str, dict[str, Any]] = {"a": {}, "b": {"server": fedpriv.FedAvg()}}
+    fedpriv.compare(*arguments, arms, seeds=1, out=tmp_path / "study", **more)
+    space = {"clipping.norm": [0.1, 0.2]}
+    fedpriv.tune(*arguments, on="public", space=space, trials=1, out=tmp_path / "found", **more)
+    found = {(t.device.type, t.chunk_memory, t.activations, t.processes) for t in made}
+    assert found == {("cpu", 7 * 2**20, "bfloat16", 1)}
 
 
 def newest(folder: Path) -> int:
