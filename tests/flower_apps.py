@@ -24,7 +24,7 @@ import fedpriv
 from fedpriv.flower import PrivateStrategy, clipping_mod
 from fedpriv.mechanism import ClippingPolicy, Mechanism, Poisson
 from fedpriv.wire import flower_messages
-from tests.server.local_grid import App, LocalGrid
+from tests.server.local_grid import App, LocalGrid, in_turns
 
 SECRET = "a user's secret"
 FIRST_ID = 2**64 - 1001  # as Flower gives them: most are held by no float64
@@ -75,7 +75,7 @@ def usual_app(users_of: Callable[[Message, Context], int], mods: list | None = N
     def evaluate(message: Message, context: Context) -> Message:
         return Message(RecordDict({"metrics": MetricRecord({"loss": 0.5})}), reply_to=message)
 
-    return app
+    return in_turns(app)
 
 
 def by_partition(_message: Message, context: Context) -> int:

@@ -16,7 +16,10 @@ _TURN = threading.Lock()
 
 
 def in_turns(app: App) -> App:
-    """An app of which, as in a process of Flower's, one message at a time uses torch."""
+    """An app that, as in a process of Flower's, answers one message at a time.
+
+    Threads that read arrays at once can make `ast.parse` fail before Python 3.11.8 (gh-106905).
+    """
 
     def answer(message: Message, context: Context) -> Message:
         with _TURN:
