@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
 from fedpriv.data.population import HELD_OUT_USER
 from fedpriv.engine.figures import (
@@ -96,6 +97,54 @@ def find_loss(name: str) -> Loss:
             f"unknown loss {name!r}; {known_names(name, LOSSES)}, or package.module:function"
         )
     return cast(Loss, import_function(f"loss {name!r}", name, ModelError))
+
+
+_SAMPLING = frozenset(
+    {functional.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d}
+)
+
+
+class _WithinBounds(TorchFunctionMode):
+    """Within it, two functions that torch lets read and write beyond their arguments do not.
+
+    Labels of `ctc_loss` that are no class raise, and `grid_sample` gives NaN for positions that are
+    not finite, so that their user counts as zero.
+    """
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """What torch calls in place of each of its functions."""
+        if function in (functional.ctc_loss, torch.ctc_loss):
+            _check_labels(*args[:4], **(kwargs or {}))
+        if function not in _SAMPLING:
+            return function(*args, **(kwargs or {}))
+        given = dict(zip(("input", "grid"), args, strict=False)) | dict(kwargs or {})
+        finite = given["grid"].isfinite()
+        given["grid"] = torch.where(finite, given["grid"], 0.0)
+        found = function(given.pop("input"), given.pop("grid"), *args[2:], **given)
+        return torch.where(finite.all(-1).unsqueeze(1), found, torch.nan)
+
+
+def _check_labels(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,  # noqa: ARG001 - which torch checks
+    target_lengths: Any,
+    **_: object,
+) -> None:
+    classes = log_probs.shape[-1]
+    illegal = (targets < 0) | (targets >= classes)
+    if targets.dim() == 2:  # what fills a row up is not read
+        places = torch.arange(targets.shape[1], device=targets.device)
+        lengths = torch.as_tensor(target_lengths, device=targets.device)
+        illegal = illegal & (places < lengths[:, None])
+    if illegal.any():
+        raise ModelError(f"a label of ctc_loss is none of its {classes} classes")
 
 
 @dataclass(frozen=True)
@@ -261,7 +310,8 @@ class Task:
         counts, given = self.counts(y), y
         if counts is not None and self.ignore_index != _IGNORED:
             given = torch.where(counts, y.long(), _IGNORED)
-        losses = cast(Loss, self.loss)(outputs, given)
+        with _WithinBounds():
+            losses = cast(Loss, self.loss)(outputs, given)
         means = losses if losses.dim() <= 1 else losses.flatten(1).mean(1)
         # Cross-entropy is zero for what does not count; a loss without axes is refused elsewhere.
         if counts is None or self.loss is cross_entropy or losses.dim() == 0:
@@ -487,11 +537,14 @@ def called(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor
     """Outputs of a model with tensors put in by name; their `logits` if they are no tensor."""
     unnamed, named = ((), x) if isinstance(x, dict) else ((x,), {})
     # functional_call costs as much as a small layer.
-    outputs = (
-        functional_call(model, _in_all_places(model, tensors), unnamed, named, tie_weights=False)
-        if tensors
-        else model(*unnamed, **named)
-    )
+    with _WithinBounds():
+        outputs = (
+            functional_call(
+                model, _in_all_places(model, tensors), unnamed, named, tie_weights=False
+            )
+            if tensors
+            else model(*unnamed, **named)
+        )
     return outputs if isinstance(outputs, Tensor) else _logits_of(outputs)
 
 

@@ -13,6 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine import layers
@@ -289,6 +290,56 @@ def test_an_illegal_label_moves_nothing() -> None:
     expected = total_of(transport, replace(request, users=request.users[:one]))
     transport.users.fields["y"][transport.users.rows_of(one)] = 99
     np.testing.assert_array_equal(total_of(transport, request), expected)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 5), nn.Sequential(nn.PReLU(), nn.Linear(4, 5))])
+@pytest.mark.parametrize("label", [5, 12, -1])
+def test_a_label_that_ctc_does_not_know_moves_nothing(layer: nn.Module, label: int) -> None:
+    """On its own, torch reads and writes beyond the scores."""
+
+    def ctc(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        lengths = (torch.full((len(targets),), each) for each in (6, 2))
+        scores = outputs.log_softmax(-1).transpose(0, 1)
+        return functional.ctc_loss(scores, targets, *lengths, reduction="none")
+
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((24, 6, 4)).astype(np.float32), rng.integers(1, 5, (24, 3))
+    y[:, 2] = -7  # of a row of two labels, which is not read
+    y[8:10, 0] = label
+    store, task = UserStore({"x": x, "y": y}, np.arange(0, 25, 2)), Task(layer, ctc)
+    transport = InProcessTransport(task, store, CPU, 2**22, processes=1)
+    request = request_under(task, LocalTraining(0.5, steps=2), 12, 1.0)
+    each = [alone(transport, request, user) for user in range(12)]
+    assert [user for user, own in enumerate(each) if not own.any()] == [4]
+    np.testing.assert_array_equal(total_of(transport, request), sum(each))
+
+
+class Warped(nn.Module):
+    """Looks at images where a layer says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.where, self.layer = nn.Conv2d(1, 1, 1), nn.Linear(64, 6), nn.Linear(64, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, places = self.first(x), self.where(x.mean((1, 2))).view(-1, 2, 3)
+        grid = functional.affine_grid(places, x.shape, align_corners=False)
+        seen = functional.grid_sample(x, grid, padding_mode="border", align_corners=False)
+        return self.layer(seen.mean((1, 2)))
+
+
+def test_where_an_image_that_is_not_finite_is_looked_at_moves_nothing() -> None:
+    """On its own, torch writes beyond the gradient of the images, which ends the process."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((24, 1, 64, 64)).astype(np.float32)
+    x[8:10] = np.nan
+    store = UserStore({"x": x, "y": rng.integers(0, 3, 24)}, np.arange(0, 25, 2))
+    task = Task(Warped(), cross_entropy)
+    transport = InProcessTransport(task, store, CPU, 2**22, processes=1)
+    request = request_under(task, LocalTraining(0.5, steps=2), 12, 1.0)
+    each = [alone(transport, request, user) for user in range(12)]
+    assert [user for user, own in enumerate(each) if not own.any()] == [4]
+    np.testing.assert_array_equal(total_of(transport, request), sum(each))
 
 
 @pytest.mark.slow
