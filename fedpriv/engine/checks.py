@@ -50,8 +50,8 @@ def check_task(task: Task, examples: HeldOut) -> None:
     Examples are a few rows of public or held-out data. A `ModelError` says that a field is absent
     or no tensor, model or loss raise, the loss is not one finite number per example, depends on
     parameters itself or has no gradient, there is nothing to train, gradients are sparse, the model
-    changes or replaces buffers, a copy of it does not use its own parameters, or what it gives for
-    an example depends on those beside it or on their number.
+    changes or replaces buffers or counts its forward passes, a copy of it does not use its own
+    parameters, or what it gives for an example depends on those beside it or on their number.
     """
     for column in task.fields:
         if column not in examples:
@@ -67,6 +67,11 @@ def check_task(task: Task, examples: HeldOut) -> None:
             raise ModelError(
                 f"layer {name!r} divides gradients by how often a word is in a batch, where words "
                 "that fill it up count, too; make it with scale_grad_by_freq=False"
+            )
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+            raise ModelError(
+                f"layer {name!r} shortens what it looks up in its table, from which other users "
+                "begin too; make it with max_norm=None"
             )
     x, y = task.given({column: _tensor(column, examples[column]) for column in task.fields})
     tensors = parameters | task.constants(torch.device("cpu"))
@@ -132,6 +137,8 @@ def _check_buffers(task: Task, x: Inputs) -> None:
         model = copy.deepcopy(task.model).to("cpu")
         before = dict(model.named_buffers())
         _outputs_once(model, {}, x)
+        once = _counts(model)
+        _outputs_once(model, {}, x)
     except Exception as error:
         kinds = sorted({str(p.dtype).removeprefix("torch.") for p in task.trainable().values()})
         raise ModelError(
@@ -142,6 +149,23 @@ def _check_buffers(task: Task, x: Inputs) -> None:
     for name in before | after:
         if before.get(name) is not after.get(name):
             raise _changed(name)
+    for name, count in _counts(model).items():
+        if once.get(name) not in (count, None):  # what the first pass alone sets is no count
+            raise ModelError(
+                f"attribute {name!r} of the model is another number after each forward pass, so "
+                "that a user's update could depend on how many trained before; forward must not "
+                "set it"
+            )
+
+
+def _counts(model: nn.Module) -> dict[str, int | float]:
+    """Attributes of a model's layers that are numbers, by name."""
+    return {
+        f"{layer}.{name}" if layer else name: value
+        for layer, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float) and value == value  # noqa: PLR0124 - not NaN
+    }
 
 
 def _kinds(given: Inputs) -> str:

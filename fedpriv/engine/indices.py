@@ -149,7 +149,7 @@ _INDEX_FILLS = frozenset({torch.index_fill, torch.Tensor.index_fill, torch.Tenso
 class OwnTables(TorchFunctionMode):
     """Within it, words beyond an embedding have rows of NaN, and so their user counts as zero.
 
-    A ModelError refuses `index_fill`.
+    A ModelError refuses `index_fill`, and an embedding that shortens rows of its table.
     """
 
     def __torch_function__(
@@ -166,6 +166,8 @@ class OwnTables(TorchFunctionMode):
         if names is None:
             return function(*args, **(kwargs or {}))
         given = dict(zip(names, args, strict=False)) | dict(kwargs or {})
+        if given.get("max_norm") is not None:
+            raise ModelError("max_norm would change the table of other users")
         name = "input" if "input" in names else "indices"
         words, (size, _) = given[name], given["weight"].shape
         beyond = (words < 0) | (words >= size)

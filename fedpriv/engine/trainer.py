@@ -377,7 +377,7 @@ class Trainer:
     ) -> Updates:
         """How far each lane, users of a store, moves from the start, in personal parameters too."""
         with plain_arithmetic(self.device):
-            examples = self._examples(request, chunk, store)
+            examples, start = self._examples(request, chunk, store), self._own(start, chunk)
             with self._seeded(request, chunk, examples):
                 return self._replayed(request, start, chunk, examples)
 
@@ -428,7 +428,7 @@ class Trainer:
         examples: Examples,
         train: Callable[[RoundRequest, RoundParameters, Chunk, Examples], Updates],
     ) -> Updates:
-        reported = TorchTensors()
+        reported, start = TorchTensors(), self._own(start, chunk)
         with self._seeded(request, chunk, examples):  # metrics may draw, too
             learnt = train(request, start, chunk, examples)
             updates = {name: t for name, t in learnt.items() if name not in start.personal}
@@ -439,6 +439,15 @@ class Trainer:
         if CONTRIBUTORS in request.metrics:
             reported[CONTRIBUTORS.tensor] = torch.ones(chunk.lanes, device=self.device)
         return {**updates, **reported}
+
+    def _own(self, start: RoundParameters, chunk: Chunk) -> RoundParameters:
+        """What users begin with: a copy for one who trains alone, whose model may write to it."""
+        if chunk.together:
+            return start
+        written = {name for name, _ in self.task.model.named_buffers()}
+        parameters = {name: t.clone() for name, t in start.parameters.items()}
+        buffers = {n: t.clone() for n, t in start.constants.items() if n in written}
+        return replace(start, parameters=parameters, constants=start.constants | buffers)
 
     def _seeded(
         self, request: RoundRequest, chunk: Chunk, examples: Examples

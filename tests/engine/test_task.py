@@ -80,12 +80,26 @@ class Returning(nn.Module):
 class TwoInputs(nn.Module):
     """Words beside numbers."""
 
-    def __init__(self, **options: bool) -> None:
+    def __init__(self, **options: float) -> None:
         super().__init__()
         self.words, self.linear = nn.Embedding(3, 6, **options), nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return self.linear(x + self.words(y))
+
+
+class Scheduled(nn.Module):
+    """Counts its passes, so as to do something else after a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.rows = nn.Linear(6, 3), 0
+        self.linear.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows = len(x)  # which is the same each time
+        self.linear.passes += 1
+        return self.linear(x)
 
 
 class BrightestIsOne(nn.Module):
@@ -194,6 +208,14 @@ def linear(outputs: int = 3) -> nn.Module:
         (
             Task(TwoInputs(scale_grad_by_freq=True), inputs=("x", "y")),
             "^layer 'words' divides gradients by how often a word is in a batch, where",
+        ),
+        (
+            Task(TwoInputs(max_norm=9.0), inputs=("x", "y")),
+            "^layer 'words' shortens what it looks up in its table, from which other users begin",
+        ),
+        (
+            Task(Scheduled(), cross_entropy),
+            "^attribute 'linear.passes' of the model is another numb",
         ),
         (Task(nn.Linear(6, 3).bfloat16()), "own parameters of bfloat16, which users train as flo"),
         (Task(Applied(lambda x: x / len(x))), "depends on how many are beside it"),
