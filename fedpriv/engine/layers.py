@@ -28,7 +28,7 @@ begin at multiples of 16 bytes, so it is given none of these.
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -64,6 +64,18 @@ _EACH = 2  # examples of each user that is tried
 # Which of the users of `_users_like` are tried together: mixing may show only at an extreme.
 _TRIALS = ((0, 1, 2), (4, 3, 0), (3, 4, 0))
 _has_mkl: Callable[[], bool] = torch.backends.mkl.is_available
+# Functions whose results follow, in type or shape, from what tensors hold.
+_DECIDING = frozenset(
+    {
+        *(getattr(Tensor, f"__{kind}__") for kind in ("array", "bool", "float", "index", "int")),
+        *(getattr(Tensor, name) for name in ("item", "numpy", "tolist")),
+        *(
+            getattr(holder, name)
+            for holder in (torch, Tensor)
+            for name in ("allclose", "argwhere", "equal", "is_nonzero", "masked_select", "nonzero")
+        ),
+    }
+)
 
 
 def product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -802,7 +814,8 @@ def batched_model(task: Task, x: Inputs, y: Tensor) -> BatchedModel | None:
     Tried with random users like one input [1, …] and target, what a user gets must be what it would
     get alone, and the same to the last bit whatever the examples beside its own are. So there is
     none if a trained layer is of no known kind or is trained in part, if the model does anything
-    with a trained layer but call it, if it has several inputs, or if model or loss mix examples.
+    with a trained layer but call it, if it has several inputs, if model or loss mix examples, or if
+    numbers of examples decide what it does next, as that would be done to all users.
     """
     if isinstance(x, dict):
         return None
@@ -821,6 +834,7 @@ def batched_model(task: Task, x: Inputs, y: Tensor) -> BatchedModel | None:
         if not _same_gradients(task, model, inputs, targets):
             return None
         with torch.no_grad():
+            task.losses_of(called(task.model, {}, inputs[0].as_subclass(_OfExamples)), targets[0])
             for users in _TRIALS:
                 chosen = [inputs[u] for u in users], [targets[u] for u in users]
                 if not _separate(task, model, *chosen):
@@ -867,6 +881,27 @@ def _copied(model: nn.Module, trained: Mapping[str, nn.Module], x: Tensor) -> Ba
     copied = copy.deepcopy(model, memo)
     held = {**dict(copied.named_parameters()), **dict(copied.named_buffers())}
     return BatchedModel(copied, trained, batched, keys, rows, once, held)
+
+
+class _OfExamples(Tensor):
+    """Numbers of examples, as all is that is computed of them; none of them may decide anything."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """What torch calls in place of each of its functions."""
+        places = args[1] if function is Tensor.__getitem__ else ()
+        places = places if isinstance(places, tuple) else (places,)
+        masked = any(isinstance(place, cls) and place.dtype == torch.bool for place in places)
+        if masked or function in _DECIDING:
+            raise ModelError("numbers of examples decide what the model does")
+        plainly: Callable[..., Any] = super().__torch_function__
+        return plainly(function, types, args, kwargs)
 
 
 def _same_gradients(task: Task, model: BatchedModel, x: list[Tensor], y: list[Tensor]) -> bool:

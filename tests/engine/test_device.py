@@ -119,15 +119,16 @@ def test_on_a_device_memory_alone_says_how_many_train_together(model: str) -> No
 
 
 class Reads(torch.nn.Module):
-    """A model that looks at values."""
+    """A model that looks at values, which are no user's."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = torch.nn.Linear(36, 4)
+        self.register_buffer("scale", torch.ones(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x.flatten(1))
-        return y if bool(y.isfinite().all()) else y * 0.0
+        return y if bool(self.scale == 1.0) else y * self.scale
 
 
 class Mixes(torch.nn.Module):
