@@ -91,7 +91,7 @@ class Indices:
             memory = np.empty((len(rows), *field.shape[1:]), field.dtype)
             self._users.take(rows, {name: memory})
             beyond = (memory < least) | (memory > most)
-            if name == self._task.targets and self._may_ignore:
+            if name == self._task.targets and self.may_ignore:
                 beyond &= memory != self._task.ignore_index
             odd |= np.logical_or.reduceat(beyond.reshape(len(rows), -1).any(1), firsts)
         return odd
@@ -113,7 +113,7 @@ class Indices:
         return found
 
     @cached_property
-    def _may_ignore(self) -> bool:
+    def may_ignore(self) -> bool:
         """Whether targets that do not count are legal."""
         return self._all_legal(self._task.targets, self._task.ignore_index)
 

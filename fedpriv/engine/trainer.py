@@ -83,7 +83,7 @@ _UNROLLED = 32  # numbers: two vectors of AVX-512
 # Random users that are compared in smaller shapes, in turns; of fewer, differences stay unseen.
 _COMPARED = 64
 _TURNS = 16
-_NOT_FINITE = (np.nan, np.inf, -np.inf, 1e30)
+_EXTREMES = (1e30, np.inf, np.nan)  # of random users, with both signs
 _LARGE = 2**10  # of integers of random users, where larger ones are legal
 _CHANCES = 3  # to leave generators alone, from which other threads may draw meanwhile
 _FEW_EXAMPLES = np.array([1, 2, 8])  # of users with whom a model that can be trained can be
@@ -671,7 +671,7 @@ class Isolation:
 
     def _alone(self, request: RoundRequest, rung: Rung) -> list[dict[int, bytes]]:
         """What one random user of a rung gets twice, or one with rows of zeros."""
-        users = self._random_users(request, rung, len(_NOT_FINITE))
+        users = self._random_users(request, rung, len(_EXTREMES))
         try:
             return users.alone()
         except Exception:  # random numbers need not be legal, but rows of zeros are
@@ -706,8 +706,8 @@ def _verdict_key(request: RoundRequest, rung: Rung) -> Hashable:
 class _RandomUsers:
     """Users of one rung, in three kinds; u < `users` is random, in the middle of what is legal.
 
-    User u + `users` is at the ends of that or not finite, and user u + 2·`users` is as user u but
-    for zeros at the end of each row, as of a text that is short.
+    User u + `users` is at the ends of that or not finite, alike for every third one, and user
+    u + 2·`users` is as user u but for zeros at the end of each row, as of a text that is short.
     """
 
     trainer: Trainer
@@ -747,10 +747,10 @@ class _RandomUsers:
         short = self.digests(everyone + 2 * users, lanes)
         for number, places in ((0, 1), (1, users // 3 + 1), (2, 2 * (users // 3 + 1))):
             turned = np.roll(everyone, places)
-            broken = np.where(everyone % 3 == number, turned + users, turned)
+            broken = np.where(turned % 3 == number, turned + users, turned)
             try:
                 found = self.digests(broken, lanes)
-            except Exception:  # a model may raise for what is not finite; then none is beside
+            except Exception:  # a model may raise for one kind of them; then none is beside
                 found = self.digests(turned, lanes)
             if not _agree(found, digests):
                 return ()
@@ -760,6 +760,8 @@ class _RandomUsers:
                     return ()
         mixed = np.where(everyone % 3 == 0, everyone, everyone + 2 * users)
         if not _agree(self.digests(mixed, lanes), short):
+            return ()
+        if not _agree(self.digests(everyone[: -(-users // 2)], lanes), digests):  # beside blanks
             return ()
         return tuple(digests[user] for user in range(users))
 
@@ -853,15 +855,20 @@ def _random_store(trainer: Trainer, sizes: Integers) -> UserStore:
         if np.issubdtype(column.dtype, np.inexact):
             drawn[:] = rng.random(drawn.shape, np.float32)
             with np.errstate(over="ignore"):  # of float16
-                ends = [np.asarray(end).astype(column.dtype) for end in _NOT_FINITE]
+                ends = [np.asarray(end).astype(column.dtype) for end in _EXTREMES]
         else:
             # Where more than 0 and 1 are legal: neither 0, which ends a short row, nor too large.
             least, most = trainer.indices.legal(name, _LARGE)
             low, high = (1, (most + 1) // 2) if most > 1 else (0, most)
             drawn[:] = rng.integers(low, high, drawn.shape, endpoint=True)
-            ends = [np.asarray(end, column.dtype) for end in (least, most, 0)]
+            ignored = name == trainer.task.targets and trainer.indices.may_ignore
+            third = trainer.task.ignore_index if ignored else 0
+            ends = [np.asarray(end, column.dtype) for end in (least, most, third)]
+        broken = values[rows : 2 * rows]
         for number, end in enumerate(ends):
-            values[rows : 2 * rows][whose % len(ends) == number] = end
+            broken[whose % len(ends) == number] = end
+        if np.issubdtype(column.dtype, np.inexact):
+            np.negative(broken.reshape(-1)[::2], out=broken.reshape(-1)[::2])
         values[2 * rows :] = drawn
         if column.ndim > 1:
             values[2 * rows :, ..., column.shape[-1] // 2 :] = 0

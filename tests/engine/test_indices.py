@@ -72,7 +72,7 @@ def test_users_in_range_are_not_tried_and_others_once() -> None:
     rows = [[(2, 2, 3)], [(0, 5, 0)], [(0, 0, -100)], [(0, 6, 0)]]
     indices = Indices(Task(Table(), cross_entropy), store_of(rows))
     assert indices._legal == {"x": (0, min(PLACES) - 1), "y": (0, CLASSES - 1)}
-    assert indices._may_ignore
+    assert indices.may_ignore
     before = indices._task.model.calls
     indices.check(np.array([0, 2]))  # in range, or ignored
     assert indices._task.model.calls == before

@@ -150,6 +150,47 @@ class Masking(nn.Module):
         return self.layer(mask * x.float())
 
 
+class Bounded(nn.Module):
+    """Scales a batch down that has large numbers, and raises for NaN, as torch does there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(LENGTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = torch.linalg.svdvals(x.view(-1, 4, 4))
+        return self.layer(x / x.abs().max().clamp(min=10.0)) + torch.tanh(size.mean(1, True))
+
+
+class Product(nn.Module):
+    """A product, whose gradient torch computes otherwise if there is a zero in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(LENGTH, 12, bias=False), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).view(-1, 4, 3).prod(2))
+
+
+class Marked(nn.Module):
+    """Does something else if there is a certain word in the batch, which no random user has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layer = nn.Embedding(WORDS, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.words(x).mean(1)
+        return self.layer(h / 2 if (x == WORDS - 3).any() else h)
+
+
+def by_how_many_count(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Losses over the share of the batch's targets that are not ignored."""
+    losses = functional.cross_entropy(outputs, targets, reduction="none")
+    return losses / (targets != -100).float().mean().clamp(min=0.1)
+
+
 class RarelyDropping(nn.Module):
     """Drops its first layer once in a while, as Python's own generator says."""
 
@@ -216,6 +257,45 @@ def test_what_looks_at_the_whole_batch_is_noticed(
     torch.manual_seed(0)
     assert_apart(*asked(model(), store()))
     assert "train one at a time" in caplog.text
+
+
+def test_what_large_numbers_alone_show_is_noticed_though_others_raise() -> None:
+    torch.manual_seed(0)
+    store = users_of([EACH] * USERS, (LENGTH,))
+    store.fields["x"][: 2 * EACH] *= 1000.0
+    assert_apart(*asked(Bounded(), store))
+
+
+@pytest.mark.parametrize("users", [32, 33])  # of whom no number of lanes leaves any blank, and some
+def test_blank_lanes_change_no_users_bits(users: int) -> None:
+    torch.manual_seed(0)
+    task = Task(Product(), cross_entropy)
+    store = users_of([EACH] * users, (LENGTH,))
+    transport = InProcessTransport(task, store, CPU, 2**22, processes=1)
+    request = request_under(task, LOCAL, users, 1.0)
+    each = [alone(transport, request, user) for user in range(users)]
+    np.testing.assert_array_equal(total_of(transport, request), sum(each))
+
+
+def test_what_one_word_decides_for_a_batch_is_decided_for_each_user() -> None:
+    torch.manual_seed(0)
+    store = integers(WORDS - 1, short=True)
+    store.fields["x"][store.fields["x"] == WORDS - 3] = 1
+    store.fields["x"][2 * EACH : 3 * EACH] = WORDS - 3
+    assert_apart(*asked(Marked(), store))
+
+
+@pytest.mark.parametrize("of", ["loss", "metric"])
+def test_targets_that_are_ignored_change_no_other_user(of: str) -> None:
+    torch.manual_seed(0)
+    store = users_of([EACH] * USERS, (LENGTH,))
+    store.fields["y"][2 * EACH : 3 * EACH - 1] = -100
+    model, own = nn.Linear(LENGTH, 3), {"own": by_how_many_count}
+    task = Task(model, by_how_many_count) if of == "loss" else Task(model, metrics=own)
+    transport = InProcessTransport(task, store, CPU, 2**22, processes=1)
+    request = request_under(task, LOCAL, USERS, 1.0)
+    asking = with_metrics(request, Metric("own", radius=50.0))
+    assert_apart(transport, request if of == "loss" else asking)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of nested tensors
