@@ -11,7 +11,7 @@ contribute an update either.
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -269,25 +269,21 @@ class Measuring:
     # If it keeps users apart: a lane gets the same whatever the number of lanes is.
     batched: BatchedModel | None = None
 
-    def seen(self, x: Inputs, y: Tensor, lanes: int) -> _Seen:
-        """Evaluate examples [n, …], the same number of each lane."""
+    def seen(self, x: Inputs, y: Tensor, lanes: int) -> list[_Seen]:
+        """Evaluate examples [n, …], the same number of each lane: all at once, or each lane's."""
         batched = self.batched
         if batched and isinstance(x, Tensor):
             own = same_for_all(self.start.parameters, lanes)
             run = partial(batched.outputs, own, self.start.constants)
-            return _Seen(self.task, *_recorded(batched.model, run, x), y)
+            return [_Seen(self.task, *_recorded(batched.model, run, x), y)]
         # Nothing says that others keep apart what lies side by side.
         run = partial(called, self.task.model, self.start.parameters | self.start.constants)
         found, each = [], len(y) // lanes
         for first in range(0, len(y), each):
-            rows = each_input(itemgetter(slice(first, first + each)), x)
-            found.append(_recorded(self.task.model, run, rows))
-        outputs, moments = zip(*found, strict=True)
-        calls = {
-            name: [torch.cat(some) for some in zip(*(m[name] for m in moments), strict=True)]
-            for name in moments[0]
-        }
-        return _Seen(self.task, torch.cat(outputs), calls, y)
+            rows = slice(first, first + each)
+            outputs, moments = _recorded(self.task.model, run, each_input(itemgetter(rows), x))
+            found.append(_Seen(self.task, outputs, moments, y[rows]))
+        return found
 
 
 def _recorded(
@@ -356,7 +352,8 @@ def _measured(
         seen = measuring.seen(x, y, lanes)
         shares = measuring.task.shares(y, kind=torch.float64)
         for one, kind in kinds.items():
-            value = _of_examples(seen, one, kind)
+            parts = _by_lane(seen, lanes) if one.name in measuring.task.metrics else seen
+            value = torch.cat([_of_examples(part, one, kind) for part in parts])
             each = value.view(lanes, -1, *value.shape[1:])
             weights = torch.where(exists, kind.weigh(shares).view_as(exists), 0.0)
             sizes[one].add_(weights.sum(1))
@@ -388,11 +385,20 @@ def mean_metric(
         rows = slice(start, start + _ROWS)
         x, y = task.given({name: torch.tensor(fields[name][rows]) for name in task.fields})
         weights = kind.weigh(task.shares(y, kind=torch.float64))
-        each = _of_examples(measuring.seen(x, y, 1), metric, kind)
+        (seen,) = measuring.seen(x, y, 1)
+        each = _of_examples(seen, metric, kind)
         real = (weights > 0.0).view(-1, *[1] * len(shape))
         total += torch.where(real, each, 0.0).sum(0)
         size += weights.sum()
     return kind.of_users(total, size, metric).numpy()
+
+
+def _by_lane(seen: Sequence[_Seen], lanes: int) -> Iterator[_Seen]:
+    """What a task's own metrics are given, of which nothing says that they keep lanes apart."""
+    for some in seen:
+        parts = (t.chunk(lanes // len(seen)) for t in (some.outputs, some.targets))
+        for outputs, targets in zip(*parts, strict=True):
+            yield _Seen(some.task, outputs, {}, targets)
 
 
 def _of_examples(seen: _Seen, metric: Metric, kind: _Kind) -> Tensor:
@@ -435,7 +441,8 @@ def check_metrics(
             )
         try:
             with torch.no_grad(), generator_apart():
-                _of_examples(measuring.seen(x, y, 1), one, kind)
+                (seen,) = measuring.seen(x, y, 1)
+                _of_examples(seen, one, kind)
         except FedprivError:
             raise
         except Exception as error:

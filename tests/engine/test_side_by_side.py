@@ -285,6 +285,25 @@ def test_what_one_word_decides_for_a_batch_is_decided_for_each_user() -> None:
     assert_apart(*asked(Marked(), store))
 
 
+def rare_or_right(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Half as much if there is an example of a rare class in the batch."""
+    right = (outputs.argmax(1) == targets).float()
+    return right / 2 if (targets == 2).any() else right
+
+
+@pytest.mark.parametrize("layer", [nn.Tanh(), nn.PReLU()])  # of known layers, and of others
+def test_own_metrics_are_of_one_user(layer: nn.Module) -> None:
+    torch.manual_seed(0)
+    store = users_of([EACH] * USERS, (LENGTH,), classes=2)
+    store.fields["y"][2 * EACH] = 2
+    task = Task(nn.Sequential(layer, nn.Linear(LENGTH, 3)), metrics={"own": rare_or_right})
+    transport = InProcessTransport(task, store, CPU, 2**22, processes=1)
+    request = with_metrics(request_under(task, LOCAL, USERS, 1.0), Metric("own", radius=1.0))
+    assert_apart(transport, request)
+    chunks = transport._chunks(request, transport._trainer.begin(request))
+    assert {chunk.together for chunk in chunks} == {True}
+
+
 @pytest.mark.parametrize("of", ["loss", "metric"])
 def test_targets_that_are_ignored_change_no_other_user(of: str) -> None:
     torch.manual_seed(0)
