@@ -105,10 +105,11 @@ _SAMPLING = frozenset(
 
 
 class _WithinBounds(TorchFunctionMode):
-    """Within it, two functions that torch lets read and write beyond their arguments do not.
+    """Within it, functions that torch lets read or write beyond their arguments do not.
 
     Labels of `ctc_loss` that are no class raise, and `grid_sample` gives NaN for positions that are
-    not finite, so that their user counts as zero.
+    not finite, so that their user counts as zero. On a CPU `lstsq` would begin with pivots from
+    memory that nobody has written to; it takes another algorithm.
     """
 
     def __torch_function__(
@@ -121,6 +122,10 @@ class _WithinBounds(TorchFunctionMode):
         """What torch calls in place of each of its functions."""
         if function in (functional.ctc_loss, torch.ctc_loss):
             _check_labels(*args[:4], **(kwargs or {}))
+        if function is torch.linalg.lstsq and (kwargs or {}).get("driver") in (None, "gelsy"):
+            kwargs = dict(kwargs or {})
+            matrix = args[0] if args else kwargs["input"]
+            kwargs["driver"] = "gelsd" if matrix.device.type == "cpu" else None
         if function not in _SAMPLING:
             return function(*args, **(kwargs or {}))
         given = dict(zip(("input", "grid"), args, strict=False)) | dict(kwargs or {})

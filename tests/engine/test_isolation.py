@@ -19,7 +19,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine import layers
 from fedpriv.engine import trainer as trainer_module
 from fedpriv.engine.local_training import Examples, Rung, by_rung
-from fedpriv.engine.task import RoundParameters, Task, cross_entropy
+from fedpriv.engine.task import RoundParameters, Task, called, cross_entropy
 from fedpriv.engine.trainer import Chunk, Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import ModelError
@@ -340,6 +340,22 @@ def test_where_an_image_that_is_not_finite_is_looked_at_moves_nothing() -> None:
     each = [alone(transport, request, user) for user in range(12)]
     assert [user for user, own in enumerate(each) if not own.any()] == [4]
     np.testing.assert_array_equal(total_of(transport, request), sum(each))
+
+
+class Fitted(nn.Module):
+    """What fits best, by least squares."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.lstsq(x[..., :-2], x[..., -2:]).solution
+
+
+def test_least_squares_do_not_depend_on_what_memory_held_before() -> None:
+    x, held, rng = torch.randn(4, 40, 42), [], np.random.default_rng(0)
+    first = called(Fitted(), {}, x).clone()
+    for size in rng.integers(1, 700, 200).tolist():
+        held.append(torch.full((size,), float(size)))
+        del held[:-20:2]
+        assert torch.equal(called(Fitted(), {}, x), first)
 
 
 @pytest.mark.slow
