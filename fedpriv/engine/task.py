@@ -107,9 +107,10 @@ _SAMPLING = frozenset(
 class _WithinBounds(TorchFunctionMode):
     """Within it, functions that torch lets read or write beyond their arguments do not.
 
-    Labels of `ctc_loss` that are no class raise, and `grid_sample` gives NaN for positions that are
-    not finite, so that their user counts as zero. On a CPU `lstsq` would begin with pivots from
-    memory that nobody has written to; it takes another algorithm.
+    Labels of `ctc_loss` that are no class raise, and so does `segment_reduce` with offsets, which
+    nothing checks. `grid_sample` gives NaN for positions that are not finite, so that their user
+    counts as zero. On a CPU `lstsq` would begin with pivots from memory that nobody has written to;
+    it takes another algorithm.
     """
 
     def __torch_function__(
@@ -122,6 +123,10 @@ class _WithinBounds(TorchFunctionMode):
         """What torch calls in place of each of its functions."""
         if function in (functional.ctc_loss, torch.ctc_loss):
             _check_labels(*args[:4], **(kwargs or {}))
+        if function is torch.segment_reduce and {*(kwargs or {})} & {"offsets", "unsafe"}:
+            raise ModelError(
+                "segment_reduce reads beyond its data unless it is given lengths alone"
+            )
         if function is torch.linalg.lstsq and (kwargs or {}).get("driver") in (None, "gelsy"):
             kwargs = dict(kwargs or {})
             matrix = args[0] if args else kwargs["input"]

@@ -342,6 +342,25 @@ def test_where_an_image_that_is_not_finite_is_looked_at_moves_nothing() -> None:
     np.testing.assert_array_equal(total_of(transport, request), sum(each))
 
 
+class Reduced(nn.Module):
+    """The sum of each segment."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.segment_reduce(x, "sum", **self.options)
+
+
+def test_segments_are_given_by_lengths_which_torch_checks() -> None:
+    lengths, offsets = torch.tensor([3, 5]), torch.tensor([0, 3, 20])
+    assert called(Reduced(lengths=lengths), {}, torch.ones(8)).tolist() == [3.0, 5.0]
+    for options in ({"offsets": offsets}, {"lengths": lengths, "unsafe": True}):
+        with pytest.raises(ModelError, match="unless it is given lengths alone"):
+            called(Reduced(**options), {}, torch.ones(8))
+
+
 class Fitted(nn.Module):
     """What fits best, by least squares."""
 
