@@ -327,7 +327,7 @@ class Trainer:
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk
     ) -> Callable[[], ChunkSum]:
         with plain_arithmetic(self.device):
-            examples = self._examples(request, chunk)
+            examples, start = self._examples(request, chunk), self._own(start, chunk)
             weights = np.minimum(examples.schedule.counts, request.clipping.weight_cap)
             tensors, diagnostics = None, []
             total = self._replayed_sum(request, start, chunk, examples, weights)
@@ -390,7 +390,7 @@ class Trainer:
     ) -> Updates:
         """What the lanes of a chunk, users of another store if given, send before clipping."""
         with plain_arithmetic(self.device):
-            examples = self._examples(request, chunk, store)
+            examples, start = self._examples(request, chunk, store), self._own(start, chunk)
             return self._sent(request, start, chunk, examples, self._replayed)
 
     def _replayed_sum(
@@ -428,7 +428,7 @@ class Trainer:
         examples: Examples,
         train: Callable[[RoundRequest, RoundParameters, Chunk, Examples], Updates],
     ) -> Updates:
-        reported, start = TorchTensors(), self._own(start, chunk)
+        reported = TorchTensors()
         with self._seeded(request, chunk, examples):  # metrics may draw, too
             learnt = train(request, start, chunk, examples)
             updates = {name: t for name, t in learnt.items() if name not in start.personal}
