@@ -44,7 +44,16 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from fedpriv.engine.adapters import Adapted
-from fedpriv.engine.task import Activations, Inputs, Task, called, lowered, outputs_of
+from fedpriv.engine.task import (
+    Activations,
+    Inputs,
+    Task,
+    WithinBounds,
+    called,
+    called_freely,
+    lowered,
+    outputs_of,
+)
 from fedpriv.errors import ModelError
 from fedpriv.privacy.clipping_torch import TorchTensors
 
@@ -802,7 +811,7 @@ class BatchedModel:
                 weight, *bias = (own[key] for key in self.keys[name])
                 layer.own = weight, bias[0] if bias else None
         try:
-            return outputs_of(self.model, constants, x, activations)
+            return outputs_of(self.model, constants, x, activations, called_freely)
         finally:  # the copy must not keep a user's parameters
             for layer in self.batched.values():
                 layer.own, layer.low_rank = BatchedLayer.own, None
@@ -815,7 +824,8 @@ def batched_model(task: Task, x: Inputs, y: Tensor) -> BatchedModel | None:
     get alone, and the same to the last bit whatever the examples beside its own are. So there is
     none if a trained layer is of no known kind or is trained in part, if the model does anything
     with a trained layer but call it, if it has several inputs, if model or loss mix examples, or if
-    numbers of examples decide what it does next, as that would be done to all users.
+    numbers of examples decide what it does next, as that would be done to all users. Nor is there
+    one where `WithinBounds` is needed: in it every function of torch takes longer.
     """
     if isinstance(x, dict):
         return None
@@ -834,10 +844,12 @@ def batched_model(task: Task, x: Inputs, y: Tensor) -> BatchedModel | None:
         if not _same_gradients(task, model, inputs, targets):
             return None
         with torch.no_grad():
-            task.losses_of(called(task.model, {}, inputs[0].as_subclass(_OfExamples)), targets[0])
+            with WithinBounds() as bounds:
+                outputs = called_freely(task.model, {}, inputs[0].as_subclass(_OfExamples))
+            task.losses_of(outputs, targets[0])
             for users in _TRIALS:
                 chosen = [inputs[u] for u in users], [targets[u] for u in users]
-                if not _separate(task, model, *chosen):
+                if bounds.needed or not _separate(task, model, *chosen):
                     return None
     except Exception:  # whatever the model does with its layers, it does not only call them
         return None

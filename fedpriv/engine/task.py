@@ -99,12 +99,14 @@ def find_loss(name: str) -> Loss:
     return cast(Loss, import_function(f"loss {name!r}", name, ModelError))
 
 
+_CTC = frozenset({functional.ctc_loss, torch.ctc_loss})
 _SAMPLING = frozenset(
     {functional.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d}
 )
+_BEYOND = _CTC | _SAMPLING | {torch.segment_reduce, torch.linalg.lstsq}
 
 
-class _WithinBounds(TorchFunctionMode):
+class WithinBounds(TorchFunctionMode):
     """Within it, functions that torch lets read or write beyond their arguments do not.
 
     Labels of `ctc_loss` that are no class raise, and so does `segment_reduce` with offsets, which
@@ -112,6 +114,10 @@ class _WithinBounds(TorchFunctionMode):
     counts as zero. On a CPU `lstsq` would begin with pivots from memory that nobody has written to;
     it takes another algorithm.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.needed = False  # whether one of these functions was called
 
     def __torch_function__(
         self,
@@ -121,7 +127,10 @@ class _WithinBounds(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """What torch calls in place of each of its functions."""
-        if function in (functional.ctc_loss, torch.ctc_loss):
+        if function not in _BEYOND:
+            return function(*args, **(kwargs or {}))
+        self.needed = True
+        if function in _CTC:
             _check_labels(*args[:4], **(kwargs or {}))
         if function is torch.segment_reduce and {*(kwargs or {})} & {"offsets", "unsafe"}:
             raise ModelError(
@@ -320,7 +329,7 @@ class Task:
         counts, given = self.counts(y), y
         if counts is not None and self.ignore_index != _IGNORED:
             given = torch.where(counts, y.long(), _IGNORED)
-        with _WithinBounds():
+        with nullcontext() if self.loss in LOSSES.values() else WithinBounds():
             losses = cast(Loss, self.loss)(outputs, given)
         means = losses if losses.dim() <= 1 else losses.flatten(1).mean(1)
         # Cross-entropy is zero for what does not count; a loss without axes is refused elsewhere.
@@ -545,16 +554,19 @@ def each_input(change: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
 
 def called(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor:
     """Outputs of a model with tensors put in by name; their `logits` if they are no tensor."""
+    with WithinBounds():
+        return called_freely(model, tensors, x)
+
+
+def called_freely(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor:
+    """`called`, sooner, for a model that needs nothing of `WithinBounds`."""
     unnamed, named = ((), x) if isinstance(x, dict) else ((x,), {})
     # functional_call costs as much as a small layer.
-    with _WithinBounds():
-        outputs = (
-            functional_call(
-                model, _in_all_places(model, tensors), unnamed, named, tie_weights=False
-            )
-            if tensors
-            else model(*unnamed, **named)
-        )
+    outputs = (
+        functional_call(model, _in_all_places(model, tensors), unnamed, named, tie_weights=False)
+        if tensors
+        else model(*unnamed, **named)
+    )
     return outputs if isinstance(outputs, Tensor) else _logits_of(outputs)
 
 
@@ -708,14 +720,18 @@ def activations_named(name: object, device: torch.device) -> Activations:
 
 
 def outputs_of(
-    model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs, activations: Activations
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    x: Inputs,
+    activations: Activations,
+    call: Callable[[nn.Module, Mapping[str, Tensor], Inputs], Tensor] = called,
 ) -> Tensor:
     """Outputs, float32, of a model in training, with tensors put in by name."""
     # Users' weights are lowered anew in each step, so there is nothing to cache.
     lower = activations == "bfloat16"
     device = next(iter(x.values())).device if isinstance(x, dict) else x.device
     with torch.autocast(device.type, torch.bfloat16, enabled=lower, cache_enabled=False):
-        outputs = called(model, tensors, x)
+        outputs = call(model, tensors, x)
     return outputs.float() if lower else outputs
 
 

@@ -213,6 +213,18 @@ def pieces() -> nn.Module:
     return nn.Sequential(nn.Unflatten(1, (2, 3)), nn.Linear(3, 4), nn.Flatten(), nn.Linear(8, 3))
 
 
+class Looking(nn.Module):
+    """Looks at images in places, for which torch must be kept within its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = functional.grid_sample(x, x.new_zeros(len(x), 1, 4, 2), align_corners=False)
+        return self.layer(seen.flatten(1))
+
+
 class Differentiating(nn.Module):
     """Returns a derivative by its input, as models of forces do."""
 
@@ -326,6 +338,7 @@ KINDS = {
         (hooked(0, trained=False), SIX, None),
         (hooked(1, trained=True), SIX, {"0": 1, "2": 1}),  # a layer that stays as it is
         (Differentiating(), SIX, None),
+        (Looking(), IMAGE, None),
         (nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)), SIX, None),
     ],
 )
