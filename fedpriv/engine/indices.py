@@ -3,39 +3,23 @@
 Such as a label that is no class, or a word beyond an embedding. On a CPU they raise, and their user
 alone counts as zero. On a GPU a kernel finds them, and its process can compute nothing any more. So
 users who have integers that are not known to be legal are tried on the CPU.
-
-Nobody finds a word beyond an embedding where users train in lanes of `torch.func`: its embedding
-looks into one table of all users, in which that is a row of another. So `OwnTables` does, which
-refuses `index_fill`, the other function of torch that is known to reach into other lanes.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
-from inspect import signature
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine.task import Task, called, generator_apart, plain_arithmetic
-from fedpriv.errors import ModelError
 
 _CPU = torch.device("cpu")
-# Functions that look words up, with the names of their arguments in order.
-_OF_ATEN = ("weight", "indices", "padding_idx", "scale_grad_by_freq", "sparse")
-_LOOK_UPS: Mapping[object, tuple[str, ...]] = {
-    functional.embedding: tuple(signature(functional.embedding).parameters),
-    torch.embedding: _OF_ATEN,
-    torch.ops.aten.embedding: _OF_ATEN,
-    torch.ops.aten.embedding.default: _OF_ATEN,
-}
 
 
 class Indices:
@@ -141,38 +125,6 @@ class Indices:
             except Exception as error:
                 return error
         return None
-
-
-_INDEX_FILLS = frozenset({torch.index_fill, torch.Tensor.index_fill, torch.Tensor.index_fill_})
-
-
-class OwnTables(TorchFunctionMode):
-    """Within it, words beyond an embedding have rows of NaN, and so their user counts as zero.
-
-    A ModelError refuses `index_fill`, and an embedding that shortens rows of its table.
-    """
-
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """What torch calls in place of each of its functions."""
-        if function in _INDEX_FILLS:
-            raise ModelError("index_fill would reach into what other users have")
-        names = _LOOK_UPS.get(function)
-        if names is None:
-            return function(*args, **(kwargs or {}))
-        given = dict(zip(names, args, strict=False)) | dict(kwargs or {})
-        if given.get("max_norm") is not None:
-            raise ModelError("max_norm would change the table of other users")
-        name = "input" if "input" in names else "indices"
-        words, (size, _) = given[name], given["weight"].shape
-        beyond = (words < 0) | (words >= size)
-        rows = function(**given | {name: torch.where(beyond, 0, words)})
-        return torch.where(beyond.unsqueeze(-1), torch.nan, rows)
 
 
 def _on_cpu(model: nn.Module) -> bool:

@@ -44,11 +44,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from fedpriv.engine.adapters import Adapted
+from fedpriv.engine.bounds import WithinBounds
 from fedpriv.engine.task import (
     Activations,
     Inputs,
     Task,
-    WithinBounds,
     called,
     called_freely,
     lowered,

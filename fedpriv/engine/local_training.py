@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.indices import OwnTables
+from fedpriv.engine.bounds import OwnTables
 from fedpriv.engine.layers import BatchedModel, LowRankLinear, OnceConv2d
 from fedpriv.engine.task import (
     Activations,

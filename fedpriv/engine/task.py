@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 
 from fedpriv.data.population import HELD_OUT_USER
+from fedpriv.engine.bounds import WithinBounds
 from fedpriv.engine.figures import (
     ALWAYS,
     Collected,
@@ -97,73 +97,6 @@ def find_loss(name: str) -> Loss:
             f"unknown loss {name!r}; {known_names(name, LOSSES)}, or package.module:function"
         )
     return cast(Loss, import_function(f"loss {name!r}", name, ModelError))
-
-
-_CTC = frozenset({functional.ctc_loss, torch.ctc_loss})
-_SAMPLING = frozenset(
-    {functional.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d}
-)
-_BEYOND = _CTC | _SAMPLING | {torch.segment_reduce, torch.linalg.lstsq}
-
-
-class WithinBounds(TorchFunctionMode):
-    """Within it, functions that torch lets read or write beyond their arguments do not.
-
-    Labels of `ctc_loss` that are no class raise, and so does `segment_reduce` with offsets, which
-    nothing checks. `grid_sample` gives NaN for positions that are not finite, so that their user
-    counts as zero. On a CPU `lstsq` would begin with pivots from memory that nobody has written to;
-    it takes another algorithm.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.needed = False  # whether one of these functions was called
-
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """What torch calls in place of each of its functions."""
-        if function not in _BEYOND:
-            return function(*args, **(kwargs or {}))
-        self.needed = True
-        if function in _CTC:
-            _check_labels(*args[:4], **(kwargs or {}))
-        if function is torch.segment_reduce and {*(kwargs or {})} & {"offsets", "unsafe"}:
-            raise ModelError(
-                "segment_reduce reads beyond its data unless it is given lengths alone"
-            )
-        if function is torch.linalg.lstsq and (kwargs or {}).get("driver") in (None, "gelsy"):
-            kwargs = dict(kwargs or {})
-            matrix = args[0] if args else kwargs["input"]
-            kwargs["driver"] = "gelsd" if matrix.device.type == "cpu" else None
-        if function not in _SAMPLING:
-            return function(*args, **(kwargs or {}))
-        given = dict(zip(("input", "grid"), args, strict=False)) | dict(kwargs or {})
-        finite = given["grid"].isfinite()
-        given["grid"] = torch.where(finite, given["grid"], 0.0)
-        found = function(given.pop("input"), given.pop("grid"), *args[2:], **given)
-        return torch.where(finite.all(-1).unsqueeze(1), found, torch.nan)
-
-
-def _check_labels(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Any,  # noqa: ARG001 - which torch checks
-    target_lengths: Any,
-    **_: object,
-) -> None:
-    classes = log_probs.shape[-1]
-    illegal = (targets < 0) | (targets >= classes)
-    if targets.dim() == 2:  # what fills a row up is not read
-        places = torch.arange(targets.shape[1], device=targets.device)
-        lengths = torch.as_tensor(target_lengths, device=targets.device)
-        illegal = illegal & (places < lengths[:, None])
-    if illegal.any():
-        raise ModelError(f"a label of ctc_loss is none of its {classes} classes")
 
 
 @dataclass(frozen=True)
