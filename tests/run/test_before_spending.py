@@ -31,7 +31,7 @@ from fedpriv.training.optimizers import (
     Average,
     OptimizerState,
     Parameters,
-    Schedule,
+    RateSchedule,
     ServerOptimizer,
     Step,
 )
@@ -173,7 +173,7 @@ class Doubles(ServerOptimizer):
         return {name: p + average[name] for name, p in parameters.items()}, state  # type: ignore[misc]
 
 
-class Halving(Schedule):
+class Halving(RateSchedule):
     """Is no dataclass."""
 
     def at(self, number: int) -> float:

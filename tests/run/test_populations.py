@@ -47,7 +47,7 @@ def test_a_population_without_held_out_rows_is_trained_on_and_measured_by_metric
     mechanism = fedpriv.Mechanism.poisson(
         q=0.5, clipping=fedpriv.Flat(1.0), metrics={"examples": {"cap": 5}}
     ).calibrate(epsilon=8.0, delta=1e-3, rounds=2)
-    given = {"device": "cpu", "quiet": True}
+    given = {"engine": fedpriv.Engine("cpu"), "quiet": True}
     run = fedpriv.simulate(people, task, mechanism, out=tmp_path / "run", **given)
     assert (run.accuracy, run.loss, run.figures) == (None, None, {})
     assert ["examples" in each.metrics for each in run.rounds] == [True, True]
