@@ -105,7 +105,7 @@ def test_a_cluster_without_the_code_is_refused_before_anything_is_charged(tmp_pa
     venv.create(tmp_path / "bare", symlinks=True)
     with cluster(tmp_path, tmp_path / "bare" / "bin" / "python") as (_, environment):
         done = simulate(tmp_path, environment)
-    assert done.returncode == 2
+    assert done.returncode == 2, done.stderr
     # Nothing else, such as pages of Flower's.
     assert re.fullmatch("error: .*; fedpriv must be installed there\n", done.stderr)
     assert not (tmp_path / "there").exists()
