@@ -282,7 +282,7 @@ def build(
         hash(plan.local)  # by which requests are told apart
     except TypeError as error:
         kind = type(plan.local).__name__
-        raise InvalidValueError(f"{kind} has a field of an {error}; take tuples") from error
+        raise InvalidValueError(f"{kind} has a field of an {error}; use tuples") from error
     try_out(plan.optimizer, method.task.parameters())
     if plan.metrics:
         check_metrics(method.task, plan.metrics, plan.mechanism.clipping, few)

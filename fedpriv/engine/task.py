@@ -492,7 +492,7 @@ def called(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor
 
 
 def called_freely(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor:
-    """`called`, sooner, for a model that needs nothing of `WithinBounds`."""
+    """As `called`, but faster, for a model that needs nothing of `WithinBounds`."""
     unnamed, named = ((), x) if isinstance(x, dict) else ((x,), {})
     # functional_call costs as much as a small layer.
     outputs = (

@@ -292,6 +292,16 @@ def test_an_illegal_label_moves_nothing() -> None:
     np.testing.assert_array_equal(total_of(transport, request), expected)
 
 
+def assert_the_fifth_alone_counts_as_zero(task: Task, x: np.ndarray, y: np.ndarray) -> None:
+    """Of twelve users with two rows each; the others add what they add alone."""
+    store = UserStore({"x": x, "y": y}, np.arange(0, 25, 2))
+    transport = InProcessTransport(task, store, CPU, 2**22, processes=1)
+    request = request_under(task, LocalTraining(0.5, steps=2), 12, 1.0)
+    each = [alone(transport, request, user) for user in range(12)]
+    assert [user for user, own in enumerate(each) if not own.any()] == [4]
+    np.testing.assert_array_equal(total_of(transport, request), sum(each))
+
+
 @pytest.mark.parametrize("layer", [nn.Linear(4, 5), nn.Sequential(nn.PReLU(), nn.Linear(4, 5))])
 @pytest.mark.parametrize("label", [5, 12, -1])
 def test_a_label_that_ctc_does_not_know_moves_nothing(layer: nn.Module, label: int) -> None:
@@ -306,12 +316,7 @@ def test_a_label_that_ctc_does_not_know_moves_nothing(layer: nn.Module, label: i
     x, y = rng.standard_normal((24, 6, 4)).astype(np.float32), rng.integers(1, 5, (24, 3))
     y[:, 2] = -7  # of a row of two labels, which is not read
     y[8:10, 0] = label
-    store, task = UserStore({"x": x, "y": y}, np.arange(0, 25, 2)), Task(layer, ctc)
-    transport = InProcessTransport(task, store, CPU, 2**22, processes=1)
-    request = request_under(task, LocalTraining(0.5, steps=2), 12, 1.0)
-    each = [alone(transport, request, user) for user in range(12)]
-    assert [user for user, own in enumerate(each) if not own.any()] == [4]
-    np.testing.assert_array_equal(total_of(transport, request), sum(each))
+    assert_the_fifth_alone_counts_as_zero(Task(layer, ctc), x, y)
 
 
 class Warped(nn.Module):
@@ -333,13 +338,7 @@ def test_where_an_image_that_is_not_finite_is_looked_at_moves_nothing() -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((24, 1, 64, 64)).astype(np.float32)
     x[8:10] = np.nan
-    store = UserStore({"x": x, "y": rng.integers(0, 3, 24)}, np.arange(0, 25, 2))
-    task = Task(Warped(), cross_entropy)
-    transport = InProcessTransport(task, store, CPU, 2**22, processes=1)
-    request = request_under(task, LocalTraining(0.5, steps=2), 12, 1.0)
-    each = [alone(transport, request, user) for user in range(12)]
-    assert [user for user, own in enumerate(each) if not own.any()] == [4]
-    np.testing.assert_array_equal(total_of(transport, request), sum(each))
+    assert_the_fifth_alone_counts_as_zero(Task(Warped(), cross_entropy), x, rng.integers(0, 3, 24))
 
 
 class Reduced(nn.Module):
