@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -32,7 +32,7 @@ import torch
 from fedpriv.engine import trainer
 from fedpriv.engine.task import tf32
 from fedpriv.engine.transport import device_named
-from fedpriv.errors import FedprivError
+from fedpriv.errors import FedprivError, WorkerError
 from fedpriv.privacy import gaussian_mechanism
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import Updates
@@ -135,12 +135,21 @@ def in_turns(runs: Mapping[str, Run], private: Collection[str], given: Turns) ->
 
 
 def shared(work: str, device: str, processes: Sequence[int], given: Turns) -> dict[int, float]:
-    """Seconds of a round whose users so many processes share, up to the sums of each."""
+    """Seconds of a round whose users so many processes share, up to the sums of each.
+
+    WorkerError: the sum of all users depends on how many processes share them.
+    """
     settings = {str(n): Setting("fedpriv", work, device, 1, n) for n in processes}
     known = WORKS[work]()
     asked = Turn(range(known.users), known.local, given.seconds)
     found: dict[int, list[float]] = {n: [] for n in processes}
     with playing(settings) as players:
+        once = replace(asked, seconds=0.0)
+        totals = {n: players[str(n)].take(once).total for n in processes}
+        for n, total in totals.items():
+            # Integers times the step, which float64 rounds.
+            if not np.allclose(total, totals[processes[0]], rtol=1e-12, atol=0.0):
+                raise WorkerError(f"{n} processes add up to other integers than {processes[0]} do")
         for number in range(given.turns + 1):
             for n in processes:
                 seconds = players[str(n)].take(asked).seconds

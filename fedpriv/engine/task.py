@@ -712,6 +712,26 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 
 
 @contextmanager
+def _in_one_order(device: torch.device) -> Iterator[None]:
+    """Have a GPU add numbers up in the same order each time, where torch knows how.
+
+    Otherwise it does not where a text has many words, for one: gradients of embeddings are added up
+    as they come. Where torch knows no such way it warns, and trials find what differs.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    memory: Any = torch.utils.deterministic
+    put, own = torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode()
+    fill = partial(setattr, memory, "fill_uninitialized_memory")  # which would take time
+    with (
+        _for_now(put, now="warn", own=own),
+        _for_now(fill, now=False, own=memory.fill_uninitialized_memory),
+    ):
+        yield
+
+
+@contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
     """Compute as the numbers' types say, whatever the caller has set; one thread at a time."""
     # As the processor's flag says, which torch and NumPy share in a thread.
@@ -728,6 +748,7 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
             torch.autocast("cpu", enabled=False),
             torch.autocast(device.type, enabled=False),
             _current(device),
+            _in_one_order(device),
             tf32(allowed=False),
             # A GPU convolves in the same way each time, and not in the one that was fastest once.
             _for_now(partial(setattr, cudnn, "benchmark"), now=False, own=cudnn.benchmark),

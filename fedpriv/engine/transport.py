@@ -250,11 +250,14 @@ class InProcessTransport(Transport):
 
 
 def can_fork() -> bool:
-    """Whether processes can be forked here; macOS has libraries that break when they are.
+    """Whether processes can be forked here, and train.
 
-    Nor may a daemon fork, as the workers of `multiprocessing.Pool` are.
+    macOS has libraries that break when they are. A daemon may not fork, as the workers of
+    `multiprocessing.Pool` are. And where torch finds a GPU it has a thread for each from the first
+    gradient on, whatever that was computed on, and no fork of its process computes another.
     """
-    return sys.platform == "linux" and not multiprocessing.current_process().daemon
+    daemon = multiprocessing.current_process().daemon
+    return sys.platform == "linux" and not daemon and torch.cuda.device_count() == 0
 
 
 @contextmanager

@@ -48,7 +48,7 @@ Updates = Mapping[str, BatchedTensor]
 
 # Numbers of updates in float64 at a time: what has left a processor's caches before it is clipped
 # costs more than the arithmetic. A GPU needs more to be busy.
-_NUMBERS = 2**19
+_NUMBERS = 2**20
 _NUMBERS_CUDA = 2**26
 _ALIGNED = 8  # rows begin where a vector instruction reads a whole cache line
 _PASSED_ON = 2**16  # bytes, up to which CUDA takes what lies in any memory along with a command

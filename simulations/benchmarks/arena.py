@@ -119,5 +119,5 @@ def _started(name: str, setting: Setting) -> Process:
         end = theirs.fileno()
         arguments = [setting.contestant, setting.work, setting.device, str(setting.threads)]
         command = [sys.executable, "-m", "simulations.benchmarks.process", *arguments, str(end)]
-        process = subprocess.Popen(command, pass_fds=[end], env=environment())
+        process = subprocess.Popen(command, pass_fds=[end], env=environment(setting.device))
     return Process(name, process, ours)

@@ -39,10 +39,14 @@ def machine(device: str, threads: int) -> dict[str, str | int]:
     }
 
 
-def environment() -> dict[str, str]:
-    """This shell's, in which libraries choose for themselves how they use the processor."""
+def environment(device: str = "cpu") -> dict[str, str]:
+    """This shell's, in which libraries choose for themselves how they use the processor.
+
+    What runs on a CPU sees no GPU, beside which it could train in one process alone.
+    """
     chosen = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
-    return {name: value for name, value in os.environ.items() if name not in chosen}
+    found = {name: value for name, value in os.environ.items() if name not in chosen}
+    return found if device == "cuda" else {**found, "CUDA_VISIBLE_DEVICES": ""}
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:

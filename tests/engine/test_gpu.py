@@ -159,6 +159,31 @@ def test_each_user_gives_what_it_gives_alone_in_every_round(
             assert np.any(own[:-1]) == np.any(total(on_cpu, request, [user])[:-1])
 
 
+@pytest.mark.parametrize("model", sorted(READERS))
+def test_each_user_gives_what_it_gives_alone_of_long_texts(model: str) -> None:
+    # Gradients of more than 3,072 words torch adds up as they come, unless told otherwise.
+    users = [User("normal", size, seed) for seed, size in enumerate([700, 700, 690, 700, 7])]
+    local = LocalTraining(0.1, epochs=2)
+    request = request_of(Plan(model, "flat", "equal", local, False, True, 0.3), len(users))
+    transport = transport_of(model, users, torch.device("cuda"))
+    alone = [total(transport, request, [user]) for user in range(len(users))]
+    assert all(own.any() for own in alone)
+    for _ in range(3):
+        np.testing.assert_array_equal(total(transport, request, range(len(users))), sum(alone))
+
+
+def test_users_train_on_a_cpu_beside_a_gpu() -> None:
+    # torch refuses gradients in forks of a process that has threads for GPUs.
+    users = [User("normal", 8, seed) for seed in range(40)]
+    request, word = asked("mlp", LOCALS[0], len(users)), torch.ones(1, requires_grad=True)
+    torch.autograd.backward(word.sum())
+    alone = transport_of("mlp", users, CPU)
+    transport = replace(alone, processes=2)
+    expected = sum(total(alone, request, [user]) for user in range(len(users)))
+    assert expected.any()
+    np.testing.assert_array_equal(total(transport, request, range(len(users))), expected)
+
+
 @pytest.mark.parametrize("model", sorted({*MODELS} - {"dropout"}))  # which draws other numbers
 def test_one_step_is_that_of_a_cpu(model: str) -> None:
     users, gpu = [User("normal", 8, seed) for seed in range(9)], torch.device("cuda")

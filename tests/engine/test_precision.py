@@ -4,6 +4,7 @@ import copy
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from threading import Event, Thread
 from typing import get_args
@@ -339,3 +340,17 @@ def test_convolutions_of_a_gpu_are_the_same_each_time(
     with plain_arithmetic(CPU):
         assert (cudnn.benchmark, cudnn.deterministic) == (False, True)
     assert (cudnn.benchmark, cudnn.deterministic) == before
+
+
+@pytest.mark.parametrize("own", [0, 1, 2])
+def test_a_gpu_adds_up_in_one_order(own: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # warns without a GPU
+    mode, memory = torch.get_deterministic_debug_mode, torch.utils.deterministic
+    torch.set_deterministic_debug_mode(own)
+    try:
+        for device, inside in (("cuda", (1, False)), ("cpu", (own, True))):
+            with plain_arithmetic(torch.device(device)):
+                assert (mode(), memory.fill_uninitialized_memory) == inside
+            assert (mode(), memory.fill_uninitialized_memory) == (own, True)
+    finally:
+        torch.set_deterministic_debug_mode(0)
