@@ -142,7 +142,11 @@ _MORE_BYTES = 1 << 12  # of the second stream, for each word of the first
 # Both together stay below 3e-14. The product with σ/γ adds 6e-16, and so does the sum with an
 # offset; the band has as much again to spare. `tests/privacy/test_noise.py` measures the functions.
 # That sum also adds 2^-54 whatever σ/γ is, half a unit in the last place of an offset of ½.
+# Where R < 2^-7, ln u is off by (2^-65 + 2·v)·(1 + 2^-14), as u > 1 - 2^-15; and roots of squares
+# that differ by d differ by at most d over either root. So the radius, R as computed, is off by
+# (2^-64 + 4·v)·(1 + 2^-14)/R, which is below 2^-50/R, and by the other terms, as above.
 _BAND = 2.0**-44
+_BAND_BY_RADIUS = 2.0**-50
 _OFFSET_BAND = 2.0**-52
 _LEAST_WORD = 1 << 44  # u ≥ 2^-20
 _LEAST_RADIUS = 2.0**-7
@@ -164,7 +168,7 @@ def rounded_gaussian(
     * the first m of them are the same for every count ≥ m, and do not depend on the block size.
 
     A normal that the band does not decide costs as much as thousands of others. These are one in
-    30,000 up to σ = 2^27, and proportionally more beyond.
+    65,000 at σ = 2^27, and proportionally more or fewer elsewhere, down to one in a million.
 
     The key is 32 secret bytes, used for nothing else; σ is from 0, which gives zeros, to 2^40.
     """
@@ -240,12 +244,14 @@ def _undecided(
     """
     if stddev == 0.0:
         return []
-    np.abs(off, out=off)
-    doubtful = off >= 0.5 - (stddev * _BAND + offset_band)
-    # The comparison is made so that NaN, which no word gives, would be in doubt.
-    apart = ~(radii >= _LEAST_RADIUS) | (drawn[0::2] < np.uint64(_LEAST_WORD))
-    if apart.any():
-        doubtful |= np.repeat(apart, 2)
+    pairs = np.abs(off, out=off).reshape(-1, 2)
+    doubtful = pairs >= 0.5 - (stddev * _BAND + offset_band)
+    # These comparisons are made so that NaN, which no word gives, would be in doubt.
+    short = ~(radii >= _LEAST_RADIUS)
+    with np.errstate(divide="ignore"):  # R is -0 where float64 takes u for 1
+        bands = stddev * (_BAND + _BAND_BY_RADIUS / np.abs(radii[short])) + offset_band
+    doubtful[short] = ~(pairs[short] < 0.5 - bands[:, np.newaxis])
+    doubtful[drawn[0::2] < np.uint64(_LEAST_WORD)] = True
     return np.flatnonzero(doubtful).tolist()
 
 
