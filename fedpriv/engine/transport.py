@@ -53,6 +53,8 @@ from fedpriv.engine.trainer import (
 from fedpriv.errors import InvalidValueError, WorkerError, hold_numbers, require
 from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
 
+_log = logging.getLogger(__name__)
+
 _CHUNK_MEBIBYTES = 128  # on a CPU: with more, users are no faster
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
@@ -215,7 +217,11 @@ class InProcessTransport(Transport):
     @cached_property
     def _side_by_side(self) -> int:
         """Chunks that train side by side."""
-        if self.device.type != "cpu" or not can_fork():
+        if self.device.type != "cpu":
+            return 1
+        if not can_fork():
+            if (self.processes or 1) > 1:
+                _log.warning("users train in 1 process, not %d: none can be forked", self.processes)
             return 1
         return self.processes or torch.get_num_threads()
 

@@ -331,7 +331,9 @@ def test_they_compute_in_one_thread_whatever_threads_this_process_has() -> None:
 
 
 @pytest.mark.parametrize("why", ["another system", "a GPU", "one chunk"])
-def test_there_are_none_where_they_cannot_help(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_are_none_where_they_cannot_help(
+    why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     if why == "another system":
         monkeypatch.setattr(sys, "platform", "darwin")
     if why == "a GPU":
@@ -341,6 +343,8 @@ def test_there_are_none_where_they_cannot_help(why: str, monkeypatch: pytest.Mon
         request = replace(request, users=request.users[1:2])
     assert list(transport.collect(request))
     assert not multiprocessing.active_children()
+    told = [] if why == "one chunk" else ["users train in 1 process, not 2: none can be forked"]
+    assert [record.getMessage() for record in caplog.records] == told
 
 
 def test_a_daemon_trains_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
