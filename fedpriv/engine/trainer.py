@@ -663,10 +663,11 @@ class Isolation:
                 f"a user cannot be trained with {self._trainer.activations} activations: {failed}"
             ) from failed
         if found[0] != found[1]:
+            on_gpu = ", and torch must have a deterministic algorithm for it on a GPU"
             raise ModelError(
                 "training the same user twice gives two results; what a user gets must depend on "
                 "its rows and on torch's generators alone, which are seeded for each user, and not "
-                "on who trained before"
+                f"on who trained before{on_gpu if self._trainer.device.type == 'cuda' else ''}"
             )
 
     def _alone(self, request: RoundRequest, rung: Rung) -> list[dict[int, bytes]]:
