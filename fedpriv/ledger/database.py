@@ -75,6 +75,11 @@ class Database:
                 self.close()
                 raise
 
+    @property
+    def inode(self) -> int:
+        """Number of the file on its disk, which no other file there has meanwhile."""
+        return self._file.st_ino
+
     def read(self, sql: str, parameters: Sequence[object] = ()) -> list[sqlite3.Row]:
         """All rows of one query, from one consistent state of the file."""
         with self._lock, self._failing("read"):

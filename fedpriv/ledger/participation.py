@@ -3,12 +3,14 @@
 The ledger holds only a commitment to each cohort: SHA-256 over a salt of 32 random bytes and the
 cohort. It binds the server to the cohort and, without the salt, says nothing about it.
 
-Of a series of rounds that is under way, the record also holds the key. Of each run it holds a
-digest of the users' ids, since a run goes on with the users that it began with: others at their
-positions would be in more rounds of a series than it has charged.
+Of a series of rounds that is under way, the record also holds the key. It is good in this file
+alone: two copies of a folder that both went on with it would draw its noise twice. Of each run the
+record holds a digest of the users' ids, since a run goes on with the users that it began with:
+others at their positions would be in more rounds of a series than it has charged.
 """
 
 import hashlib
+import hmac
 import json
 import secrets
 import zlib
@@ -45,7 +47,7 @@ CREATE TABLE ledger (
 );
 CREATE TABLE enrolled (run TEXT PRIMARY KEY, users TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE series (
-    commitment TEXT PRIMARY KEY, run TEXT NOT NULL, key BLOB NOT NULL
+    commitment TEXT PRIMARY KEY, run TEXT NOT NULL, key BLOB NOT NULL, bound TEXT NOT NULL
 ) WITHOUT ROWID;
 """
 _KEEP_HEAD = """
@@ -124,8 +126,8 @@ class ParticipationRecord:
             self.database.write("INSERT INTO participation VALUES (?, ?, ?, ?, ?, ?)", row)
             if series_key is not None:
                 self.database.write("DELETE FROM series WHERE run = ?", (run,))
-                kept = commitment, run, series_key
-                self.database.write("INSERT INTO series VALUES (?, ?, ?)", kept)
+                kept = commitment, run, series_key, self._bound(commitment, series_key)
+                self.database.write("INSERT INTO series VALUES (?, ?, ?, ?)", kept)
         return commitment
 
     def bind(self, run: str, users: str) -> None:
@@ -155,10 +157,15 @@ class ParticipationRecord:
         return Head(*rows[0]) if rows else None
 
     def series_key(self, commitment: str) -> bytes | None:
-        """The key of the series of which this cohort is the first, if it is kept."""
-        sql = "SELECT key FROM series WHERE commitment = ?"
-        rows = self.database.read(sql, (commitment,))
-        return bytes(rows[0]["key"]) if rows else None
+        """The key of the series of which this cohort is the first, if it is kept, in this file.
+
+        None too if the file is a copy, as of a whole folder, or if the key was changed.
+        """
+        sql = "SELECT key, bound FROM series WHERE commitment = ?"
+        for key, bound in self.database.read(sql, (commitment,)):
+            if self._bound(commitment, key) == bound:
+                return bytes(key)
+        return None
 
     def forget_series(self, run: str) -> None:
         """Forget the key of a run's series, which is over.
@@ -191,6 +198,10 @@ class ParticipationRecord:
         if (users >= population).any():
             raise LedgerError(f"its cohort has user {users[-1]} of a population of {population}")
         return users
+
+    def _bound(self, commitment: str, key: bytes) -> str:
+        text = f"{commitment}/{self.database.inode}"
+        return hmac.digest(key, text.encode(), "sha256").hex()
 
     def _cohort_of(self, commitment: str) -> tuple[Attempt, Users]:
         sql = "SELECT * FROM participation WHERE commitment = ?"

@@ -330,6 +330,13 @@ class PrivacyRecords:
         """
         found = self.open_series(mechanism.event, run)
         if found is None:
+            left = self.ledger.open_series(run)
+            if left is not None and left.paid.event == mechanism.event:
+                _log.warning(
+                    "the key of the series that run %r was in is lost, or of another copy of the "
+                    "participation record; the series is over, and the run charges a new one",
+                    run,
+                )
             return None
         series, key = found
         return Draws(entropy, self._draws(mechanism, key), series.part, series.paid.position)

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 
@@ -412,6 +413,26 @@ class TestKeys:
         assert record.series_key(one) is None
         assert record.series_key(two) == b"b" * 32
         record.forget_series("r")  # nothing to forget
+
+    def test_a_copy_of_the_file_has_none(self, record, tmp_path):
+        """Two folders that both went on with a series would draw its noise twice."""
+        first = self.begun(record, "r", 1, b"a" * 32)
+        shutil.copy2(tmp_path / "who", tmp_path / "copy")
+        with ParticipationRecord.open(tmp_path / "copy") as copy:
+            assert copy.series_key(first) is None
+        (tmp_path / "who").rename(tmp_path / "moved")
+        with ParticipationRecord.open(tmp_path / "moved") as moved:
+            assert moved.series_key(first) == b"a" * 32
+
+    def test_one_that_was_damaged_is_none(self, record, tmp_path):
+        """SQLite would not notice, and other cohorts would follow from it than were charged."""
+        key = np.random.default_rng(2).bytes(32)
+        first = self.begun(record, "r", 1, key)
+        content = (tmp_path / "who").read_bytes()
+        other = bytes([key[0] ^ 1]) + key[1:]
+        (tmp_path / "who").write_bytes(content.replace(key, other))
+        with ParticipationRecord.open(tmp_path / "who") as damaged:
+            assert damaged.series_key(first) is None
 
     def test_what_is_forgotten_is_not_left_in_the_file(self, record, tmp_path):
         key = np.random.default_rng(0).bytes(32)

@@ -258,6 +258,31 @@ def test_without_its_key_a_new_series_is_charged(tmp_path: Path, sampling: Sampl
         records.ledger.verify(records.participation)
 
 
+def test_of_two_copies_of_a_folder_one_goes_on_and_the_other_begins_a_series(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy, sampling = BandedStrategy((1.0, 0.5)), SeparatedSampling(USERS, N, 2)
+    made = GaussianMechanism.calibrated(sampling, CLIPPING, 50.0, (0.5, 0.5), strategy=strategy)
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    with open_records(here) as records:
+        rounds(records, [1, 2], mechanism=made, entropy=FRESH)
+    shutil.copytree(here, there)
+    released, begun = [], []
+    for folder in (here, there):
+        with open_records(folder) as records:
+            (each,) = rounds(records, [3], mechanism=made, entropy=FRESH)
+            released.append(each.average)
+            begun.append(parts(records)[2:])
+            records.ledger.verify(records.participation)
+    assert begun == [[(2, 1)], [(0, None)]]
+    assert not np.array_equal(*released)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the key of the series that run 'run' was in is lost, or of another copy of the "
+        "participation record; the series is over, and the run charges a new one"
+    ]
+
+
 def test_another_event_begins_a_series_and_gives_the_old_one_up(tmp_path: Path) -> None:
     louder = mechanism_of(200.0)
     with open_records(tmp_path) as records:
