@@ -106,7 +106,13 @@ class Database:
     def write(self, sql: str, parameters: Row | Sequence[object] = ()) -> None:
         """Execute one statement; for use within a transaction."""
         with self._failing("extended, so nothing was written"):
-            self._connection.execute(sql, parameters)
+            try:
+                self._connection.execute(sql, parameters)
+            except sqlite3.OperationalError:
+                # Where no journal can be made, SQLite fails as if there were no room for a file.
+                if os.access(self.path.resolve().parent, os.W_OK):
+                    raise
+                raise PermissionError(errno.EACCES, "its folder cannot be written to") from None
 
     def copy(self, to: Path, *, without: str | None = None) -> None:
         """Write the file as it is now, consistent while it is in use, to where there is nothing.

@@ -17,6 +17,7 @@ import disk_calls
 import pytest
 
 from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.disk import lacks_room
 from fedpriv.errors import LedgerError
 from fedpriv.ledger.events import Randomness, RoundEvent, SumQueryEvent
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
@@ -198,6 +199,30 @@ def test_a_full_disk_charges_nothing(path, shortage):
     with Ledger.open(path) as ledger:
         ledger.verify()
         assert ledger.head.count == 2
+
+
+@contextmanager
+def no_more_files():
+    """This process may open no file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_read_only_disk_is_no_lack_of_room(path, monkeypatch, read_only):
+    """SQLite says the same of it as of too many open files, for which a run waits."""
+    access = os.access
+    with Ledger.open_or_create(path, "users") as ledger:
+        monkeypatch.setattr(os, "access", lambda *given: not read_only and access(*given))
+        with pytest.raises(LedgerError) as caught, no_more_files():
+            ledger.charge(propose(0))
+        assert lacks_room(caught.value) is not read_only
+        assert ("nothing was written: its folder cannot be" in str(caught.value)) is read_only
+        ledger.charge(propose(0))
 
 
 class TestFilesThatGoAway:
