@@ -1,5 +1,6 @@
 """The folder of a run: where each file lies, and reading it back with its ledger verified."""
 
+import codecs
 import fcntl
 import json
 import os
@@ -199,10 +200,12 @@ def _append(path: Path, row: object, not_finite: Literal["constants", "null", "s
 def _read(path: Path) -> Iterator[dict[str, object]]:
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as lines:  # which end at no other character that ends some
+    with path.open("rb") as lines:
         for line in lines:
+            # A character that is cut short is left out: so a crash may have ended the line.
+            text, _ = codecs.utf_8_decode(line.removesuffix(b"\n"))
             with suppress(json.JSONDecodeError):
-                yield json.loads(line)
+                yield json.loads(text)
 
 
 def _rows(kind: type[_Row], path: Path, what: str) -> list[_Row]:

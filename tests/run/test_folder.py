@@ -30,6 +30,16 @@ def test_a_line_cut_short_by_a_crash_loses_only_itself(tmp_path: Path, cut: int)
     assert list(folder.read_metrics()) == [{"round": 0}, {"round": 2}]
 
 
+def test_a_line_may_be_cut_short_within_a_character(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.append_metrics({"round": 0, "figures": {"F₁": 0.5}})
+    line = folder.metrics.read_bytes()
+    with folder.metrics.open("ab") as file:
+        file.write(line[: line.index("₁".encode()) + 1])
+    folder.append_metrics({"round": 2})
+    assert [row["round"] for row in folder.read_metrics()] == [0, 2]
+
+
 @pytest.mark.parametrize("name", ["metrics", "measurement"])
 def test_a_line_is_on_the_disk_before_the_next_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
