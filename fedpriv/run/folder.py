@@ -231,12 +231,13 @@ def read_run(folder: Path) -> RunRecord:
         raise InvalidValueError(f"{folder} holds no run; {run.plan.name} is absent")
     config = load_config(run.plan)
     path = Path(config.privacy.ledger) if config.privacy.ledger else run.ledger
+    # Before the ledger: a run that goes on charges each round before it releases it.
+    releases, results = run.releases(), run.results()
     with Ledger.open(path) as ledger:
         cohorts = _verified(ledger, beside(path))
         charges = tuple(ledger.charges())
         content = LedgerContent(path, ledger.ledger_id, ledger.population_name, charges)
         head = ledger.head
-    releases, results = run.releases(), run.results()
     charged = {charge.hash: (charge.run, charge.round) for charge in charges}
     for release in releases:
         if charged.get(release.charge) != (config.run, release.round):

@@ -314,7 +314,8 @@ class Run:
     @cached_property
     def rounds(self) -> tuple[RoundResult, ...]:
         """The result of each round that led to the model, those before a resumption included."""
-        return tuple(RunFolder(self.folder).results())
+        results = RunFolder(self.folder).results()
+        return tuple(each for each in results if each.round <= self.state.round)
 
     @property
     def model(self) -> nn.Module:
@@ -457,6 +458,7 @@ def conduct(
             keep()
         on_round(result)
     keep()
+    _tell_rounds_lost(folder, state, records)
     model = released_model(state, folder.results())
     with_room(lambda: write_atomically(folder.model, model))
     transport.rest()
@@ -464,6 +466,18 @@ def conduct(
         with_room(lambda: records.participation.forget_series(plan.run))  # of one that was killed
     figures = figures if latest is state else _measured(experiment, state.model)
     return _ended(folder, experiment, stop, state, records, auditor, figures)
+
+
+def _tell_rounds_lost(folder: RunFolder, state: ServerState, records: PrivacyRecords) -> None:
+    """Say once more what the last round of the model released, if later ones led nowhere.
+
+    That is so where a resumed run could repeat none of them. What they cost is in its ε then.
+    """
+    led = folder.results()
+    if led and led[-1].round > state.round:
+        epsilon = records.ledger.epsilon(records.budget)
+        for own in (each for each in led if each.round == state.round):
+            with_room(partial(folder.append_metrics, asdict(replace(own, epsilon=epsilon))))
 
 
 def _ended(

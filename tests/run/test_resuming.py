@@ -6,13 +6,18 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
 
+import fedpriv as private
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.ledger import Head, Ledger, ProposedCharge
+from fedpriv.ledger.ledger import ChargedRow, Head, Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord, beside
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run.folder import RunFolder, read_run
@@ -187,6 +192,51 @@ def test_reports_are_of_the_rounds_that_led_to_the_model(tmp_path: Path) -> None
     with safe_open(run.model, "numpy") as file:
         released = json.loads(file.metadata()["release"])
     assert released["epsilon"] == record.rounds[-1].epsilon
+
+
+def test_rounds_that_a_resumed_run_cannot_repeat_led_to_no_model(tmp_path: Path) -> None:
+    """What they released is in the ε of the model that is left all the same."""
+    x = np.eye(4, dtype=np.float32).repeat(10, 0)
+    people = private.Population.from_arrays(x, np.arange(4).repeat(10), np.arange(40))
+    mechanism = private.Mechanism.poisson(q=0.5, clipping=private.Flat(1.0))
+    mechanism = mechanism.calibrate(epsilon=8.0, delta=1e-2, rounds=4)
+
+    def stop(released: private.RoundResult) -> None:
+        if released.round == 4:
+            raise KeyboardInterrupt
+
+    def begun(**more: Any) -> private.Run:
+        task, local = private.Task(torch.nn.Linear(4, 4)), private.SGD(1.0, epochs=1)
+        given = {"rounds": 4, "checkpoint_every": 3, "seed": 1, "out": tmp_path / "run", **more}
+        return private.simulate(people, task, mechanism, local=local, quiet=True, **given)
+
+    with pytest.raises(KeyboardInterrupt):
+        begun(on_round=[stop])
+    done, folder = begun(resume=True), RunFolder(tmp_path / "run")
+    assert done.state.round == 3
+    for results in (done.rounds, read_run(folder.path).rounds):
+        assert [each.round for each in results] == [1, 2, 3]
+        assert results[-1].epsilon == done.epsilon
+    with safe_open(folder.model, "numpy") as file:
+        released = json.loads(file.metadata()["release"])
+    assert (released["round"], released["epsilon"]) == (3, done.epsilon)
+
+
+def test_a_run_that_goes_on_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round that is charged and released while it is read is none of what is read."""
+    run = RunFolder(tmp_path / "run")
+    assert fedpriv("simulate", DIGITS, *SETTINGS, "--out", run.path).returncode == 0
+    lines, all_charges = run.metrics.read_text().splitlines(keepends=True), Ledger.charges
+    run.metrics.write_text("".join(lines[:2]))
+
+    def charges(ledger: Ledger) -> Iterator[ChargedRow]:
+        before = [*all_charges(ledger)][:2]
+        run.metrics.write_text("".join(lines))
+        return iter(before)
+
+    monkeypatch.setattr(Ledger, "verify", lambda *_: None)
+    monkeypatch.setattr(Ledger, "charges", charges)
+    assert [each.round for each in read_run(run.path).rounds] == [1, 2]
 
 
 def half(run: RunFolder) -> None:
