@@ -12,6 +12,7 @@ others at their positions would be in more rounds of a series than it has charge
 import hashlib
 import hmac
 import json
+import os
 import secrets
 import zlib
 from collections.abc import Iterable
@@ -72,7 +73,12 @@ class Head:
 
 
 def beside(ledger: Path) -> Path:
-    """Where the participation record of a ledger lies: no two ledgers of a folder share one."""
+    """Where the participation record of a ledger lies: no two ledgers of a folder share one.
+
+    A ledger has one, whatever symbolic links lead to it.
+    """
+    if ledger.is_symlink():
+        ledger = Path(os.path.realpath(ledger))  # also of a loop, which `resolve` refuses
     plain = ledger.name.removesuffix(".sqlite")
     end = ".participation" if plain == ledger.name else ".participation.sqlite"
     return ledger.with_name(plain + end)

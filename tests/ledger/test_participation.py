@@ -38,6 +38,15 @@ def test_ledgers_of_one_folder_have_records_of_their_own(tmp_path):
     assert beside(tmp_path / "ledger.sqlite").name == "ledger.participation.sqlite"
 
 
+def test_a_ledger_has_one_record_whatever_links_lead_to_it(tmp_path):
+    """By two, either would lack what was charged by the other name."""
+    real, link, other = tmp_path / "folder" / "ledger.sqlite", tmp_path / "link", tmp_path / "loop"
+    link.symlink_to(real)
+    other.symlink_to(other)
+    assert beside(link) == beside(real)
+    assert beside(other).parent == tmp_path
+
+
 class TestUsersOfARun:
     def test_they_stay_who_they_were_at_the_beginning(self, path):
         before, others = digest_of_users(["a", "b"]), digest_of_users(["b", "c"])
