@@ -24,7 +24,7 @@ from fedpriv.accounting.accountants import epsilon as priced
 from fedpriv.accounting.pricing import weakest_randomness
 from fedpriv.clients.connection import Backoff, FederationStub, persist
 from fedpriv.clients.consent import Consent, misfit
-from fedpriv.clients.journal import Journal, Remembered, Series, TakenPart
+from fedpriv.clients.journal import Journal, Remembered, RoundSeries, TakenPart
 from fedpriv.errors import (
     AuditError,
     InvalidValueError,
@@ -43,7 +43,7 @@ _UNDERSTATED = 1e-6  # relative
 _DAY = timedelta(days=1)
 _LONGEST_CHECK_SECONDS = 120.0
 _log = logging.getLogger(__name__)
-Checked = TypeVar("Checked")
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -243,9 +243,9 @@ def _loss(rows: Iterable[ChargedRow], delta: float, *more: RoundEvent) -> Privac
     return loss
 
 
-def _in_daemon(work: Callable[[], Checked]) -> Future[Checked]:
+def _in_daemon(work: Callable[[], Found]) -> Future[Found]:
     """Work in a thread that an interpreter that ends does not wait for."""
-    found = Future[Checked]()
+    found = Future[Found]()
     found.set_running_or_notify_cancel()  # from here on nobody can cancel it
 
     def run() -> None:
@@ -296,7 +296,7 @@ class LedgerAudit:
         self._verified = found.ledger
         return found
 
-    async def within_time(self, check: Callable[[], Checked]) -> Checked:
+    async def within_time(self, check: Callable[[], Found]) -> Found:
         """What a check of the ledger finds; InvalidValueError if it takes too long.
 
         It takes seconds for a long ledger, in which the connection must stay alive, and may take
@@ -313,7 +313,7 @@ class LedgerAudit:
             seconds = f"{_LONGEST_CHECK_SECONDS:g} seconds"
             raise InvalidValueError(f"the ledger takes more than {seconds} to check") from error
 
-    def series_of(self, offer: RoundOffer) -> Series | None:
+    def series_of(self, offer: RoundOffer) -> RoundSeries | None:
         """The series that an offer belongs to which was checked before; None: it is one round.
 
         AuditError where it would be the part of a series that is not in the ledger.
@@ -324,7 +324,7 @@ class LedgerAudit:
         first: ChargedRow | RoundId = at
         if offer.price.part:
             first = _paid(() if self._verified is None else self._verified.rows, offer)
-        return Series(at.run, first.round, first.attempt, schedule)
+        return RoundSeries(at.run, first.round, first.attempt, schedule)
 
 
 @dataclass(eq=False)

@@ -316,6 +316,6 @@ async def _read(responses: grpc.aio.Call, kind: type[Kind]) -> AsyncGenerator[Ki
 def answer_of(round_id: RoundId, answer: PartialSum | wire.Decline) -> tuple[pb.Answer, Tensors]:
     """The message of an answer, and the tensors that it declares."""
     if isinstance(answer, wire.Decline):
-        return wire.encode_answer(wire.Answer(round_id, answer)), {}
+        return wire.encode_answer(wire.RoundAnswer(round_id, answer)), {}
     summed = wire.SummedUpdates.of(answer)
-    return wire.encode_answer(wire.Answer(round_id, summed)), wire.tensors_of(answer)
+    return wire.encode_answer(wire.RoundAnswer(round_id, summed)), wire.tensors_of(answer)

@@ -18,7 +18,7 @@ from fedpriv import wire
 from fedpriv.build import build_task
 from fedpriv.clients.connection import answer_of
 from fedpriv.clients.consent import misfit
-from fedpriv.clients.training import Host, Trainer, machine_of
+from fedpriv.clients.training import Host, NodeTrainer, machine_of
 from fedpriv.clients.worker import HostSettings
 from fedpriv.data.population import Population, check_count, load_population
 from fedpriv.engine.task import activations_named
@@ -34,7 +34,7 @@ _POPULATION_BYTES = 2**16
 _LONGEST_TROUBLE = 400  # characters
 _SHARE_FOR_TRAINING = 0.5  # of the time until a deadline
 
-Settings = Mapping[str, object]
+NodeConfig = Mapping[str, object]
 """Flower's configuration of a node.
 
 A worker of a simulation has `partition-id` and `num-partitions`; a node that hosts enrolled users
@@ -42,7 +42,7 @@ has `node`, its name, `users`, and perhaps others of `HostSettings`.
 """
 
 
-def introduce(content: RecordDict, settings: Settings) -> wire.Hello:
+def introduce(content: RecordDict, settings: NodeConfig) -> wire.Hello:
     """Who a node is, and which users it holds; a FedprivError says nothing of enrolled users."""
     if "users" in settings:
         return wire.Hello(str(settings.get("node", "")), _host_of(settings).loaded.users_sha256)
@@ -55,7 +55,7 @@ def introduce(content: RecordDict, settings: Settings) -> wire.Hello:
 
 
 def respond(
-    content: RecordDict, settings: Settings, offer: RoundOffer, request: RoundRequest
+    content: RecordDict, settings: NodeConfig, offer: RoundOffer, request: RoundRequest
 ) -> PartialSum | Decline:
     """Train the users of an offer that are hosted here, or say why the node declines.
 
@@ -81,7 +81,7 @@ def respond(
     return trainer.answer(request, left)
 
 
-def _host_of(settings: Settings) -> Host:
+def _host_of(settings: NodeConfig) -> Host:
     device = str(settings.get("device", HostSettings.device))
     activations = str(settings.get("activations", HostSettings.activations))
     users, names = str(settings["users"]), ("chunk-mebibytes", "processes")
@@ -107,7 +107,7 @@ def _simulated(content: RecordDict) -> bytes:
     )
 
 
-def _shard(population: int, settings: Settings) -> range:
+def _shard(population: int, settings: NodeConfig) -> range:
     worker, workers = (settings.get(name) for name in ("partition-id", "num-partitions"))
     if not (isinstance(worker, int) and isinstance(workers, int) and 0 <= worker < workers):
         found = f"partition-id is {worker!r} of num-partitions {workers!r}"
@@ -124,14 +124,16 @@ def _population(simulated: bytes) -> Population:
 
 
 @lru_cache(maxsize=1)
-def _worker(simulated: bytes, welcome: bytes) -> Trainer:
+def _worker(simulated: bytes, welcome: bytes) -> NodeTrainer:
     described, task = flower_messages.Simulated.decode(simulated), _welcome(welcome).task
     built = build_task(**vars(task))
     users, device = _population(simulated).users, device_named(described.device)
     kind = activations_named(described.activations, device)
     at_once = chunk_memory_of(described.chunk_mebibytes, device)
     # Ray gives each worker a core.
-    return Trainer(InProcessTransport(built, users, device, at_once, activations=kind, processes=1))
+    return NodeTrainer(
+        InProcessTransport(built, users, device, at_once, activations=kind, processes=1)
+    )
 
 
 def _welcome(header: bytes) -> Welcome:
@@ -154,7 +156,7 @@ def say_hello(message: Message, context: Context) -> Message:
 
 
 @app.train()
-def take_part(message: Message, context: Context) -> Message:
+def answer_offer(message: Message, context: Context) -> Message:
     """Answer an offer, or decline it where that fails; say nothing where there is none."""
     try:
         header = flower_messages.header_in(

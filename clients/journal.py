@@ -81,7 +81,7 @@ class TakenPart:
 
 
 @dataclass(frozen=True)
-class Series:
+class RoundSeries:
     """An event of several rounds, by the attempt with which it was charged, or is to be."""
 
     run: str
@@ -163,7 +163,7 @@ class Journal:
         return int(row[0])
 
     def admit(
-        self, population_name: str, series: Series, part: int, users: NDArray[np.int64]
+        self, population_name: str, series: RoundSeries, part: int, users: NDArray[np.int64]
     ) -> bool:
         """Record whom a part of a series asks, unless its schedule does not allow it; whether so.
 

@@ -37,7 +37,7 @@ _COUNTED = {  # heading: what is counted there
     "NaN": (Trouble.NOT_FINITE,),
     "part": (Trouble.UNFINISHED,),
 }
-Answer = TypeVar("Answer")
+Reply = TypeVar("Reply")
 
 
 def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
@@ -102,9 +102,9 @@ def _check_model(path: Path) -> None:
 async def _ask(
     server: str,
     identity: Identity,
-    call: Callable[[FederationStub], Awaitable[Answer]],
+    call: Callable[[FederationStub], Awaitable[Reply]],
     seconds: float,
-) -> Answer:
+) -> Reply:
     try:
         async with FederationStub.open(server, identity) as stub, asyncio.timeout(seconds):
             return await call(stub)

@@ -57,7 +57,7 @@ class Host:
         digests = (hashlib.sha256(user.encode()).digest()[:8] for user in ids)
         return Loaded(len(ids), digest_of(ids), b"".join(digests))
 
-    def trainer(self, welcome: Welcome) -> "Trainer":
+    def trainer(self, welcome: Welcome) -> "NodeTrainer":
         """Build the task and refuse one that cannot train, without touching the users' data."""
         hosted = enrolled_positions(self.users, welcome.users)
         named, settings = welcome.task, self.settings
@@ -74,7 +74,7 @@ class Host:
             # To be loaded before the limit; without one, only where a training needs it.
             vmap(grad(torch.sin))(torch.ones(1))
         _warm_up(replace(transport, users=UserStore(blank, np.array([0, 1])), hosted=None))
-        return Trainer(transport)
+        return NodeTrainer(transport)
 
 
 def machine_of(settings: HostSettings) -> tuple[torch.device, Activations]:
@@ -94,7 +94,7 @@ def _warm_up(transport: InProcessTransport) -> None:
 
 
 @dataclass(frozen=True)
-class Trainer:
+class NodeTrainer:
     """Trains users of a node for rounds of one task, and clips each of their updates.
 
     The server can only check the norm of a partial sum against the number of users in it.
@@ -155,7 +155,7 @@ def serve(channel: BufferedRWPair) -> None:
     The text of anything else that is raised may hold users' data.
     """
     host: Host | None = None
-    trainer: Trainer | None = None
+    trainer: NodeTrainer | None = None
     while True:
         message = receive(channel)
         answer: object = None

@@ -59,7 +59,7 @@ ExperimentFile = Annotated[
 Assignments = Annotated[
     list[str] | None, _option("replace a key, e.g. clipping.norm=0.3; may be repeated", "--set")
 ]
-RunFolder = Annotated[Path | None, _option("folder of the run", "--out", default="runs/NAME-…")]
+OutFolder = Annotated[Path | None, _option("folder of the run", "--out", default="runs/NAME-…")]
 Resume = Annotated[bool, _option("go on with the run in --out, or start it there", "--resume")]
 AsJson = Annotated[bool, _option("print one JSON object", "--json")]
 LedgerPath = Annotated[
@@ -220,7 +220,7 @@ def report(
 def simulate(
     file: ExperimentFile,
     assignments: Assignments = None,
-    out: RunFolder = None,
+    out: OutFolder = None,
     resume: Resume = False,
     engine: Annotated[Literal["in-process", "flower"], _option("where to train")] = "in-process",
     workers: Annotated[int | None, _option("of the engine flower", min=1, default="2")] = None,

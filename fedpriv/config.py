@@ -23,11 +23,11 @@ from fedpriv.mechanism import (
     NOISE_POLICIES,
     SAMPLING_POLICIES,
     ClippingPolicy,
+    CohortPolicy,
     Grouped,
     Mechanism,
     NoisePolicy,
     Part,
-    SamplingPolicy,
     check_private,
     check_unit,
 )
@@ -193,7 +193,7 @@ _ALGORITHM = Choice("local.algorithm", ALGORITHMS, LocalTraining)
 _CORRELATION = Choice("noise.correlation", NOISE_POLICIES, NoisePolicy)
 _LOCAL_RATE = Choice("local.learning_rate.schedule", SCHEDULES, RateSchedule)
 _OPTIMIZER = Choice("server.optimizer", SERVER_OPTIMIZERS, ServerOptimizer)
-_POLICY = Choice("sampling.policy", SAMPLING_POLICIES, SamplingPolicy)
+_POLICY = Choice("sampling.policy", SAMPLING_POLICIES, CohortPolicy)
 _SCHEDULE = Choice("server.options.learning_rate.schedule", SCHEDULES, RateSchedule)
 _STRATEGY = Choice("clipping.strategy", CLIPPINGS, ClippingPolicy)
 
@@ -364,7 +364,7 @@ class SamplingSection(Section):
     policy: Annotated[str, _one_of(_POLICY)] = "poisson"
     options: Options = {}
 
-    def build(self, probability: float | None) -> SamplingPolicy:
+    def build(self, probability: float | None) -> CohortPolicy:
         """The policy, with q where it takes one."""
         if "probability" in self.options:
             raise InvalidValueError(
@@ -938,16 +938,16 @@ def spelled_out(table: Mapping[str, object]) -> dict[str, object]:
     return {**table, **{key: {"name": name} for key, name in alone.items()}}
 
 
-def flat(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+def flattened(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """A table of tables as one, under keys "a.b".
 
-    >>> flat({"a": {"b": 1, "c": {}}, "d": 2})
+    >>> flattened({"a": {"b": 1, "c": {}}, "d": 2})
     {'a.b': 1, 'a.c': {}, 'd': 2}
     """
     found: dict[str, object] = {}
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            found |= flattened(value, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = value
     return found

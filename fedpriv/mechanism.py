@@ -1,7 +1,7 @@
 """The privacy mechanism of a run, as its user states it: sampling, clipping, noise, budget.
 
 Values only: nothing here draws, clips or spends. To add a way to sample or to clip, derive a class
-from `SamplingPolicy` or `ClippingPolicy`.
+from `CohortPolicy` or `ClippingPolicy`.
 """
 
 import sys
@@ -36,12 +36,10 @@ from fedpriv.ledger.events import (
     PrivacyBudget,
     RoundEvent,
     SamplingEvent,
+    SamplingPolicy,
     Schedule,
     SumQueryEvent,
     Unit,
-)
-from fedpriv.ledger.events import (
-    SamplingPolicy as Policy,
 )
 from fedpriv.privacy import layout as vector_groups
 from fedpriv.privacy.correlated_noise import BandedStrategy, BufferedStrategy, Strategy
@@ -73,7 +71,7 @@ Allocation = Literal["proportional", "dimension"] | Mapping[str, float]
 """How vector groups share the noise: by clipping norm, by dimension, or by given weights."""
 
 
-class SamplingPolicy(ABC):
+class CohortPolicy(ABC):
     """How cohorts are drawn, whatever the population."""
 
     @abstractmethod
@@ -85,7 +83,7 @@ class SamplingPolicy(ABC):
 
 
 @dataclass(frozen=True)
-class Poisson(SamplingPolicy):
+class Poisson(CohortPolicy):
     """Each user joins each round independently with probability q in (0, 1]."""
 
     probability: float
@@ -100,7 +98,7 @@ class Poisson(SamplingPolicy):
 
 
 @dataclass(frozen=True)
-class PoissonExamples(SamplingPolicy):
+class PoissonExamples(CohortPolicy):
     """Each of up to k examples of a user joins each round independently with probability q.
 
     Users stay what is protected (Charles et al. 2024, example-level sampling). Which k of a user's
@@ -126,7 +124,7 @@ class PoissonExamples(SamplingPolicy):
 
 
 @dataclass(frozen=True)
-class FixedSize(SamplingPolicy):
+class FixedSize(CohortPolicy):
     """Exactly m users are in each round, drawn afresh; one user is replaced by another.
 
     Under that relation a user moves a sum by twice the clipping norm, so that Poisson coins with as
@@ -150,7 +148,7 @@ class FixedSize(SamplingPolicy):
 
 
 @dataclass(frozen=True)
-class EveryUser(SamplingPolicy):
+class EveryUser(CohortPolicy):
     """All users are in each round."""
 
     relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE
@@ -161,7 +159,7 @@ class EveryUser(SamplingPolicy):
 
 
 @dataclass(frozen=True)
-class RandomAllocation(SamplingPolicy):
+class RandomAllocation(CohortPolicy):
     """Each user is in exactly k random rounds of every pass of n, drawn afresh each pass.
 
     A pass is charged whole before its first round. A run of T rounds has ⌈T/n⌉ passes.
@@ -180,7 +178,7 @@ class RandomAllocation(SamplingPolicy):
 
 
 @dataclass(frozen=True)
-class Separated(SamplingPolicy):
+class Separated(CohortPolicy):
     """Users take turns in b groups, so that two rounds of a user are b apart.
 
     Nothing is secret of who takes part when, and no privacy is won by it; the noise of a series of
@@ -202,7 +200,7 @@ class Separated(SamplingPolicy):
 
 
 @dataclass(frozen=True)
-class BandedPoisson(SamplingPolicy):
+class BandedPoisson(CohortPolicy):
     """Users take turns in b groups, each user of which joins with probability q.
 
     What coins win is won, and noise may be correlated over a band of up to b rounds (Choquette-Choo
@@ -256,7 +254,7 @@ def _check_choice(name: str, given: object, *words: str, each: str = "") -> None
     require(legal, f"{name} is {given!r}; it must be {known}{of_each}")
 
 
-SAMPLING_POLICIES: Mapping[str, type[SamplingPolicy]] = {
+SAMPLING_POLICIES: Mapping[str, type[CohortPolicy]] = {
     "poisson": Poisson,
     "poisson-examples": PoissonExamples,
     "fixed-size": FixedSize,
@@ -307,7 +305,9 @@ class BandedNoise(NoisePolicy):
             return BandedStrategy(coefficients)
         schedule = _series(sampling)
         bands = schedule.separation if self.bands is None else self.bands
-        if sampling.policy is Policy.BANDED_POISSON:  # columns of a user's rounds do not meet
+        if (
+            sampling.policy is SamplingPolicy.BANDED_POISSON
+        ):  # columns of a user's rounds do not meet
             schedule = Schedule(schedule.rounds)
         objective, workload = _objective(self.objective), Workload(self.momentum)
         return BandedStrategy(optimal_bands(schedule, bands, objective, workload))
@@ -572,7 +572,7 @@ class Mechanism:
     budget, and `unsafe_no_privacy` is not set; or `unit` and `microbatch` do not fit together.
     """
 
-    sampling: SamplingPolicy
+    sampling: CohortPolicy
     clipping: ClippingPolicy
     noise_multiplier: float | None = None
     epsilon: float | None = None  # never exceeded; None with `unsafe_no_privacy` only
@@ -594,7 +594,7 @@ class Mechanism:
     def __post_init__(self) -> None:
         hold_numbers(self)
         check_types(
-            sampling=(self.sampling, SamplingPolicy),
+            sampling=(self.sampling, CohortPolicy),
             clipping=(self.clipping, ClippingPolicy),
             noise=(self.noise, NoisePolicy),
             adaptive=(self.adaptive, AdaptiveClipping | None),
@@ -642,7 +642,7 @@ class Mechanism:
         if isinstance(metrics, str):  # each of its letters would be a name
             raise InvalidValueError(f"metrics are {metrics!r}; they must be a list of names")
         check_types(metrics=(metrics, Iterable))
-        policy: SamplingPolicy = Poisson(q)
+        policy: CohortPolicy = Poisson(q)
         if examples_per_user is not None:
             policy = PoissonExamples(q, examples_per_user, total_examples)
         elif total_examples is not None:

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fedpriv.config import Config, flat, with_paths
+from fedpriv.config import Config, flattened, with_paths
 from fedpriv.errors import InvalidValueError, check_types
 from fedpriv.importing import path_of
 from fedpriv.training.rounds import OnRound, RoundResult, Stop, TrainingPlan
@@ -276,7 +276,7 @@ def shown_settings(config: Config) -> dict[str, object]:
         named = (data["name"], data["options"].get("population", ""))
         if any(":" in str(name) for name in named):
             table["data"] = {"name": data["name"]}
-    return flat(table)
+    return flattened(table)
 
 
 def _told(error: Exception, when: str) -> str:

@@ -51,7 +51,7 @@ _REQUEST_SECONDS = 20.0  # for a request that is one small message
 
 Context: TypeAlias = grpc.aio.ServicerContext
 # What gRPC calls: takes the messages of a request as bytes, and the call's context.
-Method = Callable[[AsyncIterable[bytes], Context], Awaitable[object]]
+RpcMethod = Callable[[AsyncIterable[bytes], Context], Awaitable[object]]
 # Names the node behind a call, or raises UnknownPeerError.
 Identify = Callable[[Context], str]
 
@@ -282,7 +282,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         made = getattr(grpc, f"{kind}_rpc_method_handler")
         return made(checked, None, handler.response_serializer)
 
-    def _checked(self, handler: grpc.RpcMethodHandler, name: str) -> Method:
+    def _checked(self, handler: grpc.RpcMethodHandler, name: str) -> RpcMethod:
         method = (handler.unary_unary or handler.unary_stream) or (
             handler.stream_unary or handler.stream_stream
         )

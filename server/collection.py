@@ -90,7 +90,7 @@ class RoundTerms:
         left, users = self.deadline - monotonic(), self.drawn[node].copy()
         return replace(self.offer, seconds=left, users=users) if left > 0.0 else None
 
-    def misfit(self, node: str, answer: wire.Answer) -> str | None:
+    def misfit(self, node: str, answer: wire.RoundAnswer) -> str | None:
         """Why an answer of a node cannot count, in one sentence, or None."""
         if answer.id != self.offer.id:
             return "the answer is to another round or attempt than the one that is collected"
@@ -280,12 +280,12 @@ class Collection:
         """The model as serialised chunks, which all calls share."""
         return [chunk.SerializeToString() for chunk in wire.chunks(wire.pieces(self.terms.model))]
 
-    def refusal(self, node: str, answer: wire.Answer) -> str | None:
+    def refusal(self, node: str, answer: wire.RoundAnswer) -> str | None:
         """Why an answer cannot count, in one sentence; None if it can."""
         late = _NOT_AWAITED if node not in self._waiting or self._over else None
         return self.terms.misfit(node, answer) or late
 
-    def counts_already(self, node: str, answer: wire.Answer) -> bool:
+    def counts_already(self, node: str, answer: wire.RoundAnswer) -> bool:
         """Whether a node sends its answer again, of which a sum counts."""
         return node in self._counted and self.terms.misfit(node, answer) is None
 

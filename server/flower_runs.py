@@ -240,7 +240,7 @@ def _welcome(welcome: wire.Welcome) -> Headers:
     return {flower_messages.WELCOME: wire.encode_welcome(welcome).SerializeToString()}
 
 
-def shards(population: int, workers: int) -> Hosting:
+def hosting_of_workers(population: int, workers: int) -> Hosting:
     """Which worker of a simulation hosts which users."""
     sizes = [
         len(flower_messages.shard_of(population, worker, workers)) for worker in range(workers)
@@ -327,7 +327,10 @@ class GridSimulation:
         present = simulated_workers(grid, plan.population, self.users, workers, loaded, stopping)
         nobody = np.empty(0, np.int64)  # which users a worker has follows from its number
         welcome = wire.Welcome(plan.population, plan.sampling.population, nobody, task_of(config))
-        headers, hosting = {**loaded, **_welcome(welcome)}, shards(self.users.population, workers)
+        headers, hosting = (
+            {**loaded, **_welcome(welcome)},
+            hosting_of_workers(self.users.population, workers),
+        )
 
         def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
             price_of = prices(experiment.plan, records, experiment.entropy.randomness)

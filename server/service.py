@@ -84,7 +84,7 @@ Result = TypeVar("Result")
 Sent_co = TypeVar("Sent_co", bound=Message, covariant=True)
 
 
-class Parts(Protocol[Sent_co]):
+class CallMessages(Protocol[Sent_co]):
     """The messages of a call, as gRPC hands them over."""
 
     def __aiter__(self) -> AsyncGenerator[Sent_co, None]: ...
@@ -278,7 +278,7 @@ class Service:
         self._uploads.end_all()
         self.publish(state=wire.RunState.RELEASING)
 
-    async def connect(self, said: Parts[pb.FromNode], context: Context) -> None:
+    async def connect(self, said: CallMessages[pb.FromNode], context: Context) -> None:
         """Welcome a node, then let it vote on rounds, and offer them, until its connection ends."""
         async with aclosing(aiter(said)) as messages:
             node = NODE.get()
@@ -375,7 +375,7 @@ class Service:
                 await self._send(chunk, context)
                 self._monitor.add("sent_bytes", len(chunk))
 
-    async def upload(self, parts: Parts[pb.UploadPart], context: Context) -> pb.Receipt:
+    async def upload(self, parts: CallMessages[pb.UploadPart], context: Context) -> pb.Receipt:
         """Take a node's answer to the round that is collected, or say why it does not count.
 
         A malformed answer settles the node: it counts as zero at once. A transfer that took too

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedpriv.attack import POPULATIONS, Target
+from fedpriv.attack import POPULATIONS, AttackedPlan
 from fedpriv.attack.command import Report
 from fedpriv.build import population_of
 from fedpriv.config import load_config
@@ -68,7 +68,7 @@ def attacked(attempt: Attempt) -> Row:
     """What was found, with the engine and the plan."""
     keys = f"privacy.epsilon={attempt.epsilon}", f"privacy.sampling_probability={attempt.drawn}"
     config = load_config(experiment_file(Path("digits")), keys)
-    target = Target.of(config, population_of(config), ROUNDS, USERS)
+    target = AttackedPlan.of(config, population_of(config), ROUNDS, USERS)
     with attempt.broken():
         report = Report.of("digits", target, [POPULATIONS[attempt.population]], attempt.runs)
     content = dict(report.content)

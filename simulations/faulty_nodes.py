@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from fedpriv.clients.connection import FederationStub, identity_of
 from fedpriv.wire import (
-    Answer,
     Hello,
     Proposal,
+    RoundAnswer,
     RoundOffer,
     SummedUpdates,
     Vote,
@@ -59,7 +59,7 @@ def _parts(offer: RoundOffer, total: npt.NDArray[np.int64]) -> list[bytes]:
     """An upload of this sum of all users that were drawn."""
     users = len(offer.users)
     header = encode_answer(
-        Answer(offer.id, SummedUpdates(users, users, manifest_of({"sum": total})))
+        RoundAnswer(offer.id, SummedUpdates(users, users, manifest_of({"sum": total})))
     )
     parts = [pb.UploadPart(answer=header)]
     parts += [pb.UploadPart(chunk=chunk) for chunk in chunks(pieces({"sum": total}))]

@@ -14,9 +14,9 @@ from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import (
     NODE_RECEIVES_BYTES,
-    Answer,
     Hello,
     Proposal,
+    RoundAnswer,
     RoundOffer,
     SummedUpdates,
     Vote,
@@ -49,7 +49,7 @@ class Prepared:
     def messages(self, offer: RoundOffer) -> Iterator[bytes]:
         """What to upload as the answer to an offer."""
         content, parts = self._made = self._made or self._make(offer.clipping)
-        header = encode_answer(Answer(offer.id, content))
+        header = encode_answer(RoundAnswer(offer.id, content))
         yield pb.UploadPart(answer=header).SerializeToString()
         yield from parts
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import fedpriv
-from fedpriv.mechanism import SamplingPolicy
+from fedpriv.mechanism import CohortPolicy
 from fedpriv.report.tables import Column, Table
 from simulations.papers.results import write_results
 
@@ -31,7 +31,7 @@ class Cost:
     noise_multiplier: float  # z: noise on a sum over the clipping norm
 
 
-def policies(n: int) -> Mapping[str, SamplingPolicy]:
+def policies(n: int) -> Mapping[str, CohortPolicy]:
     """Policies by which an n-th of the users is in a round, or nearly so."""
     return {
         "poisson": fedpriv.Poisson(1.0 / n),
@@ -40,7 +40,7 @@ def policies(n: int) -> Mapping[str, SamplingPolicy]:
     }
 
 
-def cost(epsilon: float, name: str, policy: SamplingPolicy) -> Cost:
+def cost(epsilon: float, name: str, policy: CohortPolicy) -> Cost:
     """The least noise of a policy within ε."""
     mechanism = fedpriv.Mechanism(policy, fedpriv.Flat(1.0)).calibrate(
         epsilon=epsilon, delta=DELTA, rounds=ROUNDS, users=USERS

@@ -14,7 +14,7 @@ from fedpriv.accounting.round_counts import (
     Rounds,
     Vector,
     arrays,
-    check_delta,
+    check_any_delta,
     check_rounds,
     unsampled_noise_multiplier,
 )
@@ -85,7 +85,7 @@ def zcdp_rho(rounds: Rounds) -> float:
 def zcdp_epsilon_bun_steinke(rho: float, delta: float) -> float:
     """ε = ρ + 2√(ρ·log(1/δ)) of ρ-zCDP (Bun & Steinke 2016, Proposition 1.3). An upper bound."""
     require(rho >= 0.0, f"rho is {rho}; it must not be negative")
-    check_delta(delta)
+    check_any_delta(delta)
     # √ρ apart: the product may overflow.
     return (rho + 2 * math.sqrt(rho) * math.sqrt(-math.log(delta))) * (1 + _ZCDP_ROUNDING)
 
@@ -120,7 +120,7 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
 
 def basic_epsilon(rounds: Rounds, delta: float) -> float:
     """ε = Σ count·εᵢ, each round with an equal share of δ (Dwork & Roth 2014, Theorem 3.16)."""
-    check_delta(delta)
+    check_any_delta(delta)
     check_rounds(rounds)
     if not rounds:
         return 0.0

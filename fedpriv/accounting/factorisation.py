@@ -195,10 +195,10 @@ def _fitting(schedule: Schedule) -> int:
     return min(schedule.participations, 1 + (schedule.rounds - 1) // schedule.separation)
 
 
-Loss = Callable[[Vector], tuple[float, Vector]]
+LossAndGradient = Callable[[Vector], tuple[float, Vector]]
 
 
-def _loss_of(schedule: Schedule, objective: Objective, workload: Workload) -> Loss:
+def _loss_of(schedule: Schedule, objective: Objective, workload: Workload) -> LossAndGradient:
     """log of the squared error by coefficients, at most n, with its gradient."""
     n, k, b = schedule.rounds, _fitting(schedule), schedule.separation
     gamma = workload.decay
@@ -252,7 +252,7 @@ def _square_sensitivity(c: Vector, n: int, k: int, b: int) -> tuple[float, Vecto
     return float(column @ column), gradient[: len(c)]
 
 
-def _decreasing_bands(loss: Loss, start: Vector) -> Vector:
+def _decreasing_bands(loss: LossAndGradient, start: Vector) -> Vector:
     """Bands that never increase, from the nearest such to a start, by their decreases ≥ 0."""
     near = np.maximum(isotonic_regression(start, increasing=False).x, 0.0)
     unit = -np.diff(_square_root(len(start)), append=0.0)  # makes all decreases about as large
@@ -269,7 +269,9 @@ def _decreasing_bands(loss: Loss, start: Vector) -> Vector:
     return np.asarray(np.minimum.accumulate(bands(decreases)))
 
 
-def _search_buffers(loss: Loss, n: int, buffers: int, slowest: float) -> tuple[float, Buffers]:
+def _search_buffers(
+    loss: LossAndGradient, n: int, buffers: int, slowest: float
+) -> tuple[float, Buffers]:
     """A local optimum: logits of θ, and logarithms of w over 1 − Σ w, which keeps Σ w below 1."""
     gaps = np.geomspace(_FASTEST, min(slowest, _FASTEST), buffers)
     first = (1.0 - gaps) ** np.arange(n - 1)[:, None]
@@ -299,7 +301,7 @@ def _search_buffers(loss: Loss, n: int, buffers: int, slowest: float) -> tuple[f
     return value, Buffers(tuple(theta[order].tolist()), tuple(w[order].tolist()))
 
 
-def _in_units(loss: Loss, unit: float) -> Loss:
+def _in_units(loss: LossAndGradient, unit: float) -> LossAndGradient:
     def scaled(x: Vector) -> tuple[float, Vector]:
         value, gradient = loss(unit * x)
         return value, unit * gradient
@@ -308,7 +310,9 @@ def _in_units(loss: Loss, unit: float) -> Loss:
 
 
 def _minimised(
-    loss: Loss, start: Vector, bounds: Sequence[tuple[float | None, float | None]] | None = None
+    loss: LossAndGradient,
+    start: Vector,
+    bounds: Sequence[tuple[float | None, float | None]] | None = None,
 ) -> tuple[float, Vector]:
     """The least loss found, and where."""
 

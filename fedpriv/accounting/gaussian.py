@@ -14,7 +14,7 @@ import math
 import numpy as np
 from scipy.special import erfcx, ndtr, ndtri_exp
 
-from fedpriv.accounting.round_counts import Ends, Vector, check_delta, check_epsilon
+from fedpriv.accounting.round_counts import Ends, Vector, check_any_delta, check_epsilon
 from fedpriv.errors import require
 
 _ULP = 2.0**-52
@@ -61,7 +61,7 @@ def epsilon(delta: float, noise_multiplier: float) -> float:
 
     At most 1e-11·(1 + ε) above for δ ≤ 0.5; ∞ only for z = 0 and above the largest float.
     """
-    check_delta(delta)
+    check_any_delta(delta)
     _check_noise(noise_multiplier)
     if math.isinf(noise_multiplier):
         return 0.0

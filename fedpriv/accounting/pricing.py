@@ -59,7 +59,7 @@ class LedgerContent:
 
 
 @dataclass(frozen=True)
-class Part:
+class Releases:
     """Releases that are priced together."""
 
     ledger: str | None  # its path; None: all ledgers
@@ -74,10 +74,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Price:
-    """What one accountant says of one part: ε and δ, one given and the other found."""
+class PricedReleases:
+    """What one accountant says of some releases: ε and δ, one given and the other found."""
 
-    part: Part
+    releases: Releases
     epsilon: float
     delta: float
     loss: PrivacyLoss  # in the accountant's own words; its ε is the one above unless ε was given
@@ -88,7 +88,7 @@ class Spending:
     """What each run, each ledger and all ledgers cost, by each accountant that can tell."""
 
     ledgers: tuple[LedgerContent, ...]
-    prices: tuple[Price, ...]
+    prices: tuple[PricedReleases, ...]
     refusals: tuple[str, ...]  # why accountants could not price some of these
     delta: float | None  # at which ε was found; None if ε was given
     epsilon: float | None  # at which δ was found; None if δ was given
@@ -147,16 +147,19 @@ def price(
     if delta is None and epsilon is None:
         delta = default_delta(ledgers)
 
-    prices, refusals = list[Price](), dict[str, None]()
-    for part in _parts(ledgers):
+    prices, refusals = list[PricedReleases](), dict[str, None]()
+    for releases in _all_releases(ledgers):
         # Where ε is given, only the words of a loss are used, which are the same at any δ.
-        losses, refused = _losses(accountants, part.events, 0.5 if delta is None else delta)
+        losses, refused = _losses(accountants, releases.events, 0.5 if delta is None else delta)
         refusals |= dict.fromkeys(map(str, refused))
         for loss in losses:
             at, held = loss.epsilon, loss.delta
             if epsilon is not None:
-                at, held = epsilon, accountant_named(loss.accountant).delta(part.events, epsilon)
-            prices.append(Price(part, at, held, loss))
+                at, held = (
+                    epsilon,
+                    accountant_named(loss.accountant).delta(releases.events, epsilon),
+                )
+            prices.append(PricedReleases(releases, at, held, loss))
     return Spending(ledgers, tuple(prices), tuple(refusals), delta, epsilon)
 
 
@@ -170,13 +173,13 @@ def default_delta(ledgers: Iterable[LedgerContent]) -> float:
     for ledger in ledgers:
         here = max((row.event.sampling.population for row in ledger.charges), default=0)
         enrolled[ledger.population] = max(enrolled.get(ledger.population, 0), here)
-    return delta_below(sum(enrolled.values()))
+    return delta_below_inverse(sum(enrolled.values()))
 
 
-def delta_below(users: int) -> float:
+def delta_below_inverse(users: int) -> float:
     """Largest power of ten below one over the number of users; without any, that of one.
 
-    >>> delta_below(999), delta_below(1000)
+    >>> delta_below_inverse(999), delta_below_inverse(1000)
     (0.001, 0.0001)
     """
     return 10.0 ** -(math.floor(math.log10(max(1, users))) + 1)
@@ -195,18 +198,18 @@ def weakest_randomness(charges: Iterable[ChargedRow]) -> Randomness:
     return Randomness.SEEDED if seeded else Randomness.OPERATING_SYSTEM
 
 
-def _parts(ledgers: Sequence[LedgerContent]) -> list[Part]:
+def _all_releases(ledgers: Sequence[LedgerContent]) -> list[Releases]:
     """Each run, each ledger of several runs or of none, and all ledgers if there are several."""
-    parts = []
+    found = []
     for ledger in ledgers:
         runs, path = ledger.runs(), str(ledger.path)
-        parts += [Part.of(path, run, charges) for run, charges in runs.items()]
+        found += [Releases.of(path, run, charges) for run, charges in runs.items()]
         if len(runs) != 1:
-            parts.append(Part.of(path, None, ledger.charges))
+            found.append(Releases.of(path, None, ledger.charges))
     if len(ledgers) > 1:
         everything = [row for ledger in ledgers for row in ledger.charges]
-        parts.append(Part.of(None, None, everything))
-    return parts
+        found.append(Releases.of(None, None, everything))
+    return found
 
 
 def _losses(

@@ -174,8 +174,8 @@ def _any_rounds(c: Vector, _rounds: int, participations: int, separation: int) -
     return participations * float(meeting[0]) + 2.0 * pairs
 
 
-def check_delta(delta: float) -> None:
-    """Raise InvalidValueError unless δ is in (0, 1)."""
+def check_any_delta(delta: float) -> None:
+    """Raise InvalidValueError unless δ is in (0, 1), however small; see `events.check_delta`."""
     require(0.0 < delta < 1.0, f"delta is {delta}; it must be in (0, 1)")
 
 

@@ -7,16 +7,16 @@ which makes the runs. `command` prints what is found. `docs/attack.md` says how 
 
 from fedpriv.attack.certification import Certificate, certified
 from fedpriv.attack.populations import POPULATIONS, Crowd, KeptPopulation, Pair
-from fedpriv.attack.suite import Finding, Target, attack
+from fedpriv.attack.suite import AttackedPlan, Finding, attack
 
 __all__ = [
     "POPULATIONS",
+    "AttackedPlan",
     "Certificate",
     "Crowd",
     "Finding",
     "KeptPopulation",
     "Pair",
-    "Target",
     "attack",
     "certified",
 ]

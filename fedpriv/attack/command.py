@@ -11,7 +11,7 @@ from rich.console import Console
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.attack.certification import CONFIDENCE, largest_certifiable
 from fedpriv.attack.populations import POPULATIONS, KeptPopulation
-from fedpriv.attack.suite import Finding, Target, attack, certifying
+from fedpriv.attack.suite import AttackedPlan, Finding, attack, certifying
 from fedpriv.build import population_of
 from fedpriv.config import load_config
 from fedpriv.errors import InvalidValueError, known_names
@@ -36,7 +36,7 @@ def attack_file(
     every = not names or list(names) == ["all"]
     populations = [population_named(name) for name in (POPULATIONS if every else names)]
     config = load_config(file, assignments)
-    target = Target.of(config, population_of(config), rounds, users)
+    target = AttackedPlan.of(config, population_of(config), rounds, users)
     report = Report.of(config.name, target, populations, runs)
     if as_json:
         sys.stdout.write(json_text(report.content))
@@ -57,13 +57,13 @@ class Report:
     """What an attack found, for readers and programs."""
 
     name: str  # of the experiment
-    target: Target
+    target: AttackedPlan
     runs: int  # of each world
     findings: tuple[Finding, ...]
 
     @classmethod
     def of(
-        cls, name: str, target: Target, populations: Sequence[KeptPopulation], runs: int
+        cls, name: str, target: AttackedPlan, populations: Sequence[KeptPopulation], runs: int
     ) -> "Report":
         """Attack a target with each population; lines on stderr show how far it is."""
         with displayed(Console(stderr=True)) as display:
@@ -158,7 +158,9 @@ class Report:
                 )
 
 
-def _find(target: Target, kept: KeptPopulation, runs: int, display: Display, name: str) -> Finding:
+def _find(
+    target: AttackedPlan, kept: KeptPopulation, runs: int, display: Display, name: str
+) -> Finding:
     rounds, done = target.plan.rounds, 0
     line = display.add(name, total := (2 * runs + 1) * rounds)
 

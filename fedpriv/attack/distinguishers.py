@@ -53,7 +53,7 @@ class Released:
         found, before = np.zeros((self.plan.rounds, self.plan.layout.dimension)), self.start
         for row, after in zip(found, self.states, strict=False):
             moved = _moved(after.parameters, before.parameters)
-            row[:] = self.plan.layout.flatten(moved) / noise_stddevs(self.plan, before)
+            row[:] = self.plan.layout.flatten(moved) / average_stddevs(self.plan, before)
             before = after
         return found
 
@@ -86,7 +86,7 @@ def _moved(after: Parameters, before: Parameters) -> dict[str, Floats]:
     return {name: after[name].astype(np.float64) - before[name] for name in after}
 
 
-def noise_stddevs(plan: TrainingPlan, before: ServerState) -> Floats:
+def average_stddevs(plan: TrainingPlan, before: ServerState) -> Floats:
     """Of the average of updates that the round after a state releases: [D]."""
     stddevs = plan.mechanism_at(before.clipping_norms).tensor_stddevs
     sizes = plan.layout.sizes
@@ -131,7 +131,7 @@ class Enemy:
         divisors = plan.mechanism_at(before.clipping_norms).query.divisors
         named = clipping.layout.unflatten(total * clipping.steps / clipping.spread(divisors))
         sent = {name: named[name] for name in plan.layout.names}
-        return plan.layout.flatten(sent) / noise_stddevs(plan, before) / len(places)
+        return plan.layout.flatten(sent) / average_stddevs(plan, before) / len(places)
 
     @cached_property
     def first(self) -> Floats:
@@ -146,7 +146,7 @@ class Enemy:
 
 
 @dataclass(frozen=True)
-class Moments:
+class ReleaseMoments:
     """What several runs of one world released."""
 
     mean: Floats  # of their `numbers`: [T, K]
@@ -154,7 +154,7 @@ class Moments:
     seen: Floats  # by an enemy, in each run: [runs, F]
 
     @classmethod
-    def of(cls, runs: Iterable[Released], enemy: Enemy) -> "Moments":
+    def of(cls, runs: Iterable[Released], enemy: Enemy) -> "ReleaseMoments":
         """Of at least one run; no more than one is held at a time (Welford 1962)."""
         seen, mean, squares = list[Floats](), np.zeros(()), np.zeros(())
         for released in runs:
@@ -216,7 +216,7 @@ class OwnUpdate:
         return float(self.enemy.plan.sampling.event().sampling_probability)
 
 
-def learnt_direction(without: Moments, with_one: Moments) -> Distinguisher:
+def learnt_direction(without: ReleaseMoments, with_one: ReleaseMoments) -> Distinguisher:
     """Along the difference of means, each component in units of its variance.
 
     It finds what nobody thought of, if it is large: that of so many numbers is mostly noise.
@@ -226,7 +226,9 @@ def learnt_direction(without: Moments, with_one: Moments) -> Distinguisher:
     return Distinguisher("learnt direction", lambda released: float(np.vdot(way, released.numbers)))
 
 
-def learnt_combination(enemy: Enemy, without: Moments, with_one: Moments) -> Distinguisher:
+def learnt_combination(
+    enemy: Enemy, without: ReleaseMoments, with_one: ReleaseMoments
+) -> Distinguisher:
     """The linear discriminant (Fisher 1936) of what an enemy sees: all users' updates, and norms.
 
     It finds users that change what others add. The pooled covariance is shrunk to its diagonal, the

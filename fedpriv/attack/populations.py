@@ -98,7 +98,7 @@ def store_of(users: Sequence[Rows]) -> UserStore:
     return UserStore(fields, offsets_of(sizes))
 
 
-def beside(crowd: Crowd, one: Rows, others: Sequence[Rows] | None = None) -> Pair:
+def pair_of(crowd: Crowd, one: Rows, others: Sequence[Rows] | None = None) -> Pair:
     """One user beside others, by default the ordinary ones, and they without it.
 
     Where a user is replaced, the other world has the rows of the last but one in its place: the
@@ -111,12 +111,12 @@ def beside(crowd: Crowd, one: Rows, others: Sequence[Rows] | None = None) -> Pai
 
 def _alone(crowd: Crowd) -> Pair:
     nothing = {name: column[:0] for name, column in crowd.last.items()}
-    return beside(crowd, crowd.last, [nothing] * len(crowd.others))
+    return pair_of(crowd, crowd.last, [nothing] * len(crowd.others))
 
 
 def _cancelling(crowd: Crowd) -> Pair:
     one = crowd.changed(crowd.last, np.negative)
-    return beside(crowd, one, [crowd.last] * len(crowd.others))
+    return pair_of(crowd, one, [crowd.last] * len(crowd.others))
 
 
 def _every_label(crowd: Crowd) -> Pair:
@@ -125,38 +125,38 @@ def _every_label(crowd: Crowd) -> Pair:
         raise UnfitError("a row has several targets")
     rows = crowd.resized({name: column[:1] for name, column in crowd.last.items()}, classes)
     labels = np.arange(classes).astype(rows[crowd.target].dtype)
-    return beside(crowd, crowd.last, [{**rows, crowd.target: labels}] * len(crowd.others))
+    return pair_of(crowd, crowd.last, [{**rows, crowd.target: labels}] * len(crowd.others))
 
 
 def _scaled(factor: float) -> Callable[[Crowd], Pair]:
-    return lambda crowd: beside(crowd, crowd.changed(crowd.last, lambda x: x * factor))
+    return lambda crowd: pair_of(crowd, crowd.changed(crowd.last, lambda x: x * factor))
 
 
 def _huge(crowd: Crowd) -> Pair:
     def most(x: npt.NDArray[Any]) -> Array:
         return np.where(x > x.mean(), 1.0, -1.0) * float(np.finfo(x.dtype).max)
 
-    return beside(crowd, crowd.changed(crowd.last, most))
+    return pair_of(crowd, crowd.changed(crowd.last, most))
 
 
 def _not_finite(crowd: Crowd) -> Pair:
     def broken(x: npt.NDArray[Any]) -> Array:
         return np.resize([np.nan, np.inf, -np.inf, 1.0], x.shape)
 
-    return beside(crowd, crowd.changed(crowd.last, broken))
+    return pair_of(crowd, crowd.changed(crowd.last, broken))
 
 
 def _illegal_labels(crowd: Crowd) -> Pair:
     labels = np.full_like(crowd.last[crowd.target], crowd.classes + 89)
-    return beside(crowd, {**crowd.last, crowd.target: labels})
+    return pair_of(crowd, {**crowd.last, crowd.target: labels})
 
 
 def _no_rows(crowd: Crowd) -> Pair:
-    return beside(crowd, {name: column[:0] for name, column in crowd.last.items()})
+    return pair_of(crowd, {name: column[:0] for name, column in crowd.last.items()})
 
 
 def _far_larger(crowd: Crowd) -> Pair:
-    return beside(crowd, _many(crowd))
+    return pair_of(crowd, _many(crowd))
 
 
 def _many(crowd: Crowd) -> Rows:
@@ -165,7 +165,7 @@ def _many(crowd: Crowd) -> Rows:
 
 def _full_chunk(crowd: Crowd) -> Pair:
     alike = [crowd.resized(rows, _FULL) for rows in (*crowd.others, crowd.last)]
-    return beside(crowd, alike[-1], alike[:-1])
+    return pair_of(crowd, alike[-1], alike[:-1])
 
 
 def _undrawn(crowd: Crowd) -> Pair:
@@ -198,7 +198,7 @@ def _meddled(*, overstated: bool) -> Callable[[Crowd], Pair]:
     def carried(honest: Transport, places: Places) -> Transport:
         return _Meddling(honest, places, overstated)
 
-    return lambda crowd: replace(beside(crowd, crowd.last), carried=carried)
+    return lambda crowd: replace(pair_of(crowd, crowd.last), carried=carried)
 
 
 POPULATIONS = {

@@ -23,9 +23,9 @@ from fedpriv.attack.distinguishers import (
     Distinguisher,
     Enemy,
     Integers,
-    Moments,
     OwnUpdate,
     Released,
+    ReleaseMoments,
     always,
     learnt_combination,
     learnt_direction,
@@ -59,7 +59,7 @@ Entropies = Callable[[int], Entropy]
 
 
 @dataclass(frozen=True)
-class Target:
+class AttackedPlan:
     """A plan as it is attacked: short, with few users, and stepping by the released average."""
 
     experiment: Experiment
@@ -69,7 +69,7 @@ class Target:
     crowd: Crowd  # the users of whom populations are made
 
     @classmethod
-    def of(cls, config: Config, population: Population, rounds: int, users: int) -> "Target":
+    def of(cls, config: Config, population: Population, rounds: int, users: int) -> "AttackedPlan":
         """The plan of a configuration over the first so many users that have rows.
 
         The noise is calibrated to so many rounds, unless it is given. InvalidValueError if there is
@@ -165,7 +165,7 @@ class Finding:
 
 
 def attack(
-    target: Target,
+    target: AttackedPlan,
     kept: KeptPopulation,
     runs: int,
     *,
@@ -203,7 +203,7 @@ def attack(
         (tried,) = released(worlds[0], 1)
         if len(tried.results) < target.plan.rounds:
             raise InvalidValueError(f"a run ends after {len(tried.results)} rounds: {tried.ended}")
-        learnt = [Moments.of(released(world, quarter), enemy) for world in worlds]
+        learnt = [ReleaseMoments.of(released(world, quarter), enemy) for world in worlds]
         every = _distinguishers(target, pair, enemy, learnt[0], learnt[1])
         columns = [
             np.array([[each(run) for each in every] for run in released(world, quarter)]).T
@@ -224,7 +224,7 @@ def certifying(runs: int) -> int:
     return runs - 2 * (runs // 4)
 
 
-def _places(target: Target, pair: Pair) -> Integers:
+def _places(target: AttackedPlan, pair: Pair) -> Integers:
     """Of each user of the population with the one that differs, who is the last: [N', k]."""
     sampling, users = target.plan.sampling, pair.with_one.population
     each = sampling.places // sampling.population
@@ -232,7 +232,11 @@ def _places(target: Target, pair: Pair) -> Integers:
 
 
 def _distinguishers(
-    target: Target, pair: Pair, enemy: Enemy, without: Moments, with_one: Moments
+    target: AttackedPlan,
+    pair: Pair,
+    enemy: Enemy,
+    without: ReleaseMoments,
+    with_one: ReleaseMoments,
 ) -> tuple[Distinguisher, ...]:
     """All of a plan, given what runs of both worlds released."""
     plan, task, rows_held_out = target.plan, target.experiment.task, target.experiment.held_out

@@ -31,7 +31,7 @@ class CanaryTransport(Transport):
         drawn = (request.users[beyond] - self.first) // self.places
         self.on_drawn(drawn)
         yield from self.transport.collect(replace(request, users=request.users[~beyond]))
-        yield total_of(self.canaries, request, drawn)
+        yield canary_sum(self.canaries, request, drawn)
 
     def prepare(self, request: RoundRequest) -> None:
         """Prepare the users' transport; canaries are always ready."""
@@ -42,7 +42,7 @@ class CanaryTransport(Transport):
         self.transport.rest()
 
 
-def total_of(canaries: Canaries, request: RoundRequest, drawn: Positions) -> PartialSum:
+def canary_sum(canaries: Canaries, request: RoundRequest, drawn: Positions) -> PartialSum:
     """What the canaries that were drawn, and are there, add to the sum of a round.
 
     Each is a user of full weight who sends nothing but its update: metrics and counts of users

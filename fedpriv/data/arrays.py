@@ -27,11 +27,11 @@ class _Tensor(Protocol):
     def numpy(self) -> Array: ...
 
 
-Column: TypeAlias = Array | _Tensor | Sequence[object]  # values of one field, [rows, ...]
+ColumnLike: TypeAlias = Array | _Tensor | Sequence[object]  # values of one field, [rows, ...]
 
 
 def from_arrays(
-    fields: Mapping[str, Column], user_ids: Column, owners: int | None = None
+    fields: Mapping[str, ColumnLike], user_ids: ColumnLike, owners: int | None = None
 ) -> UserStore:
     """Group rows in any order by the user id of each, all strings or all integers.
 
@@ -88,7 +88,7 @@ def _most_owners(each: Sequence[Sequence[object]], owners: int | None) -> int:
 
 
 def from_grouped(
-    users: Mapping[str, Mapping[str, Column]] | Iterable[tuple[str, Mapping[str, Column]]],
+    users: Mapping[str, Mapping[str, ColumnLike]] | Iterable[tuple[str, Mapping[str, ColumnLike]]],
 ) -> UserStore:
     """Join users whose rows are grouped already; each id comes once, a user may have no rows."""
     parts: dict[str, dict[str, Array]] = {}
@@ -114,7 +114,7 @@ def from_grouped(
     return UserStore(joined, offsets, as_id_array(list(parts)))
 
 
-def to_array(what: str, column: Column) -> Array:
+def to_array(what: str, column: ColumnLike) -> Array:
     """Turn an array, tensor or nested list into an array; arrays and CPU tensors share memory."""
     refuse_masked(what, column)
     try:

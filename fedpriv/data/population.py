@@ -30,7 +30,7 @@ from fedpriv.errors import DataError, InvalidValueError, check_types, known_name
 from fedpriv.importing import call_imported, check_options, import_function
 
 if TYPE_CHECKING:
-    from fedpriv.data.arrays import Column
+    from fedpriv.data.arrays import ColumnLike
 
 Array: TypeAlias = NDArray[np.generic]
 Fields: TypeAlias = Mapping[str, Array]  # by field name; the first axis of each is the rows
@@ -232,12 +232,12 @@ class Population:
     @classmethod
     def from_arrays(
         cls,
-        x: "Column | Mapping[str, Column]",
-        y: "Column",
-        user_ids: "Column",
+        x: "ColumnLike | Mapping[str, ColumnLike]",
+        y: "ColumnLike",
+        user_ids: "ColumnLike",
         *,
-        held_out: "tuple[Column | Mapping[str, Column], Column] | None" = None,
-        held_out_users: "Column | None" = None,
+        held_out: "tuple[ColumnLike | Mapping[str, ColumnLike], ColumnLike] | None" = None,
+        held_out_users: "ColumnLike | None" = None,
         owners: int | None = None,
         name: str = "people",
     ) -> "Population":
@@ -261,7 +261,9 @@ class Population:
         """
         from fedpriv.data.arrays import from_arrays, to_array  # noqa: PLC0415 - it needs the store
 
-        def columns(inputs: "Column | Mapping[str, Column]", targets: "Column") -> dict[str, Any]:
+        def columns(
+            inputs: "ColumnLike | Mapping[str, ColumnLike]", targets: "ColumnLike"
+        ) -> dict[str, Any]:
             named = inputs if isinstance(inputs, Mapping) else {"x": inputs}
             if "y" in named:
                 raise DataError("an input is named 'y'; it must have another name than the targets")

@@ -304,7 +304,7 @@ class Collected:
         return values
 
 
-def spread(values: npt.NDArray[np.float64]) -> dict[str, float]:
+def spread_over_users(values: npt.NDArray[np.float64]) -> dict[str, float]:
     """How a figure differs among users, [U]: over those for whom it is a number.
 
     Their number `users`, the mean, and the quantiles 10%, 50% and 90%, interpolated linearly.

@@ -33,7 +33,7 @@ from fedpriv.engine.figures import (
     Sums,
     are_right,
     figure_of,
-    spread,
+    spread_over_users,
 )
 from fedpriv.errors import (
     InvalidValueError,
@@ -352,7 +352,7 @@ class Evaluation:
     loss: float  # mean over targets that count
     accuracy: float | None  # in [0, 1]; None unless targets are classes
     figures: Mapping[str, float]  # those of the task, by name
-    # If rows have a `HELD_OUT_USER`: by figure, loss and accuracy included, its `spread`.
+    # Where rows have a `HELD_OUT_USER`: `spread_over_users` of each figure, loss and accuracy too.
     held_out_users: Mapping[str, Mapping[str, float]]
     failed: Mapping[str, str]  # by figure, why it could not be computed
 
@@ -417,7 +417,7 @@ def evaluate(
             by_user[name] = parts[0].by_user(function, len(users))
     known = {name: math.nan if name in failed else values[name] for name in figures}
     told = {n: each for n, each in by_user.items() if HELD_OUT_USER in rows and n not in failed}
-    spreads = {name: spread(each) for name, each in told.items()}
+    spreads = {name: spread_over_users(each) for name, each in told.items()}
     return Evaluation(values["loss"], values.get("accuracy"), known, spreads, failed)
 
 

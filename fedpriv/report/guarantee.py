@@ -29,7 +29,7 @@ from fedpriv.disk import writing
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import Randomness, SamplingPolicy, Unit, merge_equal
 from fedpriv.report.charts import Chart, Series, declared, save, texts
-from fedpriv.report.page import Section
+from fedpriv.report.page import PageSection
 from fedpriv.report.records import RunRecord
 from fedpriv.report.tables import (
     Column,
@@ -82,7 +82,7 @@ def warnings(delta: float, ledger: LedgerContent) -> list[str]:
     return found
 
 
-def assumptions(loss: PrivacyLoss, ledger: LedgerContent) -> Section:
+def assumptions(loss: PrivacyLoss, ledger: LedgerContent) -> PageSection:
     """What the ε of a ledger with charges rests on, for readers who did not write the paper."""
     told = texts()
     words = {
@@ -98,7 +98,7 @@ def assumptions(loss: PrivacyLoss, ledger: LedgerContent) -> Section:
         "arithmetic": told["arithmetics"][weakest_arithmetic(ledger.charges).name],
     }
     terms = {term: text.format(**words) for term, text in told["terms"].items()}
-    return Section("assumptions", "What ε says", terms=terms)
+    return PageSection("assumptions", "What ε says", terms=terms)
 
 
 def loss_of(record: RunRecord) -> PrivacyLoss | None:
@@ -107,14 +107,14 @@ def loss_of(record: RunRecord) -> PrivacyLoss | None:
     return accountant_named(record.accountant).epsilon(events, record.delta) if events else None
 
 
-def privacy_sections(record: RunRecord, of: str = "", number: int = 0) -> list[Section]:
+def privacy_sections(record: RunRecord, of: str = "", number: int = 0) -> list[PageSection]:
     """ε by every accountant, and the trade-off; pages of several ledgers number and name them."""
     notes, charges = [f"Of {of}."] if of else [], record.ledger.charges
     try:
         cost = cost_of(record.ledger, record.delta) if charges else None
     except (InvalidValueError, UnsupportedEventError) as error:
         why = f"No curve is drawn: {error}."
-        sections = [Section("privacy", "Privacy", notes, warnings=[why])]
+        sections = [PageSection("privacy", "Privacy", notes, warnings=[why])]
     else:
         sections = _cost_sections(cost, len(charges), notes, unit_of(record.ledger))
     if not number:
@@ -127,10 +127,12 @@ def privacy_sections(record: RunRecord, of: str = "", number: int = 0) -> list[S
     return numbered
 
 
-def _cost_sections(cost: Cost | None, charges: int, notes: list[str], unit: Unit) -> list[Section]:
+def _cost_sections(
+    cost: Cost | None, charges: int, notes: list[str], unit: Unit
+) -> list[PageSection]:
     if cost is None:
         nothing = "Nothing was charged, so nothing was released: ε = 0."
-        return [Section("privacy", "Privacy", [*notes, nothing])]
+        return [PageSection("privacy", "Privacy", [*notes, nothing])]
     columns = [Column("accountant", "text"), Column("what ε is", "text")]
     rows = []
     for curve in cost.by_rounds:
@@ -141,8 +143,10 @@ def _cost_sections(cost: Cost | None, charges: int, notes: list[str], unit: Unit
     rounds, errors = _epsilon_chart(cost, unit), _trade_off_chart(cost.trade_off, unit)
     powers = _powers(cost.trade_off, unit)
     return [
-        Section(rounds.name, "ε by round", notes, tables=[table], charts=[rounds]),
-        Section(errors.name, "What an attacker can tell", notes, tables=[powers], charts=[errors]),
+        PageSection(rounds.name, "ε by round", notes, tables=[table], charts=[rounds]),
+        PageSection(
+            errors.name, "What an attacker can tell", notes, tables=[powers], charts=[errors]
+        ),
     ]
 
 

@@ -30,7 +30,7 @@ class Card:
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A part of a page; what is empty is left out."""
 
     name: str  # identifies it in the page; letters and hyphens
@@ -60,7 +60,7 @@ class Page:
 
     title: str
     lead: str
-    sections: Sequence[Section]
+    sections: Sequence[PageSection]
 
 
 def render(page: Page) -> str:

@@ -25,7 +25,7 @@ from fedpriv.report.guarantee import (
     users_of,
     warnings,
 )
-from fedpriv.report.page import Card, Page, Section
+from fedpriv.report.page import Card, Page, PageSection
 from fedpriv.report.records import Figures, RunRecord, versions
 from fedpriv.report.studies import measured
 from fedpriv.report.tables import format_epsilon_low, plural
@@ -47,12 +47,14 @@ def page_of_run(record: RunRecord) -> Page:
     sections = [
         _summary(record, loss),
         *([assumptions(loss, record.ledger)] if loss else []),
-        Section("accuracy", "How good the model is", nothing, charts=round_charts(record.rounds)),
+        PageSection(
+            "accuracy", "How good the model is", nothing, charts=round_charts(record.rounds)
+        ),
         *privacy_sections(record),
         *([_audit_section(record.audit)] if record.audit else []),
-        Section("norms", "Clipping", charts=norms),
+        PageSection("norms", "Clipping", charts=norms),
         _ledger_section(record),
-        Section("plan", "Resolved plan", [texts()["plan"]["run"]], listing=record.plan),
+        PageSection("plan", "Resolved plan", [texts()["plan"]["run"]], listing=record.plan),
         software_section(),
     ]
     return Page(record.name, f"A run on {record.ledger.population}, by fedpriv", sections)
@@ -78,12 +80,12 @@ def write_run_charts(record: RunRecord, folder: Path) -> list[Path]:
         return [file for chart in titled for file in save(chart, folder)]
 
 
-def software_section() -> Section:
+def software_section() -> PageSection:
     """The versions that wrote the page."""
-    return Section("software", "Software", [texts()["plan"]["versions"]], terms=versions())
+    return PageSection("software", "Software", [texts()["plan"]["versions"]], terms=versions())
 
 
-def _summary(record: RunRecord, loss: PrivacyLoss | None) -> Section:
+def _summary(record: RunRecord, loss: PrivacyLoss | None) -> PageSection:
     cards, done = list[Card](), record.rounds[-1].round if record.rounds else 0
     last = next((each for each in reversed(record.rounds) if each.loss is not None), None)
     if last is not None:
@@ -108,7 +110,7 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> Section:
     warned, answer = warnings(record.delta, record.ledger), [_statement(record, loss)]
     if loss is not None and math.isinf(loss.epsilon):
         warned, answer = [*answer, *warned], []
-    return Section(
+    return PageSection(
         "summary",
         "Summary",
         answer,
@@ -153,7 +155,7 @@ def _statement(record: RunRecord, loss: PrivacyLoss | None) -> str:
     )
 
 
-def _audit_section(found: AuditResult) -> Section:
+def _audit_section(found: AuditResult) -> PageSection:
     """What the run found in its own releases."""
     told = texts()["audit"]
     estimate = "none" if found.epsilon_estimate is None else f"{found.epsilon_estimate:.2f}"
@@ -164,7 +166,7 @@ def _audit_section(found: AuditResult) -> Section:
     warned = [] if found.consistent else [told["refuted"]]
     chart = declared("audit", _scores(found), {"guesses": found.guesses})
     answer = [f"What was released shows {found.text}."]
-    return Section(
+    return PageSection(
         "audit",
         "Audit",
         [*answer, told["cannot"]],
@@ -190,7 +192,7 @@ def _scores(found: AuditResult) -> list[Series]:
     ]
 
 
-def _ledger_section(record: RunRecord) -> Section:
+def _ledger_section(record: RunRecord) -> PageSection:
     checked, told = record.verification, texts()["ledger"]
     words = {
         "checked": checked,
@@ -201,7 +203,7 @@ def _ledger_section(record: RunRecord) -> Section:
         "file": record.ledger.path.name,
     }
     terms = {term: text.format(**words) for term, text in told["terms"].items()}
-    return Section("ledger", "Ledger verification", terms=terms)
+    return PageSection("ledger", "Ledger verification", terms=terms)
 
 
 def round_charts(rounds: Sequence[RoundResult]) -> list[Chart]:

@@ -9,7 +9,7 @@ from fedpriv.ledger.events import SamplingPolicy, merge_equal
 from fedpriv.report import run_page, studies
 from fedpriv.report.charts import Chart, texts
 from fedpriv.report.guarantee import assumptions, loss_of, privacy_sections, users_of
-from fedpriv.report.page import Card, Page, Section
+from fedpriv.report.page import Card, Page, PageSection
 from fedpriv.report.records import RunRecord
 from fedpriv.report.tables import Column, Table, plural
 from fedpriv.studies import ArmSummary, Cell, Interval, ReadStudy, Study, Target
@@ -42,13 +42,15 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
         front = _spent_chart(read.study, arms, targets[0])
     sections = [
         _summary(read, arms, targets, front),
-        Section("differences", "Against the baseline", charts=[compared] if compared else []),
-        Section("accuracy", "How good the models are", charts=by_round),
-        Section("varied", "What was varied", charts=studies.varied_charts(read.study, read.arms)),
+        PageSection("differences", "Against the baseline", charts=[compared] if compared else []),
+        PageSection("accuracy", "How good the models are", charts=by_round),
+        PageSection(
+            "varied", "What was varied", charts=studies.varied_charts(read.study, read.arms)
+        ),
         *_privacy(arms),
         _clipping(read, arms, targets),
-        Section("ledger", "Ledger verification", tables=[_ledgers_table(arms)]),
-        Section("plan", "Resolved study", [texts()["plan"]["study"]], listing=text),
+        PageSection("ledger", "Ledger verification", tables=[_ledgers_table(arms)]),
+        PageSection("plan", "Resolved study", [texts()["plan"]["study"]], listing=text),
         run_page.software_section(),
     ]
     return Page(read.study.name, f"A study on {_who(arms)}, by fedpriv", sections)
@@ -83,14 +85,14 @@ def _who(arms: Sequence[_Arm]) -> str:
 
 def _summary(
     read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target], front: Chart
-) -> Section:
+) -> PageSection:
     study = read.study
     users = {users_of(record.ledger) for arm in arms for record in arm.records}
     said = verdict(study, read.arms)
     spent = ", ".join(f"{target.epsilon:g}" for target in targets)
     names = dict.fromkeys(arm.summary.arm for arm in arms)
     counts = " to ".join(f"{n:,}" for n in dict.fromkeys((min(users), max(users))))
-    return Section(
+    return PageSection(
         "summary",
         "Summary",
         [*said, studies.CAVEAT],
@@ -142,7 +144,7 @@ def _over_seeds(arm: _Arm, measure: Measure) -> tuple[list[int], list[Interval]]
     return rounds, [Interval.of(values[number]) for number in rounds]
 
 
-def _privacy(arms: Sequence[_Arm]) -> list[Section]:
+def _privacy(arms: Sequence[_Arm]) -> list[PageSection]:
     """What ε says, and its curves for each kind of ledger that the arms have."""
     kinds: dict[object, list[_Arm]] = {}
     for arm in arms:
@@ -170,13 +172,13 @@ def _priced_alike(record: RunRecord) -> object:
     return record.delta, frozenset(counts.items())
 
 
-def _clipping(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -> Section:
+def _clipping(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -> PageSection:
     last, charts = targets[-1], list[Chart]()
     note = f"Charts show all seeds of each arm at ε = {last.epsilon:g}; tables are for each ε."
     for arm in _at(arms, last):
         charts += run_page.norms_charts(arm.records, arm.summary.arm)
     tables = [studies.clipping_table(read, target) for target in targets]
-    return Section("norms", "Clipping", [note], tables=tables, charts=charts)
+    return PageSection("norms", "Clipping", [note], tables=tables, charts=charts)
 
 
 def _ledgers_table(arms: Sequence[_Arm]) -> Table:

@@ -203,15 +203,15 @@ def print_spending(spending: Spending) -> None:
     headings = [Column("ledger", "text"), *headings] if several else headings
     rows = []
     for price in spending.prices:
-        part, loss = price.part, price.loss
+        releases, loss = price.releases, price.loss
         found = [format_epsilon(price.epsilon), _kind(loss)]
         if symbol == "δ":
             bound = Bound.ESTIMATE if loss.bound is Bound.ESTIMATE else Bound.UPPER
             found = [format_delta(price.delta), bound]
-        run = part.run or ("all runs" if part.events else "(no charge)")
-        ledger = [part.ledger or "all ledgers"] if several else []
-        rows.append([*ledger, run, str(part.rounds), loss.accountant, *found])
-    charged = [price for price in spending.prices if price.part.events]
+        run = releases.run or ("all runs" if releases.events else "(no charge)")
+        ledger = [releases.ledger or "all ledgers"] if several else []
+        rows.append([*ledger, run, str(releases.rounds), loss.accountant, *found])
+    charged = [price for price in spending.prices if price.releases.events]
     unit = charged[0].loss.unit
     title = f"{unit}-level {symbol} of {populations} at {fixed}"
     console = Console(markup=False, emoji=False)
@@ -335,7 +335,7 @@ def print_verification(path: Path, participation: Path | None, head: str | None)
 
 
 def write_spending(spending: Spending, stream: TextIO) -> None:
-    """Write one JSON object: what was priced, and a row for each part and accountant.
+    """Write one JSON object: what was priced, and a row for each of its releases and accountants.
 
     In a row, `ledger` is null for all ledgers and `run` is null for all runs; the lower end
     `epsilon_low` is there if ε was found. `refusals` says why an accountant has no row. An infinite
@@ -349,8 +349,8 @@ def write_spending(spending: Spending, stream: TextIO) -> None:
         for run, events in ledger.runs().items():
             runs.append({"ledger": ledger.path, "run": run, "rounds": len(events)})
     for price in spending.prices:
-        part = {"ledger": price.part.ledger, "run": price.part.run, "rounds": price.part.rounds}
-        row = part | asdict(price.loss) | {"epsilon": price.epsilon, "delta": price.delta}
+        told = {name: getattr(price.releases, name) for name in ("ledger", "run", "rounds")}
+        row = told | asdict(price.loss) | {"epsilon": price.epsilon, "delta": price.delta}
         if spending.epsilon is not None:
             del row["epsilon_low"]
         rows.append(row)

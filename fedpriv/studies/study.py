@@ -22,7 +22,7 @@ from fedpriv.config import (
     Section,
     assign,
     checked,
-    flat,
+    flattened,
     for_folder,
     from_folder,
     parse_config,
@@ -170,7 +170,7 @@ class Study(Section):
     def flat_settings(self, arm: Arm) -> dict[str, object]:
         """All settings of an arm but its names, defaults included, under keys "a.b"."""
         config = self.config_of(Cell(arm, self.targets[0], self.seeds[0]))
-        return flat(config.model_dump(exclude={"name", "run"}))
+        return flattened(config.model_dump(exclude={"name", "run"}))
 
 
 def _varied(base: Mapping[str, object], arm: Arm) -> dict[str, object]:
@@ -270,8 +270,8 @@ def _check_arm(base: Mapping[str, object], arm: Arm) -> None:
     """Refuse an arm that would cost something else, or charge something else, than the others."""
     what = f"arm {arm.name!r}"
     try:
-        before, varied = flat(base), _varied(base, arm)
-        table = flat(varied)
+        before, varied = flattened(base), _varied(base, arm)
+        table = flattened(varied)
     except InvalidValueError as error:
         raise ValueError(f"{what}: {error}") from error
     for reason, keys in _FIXED.items():

@@ -12,7 +12,7 @@ from fedpriv.wire.codec import (
     NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, UNCOMPRESSED, parse,
 )
 from fedpriv.wire.messages import (
-    VERSION, Answer, Decline, Hello, LedgerRequest, Price, Proposal, Receipt, RoundId,
+    VERSION, Decline, Hello, LedgerRequest, Price, Proposal, Receipt, RoundAnswer, RoundId,
     RoundOffer, RunState, Status, SummedUpdates, TaskDescription, Terms, Vote, Welcome,
     decode_answer, decode_hello, decode_ledger_request, decode_offer, decode_proposal,
     decode_receipt, decode_round_id, decode_status, decode_vote, decode_welcome, digest_of,
@@ -26,8 +26,8 @@ from fedpriv.wire.tensors import (
 
 __all__ = [
     "CHUNK_BYTES", "NODE_RECEIVES_BYTES", "SERVER_RECEIVES_BYTES", "UNCOMPRESSED", "VERSION",
-    "Answer", "Assembler", "Decline", "Hello", "LedgerRequest", "Manifest", "Price", "Proposal",
-    "Receipt", "Receiver", "RoundId", "RoundOffer", "RunState", "Status", "SummedUpdates",
+    "Assembler", "Decline", "Hello", "LedgerRequest", "Manifest", "Price", "Proposal", "Receipt",
+    "Receiver", "RoundAnswer", "RoundId", "RoundOffer", "RunState", "Status", "SummedUpdates",
     "TaskDescription", "Terms", "Vote", "Welcome", "chunks", "decode_answer", "decode_hello",
     "decode_ledger_request", "decode_offer", "decode_proposal", "decode_receipt", "decode_round_id",
     "decode_status", "decode_vote", "decode_welcome", "digest_of", "encode_answer", "encode_hello",

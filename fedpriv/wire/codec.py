@@ -102,7 +102,7 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Part:
+class FieldCodec:
     """How a field that differs between value and message is converted; None is left out."""
 
     encode: Callable[..., object]
@@ -117,7 +117,7 @@ class Codec(Generic[Value, Kind]):
     message: type[Kind]
     what: str  # in errors, with its article
     # Of what differs, and of messages inside this one; other lists become tuples.
-    parts: "Parts" = field(default_factory=dict)
+    fields: "FieldCodecs" = field(default_factory=dict)
     # Of the elements of lists and the characters of texts, where not MAX_TENSORS and MAX_NAME.
     limits: Mapping[str, int] = field(default_factory=dict)
     check: Callable[[Kind], None] = lambda _: None  # raises WireError
@@ -128,8 +128,8 @@ class Codec(Generic[Value, Kind]):
         contents: dict[str, object] = {}
         with refusing(self.what):
             for name in self.message.DESCRIPTOR.fields_by_name:
-                content, part = getattr(value, name), self.parts.get(name)
-                contents[name] = part.encode(content) if part and content is not None else content
+                content, own = getattr(value, name), self.fields.get(name)
+                contents[name] = own.encode(content) if own and content is not None else content
             message: Kind = self.message(**contents)
         self._check_limits(message)
         return message
@@ -140,11 +140,11 @@ class Codec(Generic[Value, Kind]):
         contents: dict[str, object] = {}
         with refusing(self.what):
             for name in message.DESCRIPTOR.fields_by_name:
-                content, part = getattr(message, name), self.parts.get(name)
+                content, own = getattr(message, name), self.fields.get(name)
                 if name == self.optional and not message.HasField(name):
                     content = None
-                elif part is not None:
-                    content = part.decode(content)
+                elif own is not None:
+                    content = own.decode(content)
                 elif isinstance(content, MutableSequence):
                     content = tuple(content)
                 contents[name] = content
@@ -165,9 +165,11 @@ class Codec(Generic[Value, Kind]):
         check_size(self.what, message, NODE_RECEIVES_BYTES)
 
 
-Parts = Mapping[str, Codec[Any, Any] | Part]
+FieldCodecs = Mapping[str, Codec[Any, Any] | FieldCodec]
 
 
-def each(inner: Codec[Any, Any] | Part) -> Part:
+def each(inner: Codec[Any, Any] | FieldCodec) -> FieldCodec:
     """A tuple of messages inside another."""
-    return Part(lambda vs: [inner.encode(v) for v in vs], lambda ms: tuple(map(inner.decode, ms)))
+    return FieldCodec(
+        lambda vs: [inner.encode(v) for v in vs], lambda ms: tuple(map(inner.decode, ms))
+    )

@@ -27,7 +27,16 @@ from fedpriv.privacy.layout import Layout, Tensors, VectorGroup
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
 from fedpriv.wire import codec, tensors
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.codec import MAX_USERS, Checked, Codec, Legal, Part, Parts, below, each
+from fedpriv.wire.codec import (
+    MAX_USERS,
+    Checked,
+    Codec,
+    FieldCodec,
+    FieldCodecs,
+    Legal,
+    below,
+    each,
+)
 from fedpriv.wire.tensors import FLOAT32, INT32, INT64, LAYOUT, MANIFEST, SHAPE, Manifest
 
 VERSION = 1  # of the protocol
@@ -326,7 +335,7 @@ class Decline(Checked):
 
 
 @dataclass(frozen=True)
-class Answer:
+class RoundAnswer:
     """What a node says to the offer of a round."""
 
     id: RoundId
@@ -434,27 +443,27 @@ def _check_marks(text: str) -> None:
     codec.at_most("commas and brackets in an event", sum(map(text.count, ",[{")), _MOST_MARKS)
 
 
-_JSON = Part(_encode_options, _decode_options)
-_POSITIONS = Part(np.ndarray.tolist, lambda users: np.array(users, np.int64))
-_NONE_IS_ZERO = Part(int, lambda number: number or None)
+_JSON = FieldCodec(_encode_options, _decode_options)
+_POSITIONS = FieldCodec(np.ndarray.tolist, lambda users: np.array(users, np.int64))
+_NONE_IS_ZERO = FieldCodec(int, lambda number: number or None)
 _HELLO = Codec(Hello, pb.Hello, "a hello")
 encode_hello, decode_hello = _HELLO.encode, _HELLO.decode
-_INPUTS = Part(
+_INPUTS = FieldCodec(
     lambda given: [given] if isinstance(given, str) else list(given),
     lambda names: names[0] if len(names) == 1 else tuple(names),
 )
-_OF_TASK: Parts = {"options": _JSON, "inputs": _INPUTS, "adapters": _JSON}
+_OF_TASK: FieldCodecs = {"options": _JSON, "inputs": _INPUTS, "adapters": _JSON}
 _TASK = Codec(TaskDescription, pb.Task, "a task", _OF_TASK, {"options": _LONGEST_OPTIONS})
-_WELCOMED: Parts = {"users": _POSITIONS, "task": _TASK}
+_WELCOMED: FieldCodecs = {"users": _POSITIONS, "task": _TASK}
 _WELCOME = Codec(Welcome, pb.Welcome, "a welcome", _WELCOMED, {"users": MAX_USERS})
 encode_welcome, decode_welcome = _WELCOME.encode, _WELCOME.decode
 _LEDGER_REQUEST = Codec(LedgerRequest, pb.LedgerRequest, "a request for the ledger")
 encode_ledger_request, decode_ledger_request = _LEDGER_REQUEST.encode, _LEDGER_REQUEST.decode
 _ROUND_ID = Codec(RoundId, pb.RoundId, "the name of a round")
 encode_round_id, decode_round_id = _ROUND_ID.encode, _ROUND_ID.decode
-_PRICED: Parts = {"event": Part(_encode_event, _decode_event)}
+_PRICED: FieldCodecs = {"event": FieldCodec(_encode_event, _decode_event)}
 PRICE = Codec(Price, pb.Price, "a price", _PRICED, {"event": _LONGEST_EVENT})
-_CLIPPED: Parts = {
+_CLIPPED: FieldCodecs = {
     "layout": LAYOUT,
     "groups": each(Codec(VectorGroup, pb.VectorGroup, "a vector group")),
     "indicator": Codec(Indicator, pb.Indicator, "an indicator"),
@@ -462,9 +471,9 @@ _CLIPPED: Parts = {
 CLIPPING = Codec(Clipping, pb.Clipping, "a clipping", _CLIPPED, {}, _check_groups, "indicator")
 _ABSENT = dict.fromkeys(("batch_size", "epochs", "steps", "max_examples"), _NONE_IS_ZERO)
 _LOCAL = Codec(_local_training, pb.LocalTraining, "local training", _ABSENT)
-LOCAL_TRAINING = Part(lambda local: _LOCAL.encode(_spelled_out(local)), _LOCAL.decode)
+LOCAL_TRAINING = FieldCodec(lambda local: _LOCAL.encode(_spelled_out(local)), _LOCAL.decode)
 METRIC = Codec(Metric, pb.Metric, "a metric", {"shape": SHAPE}, {"options": _MAX_OPTIONS})
-_OFFERED: Parts = {
+_OFFERED: FieldCodecs = {
     "id": _ROUND_ID,
     "users": _POSITIONS,
     "clipping": CLIPPING,
@@ -484,11 +493,11 @@ _SUM = Codec(SummedUpdates, pb.PartialSum, "a sum", {"tensors": MANIFEST})
 _DECLINE = Codec(Decline, pb.Decline, "a decline")
 _RECEIPT = Codec(Receipt, pb.Receipt, "a receipt")
 encode_receipt, decode_receipt = _RECEIPT.encode, _RECEIPT.decode
-_STATUS = Codec(Status, pb.Status, "a status", {"state": Part(str, RunState)})
+_STATUS = Codec(Status, pb.Status, "a status", {"state": FieldCodec(str, RunState)})
 encode_status, decode_status = _STATUS.encode, _STATUS.decode
 
 
-def encode_answer(answer: Answer) -> pb.Answer:
+def encode_answer(answer: RoundAnswer) -> pb.Answer:
     """The message of an answer; raises WireError if it passes a limit."""
     message, content = pb.Answer(id=encode_round_id(answer.id)), answer.content
     if isinstance(content, Decline):
@@ -499,7 +508,7 @@ def encode_answer(answer: Answer) -> pb.Answer:
     return message
 
 
-def decode_answer(message: pb.Answer, expected: Layout) -> Answer:
+def decode_answer(message: pb.Answer, expected: Layout) -> RoundAnswer:
     """The answer in a message, to a round with that `layout_of_sums`; total, or WireError."""
     content: SummedUpdates | Decline
     match message.WhichOneof("what"):
@@ -512,4 +521,4 @@ def decode_answer(message: pb.Answer, expected: Layout) -> Answer:
             content = _DECLINE.decode(message.decline)
         case _:
             raise WireError("an answer is empty; it must be a sum or a decline")
-    return Answer(decode_round_id(message.id), content)
+    return RoundAnswer(decode_round_id(message.id), content)

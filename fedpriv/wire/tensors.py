@@ -14,7 +14,7 @@ import numpy.typing as npt
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.codec import Codec, Part, Parts, at_most, each
+from fedpriv.wire.codec import Codec, FieldCodec, FieldCodecs, at_most, each
 
 MAX_DIMENSIONS = 32  # of one tensor; NumPy 1 has no more
 MAX_COMPONENTS = 2**30  # of all tensors together
@@ -172,9 +172,12 @@ def _manifest(layout: Layout, dtype: Number, size: int) -> Manifest:
     return manifest
 
 
-SHAPE = Part(lambda s: pb.Shape(sizes=_checked_sizes(s)), lambda s: _checked_sizes(s.sizes))
+SHAPE = FieldCodec(lambda s: pb.Shape(sizes=_checked_sizes(s)), lambda s: _checked_sizes(s.sizes))
 LAYOUT = Codec(Layout, pb.Layout, "a layout", {"shapes": each(SHAPE)}, check=_check_components)
-_DECLARED: Parts = {"layout": LAYOUT, "dtype": Part(_ON_WIRE.__getitem__, _dtype_numbered)}
+_DECLARED: FieldCodecs = {
+    "layout": LAYOUT,
+    "dtype": FieldCodec(_ON_WIRE.__getitem__, _dtype_numbered),
+}
 MANIFEST = Codec(_manifest, pb.Tensors, "a manifest of tensors", _DECLARED)
 
 

@@ -7,7 +7,7 @@ import pytest
 from scipy.special import logsumexp
 
 from fedpriv.accounting.pld import fft
-from fedpriv.accounting.pld.fft import Window, compose_atoms
+from fedpriv.accounting.pld.fft import FftWindow, compose_atoms
 from fedpriv.accounting.pld.lattice import LossAtoms
 
 STEP = 0.1
@@ -53,7 +53,7 @@ def divergence(losses: np.ndarray, mass: np.ndarray, epsilon: float) -> float:
     ],
 )
 def test_composition_is_direct_convolution(parts: list[tuple[LossAtoms, int]], tilt: float) -> None:
-    composition = compose_atoms(parts, Window(STEP, tilt, 1.0, 1.0, 30.0, 14.0))
+    composition = compose_atoms(parts, FftWindow(STEP, tilt, 1.0, 1.0, 30.0, 14.0))
     losses, mass = convolved(parts)
     log_mgf = float(logsumexp(tilt * losses, b=mass))
     assert composition.log_mgf == pytest.approx(log_mgf, rel=1e-12, abs=1e-12)
@@ -75,7 +75,7 @@ def test_the_tilt_keeps_tiny_probabilities() -> None:
     # At this ε the answer is 1e-25, far below the rounding of probabilities near 1.
     parts = [(COIN, 60)]
     losses, mass = convolved(parts)
-    composition = compose_atoms(parts, Window(STEP, 4.0, 1.0, 1.0, 30.0, 14.0))
+    composition = compose_atoms(parts, FftWindow(STEP, 4.0, 1.0, 1.0, 30.0, 14.0))
     k = int(np.argmax(losses > 45.0))
     exact = divergence(losses, mass, float(losses[k]))
     assert exact < 1e-25
@@ -88,7 +88,7 @@ def test_what_wraps_around_is_bounded() -> None:
     # A window much too shallow: the transform is visibly wrong, and says so.
     parts = [(COIN, 60)]
     losses, mass = convolved(parts)
-    composition = compose_atoms(parts, Window(STEP, 0.5, 0.5, 0.5, 1.0, 1.0))
+    composition = compose_atoms(parts, FftWindow(STEP, 0.5, 0.5, 0.5, 1.0, 1.0))
     errors = []
     for k in range(len(composition.divergence)):
         epsilon = composition.start + STEP * k
@@ -100,7 +100,7 @@ def test_what_wraps_around_is_bounded() -> None:
 
 
 def test_too_many_points_leave_the_moment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts, window = [(COIN, 60), (RARE, 5)], Window(STEP, 0.3, 1.0, 1.0, 30.0, 14.0)
+    parts, window = [(COIN, 60), (RARE, 5)], FftWindow(STEP, 0.3, 1.0, 1.0, 30.0, 14.0)
     whole = compose_atoms(parts, window)
     monkeypatch.setattr(fft, "_LARGEST_SIZE", 64)
     none = compose_atoms(parts, window)
@@ -112,7 +112,7 @@ def test_too_many_points_leave_the_moment_alone(monkeypatch: pytest.MonkeyPatch)
 
 def test_sizes_are_powers_of_two() -> None:
     for depth in (2.0, 5.0, 30.0, 80.0):
-        composition = compose_atoms([(COIN, 60)], Window(STEP, 0.5, 0.5, 0.5, depth, 1.0))
+        composition = compose_atoms([(COIN, 60)], FftWindow(STEP, 0.5, 0.5, 0.5, depth, 1.0))
         assert len(composition.survival).bit_count() == 1
 
 

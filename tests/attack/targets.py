@@ -4,7 +4,7 @@ from functools import cache
 
 import numpy as np
 
-from fedpriv.attack import Target
+from fedpriv.attack import AttackedPlan
 from fedpriv.attack.populations import Crowd
 from fedpriv.config import Config, parse_config
 from fedpriv.data.population import Population, UserStore, offsets_of
@@ -33,9 +33,9 @@ def people(users: int, *, inputs: int = 6) -> Population:
 
 
 @cache
-def tiny_target(users: int = 20, inputs: int = 6, rounds: int = 1) -> Target:
+def tiny_target(users: int = 20, inputs: int = 6, rounds: int = 1) -> AttackedPlan:
     """The target of `config_of` with its own users."""
-    return Target.of(config_of(inputs=inputs), people(users, inputs=inputs), rounds, users)
+    return AttackedPlan.of(config_of(inputs=inputs), people(users, inputs=inputs), rounds, users)
 
 
 def crowd_of(users: int = 4, *, most: int | None = None, replaced: bool = False) -> Crowd:

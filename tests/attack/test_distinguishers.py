@@ -8,16 +8,16 @@ from scipy.stats import norm
 
 from fedpriv.attack.distinguishers import (
     Enemy,
-    Moments,
     OwnUpdate,
     Released,
+    ReleaseMoments,
     always,
     learnt_combination,
     learnt_direction,
     loss_on,
 )
 from fedpriv.attack.populations import POPULATIONS
-from fedpriv.attack.suite import Target
+from fedpriv.attack.suite import AttackedPlan
 from fedpriv.data.population import UserStore
 from fedpriv.engine.task import evaluate
 from fedpriv.privacy import round as rounds_module
@@ -34,11 +34,11 @@ SETTINGS = {
 }
 
 
-def target_with(setting: str, rounds: int = 2) -> Target:
-    return Target.of(config_of(**SETTINGS[setting]), people(4), rounds, 4)
+def target_with(setting: str, rounds: int = 2) -> AttackedPlan:
+    return AttackedPlan.of(config_of(**SETTINGS[setting]), people(4), rounds, 4)
 
 
-def released_by(target: Target, seed: int = 0) -> Released:
+def released_by(target: AttackedPlan, seed: int = 0) -> Released:
     return target.run(target.transport(target.crowd.users), SeededEntropy(seed))
 
 
@@ -117,7 +117,7 @@ def test_a_run_that_raises_is_told_by_its_end() -> None:
     assert not released.averages[1].any()
 
 
-def enemy_of(target: Target, users: UserStore) -> Enemy:
+def enemy_of(target: AttackedPlan, users: UserStore) -> Enemy:
     places = np.arange(users.population)[:, np.newaxis]
     return Enemy(target.plan, target.start, target.transport(users), places)
 
@@ -127,7 +127,7 @@ def test_moments_are_mean_and_variance_and_what_an_enemy_sees() -> None:
     enemy = enemy_of(target, target.crowd.users)
     runs = [released_by(target, seed) for seed in range(5)]
     numbers = np.array([run.numbers for run in runs])
-    found = Moments.of(runs, enemy)
+    found = ReleaseMoments.of(runs, enemy)
     np.testing.assert_allclose(found.mean, numbers.mean(0), rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(found.variance, numbers.var(0), rtol=1e-9, atol=1e-12)
     assert found.seen.shape == (5, 2 * (4 + 1))
@@ -140,7 +140,7 @@ def test_moments_are_mean_and_variance_and_what_an_enemy_sees() -> None:
 def test_the_learnt_direction_grows_with_what_differs() -> None:
     target = target_with("measured")
     runs = [released_by(target, seed) for seed in range(6)]
-    without = Moments.of(runs[:3], enemy_of(target, target.crowd.users))
+    without = ReleaseMoments.of(runs[:3], enemy_of(target, target.crowd.users))
     moved = replace(without, mean=without.mean + np.eye(*without.mean.shape))
     along = learnt_direction(without, moved)
     weight = 1.0 / without.variance
@@ -156,7 +156,8 @@ def test_of_many_runs_the_learnt_combination_is_fishers_discriminant() -> None:
     covariance, apart = mixed @ mixed.T, rng.standard_normal(size)
     seen = rng.multivariate_normal(np.zeros(size), covariance, 100_000)
     without, with_one = (
-        Moments(np.zeros(0), np.zeros(0), part) for part in (seen[:50_000], seen[50_000:] + apart)
+        ReleaseMoments(np.zeros(0), np.zeros(0), part)
+        for part in (seen[:50_000], seen[50_000:] + apart)
     )
     found = learnt_combination(enemy, without, with_one)
     runs = [released_by(target, seed) for seed in range(4)]
@@ -167,7 +168,7 @@ def test_of_many_runs_the_learnt_combination_is_fishers_discriminant() -> None:
 
 def test_a_combination_of_numbers_that_never_vary_is_one() -> None:
     target = target_with("plain")
-    same = Moments(np.zeros(0), np.zeros(0), np.ones((2, 10)))
+    same = ReleaseMoments(np.zeros(0), np.zeros(0), np.ones((2, 10)))
     moved = replace(same, seen=2.0 * same.seen)
     found = learnt_combination(enemy_of(target, target.crowd.users), same, moved)
     assert np.isfinite(found(released_by(target)))
@@ -187,7 +188,7 @@ def test_the_loss_is_that_of_the_last_model() -> None:
 @pytest.mark.parametrize("q", [0.3, 1.0])
 def test_alone_the_own_update_is_the_exact_likelihood_ratio(q: float) -> None:
     privacy = {"epsilon": 4.0, "delta": 1e-3, "sampling_probability": q}
-    target = Target.of(config_of(privacy=privacy), people(4), 1, 4)
+    target = AttackedPlan.of(config_of(privacy=privacy), people(4), 1, 4)
     pair = POPULATIONS["alone"].pair(target.crowd)
     enemy = enemy_of(target, pair.with_one)
     own = OwnUpdate(enemy, np.zeros((1, target.plan.layout.dimension)))
@@ -204,7 +205,7 @@ def test_alone_the_own_update_is_the_exact_likelihood_ratio(q: float) -> None:
 def test_what_others_coins_add_counts_for_less() -> None:
     """The ratio is that of normals with the covariance of others' coins."""
     privacy = {"epsilon": 4.0, "delta": 1e-3, "sampling_probability": 0.3}
-    target = Target.of(config_of(privacy=privacy), people(4), 1, 4)
+    target = AttackedPlan.of(config_of(privacy=privacy), people(4), 1, 4)
     enemy = enemy_of(target, target.crowd.users)
     own = OwnUpdate(enemy, np.ones((1, target.plan.layout.dimension)))
     *others, update = enemy.first

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedpriv.accounting.accountants import epsilon
-from fedpriv.attack import POPULATIONS, Finding, Target, attack
+from fedpriv.attack import POPULATIONS, AttackedPlan, Finding, attack
 from fedpriv.attack.suite import certifying
 from fedpriv.data.population import Population, UserStore
 from fedpriv.errors import DataError, InvalidValueError
@@ -19,7 +19,7 @@ from tests.attack.targets import DELTA, EPSILON, config_of, people, tiny_target
 Broken = Callable[[], AbstractContextManager[object]]
 
 
-def attacked(target: Target, name: str, runs: int = 36) -> Finding:
+def attacked(target: AttackedPlan, name: str, runs: int = 36) -> Finding:
     return attack(target, POPULATIONS[name], runs, entropies=SeededEntropy)
 
 
@@ -105,7 +105,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_any_plan_can_be_attacked(setting: str) -> None:
-    target = Target.of(config_of(**SETTINGS[setting]), people(4), 2, 4)
+    target = AttackedPlan.of(config_of(**SETTINGS[setting]), people(4), 2, 4)
     assert target.plan.sampling.event().canaries == 0
     found = attacked(target, "large", 8)
     assert found.verdict == "consistent"
@@ -114,7 +114,7 @@ def test_any_plan_can_be_attacked(setting: str) -> None:
 
 def test_records_of_another_unit_are_attacked_one_at_a_time() -> None:
     privacy = {"unit": "example", "epsilon": EPSILON, "delta": DELTA, "sampling_probability": 0.5}
-    target = Target.of(config_of(privacy=privacy, local=None), people(4), 1, 6)
+    target = AttackedPlan.of(config_of(privacy=privacy, local=None), people(4), 1, 6)
     assert target.crowd.users.sizes.tolist() == [1] * 6  # of 40 rows of four users
     assert attacked(target, "large", 8).verdict == "consistent"
     found = attacked(target, "far-larger", 8)
@@ -153,26 +153,26 @@ def test_every_run_is_told_and_each_has_its_own_number() -> None:
 def test_as_many_users_take_part_as_there_are_and_as_have_rows() -> None:
     store = UserStore(people(3).users.fields, np.array([0, 0, 10, 10, 20, 30]))
     population = Population("people", store, people(3).test)
-    target = Target.of(config_of(), population, 1, 20)
+    target = AttackedPlan.of(config_of(), population, 1, 20)
     assert target.plan.sampling.population == 3
     assert target.crowd.users.sizes.tolist() == [10] * 3
-    assert Target.of(config_of(), population, 1, 2).plan.sampling.population == 2
+    assert AttackedPlan.of(config_of(), population, 1, 2).plan.sampling.population == 2
 
 
 def test_what_cannot_be_attacked_is_refused() -> None:
     with pytest.raises(DataError, match="1 users with rows are to be attacked; two are needed"):
-        Target.of(config_of(), people(1), 1, 20)
+        AttackedPlan.of(config_of(), people(1), 1, 20)
     x, y = np.ones((4, 6), np.float32), np.arange(4) % 3
     ids = [["a", "b"], ["b"], ["a"], ["b"]]
     shared = Population.from_arrays(x, y, ids, held_out=(x, y), owners=2)
     examples = config_of(**SETTINGS["examples"])
     with pytest.raises(DataError, match="rows have several owners"):
-        Target.of(examples, shared, 1, 20)
+        AttackedPlan.of(examples, shared, 1, 20)
     unsafe = {"unsafe_no_privacy": True, "noise_multiplier": 0.0, "delta": DELTA}
     with pytest.raises(InvalidValueError, match="the plan has no noise"):
-        Target.of(config_of(privacy=unsafe), people(3), 1, 3)
+        AttackedPlan.of(config_of(privacy=unsafe), people(3), 1, 3)
     with pytest.raises(InvalidValueError, match="runs is 7; it must be at least 8"):
         attack(tiny_target(users=3), POPULATIONS["tiny"], 7)
     short = {"noise_multiplier": 2.0, "epsilon": 1.6, "delta": DELTA, "sampling_probability": 1.0}
     with pytest.raises(InvalidValueError, match="a run ends after 1 rounds: the next round would"):
-        attack(Target.of(config_of(privacy=short), people(3), 2, 3), POPULATIONS["tiny"], 8)
+        attack(AttackedPlan.of(config_of(privacy=short), people(3), 2, 3), POPULATIONS["tiny"], 8)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedpriv.audit.canaries import Canaries, Directions, Past, audited_groups, measure
-from fedpriv.audit.canary_transport import LONGER, CanaryTransport, total_of
+from fedpriv.audit.canary_transport import LONGER, CanaryTransport, canary_sum
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.gaussian_mechanism import (
@@ -135,7 +135,7 @@ def slow_total(canaries: Canaries, request: RoundRequest, drawn: list[int]) -> n
 def test_canaries_add_what_a_user_with_their_update_adds_and_nothing_else() -> None:
     canaries = Canaries(30, KEY)
     drawn = np.array([0, 3, 4, 11, 12, 20, 29])
-    found = total_of(canaries, request_of(drawn), drawn)
+    found = canary_sum(canaries, request_of(drawn), drawn)
     assert found.users == canaries.included[drawn].sum() > 0
     assert found.weight == 10 * found.users
     assert np.array_equal(found.total, slow_total(canaries, request_of(drawn), drawn.tolist()))
@@ -148,14 +148,14 @@ def test_canaries_add_what_a_user_with_their_update_adds_and_nothing_else() -> N
 def test_no_node_can_have_the_name_under_which_canaries_send(drawn: list[int]) -> None:
     users = np.array(drawn, np.int64)
     with pytest.raises(InvalidValueError, match="the name of a node is"):
-        check_node_name(total_of(Canaries(30, KEY), request_of(users), users).node)
+        check_node_name(canary_sum(Canaries(30, KEY), request_of(users), users).node)
 
 
 def test_each_canary_is_clipped_to_the_norm_of_each_group() -> None:
     canaries = Canaries(12, KEY)
     assert LONGER > 1.0
     for canary in np.flatnonzero(canaries.included):
-        total = total_of(canaries, request_of(np.array([canary])), np.array([canary])).total
+        total = canary_sum(canaries, request_of(np.array([canary])), np.array([canary])).total
         for group in (FIRST, SECOND):
             part = np.concatenate([total[span] for span in CLIPPING.spans[group.name]])
             squares = int(part @ part)
@@ -165,7 +165,7 @@ def test_each_canary_is_clipped_to_the_norm_of_each_group() -> None:
 def test_nobody_adds_nothing() -> None:
     canaries = Canaries(12, KEY)
     for drawn in (np.empty(0, np.int64), np.flatnonzero(~canaries.included)):
-        found = total_of(canaries, request_of(drawn), drawn)
+        found = canary_sum(canaries, request_of(drawn), drawn)
         assert (found.users, found.weight) == (0, 0)
         assert not found.total.any()
 
@@ -210,7 +210,7 @@ def test_a_canary_of_several_places_adds_up_as_often_as_they_are_drawn() -> None
     canaries = Canaries(10, KEY)
     there = int(np.flatnonzero(canaries.included)[0])
     once, thrice = (
-        total_of(canaries, request_of(drawn), drawn)
+        canary_sum(canaries, request_of(drawn), drawn)
         for drawn in (np.array([there]), np.array([there] * 3))
     )
     assert np.array_equal(thrice.total, 3 * once.total)
@@ -220,7 +220,7 @@ def test_a_canary_of_several_places_adds_up_as_often_as_they_are_drawn() -> None
 @pytest.mark.parametrize("steady", [False, True])
 def test_the_score_of_a_canary_that_was_drawn_is_one_and_of_others_zero(steady: bool) -> None:
     canaries, mechanism = Canaries(5, KEY, steady), mechanism_of()
-    total = total_of(canaries, request_of(np.arange(5)), np.arange(5)).total
+    total = canary_sum(canaries, request_of(np.arange(5)), np.arange(5)).total
     clipping = mechanism.clipping
     average = total * clipping.steps / clipping.spread(mechanism.query.divisors)
     measured, _ = measure(canaries, mechanism, average, (3, 1, 0), Past())

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.clients.journal import Journal, Remembered, Series, TakenPart
+from fedpriv.clients.journal import Journal, Remembered, RoundSeries, TakenPart
 from fedpriv.errors import InvalidValueError, LedgerError
 from fedpriv.ledger import Schedule
 from fedpriv.ledger.ledger import Head, Ledger
@@ -134,7 +134,7 @@ class TestTakingPart:
             assert kept == set(times)
 
 
-FIRST = Series("r", 4, 0, Schedule(6, 2, 3))
+FIRST = RoundSeries("r", 4, 0, Schedule(6, 2, 3))
 
 
 def users(*positions):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transport_conformance import TransportConformance
 
-from fedpriv.clients.training import Trainer
+from fedpriv.clients.training import NodeTrainer
 from fedpriv.data.population import UserStore
 from fedpriv.data.synthetic import synthetic_population
 from fedpriv.engine.task import Task, cross_entropy
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 class Nodes(Transport):
     """A transport over nodes in this process."""
 
-    nodes: tuple[Trainer, ...]
+    nodes: tuple[NodeTrainer, ...]
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         for number, node in enumerate(self.nodes):
@@ -53,7 +53,7 @@ def make_nodes() -> Nodes:
     parts = [np.array([0, 4, 5, 11]), np.array([1, 2, 3]), np.array([6, 7, 8, 9, 10])]
     return Nodes(
         tuple(
-            Trainer(InProcessTransport(task, users.subset(part), CPU, 10**6, part, processes=1))
+            NodeTrainer(InProcessTransport(task, users.subset(part), CPU, 10**6, part, processes=1))
             for part in parts
         )
     )
@@ -93,7 +93,7 @@ def test_nodes_together_equal_one_process() -> None:
 def test_no_node_has_an_observer() -> None:
     transport = InProcessTransport(make_task(), make_users(), CPU, 10**6, observer=print)
     with pytest.raises(InvalidValueError, match="a node has a transport with an observer"):
-        Trainer(transport)
+        NodeTrainer(transport)
 
 
 def test_a_node_without_drawn_users_answers_with_zero() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fedpriv.build import build_task
-from fedpriv.clients.training import Host, Trainer
+from fedpriv.clients.training import Host, NodeTrainer
 from fedpriv.clients.worker import HostSettings
 from fedpriv.data.population import UserStore
 from fedpriv.engine.task import Task
@@ -37,7 +37,7 @@ def task_of() -> Task:
     return build_task(TASK.model, TASK.options, TASK.seed, TASK.loss)
 
 
-def trainer_of(function: str, names: Sequence[str] = IDS) -> Trainer:
+def trainer_of(function: str, names: Sequence[str] = IDS) -> NodeTrainer:
     return Host.of(source_of(function)).trainer(welcome(names=names))
 
 

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedpriv.clients.flower_app import app as client_app
 from fedpriv.server.flower_runs import (
     GridTransport,
-    shards,
+    hosting_of_workers,
     simulated_workers,
 )
 from fedpriv.server.ray_engine import run_on_ray
@@ -70,7 +70,7 @@ def on_workers(grid: Grid, plan: Plan) -> GridTransport:
     headers = loaded | {flower_messages.WELCOME: encode_welcome(welcome).SerializeToString()}
     return GridTransport(
         grid,
-        shards(len(USERS), 2),
+        hosting_of_workers(len(USERS), 2),
         lambda: present,
         lambda _: headers,
         lambda _: PRICE,

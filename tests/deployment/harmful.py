@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 
 from fedpriv.wire import (
     NODE_RECEIVES_BYTES,
-    Answer,
+    RoundAnswer,
     RoundOffer,
     SummedUpdates,
     decode_offer,
@@ -42,7 +42,7 @@ def honest(message: Message, context: Context) -> Message:
 
 
 @app.train()
-def take_part(message: Message, context: Context) -> Message:
+def answer_offer(message: Message, context: Context) -> Message:
     traps, offer = Path(str(context.node_config["traps"])), offer_in(message)
     for name, harm in HARMS.items():
         trap = traps / f"{name} in round {offer.id.round}"
@@ -79,7 +79,7 @@ def summing(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Message, Pa
         offer = offer_in(message)
         total, users = change(np.ones(offer.clipping.layout.dimension, np.int64)), len(offer.users)
         summed = SummedUpdates(users, users, manifest_of({"sum": total}))
-        said = encode_answer(Answer(offer.id, summed)).SerializeToString()
+        said = encode_answer(RoundAnswer(offer.id, summed)).SerializeToString()
         return Message(content_of({ANSWER: said}, packed({"sum": total})), reply_to=message)
 
     return answer

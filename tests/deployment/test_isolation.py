@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fedpriv import wire
-from fedpriv.clients.training import Trainer
+from fedpriv.clients.training import NodeTrainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.local import AdamW, Scaffold
 from fedpriv.privacy.round import LocalTraining, RoundRequest
@@ -59,7 +59,7 @@ class Hosts:
     def answer(
         self, node: str, offer: wire.RoundOffer, request: RoundRequest
     ) -> Iterator[pb.UploadPart]:
-        return summed(offer, Trainer(self.transports[node]).answer(request))
+        return summed(offer, NodeTrainer(self.transports[node]).answer(request))
 
 
 @pytest.fixture(scope="module")

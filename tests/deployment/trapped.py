@@ -129,14 +129,14 @@ def set_at_node() -> None:
 
 def set_at_worker() -> None:
     """In the training process."""
-    from fedpriv.clients.training import Trainer
+    from fedpriv.clients.training import NodeTrainer
 
     def trained(_answer, trainer, request) -> None:
         hosted = set(trainer.transport.hosted.tolist())
         users = [user for user in request.users.tolist() if user in hosted]
         note("trained.jsonl", round=request.round, attempt=request.attempt, users=users)
 
-    around(Trainer, "ready", "training", seen=trained)
+    around(NodeTrainer, "ready", "training", seen=trained)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from torch import nn
 
 import fedpriv
 from fedpriv.build import Method, on_population, settings_of
-from fedpriv.clients.training import Trainer
+from fedpriv.clients.training import NodeTrainer
 from fedpriv.engine.trainer import SimulationOnlyDropped
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
@@ -179,7 +179,7 @@ def test_a_node_names_nobody() -> None:
         task(), population().users, torch.device("cpu"), 2**20, on_dropped=print
     )
     with pytest.raises(InvalidValueError, match="only a simulation may have one"):
-        Trainer(transport)
+        NodeTrainer(transport)
 
 
 def test_it_is_shown_beside_the_accuracy(

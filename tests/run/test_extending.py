@@ -19,7 +19,7 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import SamplingEvent, Unit
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.mechanism import Allocation, ClippingPolicy, Grouping, SamplingPolicy
+from fedpriv.mechanism import Allocation, ClippingPolicy, CohortPolicy, Grouping
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, VectorGroup, flat
 from fedpriv.privacy.round import LocalStep, LocalTraining, RoundRequest, add_up
@@ -47,7 +47,7 @@ class SignSGD(LocalTraining):
 
 
 @dataclass(frozen=True)
-class HalfOfThem(SamplingPolicy):
+class HalfOfThem(CohortPolicy):
     """A sampling policy with its event: every user by a fair coin."""
 
     def of(self, users: int | None, unit: Unit) -> PoissonSampling:

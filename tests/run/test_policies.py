@@ -354,8 +354,8 @@ def test_rounds_and_costs_of_a_ledger_with_passes(file: Path, tmp_path: Path) ->
     printed("simulate", file, *sets(*ALLOCATION), "--out", out)
     path = out / "ledger.sqlite"
     (found, *_) = price([path], 1e-2, None, "tight").prices
-    assert found.part.rounds == ROUNDS
-    assert [event.count for event in found.part.events] == [2]
+    assert found.releases.rounds == ROUNDS
+    assert [event.count for event in found.releases.events] == [2]
     content = read_ledger(path)
     by_round = _epsilon_curve(content, epsilon(content.events, 1e-2))
     event = content.events[0]

@@ -270,7 +270,7 @@ def nodes(
 
 def sends(offer: wire.RoundOffer, content: object, tensors: Tensors) -> Iterator[pb.UploadPart]:
     """The parts of an answer."""
-    yield pb.UploadPart(answer=wire.encode_answer(wire.Answer(offer.id, content)))
+    yield pb.UploadPart(answer=wire.encode_answer(wire.RoundAnswer(offer.id, content)))
     for chunk in wire.chunks(wire.pieces(tensors)):
         yield pb.UploadPart(chunk=chunk)
 

@@ -18,7 +18,7 @@ from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
 from fedpriv.server.collection import Collection, Connections
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.wire import Answer, Decline, SummedUpdates
+from fedpriv.wire import Decline, RoundAnswer, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
 
 PARAMETERS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}
@@ -100,7 +100,7 @@ def test_after_the_deadline_or_the_end_nobody_is_asked() -> None:
 RUN = wire.RoundId("run", 3, 1)
 
 
-def to(it: Collection, answer: Answer) -> Answer:
+def to(it: Collection, answer: RoundAnswer) -> RoundAnswer:
     """The answer with the nonce of the attempt."""
     return replace(answer, id=replace(answer.id, nonce=it.terms.offer.id.nonce))
 
@@ -108,9 +108,9 @@ def to(it: Collection, answer: Answer) -> Answer:
 def test_attempts_of_one_number_are_told_apart() -> None:
     async def scene() -> None:
         first, second = collecting([4]), collecting([4])
-        assert second.refusal("four", to(second, Answer(RUN, summed(1)))) is None
+        assert second.refusal("four", to(second, RoundAnswer(RUN, summed(1)))) is None
         assert "another round or attempt" in str(
-            second.refusal("four", Answer(first.terms.offer.id, summed(1)))
+            second.refusal("four", RoundAnswer(first.terms.offer.id, summed(1)))
         )
 
     played(scene)
@@ -119,24 +119,32 @@ def test_attempts_of_one_number_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("node", "answer", "reason"),
     [
-        ("four", Answer(RUN, summed(1)), None),
-        ("four", Answer(RUN, summed(0)), None),
-        ("four", Answer(RUN, summed(2)), "more users than were drawn"),
-        ("four", Answer(RUN, Decline("no")), None),
-        ("silo", Answer(RUN, Decline("no")), None),
-        ("silo", Answer(RUN, summed(0)), None),
-        ("silo", Answer(RUN, summed(2)), None),
-        ("silo", Answer(RUN, summed(3)), "more users than were drawn"),
-        ("five", Answer(RUN, summed(1)), "the server is not waiting for an answer of this node"),
-        ("nobody", Answer(RUN, summed(1)), "the server is not waiting for an answer of this node"),
-        ("four", Answer(replace(RUN, attempt=0), summed(1)), "another round or attempt"),
-        ("four", Answer(replace(RUN, attempt=2), Decline("no")), "another round or attempt"),
-        ("four", Answer(replace(RUN, round=2), summed(1)), "another round or attempt"),
-        ("four", Answer(replace(RUN, run="walk"), summed(1)), "another round or attempt"),
+        ("four", RoundAnswer(RUN, summed(1)), None),
+        ("four", RoundAnswer(RUN, summed(0)), None),
+        ("four", RoundAnswer(RUN, summed(2)), "more users than were drawn"),
+        ("four", RoundAnswer(RUN, Decline("no")), None),
+        ("silo", RoundAnswer(RUN, Decline("no")), None),
+        ("silo", RoundAnswer(RUN, summed(0)), None),
+        ("silo", RoundAnswer(RUN, summed(2)), None),
+        ("silo", RoundAnswer(RUN, summed(3)), "more users than were drawn"),
+        (
+            "five",
+            RoundAnswer(RUN, summed(1)),
+            "the server is not waiting for an answer of this node",
+        ),
+        (
+            "nobody",
+            RoundAnswer(RUN, summed(1)),
+            "the server is not waiting for an answer of this node",
+        ),
+        ("four", RoundAnswer(replace(RUN, attempt=0), summed(1)), "another round or attempt"),
+        ("four", RoundAnswer(replace(RUN, attempt=2), Decline("no")), "another round or attempt"),
+        ("four", RoundAnswer(replace(RUN, round=2), summed(1)), "another round or attempt"),
+        ("four", RoundAnswer(replace(RUN, run="walk"), summed(1)), "another round or attempt"),
     ],
 )
 def test_what_cannot_count_is_refused_in_one_sentence(
-    node: str, answer: Answer, reason: str | None
+    node: str, answer: RoundAnswer, reason: str | None
 ) -> None:
     async def scene() -> None:
         it = collecting([0, 2, 4])
@@ -164,7 +172,7 @@ def test_an_answer_counts_once_in_whatever_order() -> None:
         assert not it.settle("four", of("four"))
         assert not it.settle("four", None)
         assert (
-            it.refusal("four", to(it, Answer(RUN, summed(1))))
+            it.refusal("four", to(it, RoundAnswer(RUN, summed(1))))
             == "the server is not waiting for an answer of this node"
         )
         assert it.settle("five", None)
@@ -184,7 +192,7 @@ def test_nothing_counts_after_the_end() -> None:
         it.finish()
         it.finish()
         assert not it.settle("five", of("five"))
-        assert it.refusal("silo", to(it, Answer(RUN, summed(1)))) is not None
+        assert it.refusal("silo", to(it, RoundAnswer(RUN, summed(1)))) is not None
         assert it.results.get().node == "four"
         it.taken()
         await it.until_taken()
@@ -197,14 +205,14 @@ def test_nothing_counts_after_the_end() -> None:
 def test_only_a_sum_that_counts_counts_already_when_it_is_sent_again() -> None:
     async def scene() -> None:
         it = collecting([0, 4, 5])
-        again = to(it, Answer(RUN, summed(1)))
+        again = to(it, RoundAnswer(RUN, summed(1)))
         assert not it.counts_already("four", again)
         it.settle("four", of("four"))
         it.settle("five", None)
         it.finish()
         assert it.counts_already("four", again)
         assert not it.counts_already("five", again)
-        assert not it.counts_already("four", Answer(replace(RUN, attempt=9), summed(1)))
+        assert not it.counts_already("four", RoundAnswer(replace(RUN, attempt=9), summed(1)))
         assert not it.counts_already("nobody", again)
 
     played(scene)

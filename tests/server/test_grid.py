@@ -25,7 +25,7 @@ from transport_conformance import TransportConformance
 
 from fedpriv import wire
 from fedpriv.clients.flower_app import respond
-from fedpriv.clients.training import Host, Trainer
+from fedpriv.clients.training import Host, NodeTrainer
 from fedpriv.data.population import UserStore
 from fedpriv.errors import DataError, StoppedError, WireError, WorkerError
 from fedpriv.privacy.round import RoundRequest, Transport, add_up
@@ -33,7 +33,7 @@ from fedpriv.server.enrolment import Enrolment, Hosting
 from fedpriv.server.flower_runs import (
     EnrolledNodes,
     GridTransport,
-    shards,
+    hosting_of_workers,
     simulated_workers,
 )
 from fedpriv.wire import Decline, SummedUpdates, Welcome, flower_messages
@@ -73,7 +73,7 @@ def simulated(grids: list[LocalGrid], workers: int = 3) -> tuple[LocalGrid, Tran
     never = threading.Event()
     return grid, GridTransport(
         grid,
-        shards(USERS, workers),
+        hosting_of_workers(USERS, workers),
         lambda: present,
         lambda _: headers,
         price_of,
@@ -185,7 +185,7 @@ def _lasting_trainers() -> Iterator[None]:
     """Nodes build their trainer once, not for each message, which takes most of a round."""
     build, built = Host.trainer, {}
 
-    def trainer(host: Host, welcome: Welcome) -> Trainer:
+    def trainer(host: Host, welcome: Welcome) -> NodeTrainer:
         if host.settings not in built:
             built[host.settings] = build(host, welcome)
         return built[host.settings]
@@ -254,7 +254,7 @@ def test_a_round_is_one_message_per_node_with_drawn_users(grids: list[LocalGrid]
     assert sent == [FIRST_ID, FIRST_ID + 2]
 
 
-def answering(change: Callable[[wire.Answer], wire.Answer], **headers: object) -> App:
+def answering(change: Callable[[wire.RoundAnswer], wire.RoundAnswer], **headers: object) -> App:
     """The node's app, with a change to the header of its answer."""
 
     def answer(message: Message, context: Context) -> Message:
@@ -297,7 +297,7 @@ def summing(change: Callable[[np.ndarray], np.ndarray], users: int = 1, weight: 
         offer = wire.decode_offer(pb.Offer.FromString(message.content["fedpriv"]["offer"]))
         total = change(np.zeros(offer.clipping.layout.dimension, np.int64))
         header = SummedUpdates(users, weight, wire.manifest_of({"sum": total}))
-        said = wire.encode_answer(wire.Answer(offer.id, header)).SerializeToString()
+        said = wire.encode_answer(wire.RoundAnswer(offer.id, header)).SerializeToString()
         packed = flower_messages.packed({"sum": total})
         return Message(
             flower_messages.content_of({flower_messages.ANSWER: said}, packed), reply_to=message
@@ -312,7 +312,7 @@ def updating(message: Message, _context: Context) -> Message:
     layout = offer.clipping.layout
     update = layout.unflatten(np.ones(layout.dimension, np.float32))
     header = SummedUpdates(1, 1, wire.manifest_of(update))
-    said = wire.encode_answer(wire.Answer(offer.id, header)).SerializeToString()
+    said = wire.encode_answer(wire.RoundAnswer(offer.id, header)).SerializeToString()
     content = flower_messages.content_of(
         {flower_messages.ANSWER: said}, flower_messages.packed(update)
     )
@@ -700,7 +700,7 @@ def test_shards_are_even_and_hold_everybody_once(users: int, workers: int) -> No
     shares = [flower_messages.shard_of(users, k, workers) for k in range(workers)]
     assert [user for share in shares for user in share] == list(range(users))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    hosting: Hosting = shards(users, workers)
+    hosting: Hosting = hosting_of_workers(users, workers)
     for k, share in enumerate(shares):
         np.testing.assert_array_equal(np.flatnonzero(hosting.numbers == k), share)
 

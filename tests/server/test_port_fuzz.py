@@ -111,7 +111,7 @@ def fuzzed_uploads(valid: list[pb.UploadPart], rng: np.random.Generator) -> Iter
 
 def declines(offer: wire.RoundOffer) -> Iterator[Parts]:
     """Reasons that would look well in a log."""
-    answer = wire.encode_answer(wire.Answer(offer.id, wire.Decline(FORGED * 3)))
+    answer = wire.encode_answer(wire.RoundAnswer(offer.id, wire.Decline(FORGED * 3)))
     yield [pb.UploadPart(answer=answer).SerializeToString()]
 
 

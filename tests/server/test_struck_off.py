@@ -84,7 +84,7 @@ def test_who_says_hello_after_its_certificate_was_replaced_ends_nobodys_connecti
 
 
 def declines(offer: wire.RoundOffer) -> bytes:
-    answer = wire.Answer(offer.id, wire.Decline("by the old certificate"))
+    answer = wire.RoundAnswer(offer.id, wire.Decline("by the old certificate"))
     return pb.UploadPart(answer=wire.encode_answer(answer)).SerializeToString()
 
 

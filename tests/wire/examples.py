@@ -33,12 +33,12 @@ from fedpriv.privacy.gaussian_mechanism import (
 from fedpriv.privacy.layout import Layout, VectorGroup, flat
 from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.wire import (
-    Answer,
     Decline,
     Hello,
     Manifest,
     Price,
     Receipt,
+    RoundAnswer,
     RoundId,
     RoundOffer,
     RunState,
@@ -277,14 +277,14 @@ def offers(draw: st.DrawFn) -> RoundOffer:
 
 
 @st.composite
-def answers(draw: st.DrawFn) -> tuple[Answer, Layout]:
+def answers(draw: st.DrawFn) -> tuple[RoundAnswer, Layout]:
     """An answer to a round that clips somehow, and the layout of its sums."""
     expected = layout_of_sums(draw(clippings()))
     number = draw(st.integers(0, 2**20))
     manifest = Manifest(expected, draw(st.sampled_from([INT32, INT64])))
     total = SummedUpdates(number, draw(st.integers(0, number * MOST_WEIGHT)), manifest)
     decline = Decline(draw(st.text(characters, max_size=20)))
-    return Answer(draw(round_ids), draw(st.sampled_from([total, decline]))), expected
+    return RoundAnswer(draw(round_ids), draw(st.sampled_from([total, decline]))), expected
 
 
 def small_request() -> RoundRequest:

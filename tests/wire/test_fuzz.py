@@ -13,7 +13,7 @@ from fedpriv.accounting.policies import separated_gaussian
 from fedpriv.errors import WireError
 from fedpriv.ledger import NeighbouringRelation
 from fedpriv.privacy.round import PartialSum
-from fedpriv.wire import Answer, Assembler, Decline, SummedUpdates
+from fedpriv.wire import Assembler, Decline, RoundAnswer, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import SERVER_RECEIVES_BYTES, parse
 from fedpriv.wire.messages import CLIPPING, LOCAL_TRAINING, METRIC
@@ -41,12 +41,12 @@ def add_chunk(chunk: pb.Chunk) -> None:
     assert assembler.finish().tobytes() == BYTES
 
 
-def decode_answer(answer: pb.Answer) -> Answer:
+def decode_answer(answer: pb.Answer) -> RoundAnswer:
     return wire.decode_answer(answer, EXPECTED)
 
 
 def answer_of(content: SummedUpdates | Decline) -> pb.Answer:
-    return wire.encode_answer(Answer(small_offer().id, content))
+    return wire.encode_answer(RoundAnswer(small_offer().id, content))
 
 
 def summed(users: int) -> pb.Answer:

@@ -18,11 +18,11 @@ from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
 from fedpriv.training.optimizers import PolynomialDecay
 from fedpriv.wire import (
-    Answer,
     Hello,
     Manifest,
     Price,
     Receipt,
+    RoundAnswer,
     RoundId,
     RoundOffer,
     Status,
@@ -134,7 +134,7 @@ def test_only_the_rate_of_a_round_and_what_nodes_know_are_sent() -> None:
 
 @quick
 @given(examples.answers())
-def test_answers_survive(drawn: tuple[Answer, Layout]) -> None:
+def test_answers_survive(drawn: tuple[RoundAnswer, Layout]) -> None:
     answer, expected = drawn
     message = parse(pb.Answer, wire.encode_answer(answer).SerializeToString(), MOST)
     assert wire.decode_answer(message, expected) == answer
@@ -143,7 +143,7 @@ def test_answers_survive(drawn: tuple[Answer, Layout]) -> None:
 def received(partial: PartialSum) -> PartialSum:
     """A partial sum of the node, after the wire."""
     expected = Layout((SUM,), (partial.total.shape,))
-    message = wire.encode_answer(Answer(ID, SummedUpdates.of(partial)))
+    message = wire.encode_answer(RoundAnswer(ID, SummedUpdates.of(partial)))
     header = wire.decode_answer(parse(pb.Answer, message.SerializeToString(), MOST), expected)
     receiver = wire.Receiver(header.content.tensors)
     for chunk in wire.chunks(wire.pieces(wire.tensors_of(partial))):
@@ -259,7 +259,7 @@ def test_the_bytes_of_an_answer_and_a_chunk_are_those_of_the_format() -> None:
     layout = message(1, message(1, b"sum") + message(2, message(1, b"\x02")))
     tensors = layout + b"\x10\x03\x18\x10"
     total = message(2, b"\x08\x05\x10\xac\x02" + message(3, tensors))
-    answer = Answer(ID, SummedUpdates(5, 300, Manifest(Layout(("sum",), ((2,),)), INT64)))
+    answer = RoundAnswer(ID, SummedUpdates(5, 300, Manifest(Layout(("sum",), ((2,),)), INT64)))
     written = message(1, message(1, b"r") + b"\x10\x03\x18\x01") + total
     assert wire.encode_answer(answer).SerializeToString(deterministic=True) == written
     (chunk,) = wire.chunks([b"123456789"])

@@ -19,11 +19,11 @@ from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.round import LocalTraining, PartialSum
 from fedpriv.wire import (
-    Answer,
     Decline,
     Hello,
     Manifest,
     Receipt,
+    RoundAnswer,
     RoundId,
     RunState,
     Status,
@@ -200,7 +200,7 @@ def test_answers_that_do_not_fit_are_refused(
 ) -> None:
     expected = layout_of_sums(examples.small_offer().clipping)
     partial = PartialSum("node", 2, np.zeros(9, np.int64), 40)
-    sent = wire.encode_answer(Answer(ID, SummedUpdates.of(partial)))
+    sent = wire.encode_answer(RoundAnswer(ID, SummedUpdates.of(partial)))
     assert wire.decode_answer(sent, expected).content.users == 2
     change(sent)
     with pytest.raises(WireError, match=reason):
@@ -212,7 +212,7 @@ def test_what_the_other_side_would_not_take_is_not_sent() -> None:
     layout = Layout(names, ((1,),) * len(names))
     total = SummedUpdates(1, 1, Manifest(layout, INT32))
     with pytest.raises(WireError, match="bytes in an answer; there may be at most"):
-        wire.encode_answer(Answer(ID, total))
+        wire.encode_answer(RoundAnswer(ID, total))
     users = np.arange(MAX_USERS + 1)
     offer = replace(examples.small_offer(), price=examples.priced(users=2**40))
     with pytest.raises(WireError, match="1048577 users"):
@@ -229,7 +229,7 @@ def test_a_long_reason_is_cut_and_what_is_no_text_is_refused() -> None:
     for encode in (
         lambda: wire.encode_round_id(RoundId("\ud800", 0, 0)),
         lambda: wire.encode_receipt(Receipt(False, "\ud800")),
-        lambda: wire.encode_answer(Answer(ID, Decline("\ud800"))),
+        lambda: wire.encode_answer(RoundAnswer(ID, Decline("\ud800"))),
         lambda: LOCAL_TRAINING.encode(LocalTraining(1.0, epochs=2**32)),
         lambda: METRIC.encode(Metric("m", options=(0.0,) * 100_001)),
         lambda: LOCAL_TRAINING.encode(LocalTraining(1.0, steps=1, max_examples=2**32)),

@@ -80,12 +80,12 @@ class DirectedRounds:
         return float(self.counts @ values)
 
     @cached_property
-    def settings(self) -> "Settings":
+    def settings(self) -> "RoundSettings":
         """What one round of each setting depends on."""
-        return Settings(tuple(self.q.tolist()), tuple(self.z.tolist()), self.direction)
+        return RoundSettings(tuple(self.q.tolist()), tuple(self.z.tolist()), self.direction)
 
 
-class Settings(NamedTuple):
+class RoundSettings(NamedTuple):
     """Rounds of p different settings, however many there are of each."""
 
     q: tuple[float, ...]

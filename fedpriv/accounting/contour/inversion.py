@@ -36,7 +36,7 @@ from fedpriv.accounting.contour.cumulant import (
     ComplexVector,
     DirectedRounds,
     Losses,
-    Settings,
+    RoundSettings,
     Tilted,
     decay,
     log_absent,
@@ -52,7 +52,7 @@ from fedpriv.accounting.round_counts import (
     Rounds,
     Vector,
     arrays,
-    check_delta,
+    check_any_delta,
     check_epsilon,
     check_rounds,
     grouped,
@@ -182,18 +182,18 @@ class _Moments(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def _survey(settings: Settings, log_tail: float) -> Losses:
+def _survey(settings: RoundSettings, log_tail: float) -> Losses:
     return settings.survey(log_tail)
 
 
 @lru_cache(maxsize=2048)
-def _moments(settings: Settings, log_tail: float, c: float) -> _Moments:
+def _moments(settings: RoundSettings, log_tail: float, c: float) -> _Moments:
     tilted = tilt(_survey(settings, log_tail), c)
     return _Moments(tilted.log_mgf, tilted.mean, tilted.variance)
 
 
 @lru_cache(maxsize=2048)
-def _decay(settings: Settings, log_tail: float, c: float, t: float) -> Vector:
+def _decay(settings: RoundSettings, log_tail: float, c: float, t: float) -> Vector:
     return decay(tilt(_survey(settings, log_tail), c), t)
 
 
@@ -356,7 +356,7 @@ class _Along(NamedTuple):
     further: Vector  # [p] bounds above the cumulants at the further tilt
 
 
-def _along(settings: Settings, plan: ContourPlan, rounds: float) -> Iterator[_Along] | None:
+def _along(settings: RoundSettings, plan: ContourPlan, rounds: float) -> Iterator[_Along] | None:
     """Part by part along a contour, precise enough for so many rounds; None if too much work."""
     points, step = math.ceil(plan.last) + 1, 2 * math.pi / plan.period
     parts = _parts(settings, plan, step * (points - 1), rounds)
@@ -377,12 +377,14 @@ def _along(settings: Settings, plan: ContourPlan, rounds: float) -> Iterator[_Al
 
 
 @lru_cache(maxsize=64)
-def _kept_along(settings: Settings, plan: ContourPlan, rounds: float) -> tuple[_Along, ...] | None:
+def _kept_along(
+    settings: RoundSettings, plan: ContourPlan, rounds: float
+) -> tuple[_Along, ...] | None:
     found = _along(settings, plan, rounds)
     return None if found is None else tuple(found)
 
 
-def _bounds(settings: Settings, log_tail: float, c: float, rounds: float) -> Vector | None:
+def _bounds(settings: RoundSettings, log_tail: float, c: float, rounds: float) -> Vector | None:
     """[p] bounds above log E[e^{cL}] of one round of each; None where they would cost too much."""
     parts = _parts(settings, ContourPlan(log_tail, c, c, 1.0, 0.0, 0.0, 0.0), 0.0, rounds)
     if parts is None:
@@ -426,7 +428,9 @@ class _Part:
         return values + len(values) * EPS * np.abs(values)
 
 
-def _parts(settings: Settings, plan: ContourPlan, stop: float, rounds: float) -> list[_Part] | None:
+def _parts(
+    settings: RoundSettings, plan: ContourPlan, stop: float, rounds: float
+) -> list[_Part] | None:
     """Parts that need about as many nodes, up to Im w = `stop`; None if they would be too many."""
     rough, q, z = settings.survey(plan.log_tail), np.array(settings.q), np.array(settings.z)
     low, high = support(rough, (plan.c, plan.further))
@@ -455,7 +459,7 @@ def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
     Usually 1e-8 of its upper end wide, at most 1e-3 of it or 1e-9; ContourUnsuitableError where it
     would be wider, z is outside [0.1, 1e6], q below 1e-12 or δ below 1e-100.
     """
-    check_delta(delta)
+    check_any_delta(delta)
     log_delta = math.log(delta)
     if log_delta < _LEAST_LOG_DELTA:
         raise ContourUnsuitableError(f"delta is {delta}; the contour needs at least 1e-100")

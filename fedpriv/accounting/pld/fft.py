@@ -29,7 +29,7 @@ _PIECE = 1 << 15  # frequencies that are worked on at a time, to save memory
 
 
 @dataclass(frozen=True)
-class Window:
+class FftWindow:
     """How the line that a composition is computed on becomes a circle."""
 
     step: float  # distance h of the lattice points
@@ -66,7 +66,7 @@ class Composition:
         return self.start + self.step * np.arange(len(self.divergence), dtype=np.float64)
 
 
-def compose_atoms(parts: Sequence[tuple[LossAtoms, int]], window: Window) -> Composition:
+def compose_atoms(parts: Sequence[tuple[LossAtoms, int]], window: FftWindow) -> Composition:
     """The sum of independent repeated losses.
 
     Only its moment where that takes over 2²¹ points, or rounding may move what leaves the window.

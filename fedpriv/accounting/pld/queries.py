@@ -23,7 +23,7 @@ from scipy.special import logsumexp
 from fedpriv.accounting import gaussian, round_counts
 from fedpriv.accounting.contour.inversion import conversion
 from fedpriv.accounting.pld.dominating_pairs import PoissonPair
-from fedpriv.accounting.pld.fft import Composition, Window, compose_atoms
+from fedpriv.accounting.pld.fft import Composition, FftWindow, compose_atoms
 from fedpriv.accounting.pld.lattice import (
     GaussianPair,
     Lattice,
@@ -164,7 +164,7 @@ def _planned(
     aim_at: "Callable[[Pairs, float, Direction], _Aim]",
     direction: Direction,
     precision: float,
-) -> tuple[Window, Lattice]:
+) -> tuple[FftWindow, Lattice]:
     counts = dict(pairs)
     return _resolved(counts, aim_at(counts, at, direction), direction, precision)
 
@@ -321,8 +321,8 @@ def _chernoff(k: _Cumulant, epsilon: float, least: float) -> _Aim:
 
 def _resolved(
     pairs: Pairs, aim: _Aim, direction: Direction, precision: float
-) -> tuple[Window, Lattice]:
-    """Window and lattice that answer the question within about `precision` thousandths of ε.
+) -> tuple[FftWindow, Lattice]:
+    """FftWindow and lattice that answer the question within about `precision` thousandths of ε.
 
     Half of the best tilt, or less, makes rare large losses so much rarer in the window that it is
     often ten times as narrow; what rounding then costs is still far below δ.
@@ -345,14 +345,14 @@ def _resolved(
     return window, Lattice(window.step, widest, _GROWTH * spread, tail)
 
 
-def _window(k: _Cumulant, aim: _Aim, tilt: float, certainty: float) -> Window:
+def _window(k: _Cumulant, aim: _Aim, tilt: float, certainty: float) -> FftWindow:
     """The window under this tilt, with its whole width for a step."""
     at, spread = k(tilt), k.stddev(tilt)
     depth = certainty - min(0.0, aim.log_delta + tilt * aim.epsilon - at)
     etas = [float(u) / spread for u in np.geomspace(1e-3, 1e2, 17)]
     start, left = max(((at - k(tilt - eta) - depth) / eta, eta) for eta in etas)
     stop, right = min(((k(tilt + eta) - at + depth) / eta, eta) for eta in etas)
-    return Window(stop - start, tilt, left, right, depth, certainty)
+    return FftWindow(stop - start, tilt, left, right, depth, certainty)
 
 
 def _step(k: _Cumulant, aim: _Aim, precision: float) -> float:
