@@ -536,21 +536,9 @@ class StoppingSection(Section):
 class AveragingSection(Section):
     """How much users count, and what sums are divided by; see `Averaging`."""
 
-    weights: Literal["equal", "examples"] = "equal"
     cap: Count | None = None
     total_weight: Positive | None = None
     floor: float | None = None
-
-    @model_validator(mode="after")
-    def _must_be_bounded(self) -> Self:
-        weighted = self.weights == "examples"
-        if {self.cap is not None, self.total_weight is not None} != {weighted}:
-            raise ValueError(
-                f"cap is {_shown(self.cap)} and total_weight is {_shown(self.total_weight)}; with "
-                'weights = "examples" both must be given, a bound on what one user can move and a '
-                'public estimate of the sum of all users\' weights, and with "equal" neither'
-            )
-        return self
 
 
 class NoiseSection(Section):
@@ -710,7 +698,7 @@ class Config(Section):
                 f"{key} is given and {drawn}; it must be {must_be}, since others have no model of "
                 "their own"
             )
-        refuse_training_of(drawn, self.local, self.averaging.weights)
+        refuse_training_of(drawn, self.local, self.averaging.cap)
         return self
 
     @property
@@ -752,7 +740,7 @@ class Config(Section):
             allocation=self.noise.allocation,
             noise=self.noise.build(),
             adaptive=AdaptiveClipping(**adaptive.model_dump()) if adaptive else None,
-            averaging=Averaging(**self.averaging.model_dump(exclude={"weights"})),
+            averaging=Averaging(**self.averaging.model_dump()),
             metrics=self.metrics.report,
             metrics_share=self.metrics.share,
             contributors_share=self.metrics.contributors_share,
@@ -807,7 +795,7 @@ def method_left_out(
     return local, server or ServerSection(**table.get("server", {})).build()
 
 
-def refuse_training_of(drawn: str, local: LocalSection | None, weights: str) -> None:
+def refuse_training_of(drawn: str, local: LocalSection | None, cap: int | None) -> None:
     """Refuse what a record that is no user may not have: its update is one gradient, unweighted.
 
     `drawn` says what makes it so, as "privacy.unit is 'example'".
@@ -823,10 +811,9 @@ def refuse_training_of(drawn: str, local: LocalSection | None, weights: str) -> 
                 "others the gradient is taken once, so leave the section local out (the step size "
                 "is server.options.learning_rate)"
             )
-    if weights != "equal":
+    if cap is not None:
         raise ValueError(
-            f"averaging.weights is {weights!r} and {drawn}; only users have "
-            'weights, so it must be "equal"'
+            f"averaging.cap is {cap} and {drawn}; only users have weights, so it must be absent"
         )
 
 
@@ -838,12 +825,14 @@ def tables_of(
     numbers = {k: v for k, v in _scalars(optimizer).items() if not isinstance(v, str)}
     schedules = {name: _schedule_table(each) for name, each in optimizer.schedules.items()}
     clipping = _clipping_table(mechanism.clipping) | {"adaptive": adaptive and asdict(adaptive)}
-    policy, weights = _POLICY.name_of(sampling), "equal" if averaging.cap is None else "examples"
     calibrated = mechanism.rounds and not mechanism.unsafe_no_privacy
     return {
         "local": local_table(local),
         "server": {"optimizer": _OPTIMIZER.name_of(optimizer), "options": numbers | schedules},
-        "sampling": {"policy": policy, "options": _scalars(sampling, ("probability",))},
+        "sampling": {
+            "policy": _POLICY.name_of(sampling),
+            "options": _scalars(sampling, ("probability",)),
+        },
         "privacy": {
             **{key: getattr(mechanism, key) for key in _MECHANISM_KEYS},
             "unit": str(mechanism.unit),
@@ -858,7 +847,7 @@ def tables_of(
             "contributors_share": mechanism.contributors_share,
             "report": mechanism.metrics,
         },
-        "averaging": {**asdict(averaging), "weights": weights},
+        "averaging": asdict(averaging),
     }
 
 

@@ -193,16 +193,12 @@ def test_resuming_keeps_the_noise_that_was_calibrated_at_first(file: Path, tmp_p
         (["plan", "--set", "metrics.report.acuracy={}"], "did you mean 'accuracy'"),
         (["plan", "--set", "metrics.share=0.95"], "must leave some to the update"),
         (
-            ["plan", "--set", 'averaging.weights="examples"'],
-            "cap is absent and total_weight is absent; with weights",
-        ),
-        (
-            ["plan", "--set", 'averaging.weights="examples"', "--set", "averaging.cap=5"],
-            "both must be given, a bound on what one user can move and a public estimate",
-        ),
-        (
             ["plan", "--set", "averaging.cap=5"],
-            'cap is 5 and total_weight is absent; with weights = "examples" both must be given',
+            "cap is 5 and total_weight is None; weights need both, a bound on what one user can",
+        ),
+        (
+            ["plan", "--set", "averaging.total_weight=9.0"],
+            "cap is None and total_weight is 9.0; weights need both",
         ),
         (["plan", "--set", "averaging.floor=2.0"], "floor is 2.0"),
         (["plan", "--set", "clipping.adaptive.quantile=1.5"], "quantile of adaptive clipping is"),
@@ -224,7 +220,7 @@ def test_norms_are_not_asked_of_updates_that_control_variates_will_move(tmp_path
 
 
 def test_weights_by_examples_and_a_floor_run(file: Path, tmp_path: Path) -> None:
-    settings = ['weights="examples"', "cap=20", "total_weight=60.0", "floor=0.5"]
+    settings = ["cap=20", "total_weight=60.0", "floor=0.5"]
     assignments = [part for each in settings for part in ("--set", f"averaging.{each}")]
     text = printed("plan", file, *assignments)
     assert "a public constant" in text

@@ -48,8 +48,8 @@ class Averaging:
             )
         if (self.cap is None) != (self.total_weight is None):
             raise InvalidValueError(
-                f"total_weight is {self.total_weight} and the cap of weights is {self.cap}; both "
-                "must be given, or neither"
+                f"cap is {self.cap} and total_weight is {self.total_weight}; weights need both, a "
+                "bound on what one user can move and a public estimate of their sum"
             )
         if self.total_weight is not None and not 0.0 < self.total_weight < math.inf:
             raise InvalidValueError(f"total_weight is {self.total_weight}; it must be positive")

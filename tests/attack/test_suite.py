@@ -96,9 +96,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "scaffold": {
         "local": {"algorithm": "scaffold", "learning_rate": 0.5, "options": {"control_norm": 0.2}}
     },
-    "weighted": {
-        "averaging": {"weights": "examples", "cap": 10, "total_weight": 4.0, "floor": 0.5}
-    },
+    "weighted": {"averaging": {"cap": 10, "total_weight": 4.0, "floor": 0.5}},
 }
 
 

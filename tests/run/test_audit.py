@@ -263,7 +263,7 @@ POLICIES = {
     "joint": ("privacy.sampling_probability=0.5", "clipping.strategy=joint"),
     "weights": (
         "privacy.sampling_probability=0.5",
-        "averaging={weights='examples',cap=5,total_weight=40.0}",
+        "averaging={cap=5,total_weight=40.0}",
     ),
     "examples": (
         "privacy.sampling_probability=0.3", "sampling.policy=poisson-examples",

@@ -492,8 +492,8 @@ def test_a_file_needs_no_local_training_for_examples(tmp_path: Path) -> None:
         (["local={learning_rate=1.0,steps=1,max_examples=8}"], "local.max_examples is 8"),
         (["local={learning_rate=1.0,steps=1,algorithm='mine:A'}"], "local.algorithm is 'mine:A'"),
         (
-            ["averaging={weights='examples',cap=5,total_weight=9.0}"],
-            "averaging.weights is 'examples' and privacy.unit is 'example'",
+            ["averaging={cap=5,total_weight=9.0}"],
+            "averaging.cap is 5 and privacy.unit is 'example'",
         ),
     ],
 )

@@ -273,8 +273,8 @@ def test_a_file_names_the_policy_and_is_run_again(tmp_path: Path) -> None:
         ),
         (["local={learning_rate=1.0,steps=1,batch_size=8}"], "local.batch_size is 8"),
         (
-            ["averaging={weights='examples',cap=5,total_weight=9.0}"],
-            "averaging.weights is 'examples' and sampling.policy is 'poisson-examples'",
+            ["averaging={cap=5,total_weight=9.0}"],
+            "averaging.cap is 5 and sampling.policy is 'poisson-examples'",
         ),
         (
             ["federated_evaluation={every=1,report={accuracy={}},noise_multiplier=9.0}"],
