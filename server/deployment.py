@@ -31,7 +31,8 @@ from fedpriv.errors import (
 from fedpriv.ledger import Ledger
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.run.folder import RunFolder
-from fedpriv.run.run import Run, RunSetup, carry_out, released_text
+from fedpriv.run.run import Run, RunSetup
+from fedpriv.run.terminal import carry_out, released_text
 from fedpriv.server.authentication import Authentication, Endpoint, RateLimit, endpoint_of
 from fedpriv.server.collection import Collection, End, prices, welcomes
 from fedpriv.server.enrolment import Enrolment

@@ -27,7 +27,8 @@ from fedpriv.errors import InvalidValueError, StoppedError, WireError, WorkerErr
 from fedpriv.logs import LogFormat, configure, one_line, trouble
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.report.records import Trouble
-from fedpriv.run.run import Follow, Run, RunSetup, carry_out, released_text
+from fedpriv.run.run import Follow, Run, RunSetup
+from fedpriv.run.terminal import carry_out, released_text
 from fedpriv.server.collection import RoundTerms, prices, task_of, welcomes
 from fedpriv.server.enrolment import Enrolment, Hosting
 from fedpriv.training.rounds import OnRound

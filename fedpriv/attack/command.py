@@ -16,7 +16,7 @@ from fedpriv.build import population_of
 from fedpriv.config import load_config
 from fedpriv.errors import InvalidValueError, known_names
 from fedpriv.report.tables import Column, Table, format_epsilon_low, json_text, plural, print_table
-from fedpriv.run.run import Display, displayed
+from fedpriv.run.terminal import Display, displayed
 
 
 def attack_file(

@@ -45,8 +45,9 @@ from fedpriv.personalisation import Personalisation
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.report.studies import print_study, results_json
 from fedpriv.run.folder import RunFolder, data_frame, held, write_charts, write_report
-from fedpriv.run.run import Run, RunSetup, displayed, run_rounds
+from fedpriv.run.run import Run, RunSetup, run_rounds
 from fedpriv.run.simulate import ObservedTransport
+from fedpriv.run.terminal import displayed
 from fedpriv.studies import Arm, ArmSummary, Cell, ReadStudy, RunResult, Study, Target, read_study
 from fedpriv.studies.results import (
     ALL_RESULTS,

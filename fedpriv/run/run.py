@@ -1,53 +1,32 @@
 """A run in its folder, from its start or resumption to its result.
 
 `conduct` is the loop, the same in a simulation and in a deployment; `run_rounds` opens what it
-needs in the folder, and `carry_out` is a whole run, with all that it prints.
+needs in the folder. `terminal` shows a run to whoever started it.
 """
 
 import copy
 import logging
-import math
 import os
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import tomli_w
 import torch
-from rich import box
-from rich.cells import cell_len
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import Task as Line
-from rich.table import Column as Cells
-from rich.text import Text
 from torch import nn
 
-from fedpriv.accounting.accountants import epsilon as epsilon_of
-from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.accounting.fdp import TradeOff, trade_off
-from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
 from fedpriv.audit import AuditResult
 from fedpriv.build import Experiment, build, check_budget
 from fedpriv.config import Config, FederationSection, StoppingSection, for_folder, load_config
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import load_population
 from fedpriv.disk import with_room, write_atomically
-from fedpriv.engine.task import Evaluation, HeldOut, Task, evaluate, running_norms
+from fedpriv.engine.task import Evaluation, HeldOut, Task, evaluate
 from fedpriv.errors import (
     BudgetExceededError,
     CheckpointError,
@@ -63,13 +42,11 @@ from fedpriv.logs import one_line
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PrivacyRecords, Transport, charge_forgone
 from fedpriv.report.records import versions
-from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table
+from fedpriv.report.tables import plural
 from fedpriv.run.auditor import Auditor
 from fedpriv.run.folder import RunFolder, data_frame, read_run, write_charts, write_report
 from fedpriv.trackers import Followers, StartedRun
 from fedpriv.training.rounds import (
-    CONTRIBUTORS_METRIC,
-    EVALUATION_PREFIX,
     Checkpoint,
     OnRelease,
     OnRound,
@@ -78,7 +55,6 @@ from fedpriv.training.rounds import (
     Stop,
     TrainingPlan,
     checkpoints,
-    contributors_text,
     own_charges,
     released_model,
     resume,
@@ -93,10 +69,6 @@ _MEASURED = ("loss", "accuracy", "figures", "held_out_users")  # on held-out row
 # Sections that are no part of a plan.
 _MAY_CHANGE = ("callbacks", "engine", "federation", "output", "stopping", "trackers", "tune")
 _log = logging.getLogger(__name__)
-_FINE = 1e-4  # steps of updates that change no training to speak of
-_BETWEEN_LINES = 60.0  # seconds, where bars cannot move
-_LONGEST = 1e9  # seconds that are left, as far as that can be known
-_BAR = 10  # columns of a bar
 
 
 @dataclass(frozen=True)
@@ -660,268 +632,3 @@ def spent_in(ledger: Path, population: str | None = None) -> list[RoundEvent]:
     opened = Ledger.open_or_create(ledger, population) if population else Ledger.open(ledger)
     with opened as found:
         return found.spent()
-
-
-@contextmanager
-def telling_where(setup: RunSetup, console: Console) -> Iterator[None]:
-    """Print which folder an interrupted run goes on in; it may have been charged already."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if setup.folder.path.exists():
-            console.print(f"{setup.folder.path} holds the run so far", highlight=False)
-        raise
-
-
-def carry_out(
-    setup: RunSetup,
-    experiment: Experiment,
-    hosted: Hosted,
-    console: Console,
-    follow: Follow | None = None,
-    clock: Callable[[], float] | None = time.monotonic,
-) -> Run:
-    """Run an experiment, with all that it prints; `follow` replaces the progress bar."""
-
-    def shown(experiment: Experiment, first: int, run: Callable[[OnRound], Run]) -> Run:
-        if setup.resuming:
-            console.print(
-                f"resuming {setup.folder.path} after {first} of {experiment.plan.rounds} rounds"
-            )
-        if follow:
-            return follow(experiment, first, run)
-        with _progress(experiment.plan, first, console) as show:
-            return run(show)
-
-    _warn(setup, experiment, console)
-    with telling_where(setup, console):
-        run = run_rounds(setup, experiment, hosted, shown, clock)
-    _print_result(setup, experiment, run, console)
-    return run
-
-
-class Display:
-    """How far long work is: bars in a terminal or a notebook, elsewhere a line a minute."""
-
-    def __init__(self, progress: Progress, console: Console) -> None:
-        self._progress, self._console = progress, console
-        self._told = time.monotonic()
-
-    def add(self, name: str, rounds: int, done: int = 0) -> TaskID:
-        """A new line."""
-        return self._progress.add_task(name, total=rounds, completed=done, figures=())
-
-    def update(self, line: TaskID, done: int, *figures: str) -> None:
-        """Say how far a line is; empty figures are left out, and the last where bars are short."""
-        self._progress.update(line, completed=done, figures=tuple(filter(None, figures)))
-
-    def tell(self, *, last: bool = False) -> None:
-        """Print all lines if nothing moves by itself, at the end or a minute after the last."""
-        now = time.monotonic()
-        if _moves(self._console) or (now - self._told < _BETWEEN_LINES and not last):
-            return
-        self._told = now
-        for task in self._progress.tasks:
-            seconds = task.time_remaining
-            left = ""
-            if seconds is not None and seconds <= _LONGEST:
-                left = f"{timedelta(seconds=round(seconds))} left"
-            figures = "  ".join(task.fields["figures"])
-            rounds = f"{task.completed:.0f} of {task.total:.0f} rounds"
-            self._console.print(
-                f"{task.description}: {', '.join(filter(None, (rounds, figures, left)))}",
-                highlight=False, markup=False, soft_wrap=True,
-            )  # fmt: skip
-
-
-def _moves(console: Console) -> bool:
-    return console.is_terminal or console.is_jupyter
-
-
-class _Figures(ProgressColumn):
-    """The figures of a line, as many of the first as leave room for a bar."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__(Cells())  # which shrinks, as its text is cut
-        self._console = console
-
-    def render(self, task: Line) -> Text:
-        shown, rounds = list(task.fields["figures"]), f"{task.total:.0f}"
-        others = 2 * len(rounds) + len("/ 0:00:00    ") + cell_len(task.description) + _BAR
-        while len(shown) > 1 and cell_len("  ".join(shown)) > self._console.width - others:
-            shown.pop()
-        return Text("  ".join(shown), no_wrap=True, overflow="ellipsis")
-
-
-@contextmanager
-def displayed(console: Console) -> Iterator[Display]:
-    """A display that is empty at first."""
-    rounds = MofNCompleteColumn(table_column=Cells(no_wrap=True))
-    left = TimeRemainingColumn(table_column=Cells(no_wrap=True))
-    name = TextColumn("{task.description}", markup=False, table_column=Cells())
-    columns = (rounds, left, name, BarColumn(_BAR), _Figures(console))
-    with Progress(*columns, console=console, disable=not _moves(console)) as progress:
-        display = Display(progress, console)
-        try:
-            yield display
-        finally:
-            display.tell(last=True)
-
-
-@contextmanager
-def _progress(plan: TrainingPlan, first: int, console: Console) -> Iterator[OnRound]:
-    """What to call with each result, so that a line shows how far the run is."""
-    units, last, seen = plural(plan.sampling.drawn), "", list[RoundResult]()
-    sampling = plan.sampling.event()
-    with displayed(console) as display:
-        line = display.add(plan.run, plan.rounds, first)
-
-        def show(result: RoundResult) -> None:
-            nonlocal last
-            if result.accuracy is not None:
-                last = f"accuracy {result.accuracy:.1%}"
-            seconds = result.simulation_only_seconds or math.inf
-            # From the expected cohort, since the realised one is private.
-            speed = f"{plan.sampling.expected_cohort_size / seconds:,.0f} {units}/s"
-            spent = f"ε {format_epsilon(result.epsilon)}"
-            seen.append(result)
-            counted = contributors_text(seen, sampling)
-            contributors = counted and f"contributors {counted}"
-            figures = (last, spent, *result.metrics_text, contributors, speed)
-            display.update(line, result.round, *figures)
-            display.tell()
-
-        yield show
-
-
-def released_text(result: RoundResult, rounds: int) -> str:
-    """One line on a release, for a log."""
-    accuracy = () if result.accuracy is None else (f"accuracy {result.accuracy:.1%}",)
-    spent = f"ε {format_epsilon(result.epsilon)} at δ {result.delta}"
-    released = f"round {result.round} of {rounds} released"
-    noisy = result.scalar_metrics.get(CONTRIBUTORS_METRIC)
-    stddev = result.metrics_noise_stddev.get(CONTRIBUTORS_METRIC)
-    counted = () if noisy is None else (f"{CONTRIBUTORS_METRIC} {noisy:.4g} ± {stddev:.2g}",)
-    return ", ".join((released, *accuracy, *counted, *result.metrics_text, spent))
-
-
-def _warn(setup: RunSetup, experiment: Experiment, console: Console) -> None:
-    """Say what the experiment's settings do to its guarantee."""
-    delta, sampling = experiment.budget.delta, experiment.plan.sampling
-    if not setup.resuming:
-        spent = spent_in(setup.ledger, experiment.plan.population)
-        _warn_of_budget(spent, experiment, console)
-    population = sampling.population
-    if delta >= 1.0 / population:
-        console.print(
-            f"warning: δ is {delta}; it should be below 1/N = {1.0 / population:.3g}, since "
-            f"publishing one random {sampling.unit}'s data whole satisfies δ = 1/N",
-            style="yellow",
-        )
-    expected = sampling.expected_cohort_size
-    if expected < 1.0 or population == 1:
-        console.print(
-            f"warning: a cohort has {expected:.2g} {plural(sampling.drawn)} on average; rounds of "
-            "one release its update and noise, rounds of none noise alone, and each is charged",
-            style="yellow",
-        )
-    if experiment.plan.statistics is None and running_norms(experiment.task.model):
-        console.print(
-            "warning: the running statistics of the model's batch normalisation stay as they are, "
-            "which costs accuracy; a private metric moves them: metrics.report.batch-norm = "
-            "{ bound = 4.0 }, in Python Mechanism.poisson(..., metrics={'batch-norm': "
-            "{'bound': 4.0}})",
-            style="yellow",
-        )
-    if experiment.task.personal and experiment.personalised is None and experiment.held_out:
-        console.print(
-            "warning: held-out rows are not evaluated, since the model's personal parameters are "
-            "untrained; personalisation says how held-out users train them",
-            style="yellow",
-        )
-    if experiment.config.privacy.unsafe_no_privacy:
-        consequence = "no budget limits this run"
-        if experiment.plan.noise_multiplier == 0.0:
-            consequence = "there is no noise, and no ε holds for this run"
-        console.print(f"warning: unsafe_no_privacy is set; {consequence}", style="red")
-    step = max(group.granularity for group in experiment.plan.groups)
-    if experiment.plan.noise_multiplier == 0.0 and step > _FINE:
-        console.print(
-            f"warning: updates are rounded to whole multiples of {step:.2g}, as the clipping norm "
-            "is large and there is no noise beside which that is little",
-            style="yellow",
-        )
-
-
-def _warn_of_budget(spent: Sequence[RoundEvent], experiment: Experiment, console: Console) -> None:
-    """Say that a budget that pays for a first round does not pay for the last."""
-    plan, budget, asked = experiment.plan, experiment.budget, experiment.evaluation
-    first, whole = ([*spent, plan.mechanism.event], [*spent, plan.event])
-    whole += [asked.events(plan.rounds)] if asked else []
-    if budget.admits(first) and not budget.admits(whole):
-        console.print(
-            f"warning: {plan.rounds} rounds would bring ε to {budget.epsilon_of(whole):.4g}; the "
-            f"run will stop before the budget of {budget.epsilon} is passed",
-            style="yellow",
-        )
-
-
-def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Console) -> None:
-    """Print accuracy beside the (ε, δ) of the ledger."""
-    privacy, plan, clipping = experiment.config.privacy, experiment.plan, experiment.config.clipping
-    with Ledger.open(setup.ledger) as ledger:
-        spent, charges, head = ledger.spent(), tuple(ledger.charges()), ledger.head
-    rows_of_run = own_charges(plan.run, charges)
-    of_run = paid_events(rows_of_run)
-    loss = epsilon_of(spent, privacy.delta, privacy.accountant)
-    rows = [] if run.accuracy is None else [("accuracy on held-out rows", f"{run.accuracy:.2%}")]
-    if run.loss is not None:
-        rows.append(("loss on held-out rows", f"{run.loss:.4f}"))
-    rows += [(f"{name} on held-out rows", f"{value:.4g}") for name, value in run.figures.items()]
-    for name, over in run.held_out_users.items():
-        quantiles = ", ".join(f"{over[key]:.3g}" for key in ("q10", "q50", "q90"))
-        label = f"{name} of {over['users']:.0f} held-out users"
-        rows.append((label, f"mean {over['mean']:.3g}; 10/50/90%: {quantiles}"))
-    private = run.rounds[-1].metrics_text if run.rounds else ()
-    when = {True: "users' evaluation of the model", False: "private metric before the last round"}
-    rows += [
-        (when[text.startswith(EVALUATION_PREFIX)], text.removeprefix(EVALUATION_PREFIX))
-        for text in private
-    ]
-    if counted := contributors_text(run.rounds, plan.sampling.event()):
-        rows.append(("contributors, of those expected", counted))
-    level = f"{plan.sampling.unit}-level (ε, δ)"
-    rows.append((level, f"({format_epsilon(loss.epsilon)}, {privacy.delta})"))
-    if len(rows_of_run) < len(charges):
-        alone = epsilon_of(of_run, privacy.delta, privacy.accountant)
-        rows.append(("of which this run alone", format_epsilon(alone.epsilon)))
-    if of_run:
-        rows.append(("what it means", loss.assumptions))
-        rows.append(("randomness", str(weakest_randomness(charges))))
-        rows.append(("sums and noise", str(weakest_arithmetic(charges))))
-    stopped = "" if run.stop is Stop.ROUNDS else f": stopped, {run.stop}"
-    clipped = f"{clipping.strategy} clipping"
-    if clipping.groups:
-        clipped = f"{len(plan.groups)} vector groups in {len(clipping.groups)} parts"
-    mechanism = (
-        f"{cohort_text(plan.sampling.event())}, z = {plan.noise_multiplier:.4g}, "
-        f"{clipped}{' that adapts' if plan.adaptive else ''}"
-    )
-    paid = f", paid by {len(of_run)}" if len(of_run) < len(rows_of_run) else ""
-    charged = f"{len(rows_of_run)} charged{paid}"
-    rows += [
-        ("rounds", f"{run.state.round} of {plan.rounds}, {charged}{stopped}"),
-        ("mechanism", mechanism),
-    ]
-    columns = [Column("", "text"), Column("", "text")]
-    print_table(Table(plan.run, columns, rows), console, box.HEAVY_HEAD)
-    # In lines of their own, to be copied.
-    for line in (
-        f"folder {setup.folder.path}",
-        f"ledger {setup.ledger}",
-        f"head   {head.count}:{head.hash}",
-    ):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if run.audit is not None:
-        style = "green" if run.audit.consistent else "bold red"
-        console.print(f"audit: {run.audit.text}", style=style, highlight=False, markup=False)

@@ -41,7 +41,8 @@ from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import LocalTraining, PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table
 from fedpriv.run.projection import Projection, planned, projected
-from fedpriv.run.run import Run, RunSetup, carry_out, spent_in, telling_where
+from fedpriv.run.run import Run, RunSetup, spent_in
+from fedpriv.run.terminal import carry_out, telling_where
 from fedpriv.trackers import Tracker, named
 from fedpriv.training.norm_search import NormQuantile, check_quantile, find_quantiles
 from fedpriv.training.optimizers import ServerOptimizer

@@ -10,13 +10,13 @@ from rich.console import Console
 from fedpriv import SGD, FedAvg, Flat, Mechanism, Task, compare, simulate
 from fedpriv.data import load_digits
 from fedpriv.models import softmax_regression
-from fedpriv.run import run as running
-from fedpriv.run.run import displayed
+from fedpriv.run import terminal
+from fedpriv.run.terminal import displayed
 
 
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
 def test_what_cannot_move_gets_lines(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    monkeypatch.setattr(running, "_BETWEEN_LINES", seconds)
+    monkeypatch.setattr(terminal, "_BETWEEN_LINES", seconds)
     console = Console(file=StringIO(), width=60)
     with displayed(console) as display:
         first, second = display.add("[arm] a", 10), display.add("b", 20, 5)
@@ -33,7 +33,7 @@ def test_what_cannot_move_gets_lines(monkeypatch: pytest.MonkeyPatch, seconds: f
 
 
 def test_a_terminal_gets_bars_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(terminal, "_BETWEEN_LINES", 0.0)
     console = Console(file=StringIO(), force_terminal=True, width=100)
     with displayed(console) as display:
         line = display.add("a", 10)
@@ -75,7 +75,7 @@ def test_without_a_terminal_the_last_line_is_whole_and_no_time_is_too_long() -> 
 def test_a_run_and_a_study_say_how_far_they_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(running, "_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(terminal, "_BETWEEN_LINES", 0.0)
     people = load_digits(users=40)
     mechanism = Mechanism.poisson(q=0.5, clipping=Flat(1.0))
     mechanism = mechanism.calibrate(epsilon=4.0, delta=1e-3, rounds=2)

@@ -12,7 +12,8 @@ from fedpriv.build import simulated
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.run.folder import write_report
-from fedpriv.run.run import RunSetup, carry_out
+from fedpriv.run.run import RunSetup
+from fedpriv.run.terminal import carry_out
 from tests.commandline import printed, refused
 
 SIMULATIONS = Path(__file__).parents[2] / "simulations"

@@ -8,7 +8,8 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from fedpriv.build import simulated
-from fedpriv.run.run import RunSetup, carry_out
+from fedpriv.run.run import RunSetup
+from fedpriv.run.terminal import carry_out
 from simulations.flower_overhead import Measured, measured, summary
 from simulations.flower_usual import WORK, app, federate, work_of
 from tests.server.local_grid import LocalGrid, in_turns
