@@ -531,16 +531,11 @@ def train_layers_chunk(
     A linear algorithm moves a user's weights to W₀ + Σ_t a_t·δ_t x_tᵀ over the examples t seen so
     far, and moves the coefficients a_t likewise: by the same descent, from zero along unit vectors.
     """
-    inputs, (users, steps, width) = batches.x, batches.weights.shape
+    inputs, (users, steps, _) = batches.x, batches.weights.shape
     assert isinstance(inputs, Tensor)  # batched models have one input
     parameters = start.parameters
-    names = model.low_rank(steps, width) if is_linear(local) else ()
-    low_rank: dict[str, LowRankLinear | OnceConv2d] = {
-        n: LowRankLinear(inputs, *(parameters[k] for k in model.keys[n])) for n in names
-    }
     plain = inputs.device.type == "cpu" and activations == "float32"
-    if steps == 1 and plain and is_linear(local):
-        low_rank |= model.once_convolved(users, parameters)
+    low_rank = _low_rank(model, inputs, parameters, plain=plain) if is_linear(local) else {}
     shared = {key for name in low_rank for key in model.keys[name]}
     # Parameters lie in memory as their gradients do: those of convolutions by patches.
     own = {
@@ -579,3 +574,17 @@ def train_layers_chunk(
     for name, layer in low_rank.items():
         learnt |= zip(model.keys[name], layer.updates(), strict=True)
     return {name: learnt.pop(name) for name in parameters} | learnt
+
+
+def _low_rank(
+    model: BatchedModel, inputs: Tensor, parameters: TorchTensors, *, plain: bool
+) -> dict[str, LowRankLinear | OnceConv2d]:
+    """Layers that cost less with shared parameters, by name, for examples [C, S, W, …]."""
+    users, steps, width = inputs.shape[:3]
+    layers: dict[str, LowRankLinear | OnceConv2d] = {
+        name: LowRankLinear(inputs, *(parameters[key] for key in model.keys[name]))
+        for name in model.low_rank(steps, width)
+    }
+    if steps == 1 and plain:
+        layers |= model.once_convolved(users, parameters)
+    return layers

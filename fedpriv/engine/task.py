@@ -372,14 +372,10 @@ def evaluate(
     """
     tensors = task.constants(device)
     tensors |= {name: torch.tensor(p, device=device) for name, p in parameters.items()}
-    figures = cast(Mapping[str, Figure], task.figures)
-    summed = {"loss": _LOSS, "accuracy": _ACCURACY}
-    summed |= {name: each for name, each in figures.items() if isinstance(each, Sums)}
-    functions = {name: each for name, each in figures.items() if not isinstance(each, Sums)}
     users, owners = np.empty(1), np.zeros(len(rows[task.targets]), np.int64)
     if HELD_OUT_USER in rows:
         users, owners = np.unique(rows[HELD_OUT_USER], return_inverse=True)
-    sums, parts, failed = dict[str, Tensor](), list[Collected](), dict[str, str]()
+    measured = _Measured(cast(Mapping[str, Figure], task.figures), len(users))
     with _evaluating(task.model), seeded(bytes(32), 0, device):
         tensors = _channels_last(task, tensors, rows, device)
         for piece, replaced in _pieces(len(owners), personal):
@@ -389,36 +385,59 @@ def evaluate(
             outputs, counts = called(task.model, put_in, x), task.counts(y)
             counts = torch.ones_like(y, dtype=torch.bool) if counts is None else counts
             seen = Seen(outputs, y, counts, task.losses_of(outputs, y))
-            own = torch.tensor(owners[piece], device=device)
-            if y.dtype.is_floating_point or outputs.dim() != y.dim() + 1:
-                summed.pop("accuracy", None)
-            for name in [name for name in summed if name not in failed]:
-                try:
-                    found = summed[name].of_rows(seen)
-                except Exception as error:  # a figure must not cost a run what it has spent
-                    failed[name] = str(error)
-                    continue
-                into = sums.setdefault(name, found.new_zeros((len(users), found.shape[1])))
-                _ = into.index_add_(0, own, found) if len(into) > 1 else into.add_(found.sum(0))
-            if functions:
-                parts.append(Collected.of(seen, own))
-    values, by_user = dict[str, float](), dict[str, npt.NDArray[np.float64]]()
-    for name, total in sums.items():
-        values[name] = float(summed[name].finish(total.sum(0, keepdim=True)))
-        by_user[name] = summed[name].finish(total).cpu().numpy()
-    parts = [Collected.joined(parts)] if functions else []
-    for name, function in functions.items():
-        try:
-            values[name] = parts[0].value(function)
-        except Exception as error:
-            failed[name] = str(error)
-            continue
-        if HELD_OUT_USER in rows:
-            by_user[name] = parts[0].by_user(function, len(users))
-    known = {name: math.nan if name in failed else values[name] for name in figures}
-    told = {n: each for n, each in by_user.items() if HELD_OUT_USER in rows and n not in failed}
-    spreads = {name: spread_over_users(each) for name, each in told.items()}
-    return Evaluation(values["loss"], values.get("accuracy"), known, spreads, failed)
+            measured.add(seen, torch.tensor(owners[piece], device=device))
+    return measured.evaluation(of_users=HELD_OUT_USER in rows)
+
+
+class _Measured:
+    """Figures of rows that are seen piece by piece, of all and of each of some users.
+
+    A figure that raises costs nothing else: a run must not lose what it has spent.
+    """
+
+    def __init__(self, figures: Mapping[str, Figure], users: int) -> None:
+        self._figures, self._users = figures, users
+        self._summed = {"loss": _LOSS, "accuracy": _ACCURACY}
+        self._summed |= {name: each for name, each in figures.items() if isinstance(each, Sums)}
+        self._functions = {n: each for n, each in figures.items() if not isinstance(each, Sums)}
+        self._sums, self._parts = dict[str, Tensor](), list[Collected]()
+        self._failed: dict[str, str] = {}
+
+    def add(self, seen: Seen, owners: Tensor) -> None:
+        """Take in rows and the number of each one's user."""
+        if seen.targets.dtype.is_floating_point or seen.outputs.dim() != seen.targets.dim() + 1:
+            self._summed.pop("accuracy", None)
+        for name in [name for name in self._summed if name not in self._failed]:
+            try:
+                found = self._summed[name].of_rows(seen)
+            except Exception as error:
+                self._failed[name] = str(error)
+                continue
+            into = self._sums.setdefault(name, found.new_zeros((self._users, found.shape[1])))
+            _ = into.index_add_(0, owners, found) if len(into) > 1 else into.add_(found.sum(0))
+        if self._functions:
+            self._parts.append(Collected.of(seen, owners))
+
+    def evaluation(self, *, of_users: bool) -> Evaluation:
+        """The figures of all rows, and how they differ among users."""
+        values, by_user = dict[str, float](), dict[str, npt.NDArray[np.float64]]()
+        for name, total in self._sums.items():
+            values[name] = float(self._summed[name].finish(total.sum(0, keepdim=True)))
+            by_user[name] = self._summed[name].finish(total).cpu().numpy()
+        collected = [Collected.joined(self._parts)] if self._functions else []
+        for name, function in self._functions.items():
+            try:
+                values[name] = collected[0].value(function)
+            except Exception as error:
+                self._failed[name] = str(error)
+                continue
+            if of_users:
+                by_user[name] = collected[0].by_user(function, self._users)
+        known = {n: math.nan if n in self._failed else values[n] for n in self._figures}
+        told = {n: each for n, each in by_user.items() if of_users and n not in self._failed}
+        spreads = {name: spread_over_users(each) for name, each in told.items()}
+        accuracy = values.get("accuracy")
+        return Evaluation(values["loss"], accuracy, known, spreads, self._failed)
 
 
 @contextmanager
