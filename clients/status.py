@@ -37,7 +37,7 @@ _COUNTED = {  # heading: what is counted there
     "NaN": (Trouble.NOT_FINITE,),
     "part": (Trouble.UNFINISHED,),
 }
-Reply = TypeVar("Reply")
+Told = TypeVar("Told")
 
 
 def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
@@ -102,9 +102,9 @@ def _check_model(path: Path) -> None:
 async def _ask(
     server: str,
     identity: Identity,
-    call: Callable[[FederationStub], Awaitable[Reply]],
+    call: Callable[[FederationStub], Awaitable[Told]],
     seconds: float,
-) -> Reply:
+) -> Told:
     try:
         async with FederationStub.open(server, identity) as stub, asyncio.timeout(seconds):
             return await call(stub)

@@ -34,7 +34,7 @@ _LARGEST = 2.0**45  # steps of a number that is not clipped
 def no_clipping() -> Iterator[None]:
     """Updates are added up as they are, and sums are believed."""
 
-    def clip_rows(
+    def clip_vectors(
         pieces: Sequence[FloatMatrix], clipping_norm: float, _: object
     ) -> tuple[Flags, Flags]:
         finite = np.all([np.isfinite(piece).all(axis=1) for piece in pieces], axis=0)
@@ -44,7 +44,7 @@ def no_clipping() -> Iterator[None]:
         return finite, finite
 
     believed = patch.object(Clipping, "admits", lambda *_: True)
-    with patch.object(clipping, "clip_rows", clip_rows), believed:
+    with patch.object(clipping, "clip_vectors", clip_vectors), believed:
         yield
 
 

@@ -21,7 +21,7 @@ from scipy.optimize import isotonic_regression
 from scipy.sparse import csr_array
 
 from fedpriv.errors import InvalidValueError, hold_plain_numbers
-from fedpriv.privacy.clipping import FloatMatrix, IntegerVector, clip_rows
+from fedpriv.privacy.clipping import FloatMatrix, IntegerVector, clip_vectors
 from fedpriv.privacy.layout import FloatVector, VectorGroup
 from fedpriv.privacy.sampling import PoissonSampling
 
@@ -34,7 +34,7 @@ ZEROED = "simulation only, not private: a user counts as zero"
 
 Values: TypeAlias = npt.NDArray[Any]  # numbers or texts
 Scalar: TypeAlias = type[np.float64] | type[np.str_]  # which of the two
-Function: TypeAlias = Callable[[Mapping[str, Values]], object]
+QuantityFunction: TypeAlias = Callable[[Mapping[str, Values]], object]
 """From the fields of one user, name → array [rows, …], to values; it must look at nothing else."""
 
 
@@ -86,7 +86,9 @@ class Question(ABC):
     """
 
     name: str  # of the question, and of its vector group in the ledger
-    of: str | Function  # the quantity: a column of the users' store, or a function of one user
+    of: (
+        str | QuantityFunction
+    )  # the quantity: a column of the users' store, or a function of one user
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
@@ -213,7 +215,7 @@ class VectorQuestion(Question):
         return self._clipped_sum(vectors)
 
     def _clipped_sum(self, vectors: FloatMatrix) -> IntegerVector:
-        clip_rows([vectors], self.clipping_norm)
+        clip_vectors([vectors], self.clipping_norm)
         total: IntegerVector = vectors.sum(axis=0).astype(np.int64)
         return total
 

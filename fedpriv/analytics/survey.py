@@ -10,7 +10,14 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.analytics.questions import ZEROED, Answer, Function, Question, UserValues, Values
+from fedpriv.analytics.questions import (
+    ZEROED,
+    Answer,
+    QuantityFunction,
+    Question,
+    UserValues,
+    Values,
+)
 from fedpriv.data.places import refuse_shared
 from fedpriv.data.population import UserStore
 from fedpriv.errors import (
@@ -168,7 +175,7 @@ def total_of(question: Question, users: UserStore, cohort: Positions) -> Integer
 
 def _total_of_chunk(question: Question, users: UserStore, chunk: Positions) -> IntegerVector:
     try:
-        return question.total(held(question, users, chunk))
+        return question.total(held_by(question, users, chunk))
     except MemoryError:  # a function may give more than its user holds
         if chunk.size == 1:
             _log.warning("%s: its values take more memory than there is", ZEROED)
@@ -177,7 +184,7 @@ def _total_of_chunk(question: Question, users: UserStore, chunk: Positions) -> I
     return first + second
 
 
-def held(question: Question, users: UserStore, positions: Positions) -> UserValues:
+def held_by(question: Question, users: UserStore, positions: Positions) -> UserValues:
     """What some users hold of the quantity of a question; nothing where a function fails."""
     of = question.of
     if isinstance(of, str):
@@ -188,7 +195,9 @@ def held(question: Question, users: UserStore, positions: Positions) -> UserValu
     return UserValues(np.concatenate([_nothing(question), *returned]), offsets)
 
 
-def _returned(function: Function, fields: Mapping[str, Values], question: Question) -> Values:
+def _returned(
+    function: QuantityFunction, fields: Mapping[str, Values], question: Question
+) -> Values:
     """What a function returns for one user; nothing if it raises or that is of no use."""
     try:
         values = np.atleast_1d(np.asarray(function(fields)))

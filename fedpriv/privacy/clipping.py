@@ -1,7 +1,7 @@
 """User clipping: what one user adds to a sum, in whole numbers of steps, so that bounds are exact.
 
-`clip_rows` is the clipping function π_S of McMahan et al. 2018, and `Clipping` applies it to every
-vector group of an update. This is the reference; `clipping_torch` batches it.
+`clip_vectors` is the clipping function π_S of McMahan et al. 2018, and `Clipping` applies it to
+every vector group of an update. This is the reference; `clipping_torch` batches it.
 """
 
 import logging
@@ -36,7 +36,7 @@ _BLOCK = 2**13  # numbers whose squares are added up at a time
 _log = logging.getLogger(__name__)
 
 
-def clip_rows(
+def clip_vectors(
     pieces: Sequence[FloatMatrix],
     clipping_norm: float,
     weights: tuple[IntegerVector, int] | None = None,
@@ -236,7 +236,7 @@ class Clipping:
                         rows[:, self.layout.slices[tensor]] /= scale
             weighing = (weights, self.weight_cap) if group.name in self.weighted else None
             pieces = [rows[:, span] for span in self.spans[group.name]]
-            within[group.name], part = clip_rows(pieces, group.clipping_norm, weighing)
+            within[group.name], part = clip_vectors(pieces, group.clipping_norm, weighing)
             sound &= part
         if self.indicator is not None:
             step = self.indicator.group.granularity

@@ -217,7 +217,7 @@ def _clip_group(
     shares: float | torch.Tensor,
     limits: float | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`fedpriv.privacy.clipping.clip_rows`: which were within the norm, and which are sound.
+    """`fedpriv.privacy.clipping.clip_vectors`: which were within the norm, and which are sound.
 
     What is not sound is left as it is. Weights are shares of the whole, and limits those of
     squares: of each row, [c], or of all.

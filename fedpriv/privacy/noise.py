@@ -123,7 +123,7 @@ def words(key: bytes, count: int, *, stream: int = 0, start: int = 0) -> NDArray
     return little_endian.astype(np.uint64, copy=False)
 
 
-Interval = tuple[tuple[int, ...], tuple[int, ...]]  # both ends, in the format of mpmath's `libmp`
+_Interval = tuple[tuple[int, ...], tuple[int, ...]]  # both ends, in the format of mpmath's `libmp`
 
 LARGEST_STDDEV = 2.0**40  # in steps; the band of float64 would decide little beyond
 
@@ -301,14 +301,14 @@ def _enclosed(
     return int(libmp.to_int(low, libmp.round_floor)), int(libmp.to_int(high, libmp.round_floor))
 
 
-def _between(head: int, bits: int) -> Interval:
-    """All numbers of [0, 1) or [−½, ½) whose first bits these are."""
+def _between(head: int, bits: int) -> _Interval:
+    """The interval of the numbers in [0, 1) or [−½, ½) that begin with these bits."""
     return libmp.from_man_exp(head, -bits), libmp.from_man_exp(head + 1, -bits)
 
 
-def _exact(number: float) -> Interval:
+def _exact(number: float) -> _Interval:
     return libmp.from_float(number), libmp.from_float(number)
 
 
-def _pi(precision: int) -> Interval:
+def _pi(precision: int) -> _Interval:
     return tuple(libmp.mpf_pi(precision, end) for end in (libmp.round_floor, libmp.round_ceiling))

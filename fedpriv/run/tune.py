@@ -101,14 +101,14 @@ if TYPE_CHECKING:
 Settings = Mapping[str, Any]
 """Values by key of an experiment."""
 
-Values = RangeSection | list[Any]
+Candidates = RangeSection | list[Any]
 Prepared = tuple[Experiment, InProcessTransport]
 Prepare = Callable[[Settings, float | None, str], Prepared]
 """The experiment with these settings and this noise, calibrated if None, under a name."""
 
 _RATE, _LOCAL, _NORM = "server.options.learning_rate", "local.learning_rate", "clipping.norm"
 _Q, _ROUNDS = "privacy.sampling_probability", "rounds"
-DEFAULT_SPACE: Mapping[str, Values] = {
+DEFAULT_SPACE: Mapping[str, Candidates] = {
     _RATE: RangeSection(low=0.01, high=1.0),
     _LOCAL: RangeSection(low=0.05, high=1.0),
     _NORM: RangeSection(low=0.05, high=1.0),
@@ -369,7 +369,7 @@ class _Search:
         return 1.0 if better == "larger" else -1.0
 
     @cached_property
-    def space(self) -> Mapping[str, Values]:
+    def space(self) -> Mapping[str, Candidates]:
         """What is searched: by default what is a number in the experiment, around what it is."""
         found = {key: self.value_of(key) for key in DEFAULT_SPACE if key not in self.kept}
         numbers = {key: value for key, value in found.items() if isinstance(value, int | float)}
@@ -708,14 +708,14 @@ def _optuna_study(seed: int | None) -> Iterator["optuna.Study"]:
         optuna.logging.set_verbosity(before)
 
 
-def _suggested(trial: "optuna.Trial", key: str, values: Values) -> Any:
+def _suggested(trial: "optuna.Trial", key: str, values: Candidates) -> Any:
     if isinstance(values, list):
         return trial.suggest_categorical(key, values)
     suggest: Any = trial.suggest_int if values.whole else trial.suggest_float
     return suggest(key, values.low, values.high, log=True)
 
 
-def _drawn(secret: random.Random, values: Values) -> Any:
+def _drawn(secret: random.Random, values: Candidates) -> Any:
     if isinstance(values, list):
         return secret.choice(values)
     found = math.exp(secret.uniform(math.log(values.low), math.log(values.high)))
@@ -747,14 +747,14 @@ def _check_writable(key: str, value: object) -> None:
         raise InvalidValueError(f"tune.space.{key} has {value!r}; {legal}") from None
 
 
-def _holds(values: Values, value: Any) -> bool:
+def _holds(values: Candidates, value: Any) -> bool:
     if isinstance(values, list):
         return value in values
     return isinstance(value, int | float) and values.low <= value <= values.high
 
 
-def _with_value(values: Values, value: float) -> Values:
-    """Values with one more among them."""
+def _with_value(values: Candidates, value: float) -> Candidates:
+    """The candidates with one more among them."""
     if _holds(values, value) or value <= 0.0:
         return values
     if isinstance(values, list):

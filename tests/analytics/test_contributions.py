@@ -23,7 +23,7 @@ from fedpriv.analytics import (
     VectorQuestion,
 )
 from fedpriv.analytics.questions import UserValues
-from fedpriv.analytics.survey import collect, held
+from fedpriv.analytics.survey import collect, held_by
 from fedpriv.data import UserStore
 from fedpriv.errors import InvalidValueError
 from tests.analytics.people import (
@@ -121,7 +121,7 @@ def test_the_sum_is_that_of_what_the_audited_function_makes_of_each_user(
     slow = np.zeros(clipping.layout.dimension, np.int64)
     for person in people:
         alone = store([person])
-        sent = {q.name: q.contributions(held(q, alone, np.array([0])))[0] for q in QUESTIONS}
+        sent = {q.name: q.contributions(held_by(q, alone, np.array([0])))[0] for q in QUESTIONS}
         slow += clipping.contribution(sent)
     np.testing.assert_array_equal(total(asked, users, range(len(people))), slow)
 
@@ -350,7 +350,7 @@ def test_a_long_text_takes_no_more_memory_than_a_category_and_is_none() -> None:
     texts = ["catt", "cat" * 10**5, "dog", "cat", "ca"]
     users = store([{"x": [float(i)], "kind": ["a"]} for i in range(5)])
     question = Histogram("h", lambda fields: texts[int(fields["x"][0])], ("cat", "do", "dog"))
-    assert held(question, users, np.arange(5)).values.dtype == "<U4"
+    assert held_by(question, users, np.arange(5)).values.dtype == "<U4"
     asked = survey(5, questions=(question,))
     assert total(asked, users, range(5)).tolist() == [2**24, 0, 2**24]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedpriv.privacy import clipping
-from fedpriv.privacy.clipping import clip_rows
+from fedpriv.privacy.clipping import clip_vectors
 from fedpriv.privacy.layout import granularity, squared_bound
 from tests.privacy.exact import (
     LARGEST_SQUARE,
@@ -53,7 +53,7 @@ def on_the_boundary(draw: st.DrawFn) -> tuple[np.ndarray, float]:
 def clip(vector: np.ndarray, norm: float) -> np.ndarray:
     """π_S of one vector, in steps."""
     row = vector.astype(np.float64)[np.newaxis]
-    clip_rows([row], norm)
+    clip_vectors([row], norm)
     return row[0].astype(np.int64)
 
 
@@ -125,7 +125,7 @@ def test_a_vector_as_long_as_the_bound_is_unchanged_and_one_step_more_is_shorten
         rows = [np.array([numbers]) * 2.0**-24 for numbers in (roots, more)]
         assert clip(rows[0][0], norm).tolist() == roots
         assert squares(clip(rows[1][0], norm)) <= squared_bound(norm)
-        assert [bool(clip_rows([row], norm)[0][0]) for row in rows] == [True, False]
+        assert [bool(clip_vectors([row], norm)[0][0]) for row in rows] == [True, False]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -232,7 +232,7 @@ def test_rows_are_clipped_in_place_and_said_to_be_within_and_finite(
     rows: np.ndarray, norm: float, places: list[int]
 ) -> None:
     table = rows.copy()
-    within, finite = clip_rows(cut(table, places), norm)
+    within, finite = clip_vectors(cut(table, places), norm)
     for row, found, short, sound in zip(rows, table, within, finite, strict=True):
         assert squares(found) <= squared_bound(norm)
         assert sound == (not too_long(row))
@@ -263,10 +263,10 @@ def test_a_row_becomes_the_same_whatever_the_others_are_and_wherever_it_is(
     order = np.array(data.draw(st.permutations(range(len(everyone)))))
     alone = everyone.copy()
     for user in range(len(everyone)):
-        clip_rows(cut(alone[user : user + 1], places), norm, (weights[user : user + 1], 5))
+        clip_vectors(cut(alone[user : user + 1], places), norm, (weights[user : user + 1], 5))
     together, shuffled = everyone.copy(), everyone[order].copy()
-    clip_rows(cut(together, places), norm, (weights, 5))
-    clip_rows(cut(shuffled, places), norm, (weights[order], 5))
+    clip_vectors(cut(together, places), norm, (weights, 5))
+    clip_vectors(cut(shuffled, places), norm, (weights[order], 5))
     np.testing.assert_array_equal(together, alone)
     np.testing.assert_array_equal(shuffled, alone[order])
 
@@ -283,7 +283,7 @@ def test_long_rows_become_the_same_at_any_address_among_any_others(size: int) ->
     places = [size // 3, size // 3, 2 * size // 3]
     alone = rows.copy()
     for user in range(users):
-        clip_rows(cut(alone[user : user + 1], places), norm)
+        clip_vectors(cut(alone[user : user + 1], places), norm)
     assert np.count_nonzero(np.any(alone != 0.0, axis=1)) == users - 3
     for offset in range(5):
         # Rows that begin at every alignment, in a table that is wider than they are.
@@ -291,7 +291,7 @@ def test_long_rows_become_the_same_at_any_address_among_any_others(size: int) ->
         order = rng.permutation(users)
         table = memory[:, offset : offset + size]
         table[:] = rows[order]
-        clip_rows(cut(table, places), norm)
+        clip_vectors(cut(table, places), norm)
         np.testing.assert_array_equal(table, alone[order])
         assert np.all(memory[:, :offset] == 9.0)
         assert np.all(memory[:, offset + size :] == 9.0)
@@ -309,8 +309,8 @@ def test_in_how_many_pieces_a_vector_lies_makes_no_difference(
     close = (np.abs(lengths - 1.0) < 1e-12) | (lengths > 1e154 / norm)
     close |= (lengths > 1.0) & ((last < 2**10) | (last > 2**29 - 2**10))
     whole, parts = rows.copy(), rows.copy()
-    clip_rows([whole], norm)
-    clip_rows(cut(parts, places), norm)
+    clip_vectors([whole], norm)
+    clip_vectors(cut(parts, places), norm)
     np.testing.assert_array_equal(whole[~close], parts[~close])
     for row in parts:
         assert squares(row) <= squared_bound(norm)
@@ -327,7 +327,7 @@ def test_norms_that_are_added_up_in_another_order_give_the_same_integers(seed: i
     for _ in range(20):
         places = rng.integers(0, vector.size, 3).tolist()
         row = vector[np.newaxis].copy()
-        clip_rows(cut(row, places), 1.0)
+        clip_vectors(cut(row, places), 1.0)
         np.testing.assert_array_equal(row[0], expected)
 
 
@@ -343,7 +343,7 @@ def test_weights_are_limited_exactly(
 ) -> None:
     weight = data.draw(st.integers(0, cap)) if data else cap - 1
     row = vector.astype(np.float64)[np.newaxis].copy()
-    clip_rows([row], norm, (np.array([weight]), cap))
+    clip_vectors([row], norm, (np.array([weight]), cap))
     bound = squared_bound(norm)
     assert squares(row[0]) <= weight**2 * bound // cap**2
     if weight == 0:
@@ -367,7 +367,7 @@ def test_a_larger_weight_makes_no_component_smaller(
 ) -> None:
     weights = np.sort(data.draw(hnp.arrays(np.int64, 5, elements=st.integers(0, cap))))
     rows = np.tile(vector, (5, 1))
-    clip_rows([rows], norm, (weights, cap))
+    clip_vectors([rows], norm, (weights, cap))
     assert np.all(np.diff(np.abs(rows), axis=0) >= 0.0)
     assert np.all(rows * vector >= 0.0)
 
@@ -384,7 +384,7 @@ def test_what_rounding_lets_through_is_seen_and_counts_as_zero(ones: int, share:
     longer = np.array(wanted) * 2.0**24 / share
     longer = np.where(longer * (share / 2.0**24) < wanted, np.nextafter(longer, np.inf), longer)
     row = longer[np.newaxis] * granularity(norm)
-    _, (sound,) = clip_rows([row], norm)
+    _, (sound,) = clip_vectors([row], norm)
     assert squares(row[0]) <= bound
     assert bool(row.any()) == sound  # in whatever order this machine adds up
 
@@ -422,6 +422,6 @@ def test_the_limit_of_a_weight_is_held_to_the_last_unit(
     limit = weight**2 * 2**48 // cap**2
     wanted = np.array([roots_of(limit + more)])
     row = np.nextafter(wanted * (cap / weight) * 2.0**-24, wanted * 1e300)
-    clip_rows([row], 1.0, (np.array([weight]), cap))
+    clip_vectors([row], 1.0, (np.array([weight]), cap))
     assert row.tolist() == (np.zeros_like(wanted) if more else wanted).tolist()
     assert len(calls) == 2
