@@ -28,7 +28,7 @@ def selected_rdp(
     rdp: Vector,
     delta_at: Callable[[float], float],
     mean: float,
-    shape: float | None = None,
+    shape: float | None,
 ) -> Vector:
     """[orders] RDP of the best of K trials, each of which has this RDP ε(λ) [orders].
 

@@ -81,9 +81,9 @@ def certified(
     return bound
 
 
-def largest_certifiable(runs: int, delta: float, confidence: float = CONFIDENCE) -> float:
+def largest_certifiable(runs: int, delta: float) -> float:
     """What a test certifies that is right in all of so many runs of each world: none does more."""
-    return float(certified(np.array(runs), runs, np.array(0), runs, delta, confidence))
+    return float(certified(np.array(runs), runs, np.array(0), runs, delta))
 
 
 def certify(test: ThresholdTest, without: Numbers, with_one: Numbers, delta: float) -> Certificate:

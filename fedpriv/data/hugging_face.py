@@ -166,7 +166,7 @@ def load_redealt(
 
 
 def fetch_splits(
-    name: str, splits: Sequence[str], subset: str | None = None, revision: str | None = None
+    name: str, splits: Sequence[str], subset: str | None, revision: str | None
 ) -> tuple["Dataset", "Dataset"]:
     """Two splits of a dataset on the hub, of one revision: users' rows and held-out ones.
 

@@ -56,7 +56,7 @@ def planned(
     config: Config,
     run: str,
     population: Population,
-    spent: Sequence[RoundEvent] = (),
+    spent: Sequence[RoundEvent],
     method: Method | None = None,
 ) -> tuple[Survey, Experiment]:
     """The query of a configuration's projection, and the experiment after it; nothing is spent.

@@ -273,8 +273,8 @@ def tune_file(
     out: Path | None,
     *,
     on: Literal["public", "users"],
-    synthetic: bool = False,
-    price_only: bool = False,
+    synthetic: bool,
+    price_only: bool,
 ) -> Tuning | None:
     """Search for an experiment in a file, print what was found, and write it to a folder.
 
