@@ -195,9 +195,9 @@ class Database:
 
 
 def _create(path: Path, form: FileFormat, fill: Callable[[sqlite3.Connection], object]) -> bool:
-    """Make a file as a whole; whether there was none, which another process may have made."""
+    """Make a file as a whole; False if there was one, which another process may have made."""
     if Path(f"{path}-journal").exists():
-        # SQLite would roll the new file back with it; it belongs to one that was lost.
+        # It belongs to a file that was lost, and SQLite would roll the new one back with it.
         ways = "restore that file beside it, or move it away"
         raise LedgerError(f"{path}-journal is left of another {form.kind}; {ways}")
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")

@@ -28,7 +28,7 @@ from fedpriv.errors import (
 
 # The most rounds of a schedule, and repetitions of an event: as floats such numbers are exact.
 MOST_REPEATS = 1 << 53
-MOST_EXAMPLES = 10**6  # of a user, where examples are sampled: each number of them has its chance
+MOST_EXAMPLES = 10**6  # of a user, where examples are sampled: the price has a term for each number
 
 
 class SamplingPolicy(StrEnum):
@@ -119,10 +119,13 @@ class Schedule:
 class SamplingEvent:
     """One draw of a cohort; everything released about that cohort belongs to it.
 
-    q in (0, 1] is each user's chance to be in the cohort of a round: any for Poisson sampling, of
-    examples that of each example, and within bands in a round of the user's group; for fixed size
-    the float nearest to m/N, so that q·N rounds to the cohort size m; for random allocation that
-    nearest to k/n; 1 for the others, which sampling does not make cheaper.
+    q in (0, 1] is each user's chance to be in the cohort of a round:
+
+    * Poisson sampling: any; of examples, the chance of each example; within bands, the chance in a
+      round of the user's group;
+    * fixed size: the float nearest to m/N, so that q·N rounds to the cohort size m;
+    * random allocation: the float nearest to k/n;
+    * all others, which sampling does not make cheaper: 1.
     """
 
     policy: SamplingPolicy
@@ -139,7 +142,7 @@ class SamplingEvent:
 
     def __post_init__(self) -> None:
         hold_numbers(self)
-        # What is equal to a name would not be the name itself, which is what analyses ask for.
+        # Analyses compare by identity, so a string equal to a member becomes the member.
         named = {"policy": SamplingPolicy, "relation": NeighbouringRelation, "unit": Unit}
         for name, kind in named.items():
             if type(held := getattr(self, name)) is not kind:
@@ -239,7 +242,7 @@ class SamplingEvent:
     def _check_canaries(self) -> None:
         m, found = self.canaries, f"canaries is {self.canaries}"
         require(isinstance(m, int) and m >= 0, f"{found}; it must be a whole number from 0 on")
-        # Whoever is drawn there takes the place of a user.
+        # Under these policies a canary that is drawn would take the place of a user.
         without = self.policy in (SamplingPolicy.FIXED_SIZE, SamplingPolicy.SHUFFLED)
         require(m == 0 or not without, f"{found}; with {self.policy} sampling it must be 0")
 

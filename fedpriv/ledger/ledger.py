@@ -238,7 +238,7 @@ def _event_fields(event: RoundEvent) -> dict[str, object]:
             {
                 "group": str(query.group),
                 "clipping_norm": float(query.clipping_norm),
-                "noise_stddev": float(query.noise_stddev) + 0.0,  # there is one zero
+                "noise_stddev": float(query.noise_stddev) + 0.0,  # −0.0 becomes 0.0
                 "granularity": query.granularity and float(query.granularity),
             }
             for query in event.queries
@@ -325,7 +325,7 @@ class SeriesBook:
 
 @dataclass(frozen=True)
 class Charge:
-    """Receipt for one charge, good for one release, which copies share; it cannot be pickled."""
+    """Receipt for one charge, good for one release, copies included; it cannot be pickled."""
 
     run: str
     round: int
@@ -499,9 +499,10 @@ class Ledger:
             raise LedgerError(f"tables or triggers were altered: {', '.join(altered)}")
 
     def since(self, head: Head | None) -> tuple[int, Iterator[str]] | None:
-        """How many characters an export has after a head, and they; without a head, all of it.
+        """The export after a head, or all of it without one: its length in characters, its pieces.
 
-        They are read, unchecked, as they are taken. None if the ledger never had the head.
+        Pieces are read from the file, unchecked, as they are taken. None if the ledger never had
+        the head.
         """
         if head is not None and not self.contains_head(head):
             return None
@@ -717,7 +718,7 @@ def next_row(last: Head, text: str, series: SeriesBook) -> ChargedRow:
 
 
 def _check_readable(row: ChargedRow, book: SeriesBook) -> None:
-    """Refuse a row that is not read back as it is: a chain could not go on behind it."""
+    """Refuse a row that would not be read back as it is: no charge could follow it."""
     try:
         same = _row(json.loads(_checked(row.text)), book) == row
     except _MALFORMED as error:

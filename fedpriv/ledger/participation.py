@@ -234,7 +234,7 @@ class ParticipationRecord:
 
 
 def digest_of_users(ids: Iterable[object] | None) -> str:
-    """SHA-256 of users' ids in the order of their positions; None: they have none but these."""
+    """SHA-256 of users' ids in the order of their positions; None: positions are their only ids."""
     text = json.dumps(None if ids is None else [str(user) for user in ids])
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -48,16 +48,16 @@ def clip_vectors(
 
     * Σaᵢ² ≤ B, or ⌊m²·B/c²⌋ with a weight, in exact arithmetic, for every input;
     * NaN or ±inf anywhere, or a norm whose square float64 does not hold (from 1.34e154 on), gives
-      the zero vector. So does a vector that rounding would make longer than B, which takes numbers
-      chosen for it;
+      the zero vector. So does a vector that rounding would lengthen beyond B, which takes numbers
+      that were chosen to do so;
     * where w = 1 and ‖v‖ ≤ S up to rounding, γ·a differs from v by less than γ per component,
       towards 0; where ‖v‖ is larger, γ·a has the direction of v up to γ per component, and a norm
       of at least S·(1 − 2^-22) − γ·√d;
     * what a row becomes is a function of that row and its weight alone, to the last bit.
 
-    Pieces are [C, d_k] of contiguous rows; together a user's vector lies in one row of each.
-    Weights are m [C], 0 ≤ m ≤ c, and c; None: all are 1. Returns which rows were within S, and
-    which are sound, that is, are not zero by the second of these: [C] each.
+    Each piece is [C, d_k] and has contiguous rows; a user's vector is one row of all pieces.
+    `weights` are m [C], 0 ≤ m ≤ c, and c; None: every w is 1. Returns two masks [C]: which rows
+    were within S, and which are sound, that is, were not zeroed by the second guarantee.
     """
     step, bound = granularity(clipping_norm), squared_bound(clipping_norm)
     root, limits = math.sqrt(bound), np.full(len(pieces[0]), float(bound))
@@ -68,8 +68,8 @@ def clip_vectors(
         limits = np.array([float(m * m * bound // (whole * whole)) for m in units.tolist()])
     with np.errstate(over="ignore", invalid="ignore"):  # of rows that become zero
         norms = np.sqrt(_squares(pieces)) / step
-        # Rounding factors down to 24 bits keeps what is off by rounding within the norm, and norms
-        # that are added up in another order give the same integers.
+        # Factors are rounded down to 24 bits. That outweighs all other rounding errors, so rows
+        # stay within the norm, and norms summed in another order give the same integers.
         ratios = root / np.maximum(norms, root)
         shares = (ratios.view(np.int64) & COARSE).view(np.float64) * share
         factors = (shares / step)[:, np.newaxis]
@@ -77,7 +77,7 @@ def clip_vectors(
             np.multiply(piece, factors, out=piece)
             np.trunc(piece, out=piece)
         # Squares of integers and their sums are exact in float64 up to 2^53, far above all limits,
-        # and larger ones are not rounded to below a limit: so the bound holds exactly.
+        # and rounding takes no larger sum below a limit: so the bound holds exactly.
         sound = np.isfinite(norms) & (_squares(pieces) <= limits)
     if not sound.all():
         for piece in pieces:
@@ -95,7 +95,7 @@ def _squares(pieces: Sequence[FloatMatrix]) -> FloatVector:
 
 @dataclass(frozen=True)
 class Indicator:
-    """A tensor that tells for some groups whether a user's part was *not* clipped.
+    """A tensor that says, group by group, whether a user's part was *not* clipped.
 
     Each component is +1/2 if the group's part was within its norm, −1/2 if it was clipped, and 0
     for a user that contributes zero. Centring halves the sensitivity.
@@ -106,7 +106,7 @@ class Indicator:
 
     @classmethod
     def of(cls, groups: tuple[VectorGroup, ...]) -> "Indicator":
-        """The indicator that tells of all these groups whether they were clipped."""
+        """The indicator with a component for each of these groups."""
         return cls(UNCLIPPED, tuple(group.name for group in groups))
 
     @property
@@ -168,7 +168,7 @@ class Clipping:
 
     @cached_property
     def spans(self) -> dict[str, tuple[slice, ...]]:
-        """Where each group lies in the vector; tensors that follow each other share a slice."""
+        """Where each group lies in the vector; adjacent tensors share a slice."""
         spans = {}
         for group in self.groups:
             joined: list[slice] = []
@@ -197,13 +197,13 @@ class Clipping:
         return steps
 
     def contribution(self, tensors: Tensors, weight: int | None = None) -> IntegerVector:
-        """What one user adds to the sum, in steps: [D]; total.
+        """What one user adds to the sum, in steps: [D]. It never raises.
 
         Guarantees: the part of each group g has Σaᵢ² ≤ B_g, its `squared_bound`, and
         Σaᵢ² ≤ (m/c)²·B_g if it is weighted, exactly, whatever the tensors and the weight;
         malformed tensors (missing, unknown or misshapen, not floating point) contribute zero
         everywhere, and so do a component that is not finite, in any group, and a weight m that is
-        not a whole number from 0 to c. There are all tensors but the indicator; None as m means c.
+        not a whole number from 0 to c. The indicator is not given; without a weight, m is c.
         """
         indicator, whole = self.indicator, self.weight_cap
         blank = {indicator.tensor: np.zeros(len(indicator.groups))} if indicator else {}
@@ -221,7 +221,7 @@ class Clipping:
         return contribution
 
     def clip_rows(self, rows: FloatMatrix, weights: IntegerVector) -> None:
-        """Make contributions of the tensors of several users, in place, each row by itself.
+        """Turn the tensors of several users into contributions, in place, each row by itself.
 
         Guarantees: those of `contribution` for each row; afterwards all numbers are whole, so that
         sums of rows are exact in float64 for up to 2^28 of them. Rows [C, D] are contiguous and in

@@ -46,16 +46,16 @@ class BatchedTensor(Protocol):
 Updates = Mapping[str, BatchedTensor]
 """Name of tensor → [C, *shape], float32: what the users of a chunk learnt, before clipping."""
 
-# Numbers of updates in float64 at a time: what has left a processor's caches before it is clipped
-# costs more than the arithmetic. A GPU needs more to be busy.
+# How many numbers, in float64, are clipped at a time: once they have left a processor's caches,
+# fetching them costs more than the arithmetic. A GPU needs more to be busy.
 _NUMBERS = 2**20
 _NUMBERS_CUDA = 2**26
 _ALIGNED = 8  # rows begin where a vector instruction reads a whole cache line
-_PASSED_ON = 2**16  # bytes, up to which CUDA takes what lies in any memory along with a command
+_PASSED_ON = 2**16  # bytes up to which CUDA sends pageable memory along with the command
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor on a device; a GPU does other work meanwhile."""
+    """The tensor on a device; a copy to a GPU does not wait for it."""
     large = tensor.nbytes > _PASSED_ON
     if large and device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
@@ -81,7 +81,7 @@ def integer_sum(
         for users, rows in rows_of(updates, layout, len(weights), indicator):
             clipping.clip_rows(rows.numpy(), weights[users])
             total += rows[0] if len(rows) == 1 else rows.sum(0)
-    else:  # all lanes, as it depends on their number in which order a norm is added up
+    else:  # all lanes, since the order in which norms are summed depends on their number
         units = np.concatenate([weights, np.zeros(lanes - len(weights), np.int64)])
         for users, rows in rows_of(updates, layout, lanes, indicator):
             clip_rows(rows, clipping, units[users])
@@ -90,10 +90,10 @@ def integer_sum(
 
 
 def weighing(clipping: Clipping, weights: npt.NDArray[np.int64], lanes: int) -> torch.Tensor:
-    """What lanes have of the weights of the first users, float64 [1 + 2·W, L].
+    """What the weights of the first users mean for their lanes, float64 [1 + 2·W, L].
 
-    Whether there is a user and, for each of the W groups that are weighted, its limit of squares
-    and its share of the whole.
+    The first row says whether the lane has a user. Two rows follow for each of the W weighted
+    groups: the limit of the sum of squares, and the weight m/c.
     """
     rows, whole = [np.ones(len(weights))], clipping.weight_cap
     for group in clipping.sent:
@@ -160,14 +160,14 @@ def _add_contributions(
 
 
 def _halves(indicator: Indicator, within: TorchTensors) -> torch.Tensor:
-    """What an indicator says of groups that were within their norms, in steps: [c, groups]."""
+    """The indicator, in steps, from which groups were within their norms: [c, groups]."""
     said = torch.stack([within[name] for name in indicator.groups], 1).double()
     return (said - 0.5) / indicator.group.granularity
 
 
 @cache
 def kernels_on(device: torch.device) -> ModuleType | None:
-    """The kernels of `clipping_triton`, if there are any and they give what the reference gives."""
+    """The kernels of `clipping_triton`, if they run here and give what the reference gives."""
     if find_spec("triton") is None or not torch.cuda.is_available():
         return None
     rng, layout = np.random.default_rng(0), Layout(("tried",), ((10_000,),))
@@ -184,7 +184,7 @@ def kernels_on(device: torch.device) -> ModuleType | None:
         if np.array_equal(found.cpu().numpy(), expected):
             return clipping_triton
         _log.warning("kernels of Triton clip otherwise than torch, which clips in their place")
-    except Exception as error:  # of a compiler that is absent, for one
+    except Exception as error:  # a compiler may be missing, for one
         _log.info("torch clips, as kernels of Triton cannot be used: %s", type(error).__name__)
     return None
 
@@ -219,8 +219,8 @@ def _clip_group(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`fedpriv.privacy.clipping.clip_vectors`: which were within the norm, and which are sound.
 
-    What is not sound is left as it is. Weights are shares of the whole, and limits those of
-    squares: of each row, [c], or of all.
+    Rows that are not sound are left as they are. Shares are the weights m/c, and limits those of
+    the sums of squares: one for each row, [c], or one for all.
     """
     step, root = group.granularity, math.sqrt(group.squared_bound)
     norms = torch.linalg.vector_norm(_norms(pieces), dim=0) / step
@@ -232,7 +232,7 @@ def _clip_group(
 
 
 def _factors(norms: torch.Tensor, group: VectorGroup, shares: float | torch.Tensor) -> torch.Tensor:
-    """What makes whole numbers of vectors of these norms, in steps: [c]."""
+    """The factors that clip vectors of these norms, in steps, and count them in steps: [c]."""
     root = math.sqrt(group.squared_bound)
     coarse = (root / norms.clamp(min=root)).view(torch.int64) & COARSE
     return coarse.view(torch.float64) * shares / group.granularity

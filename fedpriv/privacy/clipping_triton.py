@@ -1,7 +1,8 @@
 """The clipping of `fedpriv.privacy.clipping` as kernels of Triton, which comes with torch for CUDA.
 
-torch does it in ten passes over numbers of float64. Kernels read those of float32 three times: for
-norms, for the squares of whole numbers, by which what is too long is zeroed, and to add these up.
+torch takes ten passes over the numbers in float64. The kernels read them in float32, three times:
+for the norms; for the squares of the whole numbers, by which rows that are too long are zeroed; and
+to add the whole numbers up.
 """
 
 from collections.abc import Sequence
@@ -70,7 +71,7 @@ def _sum_kernel(
     rows: tl.constexpr,
     turns: tl.constexpr,
 ):
-    """Add the whole numbers of some sound rows to a total, where integers come in any order."""
+    """Add the whole numbers of some sound rows to a total, exactly, so in any order."""
     at = tl.program_id(0) * columns + tl.arange(0, columns)
     added = tl.zeros([rows, columns], tl.int64)
     for turn in range(turns):

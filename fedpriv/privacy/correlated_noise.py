@@ -94,7 +94,7 @@ class BandedStrategy:
         c = self.coefficients
         require(c[:1] == (1.0,), f"the coefficients begin with {c[:1]}; they must begin with 1")
         for j, value in enumerate(c):
-            # Comparisons are false of NaN.
+            # NaN fails every comparison.
             proper = 0.0 <= value <= 1.0 and (value / COEFFICIENT_STEP).is_integer()
             legal = "it must be a whole multiple of 2^-20 from 0 to 1"
             require(proper, f"coefficient {j} is {value}; {legal}")

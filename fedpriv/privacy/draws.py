@@ -33,8 +33,8 @@ class RoundAttempt:
     def purpose(self, stream: str) -> str:
         """Name the draw of a stream: "sampling", "noise", "series" or "local".
 
-        One run of a ledger can be its first, and goes without a name: what a seed gives then does
-        not depend on what the run is called. Names tell all others apart.
+        The first run of a ledger, of which there is one, goes unnamed, so that what a seed gives it
+        does not depend on what it is called. All others are told apart by their names.
         """
         name = "" if self.first else self.run
         return f"{stream}/{name}/{self.round}/{self.attempt}"
@@ -54,8 +54,8 @@ class SeriesEntropy(Entropy):
 class SeriesDraws:
     """All draws of one series of rounds: functions of its key and its mechanism, made once.
 
-    Noise that is correlated over rounds needs that of the rounds before, lost ones included. It is
-    kept as far as it is needed, and made anew where a server goes on.
+    Correlated noise of a round needs that of the rounds before it, lost ones included. What is
+    needed of these is kept, and computed again from the key where a server resumes.
     """
 
     def __init__(self, mechanism: GaussianMechanism, key: bytes) -> None:
@@ -68,9 +68,9 @@ class SeriesDraws:
     def correlated(self, part: int, paid: int) -> Mapping[str, IntegerVector] | None:
         """Noise of a round by vector group, in steps; None where it is independent.
 
-        Each round is asked for once, and rounds in their order. `paid` is the position of the
-        charge of the series, by which keys are named, but of a ledger's first charge: two series
-        that began at once with one seed have other noise.
+        Each round is asked for once, in the order of rounds. `paid` is the position of the charge
+        of the series. Unless it is the first of the ledger, keys are named after it, so that two
+        series that began at the same time with one seed have different noise.
         """
         if not self._noises:
             return None

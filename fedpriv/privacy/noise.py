@@ -125,7 +125,7 @@ def words(key: bytes, count: int, *, stream: int = 0, start: int = 0) -> NDArray
 
 _Interval = tuple[tuple[int, ...], tuple[int, ...]]  # both ends, in the format of mpmath's `libmp`
 
-LARGEST_STDDEV = 2.0**40  # in steps; the band of float64 would decide little beyond
+LARGEST_STDDEV = 2.0**40  # in steps; beyond, float64 would leave too many normals undecided
 
 # Even, because normals come in pairs; words and normals of a block stay in a core's cache.
 _BLOCK = 1 << 14
@@ -283,7 +283,7 @@ def _exactly(
 def _enclosed(
     u: int, turn: int, bits: int, which: int, stddev: float, offset: float
 ) -> tuple[int, int]:
-    """Both ends, rounded, of the interval in which normal and offset lie whatever unread bits are.
+    """Both ends, rounded, of the interval that holds normal plus offset whatever the unread bits.
 
     `u` and `turn` are the first bits of u and, with its sign, of θ/2π, as integers.
     """

@@ -82,7 +82,7 @@ class LocalTraining:
     what an algorithm keeps begins at zero for each user in each round and is thrown away.
     """
 
-    # Step size > 0 of each step; a schedule is one number in each round, `at` which it is found.
+    # Step size > 0; `at` replaces a schedule by its number for a round.
     learning_rate: float | Rates
     batch_size: int | None = None  # examples per step; None: all of a user's in one batch
     # Exactly one is given: passes over the examples, each in a fresh order, or a number of batches.
@@ -122,14 +122,14 @@ class LocalTraining:
 
     @property
     def rate(self) -> float:
-        """The learning rate of a round, in whose settings it is a number."""
+        """The learning rate as a number, which a schedule is only `at` a round."""
         if isinstance(self.learning_rate, Rates):
             found = f"learning_rate is {self.learning_rate}"
             raise InvalidValueError(f"{found}; a step needs its number, that of a round")
         return self.learning_rate
 
     def at(self, number: int) -> Self:
-        """Local training in a round, from 1: a number stands in the place of a schedule."""
+        """Local training in a round, from 1, with the number that a schedule has there."""
         rate = self.learning_rate
         return replace(self, learning_rate=rate.at(number)) if isinstance(rate, Rates) else self
 
@@ -176,7 +176,7 @@ class RoundRequest:
 
     @property
     def measured(self) -> tuple[Metric, ...]:
-        """The metrics that must be computed: all but that a user contributes, which is 1."""
+        """The metrics that must be computed: all but the count of contributors, 1 for each."""
         return tuple(metric for metric in self.metrics if metric != CONTRIBUTORS)
 
 
@@ -218,7 +218,7 @@ class Transport(ABC):
         """
 
     def rest(self) -> None:  # noqa: B027 - most need nothing
-        """Let go of what waits for the next round, which may come all the same."""
+        """Release what is kept for the next round, which may come all the same."""
 
 
 def merged(node: str, partials: Iterable[PartialSum], dimension: int) -> PartialSum:
@@ -269,7 +269,7 @@ class PrivacyRecords:
     ledger: Ledger  # what was spent; public
     participation: ParticipationRecord  # who took part; secret, and never exported
     budget: PrivacyBudget  # what all runs of the ledger may spend together
-    # Draws of the series that is under way, by its key: what follows from it is not made anew.
+    # Draws of the series that is under way, by its key, so that they are computed once.
     _drawn: dict[bytes, SeriesDraws] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -354,9 +354,9 @@ class PrivacyRecords:
         return self._drawn[key]
 
     def is_first(self, run: str) -> bool:
-        """Whether a run was charged first or, where nothing was charged, alone has asked cohorts.
+        """Whether a run made the first charge or, while there is none, alone has asked cohorts.
 
-        After a charge this is true of exactly one run of the ledger, and for ever.
+        Once there is a charge, this is true of exactly one run of the ledger, for ever.
         """
         first = self.ledger.first_run
         return first == run if first else not self.participation.has_other_than(run)

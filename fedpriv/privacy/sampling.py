@@ -234,7 +234,7 @@ class FixedSizeSampling(Sampling):
 
 @dataclass(frozen=True)
 class EveryUserSampling(Sampling):
-    """All enrolled users are the cohort of each round; no privacy is won by drawing."""
+    """All enrolled users are the cohort of each round; sampling adds no privacy."""
 
     population: int
     relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE
@@ -404,7 +404,9 @@ class CanarySampling(Sampling):
 
 def _turns(rounds: int, groups: int) -> Schedule:
     """The schedule of users who take turns in so many groups."""
-    legal = Schedule(rounds, separation=groups)  # what is none is refused before it divides
+    legal = Schedule(
+        rounds, separation=groups
+    )  # refuses what is no schedule, before a division by zero
     return replace(legal, participations=-(-rounds // groups))
 
 
