@@ -34,7 +34,7 @@ _BEYOND = _CTC | _SAMPLING | {torch.segment_reduce, torch.linalg.lstsq}
 
 
 class OwnTables(TorchFunctionMode):
-    """Within it, words beyond an embedding have rows of NaN, and so their user counts as zero.
+    """A mode in which words beyond an embedding give rows of NaN, so their user counts as zero.
 
     A ModelError refuses `index_fill`, and an embedding that shortens rows of its table.
     """
@@ -63,7 +63,7 @@ class OwnTables(TorchFunctionMode):
 
 
 class WithinBounds(TorchFunctionMode):
-    """Within it, functions that torch lets read or write beyond their arguments do not.
+    """A mode in which functions of torch that can read or write beyond their arguments do not.
 
     Labels of `ctc_loss` that are no class raise, and so does `segment_reduce` with offsets, which
     nothing checks. `grid_sample` gives NaN for positions that are not finite, so that their user
@@ -114,7 +114,7 @@ def _check_labels(
 ) -> None:
     classes = log_probs.shape[-1]
     illegal = (targets < 0) | (targets >= classes)
-    if targets.dim() == 2:  # what fills a row up is not read
+    if targets.dim() == 2:  # padding at the end of a row is not read
         places = torch.arange(targets.shape[1], device=targets.device)
         lengths = torch.as_tensor(target_lengths, device=targets.device)
         illegal = illegal & (places < lengths[:, None])

@@ -193,7 +193,7 @@ def _changed(buffer: str) -> ModelError:
 def _check_apart(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> None:
     """Refuse a task in which what an example gives depends on those beside it."""
     model = task.evaluated().model
-    for row in range(len(y)):  # any may be the one that decides
+    for row in range(len(y)):  # mixing may show in any one of them
         _check_one_apart(task, model, tensors, x, y, slice(row, row + 1))
 
 
@@ -201,7 +201,7 @@ def _check_one_apart(
     task: Task, model: nn.Module, tensors: TorchTensors, x: Inputs, y: Tensor, one: slice
 ) -> None:
     def amid(others: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        def several(t: Tensor) -> Tensor:  # what mixes may look ahead or back alone
+        def several(t: Tensor) -> Tensor:  # mixing may look only ahead, or only back
             return torch.cat([others(t), t[one], others(t)])
 
         outputs, place = _outputs_once(model, tensors, each_input(several, x)), len(y)

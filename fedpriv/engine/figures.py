@@ -4,8 +4,8 @@ A figure is a `Sums` of examples, which takes memory that does not grow with the
 of all outputs and targets, which are then collected. Targets that a task ignores count in none.
 Figures are of rows that belong to no enrolled user: they are not private statements.
 
-Classes are given scores [n, K, …], one more axis than their targets [n, …]; every position counts
-as a row of its own.
+Where targets [n, …] are classes, outputs are scores [n, K, …], with one more axis; every position
+counts as a row of its own.
 """
 
 import math
@@ -104,7 +104,7 @@ def _classified(seen: Seen, what: str) -> Tensor:
 
 
 def _per_row(values: Tensor, counts: Tensor) -> Tensor:
-    """Sums over a row's targets that count of values [n, …, k], and their number: [n, k + 1]."""
+    """By row, sums of values [n, …, k] over targets that count, and how many do: [n, k + 1]."""
     weights = counts.double()[..., None]
     # Not a product with zero, which would keep NaN.
     each = torch.where(counts[..., None], values.double(), 0.0)
@@ -117,7 +117,7 @@ def _mean(sums: Tensor) -> Tensor:
 
 
 def _mean_of(of_targets: Callable[[Seen], Tensor], then: Callable[[Tensor], Tensor]) -> Sums:
-    """A function of the mean over targets of a number of each, [n, …]."""
+    """A figure that is a function of the mean of `of_targets`, [n, …], over targets."""
     return Sums(
         lambda seen: _per_row(of_targets(seen)[..., None], seen.counts),
         lambda sums: then(_mean(sums)),
@@ -288,7 +288,7 @@ class Collected:
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
     def value(self, function: FigureFunction) -> float:
-        """A figure of all; an error, or a number, or NaN where there is nothing."""
+        """A figure of all rows, NaN if there are none; raises what the function raises."""
         return float(function(self.outputs, self.targets)) if len(self.targets) else math.nan
 
     def by_user(self, function: FigureFunction, users: int) -> npt.NDArray[np.float64]:
@@ -297,7 +297,7 @@ class Collected:
         sizes = torch.bincount(self.owners, minlength=users).tolist()
         values = np.full(users, math.nan)
         for user, rows in enumerate(torch.split(order, sizes)):
-            # A figure may need more than one user has, as both classes.
+            # A figure may need more than one user has, such as rows of both classes.
             with suppress(Exception):
                 own = Collected(self.outputs[rows], self.targets[rows], self.owners[rows])
                 values[user] = own.value(function)

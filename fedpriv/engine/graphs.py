@@ -27,9 +27,9 @@ Compute = Callable[[RoundParameters, TorchTensors], Updates]
 
 
 class Graphs:
-    """Computes chunks on a GPU, and captures how.
+    """Computes chunks on a GPU, and captures the computation of each shape as a graph.
 
-    What is captured holds numbers of the local algorithm, so graphs last as long as that does.
+    Settings of the local algorithm are constants of a graph, so graphs last as long as they do.
     """
 
     def __init__(self, device: torch.device, constants: TorchTensors, memory: int) -> None:
@@ -39,19 +39,19 @@ class Graphs:
         self._clipping: Clipping | None = None  # of the last round
         self.steady = False  # whether it is that of the round before
         self._seen: set[Hashable] = set()  # shapes in which users have trained
-        self._captured: dict[Hashable, _Graph | None] = {}  # None: it cannot be
+        self._captured: dict[Hashable, _Graph | None] = {}  # None: it cannot be captured
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool: Any = None  # of all graphs, for what no replay leaves behind
+        self._pool: Any = None  # of memory, shared by all graphs: none is replayed during another
 
     def begin(self, clipping: Clipping) -> None:
-        """Begin a round. Sums of one that clips otherwise cannot be replayed."""
+        """Begin a round. Graphs of sums serve only rounds that clip as the last one did."""
         steady = clipping == self._clipping
         if self.steady and not steady:
             self.clear()
         self._clipping, self.steady = clipping, steady
 
     def may_capture(self, shape: Hashable) -> bool:
-        """Whether this was not found to be impossible."""
+        """Whether capturing this shape has not failed yet."""
         return self._captured.get(shape, shape) is not None
 
     def computed(
@@ -86,7 +86,7 @@ class Graphs:
 
     def _drop(self) -> None:
         if any(self._captured.values()):
-            torch.cuda.synchronize(self._device)  # one may still be under way
+            torch.cuda.synchronize(self._device)  # a replay may still be running
         self._captured.clear()
         self._pool = None  # a pool ends with its last graph
 
@@ -111,7 +111,7 @@ class Graphs:
 
 
 class _Graph:
-    """What is computed in one shape, of what its inputs hold."""
+    """The captured computation of one shape, on what its input buffers hold."""
 
     def __init__(
         self,
@@ -130,9 +130,9 @@ class _Graph:
             {n: t.clone() for n, t in start.control.items()},
             start.personal,
         )
-        self._held = start  # what is copied there
+        self._held = start  # whose numbers `_start` has
         self._given = {name: tensor.clone() for name, tensor in given.items()}
-        # What libraries prepare for a stream, they do before.
+        # Once before capturing, so that libraries have prepared what they need on the stream.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             compute(self._start, self._given)
@@ -143,7 +143,7 @@ class _Graph:
 
     @property
     def pool(self) -> Any:
-        """Its memory, which other graphs that are never replayed at the same time can share."""
+        """Its memory, which graphs can share that are never replayed at the same time."""
         return self._graph.pool()
 
     def replayed(self, start: RoundParameters, given: TorchTensors) -> Updates:

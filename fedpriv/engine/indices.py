@@ -36,7 +36,7 @@ class Indices:
     def legal(self, name: str, most: int) -> tuple[int, int]:
         """The least and the largest legal number of a field of integers, up to ±most, or of bools.
 
-        None beyond is tried: a model may make as many numbers as one says, as a mask of lengths.
+        No number beyond is tried: a model may need memory in proportion, as for masks of a length.
         """
         if self._zeros[name].dtype.kind == "b":
             return 0, 1
@@ -67,7 +67,7 @@ class Indices:
         """Which users have an integer that is not known to be legal."""
         starts, ends = self._users.offsets[users], self._users.offsets[users + 1]
         firsts = np.cumsum(ends - starts) - (ends - starts)
-        rows = np.arange(len(users)).repeat(ends - starts)  # whose each is
+        rows = np.arange(len(users)).repeat(ends - starts)  # the user of each row
         rows = np.arange(len(rows)) + (starts - firsts)[rows]
         odd = np.zeros(len(users), np.bool_)
         for name, (least, most) in self._legal.items():
@@ -82,10 +82,10 @@ class Indices:
 
     @cached_property
     def _legal(self) -> dict[str, tuple[int, int]]:
-        """Numbers around 0 of which all are legal, by field; fields of which any is are absent.
+        """By field, a range around 0 of legal numbers; a field in which all are legal is absent.
 
-        Tried with all numbers of a field alike. Beyond a range numbers may be legal as well, in
-        some places of the field or further on.
+        A number is tried in all places of its field at once, so others may be legal in some places
+        of it, and numbers further from 0 may be legal again.
         """
         found = {}
         for name, column in self._zeros.items():
@@ -132,9 +132,9 @@ def _on_cpu(model: nn.Module) -> bool:
 
 
 def _last(legal: Callable[[int], bool], end: int) -> int:
-    """The last of the numbers from 0 towards an end up to which those that are tried are legal.
+    """The last number, from 0 towards an end, before the first that is found to be illegal.
 
-    Tried are powers of two, and then halves of what lies between the last legal one and the next.
+    Powers of two are tried, and then, by bisection, numbers between the last two of them.
     """
     sign, size = (-1 if end < 0 else 1), abs(end)
     known, refused = 0, size + 1

@@ -97,7 +97,7 @@ def product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
         return _by_torch(a, b, out)
     if out is None:
         out = a.new_empty((*a.shape[:-1], b.shape[-1]))
-    with np.errstate(all="ignore"):  # numbers that are not finite are clipping's to deal with
+    with np.errstate(all="ignore"):  # clipping deals with what is not finite
         np.matmul(_readable(a).numpy(), _readable(b).numpy(), out=out.numpy())
     return out
 
@@ -183,7 +183,7 @@ def _openblas() -> ThreadpoolController:
 def _by_torch(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
     if a.device.type != "cpu" or a.dim() == 2:
         return torch.matmul(a, b, out=out)
-    # Padding is of zeros, which add nothing to a sum. Where k numbers lie together, it needs some.
+    # Padding is of zeros, which add nothing to a sum; k needs some where it is contiguous.
     k, m = b.shape[-2:]
     more = -k % _ALIGNED if a.stride(-1) == 1 or b.stride(-1) != 1 else 0
     a, b = _aligned(a, more), _aligned(b, -m % _ALIGNED, more)
@@ -194,14 +194,14 @@ def _by_torch(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
 
 
 def _aligned(matrices: Tensor, more_columns: int, more_rows: int = 0) -> Tensor:
-    """The matrices with so many more columns and rows of zeros, and all their rows aligned."""
+    """The matrices, padded by so many columns and rows of zeros, with all rows aligned."""
     if more_columns or more_rows:
         return functional.pad(matrices, (0, more_columns, 0, more_rows))
     apart, rows, columns = matrices.stride()
     if (rows == 1 and columns % _ALIGNED) or (columns == 1 and rows % _ALIGNED):
         return matrices.clone(memory_format=torch.contiguous_format)
     if apart % _ALIGNED or matrices.data_ptr() % (_ALIGNED * matrices.element_size()):
-        # Whether rows or columns lie together also decides how they are multiplied, so that stays.
+        # Row-major or column-major also decides how they are multiplied, so that stays.
         return matrices.mT.clone().mT if rows == 1 else matrices.clone()
     return matrices
 
@@ -273,7 +273,7 @@ def patches(images: Tensor, window: Window) -> Tensor:
     (kh, kw), (down, right), (dy, dx) = window.kernel, window.stride, window.dilation
     n, h, w, c = padded.stride()
     across, further = w * right, w * dx
-    if kw * channels < _RUN:  # copied once by columns, which are fewer, to lie in longer runs
+    if kw * channels < _RUN:  # one more copy, by columns, gives longer runs
         shape = (count, columns, padded.shape[1], kw, channels)
         padded = padded.as_strided(shape, (n, across, h, further, c)).contiguous()
         n, across, h, further, c = padded.stride()
@@ -820,12 +820,12 @@ class BatchedModel:
 def batched_model(task: Task, x: Inputs, y: Tensor) -> BatchedModel | None:
     """The model of a task for many users, if it keeps them apart in all that it trains, or None.
 
-    Tried with random users like one input [1, …] and target, what a user gets must be what it would
-    get alone, and the same to the last bit whatever the examples beside its own are. So there is
-    none if a trained layer is of no known kind or is trained in part, if the model does anything
-    with a trained layer but call it, if it has several inputs, if model or loss mix examples, or if
-    numbers of examples decide what it does next, as that would be done to all users. Nor is there
-    one where `WithinBounds` is needed: in it every function of torch takes longer.
+    It is tried with random users, whose examples are like one input [1, …] and target. What a user
+    gets must be what it would get alone, the same to the last bit whatever examples are beside its
+    own. So there is none if a trained layer is of an unknown kind or is trained in part, if the
+    model does anything with a trained layer but call it, if it has several inputs, if model or loss
+    mix examples, or if values of examples decide what it does next, which would then be done to all
+    users. Nor is there one where `WithinBounds` is needed: in it every function of torch is slower.
     """
     if isinstance(x, dict):
         return None
@@ -858,16 +858,7 @@ def batched_model(task: Task, x: Inputs, y: Tensor) -> BatchedModel | None:
 
 def _copied(model: nn.Module, trained: Mapping[str, nn.Module], x: Tensor) -> BatchedModel:
     """A copy for many users, by what inputs of layers are for few and for more examples."""
-    shapes: dict[str, list[torch.Size]] = {name: [] for name in trained}
-    with ExitStack() as hooks:
-        for name, layer in trained.items():
-
-            def note(_: nn.Module, inputs: tuple[Tensor], name: str = name) -> None:
-                shapes[name].append(inputs[0].shape)
-
-            hooks.enter_context(layer.register_forward_pre_hook(note))
-        for count in (_EACH, _EACH + 1):
-            model(x[:count])
+    shapes = _input_shapes(model, trained, x)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     keys = {n: tuple(names[id(p)] for p in e.parameters(recurse=False)) for n, e in trained.items()}
     holders = Counter(key for some in keys.values() for key in some)
@@ -895,8 +886,25 @@ def _copied(model: nn.Module, trained: Mapping[str, nn.Module], x: Tensor) -> Ba
     return BatchedModel(copied, trained, batched, keys, rows, once, held)
 
 
+def _input_shapes(
+    model: nn.Module, trained: Mapping[str, nn.Module], x: Tensor
+) -> dict[str, list[torch.Size]]:
+    """Shapes of what each layer is given, call by call, for `_EACH` examples and then one more."""
+    shapes: dict[str, list[torch.Size]] = {name: [] for name in trained}
+    with ExitStack() as hooks:
+        for name, layer in trained.items():
+
+            def note(_: nn.Module, inputs: tuple[Tensor], name: str = name) -> None:
+                shapes[name].append(inputs[0].shape)
+
+            hooks.enter_context(layer.register_forward_pre_hook(note))
+        for count in (_EACH, _EACH + 1):
+            model(x[:count])
+    return shapes
+
+
 class _OfExamples(Tensor):
-    """Numbers of examples, as all is that is computed of them; none of them may decide anything."""
+    """A tensor of examples, or computed from them, whose values must decide nothing."""
 
     @classmethod
     def __torch_function__(
@@ -911,7 +919,7 @@ class _OfExamples(Tensor):
         places = places if isinstance(places, tuple) else (places,)
         masked = any(isinstance(place, cls) and place.dtype == torch.bool for place in places)
         if masked or function in _DECIDING:
-            raise ModelError("numbers of examples decide what the model does")
+            raise ModelError("values of examples decide what the model does")
         plainly: Callable[..., Any] = super().__torch_function__
         return plainly(function, types, args, kwargs)
 

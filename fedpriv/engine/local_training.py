@@ -108,7 +108,7 @@ class BatchRows(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchSchedule:
-    """What the rows of a chunk follow from, whatever device computes them.
+    """All that determines the rows of a chunk, whatever device computes them.
 
     A user's examples are shuffled for each pass over them. Their order, and which of them count
     where there are more than `local.max_examples`, depends on the user's position in the
@@ -216,7 +216,7 @@ def schedule(
         most = rung.width * (rung.steps // local.epochs)
         kinds = [_Kind(np.arange(lanes), local.epochs, most)]
     else:
-        # In so many steps some take many passes over few examples, and others a part of one.
+        # With steps given, some users make many passes over few examples, others part of one pass.
         per_pass = np.ones(lanes, np.int64)
         per_pass[: len(users)] = _batches(counts, local)
         kinds = []
@@ -275,7 +275,7 @@ class Examples:
         return self.resident is not None and self.schedule.follows_from_words
 
     def given(self) -> TorchTensors:
-        """What batches are made of, on the device; of all else, chunks of a shape have the same."""
+        """What batches are made of, on the device; all else is the same for chunks of a shape."""
         if self.drawn_on_device:
             return {_WORDS: to_device(self.schedule.words, self.device)}
         columns = {_FIELD + name: c for name, c in self._columns(self.plan.rows).items()}

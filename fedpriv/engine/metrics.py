@@ -238,7 +238,7 @@ _OWN = _Kind(_own_metric, None)
 
 
 def _kind_of(name: str, own: Mapping[str, MetricFunction], *more: str) -> _Kind:
-    """Of a metric that is built in or among the own ones; others are refused, naming `more`."""
+    """The kind of a metric that is built in or the task's own; errors also list `more` names."""
     if _group_of(name):
         return _OF_UPDATES
     if name in _KINDS and name in own:
@@ -276,7 +276,7 @@ class Measuring:
             own = same_for_all(self.start.parameters, lanes)
             run = partial(batched.outputs, own, self.start.constants)
             return [_Seen(self.task, *_recorded(batched.model, run, x), y)]
-        # Nothing says that others keep apart what lies side by side.
+        # Other models may not keep lanes apart, so each is evaluated by itself.
         run = partial(called, self.task.model, self.start.parameters | self.start.constants)
         found, each = [], len(y) // lanes
         for first in range(0, len(y), each):

@@ -60,14 +60,14 @@ Activations = Literal["float32", "tf32", "bfloat16"]
 users train. Under "tf32", which only a GPU knows, products of float32 round their factors to 11.
 Parameters, losses, updates, their sums and all metrics stay float32."""
 
-# Held while torch's switches, which are the process's, are as one thread needs them and models know
-# its users' parameters; and by a thread that forks, so that no process begins with another's.
+# Held while torch's process-wide switches are as one thread needs them and models hold its users'
+# parameters; and while a thread forks, so that no child starts with those of another thread.
 ARITHMETIC_LOCK = threading.RLock()
 
 _Result = TypeVar("_Result")
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _SMALLEST = torch.finfo(torch.float32).tiny
-_ROWS = 500  # held-out rows that are evaluated at once: what more give leaves the caches
+_ROWS = 500  # held-out rows that are evaluated at once; outputs of more would leave the caches
 _PER_THREAD = 2**15  # torch gives a thread no fewer numbers
 _IGNORED = -100  # the target that torch's losses leave out
 
@@ -248,7 +248,7 @@ class Task:
         return {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
 
     def constants(self, device: torch.device) -> TorchTensors:
-        """All that no update is of: frozen and personal parameters as they begin, and buffers."""
+        """All that updates leave out: frozen and personal parameters as they begin, and buffers."""
         sent = self.trainable().keys() - set(self.personal)
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         return {n: t.detach().to(device) for n, t in tensors.items() if n not in sent}
@@ -442,7 +442,7 @@ class _Measured:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """A model in evaluation mode, of which a part may always be."""
+    """Put a model in evaluation mode, and each part of it back into its own mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -463,9 +463,9 @@ def _pieces(
 def _channels_last(
     task: Task, tensors: TorchTensors, rows: HeldOut, device: torch.device
 ) -> TorchTensors:
-    """The tensors, weights of convolutions channels last: a CPU pools what they give much faster.
+    """The tensors, with weights of convolutions channels last: a CPU pools their outputs faster.
 
-    Unless the model then gives something else, or fails, as where it takes a view of it.
+    They stay as they are where the model then fails, as it may on a view, or gives something else.
     """
     weights = {name: t for name, t in tensors.items() if t.dim() == 4}
     if device.type != "cpu" or not weights:
@@ -796,7 +796,7 @@ def refuse_flushing_threads() -> None:
 def generator_apart(seed: int | None = None) -> Iterator[None]:
     """Draw from torch's generator, or from one of a seed, and leave it as it was.
 
-    All threads share it, so one at a time does.
+    All threads share it, so they take turns.
     """
     with ARITHMETIC_LOCK, torch.random.fork_rng(devices=[]):
         if seed is not None:

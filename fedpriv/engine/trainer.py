@@ -67,15 +67,15 @@ _log = logging.getLogger(__name__)
 # Copies that exist at a time of a user's parameters (current, gradient, a temporary), of its
 # activations (forward, backward, a temporary), and of its metrics (two, of float64).
 _PARAMETERS, _ACTIVATIONS, _METRICS = 3, 3, 4
-# Numbers of activations in a step. As many keep a CPU busy; beyond, more users are no faster,
-# but for tiny models, of which a step with few users is mostly Python. Models of other than known
-# layers always have all lanes, however few users there are.
+# Numbers of activations in a step. `_BUSY`, in `_FEW_LANES` at most, keep a CPU busy: with more
+# users it is no faster. A step of a tiny model is mostly Python; if its layers are known, it has
+# more lanes, for up to `_FEW_NUMBERS`. Other models always have all lanes, however few the users.
 _BUSY = 2**23
 _FEW_NUMBERS = 2**21
 _FEW_LANES = 160
 _MANY_LANES = 2048  # all of which are tried before users train in them
-# On a GPU, whose libraries choose kernels by the size of a product, all chunks of a rung have the
-# same lanes. With fewer it would wait for its next kernel, and with more train blank ones.
+# On a GPU, whose libraries choose kernels by the size of a product, chunks of a rung have as many
+# lanes: with fewer, it would wait for the next kernel, and with more, train blank ones.
 _BUSY_DEVICE = 20_000_000
 _DEVICE_LANES = 256
 _TOTAL, _WEIGHED = "total", "weighed"  # what graphs of sums give and are given
@@ -84,10 +84,10 @@ _UNROLLED = 32  # numbers: two vectors of AVX-512
 _COMPARED = 64
 _TURNS = 16
 _EXTREMES = (1e30, np.inf, np.nan)  # of random users, with both signs
-_LARGE = 2**10  # of integers of random users, where larger ones are legal
-_CHANCES = 3  # to leave generators alone, from which other threads may draw meanwhile
-_FEW_EXAMPLES = np.array([1, 2, 8])  # of users with whom a model that can be trained can be
-# Of which random users have the first at which they stay finite, whatever the plan's.
+_LARGE = 2**10  # the largest integer of random users, even where larger ones are legal
+_CHANCES = 3  # to leave Python's and NumPy's generators alone, which other threads may use too
+_FEW_EXAMPLES = np.array([1, 2, 8])  # a model that can be trained can be with one of these
+# Random users have the first of these at which they stay finite, whatever the plan's.
 _LEARNING_RATES = (0.05, 1e-4, 1e-8)
 
 
@@ -212,7 +212,7 @@ class Trainer:
 
     @cached_property
     def _numbers(self) -> tuple[int, tuple[int, ...], int]:
-        """Numbers of an example's input, of what each layer gives, and of convolutions' patches."""
+        """How many numbers an example's input, each layer's output and all patches have."""
         outputs, patches = list[int](), list[int]()
 
         def measure(layer: torch.nn.Module, _inputs: object, output: object) -> None:
@@ -247,7 +247,7 @@ class Trainer:
         return min(filled, int(local_training.ladder(np.array([users + spare]))[0]))
 
     def filled(self, rung: Rung) -> int:
-        """The number of users of which multiples need no blank lanes."""
+        """How many users fill vectors exactly: no multiple of them needs blank lanes."""
         _, outputs, _ = self._numbers
         return _UNROLLED // gcd(_UNROLLED, *(count * rung.width for count in outputs))
 
@@ -680,7 +680,7 @@ class Isolation:
             return replace(users, store=UserStore(zeros, users.store.offsets)).alone()
 
     def _random_users(self, request: RoundRequest, rung: Rung, users: int) -> "_RandomUsers":
-        """So many random users, the same first ones however many."""
+        """So many random users; fewer of them are the first of these."""
         key = (replace(request.local, learning_rate=_LEARNING_RATES[0]), rung)
         if key not in self._rates:
             found = (r for r in _LEARNING_RATES if self._at_rate(r, request, rung, 1).stay_finite)
@@ -720,9 +720,9 @@ class _RandomUsers:
 
     @property
     def stay_finite(self) -> bool:
-        """Whether the first one's update is finite: all that is not would be alike.
+        """Whether the first user's update is finite: all that are not would look alike.
 
-        Or raises, which is not for the rate to mend.
+        True as well where training raises, since no other rate would help.
         """
         chunk = Chunk(self.rung, 1, together=False, users=np.zeros(1, np.int64))
         try:
@@ -738,7 +738,7 @@ class _RandomUsers:
         layout = Layout(tuple(updates), tuple(tuple(u.shape[1:]) for u in updates.values()))
         factors = np.random.default_rng(0).integers(-(2**63), 2**63, (2, layout.dimension))
         for _, rows in rows_of(updates, layout, len(order)):
-            found += _digests(rows.float(), factors)  # as they were
+            found += _digests(rows.float(), factors)  # exact, as they were float32
         return dict(zip(order.tolist(), found, strict=True))
 
     def together(self, lanes: int) -> tuple[bytes, ...]:
@@ -751,7 +751,7 @@ class _RandomUsers:
             broken = np.where(turned % 3 == number, turned + users, turned)
             try:
                 found = self.digests(broken, lanes)
-            except Exception:  # a model may raise for one kind of them; then none is beside
+            except Exception:  # a model may refuse one kind of them; then it is left out
                 found = self.digests(turned, lanes)
             if not _agree(found, digests):
                 return ()
@@ -789,7 +789,7 @@ class _RandomUsers:
                     yield replace(self, store=store)
 
     def in_turns(self, lanes: int) -> dict[int, bytes]:
-        """What some get, as many as tell, in fewer lanes at a time and one place further on."""
+        """What enough users to compare get in so many lanes, a few at a time, one place further."""
         most, found = self.trainer.most_users(lanes, self.rung), dict[int, bytes]()
         for first in range(0, min(self.users, _TURNS * most), most):
             turn = np.roll(np.arange(first, first + most) % self.users, 1)
@@ -797,7 +797,7 @@ class _RandomUsers:
         return found
 
     def alone(self) -> list[dict[int, bytes]]:
-        """What the first gets, and what it gets after all who are broken."""
+        """What the first user gets, and what it gets again after all broken ones have trained."""
         first = np.zeros(1, np.int64)
         found = self.digests(first, 1, together=False)
         for broken in range(self.users, 2 * self.users):
