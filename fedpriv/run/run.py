@@ -8,7 +8,7 @@ import copy
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -392,12 +392,10 @@ def conduct(
         checkpoint = Checkpoint(state, plan.digest, records.ledger.head)
         with_room(lambda: save_checkpoint(folder.checkpoints, checkpoint))
 
-    section, evaluation = experiment.config.stopping, experiment.evaluation
-    stopping = section.build() if section else None
-    led = folder.results()
+    led, evaluation = folder.results(), experiment.evaluation
     before = [each for each in led if each.round <= state.round]
-    values = [value for each in before for value in _read(section, each)]
-    if stopping is not None and stopping.reached(values):  # a new rule, or killed as it stopped
+    rule = _StoppingRule(experiment.config.stopping, before)
+    if rule.reached():  # a new rule, or killed as it stopped
         _charge_forgone(folder, experiment, state, records)
         last = replace(before[-1], epsilon=records.ledger.epsilon(records.budget))
         if last != led[-1]:  # else the model would be said to cost less
@@ -405,7 +403,7 @@ def conduct(
     observed: tuple[OnRelease, ...] = (auditor.observe,) if auditor else ()
     rounds = train(plan, state, transport, records, experiment.entropy, *observed)
     stop, latest, figures = Stop.NO_GAIN, None, dict[str, Any]()
-    while stopping is None or state.round == plan.rounds or not stopping.reached(values):
+    while state.round == plan.rounds or not rule.reached():
         began = clock() if clock else 0.0
         try:
             state, result = next(rounds)
@@ -418,11 +416,11 @@ def conduct(
             latest, figures = state, _measured(experiment, state.model)
             result = replace(result, **figures)
         if evaluation is not None:
-            ends = stopping is not None and stopping.reached([*values, *_read(section, result)])
-            if evaluation.due(state.round, last=ends or state.round == plan.rounds):
+            last_round = state.round == plan.rounds or rule.reached(result)
+            if evaluation.due(state.round, last=last_round):
                 result = evaluation.added(result, state.model, records, experiment.entropy)
-        values += _read(section, result)
-        if stopping is not None and stopping.reached(values):
+        rule.read(result)
+        if rule.reached():
             _charge_forgone(folder, experiment, state, records)
             result = replace(result, epsilon=records.ledger.epsilon(records.budget))
         with_room(partial(folder.append_metrics, asdict(result)))
@@ -450,6 +448,29 @@ def _tell_rounds_lost(folder: RunFolder, state: ServerState, records: PrivacyRec
         epsilon = records.ledger.epsilon(records.budget)
         for own in (each for each in led if each.round == state.round):
             with_room(partial(folder.append_metrics, asdict(replace(own, epsilon=epsilon))))
+
+
+class _StoppingRule:
+    """Whether what was released ends a run, by its own rule; without one, nothing does."""
+
+    def __init__(self, section: StoppingSection | None, released: Iterable[RoundResult]) -> None:
+        self._rule = section.build() if section else None
+        self._values = [value for each in released for value in self._of(each)]
+
+    def read(self, result: RoundResult) -> None:
+        """Take in the next release."""
+        self._values += self._of(result)
+
+    def reached(self, *more: RoundResult) -> bool:
+        """Whether the run ends after what was read, and these releases."""
+        if self._rule is None:
+            return False
+        last = self._values[-2 * self._rule.patience :]  # all that the rule looks at
+        return self._rule.reached([*last, *(value for each in more for value in self._of(each))])
+
+    def _of(self, result: RoundResult) -> list[float]:
+        found = None if self._rule is None else result.scalar_metrics.get(self._rule.metric)
+        return [] if found is None else [found]
 
 
 def _ended(
@@ -566,12 +587,6 @@ def _figures(found: Evaluation) -> dict[str, Any]:
     for name, reason in found.failed.items():
         _log.warning("figure %s cannot be computed: %s", name, reason)
     return {name: getattr(found, name) for name in _MEASURED}
-
-
-def _read(section: StoppingSection | None, result: RoundResult) -> list[float]:
-    """What a run stops by, if the round released it."""
-    found = None if section is None else result.scalar_metrics.get(section.metric)
-    return [] if found is None else [found]
 
 
 def run_rounds(
