@@ -110,7 +110,7 @@ def test_sums_are_exact_where_all_charges_have_a_granularity(tmp_path: Path) -> 
         assert found["arithmetic"] == said
 
 
-def test_the_default_delta_counts_one_population_once(folder: Path, tmp_path: Path) -> None:
+def test_the_default_delta_counts_one_population_once(tmp_path: Path) -> None:
     small = poisson_gaussian(0.1, 2.0, population=600)
     one = ledger_of(tmp_path / "one.sqlite", {"r": [small]}, "same")
     two = ledger_of(tmp_path / "two.sqlite", {"r": [small]}, "same")
@@ -141,7 +141,7 @@ def test_every_accountant_speaks_for_itself(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_accountant_without_an_analysis_says_so(folder: Path, tmp_path: Path) -> None:
+def test_an_accountant_without_an_analysis_says_so(tmp_path: Path) -> None:
     fixed = replaced(SamplingPolicy.FIXED_SIZE, 0.1)
     ledger = ledger_of(tmp_path / "fixed.sqlite", {"fixed": [fixed] * 3}, "fixed")
     rows = table("epsilon", ledger, "--delta", "1e-3")

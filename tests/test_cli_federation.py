@@ -187,7 +187,7 @@ def test_status_over_tls_is_a_table(tmp_path: Path) -> None:
     }
 
 
-def test_status_is_one_json_object(tmp_path: Path) -> None:
+def test_status_is_one_json_object() -> None:
     endless = replace(STATUS, epsilon=float("inf"), epsilon_limit=float("inf"))
     with serving(Standing(encode_status(STATUS))) as server:
         said = json.loads(printed("status", *plain(server), "--json"))

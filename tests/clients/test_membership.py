@@ -1164,7 +1164,7 @@ def test_no_user_is_asked_more_often_than_is_charged_whatever_position_it_is_giv
 
 
 def test_a_ledger_without_charges_may_be_replaced_and_no_other(
-    play: Callable[[Act], None], ledger: Ledger, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    play: Callable[[Act], None], ledger: Ledger, tmp_path: Path
 ) -> None:
     async def act(scene: Scene) -> None:
         tiny, objections = scene.tiny, []

@@ -54,7 +54,7 @@ def test_the_example_trains_and_says_what_its_ledger_holds(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_hostile_nodes_count_as_they_do_in_one_process(tmp_path: Path) -> None:
+def test_hostile_nodes_count_as_they_do_in_one_process() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as scratch:  # paths of sockets must be short
         done = subprocess.run(
             [sys.executable, "-m", "tests.deployment.private_on_ray"],

@@ -130,9 +130,7 @@ def test_results_alone_can_be_drawn_and_make_no_page(study_folder: Path, tmp_pat
     assert "without its runs" in refused("compare", kept / "study.toml", "--out", kept)
 
 
-def test_charts_that_cannot_be_drawn_are_refused(
-    study_folder: Path, run_folder: Path, tmp_path: Path
-) -> None:
+def test_charts_that_cannot_be_drawn_are_refused(study_folder: Path, tmp_path: Path) -> None:
     charts = ("--charts", tmp_path / "charts")
     assert "holds no run and no study" in refused("report", tmp_path, *charts)
     assert "leave out --out and --open" in refused("report", study_folder, *charts, "--open")

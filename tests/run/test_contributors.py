@@ -113,7 +113,7 @@ def test_it_can_be_switched_off(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "metrics.contributors_share is 1.0" in bad
 
 
-def test_its_name_is_taken(tmp_path: Path) -> None:
+def test_its_name_is_taken() -> None:
     own = fedpriv.Task(nn.Linear(5, 3), metrics={"contributors": lambda outputs, _: outputs})
     mechanism = exact(metrics={"contributors": {"radius": 1.0}})
     with pytest.raises(InvalidValueError, match="a metric is named 'contributors'; that name is"):
@@ -124,7 +124,7 @@ def test_its_name_is_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_simulation_names_the_first_user_who_is_dropped_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, processes: int
+    caplog: pytest.LogCaptureFixture, processes: int
 ) -> None:
     mechanism = exact()
     method = Method(task(), mechanism, fedpriv.SGD(0.1, epochs=1), fedpriv.FedAvg())

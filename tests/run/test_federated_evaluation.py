@@ -291,7 +291,7 @@ def test_a_query_beyond_the_budget_is_not_asked(
     assert "evaluation/accuracy" not in found.rounds[-1].metrics
 
 
-def test_users_do_not_train_on_what_is_kept(tmp_path: Path) -> None:
+def test_users_do_not_train_on_what_is_kept() -> None:
     table = {"noise_multiplier": 8.0, "held_out": 0.4}
     config = fedpriv.config.load_config(FILE, [f"federated_evaluation={{{_inline(table)}}}"])
     experiment, transport = fedpriv.build.simulated(config, "run")

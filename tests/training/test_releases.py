@@ -84,7 +84,7 @@ def test_all_that_is_released_is_one_event_at_the_noise_multiplier_of_the_plan(
     assert sum(compose(row.event for row in rows).values()) == 3
 
 
-def test_shares_are_what_each_release_takes(tmp_path: Path) -> None:
+def test_shares_are_what_each_release_takes() -> None:
     adaptive = AdaptiveClipping(share=0.1)
     plan = plan_with(metrics=(METRIC,), metrics_share=0.2, adaptive=adaptive)
     assert plan.shares == pytest.approx((0.35, 0.35, 0.2, 0.1))
