@@ -64,7 +64,7 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True)
 class Engine:
-    """Where and how fast users train; it changes no guarantee, and a result by rounding alone."""
+    """Where and how fast users train; it changes no guarantee, and results by rounding alone."""
 
     device: str = "auto"  # such as "cpu" or "cuda"; "auto" takes CUDA where there is one
     chunk_mebibytes: int | None = None  # for users who train together; None suits the device

@@ -133,8 +133,8 @@ class ProposedCharge:
     randomness: Randomness  # of cohort and noise
     event: RoundEvent  # of one round: its count is 1
     cohort_commitment: str  # 64 hexadecimal digits, from `ParticipationRecord.record`
-    # Of an event of several rounds, which of them this is, from 0, and the position of the charge
-    # that paid for all. The first of them pays, and is no part of another charge.
+    # For an event of several rounds: which of them this is, from 0, and the position of the charge
+    # that paid for all. The first of them pays, so its `series` is None.
     part: int = 0
     series: int | None = None
 
@@ -759,7 +759,7 @@ def _check(
     record: ParticipationRecord | None,
     head: Head | None,
 ) -> None:
-    """Read all charges; a record must hold the cohort of each, and heads lie on their chain.
+    """Read all charges; the record must hold each cohort, and heads must lie on the chain.
 
     Cohorts of a series must also keep its schedule.
     """

@@ -410,7 +410,7 @@ class GaussianMechanism:
 
     @property
     def tensor_stddevs(self) -> dict[str, float]:
-        """As of the query, of the noise that is released: at most so much in each component."""
+        """By tensor, a bound on the standard deviation of noise in a component of a release."""
         return {n: self.noise_growth * s for n, s in self.query.tensor_stddevs.items()}
 
     @property

@@ -342,7 +342,7 @@ class PrivacyRecords:
         return Draws(entropy, self._draws(mechanism, key), series.part, series.paid.position)
 
     def begun(self, mechanism: GaussianMechanism, at: RoundAttempt, entropy: Entropy) -> Draws:
-        """Draws of the first round of an event, with whose cohort the key of a series is kept."""
+        """Draws of the first round of an event; the key of a series is kept with its cohort."""
         if mechanism.sampling.rounds == 1:
             return Draws(entropy)
         return Draws(entropy, self._draws(mechanism, entropy.key(at.purpose("series"))))
@@ -442,8 +442,9 @@ def charge_forgone(
 ) -> None:
     """Charge a planned round that will not take place, as what was released has ended the run.
 
-    How many rounds take place then depends on users' data. So the price of these is no bound on
-    what a run tells, and that of all that were planned is. Nobody is asked and nothing is released.
+    How many rounds take place then depends on users' data. So what a run tells is bounded by the
+    price of all planned rounds, not by that of those which take place. Nobody is asked and nothing
+    is released.
     Raises BudgetExceededError, with nothing charged, where the run would have ended here anyway.
     """
     records.refuse_if_beyond(event, f"run {run}, round {number}")
