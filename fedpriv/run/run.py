@@ -450,29 +450,6 @@ def _tell_rounds_lost(folder: RunFolder, state: ServerState, records: PrivacyRec
             with_room(partial(folder.append_metrics, asdict(replace(own, epsilon=epsilon))))
 
 
-class _StoppingRule:
-    """Whether what was released ends a run, by its own rule; without one, nothing does."""
-
-    def __init__(self, section: StoppingSection | None, released: Iterable[RoundResult]) -> None:
-        self._rule = section.build() if section else None
-        self._values = [value for each in released for value in self._of(each)]
-
-    def read(self, result: RoundResult) -> None:
-        """Take in the next release."""
-        self._values += self._of(result)
-
-    def reached(self, *more: RoundResult) -> bool:
-        """Whether the run ends after what was read, and these releases."""
-        if self._rule is None:
-            return False
-        last = self._values[-2 * self._rule.patience :]  # all that the rule looks at
-        return self._rule.reached([*last, *(value for each in more for value in self._of(each))])
-
-    def _of(self, result: RoundResult) -> list[float]:
-        found = None if self._rule is None else result.scalar_metrics.get(self._rule.metric)
-        return [] if found is None else [found]
-
-
 def _ended(
     folder: RunFolder,
     experiment: Experiment,
@@ -587,6 +564,29 @@ def _figures(found: Evaluation) -> dict[str, Any]:
     for name, reason in found.failed.items():
         _log.warning("figure %s cannot be computed: %s", name, reason)
     return {name: getattr(found, name) for name in _MEASURED}
+
+
+class _StoppingRule:
+    """Whether what was released ends a run, by its own rule; without one, nothing does."""
+
+    def __init__(self, section: StoppingSection | None, released: Iterable[RoundResult]) -> None:
+        self._rule = section.build() if section else None
+        self._values = [value for each in released for value in self._of(each)]
+
+    def read(self, result: RoundResult) -> None:
+        """Take in the next release."""
+        self._values += self._of(result)
+
+    def reached(self, *more: RoundResult) -> bool:
+        """Whether the run ends after what was read, and these releases."""
+        if self._rule is None:
+            return False
+        last = self._values[-2 * self._rule.patience :]  # all that the rule looks at
+        return self._rule.reached([*last, *(value for each in more for value in self._of(each))])
+
+    def _of(self, result: RoundResult) -> list[float]:
+        found = None if self._rule is None else result.scalar_metrics.get(self._rule.metric)
+        return [] if found is None else [found]
 
 
 def run_rounds(
