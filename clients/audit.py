@@ -1,6 +1,6 @@
-"""Whether a node takes part in an offered round: its own limits, and an audit of the ledger.
+"""Whether a node takes part in an offered round: its own limits, and what the ledger tells it.
 
-An audit catches a ledger that was set back, rewritten or replaced, a round that went on without a
+Verifying catches a ledger that was set back, rewritten or replaced, a round that went on without a
 charge or with another than was offered, and an ε that is understated. It cannot catch a server that
 lies about its noise, nor one that keeps two ledgers and shows each node its own.
 """
@@ -26,10 +26,10 @@ from fedpriv.clients.connection import Backoff, FederationStub, persist
 from fedpriv.clients.consent import Consent, misfit
 from fedpriv.clients.journal import Journal, Remembered, RoundSeries, TakenPart
 from fedpriv.errors import (
-    AuditError,
     InvalidValueError,
     LedgerError,
     UnsupportedEventError,
+    UntrustedLedgerError,
     WireError,
 )
 from fedpriv.ledger import Head, events
@@ -37,7 +37,11 @@ from fedpriv.ledger.events import NeighbouringRelation, Randomness, RoundEvent, 
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, SeriesBook, paid_events
 from fedpriv.wire import Proposal, RoundId, RoundOffer, Terms, Welcome
 
-DISBELIEF = (AuditError, LedgerError, WireError)  # raised when a ledger cannot be believed
+DISBELIEF = (
+    UntrustedLedgerError,
+    LedgerError,
+    WireError,
+)  # raised when a ledger cannot be believed
 _ROUNDING = 1e-9  # relative difference by which the same noise may be computed in two ways
 _UNDERSTATED = 1e-6  # relative
 _DAY = timedelta(days=1)
@@ -61,10 +65,10 @@ def examine(ledger: ExportedLedger, welcome: Welcome, known: Remembered, delta: 
     """Check that a ledger is the one that the node knew before it asked and only grew; price it."""
     name = welcome.population_name
     if ledger.population != name:
-        raise AuditError(f"the ledger is not of population {name!r}")
+        raise UntrustedLedgerError(f"the ledger is not of population {name!r}")
     if known.ledger_id not in (None, ledger.ledger_id):
         now = f"and now has {ledger.ledger_id}: what was spent before is not in it"
-        raise AuditError(f"population {name!r} had the ledger {known.ledger_id}, {now}")
+        raise UntrustedLedgerError(f"population {name!r} had the ledger {known.ledger_id}, {now}")
     head = known.head
     if head is not None and not ledger.contains(head):
         raise _set_back(head)
@@ -72,9 +76,11 @@ def examine(ledger: ExportedLedger, welcome: Welcome, known: Remembered, delta: 
     return Examined(ledger, delta, _unless_seeded(ledger.rows, loss), loss.relation)
 
 
-def _set_back(head: Head) -> AuditError:
+def _set_back(head: Head) -> UntrustedLedgerError:
     former = f"its former head of {head.count} charges with hash {head.hash}"
-    return AuditError(f"the ledger does not contain {former}: it was set back or rewritten")
+    return UntrustedLedgerError(
+        f"the ledger does not contain {former}: it was set back or rewritten"
+    )
 
 
 def confirm(examined: Examined, known: Remembered, offer: Terms | None = None) -> None:
@@ -111,7 +117,9 @@ def confirm(examined: Examined, known: Remembered, offer: Terms | None = None) -
         # Ends at the first gap, so there are no more steps than charges.
         for number in range(1, reached[run]):
             if (run, number) not in charges:
-                raise AuditError(f"round {number} of run {run!r} went on without a charge")
+                raise UntrustedLedgerError(
+                    f"round {number} of run {run!r} went on without a charge"
+                )
     attempts: dict[tuple[str, int, int], list[TakenPart]] = {}
     for part in taken:
         attempts.setdefault((part.run, part.round, part.attempt), []).append(part)
@@ -121,7 +129,7 @@ def confirm(examined: Examined, known: Remembered, offer: Terms | None = None) -
         charged = any(_fits(row, each) for row in rows for each in parts)
         if number < reached[run] and not charged:
             event, which = parts[-1].event, parts[-1].part
-            raise AuditError(
+            raise UntrustedLedgerError(
                 f"attempt {attempt} at round {number} of run {run!r} was offered with "
                 f"{event.sampling.text}, N = {event.sampling.population}, "
                 f"z = {event.noise_multiplier}, as part {which} of its event; neither it nor one "
@@ -194,7 +202,9 @@ def _paid(rows: Sequence[ChargedRow], offer: Terms) -> ChargedRow:
     found = SeriesBook(_before(rows, offer)).last_of(at.run)
     if found is None or (found.paid.event, found.part) != (price.event, price.part):
         said = f"round {at.round} of run {at.run!r} is offered as part {price.part} of an event"
-        raise AuditError(f"{said} that was charged before; no such part is left in the ledger")
+        raise UntrustedLedgerError(
+            f"{said} that was charged before; no such part is left in the ledger"
+        )
     return found.paid
 
 
@@ -202,16 +212,18 @@ def _check_offered_epsilon(examined: Examined, offer: Terms) -> None:
     said, delta, least = offer.price.epsilon_after, offer.price.delta, float("inf")
     counted, rows = offer.price.charges, examined.ledger.rows
     if counted > len(rows):
-        raise AuditError(f"the offer counts {counted} charges; the ledger has {len(rows)}")
+        raise UntrustedLedgerError(
+            f"the offer counts {counted} charges; the ledger has {len(rows)}"
+        )
     for row in _before(rows, offer)[counted:]:
         if row.run == offer.id.run:
-            raise AuditError(f"the offer counts {counted} charges and leaves out {row}")
+            raise UntrustedLedgerError(f"the offer counts {counted} charges and leaves out {row}")
     # No finite ε holds at δ = 0, where there is a Gaussian; ε only grows where δ is smaller.
     if delta > 0.0:
         least = _loss_with(rows[:counted], offer, max(delta, events.LEAST_DELTA)).epsilon_low
     if not said >= least * (1.0 - _UNDERSTATED):
         cost = f"charges and offer cost at least {least}"
-        raise AuditError(f"the server says ε = {said} at δ = {delta}, but {cost}")
+        raise UntrustedLedgerError(f"the server says ε = {said} at δ = {delta}, but {cost}")
 
 
 def _before(rows: Sequence[ChargedRow], offer: Terms) -> Sequence[ChargedRow]:
@@ -232,14 +244,18 @@ def _loss(rows: Iterable[ChargedRow], delta: float, *more: RoundEvent) -> Privac
     try:
         loss = priced(events.merge_equal([*paid_events(rows), *more]), delta)
     except UnsupportedEventError as error:
-        raise AuditError(f"what the ledger charges has no ε: {error}") from error
+        raise UntrustedLedgerError(f"what the ledger charges has no ε: {error}") from error
     except InvalidValueError:  # of the node's δ
         raise
     except (ArithmeticError, IndexError, ValueError, MemoryError) as error:
         # Events may be as extreme as whoever wrote them likes.
-        raise AuditError(f"what the ledger charges has no ε: {type(error).__name__}") from error
+        raise UntrustedLedgerError(
+            f"what the ledger charges has no ε: {type(error).__name__}"
+        ) from error
     if loss.unit is not Unit.USER:
-        raise AuditError(f"the ledger charges for each {loss.unit}; its ε says nothing of users")
+        raise UntrustedLedgerError(
+            f"the ledger charges for each {loss.unit}; its ε says nothing of users"
+        )
     return loss
 
 
@@ -254,12 +270,12 @@ def _in_daemon(work: Callable[[], Found]) -> Future[Found]:
         except BaseException as error:
             found.set_exception(error)
 
-    threading.Thread(target=run, name="audit", daemon=True).start()
+    threading.Thread(target=run, name="ledger check", daemon=True).start()
     return found
 
 
 @dataclass
-class LedgerAudit:
+class LedgerVerifier:
     """Fetches what is new in the server's ledger, and checks all of it.
 
     What was verified before is kept in memory, so a node asks for the whole ledger once.
@@ -284,7 +300,7 @@ class LedgerAudit:
             lambda: self.server.fetch_ledger(None if old is None else old.head), self.backoff
         )
         if lines is None:
-            raise _set_back(old.head) if old else AuditError("the server sends no ledger")
+            raise _set_back(old.head) if old else UntrustedLedgerError("the server sends no ledger")
 
         def checked() -> Examined:
             found = examine(ExportedLedger.read(lines, old), welcome, known, delta)
@@ -316,7 +332,7 @@ class LedgerAudit:
     def series_of(self, offer: RoundOffer) -> RoundSeries | None:
         """The series that an offer belongs to which was checked before; None: it is one round.
 
-        AuditError where it would be the part of a series that is not in the ledger.
+        UntrustedLedgerError where it would be the part of a series that is not in the ledger.
         """
         schedule, at = offer.price.event.sampling.schedule, offer.id
         if schedule is None:
@@ -344,7 +360,7 @@ class OfferPolicy:
 
     journal: Journal
     consent: Consent
-    audit: LedgerAudit | None
+    verifier: LedgerVerifier | None
     id_digests: NDArray[np.int64]  # of the node's users, the k-th of whom has its k-th position
     _agreed: tuple[Welcome, Proposal] | None = None
     _checking: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -395,8 +411,8 @@ class OfferPolicy:
         This part of what was charged a node can see for itself, and need not believe.
         """
         try:
-            series = None if self.audit is None else self.audit.series_of(offer)
-        except AuditError as error:
+            series = None if self.verifier is None else self.verifier.series_of(offer)
+        except UntrustedLedgerError as error:
             _log.error("the ledger cannot be believed: %.400s", error)
             return "the ledger cannot be believed"
         if series is None:
@@ -418,13 +434,13 @@ class OfferPolicy:
         ):
             return unfit
         epsilon: float | None = None
-        if self.audit is not None:
+        if self.verifier is not None:
             try:
                 delta = self.consent.delta_for(welcome.population)
-                examined = await self.audit.examined(welcome, delta, offer)
+                examined = await self.verifier.examined(welcome, delta, offer)
                 if late := charged_already(examined, offer):
                     return late
-                epsilon = await self.audit.within_time(partial(price_with, examined, offer))
+                epsilon = await self.verifier.within_time(partial(price_with, examined, offer))
             except DISBELIEF as error:
                 _log.error("the ledger cannot be believed: %.400s", error)
                 return "the ledger cannot be believed"
@@ -434,13 +450,15 @@ class OfferPolicy:
 
     async def report(self, welcome: Welcome) -> None:
         """Check the ledger, if the node does, and log what it has come to."""
-        if self.audit is None:
+        if self.verifier is None:
             return
         if other := self._objection_to_population(welcome):
             _log.warning("the ledger is not read: %s", other)
             return
         # The server ends a call for the ledger when the node makes another.
         async with self._checking:
-            found = await self.audit.examined(welcome, self.consent.delta_for(welcome.population))
+            found = await self.verifier.examined(
+                welcome, self.consent.delta_for(welcome.population)
+            )
         held = len(found.ledger.rows), found.epsilon, found.delta, found.relation
         _log.info("the ledger holds %d charges: ε = %.6g at δ = %g, for %s neighbours", *held)

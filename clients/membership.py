@@ -18,7 +18,7 @@ from urllib.parse import quote
 import grpc
 import numpy as np
 
-from fedpriv.clients.audit import DISBELIEF, LedgerAudit, OfferPolicy
+from fedpriv.clients.audit import DISBELIEF, LedgerVerifier, OfferPolicy
 from fedpriv.clients.connection import Backoff, FederationStub, identity_of, persist
 from fedpriv.clients.consent import Consent
 from fedpriv.clients.journal import Journal
@@ -90,11 +90,11 @@ async def take_part(settings: NodeSettings) -> None:
     folder = _state_folder(settings.state, identity.node)
     async with FederationStub.open(settings.server, identity) as server:
         with Journal(folder / "journal.sqlite") as journal:
-            audit = LedgerAudit(server, journal, backoff) if settings.verify_ledger else None
+            verifier = LedgerVerifier(server, journal, backoff) if settings.verify_ledger else None
             worker = await Worker.start(settings.host)
             try:
                 digests = np.frombuffer(worker.loaded.id_digests, "<i8")
-                policy = OfferPolicy(journal, consent, audit, digests)
+                policy = OfferPolicy(journal, consent, verifier, digests)
                 handler = OfferHandler(server, worker, policy, backoff)
                 hello = Hello(identity.node, worker.loaded.users_sha256)
                 await Membership(settings, hello, handler, identity.certificate_end).last()

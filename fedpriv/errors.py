@@ -49,7 +49,7 @@ class LedgerError(FedprivError):
     """A ledger cannot be opened, extended or believed."""
 
 
-class AuditError(FedprivError):
+class UntrustedLedgerError(FedprivError):
     """A ledger of another machine breaks its promises."""
 
 

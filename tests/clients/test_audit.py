@@ -26,7 +26,7 @@ from fedpriv.accounting.policies import (
 from fedpriv.clients import audit
 from fedpriv.clients.audit import Examined, charged_already, price_with
 from fedpriv.clients.journal import Journal
-from fedpriv.errors import AuditError, InvalidValueError
+from fedpriv.errors import InvalidValueError, UntrustedLedgerError
 from fedpriv.ledger.events import (
     NeighbouringRelation,
     Randomness,
@@ -137,7 +137,7 @@ class TestExamining:
     def test_a_ledger_of_another_population_is_refused(self, both, tmp_path):
         with Ledger.open_or_create(tmp_path / "other", "others") as ledger:
             other = read(ledger)
-        with pytest.raises(AuditError, match="not of population 'people'"):
+        with pytest.raises(UntrustedLedgerError, match="not of population 'people'"):
             examine(other, WELCOME, both.journal, DELTA)
         assert both.journal.remembered("others").ledger_id is None
 
@@ -146,7 +146,9 @@ class TestExamining:
         both.examined()
         with Ledger.open_or_create(tmp_path / "other", "people") as ledger:
             other = read(ledger)
-        with pytest.raises(AuditError, match=f"and now has {other.ledger_id}: what was spent"):
+        with pytest.raises(
+            UntrustedLedgerError, match=f"and now has {other.ledger_id}: what was spent"
+        ):
             examine(other, WELCOME, both.journal, DELTA)
         assert both.journal.remembered("people").ledger_id == both.ledger.ledger_id
         both.examined()
@@ -158,7 +160,9 @@ class TestExamining:
             states.append(read(both.ledger))
         examine(states[2], WELCOME, both.journal, DELTA)
         for older in states[:2]:
-            with pytest.raises(AuditError, match="its former head of 2 charges with hash"):
+            with pytest.raises(
+                UntrustedLedgerError, match="its former head of 2 charges with hash"
+            ):
                 examine(older, WELCOME, both.journal, DELTA)
         assert both.journal.remembered("people").head == states[2].head
         examine(states[3], WELCOME, both.journal, DELTA)
@@ -170,22 +174,26 @@ class TestExamining:
         kept = read(both.ledger)
         row = replace(kept.rows[0], day="2000-01-01")
         forged = replace(kept, rows=(row,))
-        with pytest.raises(AuditError, match="its former head of 1 charges"):
+        with pytest.raises(UntrustedLedgerError, match="its former head of 1 charges"):
             examine(forged, WELCOME, both.journal, DELTA)
 
     def test_charges_without_a_common_price_are_refused_and_not_remembered(self, both):
         charge(both.ledger, number=0)
         charge(both.ledger, number=1, event=poisson_replace_gaussian(0.1, 2.0, population=N))
-        with pytest.raises(AuditError, match="has no ε"):
+        with pytest.raises(UntrustedLedgerError, match="has no ε"):
             both.examined()
         assert both.journal.remembered("people").head is None
 
     def test_charges_for_examples_are_refused(self, both):
         sampling = replace(EVENT.sampling, unit=Unit.EXAMPLE)
         charge(both.ledger, event=replace(EVENT, sampling=sampling))
-        with pytest.raises(AuditError, match="charges for each example; its ε says nothing of us"):
+        with pytest.raises(
+            UntrustedLedgerError, match="charges for each example; its ε says nothing of us"
+        ):
             both.examined()
-        with pytest.raises(AuditError, match="with example and with user neighbours cannot"):
+        with pytest.raises(
+            UntrustedLedgerError, match="with example and with user neighbours cannot"
+        ):
             price_with(Examined(read(both.ledger), DELTA, 0.0, ADD_OR_REMOVE), offer(number=1))
 
     def test_a_delta_that_is_none_is_refused(self, both):
@@ -210,7 +218,7 @@ class TestPricing:
 
     def test_what_has_no_common_price_is_refused(self, both):
         charge(both.ledger, event=every_user_gaussian(2.0, NeighbouringRelation.REPLACE_ONE))
-        with pytest.raises(AuditError, match="has no ε"):
+        with pytest.raises(UntrustedLedgerError, match="has no ε"):
             price_with(both.examined(), offer(number=1))
 
 
@@ -219,25 +227,29 @@ class TestConfirming:
         charge(both.ledger, number=0)
         both.take_part("r", 1)
         both.confirmed(offer("r", 1, 1))  # still the same round: it was interrupted
-        with pytest.raises(AuditError, match="round 1 of run 'r' went on without a charge"):
+        with pytest.raises(
+            UntrustedLedgerError, match="round 1 of run 'r' went on without a charge"
+        ):
             both.confirmed(offer("r", 2))
 
     def test_a_round_in_which_the_node_was_not_drawn_is_named_too(self, both):
         charge(both.ledger, number=0)
         charge(both.ledger, number=2)
-        with pytest.raises(AuditError, match="round 1 of run 'r' went on without a charge"):
+        with pytest.raises(
+            UntrustedLedgerError, match="round 1 of run 'r' went on without a charge"
+        ):
             both.confirmed(offer("r", 3))
 
     def test_the_run_is_seen_to_have_gone_on_by_ledger_and_journal_alike(self, both):
         both.take_part("r", 1)
         both.confirmed()  # its last round may have been refused by the budget
         both.take_part("r", 2)
-        with pytest.raises(AuditError, match="round 1 of run 'r' went on"):
+        with pytest.raises(UntrustedLedgerError, match="round 1 of run 'r' went on"):
             both.confirmed()
         charge(both.ledger, number=1)
         both.confirmed()
         charge(both.ledger, number=3)
-        with pytest.raises(AuditError, match="round 2 of run 'r' went on"):
+        with pytest.raises(UntrustedLedgerError, match="round 2 of run 'r' went on"):
             both.confirmed()
 
     def test_runs_that_the_node_was_not_offered_are_nobodys_business(self, both):
@@ -253,7 +265,7 @@ class TestConfirming:
 
     def test_a_far_round_is_no_work(self, both):
         charge(both.ledger, number=0)
-        with pytest.raises(AuditError, match="round 1 of run 'r' went on"):
+        with pytest.raises(UntrustedLedgerError, match="round 1 of run 'r' went on"):
             both.confirmed(offer("r", 2**32 - 1))
 
     @pytest.mark.parametrize(
@@ -272,7 +284,9 @@ class TestConfirming:
         both.take_part("r", 0)
         charge(both.ledger, event=event)
         both.confirmed(offer("r", 0, 1))
-        with pytest.raises(AuditError, match=r"attempt 0 at round 0 of run 'r' was offered with"):
+        with pytest.raises(
+            UntrustedLedgerError, match=r"attempt 0 at round 0 of run 'r' was offered with"
+        ):
             both.confirmed(offer("r", 1))
 
     def test_a_charge_of_several_groups_counts_as_a_whole(self, both):
@@ -289,7 +303,9 @@ class TestConfirming:
     def test_an_earlier_attempt_covers_nothing(self, both):
         charge(both.ledger, attempt=0)
         both.take_part("r", 0, 1)
-        with pytest.raises(AuditError, match="attempt 1 at round 0 of run 'r' was offered"):
+        with pytest.raises(
+            UntrustedLedgerError, match="attempt 1 at round 0 of run 'r' was offered"
+        ):
             both.confirmed(offer("r", 1))
         charge(both.ledger, attempt=1)
         both.confirmed(offer("r", 1))
@@ -308,14 +324,18 @@ class TestWhatTheServerSays:
         charge(both.ledger)
         truth = epsilon([EVENT] * 2, 1e-6).epsilon
         for said in (0.0, truth * 0.5, truth * (1 - 3e-6), epsilon([EVENT], 1e-6).epsilon):
-            with pytest.raises(AuditError, match=f"the server says ε = {said} at δ = 1e-06, but"):
+            with pytest.raises(
+                UntrustedLedgerError, match=f"the server says ε = {said} at δ = 1e-06, but"
+            ):
                 both.confirmed(offer(number=1, said=said, delta=1e-6))
 
     def test_without_noise_or_delta_only_infinity_is(self, both):
         bare = poisson_gaussian(0.1, 0.0, population=N)
         for event, delta in ((bare, 1e-6), (EVENT, 0.0)):
             both.confirmed(offer(event=event, said=math.inf, delta=delta))
-            with pytest.raises(AuditError, match="but charges and offer cost at least inf"):
+            with pytest.raises(
+                UntrustedLedgerError, match="but charges and offer cost at least inf"
+            ):
                 both.confirmed(offer(event=event, said=1e9, delta=delta))
 
     def test_charges_since_the_offer_do_not_make_it_a_lie(self, both):
@@ -340,15 +360,17 @@ class TestWhatTheServerSays:
         charge(both.ledger, "r", 1)
         charge(both.ledger, "other", 1)
         for counted, left_out in ((0, 1), (1, 3), (2, 3)):
-            with pytest.raises(AuditError, match=f"leaves out charge {left_out} "):
+            with pytest.raises(UntrustedLedgerError, match=f"leaves out charge {left_out} "):
                 both.confirmed(offer("r", 2), counted)
         said = epsilon([EVENT] * 4, DELTA).epsilon
         both.confirmed(offer("r", 2, said=said), 3)
         for low in (said * 0.99, epsilon([EVENT] * 3, DELTA).epsilon):
-            with pytest.raises(AuditError, match="but charges and offer cost"):
+            with pytest.raises(UntrustedLedgerError, match="but charges and offer cost"):
                 both.confirmed(offer("r", 2, said=low), 3)
         # A ledger that was fetched after an offer has all charges that the offer counts.
-        with pytest.raises(AuditError, match="the offer counts 5 charges; the ledger has 4"):
+        with pytest.raises(
+            UntrustedLedgerError, match="the offer counts 5 charges; the ledger has 4"
+        ):
             both.confirmed(offer("r", 2), 5)
 
     def test_what_another_process_of_the_node_learned_meanwhile_is_no_reproach(self, both):
@@ -361,7 +383,7 @@ class TestWhatTheServerSays:
         both.take_part("other", 2)
         found = audit.examine(fetched, WELCOME, known, DELTA)
         audit.confirm(found, known, None)
-        with pytest.raises(AuditError, match="set back"):
+        with pytest.raises(UntrustedLedgerError, match="set back"):
             examine(fetched, WELCOME, both.journal, DELTA)
 
     def test_an_offer_after_its_charge_is_told(self, both):
@@ -470,19 +492,19 @@ class TestSeries:
             passes.played(number)
         lie = offer("r", rounds + 1, 0, event, part=part)
         said = f"round {rounds + 1} of run 'r' is offered as part {part} of an event that was ch"
-        with pytest.raises(AuditError, match=said):
+        with pytest.raises(UntrustedLedgerError, match=said):
             both.confirmed(lie)
         both.confirmed(offer("r", rounds + 1, 0, event))  # whoever pays may do so
 
     def test_what_another_run_paid_for_is_not_free(self, both):
         charge(both.ledger, "other", 1, event=PASS)
-        with pytest.raises(AuditError, match="no such part is left in the ledger"):
+        with pytest.raises(UntrustedLedgerError, match="no such part is left in the ledger"):
             both.confirmed(offer("r", 1, 0, PASS, part=1))
         both.confirmed(offer("other", 2, 0, PASS, part=1))
 
     def test_a_charge_that_the_offer_does_not_count_pays_for_nothing(self, both):
         Passes(both).played(1)
-        with pytest.raises(AuditError, match="the offer counts 0 charges and leaves out"):
+        with pytest.raises(UntrustedLedgerError, match="the offer counts 0 charges and leaves out"):
             both.confirmed(offer("r", 2, 0, PASS, part=1), counted=0)
 
     def test_an_epsilon_that_is_understated_is_caught_in_every_part(self, both):
@@ -493,7 +515,9 @@ class TestSeries:
             assert loss.low > 0.9 * loss.epsilon
             for said in (0.0, 0.5 * loss.low, loss.low * (1 - 3e-6)):
                 lie = replace(truth, price=replace(truth.price, epsilon_after=said))
-                with pytest.raises(AuditError, match="but charges and offer cost at least"):
+                with pytest.raises(
+                    UntrustedLedgerError, match="but charges and offer cost at least"
+                ):
                     both.confirmed(lie)
             passes.played(number)
 
@@ -502,7 +526,9 @@ class TestSeries:
         passes.played(1)
         both.take_part("r", 2, 0, PASS)
         passes.charged(2)
-        with pytest.raises(AuditError, match="as part 0 of its event; neither it nor one after"):
+        with pytest.raises(
+            UntrustedLedgerError, match="as part 0 of its event; neither it nor one after"
+        ):
             both.confirmed(passes.next_offer(3))
 
     def test_what_was_offered_as_a_part_must_be_charged_as_that_part(self, both):
@@ -510,7 +536,9 @@ class TestSeries:
         passes.played(1)
         both.journal.record("people", passes.next_offer(2), NOW)
         charge(both.ledger, "r", 2, event=PASS)
-        with pytest.raises(AuditError, match="as part 1 of its event; neither it nor one after"):
+        with pytest.raises(
+            UntrustedLedgerError, match="as part 1 of its event; neither it nor one after"
+        ):
             both.confirmed(passes.next_offer(3))
 
     def test_an_attempt_after_an_abandoned_part_may_be_paid_anew(self, both):
@@ -560,14 +588,18 @@ class TestKinds:
     ):
         both.take_part("r", 1, 0, SERIES)
         charge(both.ledger, "r", 1, event=charged)
-        with pytest.raises(AuditError, match="2 groups in turn, 4 rounds at once, N = 1000"):
+        with pytest.raises(
+            UntrustedLedgerError, match="2 groups in turn, 4 rounds at once, N = 1000"
+        ):
             both.confirmed(offer("r", 2, 0, charged))
 
     def test_examples_of_users_are_charged_as_many_as_were_offered(self, both):
         four, one = (poisson_examples_gaussian(0.1, k, 2.0, population=N) for k in (4, 1))
         both.take_part("r", 1, 0, four)
         charge(both.ledger, "r", 1, event=one)
-        with pytest.raises(AuditError, match="neither it nor one after it was charged so"):
+        with pytest.raises(
+            UntrustedLedgerError, match="neither it nor one after it was charged so"
+        ):
             both.confirmed(offer("r", 2, 0, four))
 
     def test_a_ledger_of_replaced_users_has_an_epsilon_of_its_own(self, both):
@@ -580,7 +612,9 @@ class TestKinds:
         found = both.examined()
         assert found.relation is NeighbouringRelation.REPLACE_ONE
         assert found.epsilon == epsilon([event] * 3, DELTA).epsilon
-        with pytest.raises(AuditError, match="with replace-one and with add-or-remove-one neigh"):
+        with pytest.raises(
+            UntrustedLedgerError, match="with replace-one and with add-or-remove-one neigh"
+        ):
             price_with(found, offer("r", 4))
 
 
@@ -633,7 +667,9 @@ class TestHistories:
                 examine(read(honest), WELCOME, journal, DELTA), journal, offer("r", len(rounds) + 1)
             )
             found = examine(read(lying), WELCOME, other, DELTA)
-            with pytest.raises(AuditError, match=f"round {missing} of run 'r' went on without a"):
+            with pytest.raises(
+                UntrustedLedgerError, match=f"round {missing} of run 'r' went on without a"
+            ):
                 confirm(found, other, offer("r", len(rounds) + 1))
 
 

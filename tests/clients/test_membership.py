@@ -22,7 +22,7 @@ from fedpriv.clients import audit, membership
 from fedpriv.clients.connection import Backoff, FederationStub
 from fedpriv.clients.membership import NodeSettings, take_part
 from fedpriv.clients.worker import HostSettings, Loaded
-from fedpriv.errors import AuditError, ModelError, WireError
+from fedpriv.errors import ModelError, UntrustedLedgerError, WireError
 from fedpriv.ledger.events import (
     NeighbouringRelation,
     Randomness,
@@ -1273,7 +1273,7 @@ def test_a_ledger_that_cannot_be_believed_at_the_end_is_an_error_of_once(
             await tiny.answers.get()
             tiny.ledger = another
             await tiny.script.put(None)
-            with pytest.raises(AuditError, match="does not contain its former head"):
+            with pytest.raises(UntrustedLedgerError, match="does not contain its former head"):
                 await task
 
     play(act)

@@ -1,4 +1,4 @@
-"""Audits of a real ledger by nodes over TLS: what travels, and what two runs may do to it."""
+"""Nodes that verify a real ledger over TLS: what travels, and what two runs may do to it."""
 
 import asyncio
 import shutil
@@ -13,10 +13,10 @@ import pytest
 from federation import PARAMETERS, make_plan
 
 from fedpriv.accounting.accountants import epsilon
-from fedpriv.clients.audit import Examined, LedgerAudit, charged_already
+from fedpriv.clients.audit import Examined, LedgerVerifier, charged_already
 from fedpriv.clients.connection import Backoff, FederationStub, identity_of
 from fedpriv.clients.journal import Journal
-from fedpriv.errors import AuditError
+from fedpriv.errors import UntrustedLedgerError
 from fedpriv.ledger.events import PrivacyBudget, Randomness
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.ledger.participation import Head
@@ -84,24 +84,24 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 
 
 class Node:
-    """A node of its own process, as far as its audit goes."""
+    """A node of its own process, as far as it verifies the ledger."""
 
     def __init__(self, running: Site, book: Journal) -> None:
         self._identity = identity_of(running.certs / "nodes" / "node", None)
         self._target, self._book = running.target, book
-        self._audit: LedgerAudit | None = None
+        self._verifier: LedgerVerifier | None = None
 
     async def __aenter__(self) -> "Node":
         self._stub = FederationStub.open(self._target, self._identity)
-        self._audit = LedgerAudit(self._stub, self._book, Backoff(0.01, 0.05))
+        self._verifier = LedgerVerifier(self._stub, self._book, Backoff(0.01, 0.05))
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._stub.channel.close()
 
     async def examine(self, offer: RoundOffer | None = None) -> Examined:
-        assert self._audit is not None
-        return await self._audit.examined(WELCOME, DELTA, offer)
+        assert self._verifier is not None
+        return await self._verifier.examined(WELCOME, DELTA, offer)
 
 
 def test_two_runs_that_share_a_ledger_are_believed_by_nodes_of_both(
@@ -159,11 +159,15 @@ def test_a_ledger_that_was_set_back_is_not_believed(
         async with Node(running, book) as node:
             await node.examine()
             with Ledger.open(kept) as shared.ledger:
-                with pytest.raises(AuditError, match="its former head of 2 charges with hash"):
+                with pytest.raises(
+                    UntrustedLedgerError, match="its former head of 2 charges with hash"
+                ):
                     await node.examine()
                 if restarted:
                     async with Node(running, book) as again:
-                        with pytest.raises(AuditError, match="its former head of 2 charges"):
+                        with pytest.raises(
+                            UntrustedLedgerError, match="its former head of 2 charges"
+                        ):
                             await again.examine()
             shared.ledger = shared.records.ledger
             assert len((await node.examine()).ledger.rows) == 2

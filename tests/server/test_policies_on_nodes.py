@@ -1,4 +1,4 @@
-"""Runs under every sampling policy: nodes over TLS that audit each offer, as in one process."""
+"""Runs under every sampling policy: nodes over TLS that verify each offer, as in one process."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from federation import PARAMETERS, FakeTransport, constant_update, make_plan
 
 from fedpriv import wire
 from fedpriv.accounting.accountants import accountant_named
-from fedpriv.clients.audit import LedgerAudit, OfferPolicy
+from fedpriv.clients.audit import LedgerVerifier, OfferPolicy
 from fedpriv.clients.connection import Backoff, FederationStub, identity_of
 from fedpriv.clients.consent import Consent
 from fedpriv.clients.journal import Journal
@@ -134,8 +134,8 @@ async def objection(made: Site, journal: Journal, node: str, offer: wire.RoundOf
     enrolled = made.enrolment.users_of(node).copy()
     welcome = wire.Welcome(POPULATION_ID, N, enrolled, wire.TaskDescription("m", {}, 0, "l"))
     try:
-        audit = LedgerAudit(stub, journal, Backoff(0.01, 0.05))
-        return await OfferPolicy(journal, Consent(), audit, enrolled).objection(welcome, offer)
+        verifier = LedgerVerifier(stub, journal, Backoff(0.01, 0.05))
+        return await OfferPolicy(journal, Consent(), verifier, enrolled).objection(welcome, offer)
     finally:
         await stub.channel.close()
 
