@@ -14,7 +14,14 @@ import numpy as np
 from scipy.special import erf, log_ndtr, ndtr, ndtri, ndtri_exp
 
 from fedpriv.accounting.contour.cumulant import log_likelihood_ratio
-from fedpriv.accounting.pld.lattice import SKETCH_NODES, DiscreteLaw, GaussianPair, Sketch, sketched
+from fedpriv.accounting.pld.lattice import (
+    SKETCH_NODES,
+    DiscreteLaw,
+    GaussianPair,
+    Sketch,
+    merging_point,
+    sketched,
+)
 from fedpriv.accounting.round_counts import Vector
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(6)
@@ -80,17 +87,9 @@ class PoissonPair(GaussianPair):
         return Sketch(-(x**2) / (2 * self.z**2), privacy_loss(x, self.q, self.z), middle)
 
     def centre(self, step: float) -> float:
-        """By sections roughly, then by fixed-point steps, exactly where it matters.
-
-        An interval that holds nearly all mass merges into the same point wherever its ends are.
-        """
-        low, high = privacy_loss(np.array([-8 * self.z, 4 * self.z]), self.q, self.z)
-        candidates: Vector = np.linspace(low, high, 33)
-        below = self._merged_around(candidates, step) < candidates
-        centre = candidates[max(1, int(np.argmax(below))) - 1 :][:1]
-        for _ in range(3):
-            centre = self._merged_around(centre, step)
-        return float(centre[0])
+        """As `merging_point` finds it."""
+        ends = privacy_loss(np.array([-8 * self.z, 4 * self.z]), self.q, self.z)
+        return merging_point(ends, lambda c: self._merged_around(c, step))
 
     def masses(self, edges: Vector) -> Vector:
         """[3, edges + 1] below the first of the [edges] losses, between them, and above."""

@@ -41,7 +41,13 @@ import numpy as np
 from scipy.special import ndtri
 
 from fedpriv.accounting.pld.dominating_pairs import PoissonPair, gaussian_masses
-from fedpriv.accounting.pld.lattice import SKETCH_NODES, GaussianPair, LossLaw, Sketch
+from fedpriv.accounting.pld.lattice import (
+    SKETCH_NODES,
+    GaussianPair,
+    LossLaw,
+    Sketch,
+    merging_point,
+)
 from fedpriv.accounting.round_counts import Vector
 
 _LEAST_TAIL = 1e-290
@@ -128,14 +134,9 @@ class MixtureLaw(LossLaw):
         return float(low), float(high)
 
     def centre(self, step: float) -> float:
-        """By sections roughly, then by fixed-point steps, as of a Poisson-sampled round."""
-        low, high = self.loss(np.array([-8.0, 4.0]) * self.z)
-        candidates: Vector = np.linspace(low, high, 33)
-        below = self._merged_around(candidates, step) < candidates
-        centre = candidates[max(1, int(np.argmax(below))) - 1 :][:1]
-        for _ in range(3):
-            centre = self._merged_around(centre, step)
-        return float(centre[0])
+        """As `merging_point` finds it."""
+        ends = self.loss(np.array([-8.0, 4.0]) * self.z)
+        return merging_point(ends, lambda c: self._merged_around(c, step))
 
     def masses(self, edges: Vector) -> Vector:
         """[3, edges + 1] below the first of the [edges] losses, between them, and above."""
