@@ -1,6 +1,7 @@
 """The training side of a node: it holds the users' data and the model, and trains.
 
-On Flower's runtime it is in the process of the ClientApp, else in the process that `serve` runs in.
+On Flower's runtime it is in the process of the ClientApp, else in the one that `answer_messages`
+runs in.
 """
 
 import hashlib
@@ -149,7 +150,7 @@ def _check_shapes(what: str, given: Tensors, legal: Tensors) -> None:
         raise InvalidValueError(f"{unlike}; legal are those of the task")
 
 
-def serve(channel: BufferedRWPair) -> None:
+def answer_messages(channel: BufferedRWPair) -> None:
     """Answer the messages of `fedpriv.clients.worker` until the other end is closed, an EOFError.
 
     The text of anything else that is raised may hold users' data.

@@ -216,10 +216,11 @@ def _enter(channel: socket.socket, parent: int) -> None:
         if os.getppid() != parent:  # it ended before this call
             os._exit(0)
     threading.Thread(target=_exit_after_parent, daemon=True).start()
-    from fedpriv.clients.training import serve  # noqa: PLC0415 - only this process may load torch
+    # Only this process may load torch.
+    from fedpriv.clients.training import answer_messages  # noqa: PLC0415
 
     try:
-        serve(channel.makefile("rwb"))
+        answer_messages(channel.makefile("rwb"))
     except EOFError:  # the parent has ended
         sys.exit(0)
     except BaseException:  # a traceback may hold users' data
