@@ -8,16 +8,18 @@ are released with noise, on the ledger of the run.
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from fedpriv.analytics import Answer, Survey, VectorQuestion, ask
-from fedpriv.analytics.questions import UserValues, sampling_spread
+from fedpriv.analytics.questions import Function, UserValues, sampling_spread
 from fedpriv.data.population import Fields, UserStore, offsets_of, spread_over
 from fedpriv.engine.metrics import Measuring, mean_metric
 from fedpriv.engine.task import RoundParameters, Task, plain_arithmetic, seeded
@@ -45,6 +47,7 @@ _log = logging.getLogger(__name__)
 # A label that is not a class raises for its user there; on a GPU it would end the process.
 _CPU = torch.device("cpu")
 _KEY = bytes(32)  # of what a model draws in evaluation; no secret
+_EXTREMES = (1e30, math.inf, math.nan)  # of users whom the others must not notice
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ def questions_about(
     """Questions for a survey: what the metrics of a model are on users' own data.
 
     Args:
-        task: whose model gets the parameters.
+        task: whose model gets the parameters; it must remember nothing of users but in buffers.
         model: all tensors that training moves, such as `Run.state.model`.
         metrics: of examples, from `fedpriv.engine.metrics.metric`.
         personal: from a user's examples, tensors of its own in the place of the model's, and those
@@ -131,10 +134,12 @@ def questions_about(
 
     def values(metric: Metric, fields: Fields) -> npt.NDArray[np.float64]:
         own, measured = personal(fields)
-        constants = measuring.start.constants | {n: torch.tensor(t) for n, t in own.items()}
+        begun = measuring.start.constants
+        # A model may write to its buffers and draw, in evaluation too; what one user gets must not
+        # follow from who was asked before, so each begins with the same buffers and generator.
+        constants = begun | measuring.task.buffers_in(begun)
+        constants |= {n: torch.tensor(t) for n, t in own.items()}
         start = replace(measuring.start, constants=constants)
-        # A model may draw in evaluation too; what one user gets must not follow from who drew
-        # before, so each begins with the same generator.
         with plain_arithmetic(_CPU), seeded(_KEY, 0, _CPU):
             found = mean_metric(replace(measuring, start=start), measured, metric)
         return found.reshape(len(found), -1) if metric.shape else found
@@ -147,6 +152,16 @@ def _measuring(task: Task, model: Parameters) -> Measuring:
         evaluated = task.evaluated()
         moved = {name: torch.tensor(tensor) for name, tensor in model.items()}
         return Measuring(evaluated, RoundParameters({}, evaluated.constants(_CPU) | moved))
+
+
+def _filled(rows: Fields, number: float) -> Fields:
+    """Rows of which all real numbers are this one, with either sign in turn."""
+    filled = {name: column.copy() for name, column in rows.items()}
+    for column in filled.values():
+        if column.dtype.kind == "f":
+            with np.errstate(over="ignore"):  # of float16
+                column.flat[::2], column.flat[1::2] = number, -number
+    return filled
 
 
 def kept_apart(users: UserStore, share: float) -> tuple[UserStore, UserStore]:
@@ -223,18 +238,30 @@ class UserEvaluation:
         return replace(event, count=1 if every is None else -(-rounds // every))
 
     def check(self, rows: Fields) -> None:
-        """Refuse metrics that cannot be computed on a few public rows."""
-        measuring = _measuring(self.task, self._initial)
+        """Refuse metrics that cannot be computed on a few public rows, or that remember others.
+
+        What two rows give must be the same after a user with extreme data was asked.
+        """
         few = {name: column[:2] for name, column in rows.items()}
-        for metric in self.metrics:
+        for question in questions_about(self.task, self._initial, self.metrics):
+            of, name = cast(Function, question.of), question.metric.name
             try:
-                mean_metric(measuring, few, metric)
+                before = of(few)
             except FedprivError:
                 raise
             except Exception as error:
                 raise ModelError(
-                    f"metric {metric.name!r} of federated_evaluation cannot be computed: {error}"
+                    f"metric {name!r} of federated_evaluation cannot be computed: {error}"
                 ) from error
+            for extreme in _EXTREMES:
+                with suppress(Exception):  # of a model that refuses such data
+                    of(_filled(few, extreme))
+            if not np.array_equal(np.asarray(of(few)), np.asarray(before), equal_nan=True):
+                raise ModelError(
+                    f"metric {name!r} of federated_evaluation gives the same user something else "
+                    "after others; what it gives must depend on the user's examples and on "
+                    "torch's generators alone, which are seeded for each user"
+                )
 
     @property
     def _initial(self) -> Parameters:

@@ -230,6 +230,14 @@ class Task:
         """The task with a copy of the model in evaluation mode: without dropout."""
         return replace(self, model=copy.deepcopy(self.model).eval())
 
+    def apart(self) -> "Task":
+        """The task with a copy of the model, which shares its parameters.
+
+        What the copy writes down of users' data, in buffers or elsewhere, is not in the model.
+        """
+        shared: dict[int, object] = {id(p): p for p in self.model.parameters()}
+        return replace(self, model=copy.deepcopy(self.model, shared))
+
     def parameters(self) -> dict[str, npt.NDArray[np.float32]]:
         """Copy of the parameters that users send updates of, in the order of the model."""
         sent = {n: p for n, p in self.trainable().items() if n not in self.personal}
@@ -252,6 +260,10 @@ class Task:
         sent = self.trainable().keys() - set(self.personal)
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         return {n: t.detach().to(device) for n, t in tensors.items() if n not in sent}
+
+    def buffers_in(self, constants: TorchTensors) -> TorchTensors:
+        """Copies of the model's buffers, as they are among these constants."""
+        return {name: constants[name].clone() for name, _ in self.model.named_buffers()}
 
     def losses_of(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Loss of each example [B] from the model's outputs [B, …] and targets [B, …].

@@ -441,13 +441,18 @@ class Trainer:
         return {**updates, **reported}
 
     def _own(self, start: RoundParameters, chunk: Chunk) -> RoundParameters:
-        """What users begin with: a copy for one who trains alone, whose model may write to it."""
-        if chunk.together:
+        """What users begin with: copies of what their model may write to.
+
+        That is its buffers and, of one who trains alone, its parameters too. On a GPU, where graphs
+        hold buffers, users who train together have no copies.
+        """
+        if chunk.together and self.device.type != "cpu":
             return start
-        written = {name for name, _ in self.task.model.named_buffers()}
+        own = replace(start, constants=start.constants | self.task.buffers_in(start.constants))
+        if chunk.together:
+            return own
         parameters = {name: t.clone() for name, t in start.parameters.items()}
-        buffers = {n: t.clone() for n, t in start.constants.items() if n in written}
-        return replace(start, parameters=parameters, constants=start.constants | buffers)
+        return replace(own, parameters=parameters)
 
     def _seeded(
         self, request: RoundRequest, chunk: Chunk, examples: Examples

@@ -240,7 +240,7 @@ class InProcessTransport(Transport):
     @cached_property
     def _trainer(self) -> Trainer:
         return Trainer(
-            self.task,
+            self.task.apart(),
             self.users,
             self.hosted,
             self.device,

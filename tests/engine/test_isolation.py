@@ -477,6 +477,57 @@ def test_dropout_is_by_each_users_own_key() -> None:
     assert torch.equal(state, torch.random.get_rng_state())
 
 
+class Monitored(nn.Module):
+    """Writes unusual inputs down, which its outputs may or may not depend on."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.inner, self.weight = nn.Linear(6, 3), weight
+        self.register_buffer("last", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        most = x.detach().abs().max()
+        self.last.copy_(torch.where(most > 10.0, most, self.last))
+        return self.inner(x.clamp(-10.0, 10.0)) + self.weight * self.last
+
+
+@pytest.mark.parametrize("weight", [0.0, 1e-3])
+def test_what_users_data_make_of_buffers_ends_with_their_chunk(weight: float) -> None:
+    torch.manual_seed(0)
+    transport, request = transport_and_request(Monitored(weight))
+    transport.users.fields["x"][:4] = 123_456.0
+    together = total_of(transport, request)
+    np.testing.assert_array_equal(together, sum(alone(transport, request, u) for u in range(12)))
+    assert transport.task.model.last == 0.0
+    assert transport._trainer.constants["last"] == 0.0
+
+
+class Recording(nn.Module):
+    """Keeps what it was given last, as others keep maps of attention."""
+
+    def __init__(self, inner: nn.Module, rate: float) -> None:
+        super().__init__()
+        self.inner, self.rate = inner, rate
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept["last"], self.last = x.detach(), x.detach()
+        outputs: torch.Tensor = self.inner(functional.dropout(x, self.rate, self.training))
+        return outputs
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5], ids=["together", "alone"])
+@pytest.mark.parametrize(
+    "inner", [nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 3), nn.PReLU())], ids=["known", "own"]
+)
+def test_what_a_model_keeps_of_its_inputs_is_not_in_the_task(inner: nn.Module, rate: float) -> None:
+    transport, request = transport_and_request(Recording(inner, rate))
+    assert total_of(transport, request).any()
+    model = transport.task.model
+    assert model.kept == {}
+    assert not hasattr(model, "last")
+
+
 # The examination of shapes.
 
 

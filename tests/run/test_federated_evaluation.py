@@ -145,6 +145,40 @@ def test_what_one_user_draws_changes_nobody_elses_masks() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+class Widening(nn.Linear):
+    """Divides by the largest input so far, in a buffer or another attribute."""
+
+    largest: torch.Tensor | float
+
+    def __init__(self, buffer: bool) -> None:
+        super().__init__(5, 3)
+        if buffer:
+            self.register_buffer("largest", torch.full((), 10.0))
+        else:
+            self.largest = 10.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        most = x.detach().abs().max()
+        if isinstance(self.largest, torch.Tensor):
+            self.largest.copy_(torch.maximum(self.largest, most))
+        elif not self.training:
+            self.largest = max(self.largest, float(most))
+        return super().forward(x / self.largest)
+
+
+def test_what_one_user_makes_of_buffers_moves_nobody_elses_answer() -> None:
+    users, made = store(), fedpriv.Task(Widening(buffer=True))
+
+    def total(asked: np.ndarray) -> np.ndarray:
+        questions = questions_about(made, made.parameters(), METRICS)
+        sampling = PoissonSampling(users.population, 1.0)
+        (partial,) = collect(Survey("run-evaluation", questions, sampling, 0.0), users, asked)
+        return partial.total
+
+    everyone = np.arange(users.population)
+    np.testing.assert_array_equal(total(everyone), sum(total(everyone[[u]]) for u in everyone))
+
+
 @settings(max_examples=50, deadline=None)
 @given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=8), share=st.floats(0.0, 0.99))
 def test_each_row_is_trained_on_or_kept(sizes: list[int], share: float) -> None:
@@ -378,6 +412,20 @@ def test_a_metric_that_fails_is_found_on_public_rows(tmp_path: Path) -> None:
             mechanism.calibrate(epsilon=4.0, delta=1e-2, rounds=2),
             local=fedpriv.SGD(0.1, epochs=1),
             federated_evaluation=asked,
+            out=tmp_path / "run",
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_that_remembers_users_in_evaluation_is_refused(tmp_path: Path) -> None:
+    mechanism = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(1.0))
+    with pytest.raises(ModelError, match="gives the same user something else after others"):
+        fedpriv.simulate(
+            population(),
+            fedpriv.Task(Widening(buffer=False)),
+            mechanism.calibrate(epsilon=4.0, delta=1e-2, rounds=2),
+            local=fedpriv.SGD(0.1, epochs=1),
+            federated_evaluation=fedpriv.FederatedEvaluation(8.0, {"loss": {"bound": 3.0}}),
             out=tmp_path / "run",
         )
     assert list(tmp_path.iterdir()) == []
