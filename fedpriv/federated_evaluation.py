@@ -7,7 +7,7 @@ are released with noise, on the ledger of the run.
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,6 +21,7 @@ import torch
 from fedpriv.analytics import Answer, Survey, VectorQuestion, ask
 from fedpriv.analytics.questions import Function, UserValues, sampling_spread
 from fedpriv.data.population import Fields, UserStore, offsets_of, spread_over
+from fedpriv.engine.indices import Indices
 from fedpriv.engine.metrics import Measuring, mean_metric
 from fedpriv.engine.task import RoundParameters, Task, plain_arithmetic, seeded
 from fedpriv.errors import (
@@ -48,6 +49,7 @@ _log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 _KEY = bytes(32)  # of what a model draws in evaluation; no secret
 _EXTREMES = (1e30, math.inf, math.nan)  # of users whom the others must not notice
+_LARGE = 2**10  # of their integers, where larger ones are legal
 
 
 @dataclass(frozen=True)
@@ -154,16 +156,6 @@ def _measuring(task: Task, model: Parameters) -> Measuring:
         return Measuring(evaluated, RoundParameters({}, evaluated.constants(_CPU) | moved))
 
 
-def _filled(rows: Fields, number: float) -> Fields:
-    """Rows of which all real numbers are this one, with either sign in turn."""
-    filled = {name: column.copy() for name, column in rows.items()}
-    for column in filled.values():
-        if column.dtype.kind == "f":
-            with np.errstate(over="ignore"):  # of float16
-                column.flat[::2], column.flat[1::2] = number, -number
-    return filled
-
-
 def kept_apart(users: UserStore, share: float) -> tuple[UserStore, UserStore]:
     """The users with what they train on, and with what is kept from it, spread over their rows.
 
@@ -253,15 +245,28 @@ class UserEvaluation:
                 raise ModelError(
                     f"metric {name!r} of federated_evaluation cannot be computed: {error}"
                 ) from error
-            for extreme in _EXTREMES:
+            for extreme in self._extremes(few):
                 with suppress(Exception):  # of a model that refuses such data
-                    of(_filled(few, extreme))
+                    of(extreme)
             if not np.array_equal(np.asarray(of(few)), np.asarray(before), equal_nan=True):
                 raise ModelError(
                     f"metric {name!r} of federated_evaluation gives the same user something else "
                     "after others; what it gives must depend on the user's examples and on "
                     "torch's generators alone, which are seeded for each user"
                 )
+
+    def _extremes(self, rows: Fields) -> Iterator[Fields]:
+        """Rows of which all numbers are at the ends of what is legal, or not finite."""
+        indices = Indices(self.task.evaluated(), self.users)
+        for end, number in enumerate(_EXTREMES):
+            filled = {name: rows[name].copy() for name in self.task.fields}
+            for name, column in filled.items():
+                if column.dtype.kind == "f":
+                    with np.errstate(over="ignore"):  # of float16
+                        column.flat[::2], column.flat[1::2] = number, -number
+                elif column.dtype.kind in "biu":
+                    column[:] = indices.legal(name, _LARGE)[end % 2]
+            yield filled
 
     @property
     def _initial(self) -> Parameters:

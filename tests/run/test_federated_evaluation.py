@@ -417,15 +417,35 @@ def test_a_metric_that_fails_is_found_on_public_rows(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_remembers_users_in_evaluation_is_refused(tmp_path: Path) -> None:
+class Counting(nn.Module):
+    """Remembers the largest word that it was asked about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.most = nn.EmbeddingBag(9, 3), 4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            self.most = max(self.most, int(x.max()))
+        scores: torch.Tensor = self.words(x) * self.most
+        return scores
+
+
+@pytest.mark.parametrize("words", [False, True], ids=["numbers", "words"])
+def test_a_model_that_remembers_users_in_evaluation_is_refused(words: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    task = fedpriv.Task(Counting() if words else Widening(buffer=False))
+    y = np.arange(60) % 3
+    x = np.tile(np.arange(5), (60, 1)) if words else np.ones((60, 5), np.float32)
+    people = fedpriv.Population.from_arrays(x, y, np.arange(60) % 20, held_out=(x, y))
     mechanism = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(1.0))
     with pytest.raises(ModelError, match="gives the same user something else after others"):
         fedpriv.simulate(
-            population(),
-            fedpriv.Task(Widening(buffer=False)),
+            people,
+            task,
             mechanism.calibrate(epsilon=4.0, delta=1e-2, rounds=2),
             local=fedpriv.SGD(0.1, epochs=1),
-            federated_evaluation=fedpriv.FederatedEvaluation(8.0, {"loss": {"bound": 3.0}}),
+            federated_evaluation=fedpriv.FederatedEvaluation(8.0, {"loss": {"bound": 9.0}}),
             out=tmp_path / "run",
         )
     assert list(tmp_path.iterdir()) == []
