@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from fedpriv.analytics import Answer, Survey, VectorQuestion, ask
-from fedpriv.analytics.questions import Function, UserValues, sampling_spread
+from fedpriv.analytics.questions import QuantityFunction, UserValues, sampling_spread
 from fedpriv.data.population import Fields, UserStore, offsets_of, spread_over
 from fedpriv.engine.indices import Indices
 from fedpriv.engine.metrics import Measuring, mean_metric
@@ -236,7 +236,7 @@ class UserEvaluation:
         """
         few = {name: column[:2] for name, column in rows.items()}
         for question in questions_about(self.task, self._initial, self.metrics):
-            of, name = cast(Function, question.of), question.metric.name
+            of, name = cast(QuantityFunction, question.of), question.metric.name
             try:
                 before = of(few)
             except FedprivError:
