@@ -305,9 +305,8 @@ class BandedNoise(NoisePolicy):
             return BandedStrategy(coefficients)
         schedule = _series(sampling)
         bands = schedule.separation if self.bands is None else self.bands
-        if (
-            sampling.policy is SamplingPolicy.BANDED_POISSON
-        ):  # columns of a user's rounds do not meet
+        # Columns of a user's rounds do not meet then.
+        if sampling.policy is SamplingPolicy.BANDED_POISSON:
             schedule = Schedule(schedule.rounds)
         objective, workload = _objective(self.objective), Workload(self.momentum)
         return BandedStrategy(optimal_bands(schedule, bands, objective, workload))
