@@ -28,8 +28,8 @@ from fedpriv.data.population import (
     Population,
     UserStore,
     as_id_array,
+    check_not_enrolled,
     load_population,
-    plain_id,
     sharing,
 )
 from fedpriv.errors import DataError, InvalidValueError, known_names
@@ -129,7 +129,6 @@ def load_hugging_face(
         raise InvalidValueError(f"owners is {owners}; without user_column it must be absent")
     if isinstance(user_column, str) and partitioner is None and arguments is None:
         store, how = from_dataset(rows, user_column, columns, owners), user_column
-        _check_held_out(store, held_out, user_column)
     elif isinstance(partitioner, str) and user_column is None:
         made, how = _described_partitioner(partitioner, arguments)
         store = from_partitioner(rows, made, columns)
@@ -139,9 +138,7 @@ def load_hugging_face(
         raise InvalidValueError(f"{found}; {legal}")
     tested = _as_inputs(_read_columns(held_out, columns))
     if user_column is not None and user_column in held_out.column_names:
-        ids = _read_ids(held_out, user_column)
-        if not several_ids(ids):  # a figure of a user is of rows of its own
-            tested[HELD_OUT_USER] = as_id_array(ids)
+        tested |= _held_out_owners(store, held_out, user_column)
     inputs = {name: field for name, field in store.fields.items() if name != ROW_OWNERS}
     shared = {name: field for name, field in store.fields.items() if name == ROW_OWNERS}
     users = UserStore({**_as_inputs(inputs), **shared}, store.offsets, store.user_ids)
@@ -306,6 +303,10 @@ def _read_columns(dataset: "Dataset", columns: ColumnNames) -> dict[str, Array]:
         raise DataError(f"{found}; it must be a datasets.Dataset, which is one split, no stream")
     named = [[column] if isinstance(column, str) else column for column in columns.values()]
     arrays = _select(dataset, {name for names in named for name in names}, "numpy")
+    for column, values in arrays.items():
+        if values.dtype.hasobject:
+            found = f"column {column!r} has values that are missing, or of different shapes"
+            raise DataError(f"{found}; fill them in, or leave out these rows")
     return {
         field: arrays[column] if isinstance(column, str) else _components(field, column, arrays)
         for field, column in columns.items()
@@ -376,16 +377,20 @@ def _check_classes(rows: "Dataset", held_out: "Dataset", columns: Sequence[objec
             raise DataError(f"{found}; both must have the same list of classes")
 
 
-def _check_held_out(users: UserStore, held_out: "Dataset", user_column: str) -> None:
-    if user_column not in held_out.column_names:
-        return
-    enrolled = {plain_id(users.id_of(user)) for user in range(users.population)}
+def _held_out_owners(users: UserStore, held_out: "Dataset", user_column: str) -> Fields:
+    """Whose held-out rows are, for figures by user; DataError if an owner is enrolled.
+
+    Of rows of several owners there are no figures by user, as those are of rows of its own.
+    """
     ids = _read_ids(held_out, user_column)
-    if several_ids(ids):
-        ids = [owner for owners in cast(Sequence[Sequence[object]], ids) for owner in owners]
-    if both := {*map(plain_id, ids)} & enrolled:
-        found = f"{len(both)} users have rows in train and in test"
-        raise DataError(f"{found}; held-out rows must not belong to an enrolled user")
+    several = several_ids(ids)
+    if several:
+        ids = [
+            each for own in cast(Sequence[Sequence[object] | None], ids) for each in own or [None]
+        ]
+    owners, enrolled = as_id_array(ids), map(users.id_of, range(users.population))
+    check_not_enrolled(owners, enrolled)
+    return {} if several else {HELD_OUT_USER: owners}
 
 
 def _as_inputs(fields: Fields) -> dict[str, Array]:

@@ -15,7 +15,7 @@ import mmap
 import secrets
 import shutil
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -222,7 +222,8 @@ class Population:
             check_types(**{f"test field {name!r}": (array, np.ndarray)})
             refuse_masked(f"test field {name!r}", array)
         if owners is not None:
-            _check_not_enrolled(as_id_array(owners), self.users)
+            ids, users = self.users.user_ids, self.users.population
+            check_not_enrolled(owners, range(users) if ids is None else ids)
         for name, array in fields.items():
             check_like(f"test field {name!r}", array, "the users' is", self.users.fields[name])
         counts = {len(array) for array in self.test.values()}
@@ -364,6 +365,9 @@ def as_id_array(ids: Sequence[object] | Array) -> IdArray:
     """
     if not isinstance(ids, Iterable):
         raise DataError(f"user ids are {ids!r}; they must be a list, one id per row")
+    if isinstance(ids, str | bytes | Set | Mapping):  # which are no list of what rows have
+        found = f"user ids are of the type {type(ids).__name__}"
+        raise DataError(f"{found}; they must be a list, one id per row")
     if isinstance(ids, np.ndarray) and ids.ndim != 1:
         raise DataError(f"user ids have shape {ids.shape}; they must be one-dimensional")
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "iuU" and not np.ma.isMaskedArray(ids):
@@ -387,10 +391,12 @@ def plain_id(user: object) -> str:
     return unicodedata.normalize("NFC", str(user)).strip()
 
 
-def _check_not_enrolled(owners: IdArray, users: UserStore) -> None:
-    """Figures of an enrolled user would be a statement that no guarantee covers."""
-    enrolled = range(users.population) if users.user_ids is None else users.user_ids
-    if both := {*map(plain_id, np.unique(owners))} & {*map(plain_id, enrolled)}:
+def check_not_enrolled(owners: Sequence[object] | Array, enrolled: Iterable[object]) -> None:
+    """Raise DataError if an owner of held-out rows is enrolled, by ids that read alike.
+
+    Figures of an enrolled user would be a statement that no guarantee covers.
+    """
+    if both := {*map(plain_id, np.unique(as_id_array(owners)))} & {*map(plain_id, enrolled)}:
         found = f"held-out rows name {len(both)} of the enrolled users"
         raise DataError(f"{found}; they must not belong to an enrolled user")
 

@@ -24,7 +24,7 @@ from fedpriv.audit import AuditResult
 from fedpriv.build import Experiment, build, check_budget
 from fedpriv.config import Config, FederationSection, StoppingSection, for_folder, load_config
 from fedpriv.data.files import read_npz
-from fedpriv.data.population import load_population
+from fedpriv.data.population import HELD_OUT_USER, check_not_enrolled, load_population
 from fedpriv.disk import with_room, write_atomically
 from fedpriv.engine.task import Evaluation, HeldOut, Task, evaluate
 from fedpriv.errors import (
@@ -142,8 +142,9 @@ class RunSetup:
                 "local.max_examples is absent; on nodes it must be given, since a user with very "
                 "many examples would take the time of all others of its node"
             )
-        held_out = held_out_rows(self.config, section)
-        users = len(user_ids)
+        held_out, users = held_out_rows(self.config, section), len(user_ids)
+        if HELD_OUT_USER in held_out:
+            check_not_enrolled(held_out[HELD_OUT_USER], user_ids)
         experiment = build(self.config, self.run, population, users, held_out, self.spent)
         self.refuse_examples(experiment.plan, "on nodes")
         if (seed := self.config.seed) is not None:

@@ -100,6 +100,12 @@ def test_tensors_without_a_numpy_dtype_are_refused():
         from_arrays({"x": torch.zeros(2, dtype=torch.bfloat16)}, [1, 2])
 
 
+@pytest.mark.parametrize("ids", [{"a", "b", "c"}, {"a": 1, "b": 2, "c": 3}, "abc", b"abc"])
+def test_ids_that_are_no_list_of_rows_are_refused(ids):
+    with pytest.raises(DataError, match=f"^user ids are of the type {type(ids).__name__}; they mu"):
+        from_arrays({"x": np.zeros(3)}, ids)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

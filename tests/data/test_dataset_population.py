@@ -254,8 +254,8 @@ def test_ids_in_a_csv_file_are_as_they_are_written(tmp_path):
 @pytest.mark.parametrize(
     ("train", "test", "sentence"),
     [
-        (["007", "7"], ["007", "x1"], "^1 users have rows in train and in test"),
-        (["ann"], ["ann ", "bob"], "^1 users have rows in train and in test"),
+        (["007", "7"], ["007", "x1"], "^held-out rows name 1 of the enrolled users"),
+        (["ann"], ["ann ", "bob"], "^held-out rows name 1 of the enrolled users"),
         (["1.0", "2"], ["x1"], "^user id number 0 is 1.0; ids must be"),
         (["1", ""], ["x1"], "^user id '' is empty"),
         (["1", " 1"], ["x1"], "^user ids '1' and ' 1' differ in spaces"),
@@ -269,7 +269,7 @@ def test_ids_in_csv_files_that_are_one_persons_are_refused(tmp_path, train, test
 def test_held_out_rows_of_the_enrolled_are_refused(place):
     files = options(place, test="saved/train", user_column="writer")
     with pytest.raises(
-        DataError, match=r"^8 users have rows in train and in test; held-out"
+        DataError, match=r"^held-out rows name 8 of the enrolled users; they must not"
     ) as got:
         load_population("hugging-face", files)
     assert "w0" not in str(got.value)

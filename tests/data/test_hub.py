@@ -116,7 +116,7 @@ def test_what_is_neither_reached_nor_cached_is_one_sentence(fetched):
     )
     assert split[1].endswith("has no splits ['train', 'tset']; known names: train, test")
     assert "'big'" in subset[1]
-    assert same[1].startswith("2 users have rows in train and in test; held-out rows must not")
+    assert same[1].startswith("held-out rows name 2 of the enrolled users; they must not")
     assert not any("\n" in each[1] for each in (absent, split, subset, same))
 
 

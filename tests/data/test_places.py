@@ -204,7 +204,27 @@ def test_a_column_of_a_dataset_may_hold_lists(tmp_path: Path) -> None:
     assert people.users.population == 3
     assert people.name.endswith("rows have up to 2 owners, and who owns which is public")
     Dataset.from_dict({**rows, "who": [["d"], ["e", "a"], ["f"]]}).save_to_disk(tmp_path / "more")
-    with pytest.raises(DataError, match="1 users have rows in train and in test"):
+    with pytest.raises(DataError, match="held-out rows name 1 of the enrolled users"):
         load_population("hugging-face", {**given, "test": str(tmp_path / "more")})
     with pytest.raises(InvalidValueError, match="owners is 2; without user_column it must be abs"):
         load_population("hugging-face", {**options, "owners": 2})
+
+
+@pytest.mark.parametrize(
+    ("owners", "found"),
+    [
+        ([[1.0], [9.0], [8.0]], "0 is 1.0"),  # who would be the enrolled 1
+        ([[9], [None], [8]], "1 is None"),
+        ([[9], None, [8]], "1 is None"),
+        ([[9], [], [8]], "1 is None"),
+    ],
+)
+def test_owners_of_held_out_rows_are_ids_or_refused(
+    tmp_path: Path, owners: list[object], found: str
+) -> None:
+    rows = {"image": [[0.0], [1.0], [2.0]], "label": [0, 1, 0]}
+    for name, who in (("train", [[1, 2], [2], [3]]), ("test", owners)):
+        Dataset.from_dict({**rows, "who": who}).save_to_disk(tmp_path / name)
+    options = {"train": str(tmp_path / "train"), "test": str(tmp_path / "test")}
+    with pytest.raises(DataError, match=f"^user id number {found}; ids must be all strings"):
+        load_population("hugging-face", {**options, "user_column": "who", "owners": 2})

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from fedpriv.build import simulated
-from fedpriv.errors import InvalidValueError
+from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.run.folder import write_report
 from fedpriv.run.run import RunSetup
@@ -73,6 +73,22 @@ def test_a_server_with_rows_of_its_own_needs_no_section_data(tmp_path: Path) -> 
     experiment = setup.on_nodes(setup.config.federation, "people", [*map(str, range(200))])
     assert experiment.config.data is None
     assert len(experiment.held_out["x"]) == 5
+
+
+def test_the_rows_of_a_server_are_of_nobody_who_is_enrolled(tmp_path: Path) -> None:
+    rows = {"x": np.zeros((3, 64), np.float32), "y": np.arange(3)}
+    setup = without_data(tmp_path, f"federation.held_out={tmp_path / 'rows.npz'}")
+    assert setup.config.federation is not None
+    for owners, found in (
+        (["zoe", "ann ", "ann "], "held-out rows name 1 of the enrolled users"),
+        ([7.0, 8.0, 9.0], "user id number 0 is 7.0"),
+    ):
+        np.savez(tmp_path / "rows.npz", **rows, held_out_user=np.array(owners))
+        with pytest.raises(DataError, match=found):
+            setup.on_nodes(setup.config.federation, "people", ["ann", "bob"])
+    np.savez(tmp_path / "rows.npz", **rows, held_out_user=np.array(["zoe", "zoe", "eve"]))
+    experiment = setup.on_nodes(setup.config.federation, "people", ["ann", "bob"])
+    assert experiment.held_out["held_out_user"].tolist() == ["zoe", "zoe", "eve"]
 
 
 def test_a_server_without_any_rows_measures_nothing_and_releases_no_metric(tmp_path: Path) -> None:
