@@ -231,8 +231,8 @@ def read_run(folder: Path) -> RunRecord:
         raise InvalidValueError(f"{folder} holds no run; {run.plan.name} is absent")
     config = load_config(run.plan)
     path = Path(config.privacy.ledger) if config.privacy.ledger else run.ledger
-    # Before the ledger: a run that goes on charges each round before it releases it.
-    releases, results = run.releases(), run.results()
+    # Before the ledger: a run that is under way charges each round before it releases it.
+    results, releases, collected = run.results(), run.releases(), run.collected()
     with Ledger.open(path) as ledger:
         cohorts = _verified(ledger, beside(path))
         charges = tuple(ledger.charges())
@@ -246,7 +246,7 @@ def read_run(folder: Path) -> RunRecord:
                 "its ε would leave out what was released"
             )
     released = {(result.round, result.attempt) for result in results}
-    collected = [row for row in run.collected() if (row.round, row.attempt) in released]
+    collected = [row for row in collected if (row.round, row.attempt) in released]
     return RunRecord(
         name=config.run or config.name,
         folder=folder,

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.run import folder
 from fedpriv.run.folder import RunFolder
+from fedpriv.run.simulate import run_simulation
 from tests.commandline import refused
 
 
@@ -61,6 +63,24 @@ def test_a_line_is_on_the_disk_before_the_next_step(
         (names, tmp_path.stat().st_size),  # of the new file
         (line.st_ino, file.stat().st_size),
     ]
+
+
+def test_a_run_under_way_is_read_as_far_as_its_ledger_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digits = Path(__file__).parents[2] / "simulations" / "digits.toml"
+    run = run_simulation(digits, ["rounds=2"], tmp_path / "run", resume=False)
+    metrics = RunFolder(run.folder).metrics
+    *_, last = metrics.read_text().splitlines()
+    later = json.loads(last) | {"round": 3, "charge": "5f" * 32}
+
+    def charged_and_released_meanwhile(*given: object) -> bool:
+        with metrics.open("a") as file:
+            file.write(json.dumps(later) + "\n")
+        return True
+
+    monkeypatch.setattr(folder, "_verified", charged_and_released_meanwhile)
+    assert [each.round for each in folder.read_run(run.folder).rounds] == [1, 2]
 
 
 def test_names_may_hold_what_ends_lines_elsewhere(tmp_path: Path) -> None:
