@@ -13,7 +13,7 @@ from fedpriv.accounting.accountants import PrivacyLoss, accountant_named, format
 from fedpriv.audit import AuditResult
 from fedpriv.disk import writing
 from fedpriv.errors import DataError
-from fedpriv.ledger.events import merge_equal
+from fedpriv.ledger.events import SamplingEvent, Unit, merge_equal
 from fedpriv.ledger.ledger import paid_events
 from fedpriv.report.charts import Chart, Series, declared, save, texts
 from fedpriv.report.guarantee import (
@@ -47,9 +47,7 @@ def page_of_run(record: RunRecord) -> Page:
     sections = [
         _summary(record, loss),
         *([assumptions(loss, record.ledger)] if loss else []),
-        PageSection(
-            "accuracy", "How good the model is", nothing, charts=round_charts(record.rounds)
-        ),
+        PageSection("accuracy", "How good the model is", nothing, charts=_charts_of_rounds(record)),
         *privacy_sections(record),
         *([_audit_section(record.audit)] if record.audit else []),
         PageSection("norms", "Clipping", charts=norms),
@@ -62,7 +60,7 @@ def page_of_run(record: RunRecord) -> Page:
 
 def write_run_charts(record: RunRecord, folder: Path) -> list[Path]:
     """Write accuracy, loss, ε and private metrics by round as PNG and SVG; return the files."""
-    rounds, charts = record.rounds, round_charts(record.rounds)
+    rounds, charts = record.rounds, _charts_of_rounds(record)
     if rounds and all(math.isfinite(each.epsilon) for each in rounds):
         series = [Series("spent", _numbers(rounds), [each.epsilon for each in rounds])]
         if record.budget is not None and math.isfinite(record.budget):
@@ -121,15 +119,27 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> PageSection:
     )
 
 
-def _contributors(record: RunRecord) -> list[Card]:
-    """How many users' updates counted, if that was released."""
+def _sampling(record: RunRecord) -> SamplingEvent | None:
+    """How rounds were drawn that were released."""
     released = {result.charge for result in record.rounds}
     charges = (row.event.sampling for row in record.ledger.charges if row.hash in released)
-    sampling = next(charges, None)
+    return next(charges, None)
+
+
+def _drawn(record: RunRecord) -> Unit:
+    """What rounds draw, clip and count: the unit, or examples of users in places of their own."""
+    sampling = _sampling(record)
+    of_users = sampling is not None and sampling.examples_per_user is not None
+    return Unit.EXAMPLE if of_users else unit_of(record.ledger)
+
+
+def _contributors(record: RunRecord) -> list[Card]:
+    """How many updates counted, if that was released."""
+    sampling = _sampling(record)
     if sampling is None:
         return []
     counted, _, expected = contributors_text(record.rounds, sampling).partition(" of ")
-    note = f"of {expected} expected in a round, on average"
+    note = f"of {expected} {plural(_drawn(record))} expected in a round, on average"
     return [Card("contributors", counted, note)] if counted else []
 
 
@@ -206,7 +216,11 @@ def _ledger_section(record: RunRecord) -> PageSection:
     return PageSection("ledger", "Ledger verification", terms=terms)
 
 
-def round_charts(rounds: Sequence[RoundResult]) -> list[Chart]:
+def _charts_of_rounds(record: RunRecord) -> list[Chart]:
+    return round_charts(record.rounds, _drawn(record))
+
+
+def round_charts(rounds: Sequence[RoundResult], drawn: Unit) -> list[Chart]:
     """Figures on held-out rows by round where they were measured, and private metrics."""
     charts = []
     for measure in (ACCURACY, LOSS):
@@ -219,7 +233,7 @@ def round_charts(rounds: Sequence[RoundResult]) -> list[Chart]:
     users = dict.fromkeys(name for each in rounds for name in each.held_out_users)
     charts += [_users_chart(rounds, name) for name in users]
     names = dict.fromkeys(name for each in rounds for name in each.scalar_metrics)
-    return [*charts, *(_metric_chart(rounds, name) for name in names)]
+    return [*charts, *(_metric_chart(rounds, name, drawn) for name in names)]
 
 
 def _front_charts(record: RunRecord) -> list[Chart]:
@@ -245,14 +259,14 @@ def _users_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
     return declared("users", [line, mean], {"figure": name}, f"users-{quote(name, safe='')}")
 
 
-def _metric_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
+def _metric_chart(rounds: Sequence[RoundResult], name: str, drawn: Unit) -> Chart:
     found = [each for each in rounds if name in each.scalar_metrics]
     values = [each.scalar_metrics[name] for each in found]
     noise = [2.0 * each.metrics_noise_stddev.get(name, 0.0) for each in found]
     low = [value - half for value, half in zip(values, noise, strict=True)]
     high = [value + half for value, half in zip(values, noise, strict=True)]
     line = Series("released, ± 2 std. dev. of its noise", _numbers(found), values, low, high)
-    words = {"metric": name, **unit_words(rounds[0].unit)}
+    words = {"metric": name, **unit_words(drawn)}
     kind = "evaluation" if name.startswith(EVALUATION_PREFIX) else "metric"
     kind = "contributors" if name == CONTRIBUTORS_METRIC else kind
     return declared(kind, [line], words, f"metric-{quote(name, safe='')}")
@@ -262,7 +276,7 @@ def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:
     """Clipping norms by round, and update norms if recorded, of a run or of an arm's seeds."""
     end = f"-{of}" if of else ""
     seeds = f"Means over {len(records)} seeds, bands from the least seed to the largest."
-    words = unit_words(unit_of(records[0].ledger))
+    words = unit_words(_drawn(records[0]))
     words |= {"of": f"{of}: " if of else "", "seeds": seeds if len(records) > 1 else ""}
     norms = _lines([[(each.round, each.clipping_norms) for each in run.rounds] for run in records])
     colours = {line.name: number for number, line in enumerate(norms)}
@@ -286,7 +300,7 @@ def _clipped_charts(record: RunRecord) -> list[Chart]:
     shares = _recorded([record], "clipped")
     percent = [replace(line, y=[y and 100.0 * y for y in line.y]) for line in shares]
     signal = _recorded([record], "signal_to_noise")
-    words = unit_words(unit_of(record.ledger))
+    words = unit_words(_drawn(record))
     charts = [declared("clipped", percent, words), declared("signal", signal, words)]
     return [chart for chart in charts if chart.series]
 

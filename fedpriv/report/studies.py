@@ -207,8 +207,8 @@ def figures_tables(read: ReadStudy, target: Target) -> list[Table]:
 
 def clipping_table(read: ReadStudy, target: Target) -> Table:
     """What arms clipped at a target, and how the rest stands against the noise."""
-    texts = [Column(name, "text") for name in ("arm", "users clipped\n(%)", "layer")]
-    names = {"mean update\nnorm (L2)": 2, "signal\nto noise": 1, "users/s": 3}
+    texts = [Column(name, "text") for name in ("arm", "updates clipped\n(%)", "layer")]
+    names = {"mean update\nnorm (L2)": 2, "signal\nto noise": 1, "updates/s": 3}
     numbers = [Column(name, spare=spare) for name, spare in names.items()]
     rows = []
     for arm in (arm for arm in read.arms if arm.target == target):

@@ -189,7 +189,7 @@ def test_it_is_shown_beside_the_accuracy(
     text = " ".join(capsys.readouterr().out.split())
     assert "contributors, of those expected │ 10.0 ± 0.0 of 12.0" in text
     page = found.report().read_text(encoding="utf-8")
-    assert "of 12.0 expected in a round, on average" in page
+    assert "of 12.0 users expected in a round, on average" in page
     assert "Updates that counted, by round" in page
 
 
@@ -221,4 +221,4 @@ def test_what_is_expected_of_examples_is_how_many_there_are_said_to_be(
     text = " ".join(capsys.readouterr().out.split())
     assert re.search(r"contributors, of those expected │ \S+ ± \S+ of 30\.0", text)
     (card,) = run_page._contributors(read_run(found.folder))  # a whole page takes seconds to price
-    assert card.note == "of 30.0 expected in a round, on average"
+    assert card.note == "of 30.0 examples expected in a round, on average"

@@ -15,6 +15,7 @@ from torch import nn
 import fedpriv
 from fedpriv.data.population import HELD_OUT_USER
 from fedpriv.errors import DataError, ModelError
+from fedpriv.ledger.events import Unit
 from fedpriv.report.run_page import round_charts
 from fedpriv.run.folder import RunFolder, read_run
 from tests.commandline import printed, refused
@@ -132,7 +133,7 @@ def test_without_users_of_held_out_rows_nothing_is_said_of_them(tmp_path: Path) 
         quiet=True,
     )
     assert run.held_out_users == {}
-    assert not any("user" in chart.title for chart in round_charts(run.rounds))
+    assert not any("user" in chart.title for chart in round_charts(run.rounds, Unit.USER))
 
 
 def test_a_figure_that_fails_costs_nothing_at_first_and_no_run_later(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_a_page_holds_contributors_against_the_cohorts_of_rounds(tmp_path: Path)
     folder = tmp_path / "run"
     printed("simulate", FILE, *SHORT, "--set", "privacy.sampling_probability=0.25", "--out", folder)
     # The projection asked all 40 users.
-    assert "of 10.0 expected in a round" in write_report(folder).read_text()
+    assert "of 10.0 users expected in a round" in write_report(folder).read_text()
 
 
 def test_a_resumed_run_keeps_its_directions_and_does_not_ask_again(tmp_path: Path) -> None:

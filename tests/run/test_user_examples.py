@@ -29,6 +29,7 @@ from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.sampling import ExampleSampling, PoissonSampling
 from fedpriv.report.guarantee import assumptions, loss_of
+from fedpriv.report.run_page import page_of_run
 from fedpriv.run.folder import read_run
 from fedpriv.run.run import Run, RunSetup
 from fedpriv.server.flower_runs import GridSimulation
@@ -144,6 +145,12 @@ def test_what_is_said_names_users_and_their_examples(
     on_page = str(assumptions(loss_of(record), record.ledger))
     assert "each of up to k = 3 examples of an enrolled user joins the cohort" in on_page
     assert "N = 5 users are enrolled" in on_page
+    charts = [chart for section in page_of_run(record).sections for chart in section.charts]
+    told = {chart.name: f"{chart.caption} {chart.y.title}" for chart in charts}
+    for name in ("metric-contributors", "metric-accuracy", "norms"):  # what is counted and clipped
+        assert "example" in told[name]
+        assert "user" not in told[name]
+    assert "user-level" in told["epsilon"]
 
 
 def test_metrics_are_averages_over_the_public_number_of_examples(tmp_path: Path) -> None:
