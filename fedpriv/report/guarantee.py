@@ -74,12 +74,17 @@ def unit_words(unit: str) -> dict[str, object]:
 
 def warnings(delta: float, ledger: LedgerContent) -> list[str]:
     """What a reader must know before believing the ε of a ledger."""
-    told, found, users = texts()["warnings"], [], users_of(ledger)
-    if weakest_randomness(ledger.charges) is Randomness.SEEDED:
-        found.append(told["seeded"])
-    if users and delta >= 1.0 / users:
-        found.append(told["delta"].format(delta=delta, share=1.0 / users, unit=unit_of(ledger)))
-    return found
+    seeded = weakest_randomness(ledger.charges) is Randomness.SEEDED
+    found = [texts()["warnings"]["seeded"]] if seeded else []
+    return [*found, *large_delta(delta, ledger)]
+
+
+def large_delta(delta: float, ledger: LedgerContent) -> list[str]:
+    """That δ is so large that it allows for a breach, if it is."""
+    told, users = texts()["warnings"]["delta"], users_of(ledger)
+    if not users or delta < 1.0 / users:
+        return []
+    return [told.format(delta=delta, share=1.0 / users, unit=unit_of(ledger))]
 
 
 def assumptions(loss: PrivacyLoss, ledger: LedgerContent) -> PageSection:

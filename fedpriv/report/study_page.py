@@ -1,5 +1,6 @@
 """The page of a study: how its arms compare at equal privacy."""
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +9,13 @@ from fedpriv.errors import DataError
 from fedpriv.ledger.events import SamplingPolicy, merge_equal
 from fedpriv.report import run_page, studies
 from fedpriv.report.charts import Chart, texts
-from fedpriv.report.guarantee import assumptions, loss_of, privacy_sections, users_of
+from fedpriv.report.guarantee import (
+    assumptions,
+    large_delta,
+    loss_of,
+    privacy_sections,
+    users_of,
+)
 from fedpriv.report.page import Card, Page, PageSection
 from fedpriv.report.records import RunRecord
 from fedpriv.report.tables import Column, Table, plural
@@ -87,7 +94,10 @@ def _summary(
     read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target], front: Chart
 ) -> PageSection:
     study = read.study
-    users = {users_of(record.ledger) for arm in arms for record in arm.records}
+    records = [record for arm in arms for record in arm.records]
+    users = {users_of(record.ledger) for record in records}
+    missing = [f"{read.missing} runs of the study are not finished."] if read.missing else []
+    breaches = (large_delta(record.delta, record.ledger) for record in records)
     said = verdict(study, read.arms)
     spent = ", ".join(f"{target.epsilon:g}" for target in targets)
     names = dict.fromkeys(arm.summary.arm for arm in arms)
@@ -98,7 +108,7 @@ def _summary(
         [*said, studies.CAVEAT],
         answers=len(said),
         first=[front],
-        warnings=[f"{read.missing} runs of the study are not finished."] if read.missing else [],
+        warnings=list(dict.fromkeys([*missing, *itertools.chain.from_iterable(breaches)])),
         cards=[
             Card("arms", str(len(names)), f"against {study.baseline}"),
             Card(f"{study.unit}-level ε of each run", spent, f"at δ = {targets[0].delta}"),

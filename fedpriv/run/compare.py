@@ -47,7 +47,7 @@ from fedpriv.report.studies import print_study, results_json
 from fedpriv.run.folder import RunFolder, data_frame, held, write_charts, write_report
 from fedpriv.run.run import Run, RunSetup, run_rounds
 from fedpriv.run.simulate import ObservedTransport
-from fedpriv.run.terminal import displayed
+from fedpriv.run.terminal import displayed, warn_of_delta
 from fedpriv.studies import Arm, ArmSummary, Cell, ReadStudy, RunResult, Study, Target, read_study
 from fedpriv.studies.results import (
     ALL_RESULTS,
@@ -81,7 +81,7 @@ def run_study(file: Path, out: Path | None, workers: int | None) -> None:
     folder = out or Path("studies") / study.name
 
     def start(missing: Sequence[Cell]) -> Generator[Ended | None]:
-        noise = calibrated(study) if missing else {}
+        noise = calibrated(study, console) if missing else {}
         return _in_processes(study, folder, missing, noise, workers, console)
 
     _complete(study, folder, start, console)
@@ -196,6 +196,7 @@ def compare(
         accuracies=tuple(accuracies),
     )
     folder, told = Path(out or Path("studies") / name), named("trackers", trackers, Tracker)
+    console = Console(quiet=quiet, markup=False, emoji=False)
     if (folder / STUDY).exists() and not resume:
         raise InvalidValueError(
             f"{folder} holds a study already; resume=True goes on with it where nothing changed, "
@@ -205,7 +206,8 @@ def compare(
     def start(missing: Sequence[Cell]) -> Generator[Ended]:
         # No run starts before all arms could be built.
         firsts = study.cells[: len(study.arms)]
-        _check_comparable({cell.arm.name: methods.prepared(study, cell)[0] for cell in firsts})
+        arms = {cell.arm.name: methods.prepared(study, cell)[0] for cell in firsts}
+        _check_comparable(arms, console)
         return ((cell, run(cell)) for cell in missing)
 
     def run(cell: Cell) -> RunResult:
@@ -213,7 +215,7 @@ def compare(
         followed = replace(experiment, trackers=told)
         return _run_prepared(study, cell, folder, followed, transport)
 
-    read = _complete(study, folder, start, Console(quiet=quiet, markup=False, emoji=False))
+    read = _complete(study, folder, start, console)
     return Comparison(folder, read.runs, read.arms, " ".join(verdict(study, read.arms)))
 
 
@@ -345,8 +347,11 @@ def _naming_arm(arm: str) -> Iterator[None]:
         raise type(error)(f"arm {arm!r}: {error}") from error
 
 
-def calibrated(study: Study) -> dict[tuple[Arm, Target], float]:
-    """Noise multiplier of every arm at every target, from the plan that its runs will have."""
+def calibrated(study: Study, console: Console | None = None) -> dict[tuple[Arm, Target], float]:
+    """Noise multiplier of every arm at every target, from the plan that its runs will have.
+
+    A console is told of a δ that is too large.
+    """
     noise, made = {}, dict[str, Experiment]()
     for arm, target in itertools.product(study.arms, study.targets):
         config = study.config_of(Cell(arm, target, study.seeds[0]))
@@ -356,12 +361,15 @@ def calibrated(study: Study) -> dict[tuple[Arm, Target], float]:
         noise[arm, target] = experiment.plan.noise_multiplier
         made[arm.name] = experiment
     _loaded.cache_clear()
-    _check_comparable(made)
+    _check_comparable(made, console)
     return noise
 
 
-def _check_comparable(arms: Mapping[str, Experiment]) -> None:
-    """Refuse arms that are not measured, or whose ε compare different populations."""
+def _check_comparable(arms: Mapping[str, Experiment], console: Console | None) -> None:
+    """Refuse arms that are not measured, or whose ε compare different populations.
+
+    Of the arms whose δ is too large, the one with the most users is warned of.
+    """
     for name, arm in arms.items():
         with _naming_arm(name):
             check_measured(arm)
@@ -374,6 +382,8 @@ def _check_comparable(arms: Mapping[str, Experiment]) -> None:
                 f"arms {first!r} and {name!r} are for {relation} and {other} neighbours; an ε of "
                 "one is no ε of the other, so that all arms must be for the same"
             )
+    if console:
+        warn_of_delta(max(arms.values(), key=lambda arm: arm.plan.sampling.population), console)
 
 
 def run_cell(

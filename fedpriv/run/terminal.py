@@ -194,21 +194,26 @@ def released_text(result: RoundResult, rounds: int) -> str:
     return ", ".join((released, *accuracy, *counted, *result.metrics_text, spent))
 
 
+def warn_of_delta(experiment: Experiment, console: Console) -> None:
+    """Say that δ is so large that it allows for a breach."""
+    delta, sampling = experiment.budget.delta, experiment.plan.sampling
+    if delta >= (share := 1.0 / sampling.population):
+        console.print(
+            f"warning: δ is {delta}; it should be below 1/N = {share:.3g}, since publishing one "
+            f"random {sampling.unit}'s data whole satisfies δ = 1/N",
+            style="yellow",
+        )
+
+
 def _warn(setup: RunSetup, experiment: Experiment, console: Console) -> None:
     """Say what the experiment's settings do to its guarantee."""
-    delta, sampling = experiment.budget.delta, experiment.plan.sampling
+    sampling = experiment.plan.sampling
     if not setup.resuming:
         spent = spent_in(setup.ledger, experiment.plan.population)
         _warn_of_budget(spent, experiment, console)
-    population = sampling.population
-    if delta >= 1.0 / population:
-        console.print(
-            f"warning: δ is {delta}; it should be below 1/N = {1.0 / population:.3g}, since "
-            f"publishing one random {sampling.unit}'s data whole satisfies δ = 1/N",
-            style="yellow",
-        )
+    warn_of_delta(experiment, console)
     expected = sampling.expected_cohort_size
-    if expected < 1.0 or population == 1:
+    if expected < 1.0 or sampling.population == 1:
         console.print(
             f"warning: a cohort has {expected:.2g} {plural(sampling.drawn)} on average; rounds of "
             "one release its update and noise, rounds of none noise alone, and each is charged",

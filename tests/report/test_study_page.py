@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from scipy import stats
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.pricing import read_ledger
-from fedpriv.run.folder import RunFolder
+from fedpriv.report.study_page import page_of_study
+from fedpriv.run.folder import RunFolder, read_run
 from fedpriv.studies import read_study
 from fedpriv.studies.results import (
     ALL_RESULTS,
@@ -43,6 +45,15 @@ def test_the_answer_comes_first(page: str, study_folder: Path) -> None:
         low, high = arm.accuracy.low, arm.accuracy.high
         assert f"{50 * (low + high):.2f} ± {50 * (high - low):.2f}" in summary
         assert f"{arm.noise_multiplier:.4g}" in summary
+
+
+def test_a_large_delta_is_warned_of(study_folder: Path) -> None:
+    read = read_study(study_folder)
+    records = {cell: read_run(study_folder / cell.path) for cell, _ in read.finished}
+    assert page_of_study(read, records).sections[0].warnings == []
+    large = {cell: replace(record, delta=0.03) for cell, record in records.items()}
+    (warning,) = page_of_study(read, large).sections[0].warnings
+    assert warning.startswith("δ is 0.03, which is not below 1/N = 0.025")
 
 
 def test_every_chart_names_its_axes_and_units(page: str) -> None:

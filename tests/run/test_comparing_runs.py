@@ -149,7 +149,7 @@ def test_a_run_that_was_finished_meanwhile_is_not_run_again(
     study, folder = load_study(file), tmp_path / "study"
     noise = calibrated(study)
 
-    def beside_another_process(study: Study) -> object:
+    def beside_another_process(study: Study, _: object) -> object:
         cell = study.cells[0]
         run(study, cell, folder, noise[cell.arm, cell.target])
         return noise

@@ -115,6 +115,15 @@ def test_a_study_goes_on_only_where_its_caller_says_that_nothing_changed(
             study(tmp_path, {"a": after}, seeds=2, resume=True)
 
 
+@pytest.mark.parametrize(("delta", "warned"), [(0.06, 1), (0.04, 0)])
+def test_a_delta_that_allows_for_a_breach_is_warned_of_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], delta: float, warned: int
+) -> None:
+    mechanism = MECHANISM.calibrate(epsilon=8.0, delta=delta, rounds=1)
+    study(tmp_path, {"a": {}, "b": {"task": task(nn.ReLU())}}, mechanism=mechanism, quiet=False)
+    assert capsys.readouterr().out.count(f"warning: δ is {delta}; it should be below 1/N") == warned
+
+
 def test_equal_arms_are_refused(tmp_path: Path) -> None:
     arm = {"task": task(nn.ReLU())}
     with pytest.raises(InvalidValueError, match="arms 'a' and 'b' are alike"):
