@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.audit import Audit, check_auditable
 from fedpriv.config import (
     Config,
@@ -140,9 +141,9 @@ def on_population(
         budget = mechanism.budget
         if mechanism.noise_multiplier is None and not budget.admits(spent):
             raise InvalidValueError(
-                f"the evaluations would bring ε to {budget.epsilon_of(spent):.4g} at delta "
-                f"{budget.delta} without a round; privacy.epsilon is {budget.epsilon} and must be "
-                "larger, or federated_evaluation.noise_multiplier must be"
+                f"the evaluations would bring ε to {format_epsilon(budget.epsilon_of(spent))} at "
+                f"delta {budget.delta} without a round; privacy.epsilon is {budget.epsilon} and "
+                "must be larger, or federated_evaluation.noise_multiplier must be"
             )
     engine, name, users = config.engine, population.name, population.users.population
     few = _few(population)
@@ -441,9 +442,9 @@ def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
     cost = budget.epsilon_of([*spent, plan.mechanism.event])
     if not cost <= budget.epsilon:
         raise InvalidValueError(
-            f"the first round would bring ε to {cost:.4g} at delta {budget.delta}, with noise "
-            f"multiplier {plan.noise_multiplier:.4g}; privacy.epsilon is {budget.epsilon} and must "
-            "be larger, or the noise must be"
+            f"the first round would bring ε to {format_epsilon(cost)} at delta {budget.delta}, "
+            f"with noise multiplier {plan.noise_multiplier:.4g}; privacy.epsilon is "
+            f"{budget.epsilon} and must be larger, or the noise must be"
         )
 
 

@@ -4,7 +4,7 @@ import csv
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from decimal import ROUND_CEILING, Context
+from decimal import ROUND_CEILING, Context, Decimal
 from pathlib import Path
 
 import numpy as np
@@ -202,7 +202,7 @@ def _trade_off_chart(off: TradeOff, unit: Unit) -> Chart:
     series = [Series(f"the ledger, by {off.accountant}", x, misses)]
     if off.mu is not None and off.mu < math.inf:
         kind = "the ledger is μ-GDP" if off.is_gdp else "estimate by the central limit theorem"
-        name = f"{kind}: μ = {off.mu:.3g}"
+        name = f"{kind}: μ = {_up(off.mu):.3g}"
         series.append(Series(name, x, [row[2] for row in rows], dashed=True))
     ends, guessing = [0.0, 1.0], "perfect privacy: guessing"
     series.append(Series(guessing, ends, ends[::-1], dashed=True, marked=False, colour=7))
@@ -296,11 +296,15 @@ def write_curves(ledger: LedgerContent, delta: float, folder: Path, suffix: str)
     return [*files, summary]
 
 
+def _up(value: float) -> Decimal:
+    """To three digits, rounded up, as a bound is."""
+    return Context(prec=3, rounding=ROUND_CEILING).create_decimal_from_float(value)
+
+
 def _epsilon(loss: PrivacyLoss) -> str:
     if math.isinf(loss.epsilon):
         return "No finite ε is proven: the releases guarantee nothing."
-    up = Context(prec=3, rounding=ROUND_CEILING)
-    factor = up.create_decimal_from_float(math.exp(min(loss.epsilon, 700.0)))
+    factor = _up(math.exp(min(loss.epsilon, 700.0)))
     times = f"{factor:,f}" if factor < _LONG else f"{factor:.2e}"
     return (
         f"ε = {format_epsilon(loss.epsilon)}: any outcome of the releases is at most e^ε = "

@@ -252,9 +252,10 @@ def print_plan(plan: Plan, by_clt: Plan | None) -> None:
         found = f"{extreme} that fits" if name == plan.found else "given"
         rows.append((words, str(getattr(plan, name)), found))
     if plan.share is not None:
-        noise = f"noise {plan.share_noise_multiplier:.6g} times its clipping norm"
+        noise = f"noise {plan.share_noise_multiplier} times its clipping norm"
         rows.append(("one more sum query per round", noise, "least that fits"))
-        rows.append(("its share of the round", f"{plan.share:.2%}", "largest that fits"))
+        share = math.floor(10_000 * plan.share) / 100
+        rows.append(("its share of the round", f"{share:.2f}%", "largest that fits"))
     rows.append(("sampling", str(plan.sampling.policy), str(plan.sampling.relation)))
     rows.append((f"{loss.unit}-level ε", format_epsilon(loss.epsilon), _kind(loss)))
     rows.append(("accountant", loss.accountant, ""))

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.analytics import PrincipalComponents, SecondMoments, Survey, ask
 from fedpriv.build import Experiment, Method, check_budget, method_of, on_population, records_of
 from fedpriv.config import Config, ProjectionSection
@@ -70,9 +71,9 @@ def planned(
     budget, before = mechanism.budget, [*spent, survey.event]
     if not budget.admits(before):
         raise InvalidValueError(
-            f"with the projection the ledger would hold ε = {budget.epsilon_of(before):.4g} at "
-            f"delta {budget.delta}; privacy.epsilon is {budget.epsilon} and must be larger, or "
-            "projection.noise_multiplier must be"
+            f"with the projection the ledger would hold ε = "
+            f"{format_epsilon(budget.epsilon_of(before))} at delta {budget.delta}; privacy.epsilon "
+            f"is {budget.epsilon} and must be larger, or projection.noise_multiplier must be"
         )
     method = _projected(method, np.eye(inputs)[:, : section.components])
     experiment, _ = on_population(config, run, population, before, method)

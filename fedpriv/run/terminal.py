@@ -254,8 +254,9 @@ def _warn_of_budget(spent: Sequence[RoundEvent], experiment: Experiment, console
     whole += [asked.events(plan.rounds)] if asked else []
     if budget.admits(first) and not budget.admits(whole):
         console.print(
-            f"warning: {plan.rounds} rounds would bring ε to {budget.epsilon_of(whole):.4g}; the "
-            f"run will stop before the budget of {budget.epsilon} is passed",
+            f"warning: {plan.rounds} rounds would bring ε to "
+            f"{format_epsilon(budget.epsilon_of(whole))}; the run will stop before the budget of "
+            f"{budget.epsilon} is passed",
             style="yellow",
         )
 

@@ -461,8 +461,8 @@ class _Search:
         self._print_price(event, budget, price)
         if not price <= limit:
             raise InvalidValueError(
-                f"the search would bring ε to {price:.4g} at delta {delta}; privacy.epsilon is "
-                f"{limit} and must be larger, or the noise must be"
+                f"the search would bring ε to {format_epsilon(price)} at delta {delta}; "
+                f"privacy.epsilon is {limit} and must be larger, or the noise must be"
             )
         if price_only:
             return Tuning(setup.folder.path, {}, None, epsilon=price)

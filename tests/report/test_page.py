@@ -236,7 +236,7 @@ def test_the_default_accountant_is_not_hidden_by_another(page: str) -> None:
 
 
 def test_the_trade_off_says_no_more_than_is_true(tmp_path: Path) -> None:
-    noise = 1.25
+    noise = 1.24
     record = made_up(tmp_path / "a", [RoundEvent(EVERYBODY, (SumQueryEvent("u", 1.0, noise),))])
     text = words(section(parsed(render(page_of_run(record))), "trade-off"))
     (percent,) = re.findall(r"at least ([0-9.]+)% of the users that took part go unnoticed", text)
@@ -248,6 +248,10 @@ def test_the_trade_off_says_no_more_than_is_true(tmp_path: Path) -> None:
     for alarms, power in powers:
         true = norm.sf(norm.isf(float(alarms) / 100) - 1.0 / noise)
         assert true <= float(power) / 100 < true + 3e-3
+    (lines,) = [c for s in page_of_run(record).sections for c in s.charts if c.name == "trade-off"]
+    (mu,) = (re.search(r"μ-GDP: μ = ([0-9.]+)", each.name) for each in lines.series[1:2])
+    assert mu is not None
+    assert 1.0 / noise <= float(mu[1]) < 1.0 / noise + 1e-3
     (advantage,) = re.findall(r"beats guessing by more than ([0-9.]+) percentage points", text)
     true = 2 * norm.cdf(0.5 / noise) - 1  # the total variation of the two Gaussians
     assert true <= float(advantage) / 100 < true + 1.1e-3
