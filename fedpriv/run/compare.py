@@ -287,6 +287,7 @@ def _complete(
             f"{folder} holds the results of a study without its runs; choose another folder"
         )
     finished = finished_runs(study, folder)
+    _refuse_other_files(study, folder, finished)
     runs = start([cell for cell in study.cells if cell not in finished])
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -308,6 +309,21 @@ def _complete(
             write_atomically(folder / ALL_RESULTS, results_text(read.runs).encode())
     print_study(read, console)
     return read
+
+
+def _refuse_other_files(study: Study, folder: Path, finished: Iterable[Cell]) -> None:
+    """Refuse to let a run stand that was on other files, which may have the same last names."""
+    if not (folder / STUDY).exists():
+        return
+    before = load_study(folder / STUDY)
+    arms = {arm.name: arm for arm in before.arms}
+    for cell in finished:
+        then = before.files_of(replace(cell, arm=arms.get(cell.arm.name, cell.arm)))
+        if then != (now := study.files_of(cell)):
+            raise InvalidValueError(
+                f"{folder / cell.path} holds a run on {', '.join(then)}, and the study is now on "
+                f"{', '.join(now)}; choose another folder"
+            )
 
 
 @contextmanager

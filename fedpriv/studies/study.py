@@ -167,6 +167,17 @@ class Study(Section):
         text = json.dumps(table, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def files_of(self, cell: Cell) -> tuple[str, ...]:
+        """Paths of the data of a run, which `digest_of` knows by their last names alone."""
+        found = list[str]()
+
+        def noted(path: str) -> str:
+            found.append(path)
+            return path
+
+        with_paths(self.table_of(cell), noted)
+        return tuple(found)
+
     def flat_settings(self, arm: Arm) -> dict[str, object]:
         """All settings of an arm but its names, defaults included, under keys "a.b"."""
         config = self.config_of(Cell(arm, self.targets[0], self.seeds[0]))

@@ -1,5 +1,6 @@
 """One run of a study: its result is true, its figures are those of the folder, nothing is left."""
 
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,9 @@ from fedpriv.run.compare import calibrated, run_cell, run_study
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.simulate import run_simulation
 from fedpriv.studies import Cell, RunResult, Study
-from fedpriv.studies.results import RESULT, read_results
-from fedpriv.studies.study import load_study, study_of_settings
-from tests.studies.studying import BASE, study_file
+from fedpriv.studies.results import RESULT, read_results, results_text
+from fedpriv.studies.study import load_study, study_of_settings, study_toml
+from tests.studies.studying import BASE, result, study_file
 
 
 def run(study: Study, cell: Cell, folder: Path, noise_multiplier: float) -> RunResult:
@@ -159,6 +160,26 @@ def test_a_run_that_was_finished_meanwhile_is_not_run_again(
         run_study(file, folder, 1)
     (finished,) = folder.glob("runs/*/*/*")
     assert (finished / RESULT).exists()
+
+
+def test_a_run_on_other_files_of_the_same_names_does_not_stand(tmp_path: Path) -> None:
+    def of_site(site: str) -> Path:
+        options = {part: f"{site}/{part}.jsonl" for part in ("train", "test")}
+        data = {"name": "hugging-face", "options": {"user_column": "u"} | options}
+        (tmp_path / "base.toml").write_text(tomli_w.dumps(BASE | {"data": data}))
+        return study_file(tmp_path, base="base.toml")
+
+    file, out = of_site("a"), tmp_path / "out"
+    study = load_study(file)
+    for cell in study.cells:
+        (out / cell.path).mkdir(parents=True)
+        (out / cell.path / RESULT).write_text(results_text([result(study, cell)]))
+    (out / "study.toml").write_text(study_toml(study, out))
+    run_study(file, out, 1)  # no run is missing
+    was, now = (re.escape(str(tmp_path / site / "train.jsonl")) for site in "ab")
+    with pytest.raises(InvalidValueError, match=f"holds a run on {was}, .*is now on {now}, "):
+        run_study(of_site("b"), out, 1)
+    assert load_study(out / "study.toml") == study
 
 
 def test_every_arm_has_the_least_noise_of_its_own_rounds_and_sampling(tmp_path: Path) -> None:
