@@ -55,7 +55,7 @@ def parse_toml(text: str, source: str) -> dict[str, object]:
     """The table of a text, which `source` names in the error if it is not valid TOML."""
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # beside a TOMLDecodeError, of a number of too many digits
         raise InvalidValueError(f"{source} is not valid TOML: {error}") from error
     except RecursionError as error:
         raise InvalidValueError(f"{source} is nested too deeply to be read") from error

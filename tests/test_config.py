@@ -190,6 +190,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     broken.write_text(f"name = {'[' * 5000}{']' * 5000}")
     with pytest.raises(InvalidValueError, match=r"broken\.toml is nested too deeply"):
         load_config(broken)
+    broken.write_text(f"rounds = {'9' * 5000}")  # more digits than Python reads
+    with pytest.raises(InvalidValueError, match=r"broken\.toml is not valid TOML: Exceeds"):
+        load_config(broken)
 
 
 # A file with seeds is a study.
