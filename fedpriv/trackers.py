@@ -265,11 +265,11 @@ def named(what: str, followers: Sequence[_Follower], kind: Any) -> dict[str, _Fo
 def shown_settings(config: Config) -> dict[str, object]:
     """Settings under keys "a.b", without what is about machines.
 
-    That is the section federation, folders of files, and the options of data of one's own, which
-    may hold anything.
+    That is the sections federation and tune, folders of files, and the options of data of one's
+    own, which may hold anything.
     """
     table: dict[str, Any] = config.model_dump(
-        exclude_none=True, exclude={"callbacks", "federation"}
+        exclude_none=True, exclude={"callbacks", "federation", "tune"}
     )
     table = with_paths(table, os.path.basename)
     if data := table.get("data"):

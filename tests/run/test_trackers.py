@@ -193,7 +193,10 @@ def test_settings_say_nothing_of_machines() -> None:
     federation = {"enrolment": "/home/ann/enrolment.toml", "address": "10.0.0.1:7"}
     privacy = BASE["privacy"] | {"ledger": "/home/ann/shared.sqlite"}
     config = parse_config(
-        BASE | {"data": secret, "federation": federation, "privacy": privacy, "seed": 1}, "test"
+        BASE
+        | {"data": secret, "federation": federation, "privacy": privacy, "seed": 1}
+        | {"tune": {"public": secret}},
+        "test",
     )
     shown = shown_settings(config)
     assert shown["data.name"] == "mine:people"
