@@ -79,6 +79,11 @@ def warnings(delta: float, ledger: LedgerContent) -> list[str]:
     return [*found, *large_delta(delta, ledger)]
 
 
+def with_warnings(chart: Chart, delta: float, ledger: LedgerContent) -> Chart:
+    """A chart of ε that is seen without its page, with the warnings in its caption."""
+    return replace(chart, caption=" ".join([chart.caption, *warnings(delta, ledger)]))
+
+
 def large_delta(delta: float, ledger: LedgerContent) -> list[str]:
     """That δ is so large that it allows for a breach, if it is."""
     told, users = texts()["warnings"]["delta"], users_of(ledger)
@@ -286,7 +291,8 @@ def write_curves(ledger: LedgerContent, delta: float, folder: Path, suffix: str)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name, (chart, rows) in written.items():
-            titled = replace(chart, name=name, title=f"{ledger.population}: {chart.title}")
+            title = f"{ledger.population}: {chart.title}"
+            titled = replace(with_warnings(chart, delta, ledger), name=name, title=title)
             table = folder / f"{name}.csv"
             files += [*save(titled, folder, [suffix]), table]
             with table.open("w", newline="", encoding="utf-8") as stream:

@@ -24,6 +24,7 @@ from fedpriv.report.guarantee import (
     unit_words,
     users_of,
     warnings,
+    with_warnings,
 )
 from fedpriv.report.page import Card, Page, PageSection
 from fedpriv.report.records import Figures, RunRecord, versions
@@ -67,7 +68,8 @@ def write_run_charts(record: RunRecord, folder: Path) -> list[Path]:
             ends, both = [rounds[0].round, rounds[-1].round], [record.budget] * 2
             series.append(Series("budget", ends, both, dashed=True, marked=False, colour=7))
         words = {"delta": record.delta, "unit": rounds[0].unit}
-        charts.append(declared("spent", series, words, "epsilon"))
+        spent = declared("spent", series, words, "epsilon")
+        charts.append(with_warnings(spent, record.delta, record.ledger))
     if not charts:
         raise DataError(
             f"the run in {record.folder} has released no round; there is nothing to draw"

@@ -27,10 +27,10 @@ from fedpriv.ledger.events import (
     SumQueryEvent,
 )
 from fedpriv.report.charts import Axis, Chart, Series, embedded
-from fedpriv.report.guarantee import assumptions, loss_of
+from fedpriv.report.guarantee import assumptions, loss_of, write_curves
 from fedpriv.report.page import render
 from fedpriv.report.records import SimulationOnlyRound
-from fedpriv.report.run_page import page_of_run
+from fedpriv.report.run_page import page_of_run, write_run_charts
 from tests.report.pages import drawn, figures, made_up, parsed, released, section, words
 
 EVERYBODY = SamplingEvent(
@@ -161,6 +161,20 @@ def test_it_says_of_which_model_the_accuracy_is(tmp_path: Path) -> None:
 
 def test_a_seed_is_warned_of(page: str) -> None:
     assert "seeded randomness" in words(section(parsed(page), "summary"))
+
+
+@pytest.mark.parametrize("randomness", list(Randomness))
+def test_a_chart_of_epsilon_warns_without_its_page_too(
+    tmp_path: Path, randomness: Randomness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedpriv.report.guarantee._DELTAS", 2)
+    record = made_up(tmp_path / "a", [FULL], [released(1)], randomness=randomness)
+    drawn = {file.name: file for file in write_run_charts(record, tmp_path / "run")}
+    curves = write_curves(record.ledger, 1e-5, tmp_path / "curves", "svg")
+    drawn |= {f"curves/{file.name}": file for file in curves}
+    for name in ("epsilon.svg", "curves/epsilon_by_rounds.svg", "curves/trade_off.svg"):
+        warned = "seeded randomness" in drawn[name].read_text(encoding="utf-8")
+        assert warned is (randomness is Randomness.SEEDED)
 
 
 def test_it_says_over_which_numbers_the_noise_was(page: str, tmp_path: Path) -> None:
