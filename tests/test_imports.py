@@ -31,7 +31,7 @@ BELOW = {  # what each package may import of the library, besides disk, errors a
     "federated_evaluation": "analytics data engine ledger personalisation privacy training",
     "trackers": "config importing training",
     "build": (
-        "audit config data engine federated_evaluation importing ledger local logs "
+        "accounting audit config data engine federated_evaluation importing ledger local logs "
         "mechanism models personalisation privacy trackers training"
     ),
     "run": (
