@@ -210,6 +210,7 @@ def open_dataset(path: str | Path, texts: Sequence[str] = ()) -> "Dataset":
     a .parquet file, a .csv file with a line of names, a .jsonl or .json file with an object per
     line, or a folder of such files of one kind, which are read in the order of their names. Of .csv
     files the columns `texts` are read as they are written, and not as numbers: ids 1 and 01 differ.
+    Of others a text in them stays one where it could be a time.
     """
     place, package = Path(path), _package("datasets", "datasets")
     if not place.exists():
@@ -267,11 +268,11 @@ def _package(name: str, extra: str) -> ModuleType:
 def _table_of_files(place: Path, texts: Sequence[str]) -> "Table":
     """Rows of a file, or of all files of a folder; the package datasets brings pyarrow."""
     import pyarrow  # noqa: PLC0415
-    from pyarrow import json, parquet  # noqa: PLC0415
+    from pyarrow import parquet  # noqa: PLC0415
 
-    readers: dict[str, Callable[[Path], Table]] = {".json": json.read_json}
-    readers |= {
-        ".jsonl": json.read_json,
+    readers: dict[str, Callable[[Path], Table]] = {
+        ".json": partial(_read_json, texts=texts),
+        ".jsonl": partial(_read_json, texts=texts),
         ".parquet": parquet.read_table,
         ".csv": partial(_read_csv, texts=texts),
     }
@@ -282,6 +283,19 @@ def _table_of_files(place: Path, texts: Sequence[str]) -> "Table":
         raise DataError(f"{place} is not a dataset; legal are {legal}")
     read = readers[kinds.pop()]
     return pyarrow.concat_tables([read(file) for file in files], promote_options="permissive")
+
+
+def _read_json(file: Path, texts: Sequence[str]) -> "Table":
+    """Rows of a file, in some columns of which no text is read as a time."""
+    import pyarrow  # noqa: PLC0415
+    from pyarrow import json  # noqa: PLC0415
+
+    table = json.read_json(file)
+    found = {name: table.schema.field(name).type for name in texts if name in table.schema.names}
+    times = [name for name, kind in found.items() if pyarrow.types.is_timestamp(kind)]
+    as_written = pyarrow.schema([(name, pyarrow.string()) for name in times])
+    options = json.ParseOptions(explicit_schema=as_written)
+    return json.read_json(file, parse_options=options) if times else table
 
 
 def _read_csv(file: Path, texts: Sequence[str]) -> "Table":

@@ -1,5 +1,6 @@
 """Tests of populations from datasets on this machine."""
 
+import json
 import socket
 import sys
 from pathlib import Path
@@ -264,6 +265,17 @@ def test_ids_in_a_csv_file_are_as_they_are_written(tmp_path):
 def test_ids_in_csv_files_that_are_one_persons_are_refused(tmp_path, train, test, sentence):
     with pytest.raises(DataError, match=sentence):
         of_csv(tmp_path, train, test)
+
+
+def test_ids_in_a_json_file_that_read_as_times_are_texts(tmp_path):
+    for part, ids in {"train": ["2020-01-01", "2020-01-01T00:00:00"], "test": ["x"]}.items():
+        rows = [{"who": each, "x": [0.5], "y": 0} for each in ids]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / f"{part}.jsonl").write_text(text)
+    columns = {"user_column": "who", "columns": {"x": "x", "y": "y"}}
+    given = options(tmp_path, "train.jsonl", "test.jsonl", **columns)
+    people = load_population("hugging-face", given)
+    assert people.users.user_ids.tolist() == ["2020-01-01", "2020-01-01T00:00:00"]
 
 
 def test_held_out_rows_of_the_enrolled_are_refused(place):
