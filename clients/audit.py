@@ -37,11 +37,8 @@ from fedpriv.ledger.events import NeighbouringRelation, Randomness, RoundEvent, 
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, SeriesBook, paid_events
 from fedpriv.wire import Proposal, RoundId, RoundOffer, Terms, Welcome
 
-DISBELIEF = (
-    UntrustedLedgerError,
-    LedgerError,
-    WireError,
-)  # raised when a ledger cannot be believed
+# Raised when a ledger cannot be believed.
+DISBELIEF = (UntrustedLedgerError, LedgerError, WireError)
 _ROUNDING = 1e-9  # relative difference by which the same noise may be computed in two ways
 _UNDERSTATED = 1e-6  # relative
 _DAY = timedelta(days=1)

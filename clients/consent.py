@@ -9,7 +9,7 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from fedpriv.accounting.pricing import delta_below_inverse
+from fedpriv.accounting.pricing import delta_for_population
 from fedpriv.config import NonNegative, Positive, Section, checked, read_toml
 from fedpriv.ledger.events import Unit
 from fedpriv.wire import Price, RoundOffer, Terms, Welcome
@@ -47,7 +47,7 @@ class Consent(Section):
 
     def delta_for(self, population: int) -> float:
         """δ at which a node of this population asks for ε: its own, or the default of reports."""
-        return delta_below_inverse(population) if self.delta is None else self.delta
+        return delta_for_population(population) if self.delta is None else self.delta
 
     def objection_to_task(self, welcome: Welcome) -> str | None:
         """Why the node trains no such model, or none for this purpose, in one sentence, or None.

@@ -173,13 +173,13 @@ def default_delta(ledgers: Iterable[LedgerContent]) -> float:
     for ledger in ledgers:
         here = max((row.event.sampling.population for row in ledger.charges), default=0)
         enrolled[ledger.population] = max(enrolled.get(ledger.population, 0), here)
-    return delta_below_inverse(sum(enrolled.values()))
+    return delta_for_population(sum(enrolled.values()))
 
 
-def delta_below_inverse(users: int) -> float:
+def delta_for_population(users: int) -> float:
     """Largest power of ten below one over the number of users; without any, that of one.
 
-    >>> delta_below_inverse(999), delta_below_inverse(1000)
+    >>> delta_for_population(999), delta_for_population(1000)
     (0.001, 0.0001)
     """
     return 10.0 ** -(math.floor(math.log10(max(1, users))) + 1)

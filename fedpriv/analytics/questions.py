@@ -86,9 +86,8 @@ class Question(ABC):
     """
 
     name: str  # of the question, and of its vector group in the ledger
-    of: (
-        str | QuantityFunction
-    )  # the quantity: a column of the users' store, or a function of one user
+    # The quantity: a column of the users' store, or a function of one user.
+    of: str | QuantityFunction
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)

@@ -404,9 +404,7 @@ class CanarySampling(Sampling):
 
 def _turns(rounds: int, groups: int) -> Schedule:
     """The schedule of users who take turns in so many groups."""
-    legal = Schedule(
-        rounds, separation=groups
-    )  # refuses what is no schedule, before a division by zero
+    legal = Schedule(rounds, separation=groups)  # or refused, before a division by zero
     return replace(legal, participations=-(-rounds // groups))
 
 

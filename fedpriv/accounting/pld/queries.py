@@ -322,7 +322,7 @@ def _chernoff(k: _Cumulant, epsilon: float, least: float) -> _Aim:
 def _resolved(
     pairs: Pairs, aim: _Aim, direction: Direction, precision: float
 ) -> tuple[FftWindow, Lattice]:
-    """FftWindow and lattice that answer the question within about `precision` thousandths of ε.
+    """The window and lattice that answer the question within about `precision` thousandths of ε.
 
     Half of the best tilt, or less, makes rare large losses so much rarer in the window that it is
     often ten times as narrow; what rounding then costs is still far below δ.
