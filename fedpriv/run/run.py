@@ -187,13 +187,21 @@ class RunSetup:
             )
 
     def write_plan(self, experiment: Experiment) -> None:
-        """Make the folder with the resolved plan; of a resumed run, refuse another plan."""
+        """Make the folder with the resolved plan; of a resumed run, refuse another plan.
+
+        The budget of a resumed run may be another, and is the one that reports state from then on.
+        """
         if self.resuming:
             self.refuse_other_plan(experiment)
-            return
-        self.folder.create()
-        # The plan last: a folder that has it holds a run, and then has the digest too.
-        write_atomically(self.folder.plan_digest, f"{experiment.plan.digest}\n".encode())
+            begun, privacy = load_config(self.folder.plan), experiment.config.privacy
+            if privacy == begun.privacy:
+                return
+            config = begun.model_copy(update={"privacy": privacy})
+            experiment = replace(experiment, config=config)
+        else:
+            self.folder.create()
+            # The plan last: a folder that has it holds a run, and then has the digest too.
+            write_atomically(self.folder.plan_digest, f"{experiment.plan.digest}\n".encode())
         plan = _resolved_plan(experiment, self.folder.path)
         write_atomically(self.folder.plan, plan.encode())
 

@@ -114,6 +114,21 @@ def test_the_same_plan_goes_on_with_a_new_attempt(run: RunFolder, others: tuple[
     assert (run.plan.read_bytes(), run.plan_digest.read_bytes()) == before
 
 
+def test_a_resumed_run_is_reported_beside_the_budget_that_it_then_has(run: RunFolder) -> None:
+    before = run.plan.read_text()
+    others = ("privacy.epsilon=50.0", "privacy.delta=0.0001", "output.checkpoint_every=2")
+    given = [part for setting in others for part in ("--set", setting)]
+    done = fedpriv(*resumed(run, *given))
+    assert done.returncode == 0, done.stderr
+    record = read_run(run.path)
+    assert (record.budget, record.delta) == (50.0, 0.0001)
+    expected = before.replace("epsilon = 2.0\n", "epsilon = 50.0\n")
+    expected = expected.replace("delta = 0.001\n", "delta = 0.0001\n")
+    assert run.plan.read_text() == expected != before  # what is no part of a budget stays
+    done = fedpriv("simulate", run.plan, "--out", run.path, "--resume")
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_resolved_plan_goes_on_too(run: RunFolder) -> None:
     done = fedpriv("simulate", run.plan, "--out", run.path, "--resume")
     assert done.returncode == 0, done.stderr
