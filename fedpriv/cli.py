@@ -40,9 +40,14 @@ def _file_of(given: Path) -> Path:
 
 
 def _ledger_of(given: Path) -> Path:
-    """The ledger file, also of a run's folder."""
-    inside = given / "ledger.sqlite"
-    return inside if inside.is_file() else given
+    """The ledger file, also of a run's folder, in it or shared with others."""
+    inside, plan = given / "ledger.sqlite", given / "plan.toml"
+    if inside.is_file() or not plan.is_file():
+        return inside if inside.is_file() else given
+    from fedpriv.config import load_config
+
+    shared = load_config(plan).privacy.ledger
+    return Path(shared) if shared else inside
 
 
 def _ledgers_of(given: list[Path]) -> list[Path]:

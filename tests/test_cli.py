@@ -111,6 +111,14 @@ def test_the_folder_of_a_run_stands_for_its_ledger(run_folder: Path, tmp_path: P
     assert "holds 6 charges" in done.stdout
 
 
+def test_the_folder_of_a_run_stands_for_a_ledger_that_it_shares(tmp_path: Path) -> None:
+    shared, run = tmp_path / "shared.sqlite", tmp_path / "run"
+    settings = ("--set", "data.options.users=40", "--set", "rounds=1")
+    fedpriv("simulate", DIGITS, *settings, "--set", f"privacy.ledger={shared}", "--out", run)
+    assert fedpriv("epsilon", "--json", run) == fedpriv("epsilon", "--json", shared)
+    assert f"{shared} is intact" in fedpriv("ledger", "verify", run).stdout
+
+
 def test_resuming_with_another_plan_is_refused(run_folder: Path) -> None:
     changed = ["--set", "rounds=6", "--set", "privacy.noise_multiplier=3.0"]
     message = refused("simulate", DIGITS, *changed, "--out", run_folder, "--resume")
