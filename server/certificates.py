@@ -11,6 +11,7 @@ a key is never readable by others, not even while it is written.
 import ipaddress
 import re
 import secrets
+import shutil
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,7 +23,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
-from fedpriv.disk import write_atomically, writing
+from fedpriv.disk import sync, write_atomically, writing
 from fedpriv.errors import InvalidValueError
 from fedpriv.server.enrolment import MALFORMED, fingerprint_of
 from fedpriv.wire.naming import NODE_URI, check_node_name, read_key
@@ -91,17 +92,23 @@ def init(folder: Path, hosts: Sequence[str]) -> None:
     if path.exists():
         more = "it is kept, and `fedpriv certs server` issues the server another certificate"
         raise InvalidValueError(f"an authority is already in {path}; {more}")
+    # What a killed command left has signed nothing, and is replaced.
+    begun = folder / "authority.new"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700)
+        shutil.rmtree(begun, ignore_errors=True)
+        begun.mkdir(mode=0o700)
     except OSError as error:
         raise InvalidValueError(f"{path} cannot be made: {error.strerror}") from error
     # Two authorities must not share a name, or messages could not tell them apart.
     name, begin = f"fedpriv authority {secrets.token_hex(4)}", datetime.now(UTC) - _CLOCK_SKEW
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = _signed(name, key.public_key(), key, None, begin, _AUTHORITY_LIFETIME)
-    _write_key(path / "ca.key", key)
-    _write_certificate(path, "ca", certificate, certificate)
+    _write_key(begun / "ca.key", key)
+    _write_certificate(begun, "ca", certificate, certificate)
+    with writing(path):
+        begun.rename(path)
+        sync(folder)
     issue_server(folder, hosts)
 
 

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.server import certificates
 from fedpriv.server.certificates import init, issue, load_ca, sign
 from fedpriv.server.enrolment import (
     CertificateError,
@@ -35,6 +36,33 @@ NOW = datetime.now(UTC) + timedelta(hours=1)  # after what these tests issue
 DAY = timedelta(days=1)
 HOSTS = ["localhost", "127.0.0.1"]
 ID = "5f" * 16
+
+
+class KilledError(Exception):
+    """In the place of a signal."""
+
+
+@pytest.mark.parametrize("last", ["_write_key", "_write_certificate", "issue_server"])
+def test_a_command_that_was_killed_leaves_a_whole_authority_or_none(
+    last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = getattr(certificates, last)
+
+    def killed(*given: object) -> None:
+        honest(*given)
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(certificates, last, killed)
+        with pytest.raises(KilledError):
+            init(tmp_path, HOSTS)
+    if last == "issue_server":  # it was whole by then
+        with pytest.raises(InvalidValueError, match="an authority is already in"):
+            init(tmp_path, HOSTS)
+    else:
+        init(tmp_path, HOSTS)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["authority", "server"]
+    issue(tmp_path, "site-1")
 
 
 @pytest.fixture
