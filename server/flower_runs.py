@@ -328,10 +328,8 @@ class GridSimulation:
         present = simulated_workers(grid, plan.population, self.users, workers, loaded, stopping)
         nobody = np.empty(0, np.int64)  # which users a worker has follows from its number
         welcome = wire.Welcome(plan.population, plan.sampling.population, nobody, task_of(config))
-        headers, hosting = (
-            {**loaded, **_welcome(welcome)},
-            hosting_of_workers(self.users.population, workers),
-        )
+        headers = {**loaded, **_welcome(welcome)}
+        hosting = hosting_of_workers(self.users.population, workers)
 
         def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
             price_of = prices(experiment.plan, records, experiment.entropy.randomness)

@@ -187,23 +187,23 @@ class RunSetup:
             )
 
     def write_plan(self, experiment: Experiment) -> None:
-        """Make the folder with the resolved plan; of a resumed run, refuse another plan.
-
-        The budget of a resumed run may be another, and is the one that reports state from then on.
-        """
+        """Make the folder with the resolved plan; of a resumed run, refuse another plan."""
         if self.resuming:
             self.refuse_other_plan(experiment)
-            begun, privacy = load_config(self.folder.plan), experiment.config.privacy
-            if privacy == begun.privacy:
-                return
-            config = begun.model_copy(update={"privacy": privacy})
-            experiment = replace(experiment, config=config)
-        else:
-            self.folder.create()
-            # The plan last: a folder that has it holds a run, and then has the digest too.
-            write_atomically(self.folder.plan_digest, f"{experiment.plan.digest}\n".encode())
+            return
+        self.folder.create()
+        # The plan last: a folder that has it holds a run, and then has the digest too.
+        write_atomically(self.folder.plan_digest, f"{experiment.plan.digest}\n".encode())
         plan = _resolved_plan(experiment, self.folder.path)
         write_atomically(self.folder.plan, plan.encode())
+
+    def write_budget(self, experiment: Experiment) -> None:
+        """Write the budget and the ledger that a resumed run goes on with into its plan."""
+        begun, privacy = load_config(self.folder.plan), experiment.config.privacy
+        if self.resuming and privacy != begun.privacy:
+            config = begun.model_copy(update={"privacy": privacy})
+            plan = _resolved_plan(replace(experiment, config=config), self.folder.path)
+            write_atomically(self.folder.plan, plan.encode())
 
     def refuse_other_plan(self, experiment: Experiment) -> None:
         """Refuse to resume with another plan than the run began with, however far it has come."""
@@ -624,6 +624,7 @@ def run_rounds(
         start, every = experiment.initial_state, experiment.config.output.checkpoint_every
         state = state_to_start_from(folder, plan, records, start, every)
         folder.results()  # what is damaged is refused before users are asked
+        setup.write_budget(experiment)  # after the ledger was found to be the run's
         auditor = Auditor.of(folder, experiment)
         transport = hosted(experiment, records)
         if auditor:

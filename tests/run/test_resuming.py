@@ -129,6 +129,22 @@ def test_a_resumed_run_is_reported_beside_the_budget_that_it_then_has(run: RunFo
     assert done.returncode == 0, done.stderr
 
 
+def test_a_ledger_that_is_refused_does_not_get_into_the_plan(tmp_path: Path) -> None:
+    shared, other, out = tmp_path / "shared.sqlite", tmp_path / "other.sqlite", tmp_path / "run"
+    for ledger, folder in ((shared, out), (other, tmp_path / "others")):
+        given = ("--set", f"privacy.ledger={ledger}", "--out", folder)
+        assert fedpriv("simulate", DIGITS, *SETTINGS, *given).returncode == 0
+    before = (out / "plan.toml").read_text()
+    given = ("--set", f"privacy.ledger={other}", "--out", out, "--resume")
+    assert "ledger" in refused("simulate", DIGITS, *SETTINGS, *given)
+    assert (out / "plan.toml").read_text() == before
+    moved = shared.rename(tmp_path / "moved.sqlite")
+    beside(shared).rename(beside(moved))
+    given = ("--set", f"privacy.ledger={moved}", "--out", out, "--resume")
+    assert fedpriv("simulate", DIGITS, *SETTINGS, *given).returncode == 0
+    assert read_run(out).ledger.path == moved
+
+
 def test_the_resolved_plan_goes_on_too(run: RunFolder) -> None:
     done = fedpriv("simulate", run.plan, "--out", run.path, "--resume")
     assert done.returncode == 0, done.stderr
