@@ -746,8 +746,9 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 def _in_one_order(device: torch.device) -> Iterator[None]:
     """Have a GPU add numbers up in the same order each time, where torch knows how.
 
-    Otherwise it does not where a text has many words, for one: gradients of embeddings are added up
-    as they come. Where torch knows no such way it warns, and trials find what differs.
+    By default it does not: gradients of an embedding are summed by atomic additions where there
+    are many words, for one. Where torch has no deterministic algorithm it warns, and trials find
+    what differs.
     """
     if device.type != "cuda":
         yield

@@ -48,8 +48,9 @@ class Averaging:
             )
         if (self.cap is None) != (self.total_weight is None):
             raise InvalidValueError(
-                f"cap is {self.cap} and total_weight is {self.total_weight}; weights need both, a "
-                "bound on what one user can move and a public estimate of their sum"
+                f"averaging has cap {self.cap} and total_weight {self.total_weight}; it must have "
+                "both, a bound on what one user can move and a public estimate of the sum of all "
+                "weights, or neither"
             )
         if self.total_weight is not None and not 0.0 < self.total_weight < math.inf:
             raise InvalidValueError(f"total_weight is {self.total_weight}; it must be positive")

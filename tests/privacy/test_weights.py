@@ -18,8 +18,8 @@ def test_a_cap_is_from_one_to_two_to_the_31(cap: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"cap": 5}, "weights need both"),
-        ({"total_weight": 3.0}, "weights need both"),
+        ({"cap": 5}, "it must have both"),
+        ({"total_weight": 3.0}, "it must have both"),
         ({"cap": 5, "total_weight": 0.0}, "total_weight is 0.0"),
         ({"cap": 5, "total_weight": -1.0}, "total_weight is -1.0"),
         ({"cap": 5, "total_weight": math.inf}, "total_weight is inf"),

@@ -14,6 +14,7 @@ import torch
 from fedpriv.engine.checks import check_task
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
+from fedpriv.errors import WorkerError
 from fedpriv.models import softmax_regression
 from fedpriv.privacy import gaussian_mechanism
 from simulations import gpu_round, overheads, throughput
@@ -173,6 +174,13 @@ def test_processes_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_round, "playing", Players)
     turns = gpu_round.Turns(2, 0.0, 1, [1, 2])
     assert gpu_round.shared("mlp", "cpu", (1, 2), turns) == {1: 1.0, 2: 0.5}
+
+    def other(player: Players.One, turn: Turn) -> Done:
+        return Done(1.0, np.full(1, player.setting.processes / 8))
+
+    monkeypatch.setattr(Players.One, "take", other)
+    with pytest.raises(WorkerError, match="2 processes add up to other integers than 1 do"):
+        gpu_round.shared("mlp", "cpu", (1, 2), turns)
 
 
 def test_figures_of_a_gpu_round_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
