@@ -61,6 +61,7 @@ format: .venv/installed-test
 	$(BIN)/ruff check --fix .
 
 bench: .venv/installed-test bench-rivals
+	$(BIN)/python -m simulations.benchmarks.digits
 	$(BIN)/python -m simulations.throughput
 	$(BIN)/python -m simulations.overheads
 	$(BIN)/python -m simulations.randomness

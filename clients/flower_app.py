@@ -19,9 +19,9 @@ from fedpriv.build import build_task
 from fedpriv.clients.connection import answer_of
 from fedpriv.clients.consent import misfit
 from fedpriv.clients.training import Host, NodeTrainer, machine_of
-from fedpriv.clients.worker import HostSettings
+from fedpriv.clients.worker import HostSettings, share_of
 from fedpriv.data.population import Population, check_count, load_population
-from fedpriv.engine.task import activations_named
+from fedpriv.engine.arithmetic import activations_named
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import DataError, FedprivError, InvalidValueError, WireError
 from fedpriv.importing import raised_at
@@ -59,9 +59,9 @@ def respond(
 ) -> PartialSum | Decline:
     """Train the users of an offer that are hosted here, or say why the node declines.
 
-    Enrolled users that are not done within half of the offer's time count as zero, and the other
-    half is left for sending; all users of a simulation are waited for. The text of an error may
-    hold users' data.
+    Half of the offer's time is left for sending, and a sixth of the other half is divided among the
+    enrolled users: one who takes longer counts as zero. All users of a simulation are waited for.
+    The text of an error may hold users' data.
     """
     began = time.monotonic()
     header = flower_messages.header_in(content, flower_messages.WELCOME, NODE_RECEIVES_BYTES)
@@ -78,7 +78,7 @@ def respond(
         return Decline(reason)
     trainer = _host_of(settings).trainer(welcome)
     left = began + _SHARE_FOR_TRAINING * offer.seconds - time.monotonic()
-    return trainer.answer(request, left)
+    return trainer.answer(request, share_of(left, len(request.users)))
 
 
 def _host_of(settings: NodeConfig) -> Host:
@@ -132,7 +132,16 @@ def _worker(simulated: bytes, welcome: bytes) -> NodeTrainer:
     at_once = chunk_memory_of(described.chunk_mebibytes, device)
     # Ray gives each worker a core.
     return NodeTrainer(
-        InProcessTransport(built, users, device, at_once, activations=kind, processes=1)
+        InProcessTransport(
+            built,
+            users,
+            device,
+            at_once,
+            activations=kind,
+            processes=1,
+            path=described.path,
+            timed=False,  # or workers could differ by rounding
+        )
     )
 
 

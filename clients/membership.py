@@ -23,7 +23,7 @@ from fedpriv.clients.connection import Backoff, FederationStub, identity_of, per
 from fedpriv.clients.consent import Consent
 from fedpriv.clients.journal import Journal
 from fedpriv.clients.worker import HostSettings, Worker
-from fedpriv.errors import FedprivError, InvalidValueError, WireError
+from fedpriv.errors import FedprivError, InvalidValueError, ModelError, WireError
 from fedpriv.logs import expiry, trouble
 from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import Decline, Hello, Proposal, Receipt, RoundOffer, Terms, Vote, Welcome
@@ -181,6 +181,11 @@ class OfferHandler:
         """Whether the node agrees to a round, whatever its users and earlier answers are."""
         try:
             objection = await self.policy.objection_to_proposal(welcome, proposal)
+            if objection is None:
+                await self.worker.learn(proposal)
+        except ModelError as error:
+            _log.error("users cannot train as the server proposes: %.400s", error)
+            objection = "the node cannot train as proposed"
         except InvalidValueError as error:
             _log.error("the proposal cannot be checked: %.400s", error)
             objection = "the node cannot check the proposal"

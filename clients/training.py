@@ -6,9 +6,8 @@ runs in.
 
 import hashlib
 import logging
-import math
+import pickle
 import resource
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,21 +16,29 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.func import grad, vmap
 
 from fedpriv import errors
 from fedpriv.build import build_task
 from fedpriv.clients.users import enrolled_positions, hosted_users
-from fedpriv.clients.worker import HostSettings, Loaded, OneByOne, Ready, receive, send
+from fedpriv.clients.worker import (
+    HostSettings,
+    Learnt,
+    Loaded,
+    OneByOne,
+    Ready,
+    Timed,
+    receive,
+    send,
+)
 from fedpriv.data.population import UserStore
+from fedpriv.engine.arithmetic import Activations, activations_named
 from fedpriv.engine.checks import check_task
-from fedpriv.engine.task import Activations, activations_named
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, Tensors, flat
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, merged
-from fedpriv.wire import Welcome, digest_of
+from fedpriv.wire import Proposal, Welcome, digest_of
 
 _MEBIBYTE = 2**20
 # What torch and its compiler take when they are first used, and each of torch's threads.
@@ -67,14 +74,19 @@ class Host:
         check_task(task, blank)
         device, activations = machine_of(settings)
         at_once = chunk_memory_of(settings.chunk_mebibytes, device)
-        processes = settings.processes
         transport = InProcessTransport(
-            task, self.users, device, at_once, hosted, activations=activations, processes=processes
+            task,
+            self.users,
+            device,
+            at_once,
+            hosted,
+            activations=activations,
+            processes=settings.processes,
+            limited=True,
+            timed=False,  # or nodes could differ by rounding
         )
-        if settings.memory_mebibytes is not None:
-            # To be loaded before the limit; without one, only where a training needs it.
-            vmap(grad(torch.sin))(torch.ones(1))
-        _warm_up(replace(transport, users=UserStore(blank, np.array([0, 1])), hosted=None))
+        one = UserStore(blank, np.array([0, 1]))
+        _warm_up(replace(transport, users=one, hosted=None))
         return NodeTrainer(transport)
 
 
@@ -108,23 +120,41 @@ class NodeTrainer:
             sentence = "a node has a transport with an observer; only a simulation may have one"
             raise InvalidValueError(sentence)
 
-    def answer(self, request: RoundRequest, seconds: float = math.inf) -> PartialSum:
+    def learn(self, proposal: Proposal) -> Learnt:
+        """Settle how users of such rounds train; ModelError or InvalidValueError if they cannot."""
+        task, local, users = self.transport.task, proposal.local, np.empty(0, np.int64)
+        parameters, statistics = task.parameters(), task.statistics()
+        asked = RoundRequest(
+            run="",
+            round=0,
+            attempt=0,
+            parameters=parameters,
+            clipping=proposal.clipping,
+            local=local,
+            users=users,
+            local_key=bytes(32),
+            metrics=proposal.metrics,
+            statistics=statistics,
+            control=parameters if local.control else {},
+        )
+        self.transport.prepare(asked)
+        return Learnt(pickle.dumps(self.transport.roads))
+
+    def recall(self, learnt: Learnt) -> None:
+        """Know what another process has learnt of the same task."""
+        if learnt.roads:
+            self.transport.roads.update(pickle.loads(learnt.roads))
+
+    def answer(self, request: RoundRequest, seconds: float | None = None) -> PartialSum:
         """The sum of clipped contributions of the node's users of a round, with an empty `node`.
 
-        No chunk begins once the `seconds` have passed: users not done by then count as zero.
+        `seconds`: of each user; one who takes longer counts as zero, where processes can be forked.
         """
-        deadline = time.monotonic() + seconds
+        sums = (ready.partial for ready in self.ready(request, seconds))
+        return merged("", sums, request.clipping.layout.dimension)
 
-        def in_time() -> Iterator[PartialSum]:
-            for ready in self.ready(request):
-                yield ready.partial
-                if time.monotonic() >= deadline:
-                    return
-
-        return merged("", in_time(), request.clipping.layout.dimension)
-
-    def ready(self, request: RoundRequest) -> Iterator[Ready]:
-        """Train the node's users of a round; say chunk by chunk which are done.
+    def ready(self, request: RoundRequest, seconds: float | None = None) -> Iterator[Ready]:
+        """Train the node's users of a round, as `answer` does; say chunk by chunk which are done.
 
         MemoryError or RuntimeError: the process can no longer train.
         """
@@ -136,7 +166,7 @@ class NodeTrainer:
             _check_shapes("running statistics", request.statistics, task.statistics())
         # The log of a node's only user would say that it was drawn.
         with _unlogged() if self.transport.users.population == 1 else nullcontext():
-            for users, partial in self.transport.by_chunk(request):
+            for users, partial in self.transport.by_chunk(request, seconds):
                 if self.transport.device.type == "cuda":
                     # A kernel that failed for one user has broken the process for all: this raises.
                     torch.cuda.synchronize(self.transport.device)
@@ -168,8 +198,12 @@ def answer_messages(channel: BufferedRWPair) -> None:
                 case Welcome() if host is not None:
                     with _limited(host.settings):
                         trainer = host.trainer(message)
-                case RoundRequest() if trainer is not None:
-                    for ready in trainer.ready(message):
+                case Proposal() if trainer is not None:
+                    answer = trainer.learn(message)
+                case Learnt() if trainer is not None:
+                    trainer.recall(message)
+                case Timed(request, seconds) if trainer is not None:
+                    for ready in trainer.ready(request, seconds):
                         send(channel, ready)
                 case OneByOne(request) if trainer is not None:
                     for user in np.split(request.users, len(request.users)):

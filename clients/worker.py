@@ -6,7 +6,9 @@ The main process never imports torch; the training process holds the users' data
 |----------------|--------------------------------------------------------------------------------|
 | `HostSettings` | `Loaded`                                                                       |
 | `Welcome`      | None: the task can be trained                                                  |
-| `RoundRequest` | `Ready`, any number of them; then None: all of the node's users of it are done |
+| `Proposal`     | `Learnt`: users can train as such a round asks                                 |
+| `Learnt`       | None: what was learnt by a process that has ended need not be learnt again     |
+| `Timed`        | `Ready`, any number of them; then None: all of the node's users of it are done |
 | `OneByOne`     | the same, one for each user in order                                           |
 
 A `FedprivError` is an answer too, and the last one. Any other failure ends the training process.
@@ -23,9 +25,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from io import BufferedRWPair
 from multiprocessing import resource_tracker
@@ -37,7 +39,7 @@ import numpy.typing as npt
 
 from fedpriv.errors import DataError, FedprivError, InvalidValueError, ModelError, WorkerError
 from fedpriv.privacy.round import PartialSum, RoundRequest
-from fedpriv.wire import Welcome
+from fedpriv.wire import Proposal, Welcome
 
 _FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
 _LONGEST_PREPARATION_SECONDS = 600.0
@@ -94,10 +96,34 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Learnt:
+    """How users train, as `fedpriv.engine.transport` settles it; packed, for torch is in it."""
+
+    roads: bytes
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Train the users of a request; one who takes longer than its seconds counts as zero."""
+
+    request: RoundRequest  # the node has all of its users
+    seconds: float  # of each user
+
+
+@dataclass(frozen=True)
 class OneByOne:
     """Train the users of a request one after the other; the node has all of them."""
 
     request: RoundRequest
+
+
+def share_of(seconds: float, users: int) -> float:
+    """How many of a node's seconds for a round each of its drawn users may take.
+
+    They go together, and those whose chunk takes too long go again, one by one: both, and what it
+    takes to fork processes anew, end within half of the time.
+    """
+    return max(0.0, seconds) / (6 * max(1, users))
 
 
 def send(channel: BufferedRWPair, value: object) -> None:
@@ -253,8 +279,10 @@ class Worker:
         self.loaded = loaded
         self._settings, self._process = settings, process
         self._welcome: Welcome | None = None
+        self._learnt = Learnt(b"")
+        self._kinds = set[Hashable]()  # of rounds that this was learnt of
         self._starting: asyncio.Task[None] | None = None
-        self._busy = self._closed = False
+        self._turn, self._closed = asyncio.Lock(), False
 
     @classmethod
     async def start(cls, settings: HostSettings) -> "Worker":
@@ -269,20 +297,36 @@ class Worker:
 
     async def prepare(self, welcome: Welcome) -> None:
         """Build the task that the node is welcomed to; ModelError if it takes over ten minutes."""
-        with self._alone():
-            self._welcome = None
+        async with self._alone():
+            self._welcome, self._learnt = None, Learnt(b"")
+            self._kinds.clear()
             await _prepare(await self._ready(), welcome)
             self._welcome = welcome
+
+    async def learn(self, proposal: Proposal) -> None:
+        """Settle how users of such rounds train, before any is drawn; ModelError if they cannot.
+
+        It waits for users who train.
+        """
+        local = replace(proposal.local, learning_rate=1.0)
+        kind = local, proposal.metrics
+        async with self._turn:
+            if self._welcome is None or kind in self._kinds:
+                return
+            what = "users cannot train as the server proposes"
+            self._learnt = cast(Learnt, await _within_reason(await self._ready(), proposal, what))
+            self._kinds.add(kind)
 
     async def train(self, request: RoundRequest, seconds: float) -> PartialSum | None:
         """Train those users of a request that the node has; their sum, with an empty `node`.
 
-        Users who are done count, whatever happens to the others. If training users together ends
-        the process, or no more are done within half of the time that is left, the rest are trained
-        one by one, each within an equal share of the time. None if no training ended well within
-        `seconds` and the limit of the settings.
+        Users who are done count, whatever happens to the others. Each of n users may take
+        `seconds` / 6n; then none is late because of others. Where users train in forks of the
+        process, one who takes longer ends its fork. Elsewhere, and if the process ends, the others
+        are trained one by one after half of the time, each within an equal share of what is left.
+        None if no training ended well within `seconds` and the limit of the settings.
         """
-        with self._alone():
+        async with self._alone():
             if self._welcome is None:
                 raise InvalidValueError("no task is prepared; call prepare first")
             longest = self._settings.seconds
@@ -303,6 +347,9 @@ class Worker:
     async def _trained(self, request: RoundRequest, deadline: float) -> PartialSum | None:
         nothing = PartialSum("", 0, np.zeros(request.clipping.layout.dimension, np.int64), 0)
         waiting, together, total = request.users, len(request.users) != 1, None
+        loop = asyncio.get_running_loop()
+        left = deadline - loop.time()
+        each, half = share_of(left, len(request.users)), loop.time() + left / 2.0
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
@@ -310,12 +357,11 @@ class Worker:
             except TimeoutError:
                 return total
             asked = replace(request, users=waiting)
-            answer = process.ask(asked if together else OneByOne(asked))
+            answer = process.ask(Timed(asked, each) if together else OneByOne(asked))
             try:
                 while True:
-                    parts = 2 if together else max(1, len(waiting))
-                    now = asyncio.get_running_loop().time()
-                    async with asyncio.timeout_at(now + (deadline - now) / parts):
+                    share = (deadline - loop.time()) / max(1, len(waiting))
+                    async with asyncio.timeout_at(half if together else loop.time() + share):
                         ready = await answer
                     if not isinstance(ready, Ready):
                         return total or nothing
@@ -356,19 +402,17 @@ class Worker:
                 raise DataError(f"{other}; a node must be stopped before its users change")
             if self._welcome is not None:
                 await _prepare(self._process, self._welcome)
+                await self._process.ask(self._learnt)
         except BaseException:
             self._process.kill()
             raise
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        if self._busy:
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        if self._turn.locked():
             raise InvalidValueError("the worker is busy; it takes one call at a time")
-        self._busy = True
-        try:
+        async with self._turn:
             yield
-        finally:
-            self._busy = False
 
 
 async def _load(process: Process, settings: HostSettings) -> Loaded:
@@ -380,9 +424,14 @@ async def _load(process: Process, settings: HostSettings) -> Loaded:
 
 async def _prepare(process: Process, welcome: Welcome) -> None:
     what = f"the task with model {welcome.task.model!r} cannot be built"
+    await _within_reason(process, welcome, what)
+
+
+async def _within_reason(process: Process, message: object, what: str) -> object:
+    """The answer to a message that readies for training; ModelError says `what` has failed."""
     try:
         async with asyncio.timeout(_LONGEST_PREPARATION_SECONDS):
-            await process.ask(welcome)
+            return await process.ask(message)
     except ChildProcessError as error:
         raise ModelError(f"{what}: {error}") from error
     except TimeoutError as error:

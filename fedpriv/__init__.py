@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from fedpriv.engine.adapters import merge_adapters, with_adapters
     from fedpriv.engine.task import Task
     from fedpriv.engine.transport import Engine
-    from fedpriv.federated_evaluation import FederatedEvaluation
+    from fedpriv.evaluation.federated import FederatedEvaluation
+    from fedpriv.evaluation.personalisation import Personalisation
     from fedpriv.local import SGD, AdamW, FedRecon, Scaffold
     from fedpriv.mechanism import (
         BandedNoise,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
         RandomAllocation,
         Separated,
     )
-    from fedpriv.personalisation import Personalisation
     from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
     from fedpriv.run.compare import Comparison, compare
     from fedpriv.run.projection import Projection
@@ -85,13 +85,13 @@ _NAMES_IN = {
     "engine.adapters": "merge_adapters with_adapters",
     "engine.task": "Task",
     "engine.transport": "Engine",
-    "federated_evaluation": "FederatedEvaluation",
+    "evaluation.federated": "FederatedEvaluation",
+    "evaluation.personalisation": "Personalisation",
     "local": "SGD AdamW FedRecon Scaffold",
     "mechanism": (
         "BandedNoise BandedPoisson BufferedNoise EveryUser FixedSize Flat Grouped Joint Mechanism "
         "Part PerLayer Poisson PoissonExamples RandomAllocation Separated"
     ),
-    "personalisation": "Personalisation",
     "privacy.gaussian_mechanism": "AdaptiveClipping Averaging",
     "run.compare": "Comparison compare",
     "run.projection": "Projection",

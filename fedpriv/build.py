@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,13 +26,15 @@ from fedpriv.config import (
 from fedpriv.data.places import in_places, refuse_shared
 from fedpriv.data.population import Fields, Population, cut_up, load_population
 from fedpriv.engine.adapters import with_adapters
-from fedpriv.engine.checks import check_held_out, check_task
-from fedpriv.engine.metrics import check_metrics, metric, own_metrics
+from fedpriv.engine.checks import check_task
+from fedpriv.engine.metrics import check_metrics
 from fedpriv.engine.task import LOSSES, HeldOut, Task, running_norms
 from fedpriv.engine.trainer import SimulationOnlyDropped, blank
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import InvalidValueError, ModelError, known_names
-from fedpriv.federated_evaluation import FederatedEvaluation, UserEvaluation, kept_apart
+from fedpriv.evaluation.federated import FederatedEvaluation, UserEvaluation, kept_apart
+from fedpriv.evaluation.held_out import check_held_out
+from fedpriv.evaluation.personalisation import HeldOutUsers, Personalisation
 from fedpriv.importing import (
     Choice,
     call_imported,
@@ -40,13 +43,14 @@ from fedpriv.importing import (
     path_of,
     raised_with,
 )
-from fedpriv.ledger.events import PrivacyBudget, RoundEvent, Unit
+from fedpriv.ledger.events import PrivacyBudget, RoundEvent, SamplingEvent, Unit
 from fedpriv.ledger.participation import digest_of_users
 from fedpriv.local import FedRecon
 from fedpriv.logs import one_line
+from fedpriv.measures.metrics import metric, own_metrics
 from fedpriv.mechanism import Mechanism, given
 from fedpriv.models import build_model
-from fedpriv.personalisation import HeldOutUsers, Personalisation
+from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
@@ -63,6 +67,7 @@ from fedpriv.training.rounds import (
     TrainingPlan,
     evaluation_run,
     initial_state,
+    request_to_nobody,
 )
 
 _log = logging.getLogger(__name__)
@@ -166,7 +171,34 @@ def on_population(
         on_dropped=_naming_the_first(population, mechanism.unit, store.population // users),
         activations=engine.activations,
         processes=engine.processes,
+        path=engine.path,
+        timed=config.seed is None,
+        cohort=_usual_cohort(experiment.plan.sampling.event()),
+        most_rows=_most_rows(mechanism, examples_apart=k is not None),
     )
+
+
+def settled(experiment: Experiment, transport: InProcessTransport) -> Experiment:
+    """The experiment with the path that its users take, to be written down with the run.
+
+    ModelError or InvalidValueError if they cannot train.
+    """
+    at, config = RoundAttempt(experiment.plan.run, 1, 0), experiment.config
+    road = transport.road(request_to_nobody(experiment.plan, experiment.initial_state, at))
+    engine = config.engine.model_copy(update={"path": road.path})
+    return replace(experiment, config=config.model_copy(update={"engine": engine}))
+
+
+def _most_rows(mechanism: Mechanism, *, examples_apart: bool) -> int | None:
+    """How many rows a record has at most, if that is public."""
+    if examples_apart or mechanism.unit is Unit.EXAMPLE:
+        return 1
+    return mechanism.microbatch
+
+
+def _usual_cohort(sampling: SamplingEvent) -> int:
+    """A number of users that few cohorts exceed."""
+    return math.ceil(sampling.expected_cohort_size + math.sqrt(sampling.cohort_variance))
 
 
 def _evaluation(
@@ -322,7 +354,8 @@ def _measured_by(
             "federation.held_out or data must be given"
         )
     if few:
-        check_task(method.task, few)
+        whole = method.mechanism.unit is Unit.USER
+        check_task(method.task, few, apart=not whole)
     how, personalised = method.personalisation, None
     if how is not None:
         personalised = HeldOutUsers(how, method.task, held_out, device)

@@ -563,6 +563,7 @@ class EngineSection(Section):
     chunk_mebibytes: Count | None = None
     activations: Literal["float32", "tf32", "bfloat16"] = "float32"
     processes: Count | None = None
+    path: Literal["auto", "alone", "together"] = "auto"
 
 
 class OutputSection(Section):

@@ -70,7 +70,7 @@ class UnreachableError(FedprivError):
 
 
 class StoppedError(FedprivError):
-    """The operator asked the server to stop; the round was abandoned and nothing charged."""
+    """The operator asked the server to stop; nothing of a round under way is released."""
 
 
 class NoiseError(FedprivError):
@@ -86,7 +86,7 @@ class RunError(FedprivError):
 
 
 class WorkerError(FedprivError):
-    """A worker of a simulation does not do its part; nothing was charged for the round."""
+    """A worker of a simulation does not do its part; nothing of the round is released."""
 
 
 def known_names(name: str, known: Iterable[str]) -> str:

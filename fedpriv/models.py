@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedpriv.engine.task import generator_apart
+from fedpriv.engine.arithmetic import generator_apart
 from fedpriv.errors import ModelError, check_seed, check_types, known_names, plain_numbers
 from fedpriv.importing import call_imported, check_options, import_function, raised_with
 

@@ -14,9 +14,9 @@ from typing import Self
 
 from fedpriv import wire
 from fedpriv.config import Config
-from fedpriv.engine.metrics import own_metrics
 from fedpriv.errors import WireError
 from fedpriv.ledger.events import Randomness
+from fedpriv.measures.metrics import own_metrics
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest
 from fedpriv.report.records import Trouble

@@ -121,7 +121,7 @@ class GrpcTransport(Transport):
             watch.cancel()
             listener.call(lambda: listener.service.close_round(collection))
         if self._stopping.is_set():
-            raise StoppedError("the server was asked to stop; nothing was charged for this round")
+            raise StoppedError("the server was asked to stop; nothing of the round is released")
         if collection.terms.drawn and not contributions:
             # That nobody answered depends on who was drawn, so to release nothing would release it.
             _log.warning("no drawn user contributed to round %d; it is charged", request.round)
@@ -176,8 +176,8 @@ def serve(
 ) -> Run:
     """Run or resume an experiment on the nodes that connect, and print how it went.
 
-    SIGTERM and SIGINT end it cleanly: a round that is collected is abandoned without a charge, one
-    that is charged is released, and a checkpoint is written. A second one ends it at once. Unless
+    SIGTERM and SIGINT end it cleanly: a round that is collected is charged and abandoned, one that
+    is charged is released, and a checkpoint is written. A second one ends it at once. Unless
     told to leave, it goes on serving ledger and status after the run, except where too few nodes
     agreed to a round. RunError: the run cannot go on, but may be resumed; any other FedprivError:
     something is wrong with the input.

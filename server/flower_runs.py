@@ -53,9 +53,9 @@ class GridTransport(Transport):
 
     * a reply counts for the node that was asked, once, if it answers this attempt at this round;
     * of a reply that is an error only the code is logged, and nothing of a node of one user;
-    * where answers are required, a round without all of them raises, so that it is not charged:
-      a worker of a simulation that does not answer lacks the code, or has died, and to go on
-      without its users would be another experiment.
+    * where answers are required, a round without all of them raises, so that nothing of it is
+      released: a worker of a simulation that does not answer lacks the code, or has died, and to go
+      on without its users would be another experiment.
     """
 
     grid: Grid
@@ -67,6 +67,11 @@ class GridTransport(Transport):
     stopping: threading.Event  # once set, the round is abandoned, and every later one
     fixed: bool = False  # whether every round takes until its deadline
     required: bool = False  # whether all that are asked must answer
+
+    def prepare(self, request: RoundRequest) -> None:
+        """Wait until enough nodes are there; StoppedError if it was asked to stop meanwhile."""
+        del request
+        self.present()
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield the contribution or sum of each node that answers in time."""
@@ -92,7 +97,7 @@ class GridTransport(Transport):
         if self.fixed:
             self.stopping.wait(max(0.0, terms.deadline - monotonic()))
         if self.stopping.is_set():
-            raise StoppedError("the server was asked to stop; nothing was charged for this round")
+            raise StoppedError("the server was asked to stop; nothing of the round is released")
         if self.required and answered < len(terms.drawn):
             found = f"{answered} of {len(terms.drawn)}"
             raise WorkerError(f"{found} workers answered in round {request.round}; all must")
@@ -319,7 +324,7 @@ class GridSimulation:
         """
         plan, config, workers = self.experiment.plan, self.experiment.config, self.workers
         data, engine = config.simulated_data, config.engine
-        trained = engine.device, engine.chunk_mebibytes, engine.activations
+        trained = engine.device, engine.chunk_mebibytes, engine.activations, engine.path
         loaded = {
             flower_messages.SIMULATED: flower_messages.Simulated(
                 data.name, data.options, *trained

@@ -3,7 +3,7 @@
 Each is a context in which the library is broken; what a ledger says stays the same.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,14 +14,15 @@ import numpy as np
 import torch
 
 from fedpriv.engine import trainer
-from fedpriv.engine.trainer import Trainer
+from fedpriv.engine.trainer import Chunk, Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.ledger.events import RoundEvent, SamplingEvent
 from fedpriv.privacy import clipping, gaussian_mechanism, noise
 from fedpriv.privacy import clipping_torch as batched
 from fedpriv.privacy import round as rounds
 from fedpriv.privacy.clipping import Clipping, Flags, FloatMatrix, IntegerVector
-from fedpriv.privacy.layout import granularity
+from fedpriv.privacy.clipping_torch import Updates
+from fedpriv.privacy.layout import FloatVector, granularity
 from fedpriv.privacy.noise import rounded_gaussian
 from fedpriv.privacy.round import PartialSum, RoundRequest
 from fedpriv.privacy.sampling import PoissonSampling
@@ -90,39 +91,40 @@ def realised_denominator() -> Iterator[None]:
 @contextmanager
 def clipped_together() -> Iterator[None]:
     """A chunk's updates are scaled down by the largest of them: one user changes all others'."""
-    honest = batched.integer_sum
+    honest = batched.add_contributions
 
-    def summed(
-        updates: Mapping[str, torch.Tensor], how: Clipping, weights: IntegerVector
-    ) -> torch.Tensor:
+    def add(total: FloatVector, updates: Updates, how: Clipping, weights: IntegerVector) -> None:
         held = {name: update[:] for name, update in updates.items()}
         largest = max(float(tensor.abs().max()) for tensor in held.values())
-        return honest({n: t / max(1.0, largest) for n, t in held.items()}, how, weights)
+        honest(total, {n: t / max(1.0, largest) for n, t in held.items()}, how, weights)
 
-    with patch.object(trainer, "integer_sum", summed):
+    with patch.object(trainer, "add_contributions", add):
         yield
 
 
 @contextmanager
 def one_failure_spoils_all() -> Iterator[None]:
     """A chunk counts as zero if one of its updates is not finite."""
-    honest = batched.integer_sum
+    honest = batched.add_contributions
 
-    def summed(
-        updates: Mapping[str, torch.Tensor], how: Clipping, weights: IntegerVector
-    ) -> torch.Tensor:
-        total = honest(updates, how, weights)
-        finite = all(bool(torch.isfinite(update[:]).all()) for update in updates.values())
-        return total if finite else torch.zeros_like(total)
+    def add(total: FloatVector, updates: Updates, how: Clipping, weights: IntegerVector) -> None:
+        if all(bool(torch.isfinite(update[:]).all()) for update in updates.values()):
+            honest(total, updates, how, weights)
 
-    with patch.object(trainer, "integer_sum", summed):
+    with patch.object(trainer, "add_contributions", add):
         yield
 
 
 @contextmanager
 def failures_raise() -> Iterator[None]:
     """A user whose training raises ends the run."""
-    with patch.object(Trainer, "launched", Trainer._launched):
+
+    def dropped(
+        _: Trainer, _found: object, _chunk: Chunk, reason: str, error: Exception | None = None
+    ) -> None:
+        raise error or ValueError(reason)
+
+    with patch.object(Trainer, "_drop", dropped):
         yield
 
 

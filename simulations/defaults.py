@@ -26,7 +26,7 @@ from fedpriv.build import on_population
 from fedpriv.config import parse_config, spelled_out
 from fedpriv.data.people import find_census
 from fedpriv.data.population import Population, load_population
-from fedpriv.engine.task import evaluate
+from fedpriv.evaluation.held_out import evaluate
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.report.charts import Axis, Chart, Series, save
 from fedpriv.training.rounds import train

@@ -30,12 +30,13 @@ import numpy.typing as npt
 import torch
 
 from fedpriv.engine import trainer
-from fedpriv.engine.task import tf32
+from fedpriv.engine.arithmetic import tf32
 from fedpriv.engine.transport import device_named
 from fedpriv.errors import FedprivError, WorkerError
 from fedpriv.privacy import gaussian_mechanism
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import Updates
+from fedpriv.privacy.layout import FloatVector
 from simulations import overheads
 from simulations.benchmarks.arena import Setting, playing
 from simulations.benchmarks.contestants import Train, Turn, fedpriv
@@ -91,10 +92,14 @@ def without_privacy() -> Iterator[None]:
         sums = (updates[name][:].sum(0).flatten() for name in clipping.layout.names)
         return torch.cat([*sums]).long()
 
+    def add(total: FloatVector, updates: Updates, clipping: Clipping, _: object) -> None:
+        total += added_up(updates, clipping).numpy()
+
     def no_noise(_key: bytes, count: int, _stddev: float) -> npt.NDArray[np.int64]:
         return np.zeros(count, np.int64)
 
     with (
+        patch.object(trainer, "add_contributions", add),
         patch.object(trainer, "integer_sum", lambda *given: added_up(*given[:2])),
         patch.object(trainer, "sum_by_kernels", lambda *given: added_up(*given[1:3])),
         patch.object(gaussian_mechanism, "rounded_gaussian", no_noise),
@@ -129,7 +134,7 @@ def in_turns(runs: Mapping[str, Run], private: Collection[str], given: Turns) ->
                 times, began = list[float](), time.perf_counter()
                 while not times or time.perf_counter() - began < given.seconds:
                     times.append(run())
-                if number:  # in the first turn shapes are tried, and captured
+                if number:  # in the first turn shapes are captured
                     found[name].append(statistics.mean(times))
     return {name: statistics.median(seconds) for name, seconds in found.items()}
 

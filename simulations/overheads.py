@@ -17,15 +17,17 @@ from pathlib import Path
 import torch
 
 from fedpriv.build import Method, on_population, settings_of
-from fedpriv.data.population import Population, UserStore
-from fedpriv.engine.layers import OuterProducts
-from fedpriv.engine.local_training import schedule, train_layers_chunk
+from fedpriv.data.population import Population
+from fedpriv.engine.examples import gathered
+from fedpriv.engine.products import OuterProducts
+from fedpriv.engine.schedule import Schedule
+from fedpriv.engine.side_by_side import Group
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.mechanism import Flat, Mechanism, Poisson
-from fedpriv.privacy.clipping_torch import integer_sum
+from fedpriv.privacy.clipping_torch import add_contributions
 from fedpriv.privacy.round import PrivacyRecords, draw_cohort, release
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import conduct
@@ -45,12 +47,13 @@ BESIDE = (
 
 
 def prepared(population: int = 1_000, on: str = "cpu") -> InProcessTransport:
-    """So many users, who have trained once: shapes are checked before the first users train."""
+    """So many users, who have trained once: how they go is settled before the first round."""
     device = torch.device(on)
     torch.manual_seed(0)
     users = replace(WORKS["mlp"], users=population).population
     task = Task(WORKS["mlp"].model())
-    engine = InProcessTransport(task, users, device, chunk_memory_of(None, device), processes=1)
+    given = task, users, device, chunk_memory_of(None, device)
+    engine = InProcessTransport(*given, processes=1, path="together")
     for _ in engine.collect(request_of(task, users)):
         pass
     return engine
@@ -79,13 +82,13 @@ def parts_of(profile: cProfile.Profile) -> dict[str, float]:
     def seconds(*functions: Callable[..., object]) -> float:
         return sum(watched[function.__code__] for function in functions)
 
-    making = seconds(OuterProducts.__getitem__)
+    making, reading = seconds(OuterProducts.__getitem__), seconds(Schedule.rows, gathered)
     return {
-        "reading examples": seconds(schedule, UserStore.take),
-        "training": seconds(train_layers_chunk),
+        "reading examples": reading,
+        "training": seconds(Group.trained) - reading,
         "making updates of factors": making,
         "sampling": seconds(draw_cohort),
-        "clipping": seconds(integer_sum) - making,
+        "clipping": seconds(add_contributions) - making,
         "noise and server step": seconds(release, close_round),
         "budget": seconds(PrivacyRecords.refuse_if_beyond),
         "ledger": seconds(

@@ -24,9 +24,9 @@ import torch
 import fedpriv
 from fedpriv.data import load_mnist_writers
 from fedpriv.data.partition import shards
-from fedpriv.engine.task import evaluate
+from fedpriv.evaluation.held_out import evaluate
+from fedpriv.evaluation.personalisation import HeldOutUsers
 from fedpriv.models import mlp
-from fedpriv.personalisation import HeldOutUsers
 from fedpriv.report.tables import Column, Table
 from simulations.papers.results import mean_of, write_results
 

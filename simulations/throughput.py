@@ -30,7 +30,8 @@ from torch import nn
 from torch.nn import functional
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.task import Activations, Task
+from fedpriv.engine.arithmetic import Activations
+from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.models import CharacterTransformer, cnn, mlp, softmax_regression
 from fedpriv.privacy.clipping import Clipping

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional
 
 from fedpriv.data.population import Population, UserStore
 from fedpriv.engine.adapters import with_adapters
-from fedpriv.engine.metrics import metric
 from fedpriv.engine.task import Task, cross_entropy, running_norms
-from fedpriv.local import AdamW, FedRecon, Scaffold
+from fedpriv.local import SGD, AdamW, FedRecon, Scaffold
+from fedpriv.measures.metrics import metric
 from fedpriv.models import build_model
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging, Metric
 from fedpriv.privacy.layout import (
@@ -79,6 +80,98 @@ def _dropping() -> nn.Module:
     )
 
 
+class Spelled(nn.Module):
+    """What is written in other ways than as layers: a decoder that reads the encoder's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.act = nn.Linear(36, 8), nn.PReLU()
+        self.norm, self.head = nn.RMSNorm(8), nn.Linear(36, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.act(self.encoder(x.view(-1, 36))))
+        return self.head(torch.relu(functional.linear(h, self.encoder.weight.t())))
+
+
+class TwoInputs(nn.Module):
+    """Two towers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.more, self.head = nn.Linear(36, 5), nn.Linear(2, 5), nn.Linear(5, CLASSES)
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.image(x.flatten(1)) * self.more(z)))
+
+
+class Experts(nn.Module):
+    """Each row goes to one of three experts, who see only their own rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(36, 3)
+        self.experts = nn.ModuleList(nn.Linear(36, CLASSES) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        shares = self.gate(x).softmax(1)
+        chosen, out = shares.argmax(1), x.new_zeros(len(x), CLASSES)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(x[rows]) * shares[rows, number, None])
+        return out
+
+
+class Packed(nn.Module):
+    """A GRU over words up to the first 0, packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 4, padding_idx=0)
+        self.gru, self.head = nn.GRU(4, 5, batch_first=True), nn.Linear(5, WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = (x != 0).sum(1).clamp(min=1)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.words(x), lengths, batch_first=True, enforce_sorted=False
+        )
+        return self.head(self.gru(packed)[1][-1])[:, :, None].expand(-1, -1, LENGTH)
+
+
+class Lstm(nn.Module):
+    """Predicts words; tied, by the weights with which it reads them."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.words, self.lstm = nn.Embedding(WORDS, 5), nn.LSTM(5, 5, batch_first=True)
+        self.head = nn.Linear(5, WORDS)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(self.words(x))[0]).transpose(1, 2)
+
+
+def contrastive(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A loss that compares rows with each other."""
+    z = functional.normalize(outputs, dim=1, eps=1e-3)
+    scores = (z @ z.T).masked_fill(torch.eye(len(z), dtype=torch.bool), -1e9)
+    same = (targets[:, None] == targets).float()
+    return -(scores.log_softmax(1) * same).sum(1) / same.sum(1)
+
+
+class Whitened(nn.Module):
+    """Normalises by the statistics of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(36, 6), nn.Linear(6, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x.flatten(1))
+        return self.head((h - h.mean(0)) / (h.var(0, unbiased=False) + 0.1).sqrt())
+
+
 def _transformer() -> nn.Module:
     options = {"alphabet": WORDS, "length": LENGTH, "width": 8, "blocks": 1}
     return build_model("character-transformer", options, 0)
@@ -101,11 +194,21 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "batch-norm": _normalised,
     "personal-head": _mlp,
     "personal-scale": Own,
+    "spelled": Spelled,
+    "two-inputs": TwoInputs,
+    "experts": Experts,
+    "contrastive": _mlp,
+    "own-statistics": Whitened,
+    "packed": Packed,
+    "lstm": lambda: Lstm(tied=False),
+    "lstm-tied": lambda: Lstm(tied=True),
 }
 PERSONAL = {"personal-head": ("3.*",), "personal-scale": ("scale",)}
 FROZEN = {"frozen-trunk": ("0.*",)}
-READERS = {"transformer", "adapters"}
+READERS = {"transformer", "adapters", "packed", "lstm", "lstm-tied"}
 """Models of words."""
+ALONE = {"experts", "contrastive", "own-statistics", "packed", "lstm", "lstm-tied"}
+"""Models whose users cannot go side by side."""
 
 
 @cache
@@ -113,7 +216,9 @@ def task_of(kind: str) -> Task:
     """The task of a kind of model; the same one each time."""
     torch.manual_seed(0)
     personal, frozen = PERSONAL.get(kind, ()), FROZEN.get(kind, ())
-    return Task(MODELS[kind](), cross_entropy, personal=personal, frozen=frozen)
+    loss = contrastive if kind == "contrastive" else cross_entropy
+    inputs = ("x", "z") if kind == "two-inputs" else "x"
+    return Task(MODELS[kind](), loss, inputs=inputs, personal=personal, frozen=frozen)
 
 
 USERS = (
@@ -185,22 +290,29 @@ def model(kind: str) -> nn.Module:
     return MODELS[kind]()
 
 
-def store_of(users: Sequence[User], words: bool) -> UserStore:
-    """The data of some users."""
+def store_of(users: Sequence[User], words: bool, labels: type = np.int64) -> UserStore:
+    """The data of some users, with labels of this type."""
     data = [user.data(words) for user in users]
     fields = {name: np.concatenate([d[i] for d in data]) for i, name in enumerate(("x", "y"))}
+    fields["y"] = fields["y"].astype(labels)
+    numbers = fields["x"].reshape(len(fields["x"]), LENGTH if words else SIDE * SIDE)
+    fields["z"] = numbers[:, :2].astype(np.float32)
     return UserStore(fields, np.cumsum([0, *(user.size for user in users)]))
 
 
 def people(most: int, largest: int) -> st.SearchStrategy[list[User]]:
-    """Lists of users: many of a kind, and some of others."""
+    """Lists of users: many of a kind and size, many of a kind with Pareto sizes, and others."""
     sizes = st.sampled_from([0, 1, 2, 3, 5, 8, 9, 10, 11, 16, 17, 33, 64, 100, 300])
     one = st.builds(
         User, st.sampled_from(USERS), sizes.map(lambda n: min(n, largest)), st.integers(0, 99)
     )
-    many = st.tuples(one, st.integers(1, max(1, most // 2))).map(
-        lambda pair: [replace(pair[0], seed=pair[0].seed + i) for i in range(pair[1])]
-    )
+
+    def crowd_of(user: User, count: int, pareto: bool) -> list[User]:
+        spread = 1.0 + np.random.default_rng(user.seed).pareto(1.0, count) * pareto
+        grown = np.minimum(user.size * spread, largest).astype(int).tolist()
+        return [replace(user, seed=user.seed + i, size=n) for i, n in enumerate(grown)]
+
+    many = st.builds(crowd_of, one, st.integers(1, max(1, most // 2)), st.booleans())
     return st.lists(many, min_size=1, max_size=6).map(lambda parts: [*chain(*parts)][:most])
 
 
@@ -218,12 +330,12 @@ class Plan:
 
 
 LOCALS = (
-    LocalTraining(0.1, batch_size=4, epochs=1),
-    LocalTraining(1.0, epochs=1),
-    LocalTraining(0.3, epochs=2, max_examples=20),
-    LocalTraining(0.1, batch_size=3, steps=4, momentum=0.9),
-    LocalTraining(0.1, batch_size=8, epochs=2, proximal=0.5),
-    LocalTraining(3.0, batch_size=1, epochs=1, max_examples=9),
+    SGD(0.1, batch_size=4, epochs=1),
+    SGD(1.0, epochs=1),
+    SGD(0.3, epochs=2, max_examples=20),
+    SGD(0.1, batch_size=3, steps=4, momentum=0.9),
+    SGD(0.1, batch_size=8, epochs=2, proximal=0.5),
+    SGD(3.0, batch_size=1, epochs=1, max_examples=9),
     AdamW(0.02, batch_size=4, epochs=2),
     Scaffold(0.3, epochs=3, control_norm=0.4),
     FedRecon(0.3, batch_size=4, steps=5, momentum=0.5, personal_steps=3, personal_rate=0.2),
@@ -281,10 +393,10 @@ def _groups(plan: Plan, layout: Layout) -> tuple[VectorGroup, ...]:
         case _:  # two groups, one of them joint, whose tensors do not lie side by side
             one, other = layout.names[::2], layout.names[1::2]
             scales = tuple(2.0**i for i in range(len(one)))
-            return (
-                VectorGroup("one", one, norm, scales),
-                VectorGroup("other", other, norm / 3, (1.0,) * len(other)),
-            )
+            first = VectorGroup("one", one, norm, scales)
+            if not other:
+                return (first,)
+            return first, VectorGroup("other", other, norm / 3, (1.0,) * len(other))
 
 
 def _metrics(

@@ -14,7 +14,7 @@ from fedpriv.build import build_task, method_of
 from fedpriv.config import load_config
 from fedpriv.engine.adapters import Adapted, merge_adapters, with_adapters
 from fedpriv.engine.checks import check_task
-from fedpriv.engine.layers import batched_model
+from fedpriv.engine.side_by_side import SideBySideModel
 from fedpriv.engine.task import Task
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.ledger.ledger import Ledger
@@ -208,13 +208,13 @@ def test_patterns_that_leave_nothing_or_fit_nothing_are_refused(
         Task(transformer(), **patterns)
 
 
-def test_frozen_layers_are_products_for_all_users() -> None:
+def test_users_with_adapters_go_side_by_side_and_share_what_is_frozen() -> None:
     task = Task(with_adapters(transformer(), 2, layers=["blocks.*"]))
-    found = batched_model(task, WORDS[:1], WORDS[:1])
-    assert found is not None
-    kinds = [type(layer).__name__ for layer in found.model.modules()]
-    assert kinds.count("FrozenLayer") == 9
-    assert not any(type(layer) is nn.Linear for layer in found.model.modules())
+    found = SideBySideModel.of(task, torch.device("cpu"), WORDS[:2], WORDS[:2])
+    assert found.weights.keys() == task.parameters().keys()
+    adapted = [layer for layer in task.model.modules() if isinstance(layer, Adapted)]
+    assert len(found.layers) == len(found.weights) == 2 * len(adapted)
+    assert found.kept.tensors.keys() == task.constants(torch.device("cpu")).keys()
 
 
 # Whole runs.

@@ -17,7 +17,8 @@ BELOW = {  # what each package may import of the library, besides disk, errors a
     "privacy": "ledger",
     "training": "ledger privacy",
     "data": "importing",
-    "engine": "data importing privacy",
+    "measures": "importing privacy",
+    "engine": "data importing local measures privacy",
     "models": "engine importing",
     "local": "privacy",
     "mechanism": "accounting ledger privacy",
@@ -27,19 +28,19 @@ BELOW = {  # what each package may import of the library, besides disk, errors a
     "audit": "accounting ledger privacy",
     "report": "accounting audit ledger studies training",
     "wire": "data ledger local privacy",
-    "personalisation": "data engine local privacy",
-    "federated_evaluation": "analytics data engine ledger personalisation privacy training",
+    "evaluation": "analytics data engine ledger local measures privacy training",
     "trackers": "config importing training",
     "build": (
-        "accounting audit config data engine federated_evaluation importing ledger local logs "
-        "mechanism models personalisation privacy trackers training"
+        "accounting audit config data engine evaluation importing ledger local logs measures "
+        "mechanism models privacy trackers training"
     ),
     "run": (
-        "accounting analytics audit build config data engine federated_evaluation "
-        "ledger local logs mechanism models personalisation privacy report selection studies "
-        "trackers training"
+        "accounting analytics audit build config data engine evaluation ledger local logs "
+        "measures mechanism models privacy report selection studies trackers training"
     ),
-    "attack": "accounting build config data engine ledger logs privacy report run training",
+    "attack": (
+        "accounting build config data engine evaluation ledger logs privacy report run training"
+    ),
     "flower": "accounting importing ledger local logs mechanism privacy training wire",
 }
 ALLOWED = {

@@ -29,7 +29,7 @@ from operator import itemgetter
 from types import MappingProxyType
 
 import numpy as np
-from scipy.optimize import brentq
+import scipy
 
 from fedpriv.accounting import classical, contour, gaussian, pld, rdp
 from fedpriv.accounting.pld.dominating_pairs import (
@@ -493,7 +493,9 @@ class ClassicalAccountant(Accountant):
             return 1.0
         if excess(_LOG_LEAST) <= 0.0:
             return math.exp(_LOG_LEAST)
-        found = brentq(excess, _LOG_LEAST, _LOG_MOST, xtol=_FINE**2, rtol=_FINE, maxiter=10_000)
+        found = scipy.optimize.brentq(
+            excess, _LOG_LEAST, _LOG_MOST, xtol=_FINE**2, rtol=_FINE, maxiter=10_000
+        )
         while excess(found) > 0.0:  # the root lies within the tolerance, on either side
             found = min(found * (1 - _FINE) + _FINE**2, _LOG_MOST)
         return math.exp(found)

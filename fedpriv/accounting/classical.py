@@ -7,7 +7,7 @@ are numbers by (q, z); a q, z, count, δ, ε, μ or ρ out of range raises `Inva
 import math
 
 import numpy as np
-from scipy.optimize import minimize_scalar
+import scipy
 
 from fedpriv.accounting import gaussian
 from fedpriv.accounting.round_counts import (
@@ -114,7 +114,7 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
     # Bun & Steinke's order minimises the bound without the terms that only help.
     centre = math.log(log_inverse) / 2 - math.log(rho) / 2
     bounds = (centre - _SEARCH, centre + _SEARCH)
-    found = minimize_scalar(bound, bounds=bounds, method="bounded")
+    found = scipy.optimize.minimize_scalar(bound, bounds=bounds, method="bounded")
     return max(0.0, min(float(found.fun), simple))
 
 
@@ -150,7 +150,9 @@ def advanced_epsilon(rounds: Rounds, delta: float) -> float:
             square = float(counts @ np.square(each)) + np.finfo(np.float64).tiny
         return (mean + math.sqrt(2 * (_ROUNDING - log_tail) * square)) * (1 + _ROUNDING)
 
-    found = minimize_scalar(bound, bounds=(-_LARGEST_LOGIT, _LARGEST_LOGIT), method="bounded")
+    found = scipy.optimize.minimize_scalar(
+        bound, bounds=(-_LARGEST_LOGIT, _LARGEST_LOGIT), method="bounded"
+    )
     return min(basic, float(found.fun))
 
 

@@ -21,8 +21,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 import numpy as np
+import scipy
 from scipy import fft
-from scipy.optimize import isotonic_regression, minimize, nnls
 
 from fedpriv.accounting.round_counts import Vector, decreasing, strategy_sensitivity
 from fedpriv.errors import is_whole, require
@@ -254,7 +254,7 @@ def _square_sensitivity(c: Vector, n: int, k: int, b: int) -> tuple[float, Vecto
 
 def _decreasing_bands(loss: LossAndGradient, start: Vector) -> Vector:
     """Bands that never increase, from the nearest such to a start, by their decreases ≥ 0."""
-    near = np.maximum(isotonic_regression(start, increasing=False).x, 0.0)
+    near = np.maximum(scipy.optimize.isotonic_regression(start, increasing=False).x, 0.0)
     unit = -np.diff(_square_root(len(start)), append=0.0)  # makes all decreases about as large
 
     def bands(decreases: Vector) -> Vector:
@@ -275,7 +275,7 @@ def _search_buffers(
     """A local optimum: logits of θ, and logarithms of w over 1 − Σ w, which keeps Σ w below 1."""
     gaps = np.geomspace(_FASTEST, min(slowest, _FASTEST), buffers)
     first = (1.0 - gaps) ** np.arange(n - 1)[:, None]
-    w, _ = nnls(first, _square_root(n)[1:])
+    w, _ = scipy.optimize.nnls(first, _square_root(n)[1:])
     w = np.maximum(w, 1e-4)
     w *= min(1.0, 0.9 / w.sum())
     start = np.append(np.log((1.0 - gaps) / gaps), np.log(w / (1.0 - w.sum())))
@@ -324,7 +324,7 @@ def _minimised(
             return value, gradient
         return _FAR, np.zeros(len(x))
 
-    found = minimize(
+    found = scipy.optimize.minimize(
         finite, start, jac=True, method="L-BFGS-B", bounds=bounds,
         options={"maxiter": _STEPS, "maxfun": _STEPS, "maxcor": 30, "ftol": 1e-14, "gtol": 1e-10},
     )  # fmt: skip

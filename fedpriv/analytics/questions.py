@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import scipy
 from scipy.linalg import toeplitz
-from scipy.optimize import isotonic_regression
 from scipy.sparse import csr_array
 
 from fedpriv.errors import InvalidValueError, hold_plain_numbers
@@ -393,7 +393,9 @@ class Quantiles(_AtOnce):
         """Where the released curve reaches each probability."""
         curve = self._curve.answer(average, stddev, sampling)
         levels, points = np.array(self.probabilities), np.array(self.thresholds)
-        reached = np.searchsorted(np.asarray(isotonic_regression(curve.value).x), levels)
+        reached = np.searchsorted(
+            np.asarray(scipy.optimize.isotonic_regression(curve.value).x), levels
+        )
         of_noise = crossings(curve.value, _WIDTH * curve.noise_stddev, levels)
         of_both = crossings(curve.value, curve.high - curve.value, levels)
         value, earliest, latest, low, high = (

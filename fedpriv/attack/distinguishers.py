@@ -20,7 +20,8 @@ import torch
 from scipy.special import logsumexp
 from scipy.stats import binom
 
-from fedpriv.engine.task import HeldOut, Task, evaluate
+from fedpriv.engine.task import HeldOut, Task
+from fedpriv.evaluation.held_out import evaluate
 from fedpriv.ledger.ledger import ChargedRow
 from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.noise import SeededEntropy

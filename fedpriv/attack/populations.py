@@ -13,13 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.data.population import Array, UserStore, offsets_of
+from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import FedprivError
 from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
 
 Rows = Mapping[str, Array]  # of one user, by field
 Places = npt.NDArray[np.int64]  # of one user among all that may be drawn
 _MANY = 100  # how many times as many rows as an ordinary user a far larger one has
-_FULL = 8  # rows of a user that fill a rung of the engine's ladder
+_FULL = 8  # rows that each user has
+_SECONDS = 1.0  # of a node's time for each user
 _LARGE, _TINY, _SUBNORMAL = 1e4, 1e-20, 1e-40
 
 
@@ -79,7 +81,7 @@ class Pair:
     without: UserStore
     with_one: UserStore  # its last user is the one that differs
     # How sums travel to the server where the user is, who has these places; else all arrive.
-    carried: Callable[[Transport, Places], Transport] = lambda transport, _: transport
+    carried: Callable[[InProcessTransport, Places], Transport] = lambda transport, _: transport
 
 
 @dataclass(frozen=True)
@@ -194,8 +196,30 @@ class _Meddling(Transport):
         self.honest.rest()
 
 
+@dataclass(frozen=True)
+class _Node(Transport):
+    """A transport to a node that has a deadline."""
+
+    honest: InProcessTransport
+
+    def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
+        """Yield the sums of users, of whom each may take as long."""
+        yield from (partial for _, partial in self.honest.by_chunk(request, _SECONDS))
+
+    def rest(self) -> None:
+        """As the one in this process."""
+        self.honest.rest()
+
+
+def _deadline(crowd: Crowd) -> Pair:
+    def carried(honest: InProcessTransport, _: Places) -> Transport:
+        return _Node(replace(honest, limited=True))
+
+    return replace(_far_larger(crowd), carried=carried)
+
+
 def _meddled(*, overstated: bool) -> Callable[[Crowd], Pair]:
-    def carried(honest: Transport, places: Places) -> Transport:
+    def carried(honest: InProcessTransport, places: Places) -> Transport:
         return _Meddling(honest, places, overstated)
 
     return lambda crowd: replace(pair_of(crowd, crowd.last), carried=carried)
@@ -228,6 +252,9 @@ POPULATIONS = {
         ),
         KeptPopulation(
             "undrawn", f"stored with {_MANY} times as many rows, it is never drawn", _undrawn
+        ),
+        KeptPopulation(
+            "deadline", f"{_MANY} times as large, it is at a node that has a deadline", _deadline
         ),
         KeptPopulation("late", "its sum never arrives", _meddled(overstated=False)),
         KeptPopulation(

@@ -36,7 +36,8 @@ from fedpriv.build import Experiment, build, records_of
 from fedpriv.config import CallbacksSection, Config, OutputSection
 from fedpriv.data.places import in_places
 from fedpriv.data.population import ROW_OWNERS, Population, UserStore
-from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, computing_with
+from fedpriv.engine.forks import computing_with
+from fedpriv.engine.transport import InProcessTransport, chunk_memory_of
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.ledger.events import NeighbouringRelation, PrivacyBudget, Unit
 from fedpriv.ledger.ledger import paid_events
@@ -114,6 +115,8 @@ class AttackedPlan:
             chunk_memory_of(engine.chunk_mebibytes, experiment.device),
             activations=engine.activations,
             processes=engine.processes or 1,  # a cohort of few is trained before it is sent
+            path=engine.path,
+            timed=False,  # or worlds could differ by rounding
         )
 
     def run(self, transport: Transport, entropy: Entropy) -> Released:

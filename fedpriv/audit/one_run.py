@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
-from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr, ndtri
 
 from fedpriv.accounting.fdp import TradeOff
@@ -93,12 +93,14 @@ def epsilon_of_mu(mu: float, delta: float) -> float:
     if excess(0.0) <= 0.0:
         return 0.0
     high = mu * (mu / 2.0 - float(ndtri(delta)))  # where the first term alone is δ
-    return float(brentq(excess, 0.0, high, xtol=1e-12))
+    return float(scipy.optimize.brentq(excess, 0.0, high, xtol=1e-12))
 
 
 def mu_of_epsilon(epsilon: float, delta: float) -> float:
     """The μ for which G_μ has this δ at ε > 0."""
-    return float(brentq(lambda mu: epsilon_of_mu(mu, delta) - epsilon, 1e-9, _LARGEST_MU))
+    return float(
+        scipy.optimize.brentq(lambda mu: epsilon_of_mu(mu, delta) - epsilon, 1e-9, _LARGEST_MU)
+    )
 
 
 def best_guesses(canaries: int, mu: float, error: float) -> int:
@@ -110,7 +112,9 @@ def best_guesses(canaries: int, mu: float, error: float) -> int:
         if not half:
             continue
         # The threshold above which a share s/2 lies of ½·N(0, 1) + ½·N(μ, 1), and who lies there.
-        upper = brentq(_share_above, -40.0, _LARGEST_MU + 40.0, args=(mu, 2.0 * half / m))
+        upper = scipy.optimize.brentq(
+            _share_above, -40.0, _LARGEST_MU + 40.0, args=(mu, 2.0 * half / m)
+        )
         right = float(ndtr(mu - upper)) * m  # expected, and hardly ever whole
         below = math.floor(right)
         ends = [least_mu(m, 2 * half, min(c, 2 * half), error) for c in (below, below + 1)]
@@ -167,4 +171,4 @@ def _epsilon_between(p: tuple[float, float], q: tuple[float, float], delta: floa
         beyond = density * -np.expm1(np.minimum(epsilon - losses, 0.0))
         return float(np.trapezoid(beyond, z)) - delta
 
-    return 0.0 if excess(0.0) <= 0.0 else float(brentq(excess, 0.0, losses.max()))
+    return 0.0 if excess(0.0) <= 0.0 else float(scipy.optimize.brentq(excess, 0.0, losses.max()))

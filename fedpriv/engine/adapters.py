@@ -15,7 +15,8 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from fedpriv.engine.task import generator_apart, matching
+from fedpriv.engine.arithmetic import generator_apart
+from fedpriv.engine.task import matching
 from fedpriv.errors import ModelError, check_seed, check_types, is_whole, plain_numbers
 
 

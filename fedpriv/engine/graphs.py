@@ -5,7 +5,7 @@ time than Python takes to launch them. So the first chunk of a shape is computed
 the second is captured, and from then on the graph is replayed, which launches its kernels together.
 A graph makes the sum of a chunk if it is to be clipped as in the round before, and else what users
 learn. They are the same kernels, so a user gets the same to the last bit. That random users learn
-the same is checked by `trainer.Isolation`, which compares what they get in the first chunks of a
+the same is checked by `engine.roads`, which compares what they get in the first chunks of a
 shape; that sums are the same is tested (`tests/engine/test_gpu.py`).
 """
 

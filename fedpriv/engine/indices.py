@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.task import Task, called, generator_apart, plain_arithmetic
+from fedpriv.engine.arithmetic import generator_apart, plain_arithmetic
+from fedpriv.engine.task import Task, called
 
 _CPU = torch.device("cpu")
 

@@ -1,19 +1,15 @@
-"""What users train, a `Task`, and the arithmetic in which they train it.
+"""What users train: a `Task`.
 
 Batch normalisation uses its running statistics in training too, so that neither examples nor users
 mix; the server moves the statistics by a private metric, "batch-norm".
 """
 
 import copy
-import hashlib
-import math
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,19 +18,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.parameter import is_lazy
+from torch.overrides import handle_torch_function, has_torch_function
 
-from fedpriv.data.population import HELD_OUT_USER
+from fedpriv.engine.arithmetic import Activations
 from fedpriv.engine.bounds import WithinBounds
-from fedpriv.engine.figures import (
-    ALWAYS,
-    Collected,
-    Figure,
-    Seen,
-    Sums,
-    are_right,
-    figure_of,
-    spread_over_users,
-)
 from fedpriv.errors import (
     InvalidValueError,
     ModelError,
@@ -44,37 +31,37 @@ from fedpriv.errors import (
     require,
 )
 from fedpriv.importing import import_function
+from fedpriv.measures.figures import ALWAYS, Seen, figure_of
+from fedpriv.measures.metrics import MetricFunction
 from fedpriv.privacy.clipping_torch import TorchTensors, to_device
-from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import RoundRequest
 
 HeldOut = Mapping[str, npt.NDArray[np.generic]]
 """Rows of no enrolled user, by field; figures are also by user if there is a `HELD_OUT_USER`."""
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Maps outputs and targets [B, …] to one loss per example [B], or to losses [B, …]."""
-MetricFunction = Callable[[Tensor, Tensor], Tensor]
 Inputs = Tensor | dict[str, Tensor]
 """What a model reads of examples: one tensor [B, …], or several by the names of its arguments."""
-Activations = Literal["float32", "tf32", "bfloat16"]
-"""Under "bfloat16" layers multiply numbers of 8 significant bits, as under `torch.autocast`, while
-users train. Under "tf32", which only a GPU knows, products of float32 round their factors to 11.
-Parameters, losses, updates, their sums and all metrics stay float32."""
-
-# Held while torch's process-wide switches are as one thread needs them and models hold its users'
-# parameters; and while a thread forks, so that no child starts with those of another thread.
-ARITHMETIC_LOCK = threading.RLock()
-
-_Result = TypeVar("_Result")
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_SMALLEST = torch.finfo(torch.float32).tiny
-_ROWS = 500  # held-out rows that are evaluated at once; outputs of more would leave the caches
-_PER_THREAD = 2**15  # torch gives a thread no fewer numbers
 _IGNORED = -100  # the target that torch's losses leave out
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of class scores [B, K, …] against classes [B, …]."""
-    return functional.cross_entropy(outputs, targets, reduction="none")
+    return class_losses(outputs, targets, reduction="none")
+
+
+def class_losses(outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+    """`torch.nn.functional.cross_entropy`, in a third of the time where scores lie side by side."""
+    if has_torch_function((outputs, targets)):
+        both = outputs, targets
+        found: Tensor = handle_torch_function(class_losses, both, *both, reduction=reduction)
+        return found
+    if outputs.dim() == targets.dim() + 1 > 2 and outputs.stride(1) == 1:
+        scores = outputs.movedim(1, -1).flatten(0, -2)
+        losses = functional.cross_entropy(scores, targets.flatten(), reduction=reduction)
+        return losses.view(targets.shape) if reduction == "none" else losses
+    return functional.cross_entropy(outputs, targets, reduction=reduction)
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -111,10 +98,10 @@ class Task:
     one of TorchScript, or a trained parameter that is complex or has a hook.
 
     Attributes:
-        model: any module that maps inputs [B, …] to outputs [B, …] without mixing examples or
-            changing its own buffers. Its forward must reach parameters through `self`, since users
-            train on copies of it. Batch normalisation is replaced, in a copy, by `RunningNorm`. If
-            it checkpoints activations, with `use_reentrant=False`, users train one at a time.
+        model: any module that maps inputs [B, …] to outputs [B, …], without mixing examples where
+            they, and not users, are protected. Its forward must reach parameters through `self`,
+            since users train on copies of it; what it keeps of a user is put back. Batch
+            normalisation is replaced, in a copy, by `RunningNorm`.
         loss: maps outputs and targets [B, …], and nothing else that is trained, to one loss per
             example [B], or to losses [B, …] that are averaged over all but the first axis; or the
             name of one: "cross-entropy", "squared-error" or "package.module:function".
@@ -129,7 +116,7 @@ class Task:
             out; what another gives for them is not read. Own metrics are given them as they are,
             but an example of which no target counts does not count in their means.
         figures: what models are measured by on held-out rows beside accuracy and loss, by names of
-            your own: a name of `engine.figures.FIGURES`, a table of one as `figure` and its
+            your own: a name of `measures.figures.FIGURES`, a table of one as `figure` and its
             options, "package.module:function", or a function of outputs and targets of all rows
             to a number. None is asked of users.
         personal: names of trainable parameters, or patterns such as "head.*", that stay with users.
@@ -223,8 +210,11 @@ class Task:
     def given(self, columns: Mapping[str, Tensor]) -> tuple[Inputs, Tensor]:
         """What the model reads of these columns, and what the loss reads."""
         if isinstance(self.inputs, str):
-            return columns[self.inputs], columns[self.targets]
-        return {name: columns[name] for name in self.inputs}, columns[self.targets]
+            x, y = columns[self.inputs], columns[self.targets]
+            return x, y.clone() if y is x else y  # a model may change its input in place
+        y = columns[self.targets]
+        y = y.clone() if self.targets in self.inputs else y
+        return {name: columns[name] for name in self.inputs}, y
 
     def evaluated(self) -> "Task":
         """The task with a copy of the model in evaluation mode: without dropout."""
@@ -261,10 +251,6 @@ class Task:
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         return {n: t.detach().to(device) for n, t in tensors.items() if n not in sent}
 
-    def buffers_in(self, constants: TorchTensors) -> TorchTensors:
-        """Copies of the model's buffers, as they are among these constants."""
-        return {name: constants[name].clone() for name, _ in self.model.named_buffers()}
-
     def losses_of(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Loss of each example [B] from the model's outputs [B, …] and targets [B, …].
 
@@ -285,6 +271,31 @@ class Task:
             return losses if losses.dim() == 1 else losses.flatten(1).mean(1)
         shares = self.shares(y)  # the loss took a mean over an example's targets itself
         return torch.where(shares > 0.0, means * shares, 0.0)
+
+    def summed_loss(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum of the losses of a batch, and what the sum is divided by for their mean.
+
+        That is how many targets count, or 1 where none does.
+        """
+        if self.loss is not cross_entropy:
+            counted = self.shares(y).sum()
+            return self.losses_of(outputs, y).sum(), torch.where(counted > 0.0, counted, 1.0)
+        counts, given = self.counts(y), y
+        if counts is None:
+            return class_losses(outputs, y, "sum"), outputs.new_full(
+                (), y.numel(), dtype=torch.float32
+            )
+        if self.ignore_index != _IGNORED:
+            given = torch.where(counts, y.long(), _IGNORED)
+        return class_losses(outputs, given, "sum"), counts.sum().clamp_(min=1)
+
+    def seen(
+        self, outputs: Tensor, y: Tensor, moments: Mapping[str, Sequence[Tensor]] | None = None
+    ) -> Seen:
+        """What measures see of rows: outputs [n, …], targets [n, …] and inputs of running norms."""
+        counts = self.counts(y)
+        counts = torch.ones_like(y, dtype=torch.bool) if counts is None else counts
+        return Seen(outputs, y, counts, self.losses_of(outputs, y), moments or {})
 
     def counts(self, y: Tensor) -> Tensor | None:
         """Whether each target counts, of the same shape; None if none can be ignored."""
@@ -357,160 +368,6 @@ class RoundParameters:
         return cls(parameters, constants | statistics, control, personal)
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """A model on held-out rows; figures that could not be computed are NaN."""
-
-    loss: float  # mean over targets that count
-    accuracy: float | None  # in [0, 1]; None unless targets are classes
-    figures: Mapping[str, float]  # those of the task, by name
-    # Where rows have a `HELD_OUT_USER`: `spread_over_users` of each figure, loss and accuracy too.
-    held_out_users: Mapping[str, Mapping[str, float]]
-    failed: Mapping[str, str]  # by figure, why it could not be computed
-
-
-@torch.no_grad()
-def evaluate(
-    task: Task,
-    rows: HeldOut,
-    device: torch.device,
-    parameters: Tensors,
-    personal: Iterable[tuple[npt.NDArray[np.int64], Tensors]] | None = None,
-) -> Evaluation:
-    """Loss, accuracy and the task's figures of a model without dropout, over all held-out rows.
-
-    Or over the rows [k] that `personal` names, with tensors of their user in the model's place.
-    What a model draws in evaluation too is the same each time.
-    """
-    tensors = task.constants(device)
-    tensors |= {name: torch.tensor(p, device=device) for name, p in parameters.items()}
-    users, owners = np.empty(1), np.zeros(len(rows[task.targets]), np.int64)
-    if HELD_OUT_USER in rows:
-        users, owners = np.unique(rows[HELD_OUT_USER], return_inverse=True)
-    measured = _Measured(cast(Mapping[str, Figure], task.figures), len(users))
-    with _evaluating(task.model), seeded(bytes(32), 0, device):
-        tensors = _channels_last(task, tensors, rows, device)
-        for piece, replaced in _pieces(len(owners), personal):
-            columns = {n: torch.tensor(rows[n][piece], device=device) for n in task.fields}
-            x, y = task.given(columns)
-            put_in = tensors | {n: torch.tensor(p, device=device) for n, p in replaced.items()}
-            outputs, counts = called(task.model, put_in, x), task.counts(y)
-            counts = torch.ones_like(y, dtype=torch.bool) if counts is None else counts
-            seen = Seen(outputs, y, counts, task.losses_of(outputs, y))
-            measured.add(seen, torch.tensor(owners[piece], device=device))
-    return measured.evaluation(of_users=HELD_OUT_USER in rows)
-
-
-class _Measured:
-    """Figures of rows that are seen piece by piece, of all and of each of some users.
-
-    A figure that raises costs nothing else: a run must not lose what it has spent.
-    """
-
-    def __init__(self, figures: Mapping[str, Figure], users: int) -> None:
-        self._figures, self._users = figures, users
-        self._summed = {"loss": _LOSS, "accuracy": _ACCURACY}
-        self._summed |= {name: each for name, each in figures.items() if isinstance(each, Sums)}
-        self._functions = {n: each for n, each in figures.items() if not isinstance(each, Sums)}
-        self._sums, self._parts = dict[str, Tensor](), list[Collected]()
-        self._failed: dict[str, str] = {}
-
-    def add(self, seen: Seen, owners: Tensor) -> None:
-        """Take in rows and the number of each one's user."""
-        if seen.targets.dtype.is_floating_point or seen.outputs.dim() != seen.targets.dim() + 1:
-            self._summed.pop("accuracy", None)
-        for name in [name for name in self._summed if name not in self._failed]:
-            try:
-                found = self._summed[name].of_rows(seen)
-            except Exception as error:
-                self._failed[name] = str(error)
-                continue
-            into = self._sums.setdefault(name, found.new_zeros((self._users, found.shape[1])))
-            _ = into.index_add_(0, owners, found) if len(into) > 1 else into.add_(found.sum(0))
-        if self._functions:
-            self._parts.append(Collected.of(seen, owners))
-
-    def evaluation(self, *, of_users: bool) -> Evaluation:
-        """The figures of all rows, and how they differ among users."""
-        values, by_user = dict[str, float](), dict[str, npt.NDArray[np.float64]]()
-        for name, total in self._sums.items():
-            values[name] = float(self._summed[name].finish(total.sum(0, keepdim=True)))
-            by_user[name] = self._summed[name].finish(total).cpu().numpy()
-        collected = [Collected.joined(self._parts)] if self._functions else []
-        for name, function in self._functions.items():
-            try:
-                values[name] = collected[0].value(function)
-            except Exception as error:
-                self._failed[name] = str(error)
-                continue
-            if of_users:
-                by_user[name] = collected[0].by_user(function, self._users)
-        known = {n: math.nan if n in self._failed else values[n] for n in self._figures}
-        told = {n: each for n, each in by_user.items() if of_users and n not in self._failed}
-        spreads = {name: spread_over_users(each) for name, each in told.items()}
-        accuracy = values.get("accuracy")
-        return Evaluation(values["loss"], accuracy, known, spreads, self._failed)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode, and each part of it back into its own mode."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _pieces(
-    rows: int, personal: Iterable[tuple[npt.NDArray[np.int64], Tensors]] | None
-) -> Iterator[tuple[npt.NDArray[np.int64], Tensors]]:
-    for some, own in [(np.arange(rows), {})] if personal is None else personal:
-        for start in range(0, len(some), _ROWS):
-            yield some[start : start + _ROWS], own
-
-
-def _channels_last(
-    task: Task, tensors: TorchTensors, rows: HeldOut, device: torch.device
-) -> TorchTensors:
-    """The tensors, with weights of convolutions channels last: a CPU pools their outputs faster.
-
-    They stay as they are where the model then fails, as it may on a view, or gives something else.
-    """
-    weights = {name: t for name, t in tensors.items() if t.dim() == 4}
-    if device.type != "cpu" or not weights:
-        return tensors
-    last = {n: t.clone(memory_format=torch.channels_last) for n, t in weights.items()}
-    with suppress(Exception):
-        x, _ = task.given({name: torch.tensor(rows[name][:1]) for name in task.fields})
-        two = each_input(lambda t: torch.cat([t, t]), x)  # of one alone, more views can be taken
-        found, expected = (called(task.model, tensors | each, two) for each in (last, {}))
-        if torch.allclose(found, expected, 1e-4, 1e-5, equal_nan=True):
-            return tensors | last
-    return tensors
-
-
-def _loss_sums(seen: Seen) -> Tensor:
-    counts = seen.counts.double()
-    shares = counts if counts.dim() == 1 else counts.flatten(1).mean(1)
-    return torch.stack([seen.losses.double(), shares], 1)
-
-
-def _hits(seen: Seen) -> Tensor:
-    hits = are_right(seen.outputs, seen.targets) & seen.counts
-    both = torch.stack([hits, seen.counts], -1).double()
-    return both.reshape(len(both), -1, 2).sum(1)
-
-
-def _ratio(sums: Tensor) -> Tensor:
-    return sums[:, 0] / sums[:, 1]
-
-
-_LOSS, _ACCURACY = Sums(_loss_sums, _ratio), Sums(_hits, _ratio)
-
-
 def each_input(change: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
     """What a model reads, with each tensor of it changed."""
     return {name: change(t) for name, t in x.items()} if isinstance(x, dict) else change(x)
@@ -518,20 +375,22 @@ def each_input(change: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
 
 def called(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor:
     """Outputs of a model with tensors put in by name; their `logits` if they are no tensor."""
-    with WithinBounds():
-        return called_freely(model, tensors, x)
-
-
-def called_freely(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor:
-    """As `called`, but faster, for a model that needs nothing of `WithinBounds`."""
     unnamed, named = ((), x) if isinstance(x, dict) else ((x,), {})
-    # functional_call costs as much as a small layer.
-    outputs = (
-        functional_call(model, _in_all_places(model, tensors), unnamed, named, tie_weights=False)
-        if tensors
-        else model(*unnamed, **named)
-    )
+    put_in = _in_all_places(model, tensors)
+    with WithinBounds():
+        outputs = functional_call(model, put_in, unnamed, named, tie_weights=False)
     return outputs if isinstance(outputs, Tensor) else _logits_of(outputs)
+
+
+def outputs_of(model: nn.Module, x: Inputs, activations: Activations = "float32") -> Tensor:
+    """Outputs of a model as it is, float32; their `logits` if they are no tensor."""
+    if activations == "bfloat16":
+        device = next(iter(x.values())).device if isinstance(x, dict) else x.device
+        # Users' weights are lowered anew in each step, so there is nothing to cache.
+        with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
+            return outputs_of(model, x).float()
+    found = model(**x) if isinstance(x, dict) else model(x)
+    return found if isinstance(found, Tensor) else _logits_of(found)
 
 
 def _logits_of(outputs: Any) -> Tensor:
@@ -542,23 +401,6 @@ def _logits_of(outputs: Any) -> Tensor:
         raise ModelError(
             f"the model returns a {kind}; it must return one tensor, or an object with logits"
         ) from error
-
-
-class _During(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, do: Callable[[], Any]) -> Any:
-        return do()
-
-
-def done_with(
-    model: nn.Module, tensors: Mapping[str, Tensor], do: Callable[[], _Result]
-) -> _Result:
-    """What is returned by a call during which a model has tensors put in by name."""
-    put_in = {f"model.{name}": t for name, t in _in_all_places(model, tensors).items()}
-    return cast(_Result, functional_call(_During(model), put_in, (do,), tie_weights=False))
 
 
 def _in_all_places(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -671,160 +513,3 @@ def without_batch_norm(model: nn.Module) -> nn.Module:
 def running_norms(model: nn.Module) -> dict[str, RunningNorm]:
     """The layers that normalise with running statistics, by name, in the order of the model."""
     return {n: layer for n, layer in model.named_modules() if isinstance(layer, RunningNorm)}
-
-
-def activations_named(name: object, device: torch.device) -> Activations:
-    """Activations of a name, if the device knows them; another is an `InvalidValueError`."""
-    known = [each for each in get_args(Activations) if each != "tf32" or device.type != "cpu"]
-    if name not in known:
-        raise InvalidValueError(
-            f"activations is {name!r}; legal on {device.type} are {', '.join(known)}"
-        )
-    return cast(Activations, name)
-
-
-def outputs_of(
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    x: Inputs,
-    activations: Activations,
-    call: Callable[[nn.Module, Mapping[str, Tensor], Inputs], Tensor] = called,
-) -> Tensor:
-    """Outputs, float32, of a model in training, with tensors put in by name."""
-    # Users' weights are lowered anew in each step, so there is nothing to cache.
-    lower = activations == "bfloat16"
-    device = next(iter(x.values())).device if isinstance(x, dict) else x.device
-    with torch.autocast(device.type, torch.bfloat16, enabled=lower, cache_enabled=False):
-        outputs = call(model, tensors, x)
-    return outputs.float() if lower else outputs
-
-
-def lowered(x: Tensor) -> Tensor:
-    """A tensor in the type that products have in the forward pass under way."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-
-@contextmanager
-def tf32(*, allowed: bool) -> Iterator[None]:
-    """Whether GPUs may round the factors of products of float32; convolutions do unless told."""
-    backends: Any = torch.backends
-    products, cudnn, mkldnn = backends.cuda.matmul, backends.cudnn, backends.mkldnn
-    libraries: list[Any] = [products, cudnn]  # of torch before 2.9
-    name, value = "allow_tf32", cast(Any, allowed)
-    if hasattr(products, "fp32_precision"):
-        libraries = [b for each in (cudnn, mkldnn) for b in (each.conv, each.rnn)]
-        libraries += products, mkldnn.matmul
-        name, value = "fp32_precision", "tf32" if allowed else "ieee"
-    before = [getattr(each, name) for each in libraries]
-    for each in libraries:
-        setattr(each, name, value)
-    try:
-        yield
-    finally:
-        for each, own in zip(libraries, before, strict=True):
-            setattr(each, name, own)
-
-
-@contextmanager
-def _for_now(put: Callable[[Any], object], *, now: object, own: object) -> Iterator[None]:
-    """Put a value in the place of the caller's own."""
-    put(now)
-    try:
-        yield
-    finally:
-        put(own)
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Have streams and kernels be of this GPU, if there are several."""
-    on_gpu = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.cuda.device(device) if on_gpu else nullcontext()
-
-
-@contextmanager
-def _in_one_order(device: torch.device) -> Iterator[None]:
-    """Have a GPU add numbers up in the same order each time, where torch knows how.
-
-    By default it does not: gradients of an embedding are summed by atomic additions where there
-    are many words, for one. Where torch has no deterministic algorithm it warns, and trials find
-    what differs.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    memory: Any = torch.utils.deterministic
-    put, own = torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode()
-    fill = partial(setattr, memory, "fill_uninitialized_memory")  # which would take time
-    with (
-        _for_now(put, now="warn", own=own),
-        _for_now(fill, now=False, own=memory.fill_uninitialized_memory),
-    ):
-        yield
-
-
-@contextmanager
-def plain_arithmetic(device: torch.device) -> Iterator[None]:
-    """Compute as the numbers' types say, whatever the caller has set; one thread at a time."""
-    # As the processor's flag says, which torch and NumPy share in a thread.
-    flushed = bool(np.float32(_SMALLEST) / np.float32(2.0) == 0.0)
-    torch.set_flush_denormal(False)
-    cudnn, attention = torch.backends.cudnn, torch.backends.mha
-    try:
-        with (
-            ARITHMETIC_LOCK,
-            torch.inference_mode(mode=False),
-            torch.enable_grad(),
-            # What torch makes of numbers that a model writes down.
-            _for_now(torch.set_default_dtype, now=torch.float32, own=torch.get_default_dtype()),
-            torch.autocast("cpu", enabled=False),
-            torch.autocast(device.type, enabled=False),
-            _current(device),
-            _in_one_order(device),
-            tf32(allowed=False),
-            # A GPU convolves in the same way each time, and not in the one that was fastest once.
-            _for_now(partial(setattr, cudnn, "benchmark"), now=False, own=cudnn.benchmark),
-            _for_now(partial(setattr, cudnn, "deterministic"), now=True, own=cudnn.deterministic),
-            # torch has another for evaluation, which it takes if all masks of a batch are alike.
-            _for_now(
-                attention.set_fastpath_enabled, now=False, own=attention.get_fastpath_enabled()
-            ),
-        ):
-            yield
-    finally:
-        torch.set_flush_denormal(flushed)
-
-
-def refuse_flushing_threads() -> None:
-    """Refuse threads of torch that flush subnormal numbers: users' bits would depend on them."""
-    halves = torch.full((torch.get_num_threads() * _PER_THREAD,), _SMALLEST) / 2
-    if not bool(halves.all()):
-        raise InvalidValueError(
-            "threads of torch take subnormal numbers for zero, since they started after "
-            "torch.set_flush_denormal(True); it must not be called before users train"
-        )
-
-
-@contextmanager
-def generator_apart(seed: int | None = None) -> Iterator[None]:
-    """Draw from torch's generator, or from one of a seed, and leave it as it was.
-
-    All threads share it, so they take turns.
-    """
-    with ARITHMETIC_LOCK, torch.random.fork_rng(devices=[]):
-        if seed is not None:
-            torch.manual_seed(seed)
-        yield
-
-
-@contextmanager
-def seeded(local_key: bytes, user: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators, as for dropout, by key and user, and restore them afterwards."""
-    own = hashlib.sha256(local_key + user.to_bytes(8, "little")).digest()
-    seed = int.from_bytes(own[:8], "little") >> 1
-    # Not `torch.manual_seed`, which formats the stack for each kind of device that is absent.
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            torch.cuda.manual_seed_all(seed)
-        yield

@@ -89,8 +89,8 @@ class Database:
     def transaction(self) -> Iterator[None]:
         """Everything inside is written together, or not at all if anything raises."""
         with self._lock:
-            self.write("BEGIN IMMEDIATE")
             try:
+                self.write("BEGIN IMMEDIATE")
                 in_place = False
                 with suppress(OSError):
                     in_place = os.path.samestat(self.path.stat(), self._file)

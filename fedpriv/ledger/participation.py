@@ -116,8 +116,8 @@ class ParticipationRecord:
     ) -> str:
         """Keep a cohort, distinct positions in any order, and return its commitment.
 
-        Call it before asking the cohort, so that every commitment in the ledger has a cohort; one
-        that is never charged is harmless. The same attempt may be recorded again.
+        Call it before asking the cohort, so that every commitment in the ledger has a cohort, and
+        an attempt that is killed can be charged. The same attempt may be recorded again.
 
         Where the cohort is the first of a series of rounds, the key that determines the others, and
         noise, is kept with it, so that what is interrupted can go on. Those of other series of the
@@ -185,6 +185,13 @@ class ParticipationRecord:
         """One more than the highest attempt at a round with a cohort; 0 if there is none."""
         sql = "SELECT max(attempt) + 1 AS next FROM participation WHERE run = ? AND round = ?"
         return int(self.database.read(sql, (run, index(round_number)))[0]["next"] or 0)
+
+    def attempts(self, run: str) -> list[tuple[int, int, str]]:
+        """Round, attempt and commitment of each cohort of a run, in the order of rounds."""
+        sql = "SELECT round, attempt, commitment FROM participation WHERE run = ? ORDER BY 1, 2"
+        return [
+            (n, attempt, commitment) for n, attempt, commitment in self.database.read(sql, (run,))
+        ]
 
     def has_other_than(self, run: str) -> bool:
         """Whether a cohort of another run is recorded."""

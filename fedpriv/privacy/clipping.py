@@ -6,7 +6,7 @@ every vector group of an update. This is the reference; `clipping_torch` batches
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,6 +28,10 @@ FloatMatrix = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 IntegerVector = npt.NDArray[np.int64]
 
+BlocksOf = Callable[[str], Iterable[npt.NDArray[np.floating]]]
+"""From the name of a tensor to its numbers, in blocks of `MOST_IN_BLOCK` at most."""
+
+MOST_IN_BLOCK = 2**16  # numbers that stay in a processor's caches
 MOST_WEIGHT = 2**31
 UNCLIPPED = "unclipped"  # tensor and vector group of the indicator
 COARSE = ~((1 << 29) - 1)  # keeps the first 24 bits of a float64
@@ -59,7 +63,7 @@ def clip_vectors(
     `weights` are m [C], 0 ≤ m ≤ c, and c; None: every w is 1. Returns two masks [C]: which rows
     were within S, and which are sound, that is, were not zeroed by the second guarantee.
     """
-    step, bound = granularity(clipping_norm), squared_bound(clipping_norm)
+    bound = squared_bound(clipping_norm)
     root, limits = math.sqrt(bound), np.full(len(pieces[0]), float(bound))
     share: float | FloatVector = 1.0
     if weights is not None:
@@ -67,14 +71,9 @@ def clip_vectors(
         share = units / whole
         limits = np.array([float(m * m * bound // (whole * whole)) for m in units.tolist()])
     with np.errstate(over="ignore", invalid="ignore"):  # of rows that become zero
-        norms = np.sqrt(_squares(pieces)) / step
-        # Factors are rounded down to 24 bits. That outweighs all other rounding errors, so rows
-        # stay within the norm, and norms summed in another order give the same integers.
-        ratios = root / np.maximum(norms, root)
-        shares = (ratios.view(np.int64) & COARSE).view(np.float64) * share
-        factors = (shares / step)[:, np.newaxis]
+        norms, factors = _factors(_squares(pieces), clipping_norm, share)
         for piece in pieces:
-            np.multiply(piece, factors, out=piece)
+            np.multiply(piece, factors[:, np.newaxis], out=piece)
             np.trunc(piece, out=piece)
         # Squares of integers and their sums are exact in float64 up to 2^53, far above all limits,
         # and rounding takes no larger sum below a limit: so the bound holds exactly.
@@ -83,6 +82,18 @@ def clip_vectors(
         for piece in pieces:
             piece[~sound] = 0.0
     return sound & (norms <= root), sound
+
+
+def _factors(
+    squares: FloatVector, clipping_norm: float, share: float | FloatVector
+) -> tuple[FloatVector, FloatVector]:
+    """Norms of vectors in steps, by sums of their squares, and what clips and counts them: [C]."""
+    step, root = granularity(clipping_norm), math.sqrt(squared_bound(clipping_norm))
+    norms: FloatVector = np.sqrt(squares) / step
+    # Factors are rounded down to 24 bits. That outweighs all other rounding errors, so vectors stay
+    # within the norm, and norms summed in another order give the same integers.
+    ratios = root / np.maximum(norms, root)
+    return norms, (ratios.view(np.int64) & COARSE).view(np.float64) * share / step
 
 
 def _squares(pieces: Sequence[FloatMatrix]) -> FloatVector:
@@ -244,6 +255,57 @@ class Clipping:
             rows[:, self.layout.slices[self.indicator.tensor]] = (said - 0.5) / step
         if not sound.all():
             rows[~sound] = 0.0
+
+    def add_contribution(self, total: FloatVector, blocks_of: BlocksOf, weight: int) -> None:
+        """Add the contribution of one user whose tensors come block by block to a sum, [D].
+
+        So a user with a large model is not held in float64 at once. Guarantees: those of
+        `clip_rows`, for the blocks of each tensor, of whole numbers `total` that stay below 2^53.
+        """
+        memory = np.empty(MOST_IN_BLOCK)
+        factors, within = dict[str, float](), dict[str, bool]()
+        shares = {group.name: 1.0 for group in self.sent}
+        shares |= dict.fromkeys(self.weighted, weight / self.weight_cap)
+        with np.errstate(over="ignore", invalid="ignore"):
+            for group in self.sent:
+                blocks = (block for _, block in self._blocks(group, blocks_of, memory))
+                squares = np.array([sum(float(np.dot(block, block)) for block in blocks)])
+                norms, of_group = _factors(squares, group.clipping_norm, shares[group.name])
+                if not np.isfinite(norms[0]):
+                    return
+                factors[group.name] = float(of_group[0])
+                within[group.name] = bool(norms[0] <= math.sqrt(group.squared_bound))
+        sound, whole = True, self.weight_cap
+        for group in self.sent:
+            factor, squared = factors[group.name], 0.0
+            for place, block in self._blocks(group, blocks_of, memory):
+                np.trunc(np.multiply(block, factor, out=block), out=block)
+                squared += float(np.dot(block, block))
+                total[place] += block
+            heavy = weight if group.name in self.weighted else whole
+            sound = sound and squared <= float(heavy * heavy * group.squared_bound // whole**2)
+        if not sound:  # take the same numbers away again, which is exact
+            for group in self.sent:
+                for place, block in self._blocks(group, blocks_of, memory):
+                    total[place] -= np.trunc(np.multiply(block, factors[group.name], out=block))
+        elif self.indicator is not None:
+            said = np.array([within[name] for name in self.indicator.groups]) - 0.5
+            place = self.layout.slices[self.indicator.tensor]
+            total[place] += said / self.indicator.group.granularity
+
+    def _blocks(
+        self, group: VectorGroup, blocks_of: BlocksOf, memory: FloatVector
+    ) -> Iterator[tuple[slice, FloatVector]]:
+        """Where the blocks of a group lie, and their scaled numbers, in the same memory."""
+        for tensor, scale in zip(group.tensors, group.scales, strict=True):
+            first = self.layout.slices[tensor].start
+            for given in blocks_of(tensor):
+                block = memory[: len(given)]
+                np.copyto(block, given)
+                if scale != 1.0:
+                    block /= scale
+                yield slice(first, first + len(given)), block
+                first += len(given)
 
     def admits(self, total: IntegerVector, users: int, weight: int) -> bool:
         """Whether `total` can be the sum of the contributions of this many users, of this weight.

@@ -8,7 +8,7 @@ same integers (`tests/engine/test_clipping.py`, and on a GPU `tests/engine/test_
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Protocol
@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedpriv.privacy.clipping import COARSE, Clipping, Indicator
-from fedpriv.privacy.layout import Layout, VectorGroup, flat
+from fedpriv.privacy.clipping import COARSE, MOST_IN_BLOCK, Clipping, Indicator
+from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, flat
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ Updates = Mapping[str, BatchedTensor]
 # fetching them costs more than the arithmetic. A GPU needs more to be busy.
 _NUMBERS = 2**20
 _NUMBERS_CUDA = 2**26
+_MADE_AT_ONCE = 2**19  # numbers of a matrix that is made from its factors: fewer rows are slower
 _ALIGNED = 8  # rows begin where a vector instruction reads a whole cache line
 _PASSED_ON = 2**16  # bytes up to which CUDA sends pageable memory along with the command
 
@@ -76,17 +77,43 @@ def integer_sum(
         weighed = to_device(weighing(clipping, weights, lanes), device)
         return sum_by_kernels(kernels, updates, clipping, weighed)
     total = torch.zeros(layout.dimension, dtype=torch.float64, device=device)
-    indicator = clipping.indicator.tensor if clipping.indicator else None
     if device.type == "cpu":
-        for users, rows in rows_of(updates, layout, len(weights), indicator):
-            clipping.clip_rows(rows.numpy(), weights[users])
-            total += rows[0] if len(rows) == 1 else rows.sum(0)
+        add_contributions(total.numpy(), updates, clipping, weights)
     else:  # all lanes, since the order in which norms are summed depends on their number
+        indicator = clipping.indicator.tensor if clipping.indicator else None
         units = np.concatenate([weights, np.zeros(lanes - len(weights), np.int64)])
         for users, rows in rows_of(updates, layout, lanes, indicator):
             clip_rows(rows, clipping, units[users])
             total += rows[: max(0, len(weights) - users.start)].sum(0)
     return total.to(torch.int64)
+
+
+def add_contributions(
+    total: FloatVector, updates: Updates, clipping: Clipping, weights: npt.NDArray[np.int64]
+) -> None:
+    """Add `integer_sum` on a CPU to whole numbers, [D], which stay below 2^53."""
+    layout = clipping.layout
+    if layout.dimension > _NUMBERS:  # no user's float64 stay in the caches
+        for user, weight in enumerate(weights.tolist()):
+            clipping.add_contribution(total, partial(_blocks_of, updates, user), weight)
+        return
+    indicator = clipping.indicator.tensor if clipping.indicator else None
+    for users, rows in rows_of(updates, layout, len(weights), indicator):
+        clipping.clip_rows(rows.numpy(), weights[users])
+        total += (rows[0] if len(rows) == 1 else rows.sum(0)).numpy()
+
+
+def _blocks_of(updates: Updates, user: int, name: str) -> Iterator[npt.NDArray[np.float32]]:
+    """Numbers of one user's tensor, a block at a time."""
+    update = updates[name]
+    made = getattr(update, "rows", None)  # a matrix of which some rows can be made at a time
+    few = max(1, _MADE_AT_ONCE // update.shape[-1]) if made else 1
+    places = range(0, update.shape[1] if made else 1, few)
+    for place in places:
+        part = made(user, slice(place, place + few)) if made else update[user : user + 1]
+        numbers = part.reshape(-1).numpy()
+        for first in range(0, len(numbers), MOST_IN_BLOCK):
+            yield numbers[first : first + MOST_IN_BLOCK]
 
 
 def weighing(clipping: Clipping, weights: npt.NDArray[np.int64], lanes: int) -> torch.Tensor:

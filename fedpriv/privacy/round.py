@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _log = logging.getLogger(__name__)
+_NOBODY = np.empty(0, np.int64)
 
 
 @runtime_checkable
@@ -123,10 +124,10 @@ class LocalTraining:
     @property
     def rate(self) -> float:
         """The learning rate as a number, which a schedule is only `at` a round."""
-        if isinstance(self.learning_rate, Rates):
-            found = f"learning_rate is {self.learning_rate}"
-            raise InvalidValueError(f"{found}; a step needs its number, that of a round")
-        return self.learning_rate
+        if isinstance(self.learning_rate, int | float):
+            return self.learning_rate
+        found = f"learning_rate is {self.learning_rate}"
+        raise InvalidValueError(f"{found}; a step needs its number, that of a round")
 
     def at(self, number: int) -> Self:
         """Local training in a round, from 1, with the number that a schedule has there."""
@@ -207,7 +208,7 @@ class Transport(ABC):
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield the partial sums of a round, in any order; there may be none.
 
-        StoppedError means that the server was asked to stop; the round is then abandoned.
+        StoppedError means that the server was asked to stop; nothing of the round is released.
         """
 
     def prepare(self, request: RoundRequest) -> None:  # noqa: B027 - most need nothing
@@ -271,6 +272,8 @@ class PrivacyRecords:
     budget: PrivacyBudget  # what all runs of the ledger may spend together
     # Draws of the series that is under way, by its key, so that they are computed once.
     _drawn: dict[bytes, SeriesDraws] = field(default_factory=dict, init=False, repr=False)
+    # Runs whose last attempt was charged here, so that no search for others is needed.
+    _settled: set[str] = field(default_factory=set, init=False, repr=False)
 
     @classmethod
     @contextmanager
@@ -313,6 +316,40 @@ class PrivacyRecords:
                 f"{what} would pass the budget of ε = {self.budget.epsilon} at "
                 f"δ = {self.budget.delta}; no user was asked and nothing charged"
             )
+
+    def charge(self, proposed: ProposedCharge) -> Charge:
+        """Charge an attempt within the budget, and keep the head that the ledger has with it."""
+        charge = with_room(lambda: self.ledger.charge(proposed, self.budget))
+        with_room(lambda: self.participation.keep_head(self.ledger.head))
+        self._settled.add(proposed.run)
+        return charge
+
+    def settle(self, event: RoundEvent, run: str, randomness: Randomness) -> None:
+        """Charge what the run has drawn and was ended, as by a kill, before it could charge.
+
+        Raises BudgetExceededError where other runs have spent what it takes: the run is over.
+        """
+        if run in self._settled:
+            self._settled.remove(run)  # until its next charge
+            return
+        try:
+            for number, attempt, commitment in self.participation.attempts(run):
+                if attempt >= self.ledger.next_attempt(run, number):
+                    _log.warning("run %r had drawn round %d, which is charged now", run, number)
+                    paid = self._paid(event, run, commitment)
+                    self.charge(
+                        ProposedCharge(run, number, attempt, randomness, event, commitment, *paid)
+                    )
+        finally:
+            self._settled.discard(run)
+
+    def _paid(self, event: RoundEvent, run: str, commitment: str) -> tuple[int, int | None]:
+        """Which part of an event the cohort was drawn for, and the charge that paid for it."""
+        left = self.ledger.open_series(run)
+        begins = self.participation.series_key(commitment) is not None
+        if left is None or begins or left.paid.event != event:
+            return 0, None
+        return left.part, left.paid.position
 
     def open_series(self, event: RoundEvent, run: str) -> tuple[OpenSeries, bytes] | None:
         """The series of an event that the run has paid for and goes on with, and its secret key."""
@@ -362,10 +399,7 @@ class PrivacyRecords:
         return first == run if first else not self.participation.has_other_than(run)
 
     def next_attempt(self, run: str, round_number: int) -> int:
-        """The first attempt at a round that was neither charged nor has asked a cohort.
-
-        An abandoned attempt keeps its number: a late answer to it must not count for another.
-        """
+        """The first attempt at a round that was neither charged nor has asked a cohort."""
         return max(
             self.ledger.next_attempt(run, round_number),
             self.participation.next_attempt(run, round_number),
@@ -402,9 +436,9 @@ def private_round(
 
     Guarantees:
 
-    * `prepare` is called before the cohort is drawn, and can end the round only then: once a
-      cohort is drawn and asked, the round is charged, whether or not anyone answers, since that
-      depends on who was drawn;
+    * `prepare` is called before the cohort is drawn, and can end the round only then: from the draw
+      on the round is charged, whoever answers and whatever is raised, since that depends on who was
+      drawn. An attempt of a process that was killed there is charged before the run draws again;
     * the charge is durable in the ledger before any noise is drawn;
     * the cohort is recorded before it is asked, and the charge commits to it;
     * where the budget would be passed, BudgetExceededError: no user is asked, nothing is charged
@@ -415,21 +449,25 @@ def private_round(
       there is no room to write, the round waits for it.
     """
     event, number = mechanism.event, index(number)
+    records.settle(event, run, entropy.randomness)
     at = RoundAttempt(run, number, records.next_attempt(run, number), records.is_first(run))
     draws = records.under_way(mechanism, run, entropy)
     if draws is None:
         records.refuse_if_beyond(event, f"run {run}, round {number}")
     prepare(at)
     draws = draws or records.begun(mechanism, at, entropy)
-    users = draw_cohort(mechanism, at, draws)
-    record = records.participation.record
-    commitment = with_room(lambda: record(run, number, at.attempt, users, draws.key_to_keep))
-    cohort = add_up(collect(at, users), mechanism.clipping, users.size)
-    proposed = ProposedCharge(
-        run, number, at.attempt, entropy.randomness, event, commitment, draws.part, draws.series
-    )
-    charge = with_room(lambda: records.ledger.charge(proposed, records.budget))
-    with_room(lambda: records.participation.keep_head(records.ledger.head))
+    place, record = (run, number, at.attempt), records.participation.record
+    commitment, key = None, draws.key_to_keep
+    try:
+        users = draw_cohort(mechanism, at, draws)
+        commitment = with_room(lambda: record(*place, users, key))
+        cohort = add_up(collect(at, users), mechanism.clipping, users.size)
+    finally:  # whatever was raised, by whom and where
+        commitment = commitment or with_room(lambda: record(*place, _NOBODY, key))
+        paid = draws.part, draws.series
+        charge = records.charge(
+            ProposedCharge(run, number, at.attempt, entropy.randomness, event, commitment, *paid)
+        )
     at = replace(at, first=records.is_first(run))  # others may have charged first in the meantime
     average = release(mechanism, at, cohort, charge, draws)
     if 1 < mechanism.sampling.rounds == draws.part + 1:
@@ -447,13 +485,11 @@ def charge_forgone(
     is released.
     Raises BudgetExceededError, with nothing charged, where the run would have ended here anyway.
     """
+    records.settle(event, run, randomness)
     records.refuse_if_beyond(event, f"run {run}, round {number}")
-    attempt, nobody = records.next_attempt(run, number), np.empty(0, np.int64)
-    record = records.participation.record
-    commitment = with_room(lambda: record(run, number, attempt, nobody))
-    forgone = ProposedCharge(run, number, attempt, randomness, event, commitment)
-    with_room(lambda: records.ledger.charge(forgone, records.budget))
-    with_room(lambda: records.participation.keep_head(records.ledger.head))
+    attempt, record = records.next_attempt(run, number), records.participation.record
+    commitment = with_room(lambda: record(run, number, attempt, _NOBODY))
+    records.charge(ProposedCharge(run, number, attempt, randomness, event, commitment))
 
 
 def draw_cohort(

@@ -30,8 +30,9 @@ from fedpriv.build import (
 from fedpriv.config import DataSection, method_left_out
 from fedpriv.data.population import Population, load_population
 from fedpriv.disk import write_atomically, writing
+from fedpriv.engine.forks import computing_with
 from fedpriv.engine.task import Task
-from fedpriv.engine.transport import Engine, InProcessTransport, computing_with
+from fedpriv.engine.transport import Engine, InProcessTransport
 from fedpriv.errors import (
     FedprivError,
     InvalidValueError,
@@ -40,8 +41,8 @@ from fedpriv.errors import (
     known_names,
     plain_numbers,
 )
+from fedpriv.evaluation.personalisation import Personalisation
 from fedpriv.mechanism import Mechanism
-from fedpriv.personalisation import Personalisation
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.report.studies import print_study, results_json
 from fedpriv.run.folder import RunFolder, data_frame, held, write_charts, write_report

@@ -26,7 +26,7 @@ from fedpriv.config import Config, FederationSection, StoppingSection, for_folde
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import HELD_OUT_USER, check_not_enrolled, load_population
 from fedpriv.disk import with_room, write_atomically
-from fedpriv.engine.task import Evaluation, HeldOut, Task, evaluate
+from fedpriv.engine.task import HeldOut, Task
 from fedpriv.errors import (
     BudgetExceededError,
     CheckpointError,
@@ -34,6 +34,7 @@ from fedpriv.errors import (
     InvalidValueError,
     RefutedError,
 )
+from fedpriv.evaluation.held_out import Evaluation, evaluate
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import ChargedRow, Ledger, paid_events
 from fedpriv.ledger.participation import beside, digest_of_users
@@ -111,6 +112,10 @@ class RunSetup:
             if config.privacy.noise_multiplier is None:
                 # Calibrated again the noise would differ, as the ledger has grown since.
                 config = config.with_noise(noise_multiplier)
+            if config.engine.path == "auto":
+                # By the clock it could be another now, and results differ by rounding.
+                engine = config.engine.model_copy(update={"path": begun.engine.path})
+                config = config.model_copy(update={"engine": engine})
         return cls(config, run, folder, ledger, resuming)
 
     @property
@@ -402,6 +407,7 @@ def conduct(
         with_room(lambda: save_checkpoint(folder.checkpoints, checkpoint))
 
     led, evaluation = folder.results(), experiment.evaluation
+    _settle(experiment, state, records)
     before = [each for each in led if each.round <= state.round]
     rule = _StoppingRule(experiment.config.stopping, before)
     if rule.reached():  # a new rule, or killed as it stopped
@@ -445,6 +451,17 @@ def conduct(
         with_room(lambda: records.participation.forget_series(plan.run))  # of one that was killed
     figures = figures if latest is state else _measured(experiment, state.model)
     return _ended(folder, experiment, stop, state, records, auditor, figures)
+
+
+def _settle(experiment: Experiment, state: ServerState, records: PrivacyRecords) -> None:
+    """Charge what the run had drawn when it was killed; without the budget, nothing more is."""
+    plan, evaluation = experiment.plan, experiment.evaluation
+    drawn = {plan.run: plan.mechanism_at(state.clipping_norms).event}
+    if evaluation:
+        drawn[evaluation.run] = evaluation.events(1)
+    for run, event in drawn.items():
+        with suppress(BudgetExceededError):
+            records.settle(event, run, experiment.entropy.randomness)
 
 
 def _tell_rounds_lost(folder: RunFolder, state: ServerState, records: PrivacyRecords) -> None:

@@ -21,6 +21,7 @@ from fedpriv.build import (
     population_of,
     records_of,
     settings_of,
+    settled,
     simulated,
 )
 from fedpriv.config import load_config, method_left_out
@@ -30,11 +31,11 @@ from fedpriv.engine.metrics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import Engine, InProcessTransport
 from fedpriv.errors import BudgetExceededError, InvalidValueError, check_types
-from fedpriv.federated_evaluation import FederatedEvaluation
+from fedpriv.evaluation.federated import FederatedEvaluation
+from fedpriv.evaluation.personalisation import Personalisation
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
 from fedpriv.ledger.participation import beside
 from fedpriv.mechanism import Mechanism
-from fedpriv.personalisation import Personalisation
 from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
 from fedpriv.privacy.layout import Layout, layers
@@ -197,6 +198,8 @@ def _run(
     if experiment.config.output.simulation_only:
         told = setup.folder.append_simulation_only
         chosen = ObservedTransport(transport, experiment.plan, told)
+    with telling_where(setup, console):
+        experiment = settled(experiment, transport)
     return carry_out(setup, experiment, lambda *_: chosen, console)
 
 
@@ -222,6 +225,10 @@ class ObservedTransport(Transport):
         ratios = _signal_to_noise(self._plan, request, total)
         row = asdict(self._diagnosed.pop()) | {"simulation_only_signal_to_noise": ratios}
         with_room(lambda: self._tell(row))
+
+    def prepare(self, request: RoundRequest) -> None:
+        """As the simulation's transport."""
+        self._transport.prepare(request)
 
     def rest(self) -> None:
         """As the simulation's transport."""

@@ -56,8 +56,7 @@ from fedpriv.config import (
 )
 from fedpriv.data.population import Population, load_population
 from fedpriv.disk import with_room, write_atomically, writing
-from fedpriv.engine.figures import ALWAYS, BETTER
-from fedpriv.engine.task import Task, evaluate
+from fedpriv.engine.task import Task
 from fedpriv.engine.transport import Engine, InProcessTransport
 from fedpriv.errors import (
     InvalidValueError,
@@ -66,6 +65,7 @@ from fedpriv.errors import (
     known_names,
     plain_numbers,
 )
+from fedpriv.evaluation.held_out import evaluate
 from fedpriv.ledger.events import (
     PrivacyBudget,
     Randomness,
@@ -78,6 +78,7 @@ from fedpriv.ledger.events import (
 from fedpriv.ledger.ledger import ProposedCharge
 from fedpriv.ledger.participation import beside
 from fedpriv.logs import silenced
+from fedpriv.measures.figures import ALWAYS, BETTER
 from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import LocalTraining, PrivacyRecords

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import isotonic_regression
+import scipy
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.gaussian_mechanism import Metric
@@ -51,7 +51,7 @@ class NormQuantile:
     ) -> "NormQuantile":
         """What is known after a round that released the share of users within each threshold."""
         # Shares grow with the threshold, so the nearest growing sequence has less noise.
-        shares, thresholds = isotonic_regression(within).x, self.thresholds
+        shares, thresholds = scipy.optimize.isotonic_regression(within).x, self.thresholds
         nearest = float(np.exp(np.interp(quantile, shares, np.log(thresholds))))
         # Up to two standard deviations the quantile is between these; where it is outside of all
         # thresholds, the next ones reach further by as much as these do.

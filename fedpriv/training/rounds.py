@@ -479,8 +479,8 @@ def train(
     """Run rounds from `state` to the end of the plan, yielding state and result after each.
 
     Each round has the guarantees of `private_round`. Training stops *before* the budget would be
-    passed, when the transport was asked to stop, or when too few nodes agreed to the round, with
-    nothing charged for the round that did not happen. The generator returns why training ended.
+    passed, when the transport was asked to stop, or when too few nodes agreed to the round; only a
+    round that was drawn is charged then. The generator returns why training ended.
     """
     while state.round < plan.rounds:
         try:
@@ -506,7 +506,7 @@ def run_round(
     """One round of `train`: the state after it, and its result."""
 
     def prepare(at: RoundAttempt) -> None:
-        transport.prepare(_request_to_nobody(plan, state, at))
+        transport.prepare(request_to_nobody(plan, state, at))
 
     def collect(at: RoundAttempt, users: npt.NDArray[np.int64]) -> Iterator[PartialSum]:
         return transport.collect(round_request(plan, state, at, users, entropy))
@@ -528,11 +528,12 @@ def round_request(
     entropy: Entropy,
 ) -> RoundRequest:
     """What an attempt at the next round asks of the users of its cohort."""
-    asked = _request_to_nobody(plan, state, at)
+    asked = request_to_nobody(plan, state, at)
     return replace(asked, users=users, local_key=entropy.key(at.purpose("local")))
 
 
-def _request_to_nobody(plan: TrainingPlan, state: ServerState, at: RoundAttempt) -> RoundRequest:
+def request_to_nobody(plan: TrainingPlan, state: ServerState, at: RoundAttempt) -> RoundRequest:
+    """What a round asks, whoever is drawn."""
     return RoundRequest(
         run=at.run,
         round=at.round,

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +56,7 @@ class Simulated:
     device: str
     chunk_mebibytes: int | None  # memory that a chunk of users may take, roughly
     activations: str = "float32"
+    path: Literal["auto", "alone", "together"] = "auto"  # as `engine.path`
 
     def encode(self) -> bytes:
         """The header; raises WireError for an option that JSON does not have."""

@@ -85,7 +85,8 @@ class Player:
         for process, users in zip(self.processes, self._shares(turn.users), strict=True):
             process.begin(replace(turn, users=users))
         done = [process.end() for process in self.processes]
-        return Done(max(each.seconds for each in done), np.sum([each.total for each in done], 0))
+        slowest = max(done, key=lambda each: each.seconds)
+        return replace(slowest, total=np.sum([each.total for each in done], 0))
 
     def leave(self) -> None:
         """End the processes, also those that are stopped."""

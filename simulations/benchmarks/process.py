@@ -1,46 +1,124 @@
 """The process of a contestant; `arena` starts it with an end of a pipe."""
 
+import logging
+import multiprocessing
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from multiprocessing.connection import Connection
+from pathlib import Path
 from time import perf_counter
+from typing import Protocol
 
 import torch
 
-from fedpriv.engine.task import tf32
-from simulations.benchmarks.contestants import (
-    CEILING,
-    Contestant,
-    Done,
-    Train,
-    fedpriv,
-    plain,
-    products,
-)
+from fedpriv.engine.arithmetic import tf32
+from simulations.benchmarks.contestants import Contestant, Done, Train, Turn, fedpriv, plain
 from simulations.benchmarks.works import WORKS
 
+Clock = Callable[[], Mapping[int, float]]
+"""Seconds so far of each process that computes, by its number."""
 
-def serve(pipe: Connection, train: Train) -> None:
+
+def of_wall() -> dict[int, float]:
+    """Of the wall, as if in one process."""
+    return {0: perf_counter()}
+
+
+def of_processors() -> dict[int, float]:
+    """Of processors, in this process, 0, and in each of its forks."""
+    forks = [child.pid for child in multiprocessing.active_children() if child.pid]
+    # The number that Linux has for the processor time of all threads of another process.
+    return {0: time.process_time()} | {pid: time.clock_gettime(~pid << 3 | 2) for pid in forks}
+
+
+def between(before: Mapping[int, float], after: Mapping[int, float]) -> float:
+    """Seconds of this process and of the slowest fork, as it waits for them."""
+    took = {pid: seconds - before.get(pid, 0.0) for pid, seconds in after.items()}
+    return took.pop(0) + max(took.values(), default=0.0)
+
+
+def serve(pipe: "Pipe", train: Train, prepared: float = 0.0, clock: Clock = of_wall) -> None:
     """Train whenever the other end of the pipe says so, and for so long, until it is closed."""
     while True:
         try:
             turn = pipe.recv()
         except EOFError:
             return
-        rounds, began = 0, perf_counter()
+        seconds, began, rounds = 0.0, perf_counter(), 0
         while rounds == 0 or perf_counter() - began < turn.seconds:
+            before = clock()
             total = train(turn)
+            seconds += between(before, clock())
             rounds += 1
-        pipe.send(Done((perf_counter() - began) / rounds, total))
+        pipe.send(Done(seconds / rounds, total, prepared))
+
+
+class Pipe(Protocol):
+    """By which turns come, until EOFError, and what is done goes."""
+
+    def recv(self) -> Turn:
+        """The next turn."""
+
+    def send(self, done: Done, /) -> None:
+        """Tell what came of it."""
+
+
+class _Kept:
+    """An end of a pipe that adds to what is done what the process holds and our engine logs."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._lines = pipe, _Lines()
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget the peak
+        self._held = _mebibytes("VmRSS")
+
+    def recv(self) -> Turn:
+        """The next turn."""
+        turn: Turn = self._pipe.recv()
+        return turn
+
+    def send(self, done: Done) -> None:
+        """Tell it, and more."""
+        more = _mebibytes("VmHWM") - self._held
+        self._pipe.send(replace(done, mebibytes=more, logged=self._lines.text))
+
+
+class _Lines(logging.Handler):
+    """What our engine logs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.text = ""
+        engine = logging.getLogger("fedpriv.engine")
+        engine.setLevel(logging.INFO)
+        engine.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += f"{record.getMessage()}\n"
+
+
+def _mebibytes(kind: str) -> float:
+    """Memory of this process: "VmRSS" now, "VmHWM" at most; 0 where nothing says."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0.0
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(kind))
 
 
 def contestant_named(name: str, work: str) -> Contestant:
     """Contestant of a name; of the rivals' libraries only its own is imported."""
     named: dict[str, Callable[[], Contestant]] = {
         "fedpriv": lambda: fedpriv,
+        "rule": lambda: partial(fedpriv, timed=False),
+        "alone": lambda: partial(fedpriv, path="alone"),
+        "together": lambda: partial(fedpriv, path="together"),
         "plain": lambda: plain,
-        CEILING: lambda: products,
         "pfl": _pfl,
         "opacus": _opacus,
         "flower": partial(_flower, work),
@@ -67,13 +145,24 @@ def _flower(work: str) -> Contestant:
 
 
 def main(name: str, work: str, device: str, threads: str, end: str) -> None:
-    """Prepare, then take turns."""
+    """Prepare, then take turns.
+
+    Other work on the machine counts little in processor time, which Ray's workers do not tell.
+    """
     torch.set_num_threads(int(threads))
     torch.manual_seed(0)
     contestant = contestant_named(name, work)
+    clock = of_processors if device == "cpu" and name != "flower" else of_wall
+    trained = WORKS[work]()
+    import_module("torch._dynamo")  # as torch does by itself at the first gradient
     # Only some would round to TF32, and sums would differ.
     with Connection(int(end)) as pipe, tf32(allowed=False):
-        contestant(WORKS[work](), torch.device(device), partial(serve, pipe))
+        kept, before = _Kept(pipe), clock()
+
+        def use(train: Train) -> None:
+            serve(kept, train, between(before, clock()), clock)
+
+        contestant(trained, torch.device(device), use)
 
 
 if __name__ == "__main__":

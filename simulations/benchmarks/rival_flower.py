@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 from flwr.simulation import run_simulation
 from numpy.typing import NDArray
 
-from fedpriv.privacy.round import LocalTraining
+from fedpriv.local import SGD
 from simulations.benchmarks.contestants import Train, Turn
 from simulations.benchmarks.works import WORKS, Work, flattened, sgd
 
@@ -35,9 +35,9 @@ def train_node(message: Message, context: Context) -> Message:
     device = torch.device(str(settings["device"]))
     model = work.build()
     model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
-    x, y = work.examples_of(int(str(context.node_config["partition-id"])))
-    local = LocalTraining(**json.loads(str(settings["local"])))
-    sgd(model.to(device), x.to(device), y.to(device), local)
+    user = int(str(settings["first"])) + int(str(context.node_config["partition-id"]))
+    local = SGD(**json.loads(str(settings["local"])))
+    sgd(model.to(device), [tensor.to(device) for tensor in work.examples_of(user)], local)
     # Users weigh the same, as in the other contestants.
     arrays, metrics = ArrayRecord(model.state_dict()), MetricRecord({"num-examples": 1})
     return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
@@ -77,7 +77,9 @@ def _round(
         num_sampled_clients=nodes,
     )
     local = json.dumps(asdict(turn.local))
-    settings = ConfigRecord({"work": name, "device": device.type, "local": local})
+    settings = ConfigRecord(
+        {"work": name, "device": device.type, "first": turn.users.start, "local": local}
+    )
     result = strategy.start(grid, ArrayRecord(start), num_rounds=1, train_config=settings)
     end = result.arrays.to_torch_state_dict()
     return nodes * flattened([end[key] - start[key] for key in start])

@@ -16,10 +16,10 @@ from simulations.benchmarks.works import Work, flattened
 
 def opacus(work: Work, device: torch.device, use: Callable[[Train], None]) -> None:
     """Prepare a step of DP-SGD, in which a user is an example."""
-    if len(work.x) != work.users:
+    x, y = (tensor.to(device) for tensor in work.fields.values())
+    if len(x) != work.users + work.copies:
         raise InvalidValueError("a user has several examples; a record of Opacus is one")
     model = GradSampleModule(work.build().to(device))
-    x, y = work.x.to(device), work.y.to(device)
     start = [p.detach().clone() for p in model.parameters()]
     rate = work.local.rate
     optimizer = DPOptimizer(

@@ -16,10 +16,9 @@ from pfl.hyperparam import NNTrainHyperParams
 from pfl.model.pytorch import PyTorchModel
 from pfl.privacy.privacy_mechanism import CentrallyAppliedPrivacyMechanism, NormClippingOnly
 from torch import nn
-from torch.nn import functional
 
 from simulations.benchmarks.contestants import Train, Turn
-from simulations.benchmarks.works import Work, flattened
+from simulations.benchmarks.works import Work, flattened, loss_of
 
 _WITHOUT_EVALUATION = 10**9  # rounds until the next
 
@@ -31,10 +30,10 @@ class _Judged(nn.Module):
         super().__init__()
         self.model = model
 
-    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(self.model(x), y)
+    def loss(self, *batch: torch.Tensor) -> torch.Tensor:
+        return loss_of(self.model, batch)
 
-    def metrics(self, _x: torch.Tensor, _y: torch.Tensor) -> dict[str, Any]:
+    def metrics(self, *_batch: torch.Tensor) -> dict[str, Any]:
         return {}
 
 
@@ -42,7 +41,7 @@ def pfl(work: Work, device: torch.device, use: Callable[[Train], None]) -> None:
     """Prepare users as pfl's data sets of tensors, and train them one after another."""
     users = [
         PyTorchTensorDataset(tuple(t.to(device) for t in work.examples_of(user)), str(user))
-        for user in range(work.users)
+        for user in range(work.users + work.copies)
     ]
     module = _Judged(work.build())
     central = torch.optim.SGD(module.parameters(), lr=1.0)
@@ -69,6 +68,6 @@ def pfl(work: Work, device: torch.device, use: Callable[[Train], None]) -> None:
         statistics, _ = asyncio.run(
             backend.async_gather_results(model, algorithm, central_context=context)
         )
-        return flattened([statistics[name] for name, _ in module.named_parameters()])
+        return flattened([statistics[n] for n, p in module.named_parameters() if p.requires_grad])
 
     use(train)

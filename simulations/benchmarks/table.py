@@ -1,19 +1,14 @@
-"""From what was measured to figures: medians, ratios, and the share of what the machine can do."""
+"""From what was measured to figures: medians, ratios, and which bars they miss."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.table import Table
 
-OURS = "fedpriv"
-_CALLED = {
-    "fedpriv": "fedpriv",
-    "plain": "plain PyTorch loop",
-    "pfl": "pfl, one process",
-    "flower": "Flower on Ray, a message per user",
-    "opacus": "Opacus",
-}
+OURS, FORKED, RULE, ALONE, EQUAL = "fedpriv", "fedpriv-2", "rule", "alone", "equal"
+"""Our engine: in one process, forked, with a fixed rule in place of a clock, with users one after
+another, and with users of equal sizes."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +17,12 @@ class Contest:
 
     contestant: str  # its name, and of several processes their number, as in pfl-2
     users: int  # how many it trained in a turn
-    flops: float  # floating-point operations of the matrix products of a turn
-    seconds: Sequence[float]  # of each turn
+    prepared: float  # seconds that its process takes before its first round
+    first: float  # seconds of that
+    seconds: Sequence[float]  # of a later round, in each turn
     difference: float  # of its sum from the plain loop's, relative
+    mebibytes: float = 0.0  # of the process, beyond the data, after the first round
+    logged: str = ""  # in that round, by our engine
 
     @property
     def users_per_second(self) -> float:
@@ -38,59 +36,76 @@ class Row:
 
     title: str  # of the work
     contests: Sequence[Contest]  # ours among them
-    ceiling: float  # floating-point operations per second of matrix products, median over the turns
 
-    def share_of_ceiling(self, contest: Contest) -> float:
-        """Rate of a contestant's matrix products over that of nothing but matrix products."""
-        return contest.flops / statistics.median(contest.seconds) / self.ceiling
+    def named(self, name: str) -> Contest | None:
+        """The contestant of a name, if it took part."""
+        return next((c for c in self.contests if c.contestant == name), None)
 
-    def ours_over(self, contest: Contest) -> float:
-        """How many times as many users per second ours trains."""
-        (ours,) = [c for c in self.contests if c.contestant == OURS]
-        return ours.users_per_second / contest.users_per_second
+    def best(self, library: str) -> Contest | None:
+        """The fastest of a library's numbers of processes."""
+        of_it = [c for c in self.contests if c.contestant.partition("-")[0] == library]
+        return max(of_it, key=lambda contest: contest.users_per_second, default=None)
+
+    def ratios(self) -> dict[str, float]:
+        """What bars are about, as far as it was measured."""
+        return {name: ratio for name, ratio in self._ratios() if ratio is not None}
+
+    def _ratios(self) -> Iterator[tuple[str, float | None]]:
+        ours, plain, alone = self.named(OURS), self.named("plain"), self.named(ALONE)
+        yield "of a plain loop", _times(ours, plain)
+        yield "of pfl, one process each", _times(ours, self.named("pfl"))
+        yield "of pfl at its best", _times(self.named(FORKED) or ours, self.best("pfl"))
+        yield "of the road that a clock takes, by the fixed rule", _times(self.named(RULE), ours)
+        yield "time over equal sizes", _times(self.named(EQUAL), ours)
+        if ours:
+            yield "first round over a later one", ours.first / statistics.median(ours.seconds)
+        if alone and plain and plain.mebibytes > 0:
+            yield "memory of users alone over a plain loop", alone.mebibytes / plain.mebibytes
+
+
+def _times(one: Contest | None, other: Contest | None) -> float | None:
+    return one.users_per_second / other.users_per_second if one and other else None
 
 
 def table(rows: Sequence[Row]) -> Table:
     """A table to print."""
     drawn = Table("work", "by", box=None)
-    for column in ("users/s", "fedpriv is", "of matrix products"):
+    for column in ("users/s", "fedpriv is", "to prepare", "first round", "MiB"):
         drawn.add_column(column, justify="right")
     for row in rows:
+        ours = row.named(OURS)
         for number, contest in enumerate(row.contests):
+            ratio = _times(ours, contest)
             drawn.add_row(
                 row.title if number == 0 else "",
-                _called(contest.contestant),
+                contest.contestant,
                 f"{contest.users_per_second:,.0f}",
-                "" if contest.contestant == OURS else f"{row.ours_over(contest):.1f} ×",
-                f"{row.share_of_ceiling(contest):.1%}",
+                "" if contest is ours or ratio is None else f"{ratio:.2f} ×",
+                f"{contest.prepared:.2f} s",
+                f"{contest.first:.2f} s",
+                f"{contest.mebibytes:,.0f}",
             )
     return drawn
 
 
-def _called(name: str) -> str:
-    contestant, _, processes = name.partition("-")
-    return f"{contestant}, {processes} processes" if processes else _CALLED.get(name, name)
+def ratios_text(row: Row) -> str:
+    """What bars are about, in one line."""
+    return ", ".join(f"{value:.2f} × {name}" for name, value in row.ratios().items())
 
 
-def figures(rows: Mapping[str, Row]) -> dict[str, object]:
-    """The same for a file, with the seconds of a round in each turn; by name of the work."""
-    return {name: _of_row(row) for name, row in rows.items()}
-
-
-def _of_row(row: Row) -> dict[str, object]:
+def figures(row: Row) -> dict[str, object]:
+    """The same for a file, with the seconds of a round in each turn."""
     contests = {
         contest.contestant: {
             "users per second": contest.users_per_second,
-            "ours over it": row.ours_over(contest),
-            "share of the rate of matrix products": row.share_of_ceiling(contest),
-            "difference of its sum from the plain loop's": contest.difference,
-            "users in a turn": contest.users,
+            "seconds to prepare": contest.prepared,
+            "seconds of the first round": contest.first,
             "seconds of a round in each turn": list(contest.seconds),
+            "users in a turn": contest.users,
+            "difference of its sum from the plain loop's": contest.difference,
+            "MiB beyond the data": contest.mebibytes,
+            "logged": contest.logged,
         }
         for contest in row.contests
     }
-    return {
-        "work": row.title,
-        "matrix products, GFLOP/s": row.ceiling / 1e9,
-        "contestants": contests,
-    }
+    return {"work": row.title, "fedpriv's": row.ratios(), "contestants": contests}

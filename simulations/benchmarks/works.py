@@ -1,27 +1,42 @@
 """What is trained in a benchmark: works, each with users, a model and local settings.
 
-Images are random, of MNIST's shape: how fast a model trains does not depend on what they show.
+Where data cannot be had they are random, of the same shapes: how fast a model trains does not
+depend on what they show.
 """
 
-from collections.abc import Callable, Mapping
+import io
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedpriv.data.synthetic import synthetic_population
+from fedpriv.engine.adapters import with_adapters
+from fedpriv.local import SGD
 from fedpriv.models import CharacterTransformer, cnn, mlp, softmax_regression
-from fedpriv.privacy.round import LocalTraining
-from simulations.benchmarks.roles import roles
+from simulations.benchmarks.models import (
+    VARIANTS,
+    WORDS,
+    TwoTowers,
+    cifar_cnn,
+    language_lstm,
+    language_transformer,
+    ten_layers,
+)
+from simulations.benchmarks.roles import data_folder, roles
 
-Example = tuple[torch.Tensor, torch.Tensor]
+Fields = Mapping[str, Tensor]
+"""Inputs [rows, …] of all users by the names of the model's arguments, and at last targets."""
 
 _SEED = 0
+_FEWEST_ROWS, _MOST_ROWS, _PARETO = 5, 500, 1.1
 
 
 @dataclass(frozen=True)
@@ -30,69 +45,161 @@ class Work:
 
     title: str  # what it is, in a few words
     build: Callable[[], nn.Module]  # makes the model, with the same initial parameters each time
-    x: torch.Tensor  # [rows, …] inputs of all users
-    y: torch.Tensor  # [rows, …] targets
-    offsets: NDArray[np.int64]  # [users + 1]; user u owns rows offsets[u]:offsets[u + 1]
-    local: LocalTraining  # how a user trains
+    fields: Fields
+    offsets: NDArray[np.int64]  # user u owns rows offsets[u]:offsets[u + 1]
+    local: SGD  # how a user trains
     clipping_norm: float  # S of flat clipping
-    sampled: int  # on how many of the first users sums are compared; as many nodes Flower has
+    # On how many sums are compared; Flower has as many nodes. They are the last ones, who train in
+    # no turn, and all rows of one are alike, so that their order does not matter.
+    copies: int = 0
+    # The largest relative difference of sums; where a model draws masks, only their size is seen.
+    tolerance: float = 1e-4
     # How many of the first users a contestant trains in a turn, by contestant; all users where it
     # is not named
     turns: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def users(self) -> int:
-        """How many users there are."""
-        return len(self.offsets) - 1
+        """How many users there are, without copies."""
+        return len(self.offsets) - 1 - self.copies
 
-    def examples_of(self, user: int) -> Example:
+    @property
+    def checked(self) -> range:
+        """Users on whom sums are compared."""
+        return range(self.users, self.users + self.copies)
+
+    def examples_of(self, user: int) -> tuple[Tensor, ...]:
         """Inputs and targets of a user; views."""
         rows = slice(int(self.offsets[user]), int(self.offsets[user + 1]))
-        return self.x[rows], self.y[rows]
+        return tuple(tensor[rows] for tensor in self.fields.values())
 
     def users_in_a_turn(self, contestant: str) -> int:
         """How many users a contestant trains in a turn."""
-        return self.turns.get(contestant, self.users)
+        return self.copies if contestant == "flower" else self.turns.get(contestant, self.users)
 
-    def without_order(self) -> LocalTraining:
-        """Local settings whose result does not depend on the order of a user's examples.
-
-        Those of the work where all of a user's examples are one batch; else two steps on all.
-        """
-        if max(np.diff(self.offsets)) <= (self.local.batch_size or len(self.x)):
-            return self.local
-        return replace(self.local, batch_size=None, epochs=2)
+    def with_copies(self, count: int) -> "Work":
+        """The same with so many of the first users once more, all rows of each like its first."""
+        sizes = np.diff(self.offsets)[:count]
+        rows = torch.from_numpy(np.repeat(self.offsets[:count], sizes))
+        fields = {name: torch.cat([tensor, tensor[rows]]) for name, tensor in self.fields.items()}
+        offsets = np.concatenate([self.offsets, self.offsets[-1] + np.cumsum(sizes)])
+        return replace(self, fields=fields, offsets=offsets, copies=count)
 
     def flops_of(self, users: int) -> float:
         """Floating-point operations of matrix products and convolutions in training some users."""
         model, count = self.build(), FlopCounterMode(display=False)
         with count:
-            torch.autograd.backward(functional.cross_entropy(model(self.x[:1]), self.y[:1]))
+            torch.autograd.backward(loss_of(model, [t[:1] for t in self.fields.values()]))
         examples = int(self.offsets[users]) * (self.local.epochs or 1)
         return float(examples * count.get_total_flops())
 
 
-def sgd(model: nn.Module, x: torch.Tensor, y: torch.Tensor, local: LocalTraining) -> None:
+def loss_of(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    """Mean loss of a batch: inputs, and at last targets."""
+    *inputs, targets = batch
+    return functional.cross_entropy(model(*inputs), targets)
+
+
+def sgd(model: nn.Module, user: Sequence[Tensor], local: SGD) -> None:
     """Train a model on the examples of a user, in an order of its own in each epoch."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=local.rate)
+    optimizer = torch.optim.SGD(trained(model), lr=local.rate)
+    rows = len(user[0])
     for _ in range(local.epochs or 1):
-        order = torch.randperm(len(x), device=x.device)
-        for batch in torch.split(order, local.batch_size or len(x)):
+        order = torch.randperm(rows, device=user[0].device)
+        for batch in torch.split(order, local.batch_size or rows):
             optimizer.zero_grad()
-            torch.autograd.backward(functional.cross_entropy(model(x[batch]), y[batch]))
+            torch.autograd.backward(loss_of(model, [tensor[batch] for tensor in user]))
             optimizer.step()
 
 
-def clipped(update: list[torch.Tensor], clipping_norm: float) -> list[torch.Tensor]:
+def trained(model: nn.Module) -> list[Tensor]:
+    """Parameters that are not frozen."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def clipped(update: list[Tensor], clipping_norm: float) -> list[Tensor]:
     """An update, scaled down if its norm is above a bound."""
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(u) for u in update]))
     factor = torch.clamp(clipping_norm / norm, max=1.0)
     return [part * factor for part in update]
 
 
-def flattened(tensors: list[torch.Tensor]) -> NDArray[np.float64]:
+def flattened(tensors: Sequence[Tensor]) -> NDArray[np.float64]:
     """Tensors in the order of the model's parameters, as one vector [D]."""
     return torch.cat([t.detach().flatten().cpu() for t in tensors]).double().numpy()
+
+
+def equal(users: int, rows: int) -> list[int]:
+    """Sizes of users who share so many rows as evenly as they can."""
+    return [rows // users + (user < rows % users) for user in range(users)]
+
+
+def pareto(users: int) -> list[int]:
+    """Sizes as people have them: of a Pareto distribution from 5 rows on, cut at 500, in turns."""
+    above = 1 - (np.random.default_rng(_SEED).permutation(users) + 0.5) / users
+    sizes = _FEWEST_ROWS * above ** (-1 / _PARETO)
+    return [int(min(size, _MOST_ROWS)) for size in sizes.round()]
+
+
+def _evenly(sizes: Sequence[int]) -> list[int]:
+    return equal(len(sizes), sum(sizes))
+
+
+def _normal(sizes: Sequence[int], *shape: int) -> Tensor:
+    return torch.randn((sum(sizes), *shape), generator=torch.Generator().manual_seed(_SEED))
+
+
+def _integers(sizes: Sequence[int], least: int, below: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(_SEED + 1)
+    return torch.randint(least, below, (sum(sizes), *shape), generator=generator)
+
+
+def _images(sizes: Sequence[int]) -> Fields:
+    return {"x": _normal(sizes, 1, 28, 28), "y": _integers(sizes, 0, 10)}
+
+
+def _texts(sizes: Sequence[int], alphabet: int, length: int) -> Fields:
+    text = _integers(sizes, 1, alphabet, length + 1)  # 0 fills up
+    return {"text": text[:, :-1].contiguous(), "y": text[:, 1:].contiguous()}
+
+
+def _cifar(sizes: Sequence[int]) -> Fields:
+    """Images of CIFAR-10 where they are on this machine, or else random."""
+    file = data_folder() / "cifar10" / "cifar10.npz"
+    if not file.exists():
+        return {"x": _normal(sizes, 3, 32, 32), "y": _integers(sizes, 0, 10)}
+    from PIL import Image  # noqa: PLC0415 - where there are images
+
+    with np.load(file) as kept:
+        ends, labels, packed = kept["train_offsets"], kept["train_labels"], kept["train_jpeg"]
+    files = [packed[a:b].tobytes() for a, b in itertools.pairwise(ends[: sum(sizes) + 1])]
+    images = [np.asarray(Image.open(io.BytesIO(file))) for file in files]
+    x = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous().float() / 255 - 0.5
+    return {"x": x, "y": torch.from_numpy(labels[: sum(sizes)].astype(np.int64))}
+
+
+def _towers(sizes: Sequence[int]) -> Fields:
+    both = _normal(sizes, 2, 64)
+    return {"seen": both[:, 0].clone(), "item": both[:, 1].clone(), "y": _integers(sizes, 0, 2)}
+
+
+def _vectors(sizes: Sequence[int]) -> Fields:
+    return {"x": _normal(sizes, 1000), "y": _integers(sizes, 0, 1000)}
+
+
+def _variant(name: str, sizes: Sequence[int]) -> Fields:
+    fields = {**_images(sizes)}
+    if name == "view":
+        fields["y"] = fields["y"].to(torch.uint8)
+    if name == "unused":
+        return {"x": fields["x"], "_other": _normal(sizes, 1), "y": fields["y"]}
+    return fields
+
+
+def _gpt() -> nn.Module:
+    """A character transformer of four blocks, of which adapters of rank 4 are trained."""
+    model = CharacterTransformer(length=64, width=128, heads=4, blocks=4)
+    return with_adapters(model, 4, 8, ["blocks.*"])
 
 
 def _seeded(build: Callable[[], nn.Module]) -> nn.Module:
@@ -101,64 +208,102 @@ def _seeded(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
-def _images(users: int, examples: int) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
-    """Random images and digits of users of equal size."""
-    generator = torch.Generator().manual_seed(_SEED)
-    rows = users * examples
-    x = torch.randn((rows, 1, 28, 28), generator=generator)
-    y = torch.randint(0, 10, (rows,), generator=generator)
-    return x, y, np.arange(0, rows + 1, examples)
-
-
-def _mlp(users: int) -> Work:
-    local = LocalTraining(learning_rate=0.1, batch_size=10, epochs=1)
-    build = lambda: _seeded(mlp)  # noqa: E731
-    title, data = f"MLP 784–128–10, {users:,} users × 50", _images(users, 50)
-    return Work(title, build, *data, local, 0.5, 100, _fewer(users))
-
-
-def _cnn(users: int) -> Work:
-    local = LocalTraining(learning_rate=0.1, batch_size=10, epochs=1)
-    build = lambda: _seeded(cnn)  # noqa: E731
-    title, data = f"CNN, {users:,} users × 50", _images(users, 50)
-    return Work(title, build, *data, local, 0.1, 100, _fewer(users))
-
-
-def _fewer(users: int) -> dict[str, int]:
-    """How many of many users those train who train one after another."""
-    return {name: min(users, 200) for name in ("plain", "pfl", "flower")}
+def _work(
+    title: str,
+    model: Callable[[], nn.Module],
+    data: Callable[[Sequence[int]], Fields],
+    sizes: Sequence[int],
+    clipping_norm: float = 0.5,
+    batch_size: int = 10,
+    tolerance: float = 1e-4,
+    turns: Mapping[str, int] | None = None,
+) -> Work:
+    """A row: a model, data of users of these sizes, and a plan of one local epoch."""
+    few, many = f"{min(sizes):,}", f"{max(sizes):,}"
+    rows = few if few == many else f"{few} to {many}"
+    title = f"{title}, {len(sizes):,} users × {rows}"
+    local = SGD(learning_rate=0.1, batch_size=batch_size, epochs=1)
+    offsets = np.cumsum([0, *sizes])
+    build = partial(_seeded, model)
+    work = Work(title, build, data(sizes), offsets, local, clipping_norm, turns=turns or {})
+    return replace(work.with_copies(min(100, len(sizes))), tolerance=tolerance)
 
 
 def _shakespeare() -> Work:
     x, y, offsets = roles(users=100)
-    local = LocalTraining(learning_rate=0.1, batch_size=10, epochs=1)
-    build = lambda: _seeded(lambda: CharacterTransformer(length=x.shape[1]))  # noqa: E731
-    return Work("character transformer, 100 roles", build, x, y, offsets, local, 0.5, 100)
+    transformer = partial(CharacterTransformer, length=x.shape[1])
+    data = lambda _: {"text": x, "y": y}  # noqa: E731
+    return _work("character transformer, roles", transformer, data, np.diff(offsets).tolist())
 
 
 def _softmax() -> Work:
     store = synthetic_population(users=100_000, examples_per_user=10, shape=(32,)).users
-    x, y = (torch.from_numpy(store.fields[name]) for name in ("x", "y"))
-    local = LocalTraining(learning_rate=0.1, batch_size=10, epochs=1)
-    turns = {"plain": 10_000, "pfl": 10_000, "flower": 200}
-    build = lambda: softmax_regression(32)  # noqa: E731
-    return Work(
-        "softmax regression, 100,000 users", build, x, y, store.offsets, local, 0.5, 200, turns
-    )
+    data = lambda _: {name: torch.from_numpy(store.fields[name]) for name in ("x", "y")}  # noqa: E731
+    turns = dict.fromkeys(("alone", "plain", "pfl"), 2_000)
+    sizes = np.diff(store.offsets).tolist()
+    return _work("softmax regression", partial(softmax_regression, 32), data, sizes, turns=turns)
 
 
-def _dpsgd() -> Work:
-    local = LocalTraining(learning_rate=0.1, batch_size=1, epochs=1)
-    build = lambda: _seeded(cnn)  # noqa: E731
-    return Work("DP-SGD, CNN, a lot of 600", build, *_images(600, 1), local, 0.05, 600)
+def _transformer(sizes: Sequence[int]) -> Work:
+    texts = partial(_texts, alphabet=96, length=32)
+    return _work("character transformer", partial(CharacterTransformer, length=32), texts, sizes)
 
+
+_LENGTH, _SENTENCES = 20, [20] * 8  # words of a sentence of StackOverflow, and sentences of users
+_FEWER = dict.fromkeys(("alone", "plain", "pfl"), 200)  # who train one user after another
+_sentences = partial(_texts, alphabet=WORDS, length=_LENGTH)
+_SMALL = 1e-3  # sums differ by as much where updates are small differences of parameters in float32
+_language = partial(
+    _work,
+    data=_sentences,
+    sizes=_SENTENCES,
+    clipping_norm=0.001,
+    batch_size=16,
+    tolerance=_SMALL,
+)
+_attending = partial(language_transformer, _LENGTH)
+_MASKS = 0.5  # sums differ by as much where masks are drawn
 
 WORKS: Mapping[str, Callable[[], Work]] = {
-    "mlp": partial(_mlp, 100),
-    "cnn": partial(_cnn, 100),
-    "mlp-2000": partial(_mlp, 2_000),
-    "cnn-2000": partial(_cnn, 2_000),
+    "mlp": lambda: _work("MLP 784–128–10", mlp, _images, [50] * 100),
+    "cnn": lambda: _work("CNN", cnn, _images, [50] * 100, 0.1),
     "shakespeare": _shakespeare,
     "softmax": _softmax,
-    "dpsgd": _dpsgd,
+    "dpsgd": lambda: _work("DP-SGD, CNN", cnn, _images, [1] * 600, 0.05, batch_size=1),
+    "cifar": lambda: _work("pfl's CIFAR-10 CNN", cifar_cnn, _cifar, [20] * 20, tolerance=_MASKS),
+    "cifar-0": lambda: _work(
+        "the same without dropout", partial(cifar_cnn, 0.0), _cifar, [20] * 20
+    ),
+    "lstm": lambda: _language("pfl's LSTM, tied", partial(language_lstm, tied=True)),
+    "lstm-untied": lambda: _language("untied", partial(language_lstm, tied=False)),
+    "attention": lambda: _language(
+        "pfl's transformer, tied", partial(_attending, tied=True), tolerance=_MASKS
+    ),
+    "attention-untied": lambda: _language(
+        "untied", partial(_attending, tied=False), tolerance=_MASKS
+    ),
+    "towers": lambda: _work("two towers", TwoTowers, _towers, [20] * 100),
+    "gpt-lora": lambda: _work(
+        "small GPT, LoRA", _gpt, partial(_texts, alphabet=96, length=64), [20] * 8, 0.01
+    ),
+    "wide": lambda: _work(
+        "10 × Linear(1000, 1000)", ten_layers, _vectors, [4] * 10, 0.005, tolerance=_SMALL
+    ),
+    "mlp-pareto": lambda: _work("MLP 784–128–10", mlp, _images, pareto(300)),
+    "mlp-equal": lambda: _work("MLP 784–128–10", mlp, _images, _evenly(pareto(300))),
+    "transformer-pareto": lambda: _transformer(pareto(100)),
+    "transformer-equal": lambda: _transformer(_evenly(pareto(100))),
+    **{
+        f"mlp-{name}": partial(
+            _work,
+            f"MLP with {what}",
+            model,
+            partial(_variant, name),
+            [50] * 100,
+            tolerance=_MASKS if name == "dropout" else 1e-4,
+        )
+        for name, (what, model) in VARIANTS.items()
+    },
+    "mlp-2000": lambda: _work("MLP 784–128–10", mlp, _images, [50] * 2000, turns=_FEWER),
+    "cnn-2000": lambda: _work("CNN", cnn, _images, [50] * 2000, 0.1, turns=_FEWER),
 }

@@ -120,14 +120,12 @@ def test_asking_again_is_a_new_attempt_with_fresh_cohort_noise_and_charge(tmp_pa
     assert not np.any(values(first)[:8] == values(second)[:8])
 
 
-def test_a_crash_before_the_charge_costs_nothing_and_one_after_it_the_charge(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_a_crash_after_the_draw_costs_the_charge(tmp_path: Path, monkeypatch) -> None:
     def crash(*_: object) -> None:
         raise OSError("power cut")
 
     with open_records(tmp_path) as records:
-        for name, charged in (("add_up", 0), ("release", 1)):
+        for name, charged in (("add_up", 1), ("release", 2)):
             with monkeypatch.context() as patch:
                 patch.setattr(private, name, crash)
                 with pytest.raises(OSError, match="power cut"):

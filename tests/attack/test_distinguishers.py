@@ -19,7 +19,7 @@ from fedpriv.attack.distinguishers import (
 from fedpriv.attack.populations import POPULATIONS
 from fedpriv.attack.suite import AttackedPlan
 from fedpriv.data.population import UserStore
-from fedpriv.engine.task import evaluate
+from fedpriv.evaluation.held_out import evaluate
 from fedpriv.privacy import round as rounds_module
 from fedpriv.privacy.noise import SeededEntropy
 from tests.attack.targets import config_of, people

@@ -16,9 +16,7 @@ from tests.clients.people import CLASSES, FEATURES, IDS
 
 MARK = "HOSTILE_MARK"
 """Name of the environment variable that names a file, which is there once the model loops."""
-NOTES = "HOSTILE_NOTES"
-"""Of one that names a file, which grows by a letter whenever the model sees who is noted."""
-EXIT, SEGMENT, LOOP, EAT, RAISE, NOTE = 101.0, 102.0, 103.0, 104.0, 105.0, 106.0
+EXIT, SEGMENT, LOOP, EAT, RAISE = 101.0, 102.0, 103.0, 104.0, 105.0
 DEED_OF = {"u2": EXIT, "u33": SEGMENT, "u40": LOOP, "u7": EAT, "u5": RAISE}
 
 
@@ -35,6 +33,14 @@ def users() -> UserStore:
     return store
 
 
+def users_of_unequal_sizes() -> UserStore:
+    """All but the last have 20 rows, and the last 300."""
+    rng, sizes = np.random.default_rng(1), [20] * (len(IDS) - 1) + [300]
+    x = rng.standard_normal((sum(sizes), FEATURES)).astype(np.float32)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    return UserStore({"x": x, "y": rng.integers(0, CLASSES, len(x))}, offsets, IDS)
+
+
 def one_good_user() -> UserStore:
     return users().subset([IDS.index("u8")])
 
@@ -45,14 +51,6 @@ def one_user_that_raises() -> UserStore:
 
 def one_user_that_hangs() -> UserStore:
     return users().subset([IDS.index("u40")])
-
-
-def noted_users_and_one_that_hangs() -> UserStore:
-    """u6 and u8 have two examples, and u01, who hangs, has three: its chunk is a later one."""
-    store = users()
-    for name, deed in (("u6", NOTE), ("u8", NOTE), ("u01", LOOP)):
-        store.fields["x"][store.rows_of(IDS.index(name))] = deed
-    return store
 
 
 def loader_that_raises() -> UserStore:
@@ -125,11 +123,6 @@ def _loop() -> NoReturn:
         time.sleep(0.001)  # a core is not needed for it
 
 
-def _note() -> None:
-    with Path(os.environ[NOTES]).open("a", encoding="utf-8") as file:
-        file.write("x")
-
-
 def _eat() -> None:
     """Take 3 GiB, which a limit must refuse."""
     _ = [np.ones(2**24) for _ in range(24)]
@@ -145,5 +138,4 @@ DEEDS: Mapping[float, Callable[[], None]] = {
     LOOP: _loop,
     EAT: _eat,
     RAISE: _raise,
-    NOTE: _note,
 }

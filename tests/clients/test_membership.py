@@ -75,6 +75,7 @@ class Player:
     loaded: Loaded = Loaded(1, bytes(32), bytes(8))  # noqa: RUF009 - it is frozen
     go: asyncio.Event = field(default_factory=asyncio.Event)  # training waits for it
     prepared: list[Welcome] = field(default_factory=list)
+    learnt: list[Proposal] = field(default_factory=list)
     # Requests to train, as they come
     asked: asyncio.Queue[RoundRequest] = field(default_factory=asyncio.Queue)
     seconds: list[float] = field(default_factory=list)  # how long each may take
@@ -89,6 +90,11 @@ class Player:
 
     async def prepare(self, welcome: Welcome) -> None:
         self.prepared.append(welcome)
+        if isinstance(self.answer, ModelError):
+            raise self.answer
+
+    async def learn(self, proposal: Proposal) -> None:
+        self.learnt.append(proposal)
         if isinstance(self.answer, ModelError):
             raise self.answer
 

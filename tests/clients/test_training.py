@@ -11,12 +11,20 @@ from fedpriv.build import build_task
 from fedpriv.clients.training import Host, NodeTrainer
 from fedpriv.clients.worker import HostSettings
 from fedpriv.data.population import UserStore
+from fedpriv.engine import transport
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError, ModelError
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.round import LocalTraining, RoundRequest, add_up
-from fedpriv.wire import TaskDescription, Welcome, decode_welcome, digest_of, encode_welcome
+from fedpriv.wire import (
+    Proposal,
+    TaskDescription,
+    Welcome,
+    decode_welcome,
+    digest_of,
+    encode_welcome,
+)
 from tests.clients import hostile
 from tests.clients.people import (
     GOOD,
@@ -29,6 +37,7 @@ from tests.clients.people import (
     source_of,
     welcome,
 )
+from tests.clients.tiny_server import PRICE
 from tests.engine import words
 from tests.engine.everyone import request_under
 
@@ -64,15 +73,18 @@ def test_a_sum_is_that_of_the_engine(processes: int) -> None:
     np.testing.assert_array_equal(answer.total, expected.total)
 
 
-def test_users_not_done_in_time_count_as_zero() -> None:
-    request = request_to(GOOD)
-    trainer = trainer_of("users")
-    chunks = list(trainer.ready(request))
-    assert len(chunks) > 1
-    answer = trainer.answer(request, seconds=0.0)
-    first = chunks[0].partial
-    assert (answer.users, answer.weight) == (first.users, first.weight)
-    np.testing.assert_array_equal(answer.total, first.total)
+def test_users_who_take_too_long_count_as_zero() -> None:
+    answer = trainer_of("users").answer(request_to(GOOD), seconds=0.0)
+    assert (answer.users, answer.weight, answer.total.any()) == (0, 0, False)
+
+
+def test_what_one_process_learns_another_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = trainer_of("users"), trainer_of("users")
+    proposal = Proposal.of(request_to(GOOD), PRICE)
+    other.recall(one.learn(proposal))
+    monkeypatch.setattr(transport, "road_of", pytest.fail)
+    other.learn(proposal)
+    assert other.answer(request_to(GOOD)).users == len(GOOD)
 
 
 def test_a_user_that_raises_counts_as_zero() -> None:

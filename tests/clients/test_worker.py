@@ -22,23 +22,29 @@ import pytest
 import torch
 
 from fedpriv.build import build_task
-from fedpriv.clients.worker import HostSettings, Loaded, Worker, receive, send
+from fedpriv.clients.worker import HostSettings, Loaded, Worker, receive, send, share_of
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError, ModelError
+from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import Metric
-from fedpriv.privacy.round import PartialSum, add_up
-from fedpriv.wire import digest_of
+from fedpriv.privacy.layout import Layout, flat
+from fedpriv.privacy.round import LocalTraining, PartialSum, add_up
+from fedpriv.wire import Proposal, TaskDescription, digest_of
 from tests.clients import hostile
 from tests.clients.people import (
+    CLASSES,
+    FEATURES,
     GOOD,
     IDS,
     ORDER,
     POSITIONS,
     TASK,
+    positions_of,
     request_to,
     source_of,
     welcome,
 )
+from tests.clients.tiny_server import PRICE
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 300.0  # seconds; what needs no limit is done long before
@@ -149,25 +155,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-async def train_past_hangs(worker: Worker, names: list[str], mark: Path) -> PartialSum | None:
-    """Train for a long time, more than half of which passes each time that a user hangs.
-
-    Half is for all users together. The one that hangs must be the last of those trained one by one,
-    who has what is left.
-    """
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, MovableClock)
-    mark.unlink(missing_ok=True)
-    training = asyncio.create_task(worker.train(request_to(names), LONG))
-    while not training.done():
-        await asyncio.sleep(0.01)
-        if mark.exists():
-            await asyncio.sleep(1.0)  # what was sent of those who were done is received
-            mark.unlink()
-            loop.ahead += 0.6 * LONG
-    return await training
-
-
 async def cancel_once(condition: Callable[[], bool], coroutine: Coroutine[None, None, object]):
     """Run something until a condition holds, then cancel it."""
     task = asyncio.ensure_future(coroutine)
@@ -192,49 +179,80 @@ def test_it_answers_as_the_engine_does(worker: Worker, runner: asyncio.Runner) -
     assert training_process() == pid
 
 
-def test_users_that_end_the_process_count_as_zero(
-    worker: Worker,
-    runner: asyncio.Runner,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
+def test_users_that_fail_count_as_zero_and_cost_nobody_else_anything(
+    runner: asyncio.Runner, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    names = ["u01", "u33", "u7", "u8"]  # u33 makes a segmentation fault, u7 takes too much memory
-    answer = runner.run(worker.train(request_to(names), LIMIT))
-    assert_equal(answer, of_good(names))
+    # u33 makes a segmentation fault, u7 takes too much memory, u40 hangs: for a sixth of its share.
+    names, seconds = ["u01", "u33", "u7", "u8", "u40", "u10"], 60.0
+
+    async def whole_life() -> None:
+        worker = await started("users", memory_mebibytes=512)
+        try:
+            before = {process.pid for process in multiprocessing.active_children()}
+            assert_equal(await worker.train(request_to(names), seconds), of_good(names))
+            assert {process.pid for process in multiprocessing.active_children()} == before
+        finally:
+            await worker.close()
+
+    runner.run(whole_life())
     logged = caplog.text + capfd.readouterr().err
-    assert logged.count("a user counts as zero") == 2
+    assert logged.count("a user counts as zero") == 3
     assert not any(name in logged for name in (*IDS, "secret"))
 
 
-@pytest.mark.slow
-def test_a_user_that_hangs_counts_as_zero(
-    worker: Worker, runner: asyncio.Runner, mark: Path
+def test_a_user_of_a_new_size_adds_its_own_vector_and_delays_nobody(
+    runner: asyncio.Runner,
 ) -> None:
-    names = ["u01", "u10", "u40"]
-    assert_equal(runner.run(train_past_hangs(worker, names, mark)), of_good(names))
-
-
-@pytest.mark.slow
-def test_who_is_done_before_another_hangs_counts_and_trains_no_more(
-    runner: asyncio.Runner, mark: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    notes = tmp_path / "notes"
-    monkeypatch.setenv(hostile.NOTES, str(notes))
+    mlp = TaskDescription(
+        "mlp", {"inputs": FEATURES, "hidden": 3, "classes": CLASSES}, 3, "cross-entropy"
+    )
+    parameters = build_task(**vars(mlp)).parameters()
+    layout, local = (
+        Layout.of(parameters),
+        LocalTraining(0.1, batch_size=2, epochs=1, max_examples=300),
+    )
+    asked = replace(
+        request_to(IDS),
+        parameters=parameters,
+        clipping=Clipping(layout, flat(layout, 0.1)),
+        local=local,
+    )
 
     async def whole_life() -> None:
-        one = await started("noted_users_and_one_that_hangs")
+        worker = await Worker.start(source_of("users_of_unequal_sizes"))
         try:
-            done = await one.train(request_to(["u6", "u8"]), LIMIT)
-            assert isinstance(done, PartialSum)
-            assert (done.users, bool(done.total.any())) == (2, True)
-            seen = notes.stat().st_size
-            assert seen > 0
-            assert_equal(await train_past_hangs(one, ["u01", "u6", "u8"], mark), done)
-            assert notes.stat().st_size == 2 * seen
+            await worker.prepare(welcome(mlp))
+            await worker.learn(Proposal.of(asked, PRICE))
+            cohorts = (IDS, IDS[:-1], IDS[-1:])
+            requests = (replace(asked, users=positions_of(names)) for names in cohorts)
+            sums = [await worker.train(each, LIMIT) for each in requests]
+            together, without, one = [found for found in sums if isinstance(found, PartialSum)]
+            assert (together.users, without.users, one.users) == (9, 8, 1)
+            np.testing.assert_array_equal(together.total - without.total, one.total)
+            assert one.total.any()
         finally:
-            await one.close()
+            await worker.close()
 
     runner.run(whole_life())
+
+
+def test_a_process_that_hangs_is_started_again_and_users_are_trained_one_by_one(
+    worker: Worker, runner: asyncio.Runner
+) -> None:
+    async def past_half() -> PartialSum | None:
+        os.kill(training_process(), signal.SIGSTOP)
+        training = asyncio.create_task(worker.train(request_to(GOOD), LONG))
+        await asyncio.sleep(0.1)  # until it waits
+        asyncio.get_running_loop().ahead += 0.6 * LONG
+        return await training
+
+    assert_equal(runner.run(past_half()), of_good(GOOD))
+
+
+@pytest.mark.parametrize("users", [1, 2, 100])
+def test_users_have_gone_together_and_one_by_one_in_half_of_the_time(users: int) -> None:
+    assert 0.0 < 2 * users * share_of(60.0, users) < 30.0
+    assert share_of(-1.0, users) == 0.0
 
 
 def test_one_user_that_takes_longer_than_the_source_allows_sends_nothing(

@@ -1,25 +1,18 @@
-"""A device without memory, on which tensors have shapes and types and no values.
+"""A device without memory, on which tensors have shapes and types and no values: torch's "meta".
 
-What trains there cannot tell it from another device that is no CPU. torch's FakeTensorMode refuses
-operations on tensors of two devices, and those whose result depends on values, which on a GPU would
-wait for it. The mode below refuses what it lets pass: copies that wait, and indices that lie on the
-CPU. The device is torch's "meta", as torch without CUDA cannot differentiate what is on "cuda".
+What trains there cannot tell it from another device that is no CPU. torch refuses operations whose
+result depends on values, which on a GPU would wait for it. The mode below refuses what it lets
+pass: copies that wait, and tensors of two devices in one operation.
 """
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import wraps
 from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from fedpriv.engine import local_training
-from fedpriv.engine.local_training import BatchSchedule, Examples
 
 DEVICE = torch.device("meta")
 
@@ -60,27 +53,8 @@ def without_autocast() -> Iterator[None]:
         yield
 
 
-def really(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with true tensors that are on the CPU."""
-
-    @wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with unset_fake_temporarily(), _disable_current_modes():
-            return function(*args, **kwargs)
-
-    return called
-
-
 @contextmanager
 def on_device(*, may_wait: bool = False) -> Iterator[None]:
     """Compute with tensors that may be on the device in this block."""
-    with pytest.MonkeyPatch.context() as patch:
-        # Rows of users are drawn, and copied to memory that there is.
-        patch.setattr(local_training, "schedule", really(local_training.schedule))
-        patch.setattr(BatchSchedule, "rows", really(BatchSchedule.rows))
-        patch.setattr(Examples, "_taken", really(Examples._taken))
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        with warnings.catch_warnings(), mode, nullcontext() if may_wait else _Waits():
-            # Where tensors lie is compared, and never read.
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-            yield
+    with nullcontext() if may_wait else _Waits():
+        yield

@@ -1,18 +1,21 @@
-"""The package's local algorithms against a plain loop over users, with torch.optim where it can."""
+"""Local algorithms, on both roads, against a plain loop over users with torch.optim."""
 
 import copy
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from fedpriv.engine.local_training import Rung, by_rung, schedule
+from fedpriv.engine import alone as engine_alone
+from fedpriv.engine import side_by_side
+from fedpriv.engine.roads import Path
+from fedpriv.engine.schedule import batches_of
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.errors import InvalidValueError
+from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.local import SGD, AdamW, FedRecon, Scaffold
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import LocalStep, LocalTraining, RoundRequest
@@ -22,31 +25,55 @@ from tests.engine.everyone import total_of, users_of
 from tests.isolation import Plan, training_plan
 from tests.opening import open_round
 
-SIZES = [5, 1, 12, 0, 5, 12]
-CPU = torch.device("cpu")
-MEMORY = 15_000  # so that a few lanes are examined, and not hundreds
+SIZES = [5, 1, 12, 0, 5, 40]
+PATHS: tuple[Path, ...] = ("alone", "together")
 
 
-class Own(nn.Module):
-    """Weights that the engine knows nothing of, so that `torch.func` trains them."""
+class Model(nn.Module):
+    """A layer, and weights that are in none."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.randn(6, 3) / 3)
+        self.inner = nn.Linear(6, 8)
+        self.w = nn.Parameter(torch.randn(8, 3) / 3)
         self.b = nn.Parameter(torch.randn(3) / 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.w + self.b
+        return torch.tanh(self.inner(x)) @ self.w + self.b
 
 
-def known() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+@dataclass(frozen=True)
+class SignTraining(LocalTraining):
+    """SGD by the signs of gradients, which shrink by a factor in each step."""
+
+    decay: float = 1.0
+
+    @property
+    def memories(self) -> int:
+        return 1
+
+    def direction(self, step: LocalStep) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        (before,) = step.memory
+        scale = torch.ones_like(before) if step.number == 0 else before * self.decay
+        return step.gradient.sign() * scale, (scale,)
 
 
-def task_with(model: type[nn.Module], *, personal: bool = False) -> Task:
+@pytest.fixture(autouse=True)
+def _learning_without_weights_would_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the layer, which is small; where a step is more than its gradient, it may not."""
+    monkeypatch.setattr(engine_alone, "_LARGE", 0)
+    for module in (engine_alone, side_by_side):
+        monkeypatch.setattr(module, "_TOUCHES", 10**9)
+
+
+def task_of(*, personal: bool = False) -> Task:
     torch.manual_seed(0)
-    own = (("b",) if model is Own else ("2.*",)) if personal else ()
-    return Task(Own() if model is Own else known(), cross_entropy, personal=own)
+    return Task(Model(), cross_entropy, personal=("w", "b") if personal else ())
+
+
+def transport_of(task: Task, path: Path, processes: int = 1) -> InProcessTransport:
+    given = task, users_of(SIZES), torch.device("cpu"), 10**5
+    return InProcessTransport(*given, processes=processes, path=path)
 
 
 def request_to(task: Task, local: LocalTraining, control: float = 0.0) -> RoundRequest:
@@ -67,16 +94,18 @@ def request_to(task: Task, local: LocalTraining, control: float = 0.0) -> RoundR
 
 
 def batches(request: RoundRequest, user: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    users, local = users_of(SIZES), request.local
-    size = users.sizes[[user]]
-    for rung, _ in by_rung(size, local, measured=False):
-        starts, key = users.offsets[[user]], request.local_key
-        plan = schedule(np.array([user]), starts, size, local, key, rung)
-        drawn = plan.rows(plan.words, plan.among)
-        for rows, weights in zip(drawn.rows[0].numpy(), drawn.weights[0].numpy(), strict=True):
-            if weights.any():
-                batch = users.take(rows[weights > 0])
-                yield torch.from_numpy(batch["x"]), torch.from_numpy(batch["y"])
+    users = users_of(SIZES)
+    if SIZES[user]:
+        own = user, int(users.offsets[user]), SIZES[user]
+        for rows in batches_of(*own, request.local, request.local_key):
+            batch = users.take(rows)
+            yield torch.from_numpy(batch["x"]), torch.from_numpy(batch["y"])
+
+
+def updates(transport: InProcessTransport, request: RoundRequest) -> dict[str, np.ndarray]:
+    """What all users add up to, in the model's units."""
+    clipping = request.clipping
+    return clipping.layout.unflatten(total_of(transport, request) * clipping.steps)
 
 
 def slowly(task: Task, request: RoundRequest) -> dict[str, np.ndarray]:
@@ -123,17 +152,19 @@ def contribution(task: Task, request: RoundRequest, user: int) -> dict[str, np.n
                 continue
             p.grad += local.proximal * (p.detach() - start[name])
             p.grad += corrections.get(name, torch.zeros(()))
+            if isinstance(local, SignTraining):
+                p.grad = p.grad.sign() * local.decay**number
         optimizer.step()
     update = {n: (p.detach() - start[n]).numpy() for n, p in model.named_parameters()}
     return {n: t for n, t in {**update, **changes}.items() if n not in task.personal}
 
 
-@pytest.mark.parametrize("model", [nn.Linear, Own], ids=["batched", "by torch.func"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "local",
     [
+        SGD(0.1, batch_size=8, epochs=2),
         SGD(0.1, batch_size=4, epochs=2, momentum=0.9, proximal=0.5),
-        AdamW(0.01, batch_size=4, epochs=3),
         AdamW(0.02, batch_size=2, steps=12, weight_decay=0.3, beta1=0.5, beta2=0.9, epsilon=1e-3),
         AdamW(0.01, epochs=4, proximal=0.7, beta1=0.0, weight_decay=0.0),
         Scaffold(0.3, epochs=5, control_norm=64.0),
@@ -141,42 +172,32 @@ def contribution(task: Task, request: RoundRequest, user: int) -> dict[str, np.n
     ],
     ids=repr,
 )
-def test_users_train_as_they_would_in_a_plain_loop(
-    model: type[nn.Module], local: LocalTraining
-) -> None:
-    task, users = task_with(model), users_of(SIZES)
+def test_users_train_as_they_would_in_a_plain_loop(path: Path, local: LocalTraining) -> None:
+    task = task_of()
     request = request_to(task, local, control=0.2)
-    transport = InProcessTransport(task, users, CPU, MEMORY, processes=1)
-    layout, steps = request.clipping.layout, request.clipping.steps
-    found = layout.unflatten(total_of(transport, request) * steps)
-    expected = slowly(task, request)
+    found, expected = updates(transport_of(task, path), request), slowly(task, request)
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         np.testing.assert_allclose(found[name], tensor, atol=3e-5)
         assert np.abs(tensor).max() > 1e-2
 
 
-@pytest.mark.parametrize("model", [nn.Linear, Own], ids=["batched", "by torch.func"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     "local",
     [
         SGD(0.1, epochs=6),
-        SGD(0.1, batch_size=4, epochs=2, momentum=0.9, proximal=0.5),
         AdamW(0.02, batch_size=4, steps=7),
         FedRecon(0.1, steps=7, personal_steps=4, personal_rate=0.3),
         FedRecon(0.1, batch_size=4, steps=9, momentum=0.8, personal_steps=2, personal_rate=0.02),
     ],
     ids=repr,
 )
-def test_personal_parameters_are_trained_and_stay(
-    model: type[nn.Module], local: LocalTraining
-) -> None:
-    task, users = task_with(model, personal=True), users_of(SIZES)
-    request = request_to(task, local)
-    transport = InProcessTransport(task, users, CPU, MEMORY, processes=1)
-    found = request.clipping.layout.unflatten(total_of(transport, request) * request.clipping.steps)
-    expected = slowly(task, request)
-    shared = {"w"} if model is Own else {"0.weight", "0.bias"}
+def test_personal_parameters_are_trained_and_stay(path: Path, local: LocalTraining) -> None:
+    task = task_of(personal=True)
+    request, transport = request_to(task, local), transport_of(task, path)
+    found, expected = updates(transport, request), slowly(task, request)
+    shared = {"inner.weight", "inner.bias"}
     assert set(found) == set(expected) == set(request.parameters) == shared
     for name, tensor in expected.items():
         np.testing.assert_allclose(found[name], tensor, atol=3e-5)
@@ -184,64 +205,38 @@ def test_personal_parameters_are_trained_and_stay(
     # The next round begins with the same personal parameters, whatever users made of them.
     np.testing.assert_array_equal(total_of(transport, request), total_of(transport, request))
     # They matter: what is sent would be another with all of them frozen.
-    frozen = replace(task, model=copy.deepcopy(task.model), personal=())
-    for name, p in frozen.model.named_parameters():
-        p.requires_grad_(name in shared)
     if not isinstance(local, FedRecon):
-        still = InProcessTransport(frozen, users, CPU, MEMORY, processes=1)
+        still = transport_of(Task(task.model, cross_entropy, frozen=("w", "b")), path)
         assert not np.array_equal(total_of(still, request), total_of(transport, request))
 
 
-@pytest.mark.parametrize("model", [nn.Linear, Own], ids=["batched", "by torch.func"])
-def test_there_is_memory_for_users_side_by_side(model: type[nn.Module]) -> None:
-    request = request_to(task_with(model), SGD(0.1, steps=2))
-    trainer = InProcessTransport(task_with(model), users_of(SIZES), CPU, MEMORY)._trainer
-    assert trainer.most_lanes(request, Rung(2, max(SIZES), 0, padded=False)) >= 2
-
-
-def test_a_control_variate_makes_the_first_step_that_of_the_server() -> None:
-    task = task_with(Own)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_control_variate_makes_the_first_step_that_of_the_server(path: Path) -> None:
+    task = task_of()
     request = request_to(task, Scaffold(0.5, steps=1, control_norm=64.0), control=1.0)
-    update = contribution(task, request, 2)["w"]
-    np.testing.assert_allclose(update, -0.5 * request.control["w"], atol=1e-6)
-    transport = InProcessTransport(task, users_of(SIZES), CPU, MEMORY, processes=1)
-    total = request.clipping.layout.unflatten(total_of(transport, request))
-    steps = request.clipping.layout.unflatten(request.clipping.steps)
-    everyone = sum(size > 0 for size in SIZES)
-    np.testing.assert_allclose(total["w"] * steps["w"], everyone * update, atol=3e-5)
+    found, everyone = updates(transport_of(task, path), request), sum(size > 0 for size in SIZES)
+    for name, control in request.control.items():
+        np.testing.assert_allclose(found[name], -0.5 * everyone * control, atol=3e-5)
 
 
-def test_algorithms_train_in_processes_what_they_train_here() -> None:
-    for local in (AdamW(0.01, batch_size=4, epochs=2), Scaffold(0.3, epochs=2, control_norm=0.5)):
-        task = task_with(nn.Linear)
-        request = request_to(task, local, control=0.2)
-        here, there = (
-            InProcessTransport(task, users_of(SIZES), CPU, MEMORY, processes=processes)
-            for processes in (1, 2)
-        )
-        np.testing.assert_array_equal(total_of(there, request), total_of(here, request))
-
-
-def test_users_of_a_node_train_for_one_run_after_the_other() -> None:
-    task = task_with(nn.Linear)
-    kept = InProcessTransport(task, users_of(SIZES), CPU, MEMORY, processes=1)
-    scaffold, sgd = Scaffold(0.3, epochs=2, control_norm=0.5), SGD(0.1, epochs=1)
-    for local, control in ((scaffold, 0.2), (sgd, 0.0), (scaffold, 0.2)):
+def test_users_of_a_node_train_for_one_run_after_the_other_in_any_process() -> None:
+    task = task_of()
+    kept = transport_of(task, "together")
+    scaffold, adam = Scaffold(0.3, epochs=2, control_norm=0.5), AdamW(0.1, batch_size=4, epochs=1)
+    for local, control in ((scaffold, 0.2), (adam, 0.0), (scaffold, 0.2)):
         request = request_to(task, local, control)
-        fresh = InProcessTransport(task, users_of(SIZES), CPU, MEMORY, processes=1)
-        np.testing.assert_array_equal(total_of(kept, request), total_of(fresh, request))
+        expected = total_of(transport_of(task, "together", processes=2), request)
+        np.testing.assert_array_equal(total_of(kept, request), expected)
 
 
-def test_a_rate_that_changes_asks_for_no_new_trials() -> None:
-    task = task_with(nn.Linear)
-    request = request_to(task, SGD(0.1, epochs=1))
-    transport = InProcessTransport(task, users_of(SIZES), CPU, MEMORY, processes=1)
-    first = total_of(transport, request)
-    tried = transport._isolation._verdicts
-    before = len(tried)
-    double = total_of(transport, replace(request, local=SGD(0.2, epochs=1)))
-    assert len(tried) == before > 0
-    np.testing.assert_allclose(double, 2 * first, atol=len(SIZES) * 8)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_rate_that_changes_asks_for_no_new_trials(path: Path) -> None:
+    task = task_of()
+    transport, request = transport_of(task, path), request_to(task, SGD(0.1, epochs=1))
+    first, settled = total_of(transport, request), transport.road(request)
+    request = replace(request, local=SGD(0.2, epochs=1))
+    assert transport.road(request) is settled
+    np.testing.assert_allclose(total_of(transport, request), 2 * first, atol=len(SIZES) * 8)
 
 
 def test_a_step_needs_the_rate_of_a_round() -> None:
@@ -249,6 +244,17 @@ def test_a_step_needs_the_rate_of_a_round() -> None:
     assert [falling.at(number).rate for number in (1, 2, 4)] == pytest.approx([0.4, 0.3, 0.1])
     with pytest.raises(InvalidValueError, match="a step needs its number"):
         _ = falling.rate
+
+
+def test_an_algorithm_from_outside_trains_users_who_go_alone() -> None:
+    task, local = task_of(), SignTraining(0.1, steps=5, decay=0.5)
+    request, transport = request_to(task, local), transport_of(task, "auto")
+    assert not transport.road(request).shapes
+    expected = slowly(task, request)
+    for name, tensor in updates(transport, request).items():
+        np.testing.assert_allclose(tensor, expected[name], atol=3e-5)
+    with pytest.raises(ModelError, match="SignTraining is not known to keep users apart"):
+        transport_of(task, "together").prepare(request)
 
 
 def test_where_no_server_says_otherwise_the_control_variate_is_zero() -> None:
@@ -259,9 +265,8 @@ def test_where_no_server_says_otherwise_the_control_variate_is_zero() -> None:
             seen.append(float(step.control))
             return super().direction(step)
 
-    task = task_with(nn.Linear)
-    transport = InProcessTransport(task, users_of(SIZES), CPU, MEMORY, processes=1)
-    total_of(transport, request_to(task, Noting(0.1, epochs=1)))
+    task = task_of()
+    total_of(transport_of(task, "alone"), request_to(task, Noting(0.1, epochs=1)))
     assert seen
     assert set(seen) == {0.0}
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 from fedpriv.engine.checks import check_task
-from fedpriv.engine.layers import batched_model
+from fedpriv.engine.side_by_side import SideBySideModel
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.models import CharacterMLP, build_model
 
@@ -45,13 +45,12 @@ def test_the_mlp_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_models_are_of_known_layers_and_accepted(name: str) -> None:
+def test_models_are_accepted_and_their_users_go_side_by_side(name: str) -> None:
     task = Task(build_model(name, SMALL[name], 0), cross_entropy)
-    check_task(task, {"x": TEXT.numpy(), "y": TEXT.numpy()})
-    layers = batched_model(task, TEXT[:1], TEXT[:1])
-    assert layers is not None
-    kinds = {type(layer) for layer in layers.trained.values()}
-    assert {nn.Embedding, nn.Linear} <= kinds
+    check_task(task, {"x": TEXT.numpy(), "y": TEXT.numpy()}, apart=True)
+    found = SideBySideModel.of(task, torch.device("cpu"), TEXT[:2], TEXT[:2])
+    layers = {n for n, layer in task.model.named_modules() if isinstance(layer, nn.Linear)}
+    assert {layer.keys[0].removesuffix(".weight") for layer in found.layers} == layers
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedpriv.engine.layers import OuterProducts
 from fedpriv.engine.metrics import group_norms
+from fedpriv.engine.products import OuterProducts
 from fedpriv.privacy import clipping_torch as module
 from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.clipping_torch import clip_rows, integer_sum
@@ -160,11 +160,11 @@ def factors(draw: st.DrawFn) -> OuterProducts:
         torch.from_numpy(draw(hnp.arrays(np.float32, shape, elements=floats)))
         for shape in ((users, rows, 2), (users, rows, 3))
     )
-    return OuterProducts(left, right)
+    return OuterProducts(left, right, 1, [rows] * users)
 
 
 @given(factors())
-@example(OuterProducts(torch.full((2, 1, 2), 10.0), torch.full((2, 1, 3), 1e38)))
+@example(OuterProducts(torch.full((2, 1, 2), 10.0), torch.full((2, 1, 3), 1e38), 1, [1, 1]))
 def test_factors_are_clipped_as_the_matrices_that_they_stand_for(update: OuterProducts) -> None:
     users = len(update)
     assert update.shape == (users, 2, 3)

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from fedpriv.engine.metrics import metric
 from fedpriv.engine.task import RoundParameters
 from fedpriv.engine.transport import InProcessTransport
+from fedpriv.measures.metrics import metric
 from fedpriv.privacy.clipping import UNCLIPPED
 from fedpriv.privacy.gaussian_mechanism import Averaging
 from fedpriv.privacy.round import LocalTraining, RoundRequest, add_up
 from tests.engine.everyone import alone, make_task, request_to_all, total_of, users_of
 
-SIZES = [5, 0, 1, 12, 5, 1, 30, 12]  # shapes are few, as each is tried first
+SIZES = [5, 0, 1, 12, 5, 1, 30, 12]
 BROKEN, RAISING = 4, 7
 CAP = 6
 
@@ -44,8 +44,9 @@ def sent(transport: InProcessTransport, request: RoundRequest, user: int) -> dic
     """What one user learnt and measured, before it is clipped."""
     request = replace(request, users=np.array([user]))
     start = RoundParameters.of(request, transport._trainer.constants, transport.device)
-    (chunk,) = transport._chunks(request, start)
-    tensors = transport._trainer.sent(request, start, chunk)
+    trainer, sizes = transport._trainer, transport.users.sizes[[user]]
+    (chunk,) = transport.road(request).chunks(trainer, request.local, request.users, sizes)
+    tensors = trainer.sent(request, start, chunk)
     return {name: tensor[:1][0].numpy() for name, tensor in tensors.items()}
 
 

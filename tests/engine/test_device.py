@@ -9,15 +9,16 @@ import pytest
 import torch
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.local_training import by_rung
-from fedpriv.engine.metrics import Measuring, diagnose_chunk
+from fedpriv.engine.metrics import diagnose_users
+from fedpriv.engine.roads import Road
 from fedpriv.engine.task import Task
-from fedpriv.engine.trainer import Chunk, Trainer, sizes_of
+from fedpriv.engine.trainer import Trainer, sizes_of
 from fedpriv.local import FedRecon, Scaffold
 from fedpriv.privacy.clipping_torch import integer_sum
 from fedpriv.privacy.round import LocalTraining, RoundRequest
 from tests.engine.fake_device import DEVICE, WaitedError, on_device, without_autocast
 from tests.isolation import (
+    ALONE,
     LOCALS,
     MODELS,
     PERSONAL,
@@ -30,6 +31,7 @@ from tests.isolation import (
 )
 
 USERS, LANES = 5, 8
+TOGETHER = [model for model in MODELS if model not in ALONE and not model.startswith("lstm")]
 
 
 def fits(model: str, local: LocalTraining) -> bool:
@@ -42,7 +44,7 @@ def fits(model: str, local: LocalTraining) -> bool:
 def chosen() -> list[tuple[str, LocalTraining, str]]:
     """Each model with a local algorithm and a clipping, which take turns."""
     clippings, found = cycle(("flat", "per-layer", "joint", "groups")), []
-    for number, model in enumerate(MODELS):
+    for number, model in enumerate(TOGETHER):
         locals_ = [local for local in LOCALS if fits(model, local)]
         found.append((model, locals_[(4 * number + 3) % len(locals_)], next(clippings)))
     return found
@@ -51,32 +53,30 @@ def chosen() -> list[tuple[str, LocalTraining, str]]:
 def everything() -> list[tuple[str, LocalTraining, str]]:
     """A third of all models with all local algorithms, each of both several times."""
     clippings = {"personal-scale": "per-layer"}  # all that is not personal of it is one tensor
-    pairs = [(m, local, clippings.get(m, "groups")) for m in MODELS for local in LOCALS]
+    pairs = [(m, local, clippings.get(m, "groups")) for m in TOGETHER for local in LOCALS]
     return [pair for pair in pairs if fits(pair[0], pair[1])][::3]
 
 
 def trainer_of(task: Task, users: UserStore) -> Trainer:
     """Decides what depends on values, on the CPU and before a chunk trains."""
     trainer = Trainer(task, users, None, DEVICE, 2**27, "float32", observed=True)
-    _ = trainer.batched, trainer.measured, trainer.draws, trainer.evaluated, trainer._numbers
+    _ = trainer.evaluated, trainer.alone, trainer.constants
     return trainer
 
 
-def train(trainer: Trainer, request: RoundRequest) -> torch.Tensor:
+def train(trainer: Trainer, request: RoundRequest, *, together: bool) -> torch.Tensor:
     """All that is done with a chunk up to the sum that is fetched, with true figures."""
+    road = Road((LANES,), 4) if together else Road()
     sizes = sizes_of(trainer.users, request.users)
-    (rung, users), *_ = by_rung(sizes, request.local, measured=True)
-    alone = trainer.draws
-    chunk = Chunk(rung, 1, False, users[:1]) if alone else Chunk(rung, LANES, True, users)
+    chunk, *_ = road.chunks(trainer, request.local, request.users, sizes)
     with on_device(may_wait=True):
         start = trainer.begin(request)
     with on_device():
         examples = trainer._examples(request, chunk)
-        tensors = trainer._sent(request, start, chunk, examples, trainer._replayed)
-        diagnose_chunk(
-            Measuring(trainer.evaluated, start, trainer.measured), examples, tensors, request
-        )
-        weights = np.minimum(examples.schedule.counts, request.clipping.weight_cap)
+        tensors = trainer._sent(request, start, chunk, examples)
+        diagnose_users(trainer._blocks(start, examples), tensors, request)
+        users = examples.counts[: len(chunk.users)]
+        weights = np.minimum(users, request.clipping.weight_cap)
         return integer_sum(tensors, request.clipping, weights)
 
 
@@ -85,9 +85,11 @@ def check(model: str, local: LocalTraining, clipping: str) -> None:
     plan = Plan(model, clipping, "weights", local, True, True, 0.3)
     with without_autocast():
         trainer = trainer_of(task_of(model), store_of(users, model in READERS))
-        total = train(trainer, request_of(plan, USERS))
-    assert total.device.type == DEVICE.type
-    assert total.dtype == torch.int64
+        _ = trainer.side_by_side, trainer.measured
+        for together in (False, True):
+            total = train(trainer, request_of(plan, USERS), together=together)
+            assert total.device.type == DEVICE.type
+            assert total.dtype == torch.int64
 
 
 @pytest.mark.parametrize(("model", "local", "clipping"), chosen(), ids=str)
@@ -101,21 +103,6 @@ def test_no_chunk_waits_whatever_is_trained(
     model: str, local: LocalTraining, clipping: str
 ) -> None:
     check(model, local, clipping)
-
-
-@pytest.mark.parametrize("model", ["cnn", "own"])
-def test_on_a_device_memory_alone_says_how_many_train_together(model: str) -> None:
-    plan = Plan(model, "flat", "equal", LOCALS[1], False, False, 0.3)
-    users = store_of([User("normal", 6, seed) for seed in range(USERS)], model in READERS)
-    request, (lanes, on_cpu) = request_of(plan, USERS), ([], [])
-    (rung, _), *_ = by_rung(sizes_of(users, request.users), request.local, measured=True)
-    for memory in (1, 2**22, 2**40):
-        for device, found in ((DEVICE, lanes), (torch.device("cpu"), on_cpu)):
-            given = task_of(model), users, None, device, memory, "float32"
-            with without_autocast():
-                found.append(Trainer(*given, observed=False).most_lanes(request, rung))
-    assert lanes[0] == 1 < lanes[1] < lanes[2] >= 128
-    assert on_cpu[2] < 2048
 
 
 class Reads(torch.nn.Module):
@@ -142,7 +129,7 @@ class Mixes(torch.nn.Module):
         return self.inner(x.flatten(1)) * self.scales
 
 
-@pytest.mark.parametrize(("model", "why"), [(Reads, "local_scalar"), (Mixes, "on the CPU")])
+@pytest.mark.parametrize(("model", "why"), [(Reads, "cannot be called on"), (Mixes, "on the CPU")])
 def test_what_waits_or_mixes_devices_is_noticed(model: type[torch.nn.Module], why: str) -> None:
     plan = Plan("linear", "flat", "equal", LOCALS[1], False, False, 0.3)
     users = store_of([User("normal", 6, seed) for seed in range(USERS)], words=False)
@@ -150,7 +137,7 @@ def test_what_waits_or_mixes_devices_is_noticed(model: type[torch.nn.Module], wh
         trainer = trainer_of(Task(model()), users)
         request = replace(request_of(plan, USERS), parameters=trainer.task.parameters())
         with pytest.raises(Exception, match=why):
-            train(trainer, request)
+            train(trainer, request, together=False)
 
 
 def test_copies_that_wait_are_noticed() -> None:

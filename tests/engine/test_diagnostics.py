@@ -10,15 +10,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedpriv.engine.metrics import SimulationOnlyDiagnostics, metric
+from fedpriv.engine.metrics import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
+from fedpriv.measures.metrics import metric
 from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
 from tests.engine.everyone import alone, users_of
 
-SIZES = [5, 0, 1, 12, 5, 1, 30, 12]  # shapes are few, as each is tried first
+SIZES = [5, 0, 1, 12, 5, 1, 30, 12]
 BROKEN, RAISING = 4, 7
 GOOD = [user for user, size in enumerate(SIZES) if size and user not in (BROKEN, RAISING)]
 LOSS = metric("loss", bound=1.6)

@@ -13,10 +13,10 @@ from sklearn import metrics as known
 from torch import Tensor, nn
 
 from fedpriv.data.population import HELD_OUT_USER
-from fedpriv.engine.checks import check_held_out
-from fedpriv.engine.figures import ALWAYS, BETTER, FIGURES
-from fedpriv.engine.task import Task, evaluate, squared_error
+from fedpriv.engine.task import Task, squared_error
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError
+from fedpriv.evaluation.held_out import check_held_out, evaluate
+from fedpriv.measures.figures import ALWAYS, BETTER, FIGURES
 
 CPU = torch.device("cpu")
 ROWS = 4567  # more than are evaluated at once

@@ -1,6 +1,6 @@
 """What is captured is replayed with other users; CUDA itself is played by a recorder here."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from fedpriv.engine import trainer
+from fedpriv.engine.arithmetic import plain_arithmetic
+from fedpriv.engine.examples import Examples, held_on
 from fedpriv.engine.graphs import Compute, Graphs
-from fedpriv.engine.local_training import held_on
+from fedpriv.engine.roads import Road
 from fedpriv.engine.task import RoundParameters
-from fedpriv.engine.transport import InProcessTransport
+from fedpriv.engine.trainer import Chunk, Trainer, sizes_of
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates, integer_sum
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining
+from fedpriv.privacy.round import LocalTraining, RoundRequest
 from tests.isolation import (
     LOCALS,
     READERS,
@@ -26,7 +28,6 @@ from tests.isolation import (
     request_of,
     store_of,
     task_of,
-    total,
 )
 
 CPU = torch.device("cpu")
@@ -217,6 +218,31 @@ REPLAYED += [(model, LOCALS[0], True) for model in ("cnn", "transformer", "own")
 REPLAYED += [(model, LIMITED, False) for model in ("cnn", "transformer", "own")]
 
 
+def sum_of_chunks(trained: Trainer, request: RoundRequest, users: Sequence[int]) -> np.ndarray:
+    """What a GPU's trainer adds up of some users, to which their examples are given."""
+    total = np.zeros(request.clipping.layout.dimension, np.int64)
+    start = trained.begin(request)
+    for chunk in chunks_of(trained, request, users):
+        examples = trained._examples(request, chunk)
+        assert isinstance(examples, Examples)
+        examples = replace(examples, resident=trained.resident)
+        examples = replace(examples, made_of=examples.given(measured=True))
+        weights = np.minimum(examples.counts, request.clipping.weight_cap)
+        given = request, start, chunk, examples
+        with plain_arithmetic(CPU):
+            found = trained._total(*given, weights)
+            if found is None:
+                found = integer_sum(trained._sent(*given), request.clipping, weights)
+        total += found.numpy()
+    return total
+
+
+def chunks_of(trained: Trainer, request: RoundRequest, users: Sequence[int]) -> list[Chunk]:
+    chosen = np.array(users)
+    sizes = sizes_of(trained.users, chosen)
+    return Road((32,), 4).chunks(trained, request.local, chosen, sizes)
+
+
 @pytest.mark.parametrize(("model", "local", "resident"), REPLAYED, ids=str)
 def test_a_replay_gives_what_a_chunk_gives(
     model: str, local: LocalTraining, resident: bool, monkeypatch: pytest.MonkeyPatch
@@ -226,22 +252,29 @@ def test_a_replay_gives_what_a_chunk_gives(
     sizes = np.random.default_rng(0).choice([3, 11], USERS)
     users = [User("normal", int(n), i) for i, n in enumerate(sizes)]
     store = store_of(users, words=model in READERS)
-    given = task_of(model), store, CPU, 2**21
-    plain = InProcessTransport(*given, processes=1)
-    replaying, replays = InProcessTransport(*given, processes=1), Replays()
-    held = held_on(CPU, {name: store.fields[name] for name in replaying.task.fields})
-    vars(replaying._trainer).update(graphs=replays, resident=held if resident else None)
+    plain = Trainer(task_of(model), store, None, CPU, 2**21, "float32")
+    replaying, replays = replace(plain), Replays()
+    held = held_on(CPU, {name: store.fields[name] for name in plain.task.fields})
+    vars(replaying).update(graphs=replays, resident=held if resident else None)
     request = request_of(Plan(model, "per-layer", "weights", local, True, True, 0.3), USERS)
     other = request_of(Plan(model, "per-layer", "weights", local, True, True, 0.2), USERS)
     seen = set[bool]()
     for asked in (request, replace(request, local_key=bytes(32)), other, other, request):
         for some in (range(USERS), range(3)):
-            found = total(replaying, asked, some)
-            np.testing.assert_array_equal(found, total(plain, asked, some))
+            expected = plain.sum_of(asked, chunks_of(plain, asked, some)).partial.total
+            with monkeypatch.context() as patch:
+                patch.setattr(trainer, "_in_lanes", in_all_lanes)
+                found = sum_of_chunks(replaying, asked, some)
+            np.testing.assert_array_equal(found, expected)
             assert found.any()
         seen |= {Clipping in map(type, shape) for shape, _ in replays.first}
     assert replays.replayed
-    assert (True in seen) == (resident and local.steps is None)  # of sums
+    assert seen == {True, False}  # of sums, and of updates
+
+
+def in_all_lanes(_: Chunk, examples: Examples) -> list[list[int]]:
+    """As on a GPU."""
+    return [[examples.lanes] * examples.schedule.slices for _ in examples.slices]
 
 
 def test_sums_are_replayed_while_clipping_is_the_same(cuda: Recorder) -> None:

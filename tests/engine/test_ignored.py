@@ -10,10 +10,11 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.local_training import ladder
-from fedpriv.engine.metrics import metric
-from fedpriv.engine.task import Task, evaluate
+from fedpriv.engine.roads import Path
+from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
+from fedpriv.evaluation.held_out import evaluate
+from fedpriv.measures.metrics import metric
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, flat
@@ -27,35 +28,33 @@ IGNORED = -100
 
 
 class Own(nn.Module):
-    """A linear layer that the engine does not know, so that users train by `torch.func`."""
+    """Weights of its own, without a layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.randn(CLASSES, 3) / 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.w.T).movedim(-1, 1)
+        return (x @ self.w.T).transpose(1, -1)
 
 
-class Known(nn.Module):
-    """The same of a known layer."""
+class Layer(nn.Module):
+    """The same as a layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x).movedim(-1, 1)
+        return self.linear(x).transpose(1, -1)
 
 
-class Dropping(Known):
-    """Users of a model that draws train one at a time."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(functional.dropout(x, 1e-12, self.training))
+MODELS = {"alone": Layer, "together": Layer, "together, own weights": Own}
 
 
-MODELS = {"by torch.func": Own, "in layers": Known, "one at a time": Dropping}
+def transport_of(task: Task, store: UserStore, kind: str) -> InProcessTransport:
+    path: Path = "alone" if kind == "alone" else "together"
+    return InProcessTransport(task, store, CPU, 10**6, processes=1, path=path)
 
 
 def users_with(ignored: int, *, several: bool) -> UserStore:
@@ -96,9 +95,7 @@ def test_training_is_as_of_torchs_mean_over_targets(kind: str, ignored: int, sev
     torch.manual_seed(0)
     task = Task(MODELS[kind](), "cross-entropy", ignore_index=ignored)
     store = users_with(ignored, several=several)
-    transport = InProcessTransport(task, store, CPU, 10**5, processes=1)
-    batched = transport._trainer.batched is not None
-    assert batched == (kind == "in layers")
+    transport = transport_of(task, store, kind)
     request = request_under(task, LocalTraining(0.5, steps=3), len(SIZES), 8.0)
     layout, grid = request.clipping.layout, request.clipping.steps
     for user in range(len(SIZES)):
@@ -182,7 +179,7 @@ def test_private_metrics_are_of_targets_that_count(kind: str) -> None:
         metric("label-counts", classes=CLASSES, bound=90.0),
         replace(metric("task:own", radius=9.0), name="own"),
     )
-    transport = InProcessTransport(task, store, CPU, 10**5, processes=1)
+    transport = transport_of(task, store, kind)
     for user in (0, 2, 3, 4):
         request = request_for(task, metrics, [user])
         sums = request.clipping.layout.unflatten(
@@ -205,8 +202,8 @@ def test_private_metrics_are_of_targets_that_count(kind: str) -> None:
 
 
 def test_a_user_without_a_target_that_counts_gives_nothing_where_it_is_measured() -> None:
-    task = Task(Known(), "cross-entropy")
-    transport = InProcessTransport(task, users_with(IGNORED, several=True), CPU, 10**5, processes=1)
+    task = Task(Layer(), "cross-entropy")
+    transport = transport_of(task, users_with(IGNORED, several=True), "together")
     for each in (metric("accuracy"), metric("loss", bound=9.0)):
         assert not total_of(transport, request_for(task, (each,), [1])).any()
         assert total_of(transport, request_for(task, (each,), [0])).any()
@@ -216,7 +213,7 @@ def test_a_user_without_a_target_that_counts_gives_nothing_where_it_is_measured(
 def test_another_illegal_target_still_makes_a_user_count_as_zero(kind: str) -> None:
     task, store = Task(MODELS[kind](), "cross-entropy"), users_with(IGNORED, several=True)
     request = request_under(task, LocalTraining(0.5, steps=2), len(SIZES), 1.0)
-    transport = InProcessTransport(task, store, CPU, 10**5, processes=1)
+    transport = transport_of(task, store, kind)
     expected = total_of(transport, replace(request, users=np.array([0, 1, 3, 4])))
     store.fields["y"][store.rows_of(2)][0, 0] = -1
     np.testing.assert_array_equal(total_of(transport, request), expected)
@@ -226,11 +223,9 @@ def test_another_illegal_target_still_makes_a_user_count_as_zero(kind: str) -> N
 def test_what_others_ignore_moves_no_bit_of_a_user(kind: str) -> None:
     torch.manual_seed(0)
     task, store = Task(MODELS[kind](), "cross-entropy"), users_with(IGNORED, several=True)
-    sizes = ladder(np.array(SIZES))
-    assert len(set(sizes.tolist())) > 1
     metrics = (metric("accuracy"), metric("loss", bound=9.0))
     request = request_for(task, metrics, list(range(len(SIZES))))
-    transport = InProcessTransport(task, store, CPU, 10**5, processes=1)
+    transport = transport_of(task, store, kind)
     alone = [
         total_of(transport, replace(request, users=np.array([user]))) for user in request.users
     ]

@@ -1,8 +1,6 @@
-"""Words beyond an embedding, of users who train in lanes of `torch.func`, reach nobody else."""
+"""Words beyond an embedding reach nobody else, on either road."""
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,20 +10,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine import local_training
+from fedpriv.engine.roads import Path
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.local import SGD
-from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import RoundRequest
-from tests.engine.everyone import total_of
+from tests.engine.everyone import alone, request_under, total_of
 
-WORDS, PEOPLE, ROWS = 20, 12, 4
+CPU, WORDS, PEOPLE, ROWS = torch.device("cpu"), 20, 12, 4
 
 
 class TwoInputs(nn.Module):
-    """Numbers beside words; its users train in lanes of `torch.func`, as those below do."""
+    """Numbers beside words."""
 
     def __init__(self, look_up: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -63,7 +58,7 @@ class Tied(nn.Module):
 
 
 class Filled(nn.Module):
-    """Of the functions of torch that take indices, another that reaches into other lanes."""
+    """Takes indices in another way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +88,7 @@ WITH_NUMBERS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "aten": lambda word, table: torch.ops.aten.embedding(table, word),
     "its overload": lambda word, table: torch.ops.aten.embedding.default(table, word),
 }
-ALONE: Mapping[str, Callable[[], nn.Module]] = {
+OTHERS: Mapping[str, Callable[[], nn.Module]] = {
     "computed": Computed,
     "tied": Tied,
     "filled": Filled,
@@ -101,7 +96,10 @@ ALONE: Mapping[str, Callable[[], nn.Module]] = {
 }
 
 
-def sums_of(name: str) -> tuple[np.ndarray, list[np.ndarray]]:
+TOGETHER = ("functional", "padded", "computed", "tied")
+
+
+def sums_of(name: str, path: Path) -> tuple[np.ndarray, list[np.ndarray]]:
     """Of all users, of whom four have illegal words, and of each alone."""
     torch.manual_seed(0)
     rng, rows = np.random.default_rng(0), PEOPLE * ROWS
@@ -115,33 +113,27 @@ def sums_of(name: str) -> tuple[np.ndarray, list[np.ndarray]]:
         model: nn.Module = TwoInputs(WITH_NUMBERS[name])
         fields |= {"number": rng.standard_normal((rows, 5)).astype(np.float32), "word": words}
     else:
-        model = ALONE[name]()
+        model = OTHERS[name]()
         fields["word"] = words.astype(np.float32) if name == "computed" else words
     inputs = ("number", "word") if name in WITH_NUMBERS else "word"
     task = Task(model, cross_entropy, inputs=inputs)
     store = UserStore(fields, np.arange(PEOPLE + 1) * ROWS)
-    transport = InProcessTransport(task, store, torch.device("cpu"), 2**20, processes=1)
-    layout = Layout.of(task.parameters())
-    clipping, local = Clipping(layout, flat(layout, 0.5)), SGD(0.5, steps=2)
-    everyone = np.arange(PEOPLE)
-    request = RoundRequest("run", 0, 0, task.parameters(), clipping, local, everyone, bytes(32))
-    each = [total_of(transport, replace(request, users=everyone[[user]])) for user in everyone]
+    transport = InProcessTransport(task, store, CPU, 2**20, processes=1, path=path)
+    request = request_under(task, SGD(0.5, steps=2), PEOPLE, 0.5)
+    each = [alone(transport, request, user) for user in range(PEOPLE)]
     return total_of(transport, request), each
 
 
-@pytest.mark.parametrize("name", [*WITH_NUMBERS, *ALONE])
-def test_illegal_words_change_no_other_user(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    total, each = sums_of(name)
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        *((name, "alone") for name in ("padded", "computed", "filled", "shortened")),
+        *((name, "together") for name in TOGETHER),
+        *((name, "auto") for name in (*WITH_NUMBERS, *OTHERS) if name not in TOGETHER),
+    ],
+)
+def test_illegal_words_change_no_other_user(name: str, path: Path) -> None:
+    total, each = sums_of(name, path)
     np.testing.assert_array_equal(total, sum(each))
     nothing = {user for user, own in enumerate(each) if not own.any()}
     assert nothing == ({2, 5, 9} if name == "filled" else {2, 5, 8, 9})  # −1 fills the last row
-    assert ("one at a time" in caplog.text) == (name in ("filled", "shortened"))
-
-
-def test_a_function_that_reaches_into_other_lanes_is_noticed_though_it_is_not_known(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(local_training, "OwnTables", nullcontext)
-    total, each = sums_of("functional")
-    np.testing.assert_array_equal(total, sum(each))
-    assert "one at a time" in caplog.text

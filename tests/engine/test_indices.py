@@ -12,7 +12,6 @@ from torch import nn
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine.indices import Indices
-from fedpriv.engine.local_training import Rung
 from fedpriv.engine.task import Task, called, cross_entropy
 from fedpriv.engine.trainer import Chunk, Trainer
 from fedpriv.privacy.round import LocalTraining
@@ -134,11 +133,10 @@ def test_on_a_device_they_count_as_zero_before_it_is_asked() -> None:
     task = Task(Table(), cross_entropy)
     request = request_under(task, LocalTraining(0.1, epochs=1), 2, 0.3)
     with without_autocast():
-        trainer = Trainer(task, store, None, DEVICE, 2**20, "float32", observed=False, naming=True)
-        with on_device(may_wait=True):
-            start = trainer.begin(request)
-        chunk = Chunk(Rung(1, 1, 0, padded=False), 2, together=True, users=np.arange(2))
-        found = trainer.sum_of(request, start, chunk)
+        trainer = Trainer(task, store, None, DEVICE, 2**20, "float32", naming=True)
+        for chunk in (Chunk(np.arange(2), (2,)), Chunk(np.zeros(1, np.int64))):
+            with on_device(may_wait=True):
+                found = trainer.sum_of(request, [chunk])
     assert not found.partial.total.any()
     assert found.dropped is not None
     assert found.dropped.user == 0

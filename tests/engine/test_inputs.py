@@ -1,7 +1,7 @@
 """Models with several inputs: the same as with all of it in one, and users keep apart."""
 
+import pathlib
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +11,12 @@ from torch import Tensor, nn
 import fedpriv
 from fedpriv.data.population import UserStore
 from fedpriv.engine.checks import check_task
-from fedpriv.engine.metrics import metric
-from fedpriv.engine.task import Task, evaluate
+from fedpriv.engine.roads import Path
+from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, ModelError
+from fedpriv.evaluation.held_out import evaluate
+from fedpriv.measures.metrics import metric
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, RoundRequest
@@ -67,29 +69,29 @@ def request_for(task: Task) -> RoundRequest:
     return RoundRequest("run", 0, 0, parameters, clipping, local, users, bytes(32), metrics)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_several_inputs_train_and_measure_as_one(processes: int) -> None:
+@pytest.mark.parametrize(("path", "processes"), [("alone", 1), ("together", 2)])
+def test_several_inputs_train_and_measure_as_one(path: Path, processes: int) -> None:
     several, one = tasks()
     columns = columns_of(sum(SIZES))
     found, expected = (
         total_of(
-            InProcessTransport(task, store_of(rows), CPU, 100_000, processes=processes),
+            InProcessTransport(task, store_of(rows), CPU, 10**6, processes=processes, path=path),
             request_for(task),
         )
         for task, rows in ((several, columns), (one, joined(columns)))
     )
     assert expected.any()
-    # One input is told apart by known layers, several by torch.func, which round differently.
     np.testing.assert_allclose(found, expected, atol=3e-6 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("path", ["alone", "together"])
 @pytest.mark.parametrize("model", [Masked, Dropping])
-def test_users_keep_apart(model: type[nn.Module]) -> None:
+def test_users_keep_apart(model: type[nn.Module], path: Path) -> None:
     torch.manual_seed(0)
     task, store = Task(model(), inputs=NAMES), store_of(columns_of(sum(SIZES)))
     store.fields["input_ids"][store.rows_of(1)][0, 0] = WORDS  # no word: it counts as zero
     request = request_for(task)
-    transport = InProcessTransport(task, store, CPU, 100_000, processes=1)
+    transport = InProcessTransport(task, store, CPU, 100_000, processes=1, path=path)
     alone = [total_of(transport, replace(request, users=np.array([u]))) for u in request.users]
     assert [bool(each.any()) for each in alone] == [True, False, True, True]
     np.testing.assert_array_equal(total_of(transport, request), sum(alone))
@@ -125,10 +127,10 @@ class Leaking(Masked):
 
 def test_a_model_that_mixes_one_of_its_inputs_is_refused() -> None:
     with pytest.raises(ModelError, match="mix examples"):
-        check_task(Task(Leaking(), inputs=NAMES), columns_of(4))
+        check_task(Task(Leaking(), inputs=NAMES), columns_of(4), apart=True)
 
 
-def test_a_population_of_several_inputs_is_simulated(tmp_path: Path) -> None:
+def test_a_population_of_several_inputs_is_simulated(tmp_path: pathlib.Path) -> None:
     columns, ids = columns_of(60), np.arange(60) // 3
     x = {name: columns[name] for name in NAMES}
     few = {name: column[:9] for name, column in x.items()}

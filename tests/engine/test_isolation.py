@@ -1,34 +1,34 @@
 """One user moves one vector, and nothing else: the in-process transport, alone and in processes."""
 
 import gc
-import logging
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine import layers
-from fedpriv.engine import trainer as trainer_module
-from fedpriv.engine.local_training import Examples, Rung, by_rung
-from fedpriv.engine.task import RoundParameters, Task, called, cross_entropy
-from fedpriv.engine.trainer import Chunk, Trainer
+from fedpriv.engine.roads import Path
+from fedpriv.engine.task import Task, called, cross_entropy
+from fedpriv.engine.trainer import AnyExamples, Chunk, Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import ModelError
-from fedpriv.local import AdamW
+from fedpriv.local import SGD
 from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.clipping_torch import Updates
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, RoundRequest
 from tests.engine.everyone import alone, request_under, torch_threads, total_of, users_of
 from tests.isolation import (
+    ALONE,
     LOCALS,
     MODELS,
     READERS,
@@ -45,46 +45,32 @@ from tests.isolation import (
 
 CPU = torch.device("cpu")
 MEMORY = 2**22
-LITTLE = 100_000  # in which dozens of lanes are examined, and not hundreds
+
+roads = st.sampled_from([("auto", 4), ("auto", 40), ("alone", 40)])
+"""Which road is asked for, and the cohort that is expected, from which chunks follow."""
 
 
 def transport_of(
     plan: Plan,
     users: list[User],
+    road: tuple[Path, int] = ("auto", 12),
     hosted: np.ndarray | None = None,
     processes: int = 1,
-    memory: int = MEMORY,
 ) -> InProcessTransport:
-    store = store_of(users, words=plan.model in READERS)
-    task = task_of(plan.model)
-    return InProcessTransport(task, store, CPU, memory, hosted, processes=processes)
+    labels = np.uint8 if plan.model == "spelled" else np.int64
+    store = store_of(users, plan.model in READERS, labels)
+    (path, cohort), task = road, task_of(plan.model)
+    return InProcessTransport(
+        task, store, CPU, MEMORY, hosted, processes=processes, path=path, cohort=cohort, timed=False
+    )
 
 
-def test_digests_tell_any_bits_apart_but_those_of_nan() -> None:
-    rows = np.random.default_rng(0).standard_normal((6, 9)).astype(np.float32)
-    rows[1] = rows[0]
-    rows.view(np.uint32)[1, 8] ^= 1
-    rows[2] = rows[0]
-    rows.view(np.uint32)[2, 3] ^= 2**31
-    rows[3:5, 4] = np.array([0x7FC00000, 0xFF812345], np.uint32).view(np.float32)
-    rows[4, :4], rows[4, 5:] = rows[3, :4], rows[3, 5:]
-    rows[5, 0] = np.inf
-    factors = np.random.default_rng(1).integers(-(2**63), 2**63, (2, 9))
-    found = trainer_module._digests(torch.from_numpy(rows.copy()), factors)
-    assert len({*found}) == 5
-    assert found[3] == found[4]
-    for row in (0, 1, 2, 5):
-        words = rows[row].view(np.int32).tolist()
-        sums = [sum(w * f for w, f in zip(words, each, strict=True)) for each in factors.tolist()]
-        assert found[row] == b"".join((s % 2**64).to_bytes(8, "little") for s in sums)
-
-
-@settings(max_examples=3, deadline=None)
-@given(plans, people(20, 16), st.data())
+@settings(max_examples=6, deadline=None)
+@given(plans, people(24, 60), roads, st.data())
 def test_a_sum_is_that_of_what_each_user_gives_alone(
-    plan: Plan, users: list[User], data: st.DataObject
+    plan: Plan, users: list[User], road: tuple[Path, int], data: st.DataObject
 ) -> None:
-    request, transport = request_of(plan, len(users)), transport_of(plan, users)
+    request, transport = request_of(plan, len(users)), transport_of(plan, users, road)
     everyone = range(len(users))
     together = total(transport, request, everyone)
     one = data.draw(st.sampled_from(everyone))
@@ -94,39 +80,46 @@ def test_a_sum_is_that_of_what_each_user_gives_alone(
     np.testing.assert_array_equal(together - without, own)
     # Who is enrolled elsewhere, or nowhere, makes no difference.
     some = sorted(data.draw(st.sets(st.sampled_from(everyone))) | {one})
-    elsewhere = transport_of(plan, [users[user] for user in some], np.array(some))
+    elsewhere = transport_of(plan, [users[user] for user in some], road, np.array(some))
     np.testing.assert_array_equal(total(elsewhere, request, [one]), own)
     np.testing.assert_array_equal(
         total(elsewhere, request, everyone), sum(total(transport, request, [u]) for u in some)
     )
 
 
-# Each model with two ways to train. The first of each try every way already; the others are slow.
+# Each model, and each way to train, is in one of those that are not slow.
 PAIRS = [
     pytest.param(model, LOCALS[(i + j) % len(LOCALS)], marks=[pytest.mark.slow] if j else [])
     for i, model in enumerate(sorted(MODELS))
-    for j in (0, 4)
+    for j in range(len(LOCALS))
 ]
 
 
 @pytest.mark.parametrize(("model", "local"), PAIRS, ids=str)
 def test_each_of_many_users_gives_what_it_gives_alone(model: str, local: LocalTraining) -> None:
+    """On both roads, of Pareto sizes."""
     rng = np.random.default_rng(0)
-    kinds = ["normal"] * 18 + ["nan", "illegal", "cancelling", "every label", "huge", "subnormal"]
-    sizes = rng.choice([0, 1, 8, 17], len(kinds))  # shapes are few, as each is tried first
+    kinds = ["normal"] * 12 + ["nan", "illegal", "cancelling", "every label", "huge", "subnormal"]
+    sizes = np.minimum((4.0 * rng.pareto(1.0, len(kinds))).astype(int), 90)
     users = [User(kind, int(n), i) for i, (kind, n) in enumerate(zip(kinds, sizes, strict=True))]
     plan = Plan(model, "per-layer", "weights", local, adaptive=True, measured=True, norm=0.3)
-    request, transport = request_of(plan, len(users)), transport_of(plan, users, memory=LITTLE)
-    expected = sum(total(transport, request, [user]) for user in range(len(users)))
-    assert np.any(expected[:-1])
-    np.testing.assert_array_equal(total(transport, request, range(len(users))), expected)
+    request = request_of(plan, len(users))
+    for path in ("auto", "alone"):
+        transport = transport_of(plan, users, (path, 6))
+        road = transport.road(request)
+        assert bool(road.shapes) == (path == "auto" and model not in ALONE), road.why
+        expected = sum(total(transport, request, [user]) for user in range(len(users)))
+        assert np.any(expected[:-1])
+        np.testing.assert_array_equal(total(transport, request, range(len(users))), expected)
 
 
 @settings(max_examples=3, deadline=None)
-@given(plans, people(300, 100), st.integers(0, 299))
-def test_one_user_of_hundreds_moves_its_own_vector(plan: Plan, users: list[User], one: int) -> None:
+@given(plans, people(300, 100), st.integers(0, 299), roads)
+def test_one_user_of_hundreds_moves_its_own_vector(
+    plan: Plan, users: list[User], one: int, road: tuple[Path, int]
+) -> None:
     one %= len(users)
-    request, transport = request_of(plan, len(users)), transport_of(plan, users)
+    request, transport = request_of(plan, len(users)), transport_of(plan, users, road)
     others = [user for user in range(len(users)) if user != one]
     own = total(transport, request, [one])
     moved = total(transport, request, range(len(users))) - total(transport, request, others)
@@ -134,103 +127,62 @@ def test_one_user_of_hundreds_moves_its_own_vector(plan: Plan, users: list[User]
     assert_bounded(request, own)
 
 
-@pytest.mark.parametrize("model", ["mlp", "own", "dropout"])
+@pytest.mark.parametrize(
+    "local", [SGD(0.1, epochs=1), SGD(0.1, batch_size=5_000, epochs=1)], ids=str
+)
+def test_a_user_of_a_hundred_thousand_rows_moves_its_own_vector(local: LocalTraining) -> None:
+    task = Task(nn.Linear(6, 3), cross_entropy)
+    transport = InProcessTransport(
+        task, users_of([3, 100_000, 7, 0, 3]), CPU, MEMORY, processes=1, timed=False
+    )
+    assert transport.road(request_under(task, local, 5, 0.3)).shapes
+    assert_own_vector(transport, request_under(task, local, 5, 0.3), 1)
+
+
+def test_others_who_take_more_steps_change_no_bit() -> None:
+    """Also where layers learn without weights, and room is made for the steps of all."""
+    task, sizes = Task(nn.Linear(6, 6000), cross_entropy), [3, 5, 6, 7] * 3 + [20]
+    transport = InProcessTransport(
+        task, users_of(sizes), CPU, MEMORY, processes=1, path="together", timed=False
+    )
+    request = request_under(task, SGD(0.5, batch_size=1, epochs=1), len(sizes), 1.0)
+    assert transport.road(request).way(transport._trainer, request.local, max(sizes), 1) == (0,)
+    expected = sum(alone(transport, request, user) for user in range(len(sizes)))
+    np.testing.assert_array_equal(total_of(transport, request), expected)
+
+
+@pytest.mark.parametrize("model", ["mlp", "own", "dropout", "packed"])
 def test_processes_give_the_same_sums(model: str) -> None:
     users = [User("normal", n, i) for i, n in enumerate([5, 1, 30, 8, 8, 8, 5, 1, 0] * 2)]
     users[7], users[12] = User("nan", 8, 0), User("illegal", 5, 0)
     plan = Plan(model, "joint", "floor", LOCALS[0], adaptive=True, measured=True, norm=0.3)
-    request = request_of(plan, len(users))
-    expected = total(transport_of(plan, users, memory=LITTLE), request, range(len(users)))
+    request, one_process = request_of(plan, len(users)), transport_of(plan, users)
+    expected = total(one_process, request, range(len(users)))
     with torch_threads(2):
-        side_by_side = transport_of(plan, users, processes=2, memory=LITTLE)
+        side_by_side = transport_of(plan, users, processes=2)
         np.testing.assert_array_equal(total(side_by_side, request, range(len(users))), expected)
         assert len(multiprocessing.active_children()) == 2
-        one = total(side_by_side, request, [4])
         np.testing.assert_array_equal(
-            one, total(transport_of(plan, users, memory=LITTLE), request, [4])
+            total(side_by_side, request, [4]), total(one_process, request, [4])
         )
     del side_by_side
     gc.collect()
     assert not multiprocessing.active_children()
 
 
-# Of known layers; those of the other models are among them.
-@pytest.mark.parametrize("model", ["mlp", "cnn", "transformer", "adapters"])
-def test_torchs_own_products_keep_users_apart_side_by_side(
-    model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(layers, "numpy_is_faster", lambda: False)
-    users = [User("normal", n, i) for i, n in enumerate([5, 5, 8, 8, 17, 5] * 3)]
-    plan = Plan(model, "flat", "equal", LOCALS[0], adaptive=False, measured=True, norm=0.3)
-    request, transport = request_of(plan, len(users)), transport_of(plan, users, memory=LITTLE)
-    together = total(transport, request, range(len(users)))
-    expected = sum(total(transport, request, [user]) for user in range(len(users)))
-    np.testing.assert_array_equal(together, expected)
-    assert "one at a time" not in caplog.text
-
-
-def test_users_whose_images_are_convolved_at_once_are_apart(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    users = [User("normal", n, i) for i, n in enumerate([1, 2, 1, 5, 1] * 7)]
-    plan = Plan("cnn", "flat", "equal", LocalTraining(1.0, steps=1), False, False, 0.3)
-    request, transport = request_of(plan, len(users)), transport_of(plan, users)
-    together = total(transport, request, range(len(users)))
-    alone = [total(transport, request, [user]) for user in range(len(users))]
-    np.testing.assert_array_equal(together, sum(alone))
-    assert all(own.any() for own in alone)
-    assert "one at a time" not in caplog.text
-
-
-@pytest.mark.parametrize(
-    "model", ["linear", "mlp", "cnn", "transformer", "adapters", "frozen-trunk"]
-)
-def test_few_users_of_a_model_of_known_layers_take_few_lanes(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Their products are cut into pieces of one size, so that a lane of few is like one of many.
-    users = [User("normal", 8, i) for i in range(3)]
-    plan = Plan(model, "flat", "equal", LOCALS[0], adaptive=False, measured=True, norm=0.3)
-    request, transport = request_of(plan, len(users)), transport_of(plan, users)
-    list(transport.collect(request))
-    lanes = lanes_seen(monkeypatch)
-    list(transport.collect(request))
-    moved = {name: p + np.float32(0.01) for name, p in request.parameters.items()}
-    later = replace(request, parameters=moved, users=request.users[:2])
-    list(transport.collect(later))  # a number that was not tried before, from another start
-    assert max(lanes) <= 8
-
-
 def plant(
-    monkeypatch: pytest.MonkeyPatch,
-    before: Callable[[Chunk, Examples], None] = lambda *_: None,
-    change: Callable[[Chunk, dict[str, torch.Tensor]], None] | None = None,
+    monkeypatch: pytest.MonkeyPatch, before: Callable[[Trainer, Chunk, AnyExamples], object]
 ) -> None:
-    """Do something before a chunk trains from now on, or change the updates that it makes."""
-    honest = Trainer._train
+    """Do something before a chunk trains from now on."""
+    honest = Trainer._moved
 
     def planted(
-        trainer: Trainer,
-        asked: RoundRequest,
-        start: RoundParameters,
-        chunk: Chunk,
-        examples: Examples,
-    ) -> object:
-        before(chunk, examples)
-        updates = honest(trainer, asked, start, chunk, examples)
-        if change is not None:
-            updates = {name: update[:] for name, update in updates.items()}
-            change(chunk, updates)
-        return updates
+        trainer: Trainer, asked: RoundRequest, start: Any, chunk: Chunk, examples: AnyExamples
+    ) -> Updates:
+        before(trainer, chunk, examples)
+        return honest(trainer, asked, start, chunk, examples)
 
-    monkeypatch.setattr(trainer_module.Trainer, "_train", planted)
-
-
-def lanes_seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of lanes of all chunks that train from now on."""
-    lanes: list[int] = []
-    plant(monkeypatch, lambda chunk, _: lanes.append(chunk.lanes))
-    return lanes
+    monkeypatch.setattr(Trainer, "_moved", planted)
 
 
 # Attacks on data chosen by an enemy.
@@ -252,8 +204,8 @@ def one_image_under_every_label() -> tuple[InProcessTransport, RoundRequest, int
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
     task = Task(model, cross_entropy)
-    request = request_under(task, LocalTraining(1.0, epochs=1), others + 1, 1e-3)
-    return InProcessTransport(task, store, CPU, MEMORY, processes=1), request, others
+    request = request_under(task, SGD(1.0, epochs=1), others + 1, 1e-3)
+    return InProcessTransport(task, store, CPU, MEMORY, processes=1, timed=False), request, others
 
 
 def assert_own_vector(transport: InProcessTransport, request: RoundRequest, one: int) -> None:
@@ -295,8 +247,8 @@ def test_an_illegal_label_moves_nothing() -> None:
 def assert_the_fifth_alone_counts_as_zero(task: Task, x: np.ndarray, y: np.ndarray) -> None:
     """Of twelve users with two rows each; the others add what they add alone."""
     store = UserStore({"x": x, "y": y}, np.arange(0, 25, 2))
-    transport = InProcessTransport(task, store, CPU, 2**22, processes=1)
-    request = request_under(task, LocalTraining(0.5, steps=2), 12, 1.0)
+    transport = InProcessTransport(task, store, CPU, 2**22, processes=1, timed=False)
+    request = request_under(task, SGD(0.5, steps=2), 12, 1.0)
     each = [alone(transport, request, user) for user in range(12)]
     assert [user for user, own in enumerate(each) if not own.any()] == [4]
     np.testing.assert_array_equal(total_of(transport, request), sum(each))
@@ -385,9 +337,9 @@ def test_chaotic_training_moves_one_vector() -> None:
     store = UserStore({"x": x, "y": rng.integers(0, 10, len(x))}, np.cumsum([0, *sizes]))
     torch.manual_seed(0)
     task = Task(nn.Sequential(nn.Linear(64, 10)), cross_entropy)
-    local = LocalTraining(30.0, batch_size=5, epochs=100)
+    local = SGD(30.0, batch_size=5, epochs=100)
     request = request_under(task, local, len(sizes), 0.5)
-    transport = InProcessTransport(task, store, CPU, 2**24, processes=1)
+    transport = InProcessTransport(task, store, CPU, 2**24, processes=1, timed=False)
     assert_own_vector(transport, request, 20)
     assert_own_vector(transport, request, 3)
 
@@ -430,30 +382,25 @@ def test_what_the_caller_has_set_changes_no_bit(model: str, around: type[nullcon
     users = [User("normal", 8, i) for i in range(9)] + [User("subnormal", 8, 0)]
     plan = Plan(model, "flat", "equal", LOCALS[0], adaptive=False, measured=True, norm=0.3)
     request = request_of(plan, len(users))
-    expected = total(transport_of(plan, users, memory=LITTLE), request, range(len(users)))
+    expected = total(transport_of(plan, users), request, range(len(users)))
     with torch_threads(1), around():
-        transport = transport_of(plan, users, memory=LITTLE)
+        transport = transport_of(plan, users)
         found = total(transport, request, range(len(users)))
     np.testing.assert_array_equal(found, expected)
+
+
+def transport_and_request(model: nn.Module) -> tuple[InProcessTransport, RoundRequest]:
+    task = Task(model, cross_entropy)
+    transport = InProcessTransport(task, users_of([4] * 12), CPU, MEMORY, processes=1, timed=False)
+    return transport, request_under(task, SGD(0.1, batch_size=2, epochs=1), 12, 0.3)
 
 
 def test_later_rounds_compute_with_as_many_threads_as_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     transport, request = transport_and_request(nn.Linear(6, 3))
-    honest, threads = Trainer._train, []
-
-    def watched(
-        trainer: Trainer,
-        asked: RoundRequest,
-        start: RoundParameters,
-        chunk: Chunk,
-        examples: object,
-    ) -> object:
-        threads.append(torch.get_num_threads())
-        return honest(trainer, asked, start, chunk, examples)
-
-    monkeypatch.setattr(trainer_module.Trainer, "_train", watched)
+    threads: list[int] = []
+    plant(monkeypatch, lambda *_: threads.append(torch.get_num_threads()))
     for count in (2, 3, 1):
         with torch_threads(count):
             list(transport.collect(request))
@@ -465,7 +412,7 @@ def test_dropout_is_by_each_users_own_key() -> None:
     users = [User("normal", 1, 0)] * 3
     plan = Plan("dropout", "flat", "equal", LOCALS[1], adaptive=False, measured=False, norm=100.0)
     request, transport = request_of(plan, 3), transport_of(plan, users)
-    same = replace(request, local=LocalTraining(0.1, steps=8))  # one example: no order to draw
+    same = replace(request, local=SGD(0.1, steps=8))  # one example: no order to draw
     found = [total(transport, same, [user]).tolist() for user in range(3)]
     assert len({tuple(each) for each in found}) == 3  # of one and the same data
     again = [total(transport, same, [user]).tolist() for user in range(3)]
@@ -528,173 +475,25 @@ def test_what_a_model_keeps_of_its_inputs_is_not_in_the_task(inner: nn.Module, r
     assert not hasattr(model, "last")
 
 
-# The examination of shapes.
+# Users who fail.
 
 
-class Placed(nn.Module):
-    """What an example gives depends, by rounding, on its place among those beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(len(x), device=x.device, dtype=x.dtype)
-        return self.layer(x) * (1.0 + 2.0**-20 * (places % 7))[:, None]
-
-
-class Seeing(nn.Module):
-    """What an example gives depends on whether all others are finite."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(6, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.w * (1.0 if bool(torch.isfinite(x).all()) else 1.0 + 2.0**-20)
-
-
-class Noisy(nn.Module):
-    """Draws numbers that no seed of torch decides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-        self.rng = np.random.default_rng()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) * float(self.rng.uniform(0.5, 1.5))
-
-
-def transport_and_request(model: nn.Module) -> tuple[InProcessTransport, RoundRequest]:
-    task = Task(model, cross_entropy)
-    sizes = [4] * 12
-    transport = InProcessTransport(task, users_of(sizes), CPU, MEMORY, processes=1)
-    local = LocalTraining(0.1, batch_size=2, epochs=1)
-    return transport, request_under(task, local, len(sizes), 0.3)
-
-
-@pytest.mark.parametrize("model", [Placed, Seeing])
-def test_users_whose_bits_depend_on_others_train_one_at_a_time(
-    model: type[nn.Module], caplog: pytest.LogCaptureFixture
-) -> None:
-    torch.manual_seed(0)
-    transport, request = transport_and_request(model())
-    with caplog.at_level(logging.WARNING):
-        partials = list(transport.collect(request))
-        # In another shape, of which nothing more is said.
-        list(transport.collect(replace(request, local=replace(request.local, epochs=2))))
-    assert [partial.users for partial in partials] == [1] * 12
-    (record,) = [r for r in caplog.records if r.name == trainer_module.__name__]
-    assert record.getMessage() == (
-        "some users train one at a time: side by side, what one gets would depend on others"
-    )
-    transport.users.fields["x"][transport.users.rows_of(3)] = np.nan
-    assert_own_vector(transport, request, 3)
-    assert_own_vector(transport, request, 5)
-
-
-@pytest.mark.parametrize(
-    "local",
-    [
-        LocalTraining(1e-4, steps=60, proximal=1000.0),
-        AdamW(1e-4, steps=60, weight_decay=1000.0),
-    ],
-    ids=["proximal", "decay"],
-)
-def test_users_are_tried_where_they_stay_finite(local: LocalTraining) -> None:
-    # At a larger rate their numbers are NaN in the end, in any place and beside anyone.
-    torch.manual_seed(0)
-    transport, request = transport_and_request(Placed())
-    transport, request = replace(transport, chunk_memory=LITTLE), replace(request, local=local)
-    alone = [total_of(transport, replace(request, users=request.users[[u]])) for u in range(12)]
-    assert all(own.any() for own in alone)
-    np.testing.assert_array_equal(total_of(transport, request), sum(alone))
-
-
-def test_training_that_does_not_repeat_is_refused() -> None:
-    transport, request = transport_and_request(Noisy())
-    with pytest.raises(ModelError, match="training the same user twice gives two results"):
-        list(transport.collect(request))
-
-
-def test_a_model_that_cannot_train_is_refused_before_any_user_does() -> None:
-    class Raising(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if torch.is_grad_enabled():
-                raise RuntimeError("no gradient")
-            return super().forward(x)
-
-    transport, request = transport_and_request(Raising(6, 3))
-    with pytest.raises(ModelError, match="cannot be trained with float32 activations: no gradient"):
-        list(transport.collect(request))
-
-
-@pytest.mark.parametrize("edge", [0, 5, 11])
-def test_a_planted_difference_at_one_place_is_found(
-    edge: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One lane of a shape computes otherwise, by its last bit."""
-    transport, request = transport_and_request(nn.Linear(6, 3))
-
-    def change(chunk: Chunk, updates: dict[str, torch.Tensor]) -> None:
-        if chunk.lanes > edge and chunk.together:
-            updates["weight"][edge] *= 1.0 + 2.0**-23
-
-    plant(monkeypatch, change=change)
-    assert {partial.users for partial in transport.collect(request)} == {1}
-
-
-def test_a_planted_difference_beside_what_is_not_finite_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Lanes compute otherwise, by their last bit, where one of them is not finite."""
-    transport, request = transport_and_request(nn.Linear(6, 3))
-
-    def change(chunk: Chunk, updates: dict[str, torch.Tensor]) -> None:
-        if chunk.together and not torch.isfinite(updates["weight"]).all():
-            updates["weight"] *= 1.0 + 2.0**-23
-
-    plant(monkeypatch, change=change)
-    assert {partial.users for partial in transport.collect(request)} == {1}
-
-
-def test_a_number_of_lanes_with_other_bits_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    transport, request = transport_and_request(nn.Linear(6, 3))
-    fewest = transport._trainer.lanes_for(12, Rung(2, 2, 0, padded=False))
-    seen: list[int] = []
-
-    def change(chunk: Chunk, updates: dict[str, torch.Tensor]) -> None:
-        seen.append(chunk.lanes)
-        if chunk.lanes == fewest:
-            updates["weight"] *= 1.0 + 2.0**-23
-
-    plant(monkeypatch, change=change)
-    (partial,) = transport.collect(request)
-    assert partial.users == 12
-    assert fewest in seen
-    taken = seen[-1]
-    assert fewest < taken < max(seen)
-    seen.clear()
-    list(transport.collect(request))
-    assert seen == [taken]  # what was found out is remembered
-
-
+@pytest.mark.parametrize("path", ["alone", "together"])
 @pytest.mark.parametrize("broken", [[3], [0, 1], list(range(11)), list(range(12))])
-def test_whoever_fails_is_tried_in_the_same_shape(
-    broken: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_who_fails_counts_as_zero_and_nobody_else_does(
+    broken: list[int], path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     transport, request = transport_and_request(nn.Linear(6, 3))
-    list(transport.collect(request))
+    transport = replace(transport, path=path)
+    each = [alone(transport, request, user) for user in range(12)]
     for user in broken:
         transport.users.fields["y"][transport.users.rows_of(user)] = 99
-    lanes = lanes_seen(monkeypatch)
     partials = list(transport.collect(request))
+    expected = sum((each[u] for u in range(12) if u not in broken), start=np.zeros_like(each[0]))
+    np.testing.assert_array_equal(sum(partial.total for partial in partials), expected)
     assert sum(partial.users for partial in partials) == 12 - len(broken)
-    assert len(set(lanes)) == 1
-    assert len(lanes) <= 2 * 12
-    messages = [record.getMessage() for record in caplog.records]
-    assert messages == ["a user counts as zero: training raised IndexError"] * len(broken)
+    messages = {record.getMessage() for record in caplog.records}
+    assert messages == {"a user counts as zero: training raised IndexError"}
 
 
 @pytest.mark.parametrize("raised", [MemoryError, torch.OutOfMemoryError])
@@ -704,81 +503,36 @@ def test_a_user_for_whom_memory_is_short_is_a_zero(
     transport, request = transport_and_request(nn.Linear(6, 3))
     expected = total_of(transport, replace(request, users=request.users[1:]))
 
-    def fail(chunk: Chunk, examples: Examples) -> None:
-        if examples.store is transport.users and 0 in chunk.users:
+    def fail(trainer: Trainer, chunk: Chunk, examples: AnyExamples) -> None:
+        if examples.store is trainer.users and 0 in chunk.users:
             raise raised("too little")
 
     plant(monkeypatch, fail)
     np.testing.assert_array_equal(total_of(transport, request), expected)
 
 
-def test_a_rung_for_which_memory_is_short_is_a_zero_and_others_are_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    task = Task(nn.Linear(6, 3), cross_entropy)
-    transport = InProcessTransport(task, users_of([4] * 5 + [64]), CPU, MEMORY, processes=1)
-    request = request_under(task, LocalTraining(0.1, epochs=1), 6, 0.3)
-    expected = total_of(transport, replace(request, users=request.users[:5]))
-
-    def fail(chunk: Chunk, examples: Examples) -> None:
-        if chunk.rung.width >= 64:
-            raise MemoryError
-
-    plant(monkeypatch, fail)
-    np.testing.assert_array_equal(total_of(transport, request), expected)
-
-
-class AtMost32(nn.Linear):
+class AtMost32(nn.Module):
     """Fails as torch does on a CPU where memory is short: by no error of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if len(x) > 32:
             raise RuntimeError("can't allocate memory")
-        return super().forward(x)
+        return self.layer(x)
 
 
 def test_one_user_with_too_many_examples_does_not_end_the_round() -> None:
-    task = Task(AtMost32(6, 3), cross_entropy)
-    transport = InProcessTransport(task, users_of([4] * 5 + [64]), CPU, MEMORY, processes=1)
-    request = request_under(task, LocalTraining(0.1, epochs=1), 6, 0.3)
+    task = Task(AtMost32(), cross_entropy)
+    transport = InProcessTransport(
+        task, users_of([4] * 5 + [64]), CPU, MEMORY, processes=1, path="alone"
+    )
+    request = request_under(task, SGD(0.1, epochs=1), 6, 0.3)
     expected = total_of(transport, replace(request, users=request.users[:5]))
     assert np.any(expected)
     np.testing.assert_array_equal(total_of(transport, request), expected)
-
-
-def test_a_model_that_does_not_repeat_is_refused_though_a_size_fails() -> None:
-    class Both(AtMost32):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            drawn = torch.tensor(np.random.default_rng().random(), dtype=torch.float32)
-            return super().forward(x) * drawn
-
-    transport = InProcessTransport(Task(Both(6, 3)), users_of([64]), CPU, MEMORY, processes=1)
-    request = request_under(transport.task, LocalTraining(0.1, epochs=1), 1, 0.3)
-    with pytest.raises(ModelError, match="training the same user twice gives two results"):
-        list(transport.collect(request))
-
-
-@given(st.integers(1, 300), st.sampled_from(LOCALS), st.booleans())
-@example(300, LocalTraining(0.1, batch_size=7, epochs=3, max_examples=13), True)
-def test_random_users_are_on_the_rung_that_they_stand_for(
-    size: int, local: LocalTraining, measured: bool
-) -> None:
-    ((rung, _),) = by_rung(np.array([size]), local, measured=measured)
-    sizes = trainer_module._sizes_on(rung, local, 9)
-    assert sizes.shape == (9,)
-    for found, _ in by_rung(sizes, local, measured=measured):
-        assert found == rung
-
-
-def test_lanes_follow_from_the_rung_and_not_from_who_is_there() -> None:
-    task = Task(nn.Linear(6, 3), cross_entropy)
-    few, many = (
-        InProcessTransport(task, users_of(sizes), CPU, MEMORY, processes=1)
-        for sizes in ([4] * 3, [4] * 300 + [5000])
-    )
-    request = request_under(task, LocalTraining(0.1, epochs=1), 3, 0.3)
-    rung = Rung(1, 4, 0, padded=False)
-    assert few._trainer.most_lanes(request, rung) == many._trainer.most_lanes(request, rung)
 
 
 @pytest.fixture(autouse=True)
@@ -802,3 +556,13 @@ def test_any_clipping_norm_keeps_users_apart(norm: float) -> None:
     for part in parts:
         assert_bounded(request, part)
     np.testing.assert_array_equal(total(transport, request, range(len(users))), sum(parts))
+
+
+@pytest.mark.parametrize("path", ["alone", "auto"])
+def test_a_user_of_many_rows_moves_no_more_than_the_cap_allows(path: Path) -> None:
+    plan = Plan("linear", "flat", "weights", LOCALS[0], adaptive=False, measured=False, norm=1e-3)
+    request = request_of(plan, 1)
+    own = total(transport_of(plan, [User("normal", 40, 0)], (path, 12)), request, [0])
+    assert own[:-1].any()
+    assert own[-1] == request.clipping.weight_cap
+    assert_bounded(request, own)

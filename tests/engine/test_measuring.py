@@ -1,4 +1,4 @@
-"""Metrics of a chunk against one user at a time, in plain Python."""
+"""Metrics of users, on both roads, against one at a time in plain Python."""
 
 import copy
 from dataclasses import replace
@@ -10,10 +10,11 @@ from torch import nn
 from torch.nn import functional
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.metrics import metric
+from fedpriv.engine.roads import Path
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
+from fedpriv.measures.metrics import metric
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, VectorGroup
@@ -21,6 +22,7 @@ from fedpriv.privacy.round import LocalTraining, RoundRequest
 from tests.engine.everyone import total_of, users_of
 
 CPU = torch.device("cpu")
+PATHS: tuple[Path, ...] = ("alone", "together")
 SIZES = [5, 0, 1, 12, 7, 3, 30, 2]
 CLASSES = 3
 UPDATE = VectorGroup(
@@ -104,23 +106,23 @@ METRICS = (
 )
 
 
-@pytest.mark.parametrize("memory", [1, 2_000, 10**6])
-@pytest.mark.parametrize("user", range(len(SIZES)))
-def test_each_users_metrics_are_those_of_its_examples(memory: int, user: int) -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_each_users_metrics_are_those_of_its_examples(path: Path) -> None:
     task, users = make_task(), make_users()
-    transport = InProcessTransport(task, users, CPU, memory)
-    tensors = collected(transport, request_for(task, METRICS, [user]))
-    expected = slowly(task, users, user) if SIZES[user] else {}
-    for m in METRICS:
-        if SIZES[user] == 0:
-            np.testing.assert_array_equal(tensors[m.tensor], 0.0)
-            continue
-        value = expected[m.name]
-        if m.name == "examples":
-            value = np.minimum(value, 10.0)
-        whole = np.ravel(value - m.centre)
-        clipped = whole * min(1.0, m.radius / max(float(np.linalg.norm(whole)), 1e-9))
-        np.testing.assert_allclose(np.ravel(tensors[m.tensor]), clipped, atol=1e-5)
+    transport = InProcessTransport(task, users, CPU, 10**6, path=path)
+    for user, size in enumerate(SIZES):
+        tensors = collected(transport, request_for(task, METRICS, [user]))
+        expected = slowly(task, users, user) if size else {}
+        for m in METRICS:
+            if not size:
+                np.testing.assert_array_equal(tensors[m.tensor], 0.0)
+                continue
+            value = expected[m.name]
+            if m.name == "examples":
+                value = np.minimum(value, 10.0)
+            whole = np.ravel(value - m.centre)
+            clipped = whole * min(1.0, m.radius / max(float(np.linalg.norm(whole)), 1e-9))
+            np.testing.assert_allclose(np.ravel(tensors[m.tensor]), clipped, atol=1e-5)
 
 
 def test_these_users_reach_the_bounds_and_stay_below_them() -> None:
@@ -131,11 +133,11 @@ def test_these_users_reach_the_bounds_and_stay_below_them() -> None:
         assert min(lengths) < m.radius < max(lengths), m.name
 
 
-@pytest.mark.parametrize("memory", [1, 20_000, 10**6])
-def test_metrics_add_up_and_leave_the_updates_alone(memory: int) -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_metrics_add_up_and_leave_the_updates_alone(path: Path) -> None:
     task, users = make_task(), make_users()
     everyone = list(range(len(SIZES)))
-    transport = InProcessTransport(task, users, CPU, memory)
+    transport = InProcessTransport(task, users, CPU, 10**6, path=path)
     together = collected(transport, request_for(task, METRICS, everyone))
     alone = [collected(transport, request_for(task, METRICS, [u])) for u in everyone]
     for m in METRICS:
@@ -148,9 +150,10 @@ def test_metrics_add_up_and_leave_the_updates_alone(memory: int) -> None:
             np.testing.assert_allclose(tensors[name], plain[name], rtol=1e-12)
 
 
-def test_update_norms_are_of_the_scaled_part_before_clipping() -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_update_norms_are_of_the_scaled_part_before_clipping(path: Path) -> None:
     task, users = make_task(), make_users()
-    transport = InProcessTransport(task, users, CPU, 10**5)
+    transport = InProcessTransport(task, users, CPU, 10**6, path=path)
     plain = request_for(task, (), [])
     lengths = []
     for user in range(len(SIZES)):
@@ -175,15 +178,16 @@ def bounded(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return torch.where(targets == 2, torch.inf, losses)
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-def test_a_loss_that_is_not_finite_counts_as_the_bound(bad: float) -> None:
+def test_a_loss_that_is_not_finite_counts_as_the_bound(bad: float, path: Path) -> None:
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return torch.where(targets == 2, bad, bounded(outputs, targets.clamp(max=1)))
 
     users = make_users()
     users.fields["y"][users.rows_of(3)] = 2
     task = replace(make_task(), loss=loss)
-    transport = InProcessTransport(task, users, CPU, 10**5)
+    transport = InProcessTransport(task, users, CPU, 10**6, path=path)
     asked = metric("loss", bound=1.6)
     tensors = collected(transport, request_for(task, (asked,), [3]))
     np.testing.assert_allclose(tensors[asked.tensor], 0.8, rtol=1e-6)
@@ -199,13 +203,14 @@ def lenient(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return cross_entropy(outputs, targets.clamp(max=CLASSES - 1))
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("target", [40, 99])
-def test_a_user_whose_metric_fails_counts_as_zero_and_harms_nobody(target: int) -> None:
+def test_a_user_whose_metric_fails_counts_as_zero_and_harms_nobody(target: int, path: Path) -> None:
     users = make_users()
     users.fields["y"][users.rows_of(4)] = target
     task = replace(make_task(), loss=lenient, metrics={"failing": failing})
     asked = (Metric("failing", radius=2.0), metric("label-counts", classes=CLASSES, bound=100.0))
-    transport = InProcessTransport(task, users, CPU, 10**5)
+    transport = InProcessTransport(task, users, CPU, 10**6, path=path)
     everyone = list(range(len(SIZES)))
     others = [u for u in everyone if u != 4]
     total = collected(transport, request_for(task, asked, everyone))

@@ -1,6 +1,8 @@
 """Batch normalisation with running statistics: torch's own, in evaluation mode, user by user."""
 
 import copy
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,18 +11,18 @@ from torch import nn
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine.checks import check_task
-from fedpriv.engine.local_training import Examples, by_rung, schedule
-from fedpriv.engine.metrics import Measuring, check_metrics, metric, user_metrics
+from fedpriv.engine.metrics import check_metrics
 from fedpriv.engine.task import (
-    RoundParameters,
     RunningNorm,
     Task,
     cross_entropy,
     running_norms,
     without_batch_norm,
 )
+from fedpriv.engine.trainer import Chunk, Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
+from fedpriv.measures.metrics import metric
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, flat
@@ -145,24 +147,31 @@ def moments_of(task: Task, users: UserStore, user: int) -> np.ndarray:
     return np.concatenate(vector)
 
 
-def measured(task: Task, users: UserStore, user: int, asked: Metric) -> np.ndarray:
-    """A metric of one user, before it is clipped, from batches of two."""
-    local, sizes = LocalTraining(0.1, batch_size=2, epochs=1), users.sizes[[user]]
-    ((rung, _),) = by_rung(sizes, local, measured=True)
-    chosen = np.array([user])
-    plan = schedule(chosen, users.offsets[chosen], sizes, local, bytes(32), rung)
-    examples = Examples(rung, 1, chosen, users, CPU, plan, task)
-    parameters = {n: torch.tensor(p) for n, p in task.parameters().items()}
-    measuring = Measuring(task.evaluated(), RoundParameters(parameters, task.constants(CPU)))
-    return user_metrics(measuring, examples, [asked], {}, ())[asked.tensor][0].numpy()
+def measured(
+    task: Task,
+    users: UserStore,
+    user: int,
+    asked: Metric,
+    shapes: tuple[int, ...] = (),
+    statistics: Mapping[str, np.ndarray] | None = None,
+) -> np.ndarray:
+    """A metric of one user, before it is clipped, alone or in a lane of slices of two rows."""
+    request = request_under(task, LocalTraining(0.1, steps=1), users.population, 1.0)
+    trainer = Trainer(task, users, None, CPU, 10**5, "float32")
+    request = replace(request, metrics=(asked,), statistics=statistics or {})
+    sent = trainer.sent(request, trainer.begin(request), Chunk(np.array([user]), shapes, 2))
+    return sent[asked.tensor][:][0].numpy()
 
 
-def test_the_metric_is_the_moments_of_what_layers_see() -> None:
+@pytest.mark.parametrize("shapes", [(), (4,)], ids=["alone", "together"])
+def test_the_metric_is_the_moments_of_what_layers_see(shapes: tuple[int, ...]) -> None:
     task, users = Task(make_model(), cross_entropy), make_users()
-    asked = metric("batch-norm", channels=8, bound=3.0)
+    asked, other = metric("batch-norm", channels=8, bound=3.0), Task(make_model(), cross_entropy)
+    for buffer in other.model.buffers():  # those that a later round is sent
+        buffer.add_(0.5)
     for user in range(len(SIZES)):
-        found = measured(task, users, user, asked)
-        np.testing.assert_allclose(found, moments_of(task, users, user), atol=1e-5)
+        found = measured(task, users, user, asked, shapes, other.statistics())
+        np.testing.assert_allclose(found, moments_of(other, users, user), atol=1e-5)
 
 
 def test_the_metric_is_zero_where_statistics_are_right() -> None:

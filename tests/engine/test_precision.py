@@ -15,40 +15,34 @@ import torch
 from torch import nn
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine import layers as engine_layers
-from fedpriv.engine.layers import OuterProducts, batched_model
-from fedpriv.engine.local_training import Batches, by_rung, train_chunk, train_layers_chunk
-from fedpriv.engine.metrics import metric
-from fedpriv.engine.task import (
-    Activations,
-    RoundParameters,
-    Task,
-    activations_named,
-    cross_entropy,
-    plain_arithmetic,
-    tf32,
-)
-from fedpriv.engine.trainer import Chunk, Trainer, sizes_of
+from fedpriv.engine import side_by_side
+from fedpriv.engine.arithmetic import Activations, activations_named, plain_arithmetic, tf32
+from fedpriv.engine.products import OuterProducts
+from fedpriv.engine.roads import Path
+from fedpriv.engine.task import Task, cross_entropy
+from fedpriv.engine.trainer import Chunk, Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, ModelError
+from fedpriv.local import SGD
+from fedpriv.measures.metrics import metric
 from fedpriv.models import build_model
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import Updates
 from fedpriv.privacy.gaussian_mechanism import Averaging
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining, RoundRequest
+from fedpriv.privacy.round import RoundRequest
 from tests.engine.everyone import alone, make_task, request_to_all, total_of, whole
 
 CPU = torch.device("cpu")
-MEMORY = 100_000  # so that a few lanes are examined, and not hundreds
+MEMORY = 2**26
 ROUNDING = 2.0**-8  # the largest relative error of a number of 8 significant bits
-LOCAL = LocalTraining(0.1, steps=3, momentum=0.5)
+LOCAL = SGD(0.1, steps=3, momentum=0.5)
 SIZES = [4, 1, 3]
 TEXT = {"alphabet": 7, "length": 5, "width": 8, "blocks": 1}
 
 
 def general() -> nn.Module:
-    """Trained by `torch.func`, since batch normalisation is no known layer."""
+    """With batch normalisation, of which no products are made."""
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
 
@@ -78,9 +72,12 @@ def users_of(kind: str) -> UserStore:
     return UserStore(fields, np.concatenate([[0], np.cumsum(SIZES)]).astype(np.int64))
 
 
-def transport_of(kind: str, activations: Activations = "bfloat16") -> InProcessTransport:
+def transport_of(
+    kind: str, activations: Activations = "bfloat16", path: Path = "auto"
+) -> InProcessTransport:
     torch.manual_seed(0)
-    return InProcessTransport(task_of(kind), users_of(kind), CPU, MEMORY, activations=activations)
+    given, options = (task_of(kind), users_of(kind), CPU, MEMORY), {"processes": 1, "path": path}
+    return InProcessTransport(*given, activations=activations, **options)
 
 
 def request_of(task: Task, users: int, norm: float) -> RoundRequest:
@@ -108,13 +105,10 @@ def by_autocast(task: Task, users: UserStore) -> np.ndarray:
     return total.numpy()
 
 
-@pytest.mark.parametrize("touches", [0, 10**9], ids=["weights", "corrections"])
+@pytest.mark.parametrize("path", ["alone", "together"])
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_sums_are_close_to_those_of_float32_and_others(
-    kind: str, touches: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_layers, "_TOUCHES", touches)
-    exact, rounded = transport_of(kind, "float32"), transport_of(kind)
+def test_sums_are_close_to_those_of_float32_and_others(kind: str, path: Path) -> None:
+    exact, rounded = (transport_of(kind, each, path) for each in ("float32", "bfloat16"))
     request = request_of(exact.task, len(SIZES), 8.0)
     steps = request.clipping.steps
     expected = total_of(exact, request) * steps
@@ -136,65 +130,54 @@ def test_each_users_contribution_is_within_the_clipping_norm(kind: str) -> None:
         assert 0.999 * group.squared_bound < square <= group.squared_bound
 
 
-def learnt(kind: str, x: np.ndarray, y: np.ndarray) -> Updates:
-    """Updates of users with inputs [C, S, B, …]."""
+def learnt(kind: str, users: UserStore, touches: float) -> Updates:
+    """How far four users move side by side, by plain steps."""
     torch.manual_seed(0)
-    task = task_of(kind)
-    row = [torch.from_numpy(array[0, 0, :1]) for array in (x, y)]
-    parameters = {name: torch.from_numpy(a) for name, a in task.parameters().items()}
-    start = RoundParameters(parameters, task.constants(CPU))
-    batches = Batches(
-        torch.from_numpy(x), torch.from_numpy(y), torch.ones(x.shape[:3]), padded=False
-    )
-    given = (task, start, batches, LOCAL, "bfloat16")
-    layers = batched_model(task, *row)
-    assert (layers is None) == (kind == "general")
-    if layers is None:
-        return train_chunk(*given)
-    return train_layers_chunk(layers, *given)
+    task, everyone = task_of(kind), np.arange(4)
+    trainer = Trainer(task, users, None, CPU, MEMORY, "bfloat16")
+    local = SGD(0.1, batch_size=3, epochs=2)
+    request = replace(request_of(task, 4, 1.0), local=local)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(side_by_side, "_TOUCHES", touches)
+        lean = trainer.side_by_side.lean(local, 2, 1, 3)
+    assert bool(lean) == bool(touches)
+    chunk = Chunk(everyone, (4,), 3, lean)
+    return trainer.moved(request, trainer.begin(request), chunk)
 
 
-def batches(kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Two steps of four users with batches of three."""
-    *_, shape, _ = KINDS[kind]
-    rng = np.random.default_rng(0)
-    if kind == "transformer":
-        x, y = rng.integers(0, TEXT["alphabet"], (2, 4, 2, 3, *shape))
-        return x, y
-    x = rng.standard_normal((4, 2, 3, *shape)).astype(np.float32)
-    return x, rng.integers(0, 3, (4, 2, 3))
+def four_users(kind: str) -> UserStore:
+    users = users_of(kind)
+    rows = np.arange(12) % users.rows
+    return UserStore({n: c[rows] for n, c in users.fields.items()}, np.arange(5) * 3)
 
 
 @pytest.mark.parametrize("touches", [0, 10**9], ids=["weights", "corrections"])
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_users_update_is_the_same_to_the_last_bit_whoever_is_beside_it(
-    kind: str, touches: float, monkeypatch: pytest.MonkeyPatch
+    kind: str, touches: float
 ) -> None:
-    monkeypatch.setattr(engine_layers, "_TOUCHES", touches)
-    x, y = batches(kind)
-    before = whole(learnt(kind, x, y))
-    if kind == "transformer":
-        x[1], x[3] = 0, TEXT["alphabet"] - 1
-    else:
-        x[1], x[3] = np.nan, 1e30
-    after = whole(learnt(kind, x, y))
+    users, others = four_users(kind), four_users(kind)
+    for enemy, value in ((1, np.nan), (3, 1e30)):
+        legal = (0, TEXT["alphabet"] - 1)[enemy > 1] if kind == "transformer" else value
+        others.fields["x"][others.rows_of(enemy)] = legal
+    before, after = (whole(learnt(kind, each, touches)) for each in (users, others))
     for name, update in after.items():
+        assert update.dtype == torch.float32
         assert torch.equal(update[::2], before[name][::2]), name
     assert not all(torch.equal(u[1::2], before[name][1::2]) for name, u in after.items())
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_updates_are_float32(kind: str) -> None:
-    updates = learnt(kind, *batches(kind))
-    assert all(update.dtype == torch.float32 for update in whole(updates).values())
-    for update in updates.values():
-        if isinstance(update, OuterProducts):
-            assert update.left.dtype == update.right.dtype == torch.float32
+def test_factors_of_updates_are_float32(kind: str) -> None:
+    updates = learnt(kind, four_users(kind), 10**9).values()
+    factors = [update for update in updates if isinstance(update, OuterProducts)]
+    assert factors
+    assert all(u.left.dtype == u.right.dtype == torch.float32 for u in factors)
 
 
 def test_metrics_are_those_of_float32() -> None:
     asked = (metric("accuracy"), metric("loss", bound=5.0))
-    local = LocalTraining(0.1, batch_size=4, steps=3)
+    local = SGD(0.1, batch_size=4, steps=3)
     request = request_to_all(len(SIZES), local, "flat", asked, Averaging(), adaptive=False)
     found: dict[str, dict[str, np.ndarray]] = {}
     for activations in ("float32", "bfloat16"):
@@ -257,15 +240,16 @@ def test_factors_are_rounded_only_if_that_is_asked_for_and_only_while_users_trai
 
     task, users = replace(task_of("general"), loss=watched), users_of("general")
     request = request_of(task, 1, 1.0)
-    ((rung, _),) = by_rung(sizes_of(users, request.users), request.local, measured=False)
     with tf32(allowed=before):
         for kind in get_args(Activations):
-            trainer = Trainer(task, users, None, CPU, MEMORY, kind, observed=False)
+            trainer = Trainer(task, users, None, CPU, MEMORY, kind)
             start = trainer.begin(request)
-            for _ in range(2):  # the model is tried before
+            for shapes in ((), (1,)):
+                chunk = Chunk(request.users, shapes, 4)
+                trainer.sent(request, start, chunk)  # in which the model is tried before
                 seen.clear()
-                trainer.sent(request, start, Chunk(rung, 1, True, request.users))
-            assert seen == {"tf32" if kind == "tf32" else "ieee"}
+                trainer.sent(request, start, chunk)
+                assert seen == {"tf32" if kind == "tf32" else "ieee"}
             assert rounding() == {"tf32" if before else "ieee"}
 
 

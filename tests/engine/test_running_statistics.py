@@ -10,9 +10,9 @@ from federation import open_records
 from torch import nn
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.metrics import metric
 from fedpriv.engine.task import Task, cross_entropy, running_norms
 from fedpriv.engine.transport import InProcessTransport
+from fedpriv.measures.metrics import metric
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import LocalTraining

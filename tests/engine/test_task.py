@@ -1,4 +1,4 @@
-"""Tasks that cannot be trained for users separately are refused by name."""
+"""Tasks that cannot be trained are refused by name, and other ones are not."""
 
 import threading
 from collections.abc import Callable
@@ -10,17 +10,11 @@ from torch import nn
 from torch.nn import functional
 
 from fedpriv.engine.adapters import with_adapters
+from fedpriv.engine.arithmetic import generator_apart
 from fedpriv.engine.checks import check_task
-from fedpriv.engine.task import (
-    LOSSES,
-    Task,
-    cross_entropy,
-    evaluate,
-    find_loss,
-    generator_apart,
-    squared_error,
-)
+from fedpriv.engine.task import LOSSES, Task, cross_entropy, find_loss, squared_error
 from fedpriv.errors import InvalidValueError, ModelError
+from fedpriv.evaluation.held_out import evaluate
 from fedpriv.models import MODELS, build_model
 
 EXAMPLES = {
@@ -119,7 +113,7 @@ def test_any_row_may_show_that_examples_are_mixed() -> None:
     for turned in range(4):
         examples = {"x": np.roll(rows, turned, 0), "y": np.arange(4) % 3}
         with pytest.raises(ModelError, match="model or loss mix examples"):
-            check_task(Task(BrightestIsOne()), examples)
+            check_task(Task(BrightestIsOne()), examples, apart=True)
 
 
 @pytest.mark.parametrize("function", [lambda x: x.cumsum(0), lambda x: x.flip(0).cumsum(0).flip(0)])
@@ -128,7 +122,40 @@ def test_a_model_that_looks_ahead_or_back_alone_mixes_examples(
 ) -> None:
     # As a recurrent layer does that takes the first axis for the time.
     with pytest.raises(ModelError, match="model or loss mix examples"):
-        check_task(Task(Applied(function)), EXAMPLES)
+        check_task(Task(Applied(function)), EXAMPLES, apart=True)
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (Task(Applied(lambda x: x / len(x))), "or on their number"),
+        (Task(Applied(lambda x: x.squeeze())), "cannot be evaluated on one example"),
+        (Task(nn.Linear(6, 3), lambda o, y: cross_entropy(o, y) / len(y)), "or on their number"),
+    ],
+)
+def test_only_rows_that_are_records_must_not_depend_on_how_many_there_are(
+    task: Task, message: str
+) -> None:
+    check_task(task, EXAMPLES)
+    with pytest.raises(ModelError, match=message):
+        check_task(task, EXAMPLES, apart=True)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        *(Task(model()) for model in (Counting, Replacing, Scheduled, BrightestIsOne)),
+        *(
+            Task(TwoInputs(**options), inputs=("x", "y"))
+            for options in ({"scale_grad_by_freq": True}, {"max_norm": 9.0})
+        ),
+    ],
+)
+def test_users_may_keep_and_mix_what_is_their_own(task: Task) -> None:
+    before = {name: t.clone() for name, t in task.model.state_dict().items()}
+    check_task(task, EXAMPLES)
+    for name, tensor in task.model.state_dict().items():
+        assert torch.equal(tensor, before[name])
 
 
 class Complex(nn.Module):
@@ -140,12 +167,6 @@ class Complex(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x.to(torch.complex64) @ self.weight).abs()
-
-
-def some_or_raise(x: torch.Tensor) -> torch.Tensor:
-    if not x.any(dim=1).all():
-        raise ValueError("nothing there")
-    return x
 
 
 PENALISED = nn.Linear(6, 3)
@@ -198,30 +219,11 @@ def linear(outputs: int = 3) -> nn.Module:
 @pytest.mark.parametrize(
     ("task", "message"),
     [
-        (Task(Counting(), cross_entropy), "buffer 'calls' changes"),
-        (Task(Replacing(), cross_entropy), "buffer 'calls' changes"),
         (Task(Broken(), cross_entropy), "returns NaN"),
         (
             Task(TwoInputs(sparse=True), inputs=("x", "y")),
             "^layer 'words' has sparse gradients; make it with",
         ),
-        (
-            Task(TwoInputs(scale_grad_by_freq=True), inputs=("x", "y")),
-            "^layer 'words' divides gradients by how often a word is in a batch, where",
-        ),
-        (
-            Task(TwoInputs(max_norm=9.0), inputs=("x", "y")),
-            "^layer 'words' shortens what it looks up in its table, from which other users begin",
-        ),
-        (
-            Task(Scheduled(), cross_entropy),
-            "^attribute 'linear.passes' of the model is another numb",
-        ),
-        (Task(nn.Linear(6, 3).bfloat16()), "own parameters of bfloat16, which users train as flo"),
-        (Task(Applied(lambda x: x / len(x))), "depends on how many are beside it"),
-        (Task(Applied(lambda x: x.squeeze())), "depends on how many are beside it"),
-        (Task(Applied(some_or_raise)), "one example, alone or beside zeros: nothing there"),
-        (Task(linear(), lambda o, y: cross_entropy(o, y) / len(y)), "depends on how many are"),
         (Task(PENALISED, penalised), "^the loss reads parameters itself"),
         (Task(linear(), lambda o, y: (o.argmax(1) != y).float()), "^the loss has no gradient"),
         (
@@ -412,7 +414,7 @@ def test_refusals_say_what_the_data_are() -> None:
         check_task(Task(nn.Linear(6, 1), loss="squared-error"), numbers)
 
 
-def test_nan_of_a_model_is_no_change_of_a_buffer() -> None:
+def test_a_model_of_nan_is_refused() -> None:
     model = nn.Linear(6, 3)
     nn.init.constant_(model.weight, torch.nan)
     with pytest.raises(ModelError, match="NaN or infinite losses at its initial parameters"):

@@ -13,8 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from transport_conformance import TransportConformance
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine import layers as engine_layers
-from fedpriv.engine.local_training import Rung, by_rung, schedule
+from fedpriv.engine import alone as engine_alone
+from fedpriv.engine import side_by_side
+from fedpriv.engine.roads import Path
+from fedpriv.engine.schedule import batches_of
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import InvalidValueError
@@ -29,11 +31,11 @@ from fedpriv.privacy.layout import (
     scales_by_dimension,
 )
 from fedpriv.privacy.round import LocalTraining, RoundRequest
-from tests.engine.everyone import users_of
+from tests.engine.everyone import total_of, users_of
 
 KEY = bytes(range(32))
-ONE, ALL = 1, 10**5  # bytes, in which one user or all train at a time
-SIZES = [5, 0, 1, 12, 7, 7, 5, 30, 1, 12]  # shapes are few, as each is tried first
+CPU, MEMORY = torch.device("cpu"), 10**6
+SIZES = [5, 0, 1, 12, 7, 7, 5, 30, 1, 12]
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -71,21 +73,16 @@ def one_at_a_time(task: Task, users: UserStore, request: RoundRequest) -> np.nda
     total = np.zeros(request.clipping.layout.dimension, np.int64)
     local = request.local
     for user in request.users.tolist():
-        size = users.sizes[[user]]
-        if not size.any():
+        if not users.sizes[user]:
             continue
-        ((rung, _),) = by_rung(size, local, measured=False)
-        plan = schedule(np.array([user]), users.offsets[[user]], size, local, KEY, rung)
-        drawn = plan.rows(plan.words, plan.among)
+        own = user, int(users.offsets[user]), int(users.sizes[user])
         model = copy.deepcopy(task.model)
         start = [p.detach().clone() for p in model.parameters()]
         optimizer = torch.optim.SGD(
             model.parameters(), lr=local.learning_rate, momentum=local.momentum
         )
-        for rows, weights in zip(drawn.rows[0].numpy(), drawn.weights[0].numpy(), strict=True):
-            if not weights.any():
-                continue
-            batch = users.take(rows[weights > 0])
+        for rows in batches_of(*own, local, KEY):
+            batch = users.take(rows)
             optimizer.zero_grad()
             loss = cross_entropy(
                 model(torch.from_numpy(batch["x"])), torch.from_numpy(batch["y"])
@@ -105,10 +102,10 @@ def one_at_a_time(task: Task, users: UserStore, request: RoundRequest) -> np.nda
 
 @cache
 def transport_with(processes: int | None) -> InProcessTransport:
-    """One for all rounds of all tests, as shapes are tried before the first."""
+    """One for all rounds of all tests, as a road is settled before the first."""
     users = make_users()
     users.fields["y"][users.rows_of(len(SIZES) - 1)] = 99
-    return InProcessTransport(make_task(), users, torch.device("cpu"), ALL, processes=processes)
+    return InProcessTransport(make_task(), users, CPU, MEMORY, processes=processes)
 
 
 class TestInProcessTransport(TransportConformance):
@@ -131,24 +128,22 @@ LOCALS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("local", "memory"), [*((local, ALL) for local in LOCALS), (LOCALS[1], ONE)]
-)
+@pytest.mark.parametrize("local", LOCALS, ids=repr)
 @pytest.mark.parametrize("kind", ["general", "layered", "linear"])
+@pytest.mark.parametrize("path", ["alone", "together"])
 def test_equals_one_user_at_a_time(
-    local: LocalTraining, memory: int, kind: str, monkeypatch: pytest.MonkeyPatch
+    path: Path, kind: str, local: LocalTraining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Corrections do not pay for layers as small as these; they must be right all the same.
-    monkeypatch.setattr(engine_layers, "_TOUCHES", 10**9 if kind == "linear" else 0)
+    # To learn without weights does not pay for layers this small; it must be right all the same.
+    monkeypatch.setattr(engine_alone, "_LARGE", 0)
+    for module in (engine_alone, side_by_side):
+        monkeypatch.setattr(module, "_TOUCHES", 10**9 if kind == "linear" else 0)
     task, users = make_task(kind), make_users()
-    # One for all strategies, as shapes are tried before the first.
-    transport = InProcessTransport(task, users, torch.device("cpu"), memory, processes=1)
+    transport = InProcessTransport(task, users, CPU, MEMORY, processes=1, path=path)
     for strategy in ("flat", "per-layer", "joint"):
         request = request_for(task, local, list(range(len(SIZES))), strategy)
-        partials = list(transport.collect(request))
-        assert (max(partial.users for partial in partials) == 1) == (memory == ONE)
-        found, expected = sum(p.total for p in partials), one_at_a_time(task, users, request)
-        steps = request.clipping.steps
+        expected = one_at_a_time(task, users, request)
+        found, steps = total_of(transport, request), request.clipping.steps
         np.testing.assert_allclose(found * steps, expected * steps, atol=2e-6)
 
 
@@ -177,8 +172,8 @@ def test_what_is_checkpointed_is_computed_again_by_the_same_numbers(kind: str) -
     local = LocalTraining(0.3, batch_size=4, steps=3)
     request = request_for(later, local, list(range(len(SIZES))), "flat")
     request = replace(request, statistics=later.statistics())
-    transport = InProcessTransport(task, make_users(), torch.device("cpu"), ALL, processes=1)
-    found = sum(partial.total for partial in transport.collect(request))
+    transport = InProcessTransport(task, make_users(), CPU, MEMORY, processes=1)
+    found = total_of(transport, request)
     expected = one_at_a_time(later, make_users(), request)
     np.testing.assert_allclose(*(t * request.clipping.steps for t in (found, expected)), atol=2e-6)
 
@@ -188,10 +183,8 @@ def test_frozen_parameters_stay_out_of_the_update() -> None:
     task.model[0].weight.requires_grad_(requires_grad=False)
     assert "0.weight" not in task.parameters()
     request = request_for(task, LocalTraining(0.1, steps=1), [0, 3], "flat")
-    for partial in InProcessTransport(task, make_users(), torch.device("cpu"), ALL).collect(
-        request
-    ):
-        assert partial.total.shape == (Layout.of(task.parameters()).dimension,)
+    found = total_of(InProcessTransport(task, make_users(), CPU, MEMORY), request)
+    assert found.shape == (Layout.of(task.parameters()).dimension,)
 
 
 def test_unknown_devices_are_refused() -> None:
@@ -206,20 +199,24 @@ def test_unknown_devices_are_refused() -> None:
 @pytest.mark.parametrize("memory", [0, -1])
 def test_too_little_memory_is_refused(memory: int) -> None:
     with pytest.raises(InvalidValueError, match=f"chunk_memory is {memory}; it must be positive"):
-        InProcessTransport(make_task(), make_users(), torch.device("cpu"), memory)
+        InProcessTransport(make_task(), make_users(), CPU, memory)
 
 
 @pytest.mark.parametrize("kind", ["general", "layered"])
-def test_more_memory_is_for_more_lanes(kind: str) -> None:
-    task, local, rung = make_task(kind), LocalTraining(0.1, steps=1), Rung(1, 30, 0, padded=False)
+def test_more_memory_is_for_more_lanes_whatever_users_there_are(kind: str) -> None:
+    task, local = make_task(kind), LocalTraining(0.1, batch_size=4, steps=1)
     request = request_for(task, local, [0], "flat")
-    lanes = [
-        InProcessTransport(task, make_users(), torch.device("cpu"), memory)._trainer.most_lanes(
-            request, rung
+    given = {"processes": 1, "timed": False, "cohort": 200, "most_rows": 30}
+    shapes = []
+    for memory in (1, 2**13, 2**14, 2**40):
+        road, other = (
+            InProcessTransport(task, users, CPU, memory, **given).road(request)
+            for users in (make_users(), users_of([300, 0, 2]))
         )
-        for memory in (1, 2**16, 2**18, 2**40)
-    ]
-    assert lanes[0] == 1
+        assert road == other
+        shapes.append(road.shapes)
+    assert shapes[0] == ()
+    lanes = [each[0] for each in shapes[1:]]
     assert lanes == sorted(set(lanes))
 
 
@@ -240,10 +237,10 @@ def test_the_first_users_data_cannot_stop_a_round() -> None:
     model = nn.Sequential(nn.Embedding(9, 2), nn.Flatten(), nn.Linear(8, 3))
     task = Task(model, cross_entropy)
     local = LocalTraining(0.1, batch_size=4, epochs=1)
-    transport = InProcessTransport(task, users, torch.device("cpu"), ALL)
+    transport = InProcessTransport(task, users, CPU, MEMORY)
     everyone = request_for(task, local, list(range(len(SIZES))), "flat")
     others = request_for(task, local, list(range(1, len(SIZES))), "flat")
-    total, without = (sum(p.total for p in transport.collect(r)) for r in (everyone, others))
+    total, without = (total_of(transport, request) for request in (everyone, others))
     assert np.any(without)
     np.testing.assert_array_equal(total, without)
 
@@ -252,5 +249,5 @@ def test_a_population_without_any_example_sums_to_nothing() -> None:
     empty = {"x": np.zeros((0, 6), np.float32), "y": np.zeros(0, np.int64)}
     users = UserStore(empty, np.zeros(4, np.int64))
     task, local = make_task(), LocalTraining(0.1, steps=1)
-    transport = InProcessTransport(task, users, torch.device("cpu"), ALL)
+    transport = InProcessTransport(task, users, CPU, MEMORY)
     assert list(transport.collect(request_for(task, local, [0, 1, 2], "flat"))) == []

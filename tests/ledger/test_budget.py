@@ -37,8 +37,8 @@ def admits(ledger, event, budget):
     return ledger.epsilon(budget, event) <= budget.epsilon
 
 
-def propose(round_number, event=DEAR):
-    return ProposedCharge("r", round_number, 0, Randomness.SEEDED, event, "00" * 32)
+def propose(round_number, event=DEAR, attempt=0):
+    return ProposedCharge("r", round_number, attempt, Randomness.SEEDED, event, "00" * 32)
 
 
 @pytest.fixture
@@ -97,10 +97,13 @@ class TestCharging:
         for number in range(3):
             ledger.charge(propose(number), budget)
         head = ledger.head
-        with pytest.raises(BudgetExceededError, match=r"ε = 4\.0 at δ = 1e-05.*budget of ε = 3\.0"):
-            ledger.charge(propose(3), budget)
-        assert ledger.head == head
-        assert ledger.next_attempt("r", 3) == 0
+        for number, attempt in ((3, 0), (2, 1)):  # a repeated attempt costs as much as a round
+            with pytest.raises(
+                BudgetExceededError, match=r"ε = 4\.0 at δ = 1e-05.*budget of ε = 3\.0"
+            ):
+                ledger.charge(propose(number, attempt=attempt), budget)
+            assert ledger.head == head
+            assert ledger.next_attempt("r", number) == attempt
         ledger.verify()
 
     def test_a_refusal_leaves_room_for_what_still_fits(self, ledger):

@@ -150,7 +150,10 @@ def test_a_used_up_budget_lets_a_pass_end_and_no_other_begin(tmp_path: Path) -> 
 # What interrupts a pass.
 
 
-def test_before_the_charge_the_same_round_of_the_pass_is_asked_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [1, 3])
+def test_an_interrupted_round_is_lost_to_its_pass_and_never_drawn_again(
+    tmp_path: Path, lost: int
+) -> None:
     asked, failing = Asked(), Asked()
 
     def late(at: RoundAttempt, users: np.ndarray) -> Iterable[PartialSum]:
@@ -158,35 +161,15 @@ def test_before_the_charge_the_same_round_of_the_pass_is_asked_again(tmp_path: P
         return stop()
 
     with open_records(tmp_path) as records:
-        rounds(records, [1, 2], collect=asked)
-    for _ in range(2):
-        with open_records(tmp_path) as records, pytest.raises(OSError, match="stopped"):
-            rounds(records, [3], collect=late)
-    with open_records(tmp_path) as records:
-        made = rounds(records, [3, 4], collect=asked)
-        assert parts(records) == [(0, None), (1, 1), (2, 1), (3, 1)]
-        assert [each.attempt for each in made] == [2, 0]
-        records.ledger.verify(records.participation)
-    assert failing.cohorts == [asked.cohorts[2]] * 2
-    assert failing.attempts == [("run", 3, 0), ("run", 3, 1)]
-    assert times(asked.cohorts) == [K] * USERS
-
-
-def test_before_the_first_charge_a_pass_is_drawn_anew(tmp_path: Path) -> None:
-    asked, failing = Asked(), Asked()
-
-    def late(at: RoundAttempt, users: np.ndarray) -> Iterable[PartialSum]:
-        failing(at, users)
-        return stop()
-
+        rounds(records, range(1, lost), collect=asked)
     with open_records(tmp_path) as records, pytest.raises(OSError, match="stopped"):
-        rounds(records, [1], collect=late)
+        rounds(records, [lost], collect=late)
     with open_records(tmp_path) as records:
-        rounds(records, range(1, N + 1), collect=asked)
+        made = rounds(records, range(lost, N), collect=asked)
         assert parts(records) == [(0, None), (1, 1), (2, 1), (3, 1)]
+        assert [each.attempt for each in made] == [1] + [0] * (N - lost - 1)
         records.ledger.verify(records.participation)
-    assert failing.cohorts != asked.cohorts[:1]
-    assert times(asked.cohorts) == [K] * USERS
+    assert times(asked.cohorts + failing.cohorts) == [K] * USERS
 
 
 def test_between_charge_and_release_a_round_is_lost_and_never_drawn_again(
@@ -323,7 +306,7 @@ def test_runs_that_take_turns_have_passes_of_their_own(
 
 
 def test_of_two_processes_at_one_round_one_releases(tmp_path: Path, noised: list[bytes]) -> None:
-    """Both ask the same cohort of the pass; the second to charge is refused."""
+    """The second takes the first for one that was killed, charges it and goes on."""
     with open_records(tmp_path) as records, open_records(tmp_path) as others:
         rounds(records, [1])
         before = len(noised)
@@ -332,11 +315,11 @@ def test_of_two_processes_at_one_round_one_releases(tmp_path: Path, noised: list
             rounds(others, [2])
             return Asked()(at, users)
 
-        with pytest.raises(LedgerError, match="is not the next round of the series of charge 1"):
+        with pytest.raises(LedgerError, match="round 2, attempt 0 was charged before"):
             rounds(records, [2], collect=overtaken)
         assert len(noised) == before + len(GROUPS)
         rounds(records, [3])
-        assert parts(records) == [(0, None), (1, 1), (2, 1)]
+        assert parts(records) == [(0, None), (1, 1), (2, 1), (3, 1)]
 
 
 def begin_together(

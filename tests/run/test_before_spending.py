@@ -27,8 +27,8 @@ from fedpriv import (
     simulate,
 )
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.engine.task import evaluate
 from fedpriv.errors import InvalidValueError, ModelError
+from fedpriv.evaluation.held_out import evaluate
 from fedpriv.run.folder import RunFolder, read_run
 from fedpriv.training.optimizers import (
     Average,

@@ -17,10 +17,10 @@ from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.analytics import Survey
 from fedpriv.analytics.survey import collect
 from fedpriv.data.population import UserStore
-from fedpriv.engine.metrics import metric
 from fedpriv.errors import InvalidValueError, ModelError
-from fedpriv.federated_evaluation import UserEvaluation, kept_apart, questions_about
+from fedpriv.evaluation.federated import UserEvaluation, kept_apart, questions_about
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.measures.metrics import metric
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.report.run_page import _epsilon_note
@@ -74,8 +74,8 @@ def slowly(users: UserStore, user: int) -> list[np.ndarray]:
     hits, losses, counts = [], [], np.zeros(3)
     for x, y in zip(torch.tensor(fields["x"]), fields["y"].tolist(), strict=True):
         scores = model(x[None])[0].detach()
-        if not 0 <= y < 3:  # it has no hit, its loss raises, and it counts in no class
-            return [np.array([-0.5]), zeros[1], zeros[2]]
+        if not 0 <= y < 3:  # its loss raises
+            return zeros
         hits.append(float(scores.argmax() == y and not scores.isnan().any()))
         losses.append(float(nn.functional.cross_entropy(scores, torch.tensor(y))))
         counts[y] += 1.0
@@ -150,9 +150,9 @@ class Widening(nn.Linear):
 
     largest: torch.Tensor | float
 
-    def __init__(self, buffer: bool) -> None:
+    def __init__(self, where: str) -> None:
         super().__init__(5, 3)
-        if buffer:
+        if where == "buffer":
             self.register_buffer("largest", torch.full((), 10.0))
         else:
             self.largest = 10.0
@@ -166,17 +166,16 @@ class Widening(nn.Linear):
         return super().forward(x / self.largest)
 
 
-def test_what_one_user_makes_of_buffers_moves_nobody_elses_answer() -> None:
-    users, made = store(), fedpriv.Task(Widening(buffer=True))
-
-    def total(asked: np.ndarray) -> np.ndarray:
-        questions = questions_about(made, made.parameters(), METRICS)
-        sampling = PoissonSampling(users.population, 1.0)
-        (partial,) = collect(Survey("run-evaluation", questions, sampling, 0.0), users, asked)
-        return partial.total
-
+@pytest.mark.parametrize("where", ["buffer", "attribute"])
+def test_what_a_model_keeps_of_one_user_moves_nobody_elses_answer(where: str) -> None:
+    users, made = store(), fedpriv.Task(Widening(where))
+    questions = questions_about(made, made.parameters(), METRICS)
+    asked = Survey("run-evaluation", questions, PoissonSampling(users.population, 1.0), 0.0)
     everyone = np.arange(users.population)
-    np.testing.assert_array_equal(total(everyone), sum(total(everyone[[u]]) for u in everyone))
+    for _ in range(2):
+        alone = [next(collect(asked, users, everyone[[user]])).total for user in everyone[::-1]]
+        (together,) = collect(asked, users, everyone)
+        np.testing.assert_array_equal(together.total, sum(alone))
 
 
 @settings(max_examples=50, deadline=None)
@@ -417,24 +416,36 @@ def test_a_metric_that_fails_is_found_on_public_rows(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-class Counting(nn.Module):
-    """Remembers the largest word that it was asked about."""
+class OfNumbers(nn.Linear):
+    """Its class remembers the largest input of all."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.most = nn.EmbeddingBag(9, 3), 4
+    most = 10.0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
-            self.most = max(self.most, int(x.max()))
-        scores: torch.Tensor = self.words(x) * self.most
-        return scores
+            OfNumbers.most = max(self.most, float(x.detach().abs().max()))
+        return super().forward(x / self.most)
+
+
+class OfWords(nn.EmbeddingBag):
+    """The same of words."""
+
+    most = 4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            OfWords.most = max(self.most, int(x.max()))
+        return super().forward(x) * self.most
 
 
 @pytest.mark.parametrize("words", [False, True], ids=["numbers", "words"])
-def test_a_model_that_remembers_users_in_evaluation_is_refused(words: bool, tmp_path: Path) -> None:
+def test_a_model_that_remembers_users_beyond_itself_is_refused(
+    words: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
-    task = fedpriv.Task(Counting() if words else Widening(buffer=False))
+    model = OfWords(9, 3) if words else OfNumbers(5, 3)
+    monkeypatch.setattr(type(model), "most", model.most)
+    task = fedpriv.Task(model)
     y = np.arange(60) % 3
     x = np.tile(np.arange(5), (60, 1)) if words else np.ones((60, 5), np.float32)
     people = fedpriv.Population.from_arrays(x, y, np.arange(60) % 20, held_out=(x, y))

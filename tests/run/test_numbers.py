@@ -45,8 +45,8 @@ from fedpriv import (
 )
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.data.partition import dirichlet
-from fedpriv.engine.metrics import metric
 from fedpriv.errors import InvalidValueError, ModelError
+from fedpriv.measures.metrics import metric
 
 ONE, TWO, HALF = np.int8(1), np.int64(2), np.float32(0.5)
 HUGE = 10**400

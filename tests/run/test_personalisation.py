@@ -16,12 +16,13 @@ from fedpriv.analytics.survey import collect
 from fedpriv.build import Method, on_population, settings_of
 from fedpriv.data.population import HELD_OUT_USER, UserStore
 from fedpriv.engine.checks import check_task
-from fedpriv.engine.metrics import metric
-from fedpriv.engine.task import Task, evaluate
+from fedpriv.engine.task import Task
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError
-from fedpriv.federated_evaluation import UserEvaluation
+from fedpriv.evaluation.federated import UserEvaluation
+from fedpriv.evaluation.held_out import evaluate
+from fedpriv.evaluation.personalisation import HeldOutUsers, Personalisation
 from fedpriv.local import SGD, AdamW, FedRecon, Scaffold
-from fedpriv.personalisation import HeldOutUsers, Personalisation
+from fedpriv.measures.metrics import metric
 from fedpriv.privacy.round import LocalStep, LocalTraining
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.run.run import Run

@@ -17,7 +17,7 @@ from fedpriv.accounting import epsilon
 from fedpriv.data import load_digits
 from fedpriv.data.files import read_npz
 from fedpriv.disk import write_atomically
-from fedpriv.engine.layers import batched_model
+from fedpriv.engine.side_by_side import SideBySideModel
 from fedpriv.engine.task import Task
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Ledger
@@ -82,7 +82,8 @@ def test_the_model_sees_inputs_along_the_directions_and_does_not_train_them() ->
 @pytest.mark.parametrize(("inputs", "components"), [(64, 16), (65, 7), (63, 1)])
 def test_users_train_side_by_side_behind_a_projection(inputs: int, components: int) -> None:
     task = Task(Projected(np.eye(inputs)[:, :components], mlp(components, 8, 3)))
-    assert batched_model(task, torch.zeros(1, inputs), torch.zeros(1, dtype=torch.int64))
+    rows = torch.zeros(2, inputs), torch.zeros(2, dtype=torch.int64)
+    assert len(SideBySideModel.of(task, torch.device("cpu"), *rows).layers) == 2
 
 
 def test_a_page_holds_contributors_against_the_cohorts_of_rounds(tmp_path: Path) -> None:

@@ -305,9 +305,8 @@ def test_a_lot_of_20_000_is_streamed_in_chunks() -> None:
     trained = task()
     request = request_under(trained, GRADIENT, store.population, NORM)
     transport = InProcessTransport(trained, store, torch.device("cpu"), 2**20, processes=1)
-    sizes = [partial.users for partial in transport.collect(request)]
-    assert sum(sizes) == 20_000
-    assert max(sizes) < 4_000
+    assert 0 < transport.road(request).shapes[0] < 4_000
+    assert sum(partial.users for partial in transport.collect(request)) == 20_000
     found = request.clipping.layout.unflatten(total_of(transport, request) * request.clipping.steps)
     # All at once in double precision: the model is small enough for that.
     exact = model().double()

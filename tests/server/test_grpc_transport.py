@@ -170,13 +170,25 @@ def test_a_model_with_several_inputs_is_trained_as_in_process(tmp_path: Path) ->
             connected |= opened
             partials = list(made.transport().collect(request))
     assert sum(partial.users for partial in partials) == 3
-    store = worded("a", "b", "c")
-    engine = InProcessTransport(built, store, torch.device("cpu"), 10**6, hosted=ids, processes=1)
-    expected = add_up(engine.collect(request), request.clipping, 3)
-    assert expected.total.any()
+    engines = [
+        InProcessTransport(
+            built,
+            worded(*names),
+            torch.device("cpu"),
+            2**27,
+            hosted=made.enrolment.users_of(node),
+            processes=1,
+            limited=True,
+            timed=False,
+        )
+        for node, names in users.items()
+    ]
+    expected = [add_up(engine.collect(request), request.clipping, 3) for engine in engines]
+    assert all(cohort.total.any() for cohort in expected)
     found = add_up(partials, request.clipping, 3)
-    np.testing.assert_array_equal(found.total, expected.total)
-    assert (found.users, found.weight) == (expected.users, expected.weight)
+    np.testing.assert_array_equal(found.total, sum(cohort.total for cohort in expected))
+    assert found.users == sum(cohort.users for cohort in expected)
+    assert found.weight == sum(cohort.weight for cohort in expected)
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def test_a_repeated_round_is_a_new_attempt_with_fresh_noise_and_its_own_charge(t
     assert not np.array_equal(one.parameters["w"], other.parameters["w"])
 
 
-def test_an_attempt_that_was_given_up_uncharged_keeps_its_number(tmp_path) -> None:
+def test_an_attempt_that_was_given_up_keeps_its_number_and_its_charge(tmp_path) -> None:
     # Answers to it that come late must not count for the cohort of another.
     class GivesUp(FakeTransport):
         def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
@@ -96,7 +96,7 @@ def test_an_attempt_that_was_given_up_uncharged_keeps_its_number(tmp_path) -> No
             next(train(plan, state, GivesUp(CONSTANT.update_of), books, SeededEntropy(0)))
         _, result = next(train(plan, state, CONSTANT, books, SeededEntropy(0)))
         assert result.attempt == 1
-        assert books.ledger.head.count == 1
+        assert books.ledger.head.count == 2
 
 
 def test_nothing_is_noised_before_the_charge_is_on_disk(tmp_path, monkeypatch) -> None:

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from fedpriv.data.population import HELD_OUT_USER, UserStore, offsets_of, spread_over
-from fedpriv.engine.local_training import by_rung
-from fedpriv.engine.task import Evaluation, HeldOut, RoundParameters, Task, evaluate, matching
-from fedpriv.engine.trainer import Chunk, Isolation, Trainer
+from fedpriv.engine.roads import road_of
+from fedpriv.engine.task import HeldOut, RoundParameters, Task, matching
+from fedpriv.engine.trainer import Chunk, Trainer
 from fedpriv.errors import InvalidValueError, ModelError, check_types, hold_numbers
+from fedpriv.evaluation.held_out import Evaluation, evaluate
 from fedpriv.local import FedRecon
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, Tensors, flat
@@ -93,23 +94,29 @@ class FineTuning:
         self._own, self._local, self._device = own, how.local, device
         self._forgiving = forgiving
         self._constants = task.constants(device)
-        self._trainer = Trainer(self._task, users, None, device, _MEMORY, "float32", observed=False)
-        self._isolation = Isolation(self._trainer)
+        self._trainer = Trainer(self._task, users, None, device, _MEMORY, "float32")
+        request = self._request()
+        people = max(1, users.population)
+        # No clock decides: models must be the same where they are made again.
+        self._road = road_of(self._trainer, request, "auto", people, None, timed=False)
+
+    def _request(self) -> RoundRequest:
+        parameters = self._task.parameters()
+        layout = Layout.of(parameters)
+        clipping = Clipping(layout, flat(layout, 1.0))  # of which nothing is used
+        nobody = np.empty(0, np.int64)
+        return RoundRequest("", 1, 0, parameters, clipping, self._local, nobody, bytes(32))
 
     def models(self, model: Tensors, users: UserStore) -> Iterator[tuple[int, Tensors]]:
         """Users and what they have made of the tensors that they train; not in their order."""
         device, everyone = self._device, np.arange(users.population)
         tensors = self._constants | {n: torch.tensor(t, device=device) for n, t in model.items()}
         begun = {name: tensors.pop(name) for name in self._own}
-        start = RoundParameters(begun, tensors)
-        layout = Layout.of(self._task.parameters())
-        clipping = Clipping(layout, flat(layout, 1.0))  # of which nothing is used
-        request = RoundRequest("", 1, 0, {}, clipping, self._local, everyone, bytes(32))
+        start, request = RoundParameters(begun, tensors), self._request()
         for user in np.flatnonzero(users.sizes == 0).tolist():
             yield user, {name: t.cpu().numpy() for name, t in begun.items()}
-        for rung, some in by_rung(users.sizes, self._local, measured=False):
-            for chunk in self._isolation.chunks(request, start, rung, some, 1):
-                yield from self._tuned(request, start, chunk, users)
+        for chunk in self._road.chunks(self._trainer, self._local, everyone, users.sizes):
+            yield from self._tuned(request, start, chunk, users)
 
     def _tuned(
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk, users: UserStore
@@ -117,7 +124,7 @@ class FineTuning:
         """What users of a chunk make of it; of forgiven ones, who fails alone keeps it."""
         begun = start.parameters
         try:
-            moved = self._trainer.trained(request, start, chunk, users)
+            moved = self._trainer.moved(request, start, chunk, users)
         except Exception as error:
             if not self._forgiving:
                 raise

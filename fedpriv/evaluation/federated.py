@@ -21,9 +21,12 @@ import torch
 from fedpriv.analytics import Answer, Survey, VectorQuestion, ask
 from fedpriv.analytics.questions import QuantityFunction, UserValues, sampling_spread
 from fedpriv.data.population import Fields, UserStore, offsets_of, spread_over
+from fedpriv.engine.arithmetic import plain_arithmetic, seeded
+from fedpriv.engine.bounds import WithinBounds
 from fedpriv.engine.indices import Indices
+from fedpriv.engine.kept import KeptModel
 from fedpriv.engine.metrics import Measuring, mean_metric
-from fedpriv.engine.task import RoundParameters, Task, plain_arithmetic, seeded
+from fedpriv.engine.task import Task, outputs_of
 from fedpriv.errors import (
     BudgetExceededError,
     FedprivError,
@@ -33,8 +36,8 @@ from fedpriv.errors import (
     is_whole,
     require,
 )
+from fedpriv.evaluation.personalisation import FineTuning, Personalisation
 from fedpriv.ledger.events import RoundEvent, check_query
-from fedpriv.personalisation import FineTuning, Personalisation
 from fedpriv.privacy.clipping import FloatMatrix
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import FloatVector, Tensors
@@ -132,28 +135,27 @@ def questions_about(
         personal: from a user's examples, tensors of its own in the place of the model's, and those
             examples that it measures them on.
     """
-    measuring = _measuring(task, model)
+    with plain_arithmetic(_CPU):
+        evaluated = task.evaluated()
+        begun = {n: t.clone() for n, t in evaluated.constants(_CPU).items()}
+        begun |= {n: torch.tensor(t) for n, t in model.items()}
+    kept = KeptModel(evaluated.model, begun)
 
     def values(metric: Metric, fields: Fields) -> npt.NDArray[np.float64]:
         own, measured = personal(fields)
-        begun = measuring.start.constants
-        # A model may write to its buffers and draw, in evaluation too; what one user gets must not
-        # follow from who was asked before, so each begins with the same buffers and generator.
-        constants = begun | measuring.task.buffers_in(begun)
-        constants |= {n: torch.tensor(t) for n, t in own.items()}
-        start = replace(measuring.start, constants=constants)
-        with plain_arithmetic(_CPU), seeded(_KEY, 0, _CPU):
-            found = mean_metric(replace(measuring, start=start), measured, metric)
+        given = begun | {name: torch.tensor(tensor) for name, tensor in own.items()}
+        # A model may keep what it has seen, and draw, in evaluation too; what one user gets must
+        # not follow from who was asked before, so each finds the same model and generators.
+        with plain_arithmetic(_CPU), seeded(_KEY, 0, _CPU), WithinBounds():
+            kept.copy_from(given, given)
+            measuring = Measuring(evaluated, kept.model, partial(outputs_of, kept.model))
+            try:
+                found = mean_metric(measuring, measured, metric)
+            finally:
+                kept.put_back()
         return found.reshape(len(found), -1) if metric.shape else found
 
     return tuple(Measured(EVALUATION_PREFIX + m.name, partial(values, m), m) for m in metrics)
-
-
-def _measuring(task: Task, model: Parameters) -> Measuring:
-    with plain_arithmetic(_CPU):
-        evaluated = task.evaluated()
-        moved = {name: torch.tensor(tensor) for name, tensor in model.items()}
-        return Measuring(evaluated, RoundParameters({}, evaluated.constants(_CPU) | moved))
 
 
 def kept_apart(users: UserStore, share: float) -> tuple[UserStore, UserStore]:

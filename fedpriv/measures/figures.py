@@ -35,12 +35,14 @@ BETTER: Mapping[str, Literal["larger", "smaller"]] = {
 
 
 class Seen(NamedTuple):
-    """A model's outputs for some held-out rows."""
+    """A model's outputs for some rows."""
 
     outputs: Tensor  # [n, …]
     targets: Tensor  # [n, …]
     counts: Tensor  # of the same shape: whether each target counts
     losses: Tensor  # [n], of the task; those of targets that do not count are 0 in the mean
+    # By layer that normalises with running statistics, of each of its calls: [n, 2·channels].
+    moments: Mapping[str, Sequence[Tensor]] = {}
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,18 @@ def figure_of(name: str, what: object) -> Figure:
     return partial(function, **options) if options else function
 
 
-def are_right(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Whether the largest of scores [n, K, …] is its target's, [n, …]; never where one is NaN."""
-    return (outputs.argmax(1) == targets) & ~outputs.isnan().any(1)
+def losses(seen: Seen) -> Tensor:
+    """By row, the loss and the share of its targets that count: [n, 2]."""
+    counts = seen.counts.double()
+    shares = counts if counts.dim() == 1 else counts.flatten(1).mean(1)
+    return torch.stack([torch.where(shares > 0.0, seen.losses.double(), 0.0), shares], 1)
+
+
+def hits(seen: Seen) -> Tensor:
+    """By row, targets that have the largest score, none of them NaN, and all that count: [n, 2]."""
+    scores = _classified(seen, "accuracy")
+    right = (scores.argmax(-1) == seen.targets) & ~scores.isnan().any(-1)
+    return _per_row(right[..., None], seen.counts)
 
 
 def _classified(seen: Seen, what: str) -> Tensor:
@@ -114,6 +125,9 @@ def _per_row(values: Tensor, counts: Tensor) -> Tensor:
 
 def _mean(sums: Tensor) -> Tensor:
     return sums[:, 0] / sums[:, 1]
+
+
+LOSS, ACCURACY = Sums(losses, _mean), Sums(hits, _mean)
 
 
 def _mean_of(of_targets: Callable[[Seen], Tensor], then: Callable[[Tensor], Tensor]) -> Sums:

@@ -1,0 +1,253 @@
+"""Metrics that users report beside updates: names, bounds, and how a user's rows make them."""
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import UnionType
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fedpriv.errors import InvalidValueError, ModelError, known_names, plain_numbers
+from fedpriv.importing import check_options, import_function
+from fedpriv.measures.figures import Seen, Sums, hits, losses
+from fedpriv.privacy.gaussian_mechanism import Metric
+
+MetricFunction = Callable[[Tensor, Tensor], Tensor]
+"""Maps outputs and targets [n, …] to a vector of each example, [n, *shape]."""
+
+_UPDATE_NORMS = "update-norms"
+_UPWARD = 1.0 + 2.0**-50  # on radii that are met exactly, for the rounding of the root
+
+
+def metric(name: str, **numbers: float | Sequence[float]) -> Metric:
+    """A metric with the bounds that follow from a few numbers.
+
+    | name               | a user's vector, and the numbers that bound it                       |
+    | ------------------ | -------------------------------------------------------------------- |
+    | loss               | mean loss, at most `bound`, which also stands for NaN and infinity   |
+    | accuracy           | share of its examples, and positions in them, of the right class     |
+    | examples           | number of its examples, at most `cap`                                |
+    | label-counts       | examples of each of `classes`; `bound` on the L2 norm                |
+    | update-norms:GROUP | per one of `thresholds`, 1 if the group's norm before clipping is    |
+    |                    | not above it, else 0                                                 |
+    | batch-norm         | how far inputs of normalisations are from their running statistics;  |
+    |                    | `channels` of all layers together; `bound` on the L2 norm            |
+    | module:function    | mean over its examples of a function of outputs and targets;         |
+    |                    | `radius`, and `shape` (a number) and `centre` (zero) if they differ  |
+
+    An unknown name, or a number that is unknown, absent or out of range is an `InvalidValueError`.
+
+    >>> metric("loss", bound=5.0)
+    Metric(name='loss', shape=(), centre=2.5, radius=2.5, options=())
+    """
+    numbers = plain_numbers(numbers)
+    made = partial(_own_metric if _is_own(name) else _made(name), name)
+    check_options(f"metric {name!r}", made, numbers, InvalidValueError, noun="number")
+    for number, value in numbers.items():
+        _check_number(name, number, value)
+    return made(**numbers)
+
+
+def own_metrics(names: Iterable[str]) -> dict[str, MetricFunction]:
+    """Import those metrics that are named "package.module:function", for `Task.metrics`."""
+    return {
+        name: cast(MetricFunction, import_function(f"metric {name!r}", name, ModelError))
+        for name in names
+        if _is_own(name)
+    }
+
+
+def _is_own(name: str) -> bool:
+    kind, separator, function = name.partition(":")
+    return kind != _UPDATE_NORMS and bool(separator and function)
+
+
+def _check_number(name: str, number: str, value: object) -> None:
+    several = number in ("shape", "thresholds")
+    if several and not isinstance(value, list | tuple):
+        raise InvalidValueError(f"{number} of metric {name!r} is {value!r}; it must be a list")
+    kind: type | UnionType = int | float
+    least, form = math.ulp(0.0), "a positive number"
+    if number in ("channels", "classes", "shape"):
+        kind, least, form = int, 1, "a whole number of at least 1"
+    elif number == "centre":
+        least, form = -sys.float_info.max, "a number"
+    for each in cast(Sequence[float], value) if several else [cast(float, value)]:
+        if not isinstance(each, kind) or not least <= each < math.inf:
+            must = "each must" if several else "it must"
+            raise InvalidValueError(f"{number} of metric {name!r} is {value!r}; {must} be {form}")
+
+
+def _from_zero(name: str, bound: float) -> Metric:
+    return Metric(name, centre=bound / 2.0, radius=bound / 2.0)
+
+
+def _norm_indicators(name: str, thresholds: Sequence[float]) -> Metric:
+    if not thresholds:
+        raise InvalidValueError(f"metric {name!r} has no thresholds; there must be at least one")
+    radius = math.sqrt(len(thresholds)) / 2.0 * _UPWARD
+    return Metric(name, (len(thresholds),), 0.5, radius, tuple(map(float, thresholds)))
+
+
+def _own_metric(name: str, radius: float, centre: float = 0.0, shape: Sequence[int] = ()) -> Metric:
+    return Metric(name, tuple(shape), centre, float(radius))
+
+
+def group_of(name: str) -> str:
+    """Name of the vector group whose norms a metric is of; "" if it is of examples."""
+    kind, _, group = name.partition(":")
+    return group if kind == _UPDATE_NORMS else ""
+
+
+def sums_of(metric: Metric, own: Mapping[str, MetricFunction]) -> Sums | None:
+    """How a metric is computed from a user's rows, [n, k] and then [U, *shape].
+
+    None: it is of updates. `own` are the task's own by name. An unknown name is an
+    `InvalidValueError`.
+    """
+    name = metric.name
+    if group_of(name):
+        return None
+    if name in _OF_EXAMPLES and name in own:
+        raise InvalidValueError(
+            f"metric {name!r} is built in; the task's own metric of that name must have another"
+        )
+    if name in _OF_EXAMPLES:
+        return _OF_EXAMPLES[name].sums(metric)
+    if name in own:
+        return _of_function(own[name], metric)
+    known = known_names(name, [*_OF_EXAMPLES, f"{_UPDATE_NORMS}:GROUP", *own])
+    raise InvalidValueError(f"unknown metric {name!r}; {known}")
+
+
+def _made(name: str) -> Callable[..., Metric]:
+    """What makes a metric of its name and numbers."""
+    if group_of(name):
+        return _norm_indicators
+    if name in _OF_EXAMPLES:
+        return _OF_EXAMPLES[name].make
+    known = known_names(name, [*_OF_EXAMPLES, f"{_UPDATE_NORMS}:GROUP", "module:function"])
+    raise InvalidValueError(f"unknown metric {name!r}; {known}")
+
+
+@dataclass(frozen=True)
+class _OfExamples:
+    """A metric of examples."""
+
+    make: Callable[..., Metric]  # from its name and the numbers that `metric` takes
+    sums: Callable[[Metric], Sums]
+
+
+def _in_ball(of_rows: Callable[[Seen], Tensor]) -> Callable[[Metric], Sums]:
+    """Means within centre ± radius; what is not finite is at the upper end.
+
+    Without targets there is no mean but NaN, and such a user contributes nothing.
+    """
+
+    def sums(metric: Metric) -> Sums:
+        low, high = metric.centre - metric.radius, metric.centre + metric.radius
+
+        def finish(sums: Tensor) -> Tensor:
+            total, size = sums.unbind(1)
+            means = (total / size).nan_to_num(nan=high, posinf=high, neginf=low).clamp(low, high)
+            return torch.where(size > 0.0, means, math.nan)
+
+        return Sums(of_rows, finish)
+
+    return sums
+
+
+def _examples(metric: Metric) -> Sums:
+    if len(metric.options) != 1:
+        raise InvalidValueError(
+            f"metric 'examples' has options {metric.options}; there must be one, the cap"
+        )
+
+    def one(seen: Seen) -> Tensor:
+        return torch.ones((len(seen.targets), 1), dtype=torch.float64, device=seen.targets.device)
+
+    return Sums(one, lambda sums: sums[:, 0].clamp(max=metric.options[0]))
+
+
+def _label_counts(metric: Metric) -> Sums:
+    def classes(seen: Seen) -> Tensor:
+        if seen.targets.dtype.is_floating_point:
+            raise InvalidValueError(
+                f"metric 'label-counts' has targets of {seen.targets.dtype}; they must be classes, "
+                "integers"
+            )
+        targets = seen.targets.reshape(len(seen.targets), -1, 1)
+        # Compared, not indexed: a target that is not a class must not raise, least of all on a GPU.
+        found = targets == torch.arange(metric.shape[0], device=targets.device)
+        return (found & seen.counts.view_as(targets)).double().sum(1)
+
+    return Sums(classes, lambda sums: sums)
+
+
+def _batch_norm(metric: Metric) -> Sums:
+    def moments(seen: Seen) -> Tensor:
+        if not seen.moments:
+            raise InvalidValueError("metric 'batch-norm' needs a model with batch normalisation")
+        for layer, calls in seen.moments.items():
+            if len(calls) != 1:
+                raise InvalidValueError(
+                    f"metric 'batch-norm' needs layers that are called once in a forward pass; "
+                    f"{layer!r} is called {len(calls)} times"
+                )
+        return torch.cat([calls[0] for calls in seen.moments.values()], 1)
+
+    return _mean_over(moments, metric)
+
+
+def _of_function(function: MetricFunction, metric: Metric) -> Sums:
+    """A task's own metric, in which examples without a target that counts do not count."""
+
+    def values(seen: Seen) -> Tensor:
+        return function(seen.outputs, seen.targets)
+
+    return _mean_over(values, metric, lambda seen: seen.counts.reshape(len(seen.counts), -1).any(1))
+
+
+def _mean_over(
+    vectors: Callable[[Seen], Tensor],
+    metric: Metric,
+    weigh: Callable[[Seen], Tensor] = lambda seen: torch.ones_like(seen.losses, dtype=torch.bool),
+) -> Sums:
+    """The mean of vectors of rows, [n, *shape], over those that count."""
+
+    def of_rows(seen: Seen) -> Tensor:
+        found, expected = vectors(seen), (len(seen.targets), *metric.shape)
+        if found.shape != expected:
+            raise InvalidValueError(
+                f"metric {metric.name!r} gives shape {list(found.shape)} for {expected[0]} "
+                f"examples; it must be {list(expected)}"
+            )
+        counts = weigh(seen)[:, None]
+        # Not a product with zero, which would keep NaN.
+        each = torch.where(counts, found.double().reshape(len(found), -1), 0.0)
+        return torch.cat([each, counts.double()], 1)
+
+    def finish(sums: Tensor) -> Tensor:
+        return (sums[:, :-1] / sums[:, -1:]).reshape(-1, *metric.shape)
+
+    return Sums(of_rows, finish)
+
+
+_OF_EXAMPLES = {
+    "loss": _OfExamples(_from_zero, _in_ball(losses)),
+    "accuracy": _OfExamples(lambda name: _from_zero(name, 1.0), _in_ball(hits)),
+    "examples": _OfExamples(
+        lambda name, cap: replace(_from_zero(name, cap), options=(float(cap),)), _examples
+    ),
+    "label-counts": _OfExamples(
+        lambda name, classes, bound: Metric(name, (classes,), radius=float(bound)), _label_counts
+    ),
+    "batch-norm": _OfExamples(
+        lambda name, channels, bound: Metric(name, (2 * channels,), radius=float(bound)),
+        _batch_norm,
+    ),
+}

@@ -1,0 +1,124 @@
+"""Where the time of `fedpriv simulate digits` goes: to start, training, the ledger, or all else.
+
+    python -m simulations.benchmarks.digits --json simulations/results/digits_time.json
+
+Each run has a fresh process, in one thread; figures are medians of processor time.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+START, ALL, ELSE = "start", "all", "all that is not start, training and ledger"
+TRIALS, TRAINING, LEDGER, PRICES = "trials before the first round", "training", "ledger", "prices"
+
+
+@contextmanager
+def watched(parts: dict[str, float], begun: dict[str, float]) -> Iterator[None]:
+    """Add to parts what functions take in this block; to `begun`, when the first round begins."""
+    from fedpriv.engine import transport  # noqa: PLC0415 - to import it is a part of start
+    from fedpriv.engine.trainer import Trainer  # noqa: PLC0415
+    from fedpriv.ledger.ledger import Ledger  # noqa: PLC0415
+    from fedpriv.ledger.participation import ParticipationRecord  # noqa: PLC0415
+    from fedpriv.privacy.round import PrivacyRecords  # noqa: PLC0415
+
+    functions = (
+        (transport, "road_of", TRIALS),
+        (transport.InProcessTransport, "prepare", TRIALS),
+        (Trainer, "sum_of", TRAINING),
+        (PrivacyRecords, "next_attempt", LEDGER),
+        (ParticipationRecord, "record", LEDGER),
+        (Ledger, "charge", LEDGER),
+        (ParticipationRecord, "keep_head", LEDGER),
+        (PrivacyRecords, "refuse_if_beyond", PRICES),
+        (Ledger, "epsilon", PRICES),
+    )
+    inside = False
+
+    def timed(part: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            nonlocal inside
+            began, outermost, inside = time.process_time(), not inside, True
+            if name == "prepare":
+                begun.setdefault(START, began - parts.get(TRIALS, 0.0))
+            try:
+                return function(*given, **named)
+            finally:
+                if outermost:
+                    parts[part] = parts.get(part, 0.0) + time.process_time() - began
+                    inside = False
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, name, part in functions:
+            stack.enter_context(patch.object(owner, name, timed(part, name, getattr(owner, name))))
+        yield
+
+
+def once() -> dict[str, float]:
+    """Seconds of each part of a run in this process, since it was started."""
+    from fedpriv.cli import main  # noqa: PLC0415
+
+    parts, begun = dict[str, float](), dict[str, float]()
+    with tempfile.TemporaryDirectory() as folder, watched(parts, begun):
+        command = ["fedpriv", "simulate", "digits", "--out", f"{folder}/run"]
+        with patch.object(sys, "argv", command), ExitStack() as stack:
+            stack.enter_context(patch.object(sys, "stdout", sys.stderr))
+            try:
+                main()
+            except SystemExit as end:
+                if end.code:
+                    raise
+    return {START: begun[START], **parts, ALL: time.process_time()}
+
+
+def shares(runs: list[dict[str, float]]) -> dict[str, float]:
+    """Median share of each part in the time of a run."""
+    found = {part: median(run[part] / run[ALL] for run in runs) for part in runs[0] if part != ALL}
+    kept = START, TRAINING, LEDGER
+    return found | {ELSE: median(1 - sum(run[p] for p in kept) / run[ALL] for run in runs)}
+
+
+def main() -> None:
+    """Measure, print and keep the figures."""
+    parser = argparse.ArgumentParser(description="where the time of a small run goes")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--once", action="store_true", help="one run in this process, as JSON")
+    given = parser.parse_args()
+    if given.once:
+        print(json.dumps(once()))
+        return
+    from simulations.benchmarks.machine import made_by  # noqa: PLC0415
+
+    runs = []
+    for _ in range(given.repeats):
+        done = subprocess.run(
+            [sys.executable, "-m", "simulations.benchmarks.digits", "--once"],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=True,
+        )
+        runs.append(json.loads(done.stdout.splitlines()[-1]))
+    found = shares(runs)
+    for part, share in found.items():
+        print(f"{part:44} {share:6.1%}")
+    if given.json:
+        kept = made_by("benchmarks.digits", ["fedpriv", "torch", "numpy"])
+        kept |= {"shares": found, "processor seconds": runs}
+        given.json.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
