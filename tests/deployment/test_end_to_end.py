@@ -69,7 +69,8 @@ def test_without_noise_the_model_is_that_of_the_simulator_though_nodes_have_one_
     assert deployed.keys() == simulated.keys()
     for name, tensor in simulated.items():
         assert np.linalg.norm(tensor) > 0.01
-        np.testing.assert_array_equal(deployed[name], tensor)
+        # How users train, and so how sums round, follows from how many a node has.
+        np.testing.assert_allclose(deployed[name], tensor, rtol=0.0, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -131,7 +131,7 @@ def set_at_worker() -> None:
     """In the training process."""
     from fedpriv.clients.training import NodeTrainer
 
-    def trained(_answer, trainer, request) -> None:
+    def trained(_answer, trainer, request, *_seconds) -> None:
         hosted = set(trainer.transport.hosted.tolist())
         users = [user for user in request.users.tolist() if user in hosted]
         note("trained.jsonl", round=request.round, attempt=request.attempt, users=users)
