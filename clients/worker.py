@@ -281,8 +281,9 @@ class Worker:
         self._welcome: Welcome | None = None
         self._learnt = Learnt(b"")
         self._kinds = set[Hashable]()  # of rounds that this was learnt of
+        self._learning: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._turn, self._closed = asyncio.Lock(), False
+        self._turn, self._busy, self._closed = asyncio.Lock(), False, False
 
     @classmethod
     async def start(cls, settings: HostSettings) -> "Worker":
@@ -306,16 +307,17 @@ class Worker:
     async def learn(self, proposal: Proposal) -> None:
         """Settle how users of such rounds train, before any is drawn; ModelError if they cannot.
 
-        It waits for users who train.
+        It waits for users who train, and goes on if the call is cancelled.
         """
-        local = replace(proposal.local, learning_rate=1.0)
-        kind = local, proposal.metrics
-        async with self._turn:
-            if self._welcome is None or kind in self._kinds:
-                return
-            what = "users cannot train as the server proposes"
-            self._learnt = cast(Learnt, await _within_reason(await self._ready(), proposal, what))
-            self._kinds.add(kind)
+        kind = replace(proposal.local, learning_rate=1.0), proposal.metrics
+        while (before := self._learning) is not None:
+            # Of an earlier call, whatever became of it: it may have been given up.
+            await asyncio.gather(asyncio.shield(before), return_exceptions=True)
+            if self._learning is before:
+                self._learning = None
+        if kind not in self._kinds:
+            self._learning = asyncio.create_task(self._learn(kind, proposal))
+            await asyncio.shield(self._learning)
 
     async def train(self, request: RoundRequest, seconds: float) -> PartialSum | None:
         """Train those users of a request that the node has; their sum, with an empty `node`.
@@ -326,23 +328,35 @@ class Worker:
         are trained one by one after half of the time, each within an equal share of what is left.
         None if no training ended well within `seconds` and the limit of the settings.
         """
-        async with self._alone():
-            if self._welcome is None:
-                raise InvalidValueError("no task is prepared; call prepare first")
-            longest = self._settings.seconds
-            seconds = seconds if longest is None else min(seconds, longest)
-            deadline = asyncio.get_running_loop().time() + seconds
-            users = np.intersect1d(request.users, self._welcome.users)
-            return await self._trained(replace(request, users=users), deadline)
+        longest = self._settings.seconds
+        seconds = seconds if longest is None else min(seconds, longest)
+        deadline = asyncio.get_running_loop().time() + seconds
+        try:
+            async with self._alone(deadline):
+                if self._welcome is None:
+                    raise InvalidValueError("no task is prepared; call prepare first")
+                users = np.intersect1d(request.users, self._welcome.users)
+                return await self._trained(replace(request, users=users), deadline)
+        except TimeoutError:  # while it was learnt how users train
+            return None
 
     async def close(self) -> None:
         """End the process; a call after the first does nothing."""
         self._closed = True
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.wait([self._starting])
+        for task in (self._learning, self._starting):
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
         self._process.kill()
         await self._process.gone()
+
+    async def _learn(self, kind: Hashable, proposal: Proposal) -> None:
+        async with self._turn:
+            if self._welcome is None:
+                return
+            what = "users cannot train as the server proposes"
+            self._learnt = cast(Learnt, await _within_reason(await self._ready(), proposal, what))
+            self._kinds.add(kind)
 
     async def _trained(self, request: RoundRequest, deadline: float) -> PartialSum | None:
         nothing = PartialSum("", 0, np.zeros(request.clipping.layout.dimension, np.int64), 0)
@@ -408,11 +422,20 @@ class Worker:
             raise
 
     @asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
-        if self._turn.locked():
+    async def _alone(self, deadline: float | None = None) -> AsyncIterator[None]:
+        """Nothing else is asked of the process; TimeoutError if it learns until the deadline."""
+        if self._busy:
             raise InvalidValueError("the worker is busy; it takes one call at a time")
-        async with self._turn:
-            yield
+        self._busy = True
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._turn.acquire()
+            try:
+                yield
+            finally:
+                self._turn.release()
+        finally:
+            self._busy = False
 
 
 async def _load(process: Process, settings: HostSettings) -> Loaded:

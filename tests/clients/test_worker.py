@@ -236,6 +236,24 @@ def test_a_user_of_a_new_size_adds_its_own_vector_and_delays_nobody(
     runner.run(whole_life())
 
 
+def test_a_vote_that_is_given_up_does_not_end_what_is_learnt_for_it(
+    worker: Worker, runner: asyncio.Runner
+) -> None:
+    async def interrupted() -> PartialSum | None:
+        await worker.prepare(welcome())
+        pid, proposal = training_process(), Proposal.of(request_to(GOOD), PRICE)
+        for _ in range(3):  # as when a server proposes again and again
+            vote = asyncio.create_task(worker.learn(proposal))
+            await asyncio.sleep(0.01)
+            vote.cancel()
+        trained = await worker.train(request_to(GOOD), LIMIT)  # it waits until that is learnt
+        assert training_process() == pid
+        assert worker._kinds
+        return trained
+
+    assert_equal(runner.run(interrupted()), of_good(GOOD))
+
+
 def test_a_process_that_hangs_is_started_again_and_users_are_trained_one_by_one(
     worker: Worker, runner: asyncio.Runner
 ) -> None:

@@ -67,11 +67,12 @@ def check(site: Site) -> Standing:
 
 
 def stop_and_check(site: Site, server: Program) -> None:
-    """Stop a server that was never killed; it released whatever it charged."""
+    """Stop a server that was never killed; it released what it charged, but for the last round."""
     ask_to_stop(server)
     ended(server)
     found = check(site)
-    assert found.next_round == found.released == found.charged
+    assert found.next_round == found.released
+    assert found.charged - found.released in (0, 1)
 
 
 def _check_cohorts(
