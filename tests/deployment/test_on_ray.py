@@ -105,6 +105,8 @@ def test_two_workers_give_what_one_process_gives_and_leave_nothing(tmp_path: Pat
     assert "Warning" not in said
     assert_same_model(tmp_path / "here", tmp_path / "there")
     plans = [tomllib.loads((tmp_path / run / "plan.toml").read_text()) for run in ("here", "there")]
+    # One process takes the time of both ways to train, or has a rule; workers have the rule alone.
+    assert [plan["engine"].pop("path") for plan in plans] == ["together", "auto"]
     assert plans[0] == plans[1]
     losses = [
         [row["loss"] for row in RunFolder(tmp_path / run).read_metrics()]
@@ -133,7 +135,7 @@ def test_a_run_that_audits_itself_is_the_simulation_in_this_process(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_ends_the_run_before_its_round_is_charged(tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_ends_the_run_and_its_round_is_charged(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     with simulating(tmp_path, "--out=run", "--set=rounds=100000") as simulation:
         await_that(lambda: list(folder.read_metrics()))
@@ -143,7 +145,7 @@ def test_a_worker_that_is_killed_ends_the_run_before_its_round_is_charged(tmp_pa
     assert re.search("[01] of 2 workers answered in round [0-9]+; all must$", said)
     released = [row["charge"] for row in folder.read_metrics()]
     with Ledger.open(folder.ledger) as ledger:
-        assert [row.hash for row in ledger.charges()] == released
+        assert [row.hash for row in ledger.charges()][:-1] == released
 
 
 def assert_locked(address: str) -> None:
