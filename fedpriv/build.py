@@ -27,7 +27,8 @@ from fedpriv.data.places import in_places, refuse_shared
 from fedpriv.data.population import Fields, Population, cut_up, load_population
 from fedpriv.engine.adapters import with_adapters
 from fedpriv.engine.checks import check_task
-from fedpriv.engine.metrics import check_metrics
+from fedpriv.engine.measuring import check_metrics
+from fedpriv.engine.roads import Road
 from fedpriv.engine.task import LOSSES, HeldOut, Task, running_norms
 from fedpriv.engine.trainer import SimulationOnlyDropped, blank
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
@@ -178,15 +179,15 @@ def on_population(
     )
 
 
-def settled(experiment: Experiment, transport: InProcessTransport) -> Experiment:
-    """The experiment with the path that its users take, to be written down with the run.
+def settled(experiment: Experiment, transport: InProcessTransport) -> tuple[Experiment, Road]:
+    """The experiment with the path that its users take, to be written down with the run, and why.
 
     ModelError or InvalidValueError if they cannot train.
     """
     at, config = RoundAttempt(experiment.plan.run, 1, 0), experiment.config
     road = transport.road(request_to_nobody(experiment.plan, experiment.initial_state, at))
     engine = config.engine.model_copy(update={"path": road.path})
-    return replace(experiment, config=config.model_copy(update={"engine": engine}))
+    return replace(experiment, config=config.model_copy(update={"engine": engine})), road
 
 
 def _most_rows(mechanism: Mechanism, *, examples_apart: bool) -> int | None:

@@ -567,7 +567,7 @@ class Mechanism:
 
     The noise multiplier z ≥ 0 is the noise over the sensitivity of a whole round; with None it is
     still to be calibrated. `metrics` are private averages to release beside the update: numbers by
-    name, as for `fedpriv.engine.metrics.metric`. InvalidValueError: there is no noise, or no
+    name, as for `fedpriv.engine.measuring.metric`. InvalidValueError: there is no noise, or no
     budget, and `unsafe_no_privacy` is not set; or `unit` and `microbatch` do not fit together.
     """
 

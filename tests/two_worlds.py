@@ -443,6 +443,8 @@ def random_case(number: int, *, killed: bool = False) -> Case:
         table["privacy"]["microbatch"] = 3
     if dice.random() < 0.6:
         table["seed"] = number
+    elif table["engine"]["path"] == "auto" and kind != "tripping":
+        table["engine"]["path"] = "alone"  # a clock may choose another way in the other world
     if series and policy != "random-allocation" and dice.random() < 0.7:
         buffered = {"correlation": "buffered", "options": {"buffers": 1}}
         banded = {"correlation": "banded", "options": {"bands": 2}}

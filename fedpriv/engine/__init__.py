@@ -1,7 +1,7 @@
 """Local training of many users at once in torch, behind the in-process transport."""
 
 from fedpriv.engine.checks import check_task
-from fedpriv.engine.metrics import SimulationOnlyDiagnostics, check_metrics
+from fedpriv.engine.measuring import SimulationOnlyDiagnostics, check_metrics
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport, device_named
 

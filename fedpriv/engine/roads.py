@@ -25,7 +25,7 @@ import torch
 from fedpriv.data.population import UserStore
 from fedpriv.engine.lanes import MixingError
 from fedpriv.engine.schedule import Integers, counted, largest_batch, steps_of
-from fedpriv.engine.side_by_side import alike
+from fedpriv.engine.side_by_side import step_class
 from fedpriv.engine.trainer import Chunk, Trainer, fewest, sizes_of
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.local import ALGORITHMS
@@ -126,7 +126,7 @@ class Road:
         ways: dict[tuple[tuple[int, ...] | None, int], list[int]] = {}
         for number, (step, part) in enumerate(shapes.tolist()):
             way = self.way(trainer, local, step, part)
-            ways.setdefault((way, alike(step) if way else 0), []).append(number)
+            ways.setdefault((way, step_class(step) if way else 0), []).append(number)
         for (way, _), numbers in ways.items():
             yield way, np.flatnonzero(np.isin(of_user.ravel(), numbers))
 

@@ -35,11 +35,11 @@ _BLOCK = 64  # rows whose products are added up at a time
 _TOUCHES, _LARGE = 40, 2**15
 
 
-def alike(steps: int) -> int:
-    """Few steps, rounded up, as few numbers as there are; 0 if there are many.
+def step_class(steps: int) -> int:
+    """The least of a few numbers of steps that is no smaller; 0 of more steps than all of them.
 
-    Where layers learn without weights, users go together whose steps are alike: the sums of all
-    take as much time and memory as those of the longest.
+    Where layers learn without weights, users of one class go together: the sums of all take as much
+    time and memory as those of the longest.
     """
     return next((few for few in _FEW_STEPS if few >= steps), 0)
 
@@ -64,7 +64,7 @@ class Layer:
         """What learns in the place of its weights, for users with so many rows in each step."""
         weight, *bias = (start[key] for key in self.keys)
         rows = self.rows * width
-        block = (alike(steps) or max(1, _BLOCK // rows)) * rows
+        block = (step_class(steps) or max(1, _BLOCK // rows)) * rows
         return LowRank(weight, bias[0] if bias else None, users, steps * rows, rate, block)
 
 

@@ -28,7 +28,7 @@ from fedpriv.engine.descent import same_for_all
 from fedpriv.engine.examples import Examples, OwnExamples, held_on, lent
 from fedpriv.engine.graphs import Graphs
 from fedpriv.engine.indices import Indices
-from fedpriv.engine.metrics import Blocks, Measuring, diagnose_users, group_norms, user_metrics
+from fedpriv.engine.measuring import Blocks, Measuring, diagnose_users, group_norms, user_metrics
 from fedpriv.engine.schedule import Integers, Schedule, counted
 from fedpriv.engine.side_by_side import Group, SideBySideModel
 from fedpriv.engine.task import Inputs, RoundParameters, Task, outputs_of

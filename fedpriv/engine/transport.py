@@ -19,7 +19,7 @@ from fedpriv.engine.arithmetic import (
     refuse_flushing_threads,
 )
 from fedpriv.engine.forks import Crew, Fork, can_fork, computing_with
-from fedpriv.engine.metrics import SimulationOnlyDiagnostics, check_metrics, diagnose_round
+from fedpriv.engine.measuring import SimulationOnlyDiagnostics, check_metrics, diagnose_round
 from fedpriv.engine.roads import Path, Road, road_of
 from fedpriv.engine.schedule import Integers
 from fedpriv.engine.task import Task

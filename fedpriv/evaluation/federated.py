@@ -25,7 +25,7 @@ from fedpriv.engine.arithmetic import plain_arithmetic, seeded
 from fedpriv.engine.bounds import WithinBounds
 from fedpriv.engine.indices import Indices
 from fedpriv.engine.kept import KeptModel
-from fedpriv.engine.metrics import Measuring, mean_metric
+from fedpriv.engine.measuring import Measuring, mean_metric
 from fedpriv.engine.task import Task, outputs_of
 from fedpriv.errors import (
     BudgetExceededError,
@@ -131,7 +131,7 @@ def questions_about(
     Args:
         task: whose model gets the parameters; it must remember nothing of users but in buffers.
         model: all tensors that training moves, such as `Run.state.model`.
-        metrics: of examples, from `fedpriv.engine.metrics.metric`.
+        metrics: of examples, from `fedpriv.engine.measuring.metric`.
         personal: from a user's examples, tensors of its own in the place of the model's, and those
             examples that it measures them on.
     """

@@ -26,6 +26,7 @@ from fedpriv.build import (
     check_measured,
     on_population,
     settings_of,
+    settled,
 )
 from fedpriv.config import DataSection, method_left_out
 from fedpriv.data.population import Population, load_population
@@ -423,6 +424,8 @@ def _run_prepared(
     if run.path.exists():
         names = (run.path.with_name(f"{run.path.name}.cut-{n}") for n in itertools.count(1))
         run.path.rename(next(name for name in names if not name.exists()))
+    experiment, _ = settled(experiment, transport)
+    config = experiment.config
     output = config.output.model_copy(update={"checkpoint_every": config.rounds})
     experiment = replace(experiment, config=config.model_copy(update={"output": output}))
     observed = ObservedTransport(transport, plan, run.append_simulation_only)

@@ -27,7 +27,7 @@ from fedpriv.build import (
 from fedpriv.config import load_config, method_left_out
 from fedpriv.data.population import Population
 from fedpriv.disk import with_room
-from fedpriv.engine.metrics import SimulationOnlyDiagnostics
+from fedpriv.engine.measuring import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import Engine, InProcessTransport
 from fedpriv.errors import BudgetExceededError, InvalidValueError, check_types
@@ -199,7 +199,8 @@ def _run(
         told = setup.folder.append_simulation_only
         chosen = ObservedTransport(transport, experiment.plan, told)
     with telling_where(setup, console):
-        experiment = settled(experiment, transport)
+        experiment, road = settled(experiment, transport)
+    console.print(f"users train {road}", highlight=False)
     return carry_out(setup, experiment, lambda *_: chosen, console)
 
 

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedpriv.engine.metrics import group_norms
+from fedpriv.engine.measuring import group_norms
 from fedpriv.engine.products import OuterProducts
 from fedpriv.privacy import clipping_torch as module
 from fedpriv.privacy.clipping import Clipping, Indicator

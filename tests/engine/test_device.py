@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.metrics import diagnose_users
+from fedpriv.engine.measuring import diagnose_users
 from fedpriv.engine.roads import Road
 from fedpriv.engine.task import Task
 from fedpriv.engine.trainer import Trainer, sizes_of

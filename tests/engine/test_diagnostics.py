@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedpriv.engine.metrics import SimulationOnlyDiagnostics
+from fedpriv.engine.measuring import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.measures.metrics import metric

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedpriv.engine.metrics import check_metrics
+from fedpriv.engine.measuring import check_metrics
 from fedpriv.engine.task import Task, cross_entropy, squared_error
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError
 from fedpriv.measures.metrics import metric, own_metrics

@@ -11,7 +11,7 @@ from torch import nn
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine.checks import check_task
-from fedpriv.engine.metrics import check_metrics
+from fedpriv.engine.measuring import check_metrics
 from fedpriv.engine.task import (
     RunningNorm,
     Task,

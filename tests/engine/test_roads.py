@@ -16,7 +16,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine import roads
 from fedpriv.engine.roads import Path, Road
 from fedpriv.engine.schedule import counted, largest_batch, steps_of
-from fedpriv.engine.side_by_side import alike
+from fedpriv.engine.side_by_side import step_class
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.trainer import AnyExamples, Chunk, Trainer, sizes_of
 from fedpriv.engine.transport import InProcessTransport
@@ -156,7 +156,7 @@ def test_who_has_rows_is_in_one_chunk_and_who_has_none_in_none(
             for of_user in zip(steps.tolist(), slices.tolist(), strict=True)
         }
         assert ways == {chunk.lean if chunk.shapes else None}
-        assert not chunk.lean or len({alike(step) for step in steps.tolist()}) == 1
+        assert not chunk.lean or len({step_class(step) for step in steps.tolist()}) == 1
 
 
 # The trial.

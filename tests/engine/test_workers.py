@@ -21,7 +21,7 @@ from torch import nn
 import fedpriv
 from fedpriv.data.population import UserStore
 from fedpriv.engine import forks
-from fedpriv.engine.metrics import SimulationOnlyDiagnostics
+from fedpriv.engine.measuring import SimulationOnlyDiagnostics
 from fedpriv.engine.roads import Path as Road
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.trainer import Chunk, ChunkSum, SimulationOnlyDropped, Trainer
