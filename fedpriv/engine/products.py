@@ -1,7 +1,8 @@
 """Products of matrices with weights of each user, and sums of outer products in place of weights.
 
 A user's rows never meet another user's: each lane has a product of its own, in memory that is
-aligned as every other lane's, or rows go through one shared matrix in pieces of one size.
+aligned as every other lane's, or rows go through one shared matrix in pieces of one size, in which
+all places are alike.
 
 A gradient of a linear layer's weights is a sum of outer products δ xᵀ, one for each row x that went
 through it. So a user's weights are W₀ + Σ_t a_t·δ_t x_tᵀ after some steps, and the layer gives
@@ -11,8 +12,8 @@ through it. So a user's weights are W₀ + Σ_t a_t·δ_t x_tᵀ after some step
 Where a user has few rows, `LowRank` computes that. It never makes the weights: neither a gradient
 nor a step touches them, and clipping makes them a block at a time.
 
-On a CPU, NumPy multiplies: its OpenBLAS uses AVX-512 on all processors that have it, and multiplies
-each of many small matrices in the same way.
+On a CPU, NumPy multiplies: its OpenBLAS uses AVX-512 on AMD's processors too, where it knows them,
+and multiplies each of many small matrices in the same way.
 """
 
 import itertools
@@ -71,18 +72,33 @@ def product(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def shared_product(rows: Tensor, matrix: Tensor, *, out: Tensor) -> None:
-    """[n, k] times one matrix [k, m] of all rows, into `out`, contiguous.
+@cache
+def _place_matters() -> bool:
+    """Whether this processor's library rounds a row by its place among other rows: AVX2's does."""
+    rng = np.random.default_rng(0)
+    row, matrix = (rng.random(shape, np.float32) for shape in (256, (256, 256)))
+    with one_blas_thread():
+        found = np.tile(row, (_ROWS, 1)) @ matrix
+    return bool((found != found[0]).any())
 
-    A row's product does not depend on the other rows. A CPU's library chooses how it multiplies by
-    the number of rows, and rounds accordingly. So it is given a fixed number at a time; the last
-    piece overlaps the one before it, or is filled up.
+
+def shared_product(rows: Tensor, matrix: Tensor, *, out: Tensor) -> None:
+    """[L, n, k] times one matrix [k, m] of all lanes, into `out`, contiguous.
+
+    What a lane gets does not depend on other lanes. A CPU's library chooses how it multiplies by
+    the number of rows, and rounds accordingly. So it is given a fixed number at a time, of several
+    lanes where it treats all of them alike; the last piece overlaps the one before it, or is filled
+    up.
     """
-    count, (k, m) = len(rows), matrix.shape
+    (lanes, n, k), m = rows.shape, matrix.shape[1]
+    matrix = matrix.contiguous()  # is faster
+    if rows.device.type == "cpu" and _place_matters():
+        product(rows, matrix.expand(lanes, k, m), out=out)
+        return
+    rows, out, count = rows.reshape(-1, k), out.view(-1, m), lanes * n
     if rows.device.type != "cpu":
         product(rows, matrix, out=out)
         return
-    matrix = matrix.contiguous()  # is faster
     if count < _ROWS:
         filled = rows.new_zeros((1, _ROWS, k))
         filled[0, :count] = rows
@@ -130,7 +146,7 @@ def _multiply(rows: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tens
         return torch.matmul(rows.detach(), matrices, out=out)
     if len(matrices) == len(rows):
         return product(rows, matrices, out=out)
-    shared_product(rows.flatten(0, 1), matrices[0], out=out.flatten(0, 1))
+    shared_product(rows, matrices[0], out=out)
     return out
 
 

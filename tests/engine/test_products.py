@@ -72,6 +72,16 @@ def test_rows_are_multiplied_by_matrices_of_their_lane_or_of_all(
     assert_close(summed_outer(rows, rows @ matrices), exact(rows.mT, rows @ matrices))
 
 
+@pytest.mark.parametrize("place_matters", [True, False])
+def test_rows_go_through_one_matrix_whether_their_place_matters_or_not(
+    place_matters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_place_matters", lambda: place_matters)
+    for lanes in (2, 30):
+        rows, matrix = drawn(0, (lanes, 5, 40)), drawn(1, (1, 40, 30))
+        assert_close(_multiply(rows, matrix), exact(rows, matrix))
+
+
 @given(
     st.tuples(*[st.integers(1, 70)] * 3), st.tuples(lies, lies), st.integers(0, 9), st.booleans()
 )
