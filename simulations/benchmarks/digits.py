@@ -83,6 +83,18 @@ def once() -> dict[str, float]:
     return {START: begun[START], **parts, ALL: time.process_time()}
 
 
+def apart() -> dict[str, float]:
+    """Seconds of each part of a run in a fresh process, which trains in one thread."""
+    done = subprocess.run(
+        [sys.executable, "-m", "simulations.benchmarks.digits", "--once"],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=True,
+    )
+    parts: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return parts
+
+
 def shares(runs: list[dict[str, float]]) -> dict[str, float]:
     """Median share of each part in the time of a run."""
     found = {part: median(run[part] / run[ALL] for run in runs) for part in runs[0] if part != ALL}
@@ -102,15 +114,7 @@ def main() -> None:
         return
     from simulations.benchmarks.machine import made_by  # noqa: PLC0415
 
-    runs = []
-    for _ in range(given.repeats):
-        done = subprocess.run(
-            [sys.executable, "-m", "simulations.benchmarks.digits", "--once"],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            check=True,
-        )
-        runs.append(json.loads(done.stdout.splitlines()[-1]))
+    runs = [apart() for _ in range(given.repeats)]
     found = shares(runs)
     for part, share in found.items():
         print(f"{part:44} {share:6.1%}")
