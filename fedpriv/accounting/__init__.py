@@ -44,7 +44,6 @@ from fedpriv.accounting.policies import (
     poisson_replace_gaussian,
     random_allocation_gaussian,
     separated_gaussian,
-    shuffled_gaussian,
 )
 
 __all__ = [
@@ -67,7 +66,6 @@ __all__ = [
     "poisson_replace_gaussian",
     "random_allocation_gaussian",
     "separated_gaussian",
-    "shuffled_gaussian",
     "smallest_noise",
     "smallest_query_noise",
     "trade_off",

@@ -32,12 +32,7 @@ import numpy as np
 import scipy
 
 from fedpriv.accounting import classical, contour, gaussian, pld, rdp
-from fedpriv.accounting.pld.dominating_pairs import (
-    FixedSizePair,
-    LargestBatchPair,
-    PoissonPair,
-    ReplacePair,
-)
+from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, PoissonPair, ReplacePair
 from fedpriv.accounting.pld.lattice import GaussianPair, LossPair, Pairs
 from fedpriv.accounting.pld.random_allocation import allocation_pairs
 from fedpriv.accounting.pld.sampled_examples import examples_pair
@@ -121,18 +116,6 @@ def _fixed_size(events: Sequence[RoundEvent]) -> PairBounds:
     return PairBounds(_pairs(FixedSizePair, events), _pairs(PoissonPair, events))
 
 
-def _shuffled(events: Sequence[RoundEvent]) -> PairBounds:
-    """At most one Gaussian for each pass, as in every order one batch alone has the user."""
-    below = Counter[LossPair]()
-    base = 1.0 if events[0].sampling.relation is ADD_OR_REMOVE else 0.0
-    known = [event for event in events if event.sampling.schedule is not None]
-    for schedule, rounds in _composed_by_schedule(known):
-        for (_, z), count in rounds.items():
-            below[LargestBatchPair(schedule.rounds, z, base)] += count
-    # How many batches there were may be unknown.
-    return PairBounds(_pairs(PoissonPair, events), below, len(known) == len(events))
-
-
 def _separated(events: Sequence[RoundEvent]) -> PairBounds:
     """One Gaussian for each series; from below where its `strategy_sensitivity` is exact."""
     exact = [event for event in events if decreasing(event.strategy)]
@@ -182,8 +165,6 @@ ANALYSES: Mapping[EventKind, Callable[[Sequence[RoundEvent]], PairBounds]] = Map
         (SamplingPolicy.EVERY_USER, ADD_OR_REMOVE): partial(_exact, PoissonPair),
         (SamplingPolicy.EVERY_USER, REPLACE): partial(_exact, PoissonPair),
         (SamplingPolicy.FIXED_SIZE, REPLACE): _fixed_size,
-        (SamplingPolicy.SHUFFLED, ADD_OR_REMOVE): _shuffled,
-        (SamplingPolicy.SHUFFLED, REPLACE): _shuffled,
         (SamplingPolicy.RANDOM_ALLOCATION, ADD_OR_REMOVE): _allocated,
         (SamplingPolicy.SEPARATED, ADD_OR_REMOVE): _separated,
         (SamplingPolicy.SEPARATED, REPLACE): _separated,
@@ -271,14 +252,10 @@ _FINE = 1e-7  # relative, of log δ
 _GAUSSIAN = tuple(
     kind
     for kind in ANALYSES
-    if kind[0] in (SamplingPolicy.EVERY_USER, SamplingPolicy.SHUFFLED, SamplingPolicy.SEPARATED)
+    if kind[0] in (SamplingPolicy.EVERY_USER, SamplingPolicy.SEPARATED)
     or kind in product((SamplingPolicy.POISSON, SamplingPolicy.BANDED_POISSON), [ADD_OR_REMOVE])
 )
-"""What costs no more than the Poisson-subsampled Gaussian of `compose`, q = 1 included.
-
-A shuffled pass costs at most one Gaussian: in every order only one batch has the user (joint
-convexity). It can cost less (Chua et al. 2024).
-"""
+"""What costs no more than the Poisson-subsampled Gaussian of `compose`, q = 1 included."""
 
 
 class Bound(StrEnum):
@@ -372,9 +349,9 @@ class Accountant(ABC):
 class IntervalAccountant(Accountant):
     """Intervals of every policy, by default by composing privacy losses (`pld`).
 
-    Its `epsilon` is an upper bound alone where an event has no share in the lower end: shuffled
-    passes without a schedule, and separated series whose sensitivity is known from above alone. Its
-    `delta` is the upper end of an interval, at least 1e-60 where there is an event.
+    Its `epsilon` is an upper bound alone where an event has no share in the lower end: separated
+    series whose sensitivity is known from above alone. Its `delta` is the upper end of an interval,
+    at least 1e-60 where there is an event.
     """
 
     name: str = "pld"

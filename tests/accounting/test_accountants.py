@@ -34,7 +34,7 @@ from fedpriv.accounting.policies import (
     poisson_gaussian,
     poisson_replace_gaussian,
     random_allocation_gaussian,
-    shuffled_gaussian,
+    separated_gaussian,
 )
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import (
@@ -259,7 +259,7 @@ def test_no_order_of_events_of_different_kinds_changes_a_digit(name: str) -> Non
     events = [
         banded_poisson_gaussian((1.0, -0.5, 0.25), 22, 5, 0.3, 2.0, relation, 3),
         poisson_examples_gaussian(0.05, 7, 4.0, 20),
-        shuffled_gaussian(6.0, relation, 2, batches=100),
+        separated_gaussian((1.0, -0.5), 12, 3, 4, 20.0, relation, 2),
     ]
     ends = {
         (epsilon(each, 1e-5, name).low, epsilon(each, 1e-5, name).up)

@@ -21,7 +21,6 @@ from fedpriv.accounting.policies import (
     poisson_replace_gaussian,
     random_allocation_gaussian,
     separated_gaussian,
-    shuffled_gaussian,
 )
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
@@ -104,8 +103,6 @@ POLICIES = {
     "every user": lambda z, count: every_user_gaussian(z, ADD_OR_REMOVE, count),
     "every user, replaced": lambda z, count: every_user_gaussian(z, REPLACE, count),
     "fixed size": lambda z, count: fixed_size_gaussian(20, 1000, z, count),
-    "shuffled": lambda z, count: shuffled_gaussian(z, ADD_OR_REMOVE, count),
-    "shuffled in batches": lambda z, count: shuffled_gaussian(z, REPLACE, count, batches=10),
     "random allocation": lambda z, count: random_allocation_gaussian(50, 1, z, count),
     "separated": lambda z, count: separated_gaussian(
         (1.0, 0.5, 0.3), 100, 3, 20, z, ADD_OR_REMOVE, count
