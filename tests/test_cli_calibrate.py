@@ -83,7 +83,7 @@ def test_the_noise_of_the_same_epsilon_beside_its_estimate() -> None:
     found, said = rows["z by the central limit theorem"]
     assert float(found) == estimate["noise_multiplier"]
     assert said.startswith("estimate; really ε = ")
-    fixed = [*command[:5], "--sampling-probability", "0.1", *NOISE, *FIXED, "--same-as", "rdp"]
+    fixed = [*command[:5], "--sampling-probability", "0.1", *NOISE, *FIXED, "--same-as", "pld"]
     assert "estimate" not in json.loads(printed(*fixed, "--json"))
 
 

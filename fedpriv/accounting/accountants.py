@@ -381,7 +381,7 @@ class RDPAccountant(Accountant):
     """Upper bounds by the moments accountant (`rdp`), at the best of the orders α in (1, 10⁶].
 
     The only one that prices searches: `Selection`s, of which each trial costs as much as the
-    dearest. Cohorts of a fixed size have an interval, whose lower end is that of `pld`.
+    dearest.
     """
 
     name: str = field(default="rdp", init=False)
@@ -398,36 +398,26 @@ class RDPAccountant(Accountant):
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
         """The least ε over the orders."""
         check_delta(delta)
-        events = self._checked(events)
+        events = _checked(events, self.name, _GAUSSIAN)
         up = rdp.epsilon_from_rdp(self.orders, self._rdp(events), delta) if events else 0.0
-        low, kind = 0.0, Bound.UPPER
-        if any(event.sampling.policy is SamplingPolicy.FIXED_SIZE for event in events):
-            bounds = bounds_of(events)
-            low = float(pld.epsilon_interval(bounds.below, delta)[0]) * _BELOW
-            kind = Bound.INTERVAL if bounds.complete else Bound.UPPER
-        return _loss(events, (low, up), delta, self.name, kind)
+        return _loss(events, (0.0, up), delta, self.name, Bound.UPPER)
 
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
         """The least δ over the orders."""
         check_epsilon(epsilon)
-        events = self._checked(events)
+        events = _checked(events, self.name, _GAUSSIAN)
         return rdp.delta_from_rdp(self.orders, self._rdp(events), epsilon) if events else 0.0
-
-    def _checked(self, events: Iterable[RoundEvent]) -> tuple[RoundEvent, ...]:
-        return _checked(events, self.name, (*_GAUSSIAN, (SamplingPolicy.FIXED_SIZE, REPLACE)))
 
     def _rdp(self, events: Sequence[RoundEvent]) -> Vector:
         """[orders] RDP of all events together."""
-        fixed = [each for each in events if each.sampling.policy is SamplingPolicy.FIXED_SIZE]
-        others = [e for e in events if e.sampling.policy is not SamplingPolicy.FIXED_SIZE]
-        sampled = rdp.composed_rdp(compose(e for e in others if not e.selection), self.orders)
+        total = rdp.composed_rdp(compose(e for e in events if not e.selection), self.orders)
         searches = Counter[Selection]()
-        for each in others:
+        for each in events:
             if each.selection is not None:
                 searches[each.selection] += each.count
         for search, count in sorted(searches.items(), key=repr):  # in any order that is always one
-            sampled = sampled + count * self._selected(search)
-        return sampled + rdp.composed_rdp(compose(fixed), self.orders, rdp.fixed_size_gaussian_rdp)
+            total = total + count * self._selected(search)
+        return total
 
     def _selected(self, search: Selection) -> Vector:
         """[orders] RDP of the best of K trials."""
@@ -441,9 +431,11 @@ class RDPAccountant(Accountant):
 class ClassicalAccountant(Accountant):
     """One formula for ε."""
 
-    name: str = "basic"
+    name: str = "zcdp"
     # ε of rounds at δ; falls as δ grows.
-    price: Callable[[Rounds, float], float] = classical.basic_epsilon
+    price: Callable[[Rounds, float], float] = lambda rounds, delta: classical.zcdp_epsilon(
+        classical.zcdp_rho(rounds), delta
+    )
     bound: Bound = Bound.UPPER
 
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
@@ -534,10 +526,6 @@ _ALL = (
     IntervalAccountant(),
     RDPAccountant(),
     ClassicalAccountant("gdp", classical.clt_epsilon, Bound.ESTIMATE),
-    ClassicalAccountant(
-        "zcdp", lambda rounds, delta: classical.zcdp_epsilon(classical.zcdp_rho(rounds), delta)
-    ),
-    ClassicalAccountant("advanced", classical.advanced_epsilon),
     ClassicalAccountant(),
 )
 ACCOUNTANTS: Mapping[str, Accountant] = MappingProxyType({each.name: each for each in _ALL})

@@ -415,7 +415,6 @@ class IntervalConformance(AccountantConformance):
         assert 1.05 * low < loss.epsilon_low <= loss.epsilon < 0.95 * up
 
     def test_the_known_cohort_of_a_fixed_size(self) -> None:
-        # By moments alone the upper end is 20.99.
         loss = self.accountant.epsilon([fixed_size_gaussian(100, 10_000, 1.0, 1000)], 1e-5)
         assert loss.epsilon_low == pytest.approx(13.36, abs=0.01)
         assert loss.epsilon < 14.83

@@ -144,12 +144,12 @@ def test_one_setting_of_events_of_several_kinds() -> None:
 
 def test_a_cohort_is_at_most_as_large_as_it_may_be() -> None:
     def price(size: int) -> float:
-        return epsilon([fixed_size_gaussian(size, 1000, 4.0, 50)], 1e-6, "rdp").epsilon
+        return epsilon([fixed_size_gaussian(size, 1000, 4.0, 50)], 1e-6, "pld").epsilon
 
-    size = largest_number(3.0, 1e-6, lambda m: [fixed_size_gaussian(m, 1000, 4.0, 50)], 1000, "rdp")
+    size = largest_number(3.0, 1e-6, lambda m: [fixed_size_gaussian(m, 1000, 4.0, 50)], 1000, "pld")
     assert price(size) <= 3.0 < price(size + 1)
     everyone = largest_number(
-        300.0, 1e-6, lambda m: [fixed_size_gaussian(m, 1000, 4.0, 50)], 1000, "rdp"
+        300.0, 1e-6, lambda m: [fixed_size_gaussian(m, 1000, 4.0, 50)], 1000, "pld"
     )
     assert everyone == 1000
 
@@ -161,8 +161,8 @@ def test_numbers_have_an_end(most: int) -> None:
 
 
 def test_an_accountant_refuses_what_it_cannot_price() -> None:
-    with pytest.raises(UnsupportedEventError, match="advanced accountant has no analysis of fixed"):
-        smallest_noise(1.0, 1e-5, lambda z: [fixed_size_gaussian(1, 10, z)], "advanced")
+    with pytest.raises(UnsupportedEventError, match="rdp accountant has no analysis of fixed"):
+        smallest_noise(1.0, 1e-5, lambda z: [fixed_size_gaussian(1, 10, z)], "rdp")
 
 
 def test_the_accountant_is_tight_by_default() -> None:

@@ -222,8 +222,7 @@ def test_other_policies_have_a_curve_without_a_mu() -> None:
 @pytest.mark.slow
 def test_a_curve_is_of_one_accountant() -> None:
     events = [poisson_gaussian(0.1, 1.0, count=20)]
-    names = [name for name in ACCOUNTANTS if name != "advanced"]  # whose δ is slow
-    curves = {name: trade_off(events, name) for name in names}
+    curves = {name: trade_off(events, name) for name in ACCOUNTANTS}
     tight = curves["tight"].type_two(ALPHA)
     for name, curve in curves.items():
         assert curve.accountant == name

@@ -359,7 +359,7 @@ def test_one_rare_round_with_hardly_any_noise_does_not_spoil_the_price_of_others
     for name in ("tight", "pld"):
         up = epsilon_of(rare, 1e-5, name).up
         assert epsilon_of(less, 1e-5, name).low <= up <= 1.02 * epsilon_of(less, 1e-5, name).up
-        assert all(up < epsilon_of(rare, 1e-5, other).up for other in ("basic", "advanced", "rdp"))
+        assert up < epsilon_of(rare, 1e-5, "rdp").up
 
 
 @pytest.mark.parametrize("delta", [1e-60, 1e-2, 0.999])

@@ -26,7 +26,7 @@ ROUNDS = [
     (1.0, 1e-5, THREE_GROUPS, "tight"),
     (1.0, 1e-5, THREE_GROUPS, "rdp"),
     (6.0, 1e-5, every_user_gaussian(4.0, REPLACE, 3), "tight"),
-    (9.0, 1e-5, fixed_size_gaussian(10, 1000, 4.0, 20), "rdp"),
+    (9.0, 1e-5, fixed_size_gaussian(10, 1000, 4.0, 20), "pld"),
 ]
 
 
