@@ -83,7 +83,7 @@ def test_the_noise_of_the_same_epsilon_beside_its_estimate() -> None:
     found, said = rows["z by the central limit theorem"]
     assert float(found) == estimate["noise_multiplier"]
     assert said.startswith("estimate; really ε = ")
-    fixed = [*command[:5], "--sampling-probability", "0.1", *NOISE, *FIXED, "--same-as", "rdp"]
+    fixed = [*command[:5], "--sampling-probability", "0.1", *NOISE, *FIXED, "--same-as", "pld"]
     assert "estimate" not in json.loads(printed(*fixed, "--json"))
 
 
@@ -104,7 +104,7 @@ def test_the_noise_of_the_same_epsilon_beside_its_estimate() -> None:
         ([*BUDGET, *ROUNDS, *NOISE, *FIXED[:2]], "fixed-size sampling has no population"),
         ([*BUDGET, *ROUNDS, *SAMPLING, *FIXED, "--relation", "add-or-remove-one"], "no analysis"),
         ([*BUDGET, *ROUNDS, "--sampling-probability", "0.0105", *FIXED], "whole cohort size"),
-        ([*BUDGET, *ROUNDS, *NOISE, "--policy", "shuffled"], "--policy"),
+        ([*BUDGET, *ROUNDS, *NOISE, "--policy", "random-allocation"], "--policy"),
         (["calibrate", "--epsilon", "2", *ROUNDS, *NOISE], "--delta"),
         (["calibrate", "--delta", "1e-5", *ROUNDS, *NOISE], "--epsilon"),
         (["calibrate", "--epsilon", "0", "--delta", "1e-5", *ROUNDS, *NOISE], "epsilon is 0.0"),

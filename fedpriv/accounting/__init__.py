@@ -7,10 +7,10 @@
 
 `accountants` says what an accountant is, lists them, and chooses how events are priced: as one
 Gaussian in closed form (`gaussian`), along a contour (`contour`) or by FFT (`pld`), from the pairs
-that docs/accounting.md lists by policy; `round_counts` counts rounds by setting. Moments (`rdp`)
-and zCDP, the CLT, basic and advanced composition (`classical`) are for comparison. `policies` makes
-events, `factorisation` finds strategies of correlated noise, `fdp` says what a test can tell from
-events, `calibration` turns a budget into a setting, `pricing` prices ledgers.
+that docs/accounting.md lists by policy; `round_counts` counts rounds by setting. Moments (`rdp`),
+zCDP and the CLT (`classical`) are for comparison. `policies` makes events, `factorisation` finds
+strategies of correlated noise, `fdp` says what a test can tell from events, `calibration` turns a
+budget into a setting, `pricing` prices ledgers.
 
 A **setting** is (q, z), z the noise per sensitivity; a **pair** is (P, Q), two distributions that
 dominate an event on two neighbours; a **loss** is log(dP/dQ), and a **tilt** of it a weight e^{cL};
@@ -44,7 +44,6 @@ from fedpriv.accounting.policies import (
     poisson_replace_gaussian,
     random_allocation_gaussian,
     separated_gaussian,
-    shuffled_gaussian,
 )
 
 __all__ = [
@@ -67,7 +66,6 @@ __all__ = [
     "poisson_replace_gaussian",
     "random_allocation_gaussian",
     "separated_gaussian",
-    "shuffled_gaussian",
     "smallest_noise",
     "smallest_query_noise",
     "trade_off",

@@ -32,12 +32,7 @@ import numpy as np
 import scipy
 
 from fedpriv.accounting import classical, contour, gaussian, pld, rdp
-from fedpriv.accounting.pld.dominating_pairs import (
-    FixedSizePair,
-    LargestBatchPair,
-    PoissonPair,
-    ReplacePair,
-)
+from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, PoissonPair, ReplacePair
 from fedpriv.accounting.pld.lattice import GaussianPair, LossPair, Pairs
 from fedpriv.accounting.pld.random_allocation import allocation_pairs
 from fedpriv.accounting.pld.sampled_examples import examples_pair
@@ -121,18 +116,6 @@ def _fixed_size(events: Sequence[RoundEvent]) -> PairBounds:
     return PairBounds(_pairs(FixedSizePair, events), _pairs(PoissonPair, events))
 
 
-def _shuffled(events: Sequence[RoundEvent]) -> PairBounds:
-    """At most one Gaussian for each pass, as in every order one batch alone has the user."""
-    below = Counter[LossPair]()
-    base = 1.0 if events[0].sampling.relation is ADD_OR_REMOVE else 0.0
-    known = [event for event in events if event.sampling.schedule is not None]
-    for schedule, rounds in _composed_by_schedule(known):
-        for (_, z), count in rounds.items():
-            below[LargestBatchPair(schedule.rounds, z, base)] += count
-    # How many batches there were may be unknown.
-    return PairBounds(_pairs(PoissonPair, events), below, len(known) == len(events))
-
-
 def _separated(events: Sequence[RoundEvent]) -> PairBounds:
     """One Gaussian for each series; from below where its `strategy_sensitivity` is exact."""
     exact = [event for event in events if decreasing(event.strategy)]
@@ -182,8 +165,6 @@ ANALYSES: Mapping[EventKind, Callable[[Sequence[RoundEvent]], PairBounds]] = Map
         (SamplingPolicy.EVERY_USER, ADD_OR_REMOVE): partial(_exact, PoissonPair),
         (SamplingPolicy.EVERY_USER, REPLACE): partial(_exact, PoissonPair),
         (SamplingPolicy.FIXED_SIZE, REPLACE): _fixed_size,
-        (SamplingPolicy.SHUFFLED, ADD_OR_REMOVE): _shuffled,
-        (SamplingPolicy.SHUFFLED, REPLACE): _shuffled,
         (SamplingPolicy.RANDOM_ALLOCATION, ADD_OR_REMOVE): _allocated,
         (SamplingPolicy.SEPARATED, ADD_OR_REMOVE): _separated,
         (SamplingPolicy.SEPARATED, REPLACE): _separated,
@@ -271,14 +252,10 @@ _FINE = 1e-7  # relative, of log δ
 _GAUSSIAN = tuple(
     kind
     for kind in ANALYSES
-    if kind[0] in (SamplingPolicy.EVERY_USER, SamplingPolicy.SHUFFLED, SamplingPolicy.SEPARATED)
+    if kind[0] in (SamplingPolicy.EVERY_USER, SamplingPolicy.SEPARATED)
     or kind in product((SamplingPolicy.POISSON, SamplingPolicy.BANDED_POISSON), [ADD_OR_REMOVE])
 )
-"""What costs no more than the Poisson-subsampled Gaussian of `compose`, q = 1 included.
-
-A shuffled pass costs at most one Gaussian: in every order only one batch has the user (joint
-convexity). It can cost less (Chua et al. 2024).
-"""
+"""What costs no more than the Poisson-subsampled Gaussian of `compose`, q = 1 included."""
 
 
 class Bound(StrEnum):
@@ -372,9 +349,9 @@ class Accountant(ABC):
 class IntervalAccountant(Accountant):
     """Intervals of every policy, by default by composing privacy losses (`pld`).
 
-    Its `epsilon` is an upper bound alone where an event has no share in the lower end: shuffled
-    passes without a schedule, and separated series whose sensitivity is known from above alone. Its
-    `delta` is the upper end of an interval, at least 1e-60 where there is an event.
+    Its `epsilon` is an upper bound alone where an event has no share in the lower end: separated
+    series whose sensitivity is known from above alone. Its `delta` is the upper end of an interval,
+    at least 1e-60 where there is an event.
     """
 
     name: str = "pld"
@@ -404,7 +381,7 @@ class RDPAccountant(Accountant):
     """Upper bounds by the moments accountant (`rdp`), at the best of the orders α in (1, 10⁶].
 
     The only one that prices searches: `Selection`s, of which each trial costs as much as the
-    dearest. Cohorts of a fixed size have an interval, whose lower end is that of `pld`.
+    dearest.
     """
 
     name: str = field(default="rdp", init=False)
@@ -421,36 +398,26 @@ class RDPAccountant(Accountant):
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
         """The least ε over the orders."""
         check_delta(delta)
-        events = self._checked(events)
+        events = _checked(events, self.name, _GAUSSIAN)
         up = rdp.epsilon_from_rdp(self.orders, self._rdp(events), delta) if events else 0.0
-        low, kind = 0.0, Bound.UPPER
-        if any(event.sampling.policy is SamplingPolicy.FIXED_SIZE for event in events):
-            bounds = bounds_of(events)
-            low = float(pld.epsilon_interval(bounds.below, delta)[0]) * _BELOW
-            kind = Bound.INTERVAL if bounds.complete else Bound.UPPER
-        return _loss(events, (low, up), delta, self.name, kind)
+        return _loss(events, (0.0, up), delta, self.name, Bound.UPPER)
 
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
         """The least δ over the orders."""
         check_epsilon(epsilon)
-        events = self._checked(events)
+        events = _checked(events, self.name, _GAUSSIAN)
         return rdp.delta_from_rdp(self.orders, self._rdp(events), epsilon) if events else 0.0
-
-    def _checked(self, events: Iterable[RoundEvent]) -> tuple[RoundEvent, ...]:
-        return _checked(events, self.name, (*_GAUSSIAN, (SamplingPolicy.FIXED_SIZE, REPLACE)))
 
     def _rdp(self, events: Sequence[RoundEvent]) -> Vector:
         """[orders] RDP of all events together."""
-        fixed = [each for each in events if each.sampling.policy is SamplingPolicy.FIXED_SIZE]
-        others = [e for e in events if e.sampling.policy is not SamplingPolicy.FIXED_SIZE]
-        sampled = rdp.composed_rdp(compose(e for e in others if not e.selection), self.orders)
+        total = rdp.composed_rdp(compose(e for e in events if not e.selection), self.orders)
         searches = Counter[Selection]()
-        for each in others:
+        for each in events:
             if each.selection is not None:
                 searches[each.selection] += each.count
         for search, count in sorted(searches.items(), key=repr):  # in any order that is always one
-            sampled = sampled + count * self._selected(search)
-        return sampled + rdp.composed_rdp(compose(fixed), self.orders, rdp.fixed_size_gaussian_rdp)
+            total = total + count * self._selected(search)
+        return total
 
     def _selected(self, search: Selection) -> Vector:
         """[orders] RDP of the best of K trials."""
@@ -464,9 +431,11 @@ class RDPAccountant(Accountant):
 class ClassicalAccountant(Accountant):
     """One formula for ε."""
 
-    name: str = "basic"
+    name: str = "zcdp"
     # ε of rounds at δ; falls as δ grows.
-    price: Callable[[Rounds, float], float] = classical.basic_epsilon
+    price: Callable[[Rounds, float], float] = lambda rounds, delta: classical.zcdp_epsilon(
+        classical.zcdp_rho(rounds), delta
+    )
     bound: Bound = Bound.UPPER
 
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
@@ -557,10 +526,6 @@ _ALL = (
     IntervalAccountant(),
     RDPAccountant(),
     ClassicalAccountant("gdp", classical.clt_epsilon, Bound.ESTIMATE),
-    ClassicalAccountant(
-        "zcdp", lambda rounds, delta: classical.zcdp_epsilon(classical.zcdp_rho(rounds), delta)
-    ),
-    ClassicalAccountant("advanced", classical.advanced_epsilon),
     ClassicalAccountant(),
 )
 ACCOUNTANTS: Mapping[str, Accountant] = MappingProxyType({each.name: each for each in _ALL})

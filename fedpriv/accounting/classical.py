@@ -1,7 +1,7 @@
 """The classical formulas for ε, to see beside the exact answer.
 
-All but the CLT give upper bounds, and loose ones; the CLT's estimate can be below the truth. Rounds
-are numbers by (q, z); a q, z, count, δ, ε, μ or ρ out of range raises `InvalidValueError`.
+zCDP gives an upper bound, and a loose one; the CLT's estimate can be below the truth. Rounds are
+numbers by (q, z); a q, z, count, δ or ρ out of range raises `InvalidValueError`.
 """
 
 import math
@@ -12,17 +12,12 @@ import scipy
 from fedpriv.accounting import gaussian
 from fedpriv.accounting.round_counts import (
     Rounds,
-    Vector,
-    arrays,
     check_any_delta,
     check_rounds,
     unsampled_noise_multiplier,
 )
 from fedpriv.errors import require
 
-_LARGEST_EXPONENT = 700.0
-_LARGEST_LOGIT = 20.0
-_ROUNDING = 1e-12  # relative, of compositions: far more than their few operations lose
 _ZCDP_ROUNDING = 1e-14
 _SEARCH, _MOST_NOISE = 6.0, 1e150
 
@@ -116,57 +111,3 @@ def zcdp_epsilon(rho: float, delta: float) -> float:
     bounds = (centre - _SEARCH, centre + _SEARCH)
     found = scipy.optimize.minimize_scalar(bound, bounds=bounds, method="bounded")
     return max(0.0, min(float(found.fun), simple))
-
-
-def basic_epsilon(rounds: Rounds, delta: float) -> float:
-    """ε = Σ count·εᵢ, each round with an equal share of δ (Dwork & Roth 2014, Theorem 3.16)."""
-    check_any_delta(delta)
-    check_rounds(rounds)
-    if not rounds:
-        return 0.0
-    return float(arrays(rounds)[2] @ _round_epsilons(rounds, math.log(delta))) * (1 + _ROUNDING)
-
-
-def advanced_epsilon(rounds: Rounds, delta: float) -> float:
-    """ε by advanced composition of rounds that may differ, at the best split of δ.
-
-    With a part δ' of δ for the tail, and the rest divided equally among the rounds,
-
-        ε = Σ count·εᵢ·tanh(εᵢ/2) + √(2·log(1/δ')·Σ count·εᵢ²).
-
-    Dwork & Roth 2014, Theorem 3.20, with the mean loss of Kairouz, Oh & Viswanath 2015, Theorem
-    3.5, which is below the εᵢ·(e^{εᵢ} − 1) of the former. Every split gives a bound.
-    """
-    basic = basic_epsilon(rounds, delta)
-    if basic in (0.0, math.inf):
-        return basic
-    _, _, counts = arrays(rounds)
-
-    def bound(logit: float) -> float:
-        log_tail = math.log(delta) - math.log1p(math.exp(-logit))
-        each = _round_epsilons(rounds, math.log(delta) - math.log1p(math.exp(logit)))
-        with np.errstate(over="ignore"):  # ∞ is a bound
-            mean = float(counts @ (each * np.tanh(each / 2)))
-            square = float(counts @ np.square(each)) + np.finfo(np.float64).tiny
-        return (mean + math.sqrt(2 * (_ROUNDING - log_tail) * square)) * (1 + _ROUNDING)
-
-    found = scipy.optimize.minimize_scalar(
-        bound, bounds=(-_LARGEST_LOGIT, _LARGEST_LOGIT), method="bounded"
-    )
-    return min(basic, float(found.fun))
-
-
-def amplified_epsilon(epsilon: Vector, q: Vector) -> Vector:
-    """ε on a Poisson sample, where δ becomes q·δ (Li, Qardaji & Su 2012, Theorem 1)."""
-    near = np.log1p(q * np.expm1(np.minimum(epsilon, _LARGEST_EXPONENT)))
-    far = np.logaddexp(0.0, np.log(q) + epsilon)
-    return np.where(epsilon <= _LARGEST_EXPONENT, near, far)
-
-
-def _round_epsilons(rounds: Rounds, log_delta: float) -> Vector:
-    """ε of one round of each (q, z), where all rounds together may spend δ."""
-    q, z, counts = arrays(rounds)
-    each = log_delta - _ROUNDING - math.log(counts.sum()) - np.log(q)
-    # A δ₀ of 1 allows everything: the round is (0, q)-DP. But without noise ε is ∞ by convention.
-    base = gaussian.epsilons(np.minimum(each, -_ROUNDING), z)
-    return np.where((each >= 0.0) & (z > 0.0), 0.0, amplified_epsilon(base, q))

@@ -65,29 +65,24 @@ def epsilon(delta: float, noise_multiplier: float) -> float:
     _check_noise(noise_multiplier)
     if math.isinf(noise_multiplier):
         return 0.0
-    return float(epsilons(np.array([math.log(delta)]), np.array([noise_multiplier]))[0])
-
-
-def epsilons(log_delta: Vector, noise_multiplier: Vector) -> Vector:
-    """[n] `epsilon` of [n] pairs (log δ, z) at once.
-
-    log δ is a concave function of a, a convolution of log-concave functions, so every step of
-    Newton's method ends on the safe side of the root: each iterate is a bound.
-    """
-    mu = 1.0 / np.clip(noise_multiplier, _LEAST_NOISE, _MOST_NOISE)
+    if noise_multiplier < _LEAST_NOISE:
+        return math.inf
+    mu = np.array([1.0 / min(noise_multiplier, _MOST_NOISE)])
     least = -mu / 2
-    goal = np.minimum(log_delta, _LARGEST_LOG_DELTA) * (1 + 4 * _ULP) - _MARGIN
+    goal = min(math.log(delta), _LARGEST_LOG_DELTA) * (1 + 4 * _ULP) - _MARGIN
     a = np.maximum(-ndtri_exp(goal), least)
+    # log δ is a concave function of a, a convolution of log-concave functions, so every step of
+    # Newton's method ends on the safe side of the root: each iterate is a bound.
     for _ in range(_NEWTON_STEPS):
         value, slope = _log_delta(a, mu)
         following = np.maximum(a + (value - goal) / slope, least)
         settled = np.abs(following - a) <= 1e-14 * (1 + np.abs(a))
         a = following
-        if settled.all():
+        if settled[0]:
             break
     rounding = 4 * _ULP * mu * (np.abs(a) + mu / 2)
     found = np.where(a > least, np.maximum(mu * (a + mu / 2), 0.0) + rounding, 0.0)
-    return np.where(noise_multiplier < _LEAST_NOISE, np.inf, found)
+    return float(found[0])
 
 
 def epsilon_interval(delta: float, noise_multiplier: float) -> Ends:

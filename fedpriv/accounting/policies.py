@@ -78,22 +78,6 @@ def fixed_size_gaussian(
     return _one_group(SamplingEvent(policy, q, population, _REPLACE), noise_multiplier, count)
 
 
-def shuffled_gaussian(
-    noise_multiplier: float,
-    relation: NeighbouringRelation,
-    passes: int = 1,
-    population: int = 1,
-    batches: int | None = None,
-) -> RoundEvent:
-    """Event of passes over shuffled disjoint batches, with a release for each batch.
-
-    The number of `batches` makes no upper bound smaller, but allows a lower one.
-    """
-    schedule = None if batches is None else Schedule(batches)
-    sampling = SamplingEvent(SamplingPolicy.SHUFFLED, 1.0, population, relation, schedule)
-    return _one_group(sampling, noise_multiplier, passes)
-
-
 def random_allocation_gaussian(
     rounds: int, participations: int, noise_multiplier: float, passes: int = 1, population: int = 1
 ) -> RoundEvent:

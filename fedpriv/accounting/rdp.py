@@ -4,30 +4,14 @@ The RDP of one round at order α is log E_Q[(1 + u)^α]/(α − 1), u = q·(r �
 N(1, z²) over that of Q = N(0, z²); removing a user is never better than adding one (Mironov, Talwar
 & Zhang 2019, Theorem 5). As E_Q[u] = 0, E_Q[(1 + u)^α] − 1 = E_Q[(1 + u)^α − 1 − α·u], of which no
 terms cancel, so the tiniest q keeps its relative accuracy.
-
-Cohorts of a fixed size, when one user is replaced, have upper bounds. Let p, p' and r be the
-releases on a cohort with the user, with the one that replaces it, and with somebody else in its
-place: Gaussians that lie at most one sensitivity, 2S, apart. With q = m/N,
-
-    E[(P/P')^α] ≤ 1 + Σ_{j≥2} C(α, j)·q^j·E_r[|p − p'|^j/r^j]
-
-for integer α (Wang, Balle & Kasiviswanathan 2019, Section 3). Let R be the ratio of two Gaussians
-one sensitivity apart. The last factor is at most
-
-* 2·E[R^j], as |p − p'| ≤ max(p, p') and E[R^j] = e^{j(j−1)/(2z²)};
-* 4·E[|R − 1|^j]: where r ≥ min(p, p') it divides by at least the smaller one, elsewhere |p − p'| is
-  below max(p, p') − r, which makes four such integrals; by Cauchy and Schwarz an odd j has the
-  geometric mean of its neighbours (their Theorem 27).
-
-For these z is the noise per **sensitivity**: half the noise multiplier.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-from scipy.special import gammaln, logsumexp
+from scipy.special import gammaln
 
 from fedpriv.accounting.round_counts import Rounds, Vector, grouped
 from fedpriv.ledger.events import LEAST_DELTA
@@ -48,10 +32,7 @@ _MOST_EPSILON = 1e290
 _LARGEST_FRACTIONAL = 256.0  # larger orders get the RDP of the next integer one
 _LEAST_NOISE, _MOST_NOISE = 0.05, 1e100  # more noise is taken to be this, whose square is a number
 _RANGE = 14.0  # standard deviations beyond its peaks up to which an integrand is followed
-_LAST_MOMENT = 256  # up to this even j the second of the bounds above is used, then the first alone
 _NEGLIGIBLE = 1e-140  # a z below this one has RDPs near the largest float: ∞
-_LEAST_SMALL_MOMENTS = 1.0  # below this z the first of the bounds above is smaller for every j
-_WIDTH, _STEP = 12.0, 0.125  # as `_RANGE`, and the step there, in standard deviations
 
 
 def subsampled_gaussian_rdp(q: float, noise_multiplier: float, orders: Sequence[float]) -> Vector:
@@ -72,11 +53,7 @@ def subsampled_gaussian_rdp(q: float, noise_multiplier: float, orders: Sequence[
     return log_moments * (1 + _SLACK) / (alpha - 1)
 
 
-def composed_rdp(
-    rounds: Rounds,
-    orders: Sequence[float],
-    of_round: Callable[[float, float, Sequence[float]], Vector] = subsampled_gaussian_rdp,
-) -> Vector:
+def composed_rdp(rounds: Rounds, orders: Sequence[float]) -> Vector:
     """[orders] RDP of all rounds together, the sum of theirs (Mironov 2017, Proposition 1).
 
     Where many differ, that of fewer different ones which cost at least as much.
@@ -85,7 +62,7 @@ def composed_rdp(
         rounds, _ = grouped(rounds, _GROUPS)
     total = np.zeros(len(orders))
     for (q, z), count in rounds.items():
-        total += count * of_round(q, z, orders)
+        total += count * subsampled_gaussian_rdp(q, z, orders)
     return total
 
 
@@ -170,65 +147,3 @@ def _log_one_plus_sum(log_terms: Vector) -> float:
     """log(1 + Σ e^{log_terms}), accurate where the sum is tiny and where it is huge."""
     largest = log_terms.max()
     return float(np.logaddexp(0.0, largest + np.log(np.exp(log_terms - largest).sum())))
-
-
-def fixed_size_gaussian_rdp(q: float, z: float, orders: Sequence[float]) -> Vector:
-    """[orders] bounds for one round on q·N of N users, when one user is replaced.
-
-    Integer orders by Wang, Balle & Kasiviswanathan 2019, Theorem 27; others interpolated, because
-    (α − 1)·ε(α) is convex (their Corollary 10). No order has more than without sampling, α/(2z²),
-    as the release is a mixture over cohorts and Rényi divergence is quasi-convex (van Erven &
-    Harremoës 2014, Theorem 13); q = 1 has just that.
-    """
-    alpha = np.asarray(orders, dtype=np.float64)
-    if z < _NEGLIGIBLE:
-        return np.full(alpha.shape, np.inf)
-    unsampled = alpha / 2 / z / z
-    if q == 1.0:
-        return unsampled
-    share = alpha - np.floor(alpha)
-    below, above = (
-        np.array([_fixed_size_log_moment(q, z, int(a)) for a in whole])
-        for whole in (np.floor(alpha), np.ceil(alpha))
-    )
-    log_moment = (1 - share) * below + share * above
-    return np.asarray(np.minimum(log_moment * (1 + _SLACK) / (alpha - 1), unsampled))
-
-
-@lru_cache(maxsize=4096)
-def _fixed_size_log_moment(q: float, z: float, alpha: int) -> float:
-    if alpha == 1:
-        return 0.0
-    j = np.arange(2, alpha + 1)
-    log_powers, growth = j * math.log(q), j * (j - 1) / 2 / z / z
-    log_terms = _log_binomials(alpha) + log_powers + _log_differences(z, alpha)
-    return _log_one_plus_sum(log_terms + _ROUNDING * (growth - log_powers))
-
-
-def _log_differences(z: float, alpha: int) -> Vector:
-    """[α − 1] bounds on log E_r[|p − p'|^j/r^j] for j = 2, …, α."""
-    j = np.arange(2, alpha + 1)
-    bound = math.log(2) + j * (j - 1) / 2 / z / z
-    if z >= _LEAST_SMALL_MOMENTS:
-        even = _log_even_moments(z)
-        near = j[j < _LAST_MOMENT]
-        geometric_mean = (even[near // 2 - 1] + even[(near + 1) // 2 - 1]) / 2
-        bound[: len(near)] = np.minimum(bound[: len(near)], math.log(4) + geometric_mean)
-    return bound
-
-
-@lru_cache(maxsize=256)
-def _log_even_moments(z: float) -> Vector:
-    """log E[(R − 1)^j] for j = 2, 4, …, by the trapezoidal rule; nothing cancels.
-
-    R = e^{x/z − 1/(2z²)} for a standard normal x. The integrand is entire and its peaks, near ±√j
-    and below j/z + √j, are at least half a standard deviation wide: the step leaves no error.
-    """
-    j = np.arange(2, _LAST_MOMENT + 1, 2)[:, None]
-    spread = math.sqrt(_LAST_MOMENT) + _WIDTH
-    x = np.arange(-spread, _LAST_MOMENT / z + spread, _STEP)
-    rise = np.abs(np.expm1(x / z - 0.5 / z / z))
-    log_rise = np.log(rise, out=np.full(x.shape, -np.inf), where=rise > 0)
-    log_weight = math.log(_STEP / math.sqrt(2 * math.pi)) - x**2 / 2
-    moments: Vector = logsumexp(j * log_rise + log_weight, axis=1)
-    return moments

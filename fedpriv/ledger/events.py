@@ -38,10 +38,6 @@ class SamplingPolicy(StrEnum):
     EVERY_USER = "every-user"  # all enrolled users are the cohort
     # Exactly m of the N enrolled users, every such set equally likely, drawn afresh each round.
     FIXED_SIZE = "fixed-size"
-    # The event is one whole *pass*: users are shuffled into disjoint batches, and the sum queries
-    # are released for each batch. Every user is in exactly one batch of a pass; a missing user's
-    # place stays empty. A pass that stops early is charged whole.
-    SHUFFLED = "shuffled"
     # The event is one whole pass of n rounds, each with its own release; every user is in exactly k
     # of them, every such set equally likely, drawn afresh for each user and each pass. A pass that
     # stops early is charged whole.
@@ -132,7 +128,7 @@ class SamplingEvent:
     sampling_probability: float  # q
     population: int  # N ≥ 1, the number of enrolled users, a public constant
     relation: NeighbouringRelation  # under which the event may be accounted
-    # None where the event is one round, or a shuffled pass with an unknown number of batches.
+    # None where the event is one round.
     schedule: Schedule | None = None
     unit: Unit = Unit.USER
     # k in [1, 10⁶], the most examples of a user that count, where these are sampled; else None.
@@ -185,11 +181,11 @@ class SamplingEvent:
             return f"{self.policy} cohorts, m = {self.expected_cohort_size:.0f}"
         if self.policy is SamplingPolicy.RANDOM_ALLOCATION and schedule is not None:
             return f"{self.policy} to {schedule.participations} of {schedule.rounds} rounds"
-        spans = "" if schedule is None else f", {schedule.rounds} rounds at once"
         if self.policy in WITH_STRATEGY and schedule is not None:
             chance = "" if q == "q = 1" else f", {q}"
-            return f"{self.policy}, {schedule.separation} groups in turn{chance}{spans}"
-        return str(self.policy) if q == "q = 1" else f"{self.policy}, {q}{spans}"
+            turns = f"{schedule.separation} groups in turn{chance}"
+            return f"{self.policy}, {turns}, {schedule.rounds} rounds at once"
+        return str(self.policy)
 
     @property
     def expected_cohort_size(self) -> float:
@@ -205,27 +201,25 @@ class SamplingEvent:
     @property
     def cohort_variance(self) -> float:
         """Variance of the size of the cohort of a round; 0 where its size is public."""
-        if self.policy in (SamplingPolicy.FIXED_SIZE, SamplingPolicy.SHUFFLED):
+        if self.policy is SamplingPolicy.FIXED_SIZE:
             return 0.0
         return self.expected_cohort_size * (1.0 - self.sampling_probability)
 
     def _check_schedule(self) -> None:
         schedule, policy = self.schedule, self.policy
-        shuffled, banded = SamplingPolicy.SHUFFLED, SamplingPolicy.BANDED_POISSON
         needed = policy in (*WITH_STRATEGY, SamplingPolicy.RANDOM_ALLOCATION)
         if schedule is None:
             require(not needed, f"the schedule is None; {policy} sampling must have one")
             return
         one_round = f"{policy} sampling is of one round and must have none"
-        require(needed or policy is shuffled, f"the schedule is {schedule}; {one_round}")
+        require(needed, f"the schedule is {schedule}; {one_round}")
         k, b = schedule.participations, schedule.separation
         legal = f"with {policy} sampling it must be 1"
-        require(k == 1 or policy is not shuffled, f"participations of the schedule is {k}; {legal}")
         apart = b == 1 or policy in WITH_STRATEGY
         require(apart, f"separation of the schedule is {b}; {legal}")
         most = -(-schedule.rounds // b)
         legal = f"with {policy} sampling it must be ⌈n/b⌉, {most}"
-        every = k == most or policy is not banded
+        every = k == most or policy is not SamplingPolicy.BANDED_POISSON
         require(every, f"participations of the schedule is {k}; {legal}")
 
     def _check_examples(self) -> None:
@@ -242,8 +236,8 @@ class SamplingEvent:
     def _check_canaries(self) -> None:
         m, found = self.canaries, f"canaries is {self.canaries}"
         require(isinstance(m, int) and m >= 0, f"{found}; it must be a whole number from 0 on")
-        # Under these policies a canary that is drawn would take the place of a user.
-        without = self.policy in (SamplingPolicy.FIXED_SIZE, SamplingPolicy.SHUFFLED)
+        # In a cohort of a fixed size a canary that is drawn would take the place of a user.
+        without = self.policy is SamplingPolicy.FIXED_SIZE
         require(m == 0 or not without, f"{found}; with {self.policy} sampling it must be 0")
 
     @property

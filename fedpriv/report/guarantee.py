@@ -337,7 +337,7 @@ def _sampling(ledger: LedgerContent) -> str:
         enrolled = _range({event.population for event in of_one})
         are = f"N = {enrolled} {plural(of_one[0].unit)} are enrolled"
         parts.append(f"{policy}: {drawn}; {are}")
-    open_to_all = {SamplingPolicy.EVERY_USER, SamplingPolicy.SEPARATED, SamplingPolicy.SHUFFLED}
+    open_to_all = {SamplingPolicy.EVERY_USER, SamplingPolicy.SEPARATED}
     secret = {event.policy for event in events} - open_to_all
     kept = "is assumed to stay secret" if secret else "need not be secret"
     said = f"{'. '.join(parts)}. Who took part {kept}."

@@ -3,8 +3,8 @@
     python -m simulations.papers.allocation
 
 A user is in exactly k random rounds of every pass of n. What does a pass cost, compared with a
-Poisson sample that has the user in k rounds on average, with batches of a shuffle, and with n
-Gaussian rounds of which k in known places have the user?
+Poisson sample that has the user in k rounds on average, and with n Gaussian rounds of which k in
+known places have the user?
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from fedpriv.accounting import (
-    PrivacyLoss,
-    epsilon,
-    poisson_gaussian,
-    random_allocation_gaussian,
-    shuffled_gaussian,
-)
-from fedpriv.ledger import NeighbouringRelation
+from fedpriv.accounting import PrivacyLoss, epsilon, poisson_gaussian, random_allocation_gaussian
 
 NOTES = (
     "For k = 1 the intervals are of the pair of the pass itself, so the comparisons are proved.",
@@ -27,8 +20,6 @@ NOTES = (
     "row, most where passes are few and short: no user is in two rounds of a pass by chance.",
     "That it is never worse holds at small δ, not in general. Where δ is as large as in the last "
     "row it costs more, as a Poisson sample leaves a user out of a pass with probability 1/e.",
-    "Shuffled batches are another thing: where there is little noise, even their lower bound is "
-    "next to what known rounds cost.",
     "For k > 1 the interval is wide. Its upper end reveals a random partition of the rounds into "
     "k blocks, its lower end shows the sum of all rounds alone.",
 )
@@ -63,14 +54,6 @@ class Setting:
         count = self.participations * self.passes
         return epsilon([poisson_gaussian(1.0, self.noise_multiplier, count)], self.delta)
 
-    @property
-    def shuffled(self) -> PrivacyLoss:
-        """ε of k passes over n/k shuffled batches for each pass of random allocation."""
-        batches, passes = self.rounds // self.participations, self.passes * self.participations
-        relation = NeighbouringRelation.ADD_OR_REMOVE_ONE
-        event = shuffled_gaussian(self.noise_multiplier, relation, passes, batches=batches)
-        return epsilon([event], self.delta)
-
 
 SETTINGS = (
     Setting(10, 1, 1, 1.0, 1e-6),
@@ -101,7 +84,7 @@ def compared(setting: Setting) -> str:
 def allocation_table() -> Table:
     """A line per setting."""
     table = Table(title="ε when a user is added or removed, by how its rounds are chosen")
-    columns = ("n", "k", "passes", "z", "δ", "known", "shuffled", "Poisson k/n", "allocation")
+    columns = ("n", "k", "passes", "z", "δ", "known", "Poisson k/n", "allocation")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("allocation is")
@@ -112,7 +95,6 @@ def allocation_table() -> Table:
             f"{setting.noise_multiplier:g}",
             f"{setting.delta:g}",
             f"{setting.known_rounds.up:.4g}",
-            f"≥ {setting.shuffled.low:.4g}",
             f"{poisson.up:.4g}",
             f"{allocation.low:.4g}–{allocation.up:.4g}",
             compared(setting),

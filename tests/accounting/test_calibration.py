@@ -21,7 +21,6 @@ from fedpriv.accounting.policies import (
     poisson_replace_gaussian,
     random_allocation_gaussian,
     separated_gaussian,
-    shuffled_gaussian,
 )
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
@@ -104,8 +103,6 @@ POLICIES = {
     "every user": lambda z, count: every_user_gaussian(z, ADD_OR_REMOVE, count),
     "every user, replaced": lambda z, count: every_user_gaussian(z, REPLACE, count),
     "fixed size": lambda z, count: fixed_size_gaussian(20, 1000, z, count),
-    "shuffled": lambda z, count: shuffled_gaussian(z, ADD_OR_REMOVE, count),
-    "shuffled in batches": lambda z, count: shuffled_gaussian(z, REPLACE, count, batches=10),
     "random allocation": lambda z, count: random_allocation_gaussian(50, 1, z, count),
     "separated": lambda z, count: separated_gaussian(
         (1.0, 0.5, 0.3), 100, 3, 20, z, ADD_OR_REMOVE, count
@@ -147,12 +144,12 @@ def test_one_setting_of_events_of_several_kinds() -> None:
 
 def test_a_cohort_is_at_most_as_large_as_it_may_be() -> None:
     def price(size: int) -> float:
-        return epsilon([fixed_size_gaussian(size, 1000, 4.0, 50)], 1e-6, "rdp").epsilon
+        return epsilon([fixed_size_gaussian(size, 1000, 4.0, 50)], 1e-6, "pld").epsilon
 
-    size = largest_number(3.0, 1e-6, lambda m: [fixed_size_gaussian(m, 1000, 4.0, 50)], 1000, "rdp")
+    size = largest_number(3.0, 1e-6, lambda m: [fixed_size_gaussian(m, 1000, 4.0, 50)], 1000, "pld")
     assert price(size) <= 3.0 < price(size + 1)
     everyone = largest_number(
-        300.0, 1e-6, lambda m: [fixed_size_gaussian(m, 1000, 4.0, 50)], 1000, "rdp"
+        300.0, 1e-6, lambda m: [fixed_size_gaussian(m, 1000, 4.0, 50)], 1000, "pld"
     )
     assert everyone == 1000
 
@@ -164,8 +161,8 @@ def test_numbers_have_an_end(most: int) -> None:
 
 
 def test_an_accountant_refuses_what_it_cannot_price() -> None:
-    with pytest.raises(UnsupportedEventError, match="advanced accountant has no analysis of fixed"):
-        smallest_noise(1.0, 1e-5, lambda z: [fixed_size_gaussian(1, 10, z)], "advanced")
+    with pytest.raises(UnsupportedEventError, match="rdp accountant has no analysis of fixed"):
+        smallest_noise(1.0, 1e-5, lambda z: [fixed_size_gaussian(1, 10, z)], "rdp")
 
 
 def test_the_accountant_is_tight_by_default() -> None:

@@ -5,12 +5,7 @@ import math
 import pytest
 
 from fedpriv.accounting.accountants import ANALYSES, bounds_of
-from fedpriv.accounting.pld.dominating_pairs import (
-    FixedSizePair,
-    LargestBatchPair,
-    PoissonPair,
-    ReplacePair,
-)
+from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, PoissonPair, ReplacePair
 from fedpriv.accounting.pld.random_allocation import allocation_pairs
 from fedpriv.accounting.pld.sampled_examples import ExamplesPair
 from fedpriv.accounting.policies import (
@@ -22,7 +17,6 @@ from fedpriv.accounting.policies import (
     poisson_replace_gaussian,
     random_allocation_gaussian,
     separated_gaussian,
-    shuffled_gaussian,
 )
 from fedpriv.ledger.events import ANALYSED, NeighbouringRelation, RoundEvent
 
@@ -59,22 +53,6 @@ def test_cohorts_of_a_fixed_size_are_above_a_poisson_sample_at_half_the_noise() 
     assert bounds.above == {FixedSizePair(0.1, 1.0): 5}
     assert bounds.below == {PoissonPair(0.1, 1.0): 5}
     assert bounds.complete
-
-
-def test_shuffled_passes_are_below_one_gaussian_and_above_their_largest_batch() -> None:
-    known = shuffled_gaussian(2.0, ADD_OR_REMOVE, 5, batches=30)
-    unknown = shuffled_gaussian(2.0, ADD_OR_REMOVE, 4)
-    bounds = bounds_of([known])
-    assert bounds.above == {PoissonPair(1.0, 2.0): 5}
-    assert bounds.below == {LargestBatchPair(30, 2.0, 1.0): 5}
-    assert bounds.complete
-    bounds = bounds_of([known, unknown])
-    assert bounds.above == {PoissonPair(1.0, 2.0): 9}
-    assert bounds.below == {LargestBatchPair(30, 2.0, 1.0): 5}
-    assert not bounds.complete
-    replaced = bounds_of([shuffled_gaussian(2.0, REPLACE, 5, batches=30)])
-    assert replaced.above == {PoissonPair(1.0, 1.0): 5}
-    assert replaced.below == {LargestBatchPair(30, 1.0, 0.0): 5}
 
 
 @pytest.mark.parametrize("relation", NeighbouringRelation)
@@ -136,8 +114,6 @@ def test_noise_that_differs_by_rounding_is_one_kind_of_pass() -> None:
     near = 2.0 * (1.0 + 2.0**-50)
     bounds = bounds_of([random_allocation_gaussian(20, 1, z, 3) for z in (near, 2.0)])
     assert bounds.above == bounds.below == dict.fromkeys(allocation_pairs(20, 1, 2.0), 6)
-    bounds = bounds_of([shuffled_gaussian(z, ADD_OR_REMOVE, 3, batches=30) for z in (near, 2.0)])
-    assert bounds.below == {LargestBatchPair(30, 2.0, 1.0): 6}
 
 
 def test_kinds_add_up() -> None:
@@ -145,10 +121,11 @@ def test_kinds_add_up() -> None:
         poisson_gaussian(0.1, 2.0, 5),
         every_user_gaussian(3.0, ADD_OR_REMOVE),
         poisson_gaussian(1.0, 3.0, 2),
-        shuffled_gaussian(3.0, ADD_OR_REMOVE),
+        separated_gaussian((1.0, -0.5), 12, 3, 1, 2.0, ADD_OR_REMOVE),
     ]
     bounds = bounds_of(events)
-    assert bounds.above == {PoissonPair(0.1, 2.0): 5, PoissonPair(1.0, 3.0): 4}
+    (series,) = bounds_of(events[3:]).above
+    assert bounds.above == {PoissonPair(0.1, 2.0): 5, PoissonPair(1.0, 3.0): 3, series: 1}
     assert bounds.below == {PoissonPair(0.1, 2.0): 5, PoissonPair(1.0, 3.0): 3}
     assert not bounds.complete
 

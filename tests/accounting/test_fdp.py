@@ -17,10 +17,11 @@ from fedpriv.accounting import (
     every_user_gaussian,
     poisson_gaussian,
     poisson_replace_gaussian,
-    shuffled_gaussian,
+    separated_gaussian,
     trade_off,
 )
 from fedpriv.accounting.fdp import gaussian_trade_off, trade_off_of_bound
+from fedpriv.accounting.round_counts import strategy_sensitivity
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent
 
@@ -196,8 +197,9 @@ def test_mu_is_proved_only_where_no_round_is_sampled() -> None:
         assert not found.is_gdp
         # The CLT is below in the tails: some test tells more than N(0, 1) from N(μ, 1).
         assert np.any(found.type_two(ERRORS) < gaussian_trade_off(ERRORS, found.mu or 0.0))
-    shuffled = trade_off([shuffled_gaussian(2.0, ADD_OR_REMOVE, passes=4)])
-    assert (shuffled.mu, shuffled.is_gdp, shuffled.bound) == (1.0, True, Bound.UPPER)
+    series = trade_off([separated_gaussian((1.0, -0.5), 12, 3, 1, 2.0, ADD_OR_REMOVE, count=4)])
+    assert (series.is_gdp, series.bound) == (True, Bound.UPPER)
+    assert series.mu == pytest.approx(strategy_sensitivity((1.0, -0.5), 12, 3, 1))
 
 
 def test_sampled_rounds_have_the_tails_of_rounds_of_all_users() -> None:
@@ -220,8 +222,7 @@ def test_other_policies_have_a_curve_without_a_mu() -> None:
 @pytest.mark.slow
 def test_a_curve_is_of_one_accountant() -> None:
     events = [poisson_gaussian(0.1, 1.0, count=20)]
-    names = [name for name in ACCOUNTANTS if name != "advanced"]  # whose δ is slow
-    curves = {name: trade_off(events, name) for name in names}
+    curves = {name: trade_off(events, name) for name in ACCOUNTANTS}
     tight = curves["tight"].type_two(ALPHA)
     for name, curve in curves.items():
         assert curve.accountant == name

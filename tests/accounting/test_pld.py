@@ -18,12 +18,7 @@ from fedpriv.accounting import epsilon as epsilon_of
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
 from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
 from fedpriv.accounting.pld import queries
-from fedpriv.accounting.pld.dominating_pairs import (
-    FixedSizePair,
-    LargestBatchPair,
-    PoissonPair,
-    ReplacePair,
-)
+from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, PoissonPair, ReplacePair
 from fedpriv.accounting.pld.lattice import LossPair
 from fedpriv.accounting.pld.sampled_examples import ExamplesPair
 from fedpriv.errors import InvalidValueError
@@ -307,11 +302,6 @@ def quad_mean_loss(q: float, z: float) -> float:
     return float(density @ loss) * float(x[1] - x[0]) / (z * math.sqrt(2 * math.pi))
 
 
-def test_losses_that_rounding_leaves_nothing_of_cost_at_least_nothing() -> None:
-    pair = LargestBatchPair(1 << 53, 100.0, 1.0)
-    assert epsilon_interval_of({pair: 1}, 1e-5)[0] == 0.0
-
-
 def test_no_round_costs_nothing() -> None:
     assert epsilon_interval({}, 1e-5) == (0.0, 0.0)
     assert delta_interval({}, 0.0) == (0.0, 0.0)
@@ -369,7 +359,7 @@ def test_one_rare_round_with_hardly_any_noise_does_not_spoil_the_price_of_others
     for name in ("tight", "pld"):
         up = epsilon_of(rare, 1e-5, name).up
         assert epsilon_of(less, 1e-5, name).low <= up <= 1.02 * epsilon_of(less, 1e-5, name).up
-        assert all(up < epsilon_of(rare, 1e-5, other).up for other in ("basic", "advanced", "rdp"))
+        assert up < epsilon_of(rare, 1e-5, "rdp").up
 
 
 @pytest.mark.parametrize("delta", [1e-60, 1e-2, 0.999])

@@ -14,7 +14,6 @@ from fedpriv.accounting.policies import (
     poisson_replace_gaussian,
     random_allocation_gaussian,
     separated_gaussian,
-    shuffled_gaussian,
 )
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import (
@@ -51,16 +50,6 @@ CASES = {
         SamplingEvent(SamplingPolicy.FIXED_SIZE, 0.03, N, REPLACE),
         (1.0,),
     ),
-    "shuffled": (
-        shuffled_gaussian(Z, ADD_OR_REMOVE, T, N),
-        SamplingEvent(SamplingPolicy.SHUFFLED, 1.0, N, ADD_OR_REMOVE),
-        (1.0,),
-    ),
-    "shuffled in batches": (
-        shuffled_gaussian(Z, REPLACE, T, N, batches=20),
-        SamplingEvent(SamplingPolicy.SHUFFLED, 1.0, N, REPLACE, Schedule(20)),
-        (1.0,),
-    ),
     "random allocation": (
         random_allocation_gaussian(20, 3, Z, T, N),
         SamplingEvent(SamplingPolicy.RANDOM_ALLOCATION, 0.15, N, ADD_OR_REMOVE, Schedule(20, 3)),
@@ -95,10 +84,9 @@ ILLEGAL: list[tuple[Callable[[], RoundEvent], str]] = [
     (lambda: every_user_gaussian(-1.0, REPLACE), "noise_stddev of group 'update' is -1.0"),
     (lambda: every_user_gaussian(1.0, REPLACE, 0), "count is 0"),
     (lambda: every_user_gaussian(1.0, REPLACE, 10**320), r"from 1 to 2\^53"),
-    (lambda: shuffled_gaussian(1.0, REPLACE, batches=(1 << 53) + 1), r"it must have at most 2\^53"),
+    (lambda: random_allocation_gaussian((1 << 53) + 1, 1, 1.0), r"it must have at most 2\^53"),
     (lambda: fixed_size_gaussian(0, 10, 1.0), "cohort_size is 0"),
-    (lambda: shuffled_gaussian(1.0, REPLACE, population=0), "population is 0"),
-    (lambda: shuffled_gaussian(1.0, REPLACE, batches=0), "the schedule has 0 rounds"),
+    (lambda: every_user_gaussian(1.0, REPLACE, population=0), "population is 0"),
     (lambda: random_allocation_gaussian(0, 1, 1.0), "the schedule has 0 rounds"),
     (lambda: random_allocation_gaussian(5, 6, 1.0), "participations of the schedule is 6"),
     (lambda: random_allocation_gaussian(5, 2, 1.0, passes=0), "count is 0"),

@@ -18,7 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedpriv.accounting.accountants import epsilon
-from fedpriv.accounting.policies import poisson_gaussian, separated_gaussian, shuffled_gaussian
+from fedpriv.accounting.policies import (
+    poisson_gaussian,
+    random_allocation_gaussian,
+    separated_gaussian,
+)
 from fedpriv.errors import LedgerError
 from fedpriv.ledger.events import (
     NeighbouringRelation,
@@ -40,7 +44,7 @@ EVENTS = (
         (SumQueryEvent("a", 1.0, 2.0, 2.0**-24), SumQueryEvent("b ε\n\x1b", 0.5, 4.0)),
     ),
     separated_gaussian((1.0, 0.5, 1 / 3), 9, 3, 2, 2.0, RELATION),
-    shuffled_gaussian(2.0, RELATION, batches=7),
+    random_allocation_gaussian(7, 1, 2.0),
     poisson_gaussian(0.1, 0.0, population=300),
     RoundEvent(
         poisson_gaussian(0.1, 1.5, population=300).sampling,

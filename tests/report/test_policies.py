@@ -13,7 +13,6 @@ from fedpriv.accounting.policies import (
     poisson_gaussian,
     random_allocation_gaussian,
     separated_gaussian,
-    shuffled_gaussian,
 )
 from fedpriv.accounting.pricing import read_ledger
 from fedpriv.ledger.events import NeighbouringRelation, Randomness, RoundEvent, SamplingPolicy
@@ -36,9 +35,6 @@ EVENTS = {
     "every-user: all of those enrolled are in every cohort": [
         every_user_gaussian(2.0, ADD, population=30)
     ],
-    "shuffled: those enrolled are shuffled into disjoint batches, pass by pass": [
-        shuffled_gaussian(2.0, ADD, population=30)
-    ],
     "random-allocation: each user is in k = 2 of the n = 3 rounds of a pass, every choice equally "
     "likely; a pass is charged whole, in its first round": [
         random_allocation_gaussian(3, 2, 2.0, population=30)
@@ -58,7 +54,7 @@ def test_how_cohorts_were_drawn(tmp_path: Path, said: str) -> None:
     text = " ".join(" ".join(_terms(tmp_path, EVENTS[said])).split())
     assert f"{said}; N = 30 users are enrolled. Who took part " in text
     # Where no privacy is won by drawing, nothing rests on who was drawn.
-    whole = said.partition(":")[0] in ("every-user", "shuffled", "separated")
+    whole = said.partition(":")[0] in ("every-user", "separated")
     assert ("need not be secret" if whole else "is assumed to stay secret") in text
 
 

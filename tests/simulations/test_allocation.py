@@ -17,12 +17,6 @@ def test_at_a_large_delta_it_costs_more() -> None:
     assert compared(setting).endswith("% more")
 
 
-def test_shuffling_is_between_known_rounds_and_random_allocation() -> None:
-    setting = Setting(100, 1, 1, 0.5, 1e-6)
-    assert setting in SETTINGS
-    assert setting.allocation.up < setting.shuffled.low <= setting.known_rounds.up
-
-
 def test_several_participations_are_an_interval() -> None:
     setting = Setting(1000, 10, 10, 4.0, 1e-6)
     assert setting in SETTINGS

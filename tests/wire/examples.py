@@ -116,7 +116,7 @@ def events(draw: st.DrawFn) -> RoundEvent:
             probability = 1.0 if separated else schedule.participations / n
             more = draw(st.lists(finite, max_size=min(n - 1, 5)))
             strategy = (draw(positive), *more) if separated else strategy
-    audited = policy not in (SamplingPolicy.FIXED_SIZE, SamplingPolicy.SHUFFLED)
+    audited = policy is not SamplingPolicy.FIXED_SIZE
     canaries = draw(st.just(0) | st.integers(1, 10**6)) if audited else 0
     sampling = SamplingEvent(policy, probability, users, relation, schedule, unit, k, canaries)
     queries = st.builds(SumQueryEvent, words, positive, losses.filter(math.isfinite))

@@ -1,4 +1,4 @@
-"""The pairs of distributions of rounds and passes with Gaussian noise, for each way of sampling.
+"""The pairs of distributions of rounds with Gaussian noise, for each way of sampling users.
 
 With x in units of the sensitivity and r(x) = exp((2x − 1)/(2z²)), a Poisson-sampled round when a
 user is added or removed is dominated by P = (1 − q)·N(0, z²) + q·N(1, z²) against Q = N(0, z²)
@@ -7,16 +7,14 @@ L(x) = log(1 − q + q·r(x)). Removing the user draws x from P; adding it draws
 """
 
 import math
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import erf, log_ndtr, ndtr, ndtri, ndtri_exp
+from scipy.special import erf, ndtr, ndtri
 
 from fedpriv.accounting.contour.cumulant import log_likelihood_ratio
 from fedpriv.accounting.pld.lattice import (
     SKETCH_NODES,
-    DiscreteLaw,
     GaussianPair,
     Sketch,
     merging_point,
@@ -26,9 +24,6 @@ from fedpriv.accounting.round_counts import Vector
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(6)
 _LEAST_TAIL = 1e-290
-_BATCH_EDGES = 1 << 13
-_LOG_BATCH_TAIL = -100.0  # log of the probability of the largest sums below the first edge, about
-_BATCH_RANGE = 14.0  # standard deviations from the largest mean to the last edge
 
 
 def privacy_loss(x: Vector, q: float, z: float) -> Vector:
@@ -213,69 +208,3 @@ class FixedSizePair(GaussianPair):
     def _positive(self, edges: Vector) -> Vector:
         """[3, edges + 1] masses of the positive losses."""
         return PoissonPair(self.q, self.z).masses(np.append(0.0, np.maximum(edges, 0.0)))[:, 1:]
-
-
-@dataclass(frozen=True)
-class LargestBatchPair:
-    """The largest sum of the batches of a shuffled pass: what a pass costs at least.
-
-    Let every user but one contribute −S, and that one +S. If it is missing, or contributes −S
-    instead, the sum of its batch falls by a sensitivity. In units of that, and relative to a batch
-    of the others, the n releases of a pass have the means (b + 1)·e_t against b·e_t with a random
-    batch t: b = 1 where a user is added or removed and leaves its place empty, b = 0 where it is
-    replaced. Their maximum y has the distribution functions
-
-        Φ((y − b − 1)/z)·Φ(y/z)^{n − 1}   and   Φ((y − b)/z)·Φ(y/z)^{n − 1},
-
-    which, as those of a function of the releases, cannot cost more than the pass (Chua et al. 2024,
-    arXiv 2403.17673; for many passes, arXiv 2411.04205). It bounds a pass from below alone, and so
-    it does with more noise, which may be added to the sums, and with more batches, whose maximum is
-    the larger of y and of noise.
-    """
-
-    batches: int  # n ≥ 1
-    z: float  # noise_stddev per sensitivity
-    base: float  # b
-
-    @property
-    def q(self) -> float:
-        """1/√n, which tells the n of passes apart, as that of random allocation does."""
-        return 1 / math.sqrt(self.batches)
-
-    def at(self, q: float, z: float) -> "LargestBatchPair":
-        """The pair of the same kind with other n, right below 2⁴⁸, and z."""
-        return replace(self, batches=round(q**-2.0), z=z)
-
-    def at_most_as_bad(self, tail: float) -> DiscreteLaw:  # noqa: ARG002
-        """The loss of the largest sum, exactly."""
-        return self._law
-
-    def at_least_as_bad(self, tail: float) -> DiscreteLaw:  # noqa: ARG002
-        """The loss of the largest sum, exactly."""
-        return self._law
-
-    @cached_property
-    def _law(self) -> DiscreteLaw:
-        """The largest sum, told to within one of some thousand intervals."""
-        z, b = self.z, self.base
-        low = z * float(ndtri_exp(_LOG_BATCH_TAIL / self.batches))
-        edges = np.linspace(low, b + 1 + _BATCH_RANGE * z, _BATCH_EDGES + 1)
-        p, q = (_largest_masses(edges, self.batches, mean, z) for mean in (b + 1, b))
-        some = (p > 0) & (q > 0)
-        return DiscreteLaw(p[some], q[some], (p - q)[some])
-
-
-def _largest_masses(edges: Vector, batches: int, mean: float, z: float) -> Vector:
-    """Probabilities that the maximum of N(mean, z²) and n − 1 times N(0, z²) is between edges.
-
-    In narrow intervals, Gauss's rule hardly errs on a sum of two positive terms.
-    """
-    half = (edges[1:] - edges[:-1]) / 2
-    y = (edges[1:] + edges[:-1]) / 2 + half * _NODES[:, None]
-    a, b = (y - mean) / z, y / z
-    density = np.exp(-(a**2) / 2 + (batches - 1) * log_ndtr(b))
-    if batches > 1:
-        others = -(b**2) / 2 + (batches - 2) * log_ndtr(b) + log_ndtr(a) + math.log(batches - 1)
-        density += np.exp(others)
-    total = (_WEIGHTS[:, None] * density).sum(axis=0)
-    return np.asarray(half * total / (z * math.sqrt(2 * math.pi)))

@@ -250,8 +250,8 @@ class _Cumulant:
 
     @property
     def largest(self) -> float:
-        """The largest loss, in modulus; above 0 even where rounding leaves none."""
-        return max(float(np.abs(self.loss).max()), 1e-30)
+        """The largest loss, in modulus."""
+        return float(np.abs(self.loss).max())
 
     def tilted(self, w: float) -> Vector:
         """[pairs, nodes] probabilities of the nodes under the tilt e^{wL}."""
