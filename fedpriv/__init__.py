@@ -61,7 +61,6 @@ if TYPE_CHECKING:
         StepDecay,
     )
     from fedpriv.training.rounds import RoundResult
-    from fedpriv.training.stopping import Stopping
 
 __version__ = "0.1.0"
 # fmt: off
@@ -72,7 +71,7 @@ __all__ = [
     "FedYogi", "FederatedEvaluation", "FixedSize", "Flat", "Grouped", "Joint", "MLflow",
     "Mechanism", "Part", "PerLayer", "Personalisation", "Poisson", "PoissonExamples",
     "PolynomialDecay", "Population", "PowerDecay", "Projection", "RandomAllocation",
-    "RoundResult", "Run", "Scaffold", "Separated", "StartedRun", "StepDecay", "Stopping",
+    "RoundResult", "Run", "Scaffold", "Separated", "StartedRun", "StepDecay",
     "Task", "TensorBoard", "Tracker", "Tuning", "WandB", "__version__", "compare", "epsilon",
     "merge_adapters", "simulate", "tune", "with_adapters",
 ]
@@ -104,7 +103,6 @@ _NAMES_IN = {
         "PowerDecay StepDecay"
     ),
     "training.rounds": "RoundResult",
-    "training.stopping": "Stopping",
 }
 
 

@@ -34,7 +34,6 @@ from fedpriv.mechanism import (
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.training.optimizers import SCHEDULES, SERVER_OPTIMIZERS, RateSchedule, ServerOptimizer
-from fedpriv.training.stopping import Stopping
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _PATHS = {"privacy": {"ledger"}, "federation": {"enrolment", "certificates", "held_out"}}
@@ -520,19 +519,6 @@ class AuditSection(Section):
     canaries: Count
 
 
-class StoppingSection(Section):
-    """When a private metric says that a run is as good as it gets; see `Stopping`."""
-
-    metric: str
-    patience: Count
-    better: Literal["larger", "smaller"] | None = None
-    least_gain: NonNegative = 0.0
-
-    def build(self) -> Stopping:
-        """The rule with these settings."""
-        return Stopping(**self.model_dump())
-
-
 class AveragingSection(Section):
     """How much users count, and what sums are divided by; see `Averaging`."""
 
@@ -668,7 +654,6 @@ class Config(Section):
     # Where users train in one process only.
     federated_evaluation: FederatedEvaluationSection | None = None
     personalisation: PersonalisationSection | None = None
-    stopping: StoppingSection | None = None
     audit: AuditSection | None = None
     averaging: AveragingSection = AveragingSection()
     evaluation: EvaluationSection = EvaluationSection()

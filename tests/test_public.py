@@ -72,7 +72,7 @@ FACE = """
     RandomAllocation Separated FedAdam FedAvg FedAvgM FedRecon FedYogi FederatedEvaluation Flat
     Grouped Joint MLflow Mechanism Part PerLayer Personalisation Poisson PoissonExamples
     PolynomialDecay Population PowerDecay Projection RoundResult Run SGD Scaffold StartedRun
-    StepDecay Stopping Task TensorBoard Tracker Tuning WandB __version__ compare epsilon
+    StepDecay Task TensorBoard Tracker Tuning WandB __version__ compare epsilon
     merge_adapters simulate tune with_adapters
 """
 

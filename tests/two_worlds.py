@@ -458,8 +458,6 @@ def random_case(number: int, *, killed: bool = False) -> Case:
     if whole and not replacing and policy != "poisson-within-bands" and dice.random() < 0.2:
         table.get("averaging", {}).pop("floor", None)  # over canaries too
         table["audit"] = {"canaries": 20}
-    if table["metrics"]["report"].keys() >= {"accuracy"} and dice.random() < 0.3:
-        table["stopping"] = {"metric": "accuracy", "patience": 1}
     kinds = [*HOSTILE]
     if kind == "tripping":
         # In an evaluation users compute in the process of the run.

@@ -48,7 +48,6 @@ from fedpriv.trackers import Tracker, named
 from fedpriv.training.norm_search import NormQuantile, check_quantile, find_quantiles
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.rounds import OnRound, TrainingPlan
-from fedpriv.training.stopping import Stopping
 
 
 def simulate(
@@ -61,7 +60,6 @@ def simulate(
     projection: Projection | None = None,
     federated_evaluation: FederatedEvaluation | None = None,
     personalisation: Personalisation | None = None,
-    stopping: Stopping | None = None,
     audit: Audit | None = None,
     rounds: int | None = None,
     out: Path | str | None = None,
@@ -111,7 +109,6 @@ def simulate(
       Its queries are charged too; a calibrated mechanism is calibrated again to what is left.
     * personalisation: held-out users make released models their own before they measure them, and
       so do users in a federated evaluation.
-    * stopping: ends the run when a private metric gets no better.
     * audit: canaries beside the users, and what the run's own releases say of ε; see `Run.audit`.
     * rounds: T; by default what the mechanism was calibrated for.
     * out: folder of the run; by default a new one under runs/.
@@ -140,7 +137,6 @@ def simulate(
         projection=(projection, Projection | None),
         federated_evaluation=(federated_evaluation, FederatedEvaluation | None),
         personalisation=(personalisation, Personalisation | None),
-        stopping=(stopping, Stopping | None),
         audit=(audit, Audit | None),
         engine=(engine, Engine | None),
         out=(out, Path | str | None),
@@ -155,7 +151,6 @@ def simulate(
         "output": output | {"simulation_only": simulation_only},
         "projection": projection and asdict(projection),
         "federated_evaluation": federated_evaluation and asdict(federated_evaluation),
-        "stopping": stopping and asdict(stopping),
         "audit": audit and asdict(audit),
     }
     config = settings_of(name, population, method, rounds=rounds, seed=seed, **sections)

@@ -288,7 +288,7 @@ def tune_file(
     source = f"{file} with --set" if assignments else str(file)
     config = parse_config(table, source)
     priced = "a trial is priced by its rounds alone"
-    reasons = dict.fromkeys(("projection", "federated_evaluation", "stopping"), priced)
+    reasons = dict.fromkeys(("projection", "federated_evaluation"), priced)
     reasons["audit"] = "of the trials of a search nothing but the best is released"
     for name, reason in reasons.items():
         if getattr(config, name) is not None:

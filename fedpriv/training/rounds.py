@@ -351,7 +351,6 @@ class Stop(StrEnum):
     BUDGET = "the next round would pass the privacy budget"
     ASKED = "it was asked to stop"
     DECLINED = "too few nodes agreed to the next round"
-    NO_GAIN = "its metric got no better"
 
 
 @dataclass(frozen=True)
