@@ -137,7 +137,7 @@ def on_population(
     mechanism = method.mechanism if method else config.mechanism()
     population, evaluation = records_of(population, mechanism), None
     if config.federated_evaluation is not None:
-        method = method or method_of(config)
+        method = method or _method_of(config)
         evaluation, population = _evaluation(
             config, config.federated_evaluation, run, population, method
         )
@@ -293,13 +293,8 @@ def build(
     """
     if method:
         origin = _origin(method.task)
-    elif config.projection:
-        raise InvalidValueError(
-            "projection is given; it must be absent, as only fedpriv simulate knows it, where "
-            "users train in its own process"
-        )
     else:
-        method, origin = method_of(config), repr(config.model)
+        method, origin = _method_of(config), repr(config.model)
     _check_personal(method)
     device, mechanism = device_named(config.engine.device), method.mechanism
     if few is None:
@@ -464,8 +459,8 @@ def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
         )
 
 
-def method_of(config: Config) -> Method:
-    """How a configuration says that its model is trained, without a projection."""
+def _method_of(config: Config) -> Method:
+    """How a configuration says that its model is trained."""
     asked = config.federated_evaluation.report if config.federated_evaluation else {}
     metrics, figures = [*config.metrics.report, *asked], config.evaluation.figures
     task = build_task(**config.model.task, metrics=metrics, figures=figures)

@@ -264,17 +264,6 @@ class ModelSection(Section):
         return {"model": named.pop("name"), **named, "adapters": options}
 
 
-class ProjectionSection(Section):
-    """A frozen first layer: principal components of the inputs, asked for before the first round.
-
-    The query's noise multiplier is its own; what it costs counts towards `privacy.epsilon`.
-    """
-
-    components: Count
-    noise_multiplier: Positive
-    sampling_probability: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-
-
 class LocalSection(Section):
     """How each user trains; `options` are the fields of an algorithm beside the common ones.
 
@@ -643,7 +632,6 @@ class Config(Section):
     seed: Seed | None = None  # no guarantee holds against those who know it
     data: DataSection | None = None  # needed where users are simulated
     model: ModelSection
-    projection: ProjectionSection | None = None  # where users train in one process only
     local: LocalSection | None = None  # needed where users train; other units give a gradient
     privacy: PrivacySection
     sampling: SamplingSection = SamplingSection()

@@ -129,7 +129,7 @@ class RunSetup:
         """
         if self.ledger.exists():
             with Ledger.open(self.ledger) as ledger:
-                taken = any(row.round > 0 for row in own_charges(self.run, ledger.charges()))
+                taken = bool(own_charges(self.run, ledger.charges()))
             if taken:
                 raise InvalidValueError(
                     f"run is {self.run!r}, of which {self.ledger} holds rounds of another folder; "
@@ -471,8 +471,8 @@ def _ended(
     figures: Mapping[str, Any],
 ) -> Run:
     run, privacy, charges = experiment.plan.run, experiment.config.privacy, records.ledger.charges()
-    # Canaries are in the rounds alone, not in what is asked before them or between them.
-    of_rounds = (row for row in charges if row.run == run and row.round > 0)
+    # Canaries are in the rounds alone, not in what is asked between them.
+    of_rounds = (row for row in charges if row.run == run)
     return Run(
         folder=folder.path,
         task=experiment.task,

@@ -41,7 +41,6 @@ from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
 from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import LocalTraining, PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table
-from fedpriv.run.projection import Projection, planned, projected
 from fedpriv.run.run import Run, RunSetup, spent_in
 from fedpriv.run.terminal import carry_out, telling_where
 from fedpriv.trackers import Tracker, named
@@ -57,7 +56,6 @@ def simulate(
     *,
     local: LocalTraining | None = None,
     server: ServerOptimizer | None = None,
-    projection: Projection | None = None,
     federated_evaluation: FederatedEvaluation | None = None,
     personalisation: Personalisation | None = None,
     audit: Audit | None = None,
@@ -103,8 +101,6 @@ def simulate(
       unit, whose update is one gradient.
     * server: how the server steps, by default FedAdam(0.03) with the mechanism's own norm of 0.1,
       and FedAvg() with another. All defaults are those of a file, see docs/choosing-settings.md.
-    * projection: of the inputs, which the model then sees in their place. Its query is charged
-      first; a calibrated mechanism is calibrated again to what is left of the budget.
     * federated_evaluation: users evaluate released models on examples that are kept from training.
       Its queries are charged too; a calibrated mechanism is calibrated again to what is left.
     * personalisation: held-out users make released models their own before they measure them, and
@@ -134,7 +130,6 @@ def simulate(
         mechanism=(mechanism, Mechanism),
         local=(local, LocalTraining | None),
         server=(server, ServerOptimizer | None),
-        projection=(projection, Projection | None),
         federated_evaluation=(federated_evaluation, FederatedEvaluation | None),
         personalisation=(personalisation, Personalisation | None),
         audit=(audit, Audit | None),
@@ -149,7 +144,6 @@ def simulate(
         "privacy": {"ledger": None if ledger is None else str(ledger)},
         "engine": asdict(engine or Engine()),
         "output": output | {"simulation_only": simulation_only},
-        "projection": projection and asdict(projection),
         "federated_evaluation": federated_evaluation and asdict(federated_evaluation),
         "audit": audit and asdict(audit),
     }
@@ -158,17 +152,12 @@ def simulate(
     if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
         begun = setup.config.privacy.noise_multiplier
         mechanism = replace(mechanism, noise_multiplier=begun, rounds=None)
-    elif (projection or federated_evaluation) and mechanism.rounds:
+    elif federated_evaluation and mechanism.rounds:
         mechanism = replace(mechanism, noise_multiplier=None)
     method = replace(method, mechanism=mechanism)
     console = Console(quiet=quiet, markup=False, emoji=False)
-    if projection:
-        with telling_where(setup, console):
-            experiment, transport = projected(setup, population, console, method)
-    else:
-        spent = setup.spent if federated_evaluation else ()
-        config, run = setup.config, setup.run
-        experiment, transport = on_population(config, run, population, spent, method)
+    spent = setup.spent if federated_evaluation else ()
+    experiment, transport = on_population(setup.config, setup.run, population, spent, method)
     followed = replace(experiment, on_round=callbacks, trackers=told)
     return _run(setup, followed, transport, console)
 
@@ -178,11 +167,7 @@ def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resu
     setup = RunSetup.of(file, assignments, out, resume=resume)
     config, population = setup.config, population_of(setup.config)
     console = Console(markup=False, emoji=False)
-    if config.projection:
-        with telling_where(setup, console):
-            experiment, transport = projected(setup, population, console)
-    else:
-        experiment, transport = on_population(config, setup.run, population, setup.spent)
+    experiment, transport = on_population(config, setup.run, population, setup.spent)
     return _run(setup, experiment, transport, console)
 
 
@@ -253,32 +238,24 @@ def _signal_to_noise(
 def show_allocation(file: Path, assignments: list[str]) -> None:
     """Print how a round of an experiment is released and what all rounds cost; spend nothing."""
     config = load_config(file, assignments)
-    population, before, ledger = population_of(config), list[RoundEvent](), config.privacy.ledger
+    population, ledger = population_of(config), config.privacy.ledger
     name = records_of(population, config.mechanism()).name
     held = spent_in(Path(ledger), name) if ledger else []
-    if config.projection:
-        survey, experiment = planned(config, "plan", population, held)
-        before.append(survey.event)
-    else:
-        experiment, _ = on_population(config, "plan", population, held)
+    experiment, _ = on_population(config, "plan", population, held)
     plan, console = experiment.plan, Console(markup=False, emoji=False)
     at_once = plan.sampling.rounds
     charge = f"{at_once} rounds to a charge" if at_once > 1 else "one charge"
     title = f"One round: {len(plan.shares)} vector groups, one sample, {charge}"
     names = ("group", "tensors", "d", "S", "σ", "share", "signal/noise")
     _print(console, title, names, _group_rows(plan))
-    if experiment.evaluation:
-        before.append(experiment.evaluation.events(plan.rounds))
-    for line in (*_facts(experiment, before, held), "Nothing was spent."):
+    for line in (*_facts(experiment, held), "Nothing was spent."):
         console.print(line, highlight=False)
 
 
-def _facts(
-    experiment: Experiment, before: Sequence[RoundEvent], held: Sequence[RoundEvent]
-) -> Iterator[str]:
-    """What a round draws and adds, and what all rounds cost after the events before them.
+def _facts(experiment: Experiment, held: Sequence[RoundEvent]) -> Iterator[str]:
+    """What a round draws and adds, and what the run costs.
 
-    What a shared ledger held is apart from what the run costs.
+    What a shared ledger held is apart from it.
     """
     plan, config = experiment.plan, experiment.config
     sampling, weight, privacy = plan.sampling, plan.averaging.total_weight, config.privacy
@@ -286,16 +263,17 @@ def _facts(
         f"z = {plan.noise_multiplier:.6g} of the whole round, {cohort_text(sampling.event())}, "
         f"expected cohort {sampling.expected_cohort_size:g}"
     )
-    rounds = f"{plan.rounds} rounds"
+    charged, events = f"{plan.rounds} rounds", [plan.event]
     if sampling.rounds > 1:
-        rounds += f", charged as {plan.event.count} of {sampling.rounds},"
-    more = {"projection": config.projection, "evaluation": experiment.evaluation}
-    charged = " and the ".join([rounds, *(name for name in more if more[name])])
-    loss = epsilon_of([*before, plan.event], privacy.delta, privacy.accountant)
+        charged += f", charged as {plan.event.count} of {sampling.rounds},"
+    if experiment.evaluation:
+        charged += " and the evaluation"
+        events.append(experiment.evaluation.events(plan.rounds))
+    loss = epsilon_of(events, privacy.delta, privacy.accountant)
     spent = f"ε = {format_epsilon(loss.epsilon)} at δ = {privacy.delta}"
     yield f"{charged} cost {spent}: {loss.assumptions}"
     if held:
-        total = epsilon_of([*held, *before, plan.event], privacy.delta, privacy.accountant)
+        total = epsilon_of([*held, *events], privacy.delta, privacy.accountant)
         yield f"With what {privacy.ledger} holds, that is ε = {format_epsilon(total.epsilon)}."
     unit = sampling.drawn
     moves = f"{unit} moves the sum of a group"

@@ -655,7 +655,7 @@ def evaluation_run(run: str) -> str:
 
 
 def own_charges(run: str, charges: Iterable[ChargedRow]) -> list[ChargedRow]:
-    """All that a run charged: its projection, its rounds, and what users said of its models."""
+    """All that a run charged: its rounds, and what users said of its models."""
     return [row for row in charges if row.run in (run, evaluation_run(run))]
 
 

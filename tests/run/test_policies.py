@@ -193,10 +193,6 @@ def test_a_run_that_goes_on_is_the_uninterrupted_one(
             (*FIXED, "federated_evaluation={noise_multiplier=9.0}", "privacy.noise_multiplier=9.0"),
             "cannot be added up",
         ),
-        (
-            (*FIXED, "projection={components=4,noise_multiplier=9.0}", "model.options.inputs=4"),
-            "cannot be added up",
-        ),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_sentence_and_nothing_is_left(
