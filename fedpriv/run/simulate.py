@@ -1,7 +1,6 @@
-"""Runs on simulated users, from Python values or from a file; `fedpriv plan` and `suggest`."""
+"""Runs on simulated users, from Python values or from a file, and `fedpriv plan`."""
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from fedpriv.build import (
     records_of,
     settings_of,
     settled,
-    simulated,
 )
 from fedpriv.config import load_config, method_left_out
 from fedpriv.data.population import Population
@@ -30,21 +28,19 @@ from fedpriv.disk import with_room
 from fedpriv.engine.measuring import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import Engine, InProcessTransport
-from fedpriv.errors import BudgetExceededError, InvalidValueError, check_types
+from fedpriv.errors import InvalidValueError, check_types
 from fedpriv.evaluation.federated import FederatedEvaluation
 from fedpriv.evaluation.personalisation import Personalisation
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
-from fedpriv.ledger.participation import beside
 from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
 from fedpriv.privacy.layout import Layout, layers
-from fedpriv.privacy.round import LocalTraining, PartialSum, PrivacyRecords, RoundRequest, Transport
-from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table
+from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport
+from fedpriv.report.tables import Column, Table, cohort_text, print_table
 from fedpriv.run.run import Run, RunSetup, spent_in
 from fedpriv.run.terminal import carry_out, telling_where
 from fedpriv.trackers import Tracker, named
-from fedpriv.training.norm_search import NormQuantile, check_quantile, find_quantiles
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.rounds import OnRound, TrainingPlan
 
@@ -329,74 +325,6 @@ def _group_rows(plan: TrainingPlan) -> Iterable[list[str]]:
             f"{share:.1%}",
             f"{signal_to_noise:.3g}",
         ]
-
-
-def suggest_norms(
-    file: Path, assignments: list[str], ledger: Path | None, rounds: int, quantile: float
-) -> None:
-    """Ask users about their update norms, charge each round, and propose clipping norms."""
-    check_quantile(quantile)  # before there is a ledger
-    config = load_config(file, assignments).model_copy(update={"audit": None})
-    charged = ledger or (Path(config.privacy.ledger) if config.privacy.ledger else None)
-    if charged is None:
-        raise InvalidValueError(
-            "no ledger is named; what asking costs must be charged where training will be: give "
-            "--ledger, and the same file as privacy.ledger of the experiment"
-        )
-    experiment, transport = simulated(config, f"{config.name}-suggest-{os.urandom(4).hex()}")
-    plan = replace(experiment.plan, rounds=rounds)
-    if rounds % (at_once := plan.sampling.rounds):
-        raise InvalidValueError(
-            f"--rounds is {rounds} and {plan.sampling.event().policy} sampling charges {at_once} "
-            "rounds at once; it must be a multiple of that, or sampling.policy another"
-        )
-    if plan.control is not None:
-        raise InvalidValueError(
-            "local.algorithm has control variates; they are zero in the first round, and the norms "
-            "of its updates say nothing of later ones: ask with another algorithm, or compare "
-            "values of clipping.norm with fedpriv tune"
-        )
-    console = Console(markup=False, emoji=False)
-    record = beside(charged)
-    known: tuple[NormQuantile, ...] = ()
-    with PrivacyRecords.open(charged, record, plan.population, experiment.budget) as records:
-        state, entropy = experiment.initial_state, experiment.entropy
-        try:
-            for result, found in find_quantiles(plan, state, quantile, transport, records, entropy):
-                known = found
-                console.print(f"round {result.round} of {rounds}: charge {result.charge[:12]}")
-        except BudgetExceededError as error:
-            if not known:
-                raise
-            console.print(f"stopped: {error}")
-        finally:
-            if known:  # what was paid for is told, whatever ended it
-                privacy, spent = config.privacy, records.ledger.spent()
-                loss = epsilon_of(spent, privacy.delta, privacy.accountant)
-                _print_norms(console, plan, known, quantile)
-                console.print(
-                    f"The ledger {charged} now stands at ε = {format_epsilon(loss.epsilon)} at "
-                    f"δ = {privacy.delta}; train with privacy.ledger set to it.",
-                    highlight=False,
-                )
-
-
-def _print_norms(
-    console: Console, plan: TrainingPlan, known: Sequence[NormQuantile], quantile: float
-) -> None:
-    units = plural(plan.sampling.drawn)
-    names = ("group", "suggested S", "likely between", f"± share of {units}", "S in the file")
-    rows = (
-        [
-            each.group,
-            f"{each.estimate:.3g}",
-            f"{each.low:.3g} and {each.high:.3g}",
-            f"{each.noise_stddev:.2g}",
-            f"{norm:.3g}",
-        ]
-        for each, norm in zip(known, plan.clipping_norms, strict=True)
-    )
-    _print(console, f"Norms that about {quantile:.0%} of {units} stay within", names, rows)
 
 
 def _print(console: Console, title: str, names: Iterable[str], rows: Iterable[list[str]]) -> None:

@@ -248,18 +248,6 @@ def test_a_search_on_public_users_takes_every_policy(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_norms_are_not_asked_for_in_a_part_of_a_pass(file: Path, tmp_path: Path) -> None:
-    """All rounds of a pass are charged with its first."""
-    ledger = tmp_path / "asked.sqlite"
-    asking = (file, *sets(*ALLOCATION), "--ledger", ledger, "--rounds")
-    said = refused("suggest", *asking, "4")
-    assert "--rounds is 4 and random-allocation sampling charges 3 rounds at once; it must" in said
-    assert [*tmp_path.iterdir()] == [file]
-    printed("suggest", *asking, "3")
-    with Ledger.open(ledger) as charged:
-        assert [row.part for row in charged.charges()] == [0, 1, 2]
-
-
 def test_where_the_key_of_a_pass_is_lost_the_run_pays_again_as_far_as_its_budget_goes(
     tmp_path: Path,
 ) -> None:
