@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     )
     from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
     from fedpriv.run.compare import Comparison, compare
-    from fedpriv.run.projection import Projection
     from fedpriv.run.run import Run
     from fedpriv.run.simulate import simulate
     from fedpriv.run.tune import Tuning, tune
@@ -61,7 +60,6 @@ if TYPE_CHECKING:
         StepDecay,
     )
     from fedpriv.training.rounds import RoundResult
-    from fedpriv.training.stopping import Stopping
 
 __version__ = "0.1.0"
 # fmt: off
@@ -71,8 +69,8 @@ __all__ = [
     "EveryUser", "ExponentialDecay", "FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedRecon",
     "FedYogi", "FederatedEvaluation", "FixedSize", "Flat", "Grouped", "Joint", "MLflow",
     "Mechanism", "Part", "PerLayer", "Personalisation", "Poisson", "PoissonExamples",
-    "PolynomialDecay", "Population", "PowerDecay", "Projection", "RandomAllocation",
-    "RoundResult", "Run", "Scaffold", "Separated", "StartedRun", "StepDecay", "Stopping",
+    "PolynomialDecay", "Population", "PowerDecay", "RandomAllocation",
+    "RoundResult", "Run", "Scaffold", "Separated", "StartedRun", "StepDecay",
     "Task", "TensorBoard", "Tracker", "Tuning", "WandB", "__version__", "compare", "epsilon",
     "merge_adapters", "simulate", "tune", "with_adapters",
 ]
@@ -94,7 +92,6 @@ _NAMES_IN = {
     ),
     "privacy.gaussian_mechanism": "AdaptiveClipping Averaging",
     "run.compare": "Comparison compare",
-    "run.projection": "Projection",
     "run.run": "Run",
     "run.simulate": "simulate",
     "run.tune": "Tuning tune",
@@ -104,7 +101,6 @@ _NAMES_IN = {
         "PowerDecay StepDecay"
     ),
     "training.rounds": "RoundResult",
-    "training.stopping": "Stopping",
 }
 
 

@@ -32,7 +32,7 @@ from fedpriv.engine.roads import Road
 from fedpriv.engine.task import LOSSES, HeldOut, Task, running_norms
 from fedpriv.engine.trainer import SimulationOnlyDropped, blank
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
-from fedpriv.errors import InvalidValueError, ModelError, known_names
+from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.evaluation.federated import FederatedEvaluation, UserEvaluation, kept_apart
 from fedpriv.evaluation.held_out import check_held_out
 from fedpriv.evaluation.personalisation import HeldOutUsers, Personalisation
@@ -61,7 +61,6 @@ from fedpriv.trackers import TRACKERS, Tracker
 from fedpriv.training.optimizers import ServerOptimizer, try_out
 from fedpriv.training.rounds import (
     BATCH_NORM_METRIC,
-    EVALUATION_PREFIX,
     OnRound,
     RunningStatistics,
     ServerState,
@@ -138,7 +137,7 @@ def on_population(
     mechanism = method.mechanism if method else config.mechanism()
     population, evaluation = records_of(population, mechanism), None
     if config.federated_evaluation is not None:
-        method = method or method_of(config)
+        method = method or _method_of(config)
         evaluation, population = _evaluation(
             config, config.federated_evaluation, run, population, method
         )
@@ -294,13 +293,8 @@ def build(
     """
     if method:
         origin = _origin(method.task)
-    elif config.projection:
-        raise InvalidValueError(
-            "projection is given; it must be absent, as only fedpriv simulate knows it, where "
-            "users train in its own process"
-        )
     else:
-        method, origin = method_of(config), repr(config.model)
+        method, origin = _method_of(config), repr(config.model)
     _check_personal(method)
     device, mechanism = device_named(config.engine.device), method.mechanism
     if few is None:
@@ -320,7 +314,6 @@ def build(
     try_out(plan.optimizer, method.task.parameters())
     if plan.metrics:
         check_metrics(method.task, plan.metrics, plan.mechanism.clipping, few)
-    _check_stopping(config, plan, method.task)
     if mechanism.rounds == plan.rounds:
         plan = plan.within(budget, spent)
     config = config.with_noise(plan.noise_multiplier, mechanism.noise)
@@ -441,22 +434,6 @@ def _check_personal(method: Method) -> None:
             )
 
 
-def _check_stopping(config: Config, plan: TrainingPlan, task: Task) -> None:
-    """Refuse to stop by what is not released, or not a number, or not released often enough."""
-    if config.stopping is None:
-        return
-    name, asked = config.stopping.build().metric, config.federated_evaluation
-    known = [metric.name for metric in plan.reported if metric.shape == ()]
-    if asked is not None and asked.every is not None:
-        evaluated = (_metric(*named, task, None) for named in asked.report.items())
-        known += [EVALUATION_PREFIX + each.name for each in evaluated if each.shape == ()]
-    if name not in known:
-        raise InvalidValueError(
-            f"stopping.metric is {name!r}, which no round releases as one number; "
-            f"{known_names(name, known)}"
-        )
-
-
 def check_measured(experiment: Experiment) -> None:
     """Refuse a model of which nothing would be known on held-out rows."""
     if not experiment.held_out:
@@ -482,8 +459,8 @@ def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
         )
 
 
-def method_of(config: Config) -> Method:
-    """How a configuration says that its model is trained, without a projection."""
+def _method_of(config: Config) -> Method:
+    """How a configuration says that its model is trained."""
     asked = config.federated_evaluation.report if config.federated_evaluation else {}
     metrics, figures = [*config.metrics.report, *asked], config.evaluation.figures
     task = build_task(**config.model.task, metrics=metrics, figures=figures)

@@ -281,20 +281,6 @@ def plan(file: ExperimentFile, assignments: Assignments = None) -> None:
 
 
 @app.command()
-def suggest(
-    file: ExperimentFile,
-    assignments: Assignments = None,
-    ledger: Annotated[Path | None, _option("ledger to charge", default="privacy.ledger")] = None,
-    rounds: Annotated[int, _option("rounds to ask and charge")] = 5,
-    quantile: Annotated[float, _option("share of users not to be clipped")] = 0.5,
-) -> None:
-    """Propose clipping norms for each vector group, from private rounds that are charged."""
-    from fedpriv.run.simulate import suggest_norms
-
-    suggest_norms(file, assignments or [], ledger, rounds, quantile)
-
-
-@app.command()
 def tune(
     file: ExperimentFile,
     on: Annotated[

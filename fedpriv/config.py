@@ -34,7 +34,6 @@ from fedpriv.mechanism import (
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
 from fedpriv.privacy.round import LocalTraining
 from fedpriv.training.optimizers import SCHEDULES, SERVER_OPTIMIZERS, RateSchedule, ServerOptimizer
-from fedpriv.training.stopping import Stopping
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _PATHS = {"privacy": {"ledger"}, "federation": {"enrolment", "certificates", "held_out"}}
@@ -263,17 +262,6 @@ class ModelSection(Section):
         named, adapters = dict(self), self.adapters
         options = adapters.model_dump(mode="json", exclude_none=True) if adapters else {}
         return {"model": named.pop("name"), **named, "adapters": options}
-
-
-class ProjectionSection(Section):
-    """A frozen first layer: principal components of the inputs, asked for before the first round.
-
-    The query's noise multiplier is its own; what it costs counts towards `privacy.epsilon`.
-    """
-
-    components: Count
-    noise_multiplier: Positive
-    sampling_probability: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
 
 
 class LocalSection(Section):
@@ -520,19 +508,6 @@ class AuditSection(Section):
     canaries: Count
 
 
-class StoppingSection(Section):
-    """When a private metric says that a run is as good as it gets; see `Stopping`."""
-
-    metric: str
-    patience: Count
-    better: Literal["larger", "smaller"] | None = None
-    least_gain: NonNegative = 0.0
-
-    def build(self) -> Stopping:
-        """The rule with these settings."""
-        return Stopping(**self.model_dump())
-
-
 class AveragingSection(Section):
     """How much users count, and what sums are divided by; see `Averaging`."""
 
@@ -657,7 +632,6 @@ class Config(Section):
     seed: Seed | None = None  # no guarantee holds against those who know it
     data: DataSection | None = None  # needed where users are simulated
     model: ModelSection
-    projection: ProjectionSection | None = None  # where users train in one process only
     local: LocalSection | None = None  # needed where users train; other units give a gradient
     privacy: PrivacySection
     sampling: SamplingSection = SamplingSection()
@@ -668,7 +642,6 @@ class Config(Section):
     # Where users train in one process only.
     federated_evaluation: FederatedEvaluationSection | None = None
     personalisation: PersonalisationSection | None = None
-    stopping: StoppingSection | None = None
     audit: AuditSection | None = None
     averaging: AveragingSection = AveragingSection()
     evaluation: EvaluationSection = EvaluationSection()

@@ -3,8 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional
@@ -85,26 +83,6 @@ class _Block(nn.Module):
         hidden = hidden + self.mixed(heads.transpose(1, 2).reshape(batch, length, width))
         after: torch.Tensor = hidden + self.layers(self.before_layers(hidden))
         return after
-
-
-class Projected(nn.Module):
-    """A model of inputs that are first projected to k directions, which nobody trains.
-
-    Inputs [B, …] of D numbers each reach the model as [B, k] (Abadi et al. 2016, section 4). The
-    directions [D, k] must be public, or released, as `PrincipalComponents.directions` are.
-    """
-
-    directions: torch.Tensor
-
-    def __init__(self, directions: npt.NDArray[np.floating], model: nn.Module) -> None:
-        super().__init__()
-        self.register_buffer("directions", torch.tensor(directions, dtype=torch.float32))
-        self.model = model
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Outputs of the model for projected inputs."""
-        outputs: torch.Tensor = self.model(x.flatten(1) @ self.directions)
-        return outputs
 
 
 def softmax_regression(inputs: int = 64, classes: int = 10) -> nn.Module:

@@ -1,9 +1,8 @@
-"""Experiments that release more than an update: plan, simulate, suggest."""
+"""Experiments that release more than an update: plan and simulate."""
 
 import json
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +11,8 @@ from safetensors import safe_open
 
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.training.norm_search import find_quantiles
-from tests.commandline import fedpriv, printed, refused, table
+from tests.commandline import printed, refused, table
 
-DIGITS = Path(__file__).parents[1] / "simulations" / "digits.toml"
 EXPERIMENT = """
 name = "released"
 rounds = 3
@@ -97,7 +94,11 @@ def test_a_plan_knows_what_a_shared_ledger_holds(tmp_path: Path) -> None:
     after = re.search(rf"With what {ledger} holds, that is ε = ([0-9.]+)\.", text)
     assert after is not None
     with Ledger.open(ledger) as opened:
-        assert float(after[1]) == pytest.approx(epsilon(opened.spent(), 1e-3).epsilon, abs=1e-3)
+        together = epsilon(opened.spent(), 1e-3)
+    assert float(after[1]) == pytest.approx(together.epsilon, abs=1e-3)
+    assert 1.98 <= together.up <= 2.0
+    less = [*given, "--set", "privacy.epsilon=1.0", "--set", "seed=8", "--out", tmp_path / "third"]
+    assert "privacy.epsilon is 1.0 and must be larger" in refused("simulate", *less)
     others = [*more, "--set", "data.options.users=100"]
     assert "is of population 'digits: 287 users" in refused("plan", *others)
 
@@ -126,56 +127,6 @@ def test_a_run_releases_metrics_with_their_noise_at_one_epsilon(file: Path, tmp_
     assert len({round(event.noise_multiplier, 9) for event in events}) == 1
 
 
-def test_suggestions_are_charged_and_training_gets_what_is_left(file: Path, tmp_path: Path) -> None:
-    ledger = tmp_path / "shared.sqlite"
-    text = printed("suggest", file, "--ledger", ledger, "--rounds", "2")
-    assert text.count(": charge ") == 2
-    assert "weights" in text
-    with Ledger.open(ledger) as opened:
-        asked = opened.spent()
-        assert sum(event.count for event in asked) == 2
-    shared = ["--set", f"privacy.ledger={ledger}"]
-    printed("simulate", file, *shared, "--out", tmp_path / "run")
-    with Ledger.open(ledger) as opened:
-        assert len({row.run for row in opened.charges()}) == 2
-        together = epsilon(opened.spent(), 1e-3)
-        assert sum(event.count for event in opened.spent()) == 5
-    assert 1.98 <= together.up <= 2.0
-    less = [*shared, "--set", "privacy.epsilon=1.0", "--out", tmp_path / "other"]
-    assert "privacy.epsilon is 1.0 and must be larger" in refused("simulate", file, *less)
-
-
-def test_what_was_asked_before_the_budget_ended_is_told(file: Path, tmp_path: Path) -> None:
-    ledger = tmp_path / "shared.sqlite"
-    noise = ("--set", "privacy.noise_multiplier=1.0", "--set", "privacy.epsilon=3.0")
-    asking = ("suggest", file, *noise, "--ledger", ledger, "--rounds", "10")
-    text = printed(*asking)
-    with Ledger.open(ledger) as opened:
-        paid = len(list(opened.charges()))
-    assert 0 < paid < 10
-    assert text.count(": charge ") == paid
-    assert "would pass the budget of ε = 3.0" in text
-    assert "Norms that about" in text
-    assert "would pass the budget of ε = 3.0" in refused(*asking)
-
-
-def test_what_was_asked_before_an_interrupt_is_told(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*given: object) -> Iterator[object]:
-        for number, found in enumerate(find_quantiles(*given)):
-            if number == 2:
-                raise KeyboardInterrupt
-            yield found
-
-    monkeypatch.setattr("fedpriv.run.simulate.find_quantiles", interrupted)
-    done = fedpriv("suggest", file, "--ledger", tmp_path / "shared.sqlite", "--rounds", "9")
-    assert done.returncode == 130
-    assert done.stdout.count(": charge ") == 2
-    assert "Norms that about" in done.stdout
-    assert "now stands at ε = " in done.stdout
-
-
 def test_resuming_keeps_the_noise_that_was_calibrated_at_first(file: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     printed("simulate", file, "--out", run)
@@ -186,9 +137,6 @@ def test_resuming_keeps_the_noise_that_was_calibrated_at_first(file: Path, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["suggest"], "no ledger is named"),
-        (["suggest", "--ledger", "l.sqlite", "--rounds", "0"], "rounds is 0"),
-        (["suggest", "--ledger", "l.sqlite", "--quantile", "1.0"], "quantile is 1.0"),
         (["plan", "--set", "metrics.report.accuracy={a=1}"], "metric 'accuracy' takes no options"),
         (["plan", "--set", "metrics.report.acuracy={}"], "did you mean 'accuracy'"),
         (["plan", "--set", "metrics.share=0.95"], "must leave some to the update"),
@@ -209,14 +157,6 @@ def test_resuming_keeps_the_noise_that_was_calibrated_at_first(file: Path, tmp_p
 def test_bad_input_is_refused(arguments: list[str], message: str, file: Path) -> None:
     command, *rest = arguments
     assert message in refused(command, file, *rest, cwd=file.parent)
-    assert not (file.parent / "l.sqlite").exists()
-
-
-def test_norms_are_not_asked_of_updates_that_control_variates_will_move(tmp_path: Path) -> None:
-    table = 'algorithm="scaffold", learning_rate=0.3, epochs=1, options={control_norm=0.5}'
-    asked = ("suggest", DIGITS, "--set", f"local={{{table}}}", "--ledger", tmp_path / "l.sqlite")
-    assert "local.algorithm has control variates; they are zero in the first" in refused(*asked)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_by_examples_and_a_floor_run(file: Path, tmp_path: Path) -> None:
@@ -287,14 +227,3 @@ def test_statistics_of_batch_normalisation_are_released_and_kept(
     assert len(rows[-1]["metrics"]["batch-norm"]) == 2 * 64
     resumed = printed("simulate", file, *assignments, "--out", run, "--resume", cwd=tmp_path)
     assert "resuming" in resumed
-    ledger = tmp_path / "shared.sqlite"
-    asking = ("--ledger", ledger, "--rounds", "2")
-    text = printed("suggest", file, *assignments, *asking, cwd=tmp_path)
-    assert text.count(": charge ") == 2
-    assert "weights" in text
-    with Ledger.open(ledger) as opened:
-        groups = {query.group for row in opened.charges() for query in row.event.queries}
-    assert {name for name in groups if "/" in name} == {
-        "metrics/update-norms:weights",
-        "metrics/update-norms:rest",
-    }

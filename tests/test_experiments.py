@@ -55,7 +55,7 @@ def test_a_folder_is_refused_and_the_plan_of_a_run_in_it_is_named(
     assert line.endswith(f"it must be a file, such as {Path(folder) / 'plan.toml'}")
 
 
-@pytest.mark.parametrize("command", ["simulate", "plan", "suggest"])
+@pytest.mark.parametrize("command", ["simulate", "plan"])
 def test_an_unknown_name_is_refused_with_all_names(command: str, tmp_path: Path) -> None:
     line = refused(command, "digist", cwd=tmp_path)
     assert "did you mean 'digits'?" in line

@@ -71,8 +71,8 @@ FACE = """
     Comparison CosineDecay EndedRun Engine EveryUser ExponentialDecay FedAdagrad FixedSize
     RandomAllocation Separated FedAdam FedAvg FedAvgM FedRecon FedYogi FederatedEvaluation Flat
     Grouped Joint MLflow Mechanism Part PerLayer Personalisation Poisson PoissonExamples
-    PolynomialDecay Population PowerDecay Projection RoundResult Run SGD Scaffold StartedRun
-    StepDecay Stopping Task TensorBoard Tracker Tuning WandB __version__ compare epsilon
+    PolynomialDecay Population PowerDecay RoundResult Run SGD Scaffold StartedRun
+    StepDecay Task TensorBoard Tracker Tuning WandB __version__ compare epsilon
     merge_adapters simulate tune with_adapters
 """
 

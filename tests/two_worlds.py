@@ -128,20 +128,20 @@ class Tripping(nn.Module):
         return x
 
 
-def network(kind: str, inputs: int = INPUTS) -> nn.Module:
+def network(kind: str) -> nn.Module:
     """A small model."""
     head = nn.Linear(4, CLASSES)
     match kind:
         case "linear":
-            return nn.Linear(inputs, CLASSES)
+            return nn.Linear(INPUTS, CLASSES)
         case "tripping":
-            return nn.Sequential(Tripping(), nn.Linear(inputs, 4), nn.ReLU(), head)
+            return nn.Sequential(Tripping(), nn.Linear(INPUTS, 4), nn.ReLU(), head)
         case "dropout":
-            return nn.Sequential(nn.Linear(inputs, 4), nn.Dropout(0.3), nn.Tanh(), head)
+            return nn.Sequential(nn.Linear(INPUTS, 4), nn.Dropout(0.3), nn.Tanh(), head)
         case "norm":
-            return nn.Sequential(nn.Linear(inputs, 4), nn.BatchNorm1d(4), nn.ReLU(), head)
+            return nn.Sequential(nn.Linear(INPUTS, 4), nn.BatchNorm1d(4), nn.ReLU(), head)
         case _:
-            return nn.Sequential(nn.Linear(inputs, 4), nn.Tanh(), nn.PReLU(), head)
+            return nn.Sequential(nn.Linear(INPUTS, 4), nn.Tanh(), nn.PReLU(), head)
 
 
 def of_outputs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -454,12 +454,10 @@ def random_case(number: int, *, killed: bool = False) -> Case:
     if whole:
         table["local"] = local
         replacing |= policy == "fixed-size"
-        _of_whole_users(dice, table, kind, replacing=replacing)
+        _of_whole_users(dice, table, replacing=replacing)
     if whole and not replacing and policy != "poisson-within-bands" and dice.random() < 0.2:
         table.get("averaging", {}).pop("floor", None)  # over canaries too
         table["audit"] = {"canaries": 20}
-    if table["metrics"]["report"].keys() >= {"accuracy"} and dice.random() < 0.3:
-        table["stopping"] = {"metric": "accuracy", "patience": 1}
     kinds = [*HOSTILE]
     if kind == "tripping":
         # In an evaluation users compute in the process of the run.
@@ -526,9 +524,7 @@ def _metrics(dice: random.Random, kind: str) -> dict[str, Any]:
     return {"report": report, "contributors_share": dice.choice([0.0, 0.05])}
 
 
-def _of_whole_users(
-    dice: random.Random, table: dict[str, Any], kind: str, *, replacing: bool
-) -> None:
+def _of_whole_users(dice: random.Random, table: dict[str, Any], *, replacing: bool) -> None:
     """Sections that only users have."""
     average = dice.choice([{}, {"cap": 5}, {"cap": 5, "floor": 0.5}])
     table["averaging"] = {**average, "total_weight": 8.0} if average else {}
@@ -545,9 +541,6 @@ def _of_whole_users(
             **asked,
             "report": {"accuracy": {}, "loss": {"bound": 3.0}},
         }
-    elif not personal and kind in ("linear", "mlp", "tripping") and dice.random() < 0.4:
-        table["projection"] = {"components": 3, "noise_multiplier": 5.0}
-        table["model"]["options"]["inputs"] = 3
 
 
 # Nodes and a server, each a process, whose sums are given to those of the other world.

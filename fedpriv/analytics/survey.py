@@ -57,7 +57,7 @@ class Survey:
     sampling: PoissonSampling
     noise_multiplier: float  # z ≥ 0 of the whole round
     shares: Mapping[str, float] | None = None
-    round: int = 1  # of the run, where it asks repeatedly; 0 before its first round of training
+    round: int = 1  # of the run, where it asks repeatedly
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)

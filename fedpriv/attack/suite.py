@@ -52,7 +52,7 @@ _RUN = "attack"  # name of each run in its own ledger
 _HELD_OUT_ROWS = 200  # on which losses are measured
 _FEWEST_RUNS = 8
 # Of the plan.
-_LEFT_OUT = ("seed", "run", "audit", "federated_evaluation", "personalisation", "stopping")
+_LEFT_OUT = ("seed", "run", "audit", "federated_evaluation", "personalisation")
 _MEMORY = Path("/dev/shm")
 
 Entropies = Callable[[int], Entropy]

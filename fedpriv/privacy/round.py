@@ -475,23 +475,6 @@ def private_round(
     return Release(at.attempt, average, charge.hash, draws.part)
 
 
-def charge_forgone(
-    event: RoundEvent, run: str, number: int, records: PrivacyRecords, randomness: Randomness
-) -> None:
-    """Charge a planned round that will not take place, as what was released has ended the run.
-
-    How many rounds take place then depends on users' data. So what a run tells is bounded by the
-    price of all planned rounds, not by that of those which take place. Nobody is asked and nothing
-    is released.
-    Raises BudgetExceededError, with nothing charged, where the run would have ended here anyway.
-    """
-    records.settle(event, run, randomness)
-    records.refuse_if_beyond(event, f"run {run}, round {number}")
-    attempt, record = records.next_attempt(run, number), records.participation.record
-    commitment = with_room(lambda: record(run, number, attempt, _NOBODY))
-    records.charge(ProposedCharge(run, number, attempt, randomness, event, commitment))
-
-
 def draw_cohort(
     mechanism: GaussianMechanism, at: RoundAttempt, draws: Draws
 ) -> npt.NDArray[np.int64]:

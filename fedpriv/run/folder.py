@@ -55,7 +55,6 @@ class RunFolder:
     simulation_only = _File("simulation_only.jsonl")  # per round, what no guarantee covers
     checkpoints = _File("checkpoints")  # of the server's states
     model = _File("model.safetensors")  # after the last round, also of a run that was stopped
-    projection = _File("projection.npz")  # the frozen first layer, if there is one
     measurements = _File("audit.jsonl")  # of an audit: its key, and what it measured of releases
     audit = _File("audit.json")  # what it found
     sites = _File("sites.json")  # how each node does; says who took part, readable by its owner

@@ -7,8 +7,7 @@ needs in the folder. `terminal` shows a run to whoever started it.
 import copy
 import logging
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -22,7 +21,7 @@ from torch import nn
 from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.audit import AuditResult
 from fedpriv.build import Experiment, build, check_budget
-from fedpriv.config import Config, FederationSection, StoppingSection, for_folder, load_config
+from fedpriv.config import Config, FederationSection, for_folder, load_config
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import HELD_OUT_USER, check_not_enrolled, load_population
 from fedpriv.disk import with_room, write_atomically
@@ -36,12 +35,12 @@ from fedpriv.errors import (
 )
 from fedpriv.evaluation.held_out import Evaluation, evaluate
 from fedpriv.ledger.events import RoundEvent
-from fedpriv.ledger.ledger import ChargedRow, Ledger, paid_events
+from fedpriv.ledger.ledger import Ledger, paid_events
 from fedpriv.ledger.participation import beside, digest_of_users
 from fedpriv.local import ALGORITHMS
 from fedpriv.logs import one_line
 from fedpriv.privacy.layout import Tensors
-from fedpriv.privacy.round import PrivacyRecords, Transport, charge_forgone
+from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.report.records import versions
 from fedpriv.report.tables import plural
 from fedpriv.run.auditor import Auditor
@@ -68,7 +67,7 @@ if TYPE_CHECKING:
 
 _MEASURED = ("loss", "accuracy", "figures", "held_out_users")  # on held-out rows
 # Sections that are no part of a plan.
-_MAY_CHANGE = ("callbacks", "engine", "federation", "output", "stopping", "trackers", "tune")
+_MAY_CHANGE = ("callbacks", "engine", "federation", "output", "trackers", "tune")
 _log = logging.getLogger(__name__)
 
 
@@ -130,7 +129,7 @@ class RunSetup:
         """
         if self.ledger.exists():
             with Ledger.open(self.ledger) as ledger:
-                taken = any(row.round > 0 for row in own_charges(self.run, ledger.charges()))
+                taken = bool(own_charges(self.run, ledger.charges()))
             if taken:
                 raise InvalidValueError(
                     f"run is {self.run!r}, of which {self.ledger} holds rounds of another folder; "
@@ -376,8 +375,7 @@ def _reached(
         if release.round > checkpoint_every:
             return f"released round {release.round} in {folder.metrics}"
     for row in records.ledger.charges():
-        later = row.run == plan.run and row.round > checkpoint_every
-        if later and _has_cohort(row, records):
+        if row.run == plan.run and row.round > checkpoint_every:
             return f"charged round {row.round} in its ledger"
     return None
 
@@ -401,24 +399,17 @@ def conduct(
     simulation; it is None in a deployment.
     """
     plan, output = experiment.plan, experiment.config.output
+    evaluation = experiment.evaluation
 
     def keep() -> None:
         checkpoint = Checkpoint(state, plan.digest, records.ledger.head)
         with_room(lambda: save_checkpoint(folder.checkpoints, checkpoint))
 
-    led, evaluation = folder.results(), experiment.evaluation
     _settle(experiment, state, records)
-    before = [each for each in led if each.round <= state.round]
-    rule = _StoppingRule(experiment.config.stopping, before)
-    if rule.reached():  # a new rule, or killed as it stopped
-        _charge_forgone(folder, experiment, state, records)
-        last = replace(before[-1], epsilon=records.ledger.epsilon(records.budget))
-        if last != led[-1]:  # else the model would be said to cost less
-            with_room(partial(folder.append_metrics, asdict(last)))
     observed: tuple[OnRelease, ...] = (auditor.observe,) if auditor else ()
     rounds = train(plan, state, transport, records, experiment.entropy, *observed)
-    stop, latest, figures = Stop.NO_GAIN, None, dict[str, Any]()
-    while state.round == plan.rounds or not rule.reached():
+    latest, figures = None, dict[str, Any]()
+    while True:
         began = clock() if clock else 0.0
         try:
             state, result = next(rounds)
@@ -430,14 +421,8 @@ def conduct(
         if state.round % output.evaluate_every == 0 or state.round == plan.rounds:
             latest, figures = state, _measured(experiment, state.model)
             result = replace(result, **figures)
-        if evaluation is not None:
-            last_round = state.round == plan.rounds or rule.reached(result)
-            if evaluation.due(state.round, last=last_round):
-                result = evaluation.added(result, state.model, records, experiment.entropy)
-        rule.read(result)
-        if rule.reached():
-            _charge_forgone(folder, experiment, state, records)
-            result = replace(result, epsilon=records.ledger.epsilon(records.budget))
+        if evaluation and evaluation.due(state.round, last=state.round == plan.rounds):
+            result = evaluation.added(result, state.model, records, experiment.entropy)
         with_room(partial(folder.append_metrics, asdict(result)))
         if state.round % output.checkpoint_every == 0:
             keep()
@@ -486,8 +471,8 @@ def _ended(
     figures: Mapping[str, Any],
 ) -> Run:
     run, privacy, charges = experiment.plan.run, experiment.config.privacy, records.ledger.charges()
-    # Canaries are in the rounds alone, not in what is asked before them or between them.
-    of_rounds = (row for row in charges if row.run == run and row.round > 0)
+    # Canaries are in the rounds alone, not in what is asked between them.
+    of_rounds = (row for row in charges if row.run == run)
     return Run(
         folder=folder.path,
         task=experiment.task,
@@ -499,68 +484,6 @@ def _ended(
         audit=auditor.conclude(paid_events(of_rounds)) if auditor else None,
         **figures,
     )
-
-
-def _charge_forgone(
-    folder: RunFolder, experiment: Experiment, state: ServerState, records: PrivacyRecords
-) -> None:
-    """Charge what a run that is to stop would have charged, up to its last round or its budget.
-
-    A run that was killed before goes on from its last checkpoint, so that what it had charged since
-    then is charged once more, as it would be without a rule. What it had forgone is not.
-    """
-    plan, evaluation = experiment.plan, experiment.evaluation
-    event, source = plan.mechanism_at(state.clipping_norms).event, experiment.entropy.randomness
-    together, series = plan.sampling.rounds, records.open_series(event, plan.run)
-    paid = state.round + (together - series[0].part if series else 0)
-    planned = range(state.round + 1, plan.rounds + 1)
-    due = {n for n in planned if evaluation and evaluation.due(n, last=n == plan.rounds)}
-    asked = [r for r in records.ledger.charges() if evaluation and r.run == evaluation.run]
-    times = Counter(row.round for row in asked)
-    if evaluation and not evaluation.due(state.round, last=False) and times[state.round]:
-        due -= {min(due, default=0)}  # asked as the last, in place of the next that was due
-    released = {each.charge: each.round for each in folder.releases()}
-    told = Counter(released.values())
-    forgone = {row.round for row in asked if not _has_cohort(row, records)}
-    due -= {number for number in forgone if times[number] > told[number]}
-    unused = _unused(plan, state, records, released.keys())
-    for number in planned:
-        if number > paid:
-            try:
-                if unused <= 0:
-                    charge_forgone(event, plan.run, number, records, source)
-            except BudgetExceededError:
-                return
-            unused, paid = unused - 1, paid + together
-        if evaluation and number in due:
-            with suppress(BudgetExceededError):
-                charge_forgone(evaluation.events(1), evaluation.run, number, records, source)
-
-
-def _unused(
-    plan: TrainingPlan, state: ServerState, records: PrivacyRecords, released: Set[str]
-) -> int:
-    """How many charges for rounds to come were made as forgone.
-
-    One of a round that was asked and lost is none of them: what it released may have ended the run,
-    which the charges that followed tell.
-    """
-    own = [row for row in records.ledger.charges() if row.run == plan.run]
-    begun, key_of = {row.series for row in own}, records.participation.series_key
-    return sum(
-        row.pays
-        and row.round > state.round
-        and row.hash not in released
-        and row.position not in begun
-        and key_of(row.cohort_commitment) is None
-        and not _has_cohort(row, records)
-        for row in own
-    )
-
-
-def _has_cohort(row: ChargedRow, records: PrivacyRecords) -> bool:
-    """Whether anybody was asked; nobody is in what is forgone."""
-    return bool(records.participation.users_of(row.cohort_commitment).size)
 
 
 def _measured(experiment: Experiment, model: Tensors) -> dict[str, Any]:
@@ -590,29 +513,6 @@ def _figures(found: Evaluation) -> dict[str, Any]:
     for name, reason in found.failed.items():
         _log.warning("figure %s cannot be computed: %s", name, reason)
     return {name: getattr(found, name) for name in _MEASURED}
-
-
-class _StoppingRule:
-    """Whether what was released ends a run, by its own rule; without one, nothing does."""
-
-    def __init__(self, section: StoppingSection | None, released: Iterable[RoundResult]) -> None:
-        self._rule = section.build() if section else None
-        self._values = [value for each in released for value in self._of(each)]
-
-    def read(self, result: RoundResult) -> None:
-        """Take in the next release."""
-        self._values += self._of(result)
-
-    def reached(self, *more: RoundResult) -> bool:
-        """Whether the run ends after what was read, and these releases."""
-        if self._rule is None:
-            return False
-        last = self._values[-2 * self._rule.patience :]  # all that the rule looks at
-        return self._rule.reached([*last, *(value for each in more for value in self._of(each))])
-
-    def _of(self, result: RoundResult) -> list[float]:
-        found = None if self._rule is None else result.scalar_metrics.get(self._rule.metric)
-        return [] if found is None else [found]
 
 
 def run_rounds(

@@ -1,7 +1,6 @@
-"""Runs on simulated users, from Python values or from a file; `fedpriv plan` and `suggest`."""
+"""Runs on simulated users, from Python values or from a file, and `fedpriv plan`."""
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from fedpriv.build import (
     records_of,
     settings_of,
     settled,
-    simulated,
 )
 from fedpriv.config import load_config, method_left_out
 from fedpriv.data.population import Population
@@ -30,25 +28,21 @@ from fedpriv.disk import with_room
 from fedpriv.engine.measuring import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import Engine, InProcessTransport
-from fedpriv.errors import BudgetExceededError, InvalidValueError, check_types
+from fedpriv.errors import InvalidValueError, check_types
 from fedpriv.evaluation.federated import FederatedEvaluation
 from fedpriv.evaluation.personalisation import Personalisation
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
-from fedpriv.ledger.participation import beside
 from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
 from fedpriv.privacy.layout import Layout, layers
-from fedpriv.privacy.round import LocalTraining, PartialSum, PrivacyRecords, RoundRequest, Transport
-from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table
-from fedpriv.run.projection import Projection, planned, projected
+from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport
+from fedpriv.report.tables import Column, Table, cohort_text, print_table
 from fedpriv.run.run import Run, RunSetup, spent_in
 from fedpriv.run.terminal import carry_out, telling_where
 from fedpriv.trackers import Tracker, named
-from fedpriv.training.norm_search import NormQuantile, check_quantile, find_quantiles
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.rounds import OnRound, TrainingPlan
-from fedpriv.training.stopping import Stopping
 
 
 def simulate(
@@ -58,10 +52,8 @@ def simulate(
     *,
     local: LocalTraining | None = None,
     server: ServerOptimizer | None = None,
-    projection: Projection | None = None,
     federated_evaluation: FederatedEvaluation | None = None,
     personalisation: Personalisation | None = None,
-    stopping: Stopping | None = None,
     audit: Audit | None = None,
     rounds: int | None = None,
     out: Path | str | None = None,
@@ -105,13 +97,10 @@ def simulate(
       unit, whose update is one gradient.
     * server: how the server steps, by default FedAdam(0.03) with the mechanism's own norm of 0.1,
       and FedAvg() with another. All defaults are those of a file, see docs/choosing-settings.md.
-    * projection: of the inputs, which the model then sees in their place. Its query is charged
-      first; a calibrated mechanism is calibrated again to what is left of the budget.
     * federated_evaluation: users evaluate released models on examples that are kept from training.
       Its queries are charged too; a calibrated mechanism is calibrated again to what is left.
     * personalisation: held-out users make released models their own before they measure them, and
       so do users in a federated evaluation.
-    * stopping: ends the run when a private metric gets no better.
     * audit: canaries beside the users, and what the run's own releases say of ε; see `Run.audit`.
     * rounds: T; by default what the mechanism was calibrated for.
     * out: folder of the run; by default a new one under runs/.
@@ -137,10 +126,8 @@ def simulate(
         mechanism=(mechanism, Mechanism),
         local=(local, LocalTraining | None),
         server=(server, ServerOptimizer | None),
-        projection=(projection, Projection | None),
         federated_evaluation=(federated_evaluation, FederatedEvaluation | None),
         personalisation=(personalisation, Personalisation | None),
-        stopping=(stopping, Stopping | None),
         audit=(audit, Audit | None),
         engine=(engine, Engine | None),
         out=(out, Path | str | None),
@@ -153,9 +140,7 @@ def simulate(
         "privacy": {"ledger": None if ledger is None else str(ledger)},
         "engine": asdict(engine or Engine()),
         "output": output | {"simulation_only": simulation_only},
-        "projection": projection and asdict(projection),
         "federated_evaluation": federated_evaluation and asdict(federated_evaluation),
-        "stopping": stopping and asdict(stopping),
         "audit": audit and asdict(audit),
     }
     config = settings_of(name, population, method, rounds=rounds, seed=seed, **sections)
@@ -163,17 +148,12 @@ def simulate(
     if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
         begun = setup.config.privacy.noise_multiplier
         mechanism = replace(mechanism, noise_multiplier=begun, rounds=None)
-    elif (projection or federated_evaluation) and mechanism.rounds:
+    elif federated_evaluation and mechanism.rounds:
         mechanism = replace(mechanism, noise_multiplier=None)
     method = replace(method, mechanism=mechanism)
     console = Console(quiet=quiet, markup=False, emoji=False)
-    if projection:
-        with telling_where(setup, console):
-            experiment, transport = projected(setup, population, console, method)
-    else:
-        spent = setup.spent if federated_evaluation else ()
-        config, run = setup.config, setup.run
-        experiment, transport = on_population(config, run, population, spent, method)
+    spent = setup.spent if federated_evaluation else ()
+    experiment, transport = on_population(setup.config, setup.run, population, spent, method)
     followed = replace(experiment, on_round=callbacks, trackers=told)
     return _run(setup, followed, transport, console)
 
@@ -183,11 +163,7 @@ def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resu
     setup = RunSetup.of(file, assignments, out, resume=resume)
     config, population = setup.config, population_of(setup.config)
     console = Console(markup=False, emoji=False)
-    if config.projection:
-        with telling_where(setup, console):
-            experiment, transport = projected(setup, population, console)
-    else:
-        experiment, transport = on_population(config, setup.run, population, setup.spent)
+    experiment, transport = on_population(config, setup.run, population, setup.spent)
     return _run(setup, experiment, transport, console)
 
 
@@ -258,32 +234,24 @@ def _signal_to_noise(
 def show_allocation(file: Path, assignments: list[str]) -> None:
     """Print how a round of an experiment is released and what all rounds cost; spend nothing."""
     config = load_config(file, assignments)
-    population, before, ledger = population_of(config), list[RoundEvent](), config.privacy.ledger
+    population, ledger = population_of(config), config.privacy.ledger
     name = records_of(population, config.mechanism()).name
     held = spent_in(Path(ledger), name) if ledger else []
-    if config.projection:
-        survey, experiment = planned(config, "plan", population, held)
-        before.append(survey.event)
-    else:
-        experiment, _ = on_population(config, "plan", population, held)
+    experiment, _ = on_population(config, "plan", population, held)
     plan, console = experiment.plan, Console(markup=False, emoji=False)
     at_once = plan.sampling.rounds
     charge = f"{at_once} rounds to a charge" if at_once > 1 else "one charge"
     title = f"One round: {len(plan.shares)} vector groups, one sample, {charge}"
     names = ("group", "tensors", "d", "S", "σ", "share", "signal/noise")
     _print(console, title, names, _group_rows(plan))
-    if experiment.evaluation:
-        before.append(experiment.evaluation.events(plan.rounds))
-    for line in (*_facts(experiment, before, held), "Nothing was spent."):
+    for line in (*_facts(experiment, held), "Nothing was spent."):
         console.print(line, highlight=False)
 
 
-def _facts(
-    experiment: Experiment, before: Sequence[RoundEvent], held: Sequence[RoundEvent]
-) -> Iterator[str]:
-    """What a round draws and adds, and what all rounds cost after the events before them.
+def _facts(experiment: Experiment, held: Sequence[RoundEvent]) -> Iterator[str]:
+    """What a round draws and adds, and what the run costs.
 
-    What a shared ledger held is apart from what the run costs.
+    What a shared ledger held is apart from it.
     """
     plan, config = experiment.plan, experiment.config
     sampling, weight, privacy = plan.sampling, plan.averaging.total_weight, config.privacy
@@ -291,16 +259,17 @@ def _facts(
         f"z = {plan.noise_multiplier:.6g} of the whole round, {cohort_text(sampling.event())}, "
         f"expected cohort {sampling.expected_cohort_size:g}"
     )
-    rounds = f"{plan.rounds} rounds"
+    charged, events = f"{plan.rounds} rounds", [plan.event]
     if sampling.rounds > 1:
-        rounds += f", charged as {plan.event.count} of {sampling.rounds},"
-    more = {"projection": config.projection, "evaluation": experiment.evaluation}
-    charged = " and the ".join([rounds, *(name for name in more if more[name])])
-    loss = epsilon_of([*before, plan.event], privacy.delta, privacy.accountant)
+        charged += f", charged as {plan.event.count} of {sampling.rounds},"
+    if experiment.evaluation:
+        charged += " and the evaluation"
+        events.append(experiment.evaluation.events(plan.rounds))
+    loss = epsilon_of(events, privacy.delta, privacy.accountant)
     spent = f"ε = {format_epsilon(loss.epsilon)} at δ = {privacy.delta}"
     yield f"{charged} cost {spent}: {loss.assumptions}"
     if held:
-        total = epsilon_of([*held, *before, plan.event], privacy.delta, privacy.accountant)
+        total = epsilon_of([*held, *events], privacy.delta, privacy.accountant)
         yield f"With what {privacy.ledger} holds, that is ε = {format_epsilon(total.epsilon)}."
     unit = sampling.drawn
     moves = f"{unit} moves the sum of a group"
@@ -356,74 +325,6 @@ def _group_rows(plan: TrainingPlan) -> Iterable[list[str]]:
             f"{share:.1%}",
             f"{signal_to_noise:.3g}",
         ]
-
-
-def suggest_norms(
-    file: Path, assignments: list[str], ledger: Path | None, rounds: int, quantile: float
-) -> None:
-    """Ask users about their update norms, charge each round, and propose clipping norms."""
-    check_quantile(quantile)  # before there is a ledger
-    config = load_config(file, assignments).model_copy(update={"audit": None})
-    charged = ledger or (Path(config.privacy.ledger) if config.privacy.ledger else None)
-    if charged is None:
-        raise InvalidValueError(
-            "no ledger is named; what asking costs must be charged where training will be: give "
-            "--ledger, and the same file as privacy.ledger of the experiment"
-        )
-    experiment, transport = simulated(config, f"{config.name}-suggest-{os.urandom(4).hex()}")
-    plan = replace(experiment.plan, rounds=rounds)
-    if rounds % (at_once := plan.sampling.rounds):
-        raise InvalidValueError(
-            f"--rounds is {rounds} and {plan.sampling.event().policy} sampling charges {at_once} "
-            "rounds at once; it must be a multiple of that, or sampling.policy another"
-        )
-    if plan.control is not None:
-        raise InvalidValueError(
-            "local.algorithm has control variates; they are zero in the first round, and the norms "
-            "of its updates say nothing of later ones: ask with another algorithm, or compare "
-            "values of clipping.norm with fedpriv tune"
-        )
-    console = Console(markup=False, emoji=False)
-    record = beside(charged)
-    known: tuple[NormQuantile, ...] = ()
-    with PrivacyRecords.open(charged, record, plan.population, experiment.budget) as records:
-        state, entropy = experiment.initial_state, experiment.entropy
-        try:
-            for result, found in find_quantiles(plan, state, quantile, transport, records, entropy):
-                known = found
-                console.print(f"round {result.round} of {rounds}: charge {result.charge[:12]}")
-        except BudgetExceededError as error:
-            if not known:
-                raise
-            console.print(f"stopped: {error}")
-        finally:
-            if known:  # what was paid for is told, whatever ended it
-                privacy, spent = config.privacy, records.ledger.spent()
-                loss = epsilon_of(spent, privacy.delta, privacy.accountant)
-                _print_norms(console, plan, known, quantile)
-                console.print(
-                    f"The ledger {charged} now stands at ε = {format_epsilon(loss.epsilon)} at "
-                    f"δ = {privacy.delta}; train with privacy.ledger set to it.",
-                    highlight=False,
-                )
-
-
-def _print_norms(
-    console: Console, plan: TrainingPlan, known: Sequence[NormQuantile], quantile: float
-) -> None:
-    units = plural(plan.sampling.drawn)
-    names = ("group", "suggested S", "likely between", f"± share of {units}", "S in the file")
-    rows = (
-        [
-            each.group,
-            f"{each.estimate:.3g}",
-            f"{each.low:.3g} and {each.high:.3g}",
-            f"{each.noise_stddev:.2g}",
-            f"{norm:.3g}",
-        ]
-        for each, norm in zip(known, plan.clipping_norms, strict=True)
-    )
-    _print(console, f"Norms that about {quantile:.0%} of {units} stay within", names, rows)
 
 
 def _print(console: Console, title: str, names: Iterable[str], rows: Iterable[list[str]]) -> None:

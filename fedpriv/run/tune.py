@@ -287,9 +287,10 @@ def tune_file(
     table = with_defaults(table)  # before a trial's own norm decides what goes with it
     source = f"{file} with --set" if assignments else str(file)
     config = parse_config(table, source)
-    priced = "a trial is priced by its rounds alone"
-    reasons = dict.fromkeys(("projection", "federated_evaluation", "stopping"), priced)
-    reasons["audit"] = "of the trials of a search nothing but the best is released"
+    reasons = {
+        "federated_evaluation": "a trial is priced by its rounds alone",
+        "audit": "of the trials of a search nothing but the best is released",
+    }
     for name, reason in reasons.items():
         if getattr(config, name) is not None:
             raise InvalidValueError(f"{name} is given; it must be absent, as {reason}")

@@ -351,7 +351,6 @@ class Stop(StrEnum):
     BUDGET = "the next round would pass the privacy budget"
     ASKED = "it was asked to stop"
     DECLINED = "too few nodes agreed to the next round"
-    NO_GAIN = "its metric got no better"
 
 
 @dataclass(frozen=True)
@@ -656,7 +655,7 @@ def evaluation_run(run: str) -> str:
 
 
 def own_charges(run: str, charges: Iterable[ChargedRow]) -> list[ChargedRow]:
-    """All that a run charged: its projection, its rounds, and what users said of its models."""
+    """All that a run charged: its rounds, and what users said of its models."""
     return [row for row in charges if row.run in (run, evaluation_run(run))]
 
 

@@ -12,6 +12,7 @@ FEDPRIV_DATA.
 """
 
 import argparse
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,9 +24,17 @@ import numpy as np
 import torch
 
 import fedpriv
+from fedpriv.accounting import ACCOUNTANTS
 from fedpriv.accounting.accountants import format_epsilon
+from fedpriv.analytics import PrincipalComponents, SecondMoments, Survey, ask
+from fedpriv.build import records_of
 from fedpriv.config import load_config
+from fedpriv.data.population import Fields
+from fedpriv.ledger import PrivacyBudget
+from fedpriv.ledger.events import RoundEvent, Unit
+from fedpriv.ledger.participation import beside
 from fedpriv.models import mlp
+from fedpriv.privacy import PoissonSampling, PrivacyRecords, SeededEntropy
 from fedpriv.report.tables import Column, Table
 from fedpriv.run.folder import RunFolder
 from simulations.papers.bu_mnist import mnist
@@ -83,6 +92,32 @@ class Found:
         return self.setting, self.components
 
 
+def projected(
+    setting: Setting,
+    people: fedpriv.Population,
+    mechanism: fedpriv.Mechanism,
+    seed: int,
+    ledger: Path,
+) -> tuple[fedpriv.Population, list[RoundEvent]]:
+    """The people along the components of their images, which a ledger is charged for."""
+    images = records_of(people, mechanism)
+    inputs = math.prod(people.test["x"].shape[1:])
+    everybody = PoissonSampling(images.users.population, 1.0, Unit.EXAMPLE)
+    question = SecondMoments("components", "x", inputs)
+    survey = Survey("components", (question,), everybody, setting.component_noise)
+    budget = PrivacyBudget(setting.epsilon, DELTA, ACCOUNTANTS["tight"].upper_epsilon)
+    with PrivacyRecords.open(ledger, beside(ledger), images.name, budget) as records:
+        (answer,) = ask(survey, images.users, records, SeededEntropy(seed)).answers
+    directions = PrincipalComponents.of(answer, setting.components).directions
+
+    def along(rows: Fields) -> Fields:
+        x = rows["x"].reshape(-1, inputs).astype(np.float64) @ directions
+        return {**rows, "x": x.astype(np.float32)}
+
+    users = replace(people.users, fields=along(people.users.fields))
+    return replace(people, users=users, test=along(people.test)), [survey.event]
+
+
 def trained(
     setting: Setting,
     people: fedpriv.Population,
@@ -93,24 +128,26 @@ def trained(
     hidden: int = HIDDEN,
 ) -> fedpriv.Run:
     """Train one arm once."""
-    projection, inputs = None, int(np.prod(people.test["x"].shape[1:]))
-    if private_components:
-        projection = fedpriv.Projection(setting.components, setting.component_noise)
-        inputs = setting.components
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        task = fedpriv.Task(mlp(inputs, hidden), loss="cross-entropy")
     clipping = fedpriv.Flat(setting.clipping_norm)
     mechanism = fedpriv.Mechanism.poisson(
         q=setting.q, clipping=clipping, unit="example", contributors_share=0.0
     )
+    ledger, spent = folder.with_name(f"{folder.name}.sqlite"), list[RoundEvent]()
+    if private_components:
+        people, spent = projected(setting, people, mechanism, seed, ledger)
+    inputs = math.prod(people.test["x"].shape[1:])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        task = fedpriv.Task(mlp(inputs, hidden), loss="cross-entropy")
     rate = fedpriv.PolynomialDecay(setting.learning_rate, 0.0, setting.rounds)
     return fedpriv.simulate(
         people,
         task,
-        mechanism.calibrate(epsilon=setting.epsilon, delta=DELTA, rounds=setting.rounds),
+        mechanism.calibrate(
+            epsilon=setting.epsilon, delta=DELTA, rounds=setting.rounds, spent=spent
+        ),
         server=fedpriv.FedAvgM(rate, setting.momentum),
-        projection=projection,
+        ledger=ledger,
         out=folder,
         name="abadi-mnist",
         seed=seed,

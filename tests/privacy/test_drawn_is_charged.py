@@ -25,7 +25,6 @@ from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import (
     PartialSum,
     PrivacyRecords,
-    charge_forgone,
     draw_cohort,
     private_round,
     release,
@@ -173,8 +172,6 @@ def test_a_charge_that_others_left_no_budget_for_ends_the_run_until_there_is_mor
         for collect in (overtaken, ask):
             with pytest.raises(BudgetExceededError):
                 private_round(POISSON, "run", 1, collect, records, SEEDED)
-            with pytest.raises(BudgetExceededError):
-                charge_forgone(POISSON.event, "run", 1, records, SEEDED.randomness)
         assert records.next_attempt("run", 1) == 1  # nobody else was asked
     with open_records(tmp_path, limit=3.0) as records:
         private_round(POISSON, "run", 1, ask, records, SEEDED)

@@ -20,7 +20,6 @@ from fedpriv import (
     Mechanism,
     Poisson,
     Population,
-    Projection,
     Task,
     TensorBoard,
     epsilon,
@@ -98,9 +97,6 @@ def test_a_budget_too_small_for_one_round_is_refused_at_the_start(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(InvalidValueError, match="the first round would bring"):
         start(tmp_path / "run", X[:20], Y[:20], noise=0.3)
-    # A query before the first round is not asked either.
-    with pytest.raises(InvalidValueError, match="the first round would bring"):
-        start(tmp_path / "run", X[:20], Y[:20], noise=0.3, projection=Projection(8, 30.0))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -291,23 +291,11 @@ def test_a_run_that_is_resumed_repeats_and_pays_for_nothing_more(tmp_path: Path)
         run(tmp_path / "run", other, resume=True)
 
 
-def test_once_means_after_the_last_round_whichever_that_is(tmp_path: Path) -> None:
+def test_once_means_after_the_last_round(tmp_path: Path) -> None:
     once = fedpriv.FederatedEvaluation(noise_multiplier=8.0, held_out=0.4)
     whole = run(tmp_path / "whole", once)
     asked = [each.round for each in whole.rounds if "evaluation/accuracy" in each.metrics]
     assert asked == [5]
-    rule = fedpriv.Stopping("contributors", 1, "larger", least_gain=1e6)
-    stopped = run(tmp_path / "stopped", once, stopping=rule)
-    assert stopped.stop is Stop.NO_GAIN
-    asked = [each.round for each in stopped.rounds if "evaluation/accuracy" in each.metrics]
-    assert asked == [len(stopped.rounds)] == [2]
-
-
-def test_a_run_can_stop_by_what_users_say(tmp_path: Path) -> None:
-    rule = fedpriv.Stopping("evaluation/accuracy", 1, least_gain=1e6)
-    stopped = run(tmp_path / "run", ASKED, stopping=rule)
-    assert (stopped.stop, len(stopped.rounds)) == (Stop.NO_GAIN, 4)
-    assert charged(tmp_path / "run").count(("run-seed1-evaluation", 4)) == 1
 
 
 def test_a_query_beyond_the_budget_is_not_asked(

@@ -193,10 +193,6 @@ def test_a_run_that_goes_on_is_the_uninterrupted_one(
             (*FIXED, "federated_evaluation={noise_multiplier=9.0}", "privacy.noise_multiplier=9.0"),
             "cannot be added up",
         ),
-        (
-            (*FIXED, "projection={components=4,noise_multiplier=9.0}", "model.options.inputs=4"),
-            "cannot be added up",
-        ),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_sentence_and_nothing_is_left(
@@ -250,18 +246,6 @@ def test_a_search_on_public_users_takes_every_policy(tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match="cohorts have a fixed size, whose noise"):
         fedpriv.tune(people, task, mechanism, on="public", out=out, users=900, **given)
     assert not out.exists()
-
-
-def test_norms_are_not_asked_for_in_a_part_of_a_pass(file: Path, tmp_path: Path) -> None:
-    """All rounds of a pass are charged with its first."""
-    ledger = tmp_path / "asked.sqlite"
-    asking = (file, *sets(*ALLOCATION), "--ledger", ledger, "--rounds")
-    said = refused("suggest", *asking, "4")
-    assert "--rounds is 4 and random-allocation sampling charges 3 rounds at once; it must" in said
-    assert [*tmp_path.iterdir()] == [file]
-    printed("suggest", *asking, "3")
-    with Ledger.open(ledger) as charged:
-        assert [row.part for row in charged.charges()] == [0, 1, 2]
 
 
 def test_where_the_key_of_a_pass_is_lost_the_run_pays_again_as_far_as_its_budget_goes(

@@ -156,7 +156,6 @@ def written(folder: Path, held: str | None) -> dict[str, bytes]:
         fedpriv.Task(nn.Linear(4, 3)),
         mechanism,
         federated_evaluation=fedpriv.FederatedEvaluation(5.0, every=2),
-        stopping=fedpriv.Stopping("loss", patience=2, least_gain=1e9),
         rounds=6,
         seed=1,
         out=folder,

@@ -214,7 +214,7 @@ def test_the_newest_model_says_what_the_run_has_cost_since(tmp_path: Path) -> No
     folder, plan = RunFolder(tmp_path), make_plan()
     state = replace(initial_state(plan, PARAMETERS), round=1)
     save_checkpoint(folder.checkpoints, Checkpoint(state, plan.digest, Head(1, "5f")))
-    for spent in (1.0, 2.0):  # at its release, and once a rule has ended the run
+    for spent in (1.0, 2.0):  # at its release, and once more when later rounds led nowhere
         result = RoundResult("run", 9, 1, 0, "5f", spent, 1e-5, 8.0, {"update": 1.0})
         folder.append_metrics(asdict(result))
         (tmp_path / "model").write_bytes(deployment._newest_model(folder) or b"")
@@ -230,6 +230,6 @@ def test_in_the_end_the_status_says_what_the_whole_run_has_cost() -> None:
         authentication=SimpleNamespace(idle_seconds=lambda: math.inf),
     )
     listener: Any = SimpleNamespace(service=service, call=lambda function: function())
-    ended: Any = SimpleNamespace(stop=Stop.NO_GAIN, epsilon=2.0)
+    ended: Any = SimpleNamespace(stop=Stop.BUDGET, epsilon=2.0)
     assert deployment._published(lambda _: ended, listener, 4, 9) is ended
     assert status == {"round": 4, "epsilon": 2.0, "state": RunState.FINISHED}

@@ -10,7 +10,6 @@ import fedpriv
 from fedpriv.accounting import epsilon
 from fedpriv.data import load_digits
 from fedpriv.ledger import Ledger
-from fedpriv.run.folder import RunFolder
 from simulations.papers import abadi_mnist
 from simulations.papers.abadi_mnist import (
     SETTINGS,
@@ -41,7 +40,7 @@ def test_an_arm_charges_examples_within_its_budget(
     people: fedpriv.Population, tmp_path: Path, asked: bool
 ) -> None:
     run = trained(SMALL, people, 0, tmp_path / "run", private_components=asked, hidden=16)
-    with Ledger.open(RunFolder(run.folder).ledger) as ledger:
+    with Ledger.open(run.ledger) as ledger:
         events = [charge.event for charge in ledger.charges()]
     assert len(events) == SMALL.rounds + asked == 40 + asked
     assert {event.sampling.unit for event in events} == {"example"}

@@ -49,19 +49,6 @@ def test_mnist_by_writer_reaches_ninety_two_percent_at_epsilon_eight(
     assert max(result["epsilon"]) <= 8.0
 
 
-@pytest.mark.slow
-def test_mnist_on_private_components_learns_within_its_budget(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if "FEDPRIV_DATA" not in os.environ and not SHARED.exists():
-        pytest.skip("MNIST is absent: set FEDPRIV_DATA to the folder that holds its files")
-    monkeypatch.setenv("FEDPRIV_DATA", os.environ.get("FEDPRIV_DATA", str(SHARED)))
-    file = ROOT / "simulations" / "mnist_projection.toml"
-    result = summary([run_seed(file, 0, ["rounds=100"])])
-    assert result["mean"] >= 0.85
-    assert max(result["epsilon"]) <= 2.0
-
-
 def share_of_the_most_frequent(population: Population) -> float:
     """Accuracy of who always says the character that users say most often."""
     most = np.bincount(np.ravel(population.users.fields["y"])).argmax()
