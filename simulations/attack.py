@@ -2,7 +2,7 @@
 
     python -m simulations.attack [--epsilon 2 8] [--runs 1000] [--folder FOLDER]
 
-All kept populations attack two rounds of digits.toml over its first 20 users, at each ε. Engines of
+All kept populations attack two rounds of `digits` over its first 20 users, at each ε. Engines of
 `broken_engines` are each attacked with the population that is for them, at ε = 2; where it takes
 knowing who is drawn to see what leaks, everybody is. What is in the folder is not done again.
 """

@@ -15,7 +15,7 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.training.norm_search import find_quantiles
 from tests.commandline import fedpriv, printed, refused, table
 
-DIGITS = Path(__file__).parents[1] / "simulations" / "digits.toml"
+DIGITS = Path(__file__).parents[1] / "fedpriv/experiments/digits.toml"
 EXPERIMENT = """
 name = "released"
 rounds = 3

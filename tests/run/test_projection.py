@@ -20,6 +20,7 @@ from fedpriv.disk import write_atomically
 from fedpriv.engine.side_by_side import SideBySideModel
 from fedpriv.engine.task import Task
 from fedpriv.errors import InvalidValueError
+from fedpriv.experiments import experiment_file
 from fedpriv.ledger import Ledger
 from fedpriv.models import Projected, mlp
 from fedpriv.run.folder import RunFolder, write_report
@@ -206,7 +207,7 @@ def test_metrics_have_no_round_for_the_projection(tmp_path: Path) -> None:
 
 
 def test_a_projection_is_asked_of_the_unit_of_the_run(tmp_path: Path) -> None:
-    folder, file = tmp_path / "run", SIMULATIONS / "digits_examples.toml"
+    folder, file = tmp_path / "run", experiment_file(Path("digits-examples"))
     asked = ("projection.components=4", "projection.noise_multiplier=40", "model.options.inputs=4")
     assignments = [word for each in (*asked, "rounds=2") for word in ("--set", each)]
     printed("simulate", file, "--out", folder, "--set", "engine.processes=1", *assignments)

@@ -25,7 +25,7 @@ from fedpriv.training.rounds import Stop
 from fedpriv.training.stopping import Stopping
 from tests.commandline import printed, refused
 
-FILE = Path(__file__).parents[2] / "simulations" / "digits.toml"
+FILE = Path(__file__).parents[2] / "fedpriv/experiments/digits.toml"
 ROUNDS, PATIENCE = 12, 2
 
 
