@@ -149,7 +149,7 @@ is made by
 
     FEDPRIV_DATA=/path/to/folder python -m simulations.baselines
 
-from [the data sets](data.md) in that folder; numbers are in
+from [the data sets](data.md#data-sets-of-papers) in that folder; numbers are in
 [baselines.json](../simulations/results/baselines.json).
 
 * **Users** are whole people, or roles of plays, and ε and δ are user-level. Held-out rows are by

@@ -8,7 +8,7 @@ import pytest
 
 from simulations import baselines
 from simulations.baselines import BASELINES, Baseline, Outcome, Row
-from tests.data.people_files import write
+from tests.simulations.datasets.people_files import write
 
 
 def made(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> str:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from fedpriv.config import read_toml
-from fedpriv.data import Population, load_shakespeare_roles
-from fedpriv.data.shakespeare import FILE
+from fedpriv.data import Population
 from fedpriv.studies.study import load_study
+from simulations.datasets.shakespeare import FILE, load_shakespeare_roles
 from simulations.seeds import run_seed, summary
 
 ROOT = Path(__file__).parents[2]
