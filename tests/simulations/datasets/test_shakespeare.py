@@ -118,11 +118,7 @@ def test_folder_is_itself_or_its_parent_given_or_in_the_environment(folder, monk
     named_in_files = "simulations.datasets.shakespeare:load_shakespeare_roles"
     for named in (folder, folder.parent):
         monkeypatch.setenv("FEDPRIV_DATA", str(named))
-        check(
-            load_population(named_in_files, {"length": 4}),
-            SAID,
-            4,
-        )
+        check(load_population(named_in_files, {"length": 4}), SAID, 4)
 
 
 def test_no_folder_and_an_absent_file_are_one_sentence(folder, monkeypatch):
