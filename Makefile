@@ -17,7 +17,7 @@ simulate: .venv/installed
 
 # Thousands of short runs that try to refute what the ledger says of DIGITS; exit code 3 if one does.
 attack: .venv/installed
-	$(BIN)/fedpriv attack digits
+	$(BIN)/python -m simulations.attack
 
 # One server and three nodes on loopback, with certificates.
 federation: .venv/installed

@@ -249,30 +249,6 @@ def simulate(
 
 
 @app.command()
-def attack(
-    file: ExperimentFile,
-    assignments: Assignments = None,
-    runs: Annotated[int, _option("of each of the two worlds of a population", min=8)] = 1000,
-    rounds: Annotated[int, _option("of each run, to which the noise is calibrated", min=1)] = 2,
-    users: Annotated[int, _option("of the experiment, the first so many", min=2)] = 20,
-    populations: Annotated[
-        list[str] | None,
-        _option("one that is kept; may be repeated", "--population", default="all"),
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Attack an experiment by many short runs; certify a lower bound on ε beside the ledger's.
-
-    Exit code 3 if a bound is above what the ledger says.
-    """
-    from fedpriv.attack.command import attack_file
-
-    asked = {"runs": runs, "rounds": rounds, "users": users}
-    if attack_file(file, assignments or [], populations or [], **asked, as_json=as_json):
-        raise typer.Exit(3)
-
-
-@app.command()
 def plan(file: ExperimentFile, assignments: Assignments = None) -> None:
     """Show what each vector group of a round gets, and what all rounds would cost."""
     from fedpriv.run.simulate import show_allocation

@@ -37,7 +37,7 @@ from fedpriv.training.optimizers import SCHEDULES, SERVER_OPTIMIZERS, RateSchedu
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _PATHS = {"privacy": {"ledger"}, "federation": {"enrolment", "certificates", "held_out"}}
-_DATA_PATHS = {"folder", "train", "test"}  # options of populations that are built in
+_DATA_PATHS = {"train", "test"}  # options of populations that are built in
 
 
 def read_toml(path: Path) -> dict[str, object]:

@@ -24,6 +24,7 @@ from fedpriv.build import Experiment, simulated
 from fedpriv.config import Count, FederationSection, Section, checked, config_of, parse_toml
 from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, StoppedError, WireError, WorkerError
+from fedpriv.experiments import experiment_file
 from fedpriv.logs import LogFormat, configure, one_line, trouble
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.report.records import Trouble
@@ -349,7 +350,9 @@ class GridSimulation:
 class RunConfig(Section):
     """What Flower calls the run config; docs/flower.md says what its keys mean."""
 
-    experiment: str  # path of a TOML file, absolute or relative to the app; or the TOML itself
+    experiment: (
+        str  # a TOML file, absolute or in the app; its name, if it comes with fedpriv; or TOML
+    )
     set: str = ""  # assignments "a.b=value", separated by semicolons
     out: str = ""  # empty: a new folder under runs/ where the ServerApp runs
     resume: bool = False
@@ -367,8 +370,10 @@ class RunConfig(Section):
             return RunSetup.at(config, out, resume=self.resume)
         # Flower puts the folder of the app in front of the import path.
         found = (Path(place) / self.experiment for place in sys.path)
-        file = next((path for path in found if path.is_file()), Path(self.experiment))
-        return RunSetup.of(file, assignments, out, resume=self.resume)
+        file = next((path for path in found if path.is_file()), None)
+        return RunSetup.of(
+            file or experiment_file(Path(self.experiment)), assignments, out, resume=self.resume
+        )
 
 
 app = ServerApp()

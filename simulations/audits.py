@@ -26,6 +26,7 @@ from torch import nn
 from fedpriv.audit import AuditResult
 from fedpriv.build import simulated
 from fedpriv.config import load_config
+from fedpriv.experiments import experiment_file
 from fedpriv.report.charts import Axis, Chart, Series, figure
 from fedpriv.report.tables import Column, Table
 from fedpriv.run.run import RunSetup, run_rounds
@@ -35,7 +36,7 @@ from simulations.papers.results import read_results, write_numbers, write_result
 
 HERE = Path(__file__).parent
 QUIET = ("output.evaluate_every=1000", "output.checkpoint_every=1000", "engine.processes=1")
-DIGITS, MNIST = HERE / "digits.toml", HERE / "mnist_writers.toml"
+DIGITS, MNIST = experiment_file(Path("digits")), HERE / "mnist_writers.toml"
 LAYERS = ("model={name='simulations.audits:four_layers'}", "clipping.strategy=per-layer")
 
 

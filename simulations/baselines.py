@@ -23,11 +23,12 @@ from fedpriv.build import population_of
 from fedpriv.config import Config, load_config
 from fedpriv.data import Population
 from fedpriv.errors import FedprivError
+from fedpriv.experiments import experiment_file
 from fedpriv.models import build_model
 from simulations.seeds import run_seed
 
-FOLDER = Path(__file__).parent
-PAGE, RESULTS = FOLDER.parent / "docs" / "baselines.md", FOLDER / "results" / "baselines.json"
+ROOT = Path(__file__).parents[1]
+PAGE, RESULTS = ROOT / "docs/baselines.md", ROOT / "simulations/results/baselines.json"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Baseline:
     """A task, the file of its experiment, and its prices."""
 
     what: str  # is predicted
-    file: str  # in simulations/
+    file: str  # in this checkout, or the name of one that comes with fedpriv
     delta: float
     epsilons: tuple[float | None, ...] = (2.0, 8.0, None)  # None: without noise
     keys: tuple[str, ...] = ()  # that differ from the file's
@@ -43,24 +44,24 @@ class Baseline:
 
 
 BASELINES = {
-    "digits": Baseline("DIGITS: which digit", "digits.toml", 1e-4),
+    "digits": Baseline("DIGITS: which digit", "digits", 1e-4),
     "mnist": Baseline(
         "MNIST by writer: which digit",
-        "mnist_writers.toml",
+        "simulations/mnist_writers.toml",
         1e-4,
         keys=("rounds=40", "privacy.sampling_probability=0.2"),
     ),
     "shakespeare": Baseline(
         "Shakespeare's roles: next character",
-        "shakespeare_roles.toml",
+        "simulations/shakespeare_roles.toml",
         1e-4,
         (2.0, 8.0),
         keys=("rounds=30",),
     ),
-    "har": Baseline("HAR: which of five activities", "har.toml", 1e-3),
-    "parkinsons": Baseline("Parkinsons: severity", "parkinsons.toml", 1e-3, unit=10.0),
-    "employment": Baseline("census: who is employed", "census_employment.toml", 1e-6),
-    "income": Baseline("census: who earns over $50,000", "census_income.toml", 1e-6),
+    "har": Baseline("HAR: which of five activities", "simulations/har.toml", 1e-3),
+    "parkinsons": Baseline("Parkinsons: severity", "simulations/parkinsons.toml", 1e-3, unit=10.0),
+    "employment": Baseline("census: who is employed", "simulations/census_employment.toml", 1e-6),
+    "income": Baseline("census: who earns over $50,000", "simulations/census_income.toml", 1e-6),
 }
 
 
@@ -94,7 +95,7 @@ def assignments(baseline: Baseline, epsilon: float | None) -> list[str]:
 
 def measured(baseline: Baseline, seeds: int, more: Sequence[str]) -> Outcome:
     """Run a task under all seeds; `more` are keys set after those of the row."""
-    file = FOLDER / baseline.file
+    file = experiment_file(Path(baseline.file), ROOT)
     config = load_config(file, more)
     population, rows = population_of(config), []
     for epsilon in baseline.epsilons:
@@ -139,7 +140,7 @@ def command(baseline: Baseline, row: Row) -> str:
     """What prints the scores of a row again."""
     keys = " ".join(f"--set {key}" for key in row.keys)
     seeds = len(row.scores)
-    return f"python -m simulations.seeds simulations/{baseline.file} --seeds {seeds} {keys}"
+    return f"python -m simulations.seeds {baseline.file} --seeds {seeds} {keys}"
 
 
 HEAD = """# Baselines
@@ -148,7 +149,7 @@ is made by
 
     FEDPRIV_DATA=/path/to/folder python -m simulations.baselines
 
-from [the data sets](data.md) in that folder; numbers are in
+from [the data sets](data.md#data-sets-of-papers) in that folder; numbers are in
 [baselines.json](../simulations/results/baselines.json).
 
 * **Users** are whole people, or roles of plays, and ε and δ are user-level. Held-out rows are by

@@ -21,12 +21,12 @@ from fedpriv.accounting import ACCOUNTANTS, calibrate_noise_multiplier
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.analytics import Answers, Histogram, Mean, Quantiles, Survey, ask
 from fedpriv.data import UserStore
-from fedpriv.data.files import read_csv
-from fedpriv.data.people import CENSUS_FILE, find_census
 from fedpriv.errors import FedprivError
 from fedpriv.ledger import PrivacyBudget
 from fedpriv.privacy import OperatingSystemEntropy, PoissonSampling
 from fedpriv.privacy.round import PrivacyRecords
+from simulations.datasets.files import read_csv
+from simulations.datasets.people import CENSUS_FILE, find_census
 
 COLUMNS = ("age", "educ", "income")
 EDUCATION = (

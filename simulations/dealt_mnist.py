@@ -1,7 +1,8 @@
 """MNIST dealt to any number of users: the same 60,000 images, in fewer or more hands."""
 
-from fedpriv.data import Population, load_mnist_writers
+from fedpriv.data import Population
 from fedpriv.data.partition import iid, partition
+from simulations.datasets.mnist import load_mnist_writers
 
 
 def people(users: int, seed: int = 0, folder: str | None = None) -> Population:

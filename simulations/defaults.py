@@ -24,12 +24,12 @@ import numpy as np
 
 from fedpriv.build import on_population
 from fedpriv.config import parse_config, spelled_out
-from fedpriv.data.people import find_census
 from fedpriv.data.population import Population, load_population
 from fedpriv.evaluation.held_out import evaluate
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.report.charts import Axis, Chart, Series, save
 from fedpriv.training.rounds import train
+from simulations.datasets.people import find_census
 from simulations.papers.census_employment import HELD_OUT, load, scaled
 
 CHOSEN_BY = 100  # the seed under which all settings were compared
@@ -121,13 +121,16 @@ TASKS = {
         1e-3,
     ),
     "mnist-writers": Task(
-        "mnist-writers",
+        "simulations.datasets.mnist:load_mnist_writers",
         {"name": "mlp", "options": {"inputs": 784, "hidden": 64, "classes": 10}},
         8.0,
         1e-3,
     ),
     "shakespeare-roles": Task(
-        {"name": "shakespeare-roles", "options": {"length": 20, "windows_per_role": 16}},
+        {
+            "name": "simulations.datasets.shakespeare:load_shakespeare_roles",
+            "options": {"length": 20, "windows_per_role": 16},
+        },
         {"name": "character-mlp"},
         8.0,
         1e-3,

@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 import fedpriv
-from fedpriv.data.shakespeare import CHARACTERS
 from fedpriv.evaluation.held_out import evaluate
 from fedpriv.models import CharacterTransformer
 from fedpriv.report.tables import Column, Table
+from simulations.datasets.shakespeare import CHARACTERS
 from simulations.papers.results import mean_of, write_results
 
 LENGTH, LEAST, MOST = 40, 8, 32  # characters of a window; windows of a role

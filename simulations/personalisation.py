@@ -22,12 +22,12 @@ import numpy as np
 import torch
 
 import fedpriv
-from fedpriv.data import load_mnist_writers
 from fedpriv.data.partition import shards
 from fedpriv.evaluation.held_out import evaluate
 from fedpriv.evaluation.personalisation import HeldOutUsers
 from fedpriv.models import mlp
 from fedpriv.report.tables import Column, Table
+from simulations.datasets.mnist import load_mnist_writers
 from simulations.papers.results import mean_of, write_results
 
 USERS, HELD_OUT, HIDDEN, DELTA = 1_000, 100, 64, 1e-4

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedpriv.experiments import experiment_file
 from fedpriv.report.charts import Axis, Chart, Series, figure
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.simulate import run_simulation
@@ -94,7 +95,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--figure", type=Path)
     arguments = parser.parse_args()
-    runs = [run_seed(arguments.file, s, arguments.assignments) for s in range(arguments.seeds)]
+    file = experiment_file(arguments.file)
+    runs = [run_seed(file, s, arguments.assignments) for s in range(arguments.seeds)]
     result = summary(runs)
     print(json.dumps(result, indent=2))
     if arguments.out:
@@ -102,7 +104,7 @@ def main() -> None:
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     if arguments.figure:
         arguments.figure.parent.mkdir(parents=True, exist_ok=True)
-        figure(*charts(runs, arguments.file.stem)).save(arguments.figure, scale_factor=2)
+        figure(*charts(runs, file.stem)).save(arguments.figure, scale_factor=2)
 
 
 if __name__ == "__main__":

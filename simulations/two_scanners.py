@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedpriv.data import Population, UserStore, load_digits, load_mnist_writers
+from fedpriv.data import Population, UserStore, load_digits
+from simulations.datasets.mnist import load_mnist_writers
 
 _SMALL, _LARGE = 64, 784
 _Fields = Mapping[str, NDArray[np.generic]]

@@ -86,9 +86,8 @@ def _recording(folder: Path):
 
 @contextmanager
 def _simulation(folder: Path):
-    file = str(ROOT / "simulations/digits.toml")
     settings = ("--set=rounds=100000", "--set=engine.processes=1", "--set=privacy.epsilon=1000")
-    command = ("simulate", file, "--out", str(folder / "run"), *settings)
+    command = ("simulate", "digits", "--out", str(folder / "run"), *settings)
     with loopback.program(folder / "simulation.log", *command) as one:
         yield one
 

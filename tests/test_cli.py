@@ -22,7 +22,7 @@ from fedpriv.ledger.ledger import Ledger
 from tests.commandline import fedpriv, refused
 
 ROOT = Path(__file__).parents[1]
-DIGITS = ROOT / "simulations" / "digits.toml"
+DIGITS = ROOT / "fedpriv/experiments/digits.toml"
 SHORT = ["--set", "rounds=6", "--set", "privacy.noise_multiplier=4.0"]
 
 
@@ -442,7 +442,7 @@ def test_bad_accountant_and_delta_are_refused(run_folder: Path) -> None:
             "fedpriv.run.compare.run_study",
             "interrupted; continue with the same command\n",
         ),
-        ("attack", "fedpriv.attack.command.attack_file", "interrupted\n"),
+        ("plan", "fedpriv.run.simulate.show_allocation", "interrupted\n"),
     ],
 )
 def test_what_is_interrupted_says_whether_it_can_go_on(

@@ -11,7 +11,7 @@ from fedpriv.errors import InvalidValueError
 from tests.commandline import refused
 from tests.deployment.superlink import free_port
 
-DIGITS = Path(__file__).parents[1] / "simulations" / "digits.toml"
+DIGITS = Path(__file__).parents[1] / "fedpriv/experiments/digits.toml"
 
 
 @pytest.fixture(autouse=True)

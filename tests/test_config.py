@@ -198,7 +198,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 # A file with seeds is a study.
 EXPERIMENTS = [
     path
-    for path in sorted((ROOT / "simulations").glob("*.toml"))
+    for folder in ("simulations", "fedpriv/experiments")
+    for path in sorted((ROOT / folder).glob("*.toml"))
     if "seeds" not in tomllib.loads(path.read_text())
 ]
 

@@ -50,7 +50,8 @@ def test_commands_exist(page: Path) -> None:
             case ["make", target, *_]:
                 assert target in MAKE_TARGETS
             case ["python", "-m", module, *_]:
-                assert (ROOT / Path(*module.split(".")).with_suffix(".py")).exists(), module
+                path = ROOT.joinpath(*module.split("."))
+                assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
             case ["fedpriv", *arguments]:
                 check_command(arguments)
 

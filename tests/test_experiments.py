@@ -9,8 +9,6 @@ from fedpriv.config import load_config
 from fedpriv.experiments import NAMES, experiment_file
 from tests.commandline import printed, refused
 
-ROOT = Path(__file__).parents[1]
-
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_experiment_has_its_name_and_can_be_planned_anywhere(name: str, tmp_path: Path) -> None:
@@ -18,13 +16,6 @@ def test_an_experiment_has_its_name_and_can_be_planned_anywhere(name: str, tmp_p
     assert config.name == name
     expected = f"q = {config.privacy.sampling_probability:g} of N ="
     assert expected in printed("plan", name, cwd=tmp_path)
-
-
-def test_digits_is_one_of_them_and_is_the_file_among_the_simulations() -> None:
-    assert "digits" in NAMES
-    for name in NAMES:
-        link = ROOT / "simulations" / f"{name.replace('-', '_')}.toml"
-        assert link.resolve() == experiment_file(Path(name)).resolve()
 
 
 def test_a_file_comes_before_a_name_and_a_folder_does_not(

@@ -38,9 +38,6 @@ BELOW = {  # what each package may import of the library, besides disk, errors a
         "accounting analytics audit build config data engine evaluation ledger local logs "
         "measures mechanism models privacy report selection studies trackers training"
     ),
-    "attack": (
-        "accounting build config data engine evaluation ledger logs privacy report run training"
-    ),
     "flower": "accounting importing ledger local logs mechanism privacy training wire",
 }
 ALLOWED = {

@@ -6,11 +6,9 @@ tensors and datasets, and the module `partition` deals rows to synthetic users.
 
 from fedpriv.data import partition
 from fedpriv.data.arrays import from_arrays, from_grouped
+from fedpriv.data.digits import load_digits
 from fedpriv.data.hugging_face import from_dataset, from_partitioner, redeal
-from fedpriv.data.images import load_digits, load_mnist_writers
-from fedpriv.data.people import load_census, load_har, load_parkinsons
 from fedpriv.data.population import Population, UserStore, load_population
-from fedpriv.data.shakespeare import load_shakespeare_roles
 from fedpriv.data.synthetic import synthetic_population
 
 __all__ = [
@@ -20,13 +18,8 @@ __all__ = [
     "from_dataset",
     "from_grouped",
     "from_partitioner",
-    "load_census",
     "load_digits",
-    "load_har",
-    "load_mnist_writers",
-    "load_parkinsons",
     "load_population",
-    "load_shakespeare_roles",
     "partition",
     "redeal",
     "synthetic_population",

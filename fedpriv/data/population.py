@@ -46,14 +46,9 @@ The first is the user with whom the row is stored; an id is repeated where a row
 _FORMAT = "fedpriv user store"
 _VERSION = 1
 _LOADERS = {
-    "census": "fedpriv.data.people:load_census",
-    "digits": "fedpriv.data.images:load_digits",
-    "har": "fedpriv.data.people:load_har",
+    "digits": "fedpriv.data.digits:load_digits",
     "hugging-face": "fedpriv.data.hugging_face:load_hugging_face",
-    "mnist-writers": "fedpriv.data.images:load_mnist_writers",
-    "parkinsons": "fedpriv.data.people:load_parkinsons",
     "redealt": "fedpriv.data.hugging_face:load_redealt",
-    "shakespeare-roles": "fedpriv.data.shakespeare:load_shakespeare_roles",
     "synthetic": "fedpriv.data.synthetic:synthetic_population",
 }
 

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedpriv.data import load_shakespeare_roles
 from fedpriv.errors import DataError
+from simulations.datasets.shakespeare import load_shakespeare_roles
 
 _LENGTH = 64  # characters of a piece
 _MOST = 64  # pieces of a role; the largest would have 1,082

@@ -27,10 +27,10 @@ import fedpriv
 from fedpriv.accounting.accountants import poisson_pairs, tightest_epsilon
 from fedpriv.accounting.calibration import plan_within
 from fedpriv.accounting.rdp import DEFAULT_ORDERS, composed_rdp
-from fedpriv.data import load_mnist_writers
 from fedpriv.models import cnn
 from fedpriv.report.charts import Axis, Chart, Series, save
 from fedpriv.report.tables import Column, Table
+from simulations.datasets.mnist import load_mnist_writers
 from simulations.papers.claims import epsilon_from_rdp_2016
 from simulations.papers.results import mean_of, write_results
 

@@ -32,10 +32,10 @@ from torch.nn import functional
 import fedpriv
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.data import load_mnist_writers
 from fedpriv.models import cnn
 from fedpriv.report.tables import Column, Table
 from fedpriv.training.optimizers import ServerOptimizer
+from simulations.datasets.mnist import load_mnist_writers
 from simulations.papers.results import mean_of, read_results, write_results
 
 DELTA, IMAGES = 1e-5, 60_000

@@ -27,8 +27,6 @@ from torch.nn import functional
 
 import fedpriv
 from fedpriv.accounting.accountants import format_epsilon
-from fedpriv.data.files import read_csv
-from fedpriv.data.people import find_census
 from fedpriv.errors import FedprivError
 from fedpriv.report.charts import Axis, Chart, Series, figure
 from fedpriv.training.optimizers import (
@@ -38,6 +36,8 @@ from fedpriv.training.optimizers import (
     ServerOptimizer,
     Step,
 )
+from simulations.datasets.files import read_csv
+from simulations.datasets.people import find_census
 from simulations.papers.results import write_numbers
 
 Floats = npt.NDArray[np.float64]

@@ -23,9 +23,9 @@ from torch import nn
 
 import fedpriv
 from fedpriv.accounting.accountants import format_epsilon
-from fedpriv.data.files import read_csv
-from fedpriv.data.people import INCOME, YES_OR_NO, census_facts, find_census
 from fedpriv.errors import FedprivError
+from simulations.datasets.files import read_csv
+from simulations.datasets.people import INCOME, YES_OR_NO, census_facts, find_census
 from simulations.papers.results import write_numbers
 
 COLUMNS = ("income", "age", "educ", *YES_OR_NO)

@@ -43,7 +43,7 @@ from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.accountants import poisson_pairs, tightest_epsilon
 from fedpriv.accounting.calibration import plan_within
 from fedpriv.accounting.policies import poisson_replace_gaussian
-from fedpriv.data.population import load_population
+from fedpriv.data import load_digits
 from fedpriv.models import mlp
 from fedpriv.report.tables import Column, Table
 from fedpriv.training.optimizers import (
@@ -54,6 +54,7 @@ from fedpriv.training.optimizers import (
     ServerOptimizer,
     Step,
 )
+from simulations.datasets.mnist import load_mnist_writers
 from simulations.papers.ermis_cemgil import DELTA, amplified_zcdp_epsilon, composition_epsilon
 from simulations.papers.results import mean_of, write_results
 
@@ -285,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     setting = SETTINGS[given.data]
     hidden, epochs = given.hidden or setting.hidden, setting.epochs * given.epochs
     setting = replace(setting, hidden=hidden, epochs=epochs)
-    people = load_population("digits" if given.data == "digits" else "mnist-writers", {})
+    people = load_digits() if given.data == "digits" else load_mnist_writers()
     runs = [train(arm, people, seed) for seed, arm in product(range(given.seeds), setting.arms)]
     write(runs, given.folder)
 

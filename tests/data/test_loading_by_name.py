@@ -42,11 +42,6 @@ def test_built_in_names():
     assert made.users.population == 3
 
 
-def test_mnist_is_known(tmp_path):
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte.gz is absent"):
-        load_population("mnist-writers", {"folder": str(tmp_path)})
-
-
 def test_import_path(module):
     assert load_population("own_populations:make", {"users": 2, "rows": 3}).name == "2 users of 3"
     assert load_population("own_populations:anything", {"users": 2}).name == "2 users of 1"
@@ -56,12 +51,8 @@ def test_import_path(module):
     ("name", "message"),
     [
         ("digit", "unknown population 'digit'; did you mean 'digits'"),
-        (
-            "?",
-            "known names: census, digits, har, hugging-face, mnist-writers, parkinsons, redealt, ",
-        ),
-        ("?", "shakespeare-roles, synthetic, or package.module:function"),
-        ("shakespeare", "unknown population .* did you mean 'shakespeare-roles'"),
+        ("?", "known names: digits, hugging-face, redealt, synthetic, or package.module:function"),
+        ("synthetics", "unknown population .* did you mean 'synthetic'"),
         ("own_populations:mak", "no function 'mak'; did you mean 'make'"),
         ("own_populations:constant", "no function 'constant'"),
         ("no_such_module:make", "'no_such_module:make' cannot be imported"),
@@ -87,12 +78,7 @@ def test_what_a_loader_says_is_not_told(module):
     [
         ("digits", {"user": 3}, "'digits' has no option 'user'; did you mean 'users'"),
         ("digits", {"": 3}, "known names: alpha, partition, seed, shards_per_user, users"),
-        ("mnist-writers", {"users": 3}, "no option 'users'; known names: folder"),
-        (
-            "shakespeare-roles",
-            {"users": 3},
-            "no option 'users'; known names: folder, length, windows",
-        ),
+        ("redealt", {"users": 3}, "no option 'users'; known names: arguments, options, partition"),
         ("own_populations:make", {"users": 1, "row": 2}, "no option 'row'; did you mean 'rows'"),
         ("own_populations:make", {}, "needs the option 'users'"),
         ("digits", {"users": "many"}, "users is 'many'"),

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from fedpriv.config import load_config
 from tests.commandline import fedpriv
 
-DIGITS = Path(__file__).parents[2] / "simulations" / "digits.toml"
+DIGITS = Path(__file__).parents[2] / "fedpriv/experiments/digits.toml"
 NOISELESS = (
     "rounds=3",
     "seed=7",

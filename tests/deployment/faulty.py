@@ -104,9 +104,8 @@ def _superexec(link: SuperLink) -> Iterator[None]:
 
 def _harmful_app(folder: Path) -> Path:
     """The bundle, with `harmful` before the node's app."""
-    (folder / "simulations").mkdir(parents=True)
-    for name in ("LICENSE", "simulations/digits.toml"):
-        shutil.copy(ROOT / name, folder / name)
+    folder.mkdir(parents=True)
+    shutil.copy(ROOT / "LICENSE", folder)
     shutil.copy(Path(__file__).with_name("harmful.py"), folder / "harmful.py")
     said = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for ours, harmful in (

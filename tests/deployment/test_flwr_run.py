@@ -42,7 +42,7 @@ def test_flwr_run_leaves_what_one_process_leaves(tmp_path: Path) -> None:
     assert "accuracy on held-out rows" in said
     assert files_in(there.path) == files_in(here.path)
     (bundle,) = (tmp_path / "flwr" / "apps").iterdir()
-    assert files_in(bundle) == {"LICENSE", "pyproject.toml", "simulations/digits.toml"}
+    assert files_in(bundle) == {"LICENSE", "pyproject.toml"}
 
 
 @contextmanager

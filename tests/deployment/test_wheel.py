@@ -39,7 +39,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "pyproject.toml",
             "README.md",
             "LICENSE",
-            "simulations/*.toml",
             *PACKAGES,
         ],
         cwd=ROOT,

@@ -26,7 +26,7 @@ from fedpriv.run.run import Run
 from fedpriv.training.rounds import RoundResult, contributors_text, round_request
 from tests.commandline import printed, refused
 
-FILE = Path(__file__).parents[2] / "simulations" / "digits.toml"
+FILE = Path(__file__).parents[2] / "fedpriv/experiments/digits.toml"
 USERS, ROWS = 12, 4
 NAN, ILLEGAL = 3, 7  # positions of the users who are dropped
 SAID = "simulation only, not private: "

@@ -29,7 +29,7 @@ from fedpriv.run.run import Run, RunSetup
 from fedpriv.training.rounds import Stop
 from tests.commandline import printed, refused
 
-FILE = Path(__file__).parents[2] / "simulations" / "digits.toml"
+FILE = Path(__file__).parents[2] / "fedpriv/experiments/digits.toml"
 # Of users: ordinary, without rows, with NaN, an illegal label, and enormous numbers.
 SIZES = [4, 1, 0, 3, 2, 5, 6]
 NAN, ILLEGAL, HUGE = 3, 4, 5

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from fedpriv.build import simulated
 from fedpriv.errors import DataError, InvalidValueError
+from fedpriv.experiments import experiment_file
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.run.folder import write_report
 from fedpriv.run.run import RunSetup
@@ -102,7 +103,7 @@ def test_a_server_without_any_rows_measures_nothing_and_releases_no_metric(tmp_p
 
 def test_a_run_without_held_out_rows_has_neither_loss_nor_accuracy(tmp_path: Path) -> None:
     settings = ["rounds=2", "data.options.users=40", "output.evaluate_every=1"]
-    setup = RunSetup.of(SIMULATIONS / "digits.toml", settings, tmp_path / "run", resume=False)
+    setup = RunSetup.of(experiment_file(Path("digits")), settings, tmp_path / "run", resume=False)
     experiment, transport = simulated(setup.config, setup.run)
     unmeasured = replace(experiment, held_out={})
     run = carry_out(setup, unmeasured, lambda *_: transport, Console(quiet=True))
@@ -120,7 +121,7 @@ def test_a_run_finds_its_files_from_any_working_directory(tmp_path: Path) -> Non
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
-    text = (SIMULATIONS / "digits.toml").read_text()
+    text = experiment_file(Path("digits")).read_text()
     (here / "a.toml").write_text(text.replace("[privacy]", '[privacy]\nledger = "shared.sqlite"'))
     short = ("--set", "rounds=1", "--set", "data.options.users=40", "--set", "seed=1")
     printed("simulate", "../here/a.toml", *short, "--out", "run", cwd=there)

@@ -20,7 +20,7 @@ from torch import nn
 
 import fedpriv
 from fedpriv.accounting import ACCOUNTANTS
-from fedpriv.data.population import cut_up, load_population
+from fedpriv.data.population import cut_up
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, LedgerError, UnsupportedEventError
 from fedpriv.ledger.events import RoundEvent, Unit
@@ -32,6 +32,7 @@ from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Run, RunSetup
+from simulations.datasets.mnist import load_mnist_writers
 from tests.commandline import printed, refused
 from tests.engine.everyone import request_under, total_of
 
@@ -559,7 +560,7 @@ def test_arms_of_a_study_have_one_unit(tmp_path: Path) -> None:
 def test_lots_of_mnist_are_streamed() -> None:
     if "FEDPRIV_DATA" not in os.environ:
         pytest.skip("MNIST is absent: set FEDPRIV_DATA to the folder that holds its files")
-    people = load_population("mnist-writers", {})
+    people = load_mnist_writers()
     store = cut_up(people, 1, "examples").users
     assert store.population == 60_000
     (lot,) = PoissonSampling(60_000, 256 / 60_000).draw(bytes(32))

@@ -16,6 +16,7 @@ import pytest
 import fedpriv
 from fedpriv.accounting.policies import poisson_examples_gaussian
 from fedpriv.errors import InvalidValueError
+from fedpriv.experiments import experiment_file
 from fedpriv.ledger.events import SamplingPolicy, Unit
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord, beside
@@ -325,7 +326,7 @@ def test_nodes_and_workers_have_whole_users_whatever_the_policy_is_called(tmp_pa
     assert setup.config.federation is not None
     with pytest.raises(InvalidValueError, match=f"'{policy}' draws examples of users; on nodes it"):
         setup.on_nodes(setup.config.federation, "people", [*map(str, range(30))])
-    setup = RunSetup.of(SIMULATIONS / "digits.toml", change, tmp_path / "run", resume=False)
+    setup = RunSetup.of(experiment_file(Path("digits")), change, tmp_path / "run", resume=False)
     with pytest.raises(InvalidValueError, match=f"'{policy}' draws examples of users; on workers"):
         GridSimulation.of(setup, 2)
     assert list(tmp_path.iterdir()) == []

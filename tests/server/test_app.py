@@ -21,7 +21,7 @@ from tests.commandline import fedpriv
 from tests.server.local_grid import LocalGrid, app
 
 ROOT = Path(__file__).parents[2]
-DIGITS = ROOT / "simulations" / "digits.toml"
+DIGITS = ROOT / "fedpriv/experiments/digits.toml"
 SETTINGS = ("rounds=2", "seed=3", "privacy.noise_multiplier=0.0", "privacy.unsafe_no_privacy=true")
 
 
@@ -112,10 +112,13 @@ def test_a_run_config_that_is_not_legal_is_refused(
         checked(RunConfig, config, "run config").setup()
 
 
-def test_an_experiment_is_text_or_lies_in_the_bundle(tmp_path: Path) -> None:
-    of_file = RunConfig(experiment="simulations/digits.toml", set="seed=1", out=str(tmp_path))
-    of_text = of_file.model_copy(update={"experiment": DIGITS.read_text(encoding="utf-8")})
-    assert of_file.setup().config == of_text.setup().config
+def test_an_experiment_is_text_or_lies_in_the_bundle_or_comes_with_fedpriv(tmp_path: Path) -> None:
+    of_file = RunConfig(
+        experiment="fedpriv/experiments/digits.toml", set="seed=1", out=str(tmp_path)
+    )
+    for given in (DIGITS.read_text(encoding="utf-8"), "digits"):
+        same = of_file.model_copy(update={"experiment": given})
+        assert of_file.setup().config == same.setup().config
     with pytest.raises(InvalidValueError, match="cannot be read"):
         RunConfig(experiment="simulations/none.toml").setup()
 
@@ -127,7 +130,7 @@ def test_the_users_are_not_loaded_where_their_name_is_unknown(tmp_path: Path) ->
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern")  # of what Flower calls
-def test_the_bundle_holds_one_experiment_and_no_code(tmp_path: Path) -> None:
+def test_the_bundle_holds_no_code(tmp_path: Path) -> None:
     """The installed fedpriv runs, so that there is no second copy under the same names."""
     # Flower looks at each file, those of environments too.
     left_out = shutil.ignore_patterns(".*", "__pycache__", "build", "runs", "studies")
@@ -135,7 +138,7 @@ def test_the_bundle_holds_one_experiment_and_no_code(tmp_path: Path) -> None:
     shutil.copy(ROOT / ".gitignore", copied)
     with zipfile.ZipFile(BytesIO(build_fab_from_disk(copied))) as file:
         names = set(file.namelist())
-    assert names == {"LICENSE", "pyproject.toml", "simulations/digits.toml", ".info/CONTENT"}
+    assert names == {"LICENSE", "pyproject.toml", ".info/CONTENT"}
 
 
 def test_flower_finds_the_apps_in_the_installed_package(tmp_path: Path) -> None:

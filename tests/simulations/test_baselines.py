@@ -8,7 +8,7 @@ import pytest
 
 from simulations import baselines
 from simulations.baselines import BASELINES, Baseline, Outcome, Row
-from tests.data.people_files import write
+from tests.simulations.datasets.people_files import write
 
 
 def made(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> str:
@@ -38,7 +38,7 @@ def test_the_command_runs_a_task_scaled_down_and_keeps_the_others(
     assert float(digits[3]) <= 2.0 < float(tighter[3]) <= 8.0
     assert [digits[4], without[4]] == ["0.0001", ""]
     assert digits[7] == (
-        "`python -m simulations.seeds simulations/digits.toml --seeds 2 "
+        "`python -m simulations.seeds digits --seeds 2 "
         "--set privacy.delta=0.0001 --set privacy.epsilon=2 --set rounds=2`"
     )
     assert har[5:] == [
@@ -77,7 +77,7 @@ def test_without_data_the_command_ends_with_one_sentence(
 
 
 def test_regressions_have_errors_in_points() -> None:
-    severity = Baseline("severity", "parkinsons.toml", 1e-3, unit=10.0)
+    severity = Baseline("severity", "simulations/parkinsons.toml", 1e-3, unit=10.0)
     assert baselines.score(severity, {"loss": 2.25, "accuracy": None}) == 15.0
     assert baselines.shown(severity, [14.0, 16.0]) == "15.0 ± 1.4 points"
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from fedpriv.data.shakespeare import FILE
 from fedpriv.errors import DataError, InvalidValueError
 from simulations.benchmarks.compare import ON_CPU
 from simulations.benchmarks.contestants import Turn
 from simulations.benchmarks.process import contestant_named
 from simulations.benchmarks.roles import roles
 from simulations.benchmarks.works import WORKS, Work, pareto
+from simulations.datasets.shakespeare import FILE
 
 CPU = torch.device("cpu")
 ATTENDING = ("attention", "attention-untied")

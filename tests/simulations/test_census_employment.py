@@ -10,7 +10,7 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 
 import fedpriv
-from fedpriv.data.people import CENSUS_FILE as FILE
+from simulations.datasets.people import CENSUS_FILE as FILE
 from simulations.papers import census_employment as census
 from simulations.papers.census_employment import People, Quality, Study, Training
 

@@ -10,9 +10,9 @@ import pytest
 
 import fedpriv
 from fedpriv.accounting import epsilon, poisson_gaussian
-from fedpriv.data.files import read_csv
-from fedpriv.data.people import CENSUS_FILE as FILE
-from fedpriv.data.people import YES_OR_NO
+from simulations.datasets.files import read_csv
+from simulations.datasets.people import CENSUS_FILE as FILE
+from simulations.datasets.people import YES_OR_NO
 from simulations.papers import bu, census_income
 from simulations.papers.census_income import People
 

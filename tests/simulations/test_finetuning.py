@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedpriv.data.shakespeare import CHARACTERS
 from simulations import finetuning
+from simulations.datasets.shakespeare import CHARACTERS
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 
 from fedpriv.config import load_config
+from fedpriv.experiments import experiment_file
 from simulations import units
+
+DIGITS = experiment_file(Path("digits"))
 
 
 @pytest.mark.slow
@@ -13,9 +16,7 @@ def test_three_ways_are_trained_at_one_epsilon_and_say_what_it_is_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = {units.EXAMPLES: {0.0: 9.0, 8.0: 0.2}, units.ALONE: {0.0: 0.5}}
-    work = units.Work(
-        "digits.toml", ("rounds=3",), ("rounds=3", "clipping.norm=1.0"), rates, 4, 0.2
-    )
+    work = units.Work(str(DIGITS), ("rounds=3",), ("rounds=3", "clipping.norm=1.0"), rates, 4, 0.2)
     monkeypatch.setattr(units, "WORKS", {"digits": work})
     shown = tmp_path / "units.png"
     given = ["--epsilon", "8", "--seeds", "2", "--folder", str(tmp_path), "--figure", str(shown)]

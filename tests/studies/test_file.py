@@ -57,7 +57,7 @@ def test_what_is_written_out_is_read_as_the_same_study(tmp_path: Path) -> None:
 def test_data_are_found_from_a_studys_file_and_a_study_may_be_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = {"name": "mnist-writers", "options": {"folder": "data/mnist"}}
+    data = {"name": "hugging-face", "options": {"train": "data/mnist"}}
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     (here / "base.toml").write_text(tomli_w.dumps(BASE | {"data": data}))
@@ -69,16 +69,16 @@ def test_data_are_found_from_a_studys_file_and_a_study_may_be_moved(
     monkeypatch.chdir(folder)
     assert load_study(folder / "study.toml") == study
     config = study.config_of(study.cells[0])
-    assert config.data.options == {"folder": str(here / "data" / "mnist")}
+    assert config.data.options == {"train": str(here / "data" / "mnist")}
     here.rename(there)
     moved = load_study(there / "out" / "deep" / "study.toml")
-    assert moved.config_of(moved.cells[0]).data.options == {"folder": str(there / "data" / "mnist")}
+    assert moved.config_of(moved.cells[0]).data.options == {"train": str(there / "data" / "mnist")}
     assert [*map(moved.digest_of, moved.cells)] == [*map(study.digest_of, study.cells)]
 
 
 def test_a_path_in_an_arm_is_absolute(tmp_path: Path) -> None:
-    data = {"name": "mnist-writers", "options": {"folder": "data"}}
-    arms = [{"name": "a"}, {"name": "b", "set": ["data.options.folder=other"]}]
+    data = {"name": "hugging-face", "options": {"train": "data"}}
+    arms = [{"name": "a"}, {"name": "b", "set": ["data.options.train=other"]}]
     with pytest.raises(InvalidValueError, match="arm 'b' has the path 'other'"):
         load_study(study_file(tmp_path, base=BASE | {"data": data}, arms=arms, axes=None))
 

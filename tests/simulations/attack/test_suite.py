@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from fedpriv.accounting.accountants import epsilon
-from fedpriv.attack import POPULATIONS, AttackedPlan, Finding, attack
-from fedpriv.attack.suite import certifying
 from fedpriv.data.population import Population, UserStore
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.ledger.events import Randomness
 from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy
 from simulations import broken_engines as broken
-from tests.attack.targets import DELTA, EPSILON, config_of, people, tiny_target
+from simulations.attack import POPULATIONS, AttackedPlan, Finding, attack
+from simulations.attack.suite import certifying
+from tests.simulations.attack.targets import DELTA, EPSILON, config_of, people, tiny_target
 
 Broken = Callable[[], AbstractContextManager[object]]
 

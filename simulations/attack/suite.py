@@ -18,24 +18,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
-from fedpriv.attack.certification import Certificate, Numbers, best_test, certify
-from fedpriv.attack.distinguishers import (
-    Distinguisher,
-    Enemy,
-    Integers,
-    OwnUpdate,
-    Released,
-    ReleaseMoments,
-    always,
-    learnt_combination,
-    learnt_direction,
-    loss_on,
-)
-from fedpriv.attack.populations import Crowd, KeptPopulation, Pair, UnfitError
 from fedpriv.build import Experiment, build, records_of
 from fedpriv.config import CallbacksSection, Config, OutputSection
 from fedpriv.data.places import in_places
-from fedpriv.data.population import ROW_OWNERS, Population, UserStore
+from fedpriv.data.population import ROW_OWNERS, Population, UserStore, check_count
 from fedpriv.engine.forks import computing_with
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of
 from fedpriv.errors import DataError, InvalidValueError
@@ -47,6 +33,20 @@ from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.privacy.sampling import ExampleSampling
 from fedpriv.training.optimizers import FedAvg
 from fedpriv.training.rounds import ServerState, TrainingPlan, train
+from simulations.attack.certification import Certificate, Numbers, best_test, certify
+from simulations.attack.distinguishers import (
+    Distinguisher,
+    Enemy,
+    Integers,
+    OwnUpdate,
+    Released,
+    ReleaseMoments,
+    always,
+    learnt_combination,
+    learnt_direction,
+    loss_on,
+)
+from simulations.attack.populations import Crowd, KeptPopulation, Pair, UnfitError
 
 _RUN = "attack"  # name of each run in its own ledger
 _HELD_OUT_ROWS = 200  # on which losses are measured
@@ -76,6 +76,8 @@ class AttackedPlan:
         The noise is calibrated to so many rounds, unless it is given. InvalidValueError if there is
         none; DataError if there are no two users, or rows have several owners.
         """
+        check_count("rounds", rounds)
+        check_count("users", users, least=2)
         left_out = dict.fromkeys(_LEFT_OUT)
         quiet = {"callbacks": CallbacksSection(), "output": OutputSection()}
         short = config.model_copy(update={"rounds": rounds, **left_out, **quiet})

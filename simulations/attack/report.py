@@ -1,55 +1,17 @@
-"""`fedpriv attack`: the suite on the plan of a file, as a table or as JSON."""
+"""What the suite finds with several populations, as a table or as JSON."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from fedpriv.accounting.accountants import format_epsilon
-from fedpriv.attack.certification import CONFIDENCE, largest_certifiable
-from fedpriv.attack.populations import POPULATIONS, KeptPopulation
-from fedpriv.attack.suite import AttackedPlan, Finding, attack, certifying
-from fedpriv.build import population_of
-from fedpriv.config import load_config
-from fedpriv.errors import InvalidValueError, known_names
-from fedpriv.report.tables import Column, Table, format_epsilon_low, json_text, plural, print_table
+from fedpriv.report.tables import Column, Table, format_epsilon_low, plural, print_table
 from fedpriv.run.terminal import Display, displayed
-
-
-def attack_file(
-    file: Path,
-    assignments: Sequence[str],
-    names: Sequence[str],
-    *,
-    runs: int,
-    rounds: int,
-    users: int,
-    as_json: bool,
-) -> bool:
-    """Attack the plan of a file, print what is certified, and say whether the ledger is refuted.
-
-    `names` are those of kept populations; none, or "all" alone: all.
-    """
-    every = not names or list(names) == ["all"]
-    populations = [population_named(name) for name in (POPULATIONS if every else names)]
-    config = load_config(file, assignments)
-    target = AttackedPlan.of(config, population_of(config), rounds, users)
-    report = Report.of(config.name, target, populations, runs)
-    if as_json:
-        sys.stdout.write(json_text(report.content))
-    else:
-        report.print()
-    return report.refuted
-
-
-def population_named(name: str) -> KeptPopulation:
-    """The kept population of a name; InvalidValueError if there is none."""
-    if name not in POPULATIONS:
-        raise InvalidValueError(f"unknown population {name!r}; {known_names(name, POPULATIONS)}")
-    return POPULATIONS[name]
+from simulations.attack.certification import CONFIDENCE, largest_certifiable
+from simulations.attack.populations import KeptPopulation
+from simulations.attack.suite import AttackedPlan, Finding, attack, certifying
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """What attacks certify of DIGITS, and what they do of engines that are broken on purpose.
 
-    python -m simulations.attack [--epsilon 2 8] [--runs 1000] [--folder FOLDER]
+    python -m simulations.attack.study [--epsilon 2 8] [--runs 1000] [--folder FOLDER]
 
-All kept populations attack two rounds of digits.toml over its first 20 users, at each ε. Engines of
+All kept populations attack two rounds of `digits` over its first 20 users, at each ε. Engines of
 `broken_engines` are each attacked with the population that is for them, at ε = 2; where it takes
 knowing who is drawn to see what leaks, everybody is. What is in the folder is not done again.
 """
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedpriv.attack import POPULATIONS, AttackedPlan
-from fedpriv.attack.command import Report
 from fedpriv.build import population_of
 from fedpriv.config import load_config
 from fedpriv.experiments import experiment_file
 from fedpriv.report.tables import Column, Table
 from simulations import broken_engines
+from simulations.attack import POPULATIONS, AttackedPlan
+from simulations.attack.report import Report
 from simulations.broken_engines import Broken
 from simulations.papers.results import read_results, write_numbers, write_results
 
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="attacks on DIGITS and on broken engines")
     parser.add_argument("--epsilon", type=float, nargs="+", default=[2.0, 8.0])
     parser.add_argument("--runs", type=int, default=1000, help="of each world, of the real engine")
-    parser.add_argument("--folder", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--folder", type=Path, default=Path(__file__).parents[1] / "results")
     given = parser.parse_args(arguments)
     real = [
         Attempt("as it is", nullcontext, name, given.runs, epsilon)

@@ -6,7 +6,11 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from fedpriv.attack.distinguishers import (
+from fedpriv.data.population import UserStore
+from fedpriv.evaluation.held_out import evaluate
+from fedpriv.privacy import round as rounds_module
+from fedpriv.privacy.noise import SeededEntropy
+from simulations.attack.distinguishers import (
     Enemy,
     OwnUpdate,
     Released,
@@ -16,13 +20,9 @@ from fedpriv.attack.distinguishers import (
     learnt_direction,
     loss_on,
 )
-from fedpriv.attack.populations import POPULATIONS
-from fedpriv.attack.suite import AttackedPlan
-from fedpriv.data.population import UserStore
-from fedpriv.evaluation.held_out import evaluate
-from fedpriv.privacy import round as rounds_module
-from fedpriv.privacy.noise import SeededEntropy
-from tests.attack.targets import config_of, people
+from simulations.attack.populations import POPULATIONS
+from simulations.attack.suite import AttackedPlan
+from tests.simulations.attack.targets import config_of, people
 
 SETTINGS = {
     "plain": {},

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpriv.data import load_population, load_shakespeare_roles
-from fedpriv.data.shakespeare import CHARACTERS, FILE
+from fedpriv.data import load_population
 from fedpriv.errors import DataError, InvalidValueError
+from simulations.datasets.shakespeare import CHARACTERS, FILE, load_shakespeare_roles
 
 SAID = [
     {"user": "P_FOOL", "train": ["Nay, sir.", "", "~ is\none [mark]!"], "test": ["Ay."]},
@@ -115,9 +115,10 @@ def test_codes_are_a_fixed_list_of_what_ascii_prints(folder):
 
 def test_folder_is_itself_or_its_parent_given_or_in_the_environment(folder, monkeypatch):
     check(load_shakespeare_roles(str(folder.parent), 4), SAID, 4)
+    named_in_files = "simulations.datasets.shakespeare:load_shakespeare_roles"
     for named in (folder, folder.parent):
         monkeypatch.setenv("FEDPRIV_DATA", str(named))
-        check(load_population("shakespeare-roles", {"length": 4}), SAID, 4)
+        check(load_population(named_in_files, {"length": 4}), SAID, 4)
 
 
 def test_no_folder_and_an_absent_file_are_one_sentence(folder, monkeypatch):
@@ -178,7 +179,7 @@ def test_numbers_are_whole(folder, name, number):
 
 @pytest.fixture(scope="module")
 def real_folder():
-    beside = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+    beside = Path(__file__).resolve().parents[3].parent / "shared" / "data"
     named = Path(os.environ.get("FEDPRIV_DATA", beside))
     for place in (named, named / "shakespeare"):
         if (place / FILE).is_file():

@@ -6,23 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.attack import POPULATIONS
-from simulations import attack, broken_engines
+from simulations import broken_engines
+from simulations.attack import POPULATIONS, study
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.slow
 def test_the_study_attacks_the_real_engine_and_broken_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attack, "ROUNDS", 1)
-    monkeypatch.setattr(attack, "USERS", 3)
+    monkeypatch.setattr(study, "ROUNDS", 1)
+    monkeypatch.setattr(study, "USERS", 3)
     kept = {name: POPULATIONS[name] for name in ("late", "alone")}
-    monkeypatch.setattr(attack, "POPULATIONS", kept)
-    silent = attack.Attempt("silent", broken_engines.no_noise, "alone", 80, 1.0, 1.0)
-    monkeypatch.setattr(attack, "BROKEN", (silent,))
-    attack.main(["--epsilon", "1", "--runs", "8", "--folder", str(tmp_path)])
+    monkeypatch.setattr(study, "POPULATIONS", kept)
+    silent = study.Attempt("silent", broken_engines.no_noise, "alone", 80, 1.0, 1.0)
+    monkeypatch.setattr(study, "BROKEN", (silent,))
+    study.main(["--epsilon", "1", "--runs", "8", "--folder", str(tmp_path)])
     text = (tmp_path / "attack.json").read_text()
     rows = json.loads(text)
     found = [(row["engine"], row["population"], row["verdict"]) for row in rows]
@@ -32,8 +32,8 @@ def test_the_study_attacks_the_real_engine_and_broken_ones(
         certified, ledger = row["epsilon_low"], row["ledger_epsilon"]
         assert (row["verdict"] == "refuted") == (certified > ledger)
     assert "refuted" in (tmp_path / "attack.txt").read_text()
-    monkeypatch.setattr(attack, "attacked", None)  # nothing is done again
-    attack.main(["--epsilon", "1", "--runs", "8", "--folder", str(tmp_path)])
+    monkeypatch.setattr(study, "attacked", None)  # nothing is done again
+    study.main(["--epsilon", "1", "--runs", "8", "--folder", str(tmp_path)])
     assert (tmp_path / "attack.json").read_text() == text
 
 
@@ -45,7 +45,7 @@ def test_no_kept_population_refutes_the_engine_and_each_broken_one_is_refuted() 
     assert all(row["ledger_epsilon"] <= row["epsilon"] for row in rows)
     assert all(row["epsilon_low"] <= row["ledger_epsilon"] for row in real)
     broken = [row for row in rows if row["engine"] != "as it is"]
-    assert {row["engine"] for row in broken} == {attempt.engine for attempt in attack.BROKEN}
+    assert {row["engine"] for row in broken} == {attempt.engine for attempt in study.BROKEN}
     assert all(row["epsilon_low"] > row["ledger_epsilon"] for row in broken)
 
 

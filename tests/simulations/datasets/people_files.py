@@ -4,7 +4,7 @@ import gzip
 
 import numpy as np
 
-from fedpriv.data.people import CENSUS_FILE, HAR_FILE, PARKINSONS_FILES, YES_OR_NO
+from simulations.datasets.people import CENSUS_FILE, HAR_FILE, PARKINSONS_FILES, YES_OR_NO
 
 FILES = {"har": HAR_FILE, "parkinsons": PARKINSONS_FILES[0], "census": CENSUS_FILE}
 

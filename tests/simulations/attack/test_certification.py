@@ -10,7 +10,7 @@ from scipy.special import ndtr
 from scipy.stats import binom, binomtest
 
 from fedpriv.accounting.gaussian import epsilon_interval
-from fedpriv.attack.certification import (
+from simulations.attack.certification import (
     ThresholdTest,
     best_test,
     certified,

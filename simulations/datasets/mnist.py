@@ -1,8 +1,4 @@
-"""Images of handwritten digits: DIGITS dealt to synthetic users, and MNIST by its writers.
-
-digits.npz holds the test part of "Optical Recognition of Handwritten Digits" (E. Alpaydin and
-C. Kaynak 1998, UCI Machine Learning Repository, CC BY 4.0), as scikit-learn has it, too.
-"""
+"""MNIST by its writers."""
 
 import gzip
 import struct
@@ -12,14 +8,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.data import partition as partitioners
 from fedpriv.data.arrays import from_arrays
-from fedpriv.data.files import find_file, read_npz
+from fedpriv.data.files import read_npz
 from fedpriv.data.population import HELD_OUT_USER, Array, Fields, Population, UserStore
-from fedpriv.errors import DataError, InvalidValueError, known_names
+from fedpriv.errors import DataError
+from simulations.datasets.files import find_file
 
-_DIGITS = Path(__file__).with_name("digits.npz")  # uint8: images [1797, 8, 8] of 0..16, labels
-_TEST_EVERY = 5
 _TRAIN = ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz")
 _TEST = ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz")
 _WRITERS = "mnist_writers.npz"
@@ -28,46 +22,6 @@ _IDX_DTYPES = {0x08: ">u1", 0x0C: ">i4"}
 _MNIST_SOURCE = "MNIST's four idx files are at https://ossci-datasets.s3.amazonaws.com/mnist/"
 _QMNIST_SOURCE = "QMNIST's labels are at https://github.com/facebookresearch/qmnist"
 _MEAN, _STDDEV = 0.1307, 0.3081
-
-
-def load_digits(
-    users: int = 287,
-    seed: int = 0,
-    partition: str = "iid",
-    alpha: float | None = None,
-    shards_per_user: int | None = None,
-) -> Population:
-    """Deal the training images of DIGITS to synthetic users, about five images each.
-
-    Of the 1,797 images sorted by digit every fifth, from the first, is a test image, 360 in all and
-    the same for every seed; its writer is unknown, and may have written images that train. The
-    partition is "iid", "dirichlet" (with `alpha`) or "shards" (with `shards_per_user`), see
-    `fedpriv.data.partition`; x is float32 [rows, 1, 8, 8] in [0, 1] and y int64 [rows] in 0..9.
-    """
-    given = {"dirichlet": ("alpha", alpha), "shards": ("shards_per_user", shards_per_user)}
-    for needed_by, (name, value) in given.items():
-        if (value is not None) != (partition == needed_by):
-            raise InvalidValueError(f"{name} is {value}; it must be given for {needed_by!r} alone")
-    digits = read_npz(_DIGITS)
-    x = digits["images"].astype(np.float32)[:, np.newaxis] / np.float32(16)
-    y = digits["labels"].astype(np.int64)
-    test = np.argsort(y, kind="stable")[::_TEST_EVERY]
-    train = np.setdiff1d(np.arange(len(y)), test)
-    test.sort()
-    if alpha is not None:
-        how = f"dirichlet alpha {alpha}"
-        user_of_row = partitioners.dirichlet(y[train], users, alpha, seed)
-    elif shards_per_user is not None:
-        how = f"{shards_per_user} shards per user"
-        user_of_row = partitioners.shards(y[train], users, shards_per_user, seed)
-    elif partition == "iid":
-        how, user_of_row = "iid", partitioners.iid(len(train), users, seed)
-    else:
-        legal = known_names(str(partition), ["iid", "dirichlet", "shards"])
-        raise InvalidValueError(f"unknown partition {partition!r}; {legal}")
-    store = partitioners.partition({"x": x[train], "y": y[train]}, user_of_row)
-    name = f"digits: {users} users, {how}, seed {seed}"
-    return Population(name, store, {"x": x[test], "y": y[test]})
 
 
 def load_mnist_writers(folder: str | Path | None = None) -> Population:

@@ -7,12 +7,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedpriv.data import load_census, load_har, load_parkinsons, load_population
-from fedpriv.data.people import YES_OR_NO
+from fedpriv.data import load_population
 from fedpriv.errors import DataError, InvalidValueError
-from tests.data.people_files import CENSUS, FILES, PARKINSONS, adults, har, patients, table, write
+from simulations.datasets.people import YES_OR_NO, load_census, load_har, load_parkinsons
+from tests.simulations.datasets.people_files import (
+    CENSUS,
+    FILES,
+    PARKINSONS,
+    adults,
+    har,
+    patients,
+    table,
+    write,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SHARED = ROOT.parent / "shared" / "data"
 REAL = Path(os.environ.get("FEDPRIV_DATA", SHARED))
 INSIDE = {"har": "har_phone_watch", "parkinsons": "parkinsons", "census": "census_pums"}
@@ -133,7 +142,7 @@ def test_folder_is_itself_or_its_parent_given_or_in_the_environment(name, tmp_pa
     given = LOADERS[name](tmp_path)
     for named in (place, tmp_path):
         monkeypatch.setenv("FEDPRIV_DATA", str(named))
-        found = load_population(name, {})
+        found = load_population(f"simulations.datasets.people:load_{name}", {})
         assert found.name == given.name
         np.testing.assert_array_equal(found.users.fields["x"], given.users.fields["x"])
 
@@ -227,7 +236,7 @@ def test_options_that_do_not_fit_are_one_sentence(tmp_path, monkeypatch, name, o
     write(name, tmp_path)
     monkeypatch.setenv("FEDPRIV_DATA", str(tmp_path))
     with pytest.raises((DataError, InvalidValueError), match=sentence):
-        load_population(name, options)
+        load_population(f"simulations.datasets.people:load_{name}", options)
 
 
 def test_the_ten_lines_of_the_guide_run(tmp_path, monkeypatch, capsys):

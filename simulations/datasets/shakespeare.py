@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
-from fedpriv.data.files import find_file
 from fedpriv.data.population import Array, Population, UserStore, check_count, offsets_of
 from fedpriv.errors import DataError
+from simulations.datasets.files import find_file
 
 FILE = "tff_shakespeare.jsonl.gz"
 CHARACTERS = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
@@ -82,8 +83,6 @@ def _windows(texts: Sequence[str], length: int, path: Path) -> NDArray[np.int64]
 
 
 def _read(path: Path) -> list[_Role]:
-    from pydantic import TypeAdapter  # noqa: PLC0415 - analytics need no pydantic
-
     role, roles = TypeAdapter(_Role), list[_Role]()
     try:
         with gzip.open(path) as file:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpriv.data import load_mnist_writers
 from fedpriv.data.population import HELD_OUT_USER
 from fedpriv.errors import DataError
+from simulations.datasets.mnist import load_mnist_writers
 
 NAMES = {
     "train-images-idx3-ubyte.gz",
@@ -193,7 +193,7 @@ def test_qmnist_without_the_writer_column_is_refused(folder):
 
 @pytest.fixture(scope="module")
 def real_folder():
-    beside = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+    beside = Path(__file__).resolve().parents[3].parent / "shared" / "data"
     named = Path(os.environ.get("FEDPRIV_DATA", beside))
     for place in (named, named / "mnist"):
         if (place / TRAIN_IMAGES).is_file():

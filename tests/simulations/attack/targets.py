@@ -4,11 +4,11 @@ from functools import cache
 
 import numpy as np
 
-from fedpriv.attack import AttackedPlan
-from fedpriv.attack.populations import Crowd
 from fedpriv.config import Config, parse_config
 from fedpriv.data.population import Population, UserStore, offsets_of
 from fedpriv.data.synthetic import synthetic_population
+from simulations.attack import AttackedPlan
+from simulations.attack.populations import Crowd
 
 EPSILON, DELTA = 1.0, 1e-3
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from fedpriv.attack.populations import POPULATIONS, Crowd, KeptPopulation, UnfitError
 from fedpriv.data.population import UserStore
 from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import add_up
 from fedpriv.training.rounds import round_request
-from tests.attack.targets import crowd_of, tiny_target, words_crowd
+from simulations.attack.populations import POPULATIONS, Crowd, KeptPopulation, UnfitError
+from tests.simulations.attack.targets import crowd_of, tiny_target, words_crowd
 
 EVERY = [*POPULATIONS.values()]
 NAMES = [*POPULATIONS]

@@ -1,0 +1,56 @@
+"""Attack the plan of an experiment, and print what is certified of its ε beside the ledger's.
+
+    python -m simulations.attack [FILE] [--set KEY=VALUE] [--population NAME] [--runs 1000] [--json]
+
+Exit code 3 if a bound is above what the ledger says, and 2 for bad input.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedpriv.build import population_of
+from fedpriv.config import load_config
+from fedpriv.errors import FedprivError
+from fedpriv.experiments import experiment_file
+from fedpriv.report.tables import json_text
+from simulations.attack.populations import POPULATIONS
+from simulations.attack.report import Report
+from simulations.attack.suite import AttackedPlan
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Attack, print what was found, and end with the exit code."""
+    parser = argparse.ArgumentParser("simulations.attack", description="attacks on an experiment")
+    parser.add_argument("file", type=Path, nargs="?", default=Path("digits"))
+    parser.add_argument("--set", action="append", default=[], dest="assignments")
+    parser.add_argument("--runs", type=int, default=1000, help="of each of the two worlds")
+    parser.add_argument("--rounds", type=int, default=2, help="of each run")
+    parser.add_argument("--users", type=int, default=20, help="of the experiment, the first ones")
+    parser.add_argument(
+        "--population", action="append", choices=POPULATIONS, help="may be repeated; default: all"
+    )
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args(arguments)
+    try:
+        report = attacked(given)
+    except FedprivError as error:
+        parser.exit(2, f"error: {error}\n")
+    if given.json:
+        sys.stdout.write(json_text(report.content))
+    else:
+        report.print()
+    sys.exit(3 if report.refuted else 0)
+
+
+def attacked(given: argparse.Namespace) -> Report:
+    """What the populations that were asked for find."""
+    config = load_config(experiment_file(given.file), given.assignments)
+    target = AttackedPlan.of(config, population_of(config), given.rounds, given.users)
+    populations = [POPULATIONS[name] for name in given.population or POPULATIONS]
+    return Report.of(config.name, target, populations, given.runs)
+
+
+if __name__ == "__main__":
+    main()
