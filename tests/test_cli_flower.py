@@ -9,7 +9,7 @@ import pytest
 
 from fedpriv.errors import InvalidValueError
 from tests.commandline import refused
-from tests.deployment.superlink import free_port
+from tests.deployment.sites import free_port
 
 DIGITS = Path(__file__).parents[1] / "simulations" / "digits.toml"
 
