@@ -10,14 +10,15 @@ from dataclasses import astuple
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedpriv.clients.flower_app import app as client_app
-from fedpriv.server.flower_runs import (
+from fedpriv.flower import messages as flower_messages
+from fedpriv.flower.client_app import app as client_app
+from fedpriv.flower.grid import (
     GridTransport,
     hosting_of_workers,
     simulated_workers,
 )
-from fedpriv.server.ray_engine import run_on_ray
-from fedpriv.wire import TaskDescription, flower_messages
+from fedpriv.flower.ray import run_on_ray
+from fedpriv.wire import TaskDescription
 from fedpriv.wire.messages import TASK
 from tests.isolation import (
     LOCALS,

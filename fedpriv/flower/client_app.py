@@ -19,8 +19,9 @@ from fedpriv.data.population import Population, load_population
 from fedpriv.engine.arithmetic import activations_named
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import FedprivError, InvalidValueError, WireError
+from fedpriv.flower import messages as flower_messages
 from fedpriv.privacy.round import PartialSum, RoundRequest
-from fedpriv.wire import NODE_RECEIVES_BYTES, Decline, RoundOffer, flower_messages
+from fedpriv.wire import NODE_RECEIVES_BYTES, Decline, RoundOffer
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.messages import TASK
 

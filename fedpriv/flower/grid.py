@@ -20,6 +20,7 @@ from fedpriv.build import Experiment, simulated
 from fedpriv.config import Count, Section, checked, config_of, parse_toml
 from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, StoppedError, WireError, WorkerError
+from fedpriv.flower import messages as flower_messages
 from fedpriv.logs import LogFormat, configure, one_line, trouble
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.report.records import Trouble
@@ -29,7 +30,6 @@ from fedpriv.server.collection import RoundTerms, prices, task_of
 from fedpriv.server.enrolment import Hosting
 from fedpriv.training.rounds import OnRound
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire import flower_messages
 from fedpriv.wire.messages import TASK
 
 _log = logging.getLogger(__name__)

@@ -23,22 +23,23 @@ from flwr.app import (
 from transport_conformance import TransportConformance
 
 from fedpriv import wire
-from fedpriv.clients.flower_app import respond
 from fedpriv.data.population import UserStore
 from fedpriv.errors import StoppedError, WireError, WorkerError
-from fedpriv.privacy.round import PartialSum, RoundRequest, Transport, add_up
-from fedpriv.server.enrolment import Hosting
-from fedpriv.server.flower_runs import (
+from fedpriv.flower import messages as flower_messages
+from fedpriv.flower.client_app import respond
+from fedpriv.flower.grid import (
     GridTransport,
     hosting_of_workers,
     simulated_workers,
 )
-from fedpriv.wire import Decline, SummedUpdates, flower_messages
+from fedpriv.privacy.round import PartialSum, RoundRequest, Transport, add_up
+from fedpriv.server.enrolment import Hosting
+from fedpriv.wire import Decline, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.messages import TASK as TASK_CODEC
 from tests.engine.everyone import torch_threads
+from tests.flower.local_grid import App, LocalGrid, app
 from tests.server.crowd import PRICE, TASK, USERS, population, request_to
-from tests.server.local_grid import App, LocalGrid, app
 from tests.wire.examples import covering
 
 SECRET = "a user's secret"

@@ -83,8 +83,8 @@ def simulate_on_ray(
     from flwr.serverapp import ServerApp
     from rich.console import Console
 
+    from fedpriv.flower.grid import GridSimulation
     from fedpriv.run.run import RunSetup
-    from fedpriv.server.flower_runs import GridSimulation
 
     simulation = GridSimulation.of(RunSetup.of(file, assignments, out, resume=resume), workers)
     server_app, stopping, ended = ServerApp(), threading.Event(), list["Run"]()
