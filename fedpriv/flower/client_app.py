@@ -1,6 +1,7 @@
 """The Flower ClientApp: a worker of a simulation, which trains its share of the users.
 
-It answers one message at a time. No exception leaves it, so that Flower has no text of one to send.
+It answers one message at a time. Guarantees: no exception leaves it, so that Flower has no text of
+one to send; no text that may hold users' data is sent or logged.
 """
 
 import logging
