@@ -1,7 +1,7 @@
 """The training side of a node: it holds the users' data and the model, and trains.
 
-On Flower's runtime it is in the process of the ClientApp, else in the one that `answer_messages`
-runs in.
+It runs in the process of `answer_messages`; at a worker of a simulation on Ray, in that of the
+ClientApp.
 """
 
 import hashlib
@@ -73,12 +73,11 @@ class Host:
         blank = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in self.users.fields.items()}
         check_task(task, blank)
         device, activations = machine_of(settings)
-        at_once = chunk_memory_of(settings.chunk_mebibytes, device)
         transport = InProcessTransport(
             task,
             self.users,
             device,
-            at_once,
+            chunk_memory_of(None, device),
             hosted,
             activations=activations,
             processes=settings.processes,

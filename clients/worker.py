@@ -60,12 +60,10 @@ class HostSettings:
     seconds: float | None = None  # longest for one round; None: until its deadline
     activations: str = "float32"  # of the model while users train
     processes: int | None = None  # that train side by side; None: one for each thread
-    # Roughly what users who train together may take; None: what suits the device.
-    chunk_mebibytes: int | None = None
     id_key: Path | None = None  # file of the key of the users' ids; None: the ids of the data
 
     def __post_init__(self) -> None:
-        for name in ("chunk_mebibytes", "memory_mebibytes", "seconds", "processes"):
+        for name in ("memory_mebibytes", "seconds", "processes"):
             number = getattr(self, name)
             if number is not None and not number > 0:
                 raise InvalidValueError(f"{name} is {number}; it must be positive")

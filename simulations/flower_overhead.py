@@ -27,7 +27,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fedpriv.errors import WorkerError
-from fedpriv.server.ray_engine import switch_off_telemetry
+from fedpriv.flower.ray import switch_off_telemetry
 
 ROOT = Path(__file__).parents[1]
 IN_PROCESS, FEDPRIV, FLOWER = "in process", "fedpriv", "flower"

@@ -18,9 +18,9 @@ from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
 from fedpriv.build import Experiment, simulated
+from fedpriv.flower.ray import run_on_ray, simulate_on_ray
 from fedpriv.run.run import Follow, Run, RunSetup
 from fedpriv.run.terminal import carry_out
-from fedpriv.server.ray_engine import run_on_ray, simulate_on_ray
 from fedpriv.training.rounds import OnRound
 from simulations.flower_usual import WORK, federate
 from simulations.flower_usual import app as usual_app

@@ -28,6 +28,7 @@ MOST = {
     "words of docs": 57_000,
 }
 _COMMANDS = {"cli", "commands"}  # modules whose functions are named as users type them
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _SKIPPED = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -61,8 +62,8 @@ class Module:
         """How many lines hold code."""
         docstrings = set[int]()
         for node in ast.walk(self.tree):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                if isinstance(node.value.value, str):
+            match node:
+                case ast.Expr(ast.Constant(str())):
                     docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
         lines = set[int]()
         for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
@@ -74,9 +75,8 @@ class Module:
     def public_names(self) -> Iterator[str]:
         """Names of functions and classes that it defines for others."""
         for node in self.tree.body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                if not node.name.startswith("_"):
-                    yield node.name
+            if isinstance(node, _DEFINITIONS) and not node.name.startswith("_"):
+                yield node.name
 
     @property
     def imported(self) -> Iterator[str]:
@@ -96,7 +96,7 @@ def _executed(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             continue
         yield node
         for part in ("body", "orelse", "finalbody"):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if not isinstance(node, _DEFINITIONS):
                 yield from _executed(getattr(node, part, []))
 
 
@@ -164,9 +164,9 @@ def main() -> int:
         listed = measured if isinstance(measured, list) else []
         number = len(listed) if isinstance(measured, list) else measured
         failed |= number > MOST[name]
-        print(f"{number:>7,} of {MOST[name]:>7,}  {name}", *listed)
+        print(f"{number:>7,} of {MOST[name]:>7,}  {name}", *listed)  # noqa: T201
     if round_trip := circle(modules):
-        print("modules import each other in a circle:", " → ".join(round_trip))
+        print("modules import each other in a circle:", *round_trip)  # noqa: T201
     return int(failed or bool(round_trip))
 
 

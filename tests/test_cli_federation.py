@@ -470,7 +470,7 @@ def test_join_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch, join, "join", *plain("localhost:1"), "--users", "u"
     )
     host = {"users": "u", "device": "auto", "activations": "float32"}
-    unset = ["chunk_mebibytes", "memory_mebibytes", "seconds", "processes", "id_key"]
+    unset = ["memory_mebibytes", "seconds", "processes", "id_key"]
     assert settings == dict.fromkeys(["certificates", "consent", "state"]) | {
         "server": "localhost:1",
         "host": host | dict.fromkeys(unset),
@@ -492,7 +492,6 @@ def test_join_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "host": {
             "users": "a.b:c",
             "device": "cpu",
-            "chunk_mebibytes": None,
             "memory_mebibytes": 512,
             "seconds": 1.5,
             "activations": "bfloat16",

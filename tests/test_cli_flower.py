@@ -9,7 +9,7 @@ import pytest
 
 from fedpriv.errors import InvalidValueError
 from tests.commandline import refused
-from tests.deployment.superlink import free_port
+from tests.deployment.sites import free_port
 
 DIGITS = Path(__file__).parents[1] / "fedpriv/experiments/digits.toml"
 
@@ -78,7 +78,7 @@ def test_a_ray_that_is_started_is_locked_before_users_are_loaded_by_what_may_imp
 
     monkeypatch.delitem(sys.modules, "ray", raising=False)
     monkeypatch.setenv("RAY_AUTH_MODE", "")
-    monkeypatch.setattr("fedpriv.server.flower_runs.GridSimulation.of", of)
+    monkeypatch.setattr("fedpriv.flower.grid.GridSimulation.of", of)
     said = refused("simulate", DIGITS, "--engine", "flower", cwd=tmp_path)
     assert said == "error: the mode is token"
 

@@ -453,8 +453,8 @@ _INPUTS = FieldCodec(
     lambda names: names[0] if len(names) == 1 else tuple(names),
 )
 _OF_TASK: FieldCodecs = {"options": _JSON, "inputs": _INPUTS, "adapters": _JSON}
-_TASK = Codec(TaskDescription, pb.Task, "a task", _OF_TASK, {"options": _LONGEST_OPTIONS})
-_WELCOMED: FieldCodecs = {"users": _POSITIONS, "task": _TASK}
+TASK = Codec(TaskDescription, pb.Task, "a task", _OF_TASK, {"options": _LONGEST_OPTIONS})
+_WELCOMED: FieldCodecs = {"users": _POSITIONS, "task": TASK}
 _WELCOME = Codec(Welcome, pb.Welcome, "a welcome", _WELCOMED, {"users": MAX_USERS})
 encode_welcome, decode_welcome = _WELCOME.encode, _WELCOME.decode
 _LEDGER_REQUEST = Codec(LedgerRequest, pb.LedgerRequest, "a request for the ledger")

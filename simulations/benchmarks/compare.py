@@ -27,7 +27,7 @@ import numpy as np
 from rich.console import Console
 
 from fedpriv.errors import DataError, FedprivError, InvalidValueError, WorkerError
-from fedpriv.server.ray_engine import switch_off_telemetry
+from fedpriv.flower.ray import switch_off_telemetry
 from simulations.benchmarks.arena import Player, Setting, playing
 from simulations.benchmarks.contestants import Turn
 from simulations.benchmarks.machine import made_by

@@ -479,7 +479,7 @@ def test_sigkill_of_the_parent_leaves_no_process(mark: Path, tmp_path: Path) -> 
     assert has_torch == "False"
 
 
-@pytest.mark.parametrize("name", ["chunk_mebibytes", "memory_mebibytes", "seconds", "processes"])
+@pytest.mark.parametrize("name", ["memory_mebibytes", "seconds", "processes"])
 def test_limits_must_be_positive(name: str) -> None:
     with pytest.raises(InvalidValueError, match=f"{name} is 0; it must be positive"):
         HostSettings("users", **{name: 0})

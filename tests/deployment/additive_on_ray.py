@@ -7,18 +7,19 @@ import sys
 import threading
 from dataclasses import astuple
 
-import numpy as np
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedpriv.clients.flower_app import app as client_app
-from fedpriv.server.flower_runs import (
+from fedpriv.flower import messages as flower_messages
+from fedpriv.flower.client_app import app as client_app
+from fedpriv.flower.grid import (
     GridTransport,
     hosting_of_workers,
     simulated_workers,
 )
-from fedpriv.server.ray_engine import run_on_ray
-from fedpriv.wire import TaskDescription, Welcome, encode_welcome, flower_messages
+from fedpriv.flower.ray import run_on_ray
+from fedpriv.wire import TaskDescription
+from fedpriv.wire.messages import TASK
 from tests.isolation import (
     LOCALS,
     PERSONAL,
@@ -66,17 +67,15 @@ def on_workers(grid: Grid, plan: Plan) -> GridTransport:
     present = simulated_workers(grid, "people", store, 2, loaded, stopping)
     kind, own = {"kind": plan.model}, PERSONAL.get(plan.model, ())
     task = TaskDescription("tests.isolation:model", kind, 0, "cross-entropy", personal=own)
-    welcome = Welcome("people", len(USERS), np.empty(0, np.int64), task)
-    headers = loaded | {flower_messages.WELCOME: encode_welcome(welcome).SerializeToString()}
+    headers = loaded | {flower_messages.TASK: TASK.encode(task).SerializeToString()}
     return GridTransport(
         grid,
         hosting_of_workers(len(USERS), 2),
-        lambda: present,
-        lambda _: headers,
+        present,
+        headers,
         lambda _: PRICE,
         SECONDS,
         stopping,
-        required=True,
     )
 
 

@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import numpy as np
-import tomli_w
 from safetensors.numpy import load_file
 
-from fedpriv.config import load_config
 from tests.commandline import fedpriv
 
 DIGITS = Path(__file__).parents[2] / "fedpriv/experiments/digits.toml"
@@ -16,14 +14,6 @@ NOISELESS = (
     "privacy.noise_multiplier=0.0",
     "privacy.unsafe_no_privacy=true",
 )
-
-
-def on_nodes(folder: Path, *assignments: str) -> str:
-    """The experiment on the nodes that are enrolled in a folder, as TOML."""
-    enrolment = f'federation.enrolment="{folder / "enrolment.toml"}"'
-    bound = "local.max_examples=20"  # which nobody has
-    config = load_config(DIGITS, [*NOISELESS, enrolment, bound, *assignments])
-    return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
 def in_process(out: Path, *assignments: str, experiment: Path = DIGITS) -> None:

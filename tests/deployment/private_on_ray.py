@@ -11,8 +11,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedpriv.flower import connected
-from fedpriv.server.ray_engine import run_on_ray
-from tests import flower_apps as apps
+from fedpriv.flower.ray import run_on_ray
+from tests.flower import apps
 
 ZERO = ["raises", "not a number", "another shape", "an array more", "a pickle", "a long sum"]
 """Nodes that count as zero; after them come one that says all too much, and honest ones."""

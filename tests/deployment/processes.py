@@ -3,8 +3,11 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+_LONGEST_SECONDS = 480.0
 
 
 def marked(mark: str) -> dict[int, str]:
@@ -20,16 +23,18 @@ def marked(mark: str) -> dict[int, str]:
     return found
 
 
-def kill_marked(mark: str, what: str = "") -> int:
-    """`kill -9` for those with a mark and these words in the command line; how many there were."""
-    victims = [process for process, line in marked(mark).items() if what in line]
-    for process in victims:
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-    return len(victims)
+def await_that(condition: Callable[[], object]) -> None:
+    """Wait for a condition; one that does not come fails the test."""
+    end = time.monotonic() + _LONGEST_SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.5)
 
 
 def clear(mark: str) -> None:
     """Kill all with a mark, and those that they start meanwhile."""
-    while kill_marked(mark):
+    while victims := marked(mark):
+        for process in victims:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         time.sleep(0.1)

@@ -12,8 +12,7 @@ import pytest
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
-from tests.deployment.superlink import ROOT, SCRIPTS
-from tests.deployment.test_flwr_run import connection
+from tests.deployment.test_flwr_run import ROOT, SCRIPTS, connection
 
 APP = ROOT / "simulations" / "flower_app"
 NODES, ROUNDS, DELTA = 20, 4, 1e-3

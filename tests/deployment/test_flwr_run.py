@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,10 @@ from fedpriv.run.folder import RunFolder
 from fedpriv.training.rounds import checkpoints, load_checkpoint
 from tests.deployment.digits import NOISELESS, assert_same_model, in_process
 from tests.deployment.processes import clear
-from tests.deployment.superlink import ROOT, SCRIPTS, free_port
+from tests.deployment.sites import free_port
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(sys.executable).parent
 
 
 @pytest.mark.slow

@@ -21,9 +21,8 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.run.folder import RunFolder
 from simulations.loopback import Program
 from tests.deployment.digits import DIGITS, NOISELESS, assert_same_model, in_process
-from tests.deployment.processes import clear, marked
+from tests.deployment.processes import await_that, clear, marked
 from tests.deployment.sites import ended, refused
-from tests.deployment.superlink import await_that
 
 # Writes down whom a process looks up.
 HOOK = """

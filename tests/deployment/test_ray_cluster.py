@@ -22,8 +22,9 @@ import pytest
 
 from fedpriv.data import load_population
 from tests.deployment.digits import DIGITS, NOISELESS, assert_same_model, in_process
-from tests.deployment.processes import clear
-from tests.deployment.superlink import ROOT, await_that
+from tests.deployment.processes import await_that, clear
+
+ROOT = Path(__file__).parents[2]
 
 # Ray would open the port of its client server on all interfaces, without any authentication.
 HOOK = """

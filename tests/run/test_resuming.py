@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 import fedpriv as private
 from fedpriv.errors import InvalidValueError
+from fedpriv.flower.grid import GridSimulation
 from fedpriv.ledger.ledger import ChargedRow, Head, Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord, beside
 from fedpriv.privacy.round import PrivacyRecords
@@ -24,7 +25,6 @@ from fedpriv.run.folder import RunFolder, read_run
 from fedpriv.run.run import RunSetup
 from fedpriv.server import certificates
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.flower_runs import GridSimulation
 from tests.commandline import fedpriv, refused
 
 SIMULATIONS = Path(__file__).parents[2] / "simulations"

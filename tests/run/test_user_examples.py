@@ -17,6 +17,7 @@ import fedpriv
 from fedpriv.accounting.policies import poisson_examples_gaussian
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiments import experiment_file
+from fedpriv.flower.grid import GridSimulation
 from fedpriv.ledger.events import SamplingPolicy, Unit
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord, beside
@@ -33,7 +34,6 @@ from fedpriv.report.guarantee import assumptions, loss_of
 from fedpriv.report.run_page import page_of_run
 from fedpriv.run.folder import read_run
 from fedpriv.run.run import Run, RunSetup
-from fedpriv.server.flower_runs import GridSimulation
 from fedpriv.studies import read_study
 from tests.commandline import printed, refused
 from tests.run.test_units import (

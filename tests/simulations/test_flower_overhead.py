@@ -12,7 +12,7 @@ from fedpriv.run.run import RunSetup
 from fedpriv.run.terminal import carry_out
 from simulations.flower_overhead import Measured, measured, summary
 from simulations.flower_usual import WORK, app, federate, work_of
-from tests.server.local_grid import LocalGrid, in_turns
+from tests.flower.local_grid import LocalGrid, in_turns
 
 USERS, ROUNDS = 12, 3
 FREE_OF_NOISE = ["privacy.noise_multiplier=0.0", "privacy.unsafe_no_privacy=true"]

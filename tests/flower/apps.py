@@ -22,9 +22,9 @@ from flwr.serverapp.strategy import Result
 
 import fedpriv
 from fedpriv.flower import PrivateStrategy, clipping_mod
+from fedpriv.flower import messages as flower_messages
 from fedpriv.mechanism import ClippingPolicy, Mechanism, Poisson
-from fedpriv.wire import flower_messages
-from tests.server.local_grid import App, LocalGrid, in_turns
+from tests.flower.local_grid import App, LocalGrid, in_turns
 
 SECRET = "a user's secret"
 FIRST_ID = 2**64 - 1001  # as Flower gives them: most are held by no float64

@@ -15,10 +15,10 @@ from safetensors.numpy import load_file
 
 from fedpriv.config import checked
 from fedpriv.errors import DataError, InvalidValueError
-from fedpriv.server.flower_runs import RunConfig
-from fedpriv.server.flower_runs import app as server_app
+from fedpriv.flower.grid import RunConfig
+from fedpriv.flower.grid import app as server_app
 from tests.commandline import fedpriv
-from tests.server.local_grid import LocalGrid, app
+from tests.flower.local_grid import LocalGrid, app
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "fedpriv/experiments/digits.toml"

@@ -11,7 +11,7 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import strategy as flower
 
-from tests.server.local_grid import LocalGrid, app
+from tests.flower.local_grid import LocalGrid, app
 
 VERSION = "1.41.0"
 pytestmark = pytest.mark.skipif(

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid  # nodes have no use for it
 
 CLIPPED, USERS = "clipping", "users"  # headers: a clipping, and numbers of users at the node
-OFFER, ANSWER, HELLO, WELCOME = "offer", "answer", "hello", "welcome"  # headers: wire messages
-SIMULATED, TROUBLE = "simulated", "trouble"  # headers: a `Simulated`, and why a node cannot join
+OFFER, ANSWER, HELLO, TASK = "offer", "answer", "hello", "task"  # headers: wire messages
+SIMULATED, TROUBLE = "simulated", "trouble"  # headers: a `Simulated`, and why a worker cannot join
 RECORD = "fedpriv"  # name of the record of headers
 TENSORS = RECORD + ".tensors"  # and of that of tensors
 _VERSION = "version"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpriv.server.ray_engine import gpu_share
+from fedpriv.flower.ray import gpu_share
 
 _RESOLUTION = 10_000  # Ray counts shares of a resource in such parts, rounding down
 

@@ -1,15 +1,11 @@
-"""The Flower ServerApp: an experiment on workers or nodes that Flower reaches over a grid.
-
-Where the experiment has a section `federation`, the SuperNodes are its enrolled nodes and hold the
-users' data. Otherwise they are workers among which the configured population is spread.
-"""
+"""The Flower ServerApp: a simulation whose users are spread among workers that a grid reaches."""
 
 import logging
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Self
@@ -21,26 +17,26 @@ from rich.console import Console
 
 from fedpriv import wire
 from fedpriv.build import Experiment, simulated
-from fedpriv.config import Count, FederationSection, Section, checked, config_of, parse_toml
+from fedpriv.config import Count, Section, checked, config_of, parse_toml
 from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, StoppedError, WireError, WorkerError
 from fedpriv.experiments import experiment_file
+from fedpriv.flower import messages as flower_messages
 from fedpriv.logs import LogFormat, configure, one_line, trouble
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.report.records import Trouble
 from fedpriv.run.run import Follow, Run, RunSetup
 from fedpriv.run.terminal import carry_out, released_text
-from fedpriv.server.collection import RoundTerms, prices, task_of, welcomes
-from fedpriv.server.enrolment import Enrolment, Hosting
+from fedpriv.server.collection import RoundTerms, prices, task_of
+from fedpriv.server.enrolment import Hosting
 from fedpriv.training.rounds import OnRound
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire import flower_messages
+from fedpriv.wire.messages import TASK
 
 _log = logging.getLogger(__name__)
 _STOP_CHECK_SECONDS = 0.2
-_NODES_CHECK_SECONDS = 2.0
 _HELLO_BYTES = 8192
-_INTRODUCTION_SECONDS = 60.0
+_CONNECTION_SECONDS = 60.0
 _START_SECONDS = 600.0  # a worker imports torch and loads all users' data
 
 Headers = Mapping[str, bytes]
@@ -48,73 +44,59 @@ Headers = Mapping[str, bytes]
 
 @dataclass(frozen=True, eq=False)
 class GridTransport(Transport):
-    """Asks the nodes of the drawn users, each once a round, and takes what comes in time.
+    """Asks the workers of the drawn users, each once a round, and takes what comes in time.
 
     Guarantees, beside those of every transport:
 
-    * a reply counts for the node that was asked, once, if it answers this attempt at this round;
-    * of a reply that is an error only the code is logged, and nothing of a node of one user;
-    * where answers are required, a round without all of them raises, so that nothing of it is
-      released: a worker of a simulation that does not answer lacks the code, or has died, and to go
-      on without its users would be another experiment.
+    * a reply counts for the worker that was asked, once, if it answers this attempt at this round;
+    * of a reply that is an error only the code is logged;
+    * a round without all answers raises, so that nothing of it is released: a worker that does not
+      answer lacks the code, or has died, and to go on without its users would be another
+      experiment.
     """
 
     grid: Grid
     hosting: Hosting
-    present: Callable[[], Mapping[str, int]]  # at the start of a round: name → id on the grid
-    headers: Callable[[str], Headers]  # what to tell a node beside the offer
+    workers: Mapping[str, int]  # name → id on the grid
+    headers: Headers  # what to tell a worker beside the offer
     price_of: Callable[[RoundRequest], wire.Price]
     seconds: float  # from the offer to the deadline
     stopping: threading.Event  # once set, the round is abandoned, and every later one
-    fixed: bool = False  # whether every round takes until its deadline
-    required: bool = False  # whether all that are asked must answer
-
-    def prepare(self, request: RoundRequest) -> None:
-        """Wait until enough nodes are there; StoppedError if it was asked to stop meanwhile."""
-        del request
-        self.present()
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
-        """Yield the contribution or sum of each node that answers in time."""
-        present = self.present()
+        """Yield the sum of each worker; WorkerError if one does not do its part."""
         terms = RoundTerms.of(request, self.hosting, self.price_of(request), self.seconds)
         tensors, answered = flower_messages.packed(terms.model), 0
 
         def messages() -> Iterator[tuple[str, Message]]:
-            for node in terms.drawn:
-                if node in present and (offer := terms.offer_to(node)):
-                    encoded, to = wire.encode_offer(offer).SerializeToString(), present[node]
-                    headers = {flower_messages.OFFER: encoded, **self.headers(node)}
+            for worker in terms.drawn:
+                if offer := terms.offer_to(worker):
+                    encoded, to = wire.encode_offer(offer).SerializeToString(), self.workers[worker]
+                    headers = {flower_messages.OFFER: encoded, **self.headers}
                     content = flower_messages.content_of(headers, tensors)
-                    yield node, Message(content, to, MessageType.TRAIN, ttl=offer.seconds)
+                    yield worker, Message(content, to, MessageType.TRAIN, ttl=offer.seconds)
 
         with closing(
             flower_messages.exchange(self.grid, messages(), terms.deadline, self.stopping)
         ) as replies:
-            for node, reply in replies:
-                if partial := self._counted(terms, node, present[node], reply):
+            for worker, reply in replies:
+                if partial := self._counted(terms, worker, reply):
                     answered += 1
                     yield partial
-        if self.fixed:
-            self.stopping.wait(max(0.0, terms.deadline - monotonic()))
         if self.stopping.is_set():
-            raise StoppedError("the server was asked to stop; nothing of the round is released")
-        if self.required and answered < len(terms.drawn):
+            raise StoppedError("the simulation was asked to stop; nothing of the round is released")
+        if answered < len(terms.drawn):
             found = f"{answered} of {len(terms.drawn)}"
             raise WorkerError(f"{found} workers answered in round {request.round}; all must")
 
-    def _counted(
-        self, terms: RoundTerms, node: str, node_id: int, reply: Message | str
-    ) -> PartialSum | None:
+    def _counted(self, terms: RoundTerms, worker: str, reply: Message | str) -> PartialSum | None:
         """What a reply adds to the sum; None if it does not count."""
-        name = self.hosting.log_name(node)
-        if self.required:  # a worker of a simulation
-            name = f"simulation only, not private: {name}"
+        name = f"simulation only, not private: {worker}"
         if isinstance(reply, str):
             _log.warning("%s counts as zero: %s", name, reply)
             return None
         try:
-            if reply.metadata.src_node_id != node_id:
+            if reply.metadata.src_node_id != self.workers[worker]:
                 raise WireError("it comes from another node than the one that was asked")
             header = flower_messages.header_in(
                 reply.content, flower_messages.ANSWER, wire.SERVER_RECEIVES_BYTES
@@ -123,13 +105,13 @@ class GridTransport(Transport):
                 raise WireError("it holds no answer")
             message = wire.parse(pb.Answer, header, wire.SERVER_RECEIVES_BYTES)
             answer = wire.decode_answer(message, terms.expected)
-            if reason := terms.misfit(node, answer):
+            if reason := terms.misfit(worker, answer):
                 raise WireError(reason)
             if isinstance(answer.content, wire.Decline):
                 trouble(_log, name, Trouble.DECLINED, one_line(answer.content.reason))
                 return None
             (total,) = flower_messages.tensors_in(reply.content, answer.content.tensors).values()
-            partial = answer.content.partial_sum(node, total)
+            partial = answer.content.partial_sum(worker, total)
             terms.check_sum(partial)
             if flaw := terms.flaw(partial):
                 trouble(_log, name, *flaw)
@@ -142,7 +124,7 @@ class GridTransport(Transport):
 def _introduced(
     grid: Grid, ids: Iterable[int], headers: Headers, seconds: float, stopping: threading.Event
 ) -> Iterator[tuple[int, wire.Hello | str]]:
-    """Id, and what a node says of itself or in one sentence why it cannot, as answers come."""
+    """Id, and which worker it says it is or in one sentence why it cannot, as answers come."""
     messages = (
         (str(i), Message(flower_messages.content_of(headers), i, MessageType.QUERY, ttl=seconds))
         for i in ids
@@ -163,88 +145,6 @@ def _said(reply: Message | str) -> wire.Hello | str:
         return wire.decode_hello(wire.parse(pb.Hello, header or b"", _HELLO_BYTES))
     except WireError as error:
         return one_line(str(error))
-
-
-@dataclass(frozen=True, eq=False)
-class EnrolledNodes:
-    """The enrolled nodes that are on a grid, asked again whenever others are there.
-
-    A node is known by the name that it says, if it holds exactly the users enrolled there; of
-    several with one name, the one that came last counts. A round waits until `least` are there.
-    """
-
-    grid: Grid
-    enrolment: Enrolment
-    least: int
-    stopping: threading.Event
-    _names: dict[int, str | None] = field(default_factory=dict)  # None: not enrolled
-
-    def __call__(self) -> Mapping[str, int]:
-        """Name → id of the nodes on the grid now; StoppedError if it was asked to stop."""
-        while len(present := self._present()) < self.least:
-            _log.info("waiting for %d nodes; %d are there", self.least, len(present))
-            if self.stopping.wait(_NODES_CHECK_SECONDS):
-                break
-        if self.stopping.is_set():
-            raise StoppedError("the server was asked to stop; no node was asked")
-        return present
-
-    def _present(self) -> dict[str, int]:
-        ids, names = list(self.grid.get_node_ids()), self._names
-        for gone in names.keys() - {*ids}:
-            del names[gone]
-        strangers = [i for i in ids if i not in names]
-        silent = set(strangers)
-        said = _introduced(self.grid, strangers, {}, _INTRODUCTION_SECONDS, self.stopping)
-        for node_id, hello in said:
-            silent.discard(node_id)
-            if isinstance(hello, str):  # asked again in the next round
-                _log.warning("a node cannot take part now: %s", hello)
-                continue
-            enrolled = self.enrolment.users.get(hello.node)
-            known = enrolled is not None and wire.digest_of(enrolled) == hello.users_sha256
-            if not known:
-                _log.warning("a node is not enrolled, or holds other users than are enrolled at it")
-            names[node_id] = hello.node if known else None
-        if silent and not self.stopping.is_set():
-            what = "of the nodes cannot take part now: they have not said who they are"
-            _log.warning("%d %s within %g s", len(silent), what, _INTRODUCTION_SECONDS)
-        return {name: node_id for node_id, name in names.items() if name is not None}
-
-
-def run_on_nodes(
-    setup: RunSetup,
-    section: FederationSection,
-    grid: Grid,
-    stopping: threading.Event,
-    console: Console,
-) -> Run:
-    """Run or resume an experiment on the enrolled SuperNodes of a grid, and print how it went.
-
-    Of the section, the keys count that say where users are and how long nodes are waited for; how
-    they connect is Flower's. When `stopping` is set, the round that is collected is abandoned.
-    """
-    enrolment, least = Enrolment.load(Path(section.enrolment)), section.least_nodes
-    experiment = setup.on_nodes(section, enrolment.population_id, enrolment.user_ids)
-    enrolment.check_least(least)
-    welcome_of, hosting = welcomes(experiment.config, enrolment), enrolment.hosting
-    present = EnrolledNodes(grid, enrolment, least, stopping)
-    seconds, fixed = section.deadline_seconds, section.fixed_length
-
-    def headers(node: str) -> Headers:
-        return _welcome(welcome_of(node))
-
-    def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
-        price_of = prices(experiment.plan, records, experiment.entropy.randomness)
-        return GridTransport(
-            grid, hosting, present, headers, price_of, seconds, stopping, fixed=fixed
-        )
-
-    return carry_out(setup, experiment, hosted, console, _log_rounds, clock=None)
-
-
-def _welcome(welcome: wire.Welcome) -> Headers:
-    return {flower_messages.WELCOME: wire.encode_welcome(welcome).SerializeToString()}
 
 
 def hosting_of_workers(population: int, workers: int) -> Hosting:
@@ -269,7 +169,7 @@ def simulated_workers(
     The headers say which users the workers are to load. WorkerError: there are more or fewer
     workers, or one cannot load the same data.
     """
-    end = monotonic() + _INTRODUCTION_SECONDS
+    end = monotonic() + _CONNECTION_SECONDS
     while len(ids := list(grid.get_node_ids())) < workers and monotonic() < end:
         if stopping.wait(_STOP_CHECK_SECONDS):
             raise StoppedError("the simulation was asked to stop")
@@ -332,17 +232,14 @@ class GridSimulation:
             ).encode()
         }
         present = simulated_workers(grid, plan.population, self.users, workers, loaded, stopping)
-        nobody = np.empty(0, np.int64)  # which users a worker has follows from its number
-        welcome = wire.Welcome(plan.population, plan.sampling.population, nobody, task_of(config))
-        headers = {**loaded, **_welcome(welcome)}
+        task = TASK.encode(task_of(config)).SerializeToString()
+        headers = {**loaded, flower_messages.TASK: task}
         hosting = hosting_of_workers(self.users.population, workers)
 
         def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
             price_of = prices(experiment.plan, records, experiment.entropy.randomness)
-            known, told, seconds = (lambda: present), (lambda _worker: headers), float(DEFAULT_TTL)
-            return GridTransport(
-                grid, hosting, known, told, price_of, seconds, stopping, required=True
-            )
+            seconds = float(DEFAULT_TTL)
+            return GridTransport(grid, hosting, present, headers, price_of, seconds, stopping)
 
         return carry_out(self.setup, self.experiment, hosted, console, follow)
 
@@ -356,7 +253,7 @@ class RunConfig(Section):
     set: str = ""  # assignments "a.b=value", separated by semicolons
     out: str = ""  # empty: a new folder under runs/ where the ServerApp runs
     resume: bool = False
-    workers: Count = 2  # SuperNodes among whom simulated users are spread
+    workers: Count = 2  # SuperNodes among which users are spread
 
     def setup(self) -> RunSetup:
         """Read the experiment, and the folder of the run if it is to go on."""
@@ -389,14 +286,9 @@ def main(grid: Grid, context: Context) -> None:
     setup, stopping = config.setup(), threading.Event()
     console = Console(markup=False, emoji=False)
     console.print(f"folder {setup.folder.path.absolute()}", soft_wrap=True, highlight=False)
-    section = setup.config.federation
     try:
-        if section is None:
-            simulation = GridSimulation.of(setup, config.workers)
-            run = simulation.run(grid, stopping, console, _log_rounds)
-        else:
-            run = run_on_nodes(setup, section, grid, stopping, console)
-        run.check_audit()
+        simulation = GridSimulation.of(setup, config.workers)
+        simulation.run(grid, stopping, console, _log_rounds).check_audit()
     finally:
         stopping.set()
 

@@ -28,6 +28,7 @@ import fedpriv
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.errors import BudgetExceededError, InvalidValueError, LedgerError, WireError
 from fedpriv.flower import NodesTransport, PrivateStrategy, TrainedModel, clipping_mod, connected
+from fedpriv.flower import messages as flower_messages
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.mechanism import (
@@ -42,8 +43,7 @@ from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS
 from fedpriv.privacy.layout import Layout, flat, squared_bound
 from fedpriv.privacy.round import LocalTraining, RoundRequest, Transport
-from fedpriv.wire import flower_messages
-from tests.flower_apps import (
+from tests.flower.apps import (
     CLIPPINGS,
     DELTA,
     FIRST_ID,
@@ -72,7 +72,7 @@ from tests.flower_apps import (
     usual_app,
     weights,
 )
-from tests.server.local_grid import App, LocalGrid
+from tests.flower.local_grid import App, LocalGrid
 
 
 @pytest.mark.parametrize("mod", [False, True])
@@ -352,7 +352,7 @@ def test_nodes_that_are_not_connected_count_as_zero_in_the_same_denominator(
 
 
 def test_connected_waits_for_the_nodes_and_refuses_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedpriv.flower._NODES_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr("fedpriv.flower.strategy._NODES_CHECK_SECONDS", 0.01)
     with grid_of({0: USUAL}) as grid:
         asked = iter([[], [FIRST_ID + 1], [FIRST_ID + 1, FIRST_ID]])
         monkeypatch.setattr(grid, "get_node_ids", lambda: next(asked))

@@ -1,4 +1,4 @@
-"""`fedpriv simulate --engine ray`: Flower's simulation on Ray, started and ended with the call.
+"""`fedpriv simulate --engine flower`: Flower's simulation on Ray, started and ended with the call.
 
 Flower and Ray report on their users. Flower reads the switches when it is imported, so it is
 imported after they are set, inside the functions of this module.
@@ -12,7 +12,6 @@ import socket
 import sys
 import tempfile
 import threading
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,8 +82,9 @@ def simulate_on_ray(
     from flwr.serverapp import ServerApp
     from rich.console import Console
 
+    from fedpriv.flower.client_app import app as client_app
+    from fedpriv.flower.grid import GridSimulation
     from fedpriv.run.run import RunSetup
-    from fedpriv.server.flower_runs import GridSimulation
 
     simulation = GridSimulation.of(RunSetup.of(file, assignments, out, resume=resume), workers)
     server_app, stopping, ended = ServerApp(), threading.Event(), list["Run"]()
@@ -93,10 +93,9 @@ def simulate_on_ray(
     def main(grid: "Grid", _context: "Context") -> None:
         ended.append(simulation.run(grid, stopping, Console(markup=False, emoji=False), follow))
 
-    (client_app,) = entry_points(group="fedpriv.client_apps", name="flower")
     gpus = torch.cuda.device_count() if simulation.experiment.device.type == "cuda" else 0
     try:
-        run_on_ray(server_app, client_app.load(), workers, workers, gpus)
+        run_on_ray(server_app, client_app, workers, workers, gpus)
     finally:
         stopping.set()
     return ended[0]

@@ -38,6 +38,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.errors import InvalidValueError, WireError, check_types, is_whole
+from fedpriv.flower import messages as flower_messages
 from fedpriv.importing import raised_at
 from fedpriv.ledger.participation import beside
 from fedpriv.local import SGD
@@ -50,7 +51,6 @@ from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.training.optimizers import FedAvg, Parameters, ServerOptimizer, try_out
 from fedpriv.training.rounds import RoundResult, Stop, TrainingPlan, initial_state, train
-from fedpriv.wire import flower_messages
 
 _log = logging.getLogger("flwr")  # its handler shows our lines among Flower's own
 _ARRAYS, _CONFIG = "arrays", "config"  # records, as Flower's own strategies name them

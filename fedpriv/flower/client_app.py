@@ -1,15 +1,13 @@
-"""The Flower ClientApp: answers one message at a time with what the node's users contribute.
+"""The Flower ClientApp: a worker of a simulation, which trains its share of the users.
 
-Each message may come to a fresh process. Guarantees: no exception leaves it, so that Flower has no
-text of one to send; what is said to the server and logged says nothing of users.
+It answers one message at a time. Guarantees: no exception leaves it, so that Flower has no text of
+one to send; no text that may hold users' data is sent or logged.
 """
 
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -17,35 +15,27 @@ from flwr.clientapp import ClientApp
 from fedpriv import wire
 from fedpriv.build import build_task
 from fedpriv.clients.connection import answer_of
-from fedpriv.clients.consent import misfit
-from fedpriv.clients.training import Host, NodeTrainer, machine_of
-from fedpriv.clients.worker import HostSettings, share_of
-from fedpriv.data.population import Population, check_count, load_population
+from fedpriv.clients.training import NodeTrainer
+from fedpriv.data.population import Population, load_population
 from fedpriv.engine.arithmetic import activations_named
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
-from fedpriv.errors import DataError, FedprivError, InvalidValueError, WireError
-from fedpriv.importing import raised_at
+from fedpriv.errors import FedprivError, InvalidValueError, WireError
+from fedpriv.flower import messages as flower_messages
 from fedpriv.privacy.round import PartialSum, RoundRequest
-from fedpriv.wire import NODE_RECEIVES_BYTES, Decline, RoundOffer, Welcome, flower_messages
+from fedpriv.wire import NODE_RECEIVES_BYTES, Decline, RoundOffer
 from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.messages import TASK
 
 _log = logging.getLogger(__name__)
 _POPULATION_BYTES = 2**16
 _LONGEST_TROUBLE = 400  # characters
-_SHARE_FOR_TRAINING = 0.5  # of the time until a deadline
 
 NodeConfig = Mapping[str, object]
-"""Flower's configuration of a node.
-
-A worker of a simulation has `partition-id` and `num-partitions`; a node that hosts enrolled users
-has `node`, its name, `users`, and perhaps others of `HostSettings`.
-"""
+"""Flower's configuration of a node, with `partition-id` and `num-partitions`."""
 
 
 def introduce(content: RecordDict, settings: NodeConfig) -> wire.Hello:
-    """Who a node is, and which users it holds; a FedprivError says nothing of enrolled users."""
-    if "users" in settings:
-        return wire.Hello(str(settings.get("node", "")), _host_of(settings).loaded.users_sha256)
+    """Which worker this is, and which users it has loaded."""
     population = _population(_simulated(content))
     shard = _shard(population.users.population, settings)
     name = f"worker-{settings['partition-id']}"
@@ -54,57 +44,25 @@ def introduce(content: RecordDict, settings: NodeConfig) -> wire.Hello:
     )
 
 
-def respond(
-    content: RecordDict, settings: NodeConfig, offer: RoundOffer, request: RoundRequest
-) -> PartialSum | Decline:
-    """Train the users of an offer that are hosted here, or say why the node declines.
+def respond(content: RecordDict, settings: NodeConfig, request: RoundRequest) -> PartialSum:
+    """Train those users of a round who are in this worker's share.
 
-    Half of the offer's time is left for sending, and a sixth of the other half is divided among the
-    enrolled users: one who takes longer counts as zero. All users of a simulation are waited for.
     The text of an error may hold users' data.
     """
-    began = time.monotonic()
-    header = flower_messages.header_in(content, flower_messages.WELCOME, NODE_RECEIVES_BYTES)
-    if header is None:
-        raise WireError("an offer came without a welcome")
-    if "users" not in settings:
-        simulated = _simulated(content)
-        shard = _shard(_population(simulated).users.population, settings)
-        users = request.users
-        users = users[(users >= shard.start) & (users < shard.stop)]
-        return _worker(simulated, header).answer(replace(request, users=users))
-    welcome = _welcome(header)
-    if reason := misfit(welcome, offer):
-        return Decline(reason)
-    trainer = _host_of(settings).trainer(welcome)
-    left = began + _SHARE_FOR_TRAINING * offer.seconds - time.monotonic()
-    return trainer.answer(request, share_of(left, len(request.users)))
-
-
-def _host_of(settings: NodeConfig) -> Host:
-    device = str(settings.get("device", HostSettings.device))
-    activations = str(settings.get("activations", HostSettings.activations))
-    users, names = str(settings["users"]), ("chunk-mebibytes", "processes")
-    counts = {name: check_count(name, settings[name]) for name in names if name in settings}
-    processes = counts.get("processes")
-    at_once = counts.get("chunk-mebibytes")
-    id_key = Path(str(settings["id-key"])) if "id-key" in settings else None
-    known = HostSettings(users, device, None, None, activations, processes, at_once, id_key)
-    machine_of(known)
-    try:
-        return Host.of(known)
-    except FedprivError as error:  # its text may name a user, or hold what the loader put into it
-        _log.error("the users cannot be loaded: %s", raised_at(error))
-        raise DataError("the node's users cannot be loaded; its log says where") from None
+    task = flower_messages.header_in(content, flower_messages.TASK, NODE_RECEIVES_BYTES)
+    if task is None:
+        raise WireError("an offer came without a task")
+    simulated = _simulated(content)
+    shard = _shard(_population(simulated).users.population, settings)
+    users = request.users
+    users = users[(users >= shard.start) & (users < shard.stop)]
+    return _worker(simulated, task).answer(replace(request, users=users))
 
 
 def _simulated(content: RecordDict) -> bytes:
     if header := flower_messages.header_in(content, flower_messages.SIMULATED, _POPULATION_BYTES):
         return header
-    raise InvalidValueError(
-        "the node has no users: give it node and users in its node-config, or run it as a worker "
-        "of a simulation"
-    )
+    raise InvalidValueError("the message does not say which users a worker is to load")
 
 
 def _shard(population: int, settings: NodeConfig) -> range:
@@ -116,7 +74,7 @@ def _shard(population: int, settings: NodeConfig) -> range:
     return flower_messages.shard_of(population, worker, workers)
 
 
-# A worker of a simulation lives as long as the run, and gets messages of all nodes.
+# A worker lives as long as the run, and gets messages of all nodes.
 @lru_cache(maxsize=1)
 def _population(simulated: bytes) -> Population:
     described = flower_messages.Simulated.decode(simulated)
@@ -124,9 +82,9 @@ def _population(simulated: bytes) -> Population:
 
 
 @lru_cache(maxsize=1)
-def _worker(simulated: bytes, welcome: bytes) -> NodeTrainer:
-    described, task = flower_messages.Simulated.decode(simulated), _welcome(welcome).task
-    built = build_task(**vars(task))
+def _worker(simulated: bytes, task: bytes) -> NodeTrainer:
+    described = flower_messages.Simulated.decode(simulated)
+    built = build_task(**vars(TASK.decode(wire.parse(pb.Task, task, NODE_RECEIVES_BYTES))))
     users, device = _population(simulated).users, device_named(described.device)
     kind = activations_named(described.activations, device)
     at_once = chunk_memory_of(described.chunk_mebibytes, device)
@@ -145,16 +103,12 @@ def _worker(simulated: bytes, welcome: bytes) -> NodeTrainer:
     )
 
 
-def _welcome(header: bytes) -> Welcome:
-    return wire.decode_welcome(wire.parse(pb.Welcome, header, NODE_RECEIVES_BYTES))
-
-
 app = ClientApp()
 
 
 @app.query()
 def say_hello(message: Message, context: Context) -> Message:
-    """Say who the node is and which users it holds, or in one sentence why it cannot."""
+    """Say which worker this is and which users it has, or in one sentence why it cannot."""
     try:
         hello = introduce(message.content, context.node_config)
         headers = {flower_messages.HELLO: wire.encode_hello(hello).SerializeToString()}
@@ -178,7 +132,7 @@ def answer_offer(message: Message, context: Context) -> Message:
     try:
         tensors = flower_messages.tensors_in(message.content, offer.model)
         request = offer.request(tensors)
-        return _reply(message, offer, respond(message.content, context.node_config, offer, request))
+        return _reply(message, offer, respond(message.content, context.node_config, request))
     except Exception as error:  # its text may hold users' data
         _log.error("training failed: %s", type(error).__name__)
         return _reply(message, offer, Decline(f"training failed: {type(error).__name__}"))
