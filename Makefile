@@ -10,7 +10,7 @@ SLOW_WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() * 2)")
 # Most modules are never imported, so none is compiled before it is.
 INSTALL := -m pip install --quiet --no-compile
 
-.PHONY: simulate attack federation docs docs-build test test-fast test-slow test-search test-mutants lint format bench bench-rivals proto clean
+.PHONY: simulate attack federation docs docs-build test test-fast test-slow test-search test-mutants lint format bench bench-rivals proto dist dist-check clean
 
 simulate: .venv/installed
 	$(BIN)/fedpriv simulate digits
@@ -79,8 +79,25 @@ bench-rivals: .venv-rivals/installed
 proto: .venv/installed-test
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. fedpriv/wire/federation.proto
 
+# The wheel and the source archive, checked, with hashes of all that is pinned and an SBOM.
+dist: .venv-dist/installed
+	rm -rf dist
+	.venv-dist/bin/python -m build --no-isolation
+	.venv-dist/bin/twine check --strict dist/*
+	.venv-dist/bin/python -m tests.release dist
+
+# The wheel in an empty environment, of any Python: make dist-check PYTHON=python3.13.
+dist-check:
+	rm -rf build/check
+	$(PYTHON) -m venv build/check
+	build/check/bin/python $(INSTALL) --upgrade --constraint constraints.txt pip
+	build/check/bin/python $(INSTALL) --constraint constraints.txt dist/*.whl
+	build/check/bin/python -m pip check
+	build/check/bin/fedpriv simulate digits --out build/check/run
+	build/check/bin/fedpriv ledger verify build/check/run
+
 clean:
-	rm -rf .venv .venv-rivals
+	rm -rf .venv .venv-dist .venv-rivals
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -104,4 +121,10 @@ RIVALS := --constraint simulations/benchmarks/constraints.txt
 	.venv-rivals/bin/python $(INSTALL) $(RIVALS) torch==2.13.0
 	PYTHONWARNINGS="ignore:Editable" .venv-rivals/bin/python $(INSTALL) $(RIVALS) \
 		--editable '.[flower]' 'pfl[pytorch]' opacus
+	touch $@
+
+.venv-dist/installed: constraints.txt
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python $(INSTALL) --upgrade --constraint constraints.txt pip
+	.venv-dist/bin/python $(INSTALL) --constraint constraints.txt build setuptools twine
 	touch $@

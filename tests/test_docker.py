@@ -79,10 +79,13 @@ def test_the_image_is_built_from_files_that_exist() -> None:
     context = (FOLDER / build["context"]).resolve()
     assert context == ROOT
     assert (context / build["dockerfile"]).samefile(FOLDER / "Dockerfile")
-    for line in instructions("COPY"):
-        *sources, _ = line.split()
-        for source in sources:
-            assert (ROOT / source).exists(), source
+    sources = [source for line in instructions("COPY") for source in line.split()[:-1]]
+    for source in sources:
+        assert (ROOT / source).exists(), source
+    ignored = (FOLDER / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+    assert ignored[1] == "*"  # keys, data and runs stay where they are
+    sent = sorted(line.removeprefix("!") for line in ignored if line.startswith("!"))
+    assert sent == sorted(sources)
     assert set(build["args"]) == set(instructions("ARG"))
     constrained = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     (torch,) = re.findall(r"torch==\S+", DOCKERFILE)

@@ -203,13 +203,6 @@ def test_the_figure_of_the_guide_to_extending_can_be_computed() -> None:
     assert names["worst_class"](outputs, targets, 3) == pytest.approx(1 / 3)
 
 
-def test_the_version_is_one() -> None:
-    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert f"version: {fedpriv.__version__}\n" in citation
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert fedpriv.__version__ == project["version"]
-
-
 def test_places_where_an_update_is_checked_exist() -> None:
     text = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
     places = text.partition("### Where an update is checked")[2].partition("\nHow long")[0]

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,6 +85,12 @@ def test_the_face_is_these_names_and_each_is_found() -> None:
         assert getattr(fedpriv, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'simulat'"):
         fedpriv.simulat  # noqa: B018
+
+
+def test_each_name_of_the_face_has_one_stability() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "stability.md").read_text(encoding="utf-8")
+    table = page.partition("| stability |")[2].partition("\n\n")[0]
+    assert sorted(re.findall(r"`(\w+)`", table)) == sorted(fedpriv.__all__)
 
 
 X = np.zeros((4, 2), np.float32)

@@ -36,6 +36,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "ls-files",
             "-z",
             "--",
+            "MANIFEST.in",
+            "CHANGELOG.md",
+            "CITATION.cff",
+            "SECURITY.md",
+            "constraints.txt",
+            "tests/test_docs.py",
             "pyproject.toml",
             "README.md",
             "LICENSE",
@@ -90,6 +96,10 @@ def test_the_source_archive_holds_files_in_place_of_links(built: Path) -> None:
     names = {member.name.partition("/")[2] for member in members}
     assert modules(names) == expected()
     assert {f"fedpriv/experiments/{name}.toml" for name in NAMES} <= names
+    assert {"CHANGELOG.md", "CITATION.cff", "LICENSE", "constraints.txt"} <= names
+    tops = {name.partition("/")[0] for name in names if "/" in name}
+    assert tops == {"fedpriv", "fedpriv.egg-info"}
+    assert max(member.size for member in members) < 100_000
 
 
 def needed(wheel: Path) -> list[Distribution]:
