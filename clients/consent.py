@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from fedpriv.accounting.pricing import delta_for_population
-from fedpriv.config import NonNegative, Positive, Section, checked, read_toml
+from fedpriv.experiment.config import NonNegative, Positive, Section, checked, read_toml
 from fedpriv.ledger.events import Unit
 from fedpriv.wire import Price, RoundOffer, Terms, Welcome
 

@@ -18,14 +18,14 @@ from urllib.parse import quote
 import grpc
 import numpy as np
 
-from fedpriv.clients.audit import DISBELIEF, LedgerVerifier, OfferPolicy
 from fedpriv.clients.connection import Backoff, FederationStub, identity_of, persist
 from fedpriv.clients.consent import Consent
 from fedpriv.clients.journal import Journal
+from fedpriv.clients.ledger_check import DISBELIEF, LedgerVerifier, OfferPolicy
 from fedpriv.clients.worker import HostSettings, Worker
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError, WireError
-from fedpriv.logs import expiry, trouble
 from fedpriv.privacy.round import PartialSum
+from fedpriv.support.logs import expiry, trouble
 from fedpriv.wire import Decline, Hello, Proposal, Receipt, RoundOffer, Terms, Vote, Welcome
 from fedpriv.wire.naming import NEWER
 

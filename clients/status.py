@@ -16,13 +16,13 @@ from safetensors.numpy import load
 
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.clients.connection import FederationStub, Identity
-from fedpriv.disk import write_atomically, writing
 from fedpriv.errors import InvalidValueError, UnreachableError, WireError
 from fedpriv.ledger.events import Randomness
-from fedpriv.logs import expiry, one_line
 from fedpriv.report.records import SiteRecord, Trouble
 from fedpriv.report.tables import Column, format_epsilon_low, number, print_table
 from fedpriv.report.tables import Table as Rows
+from fedpriv.support.disk import write_atomically, writing
+from fedpriv.support.logs import expiry, one_line
 from fedpriv.wire.codec import MAX_NAME
 
 _PATIENCE_SECONDS = 10.0

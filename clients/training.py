@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from fedpriv import errors
-from fedpriv.build import build_task
 from fedpriv.clients.users import enrolled_positions, hosted_users
 from fedpriv.clients.worker import (
     HostSettings,
@@ -35,6 +34,7 @@ from fedpriv.engine.arithmetic import Activations, activations_named
 from fedpriv.engine.checks import check_task
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import FedprivError, InvalidValueError
+from fedpriv.experiment.build import build_task
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, Tensors, flat
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, merged

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from fedpriv.data.arrays import from_arrays, from_grouped
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import Population, UserStore, plain_id
-from fedpriv.disk import writing
 from fedpriv.errors import DataError, InvalidValueError
-from fedpriv.importing import call_imported, import_function, raised_at
+from fedpriv.support.disk import writing
+from fedpriv.support.importing import call_imported, import_function, raised_at
 from fedpriv.wire.naming import check_user_id
 
 _IDS = "user_id"

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from fedpriv.engine.transport import Engine
     from fedpriv.evaluation.federated import FederatedEvaluation
     from fedpriv.evaluation.personalisation import Personalisation
-    from fedpriv.local import SGD, AdamW, FedRecon, Scaffold
-    from fedpriv.mechanism import (
+    from fedpriv.experiment.mechanism import (
         BandedNoise,
         BandedPoisson,
         BufferedNoise,
@@ -41,12 +40,20 @@ if TYPE_CHECKING:
         RandomAllocation,
         Separated,
     )
+    from fedpriv.experiment.trackers import (
+        EndedRun,
+        MLflow,
+        StartedRun,
+        TensorBoard,
+        Tracker,
+        WandB,
+    )
     from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
     from fedpriv.run.compare import Comparison, compare
     from fedpriv.run.run import Run
     from fedpriv.run.simulate import simulate
     from fedpriv.run.tune import Tuning, tune
-    from fedpriv.trackers import EndedRun, MLflow, StartedRun, TensorBoard, Tracker, WandB
+    from fedpriv.training.local import SGD, AdamW, FedRecon, Scaffold
     from fedpriv.training.optimizers import (
         CosineDecay,
         ExponentialDecay,
@@ -85,8 +92,8 @@ _NAMES_IN = {
     "engine.transport": "Engine",
     "evaluation.federated": "FederatedEvaluation",
     "evaluation.personalisation": "Personalisation",
-    "local": "SGD AdamW FedRecon Scaffold",
-    "mechanism": (
+    "training.local": "SGD AdamW FedRecon Scaffold",
+    "experiment.mechanism": (
         "BandedNoise BandedPoisson BufferedNoise EveryUser FixedSize Flat Grouped Joint Mechanism "
         "Part PerLayer Poisson PoissonExamples RandomAllocation Separated"
     ),
@@ -95,7 +102,7 @@ _NAMES_IN = {
     "run.run": "Run",
     "run.simulate": "simulate",
     "run.tune": "Tuning tune",
-    "trackers": "EndedRun MLflow StartedRun TensorBoard Tracker WandB",
+    "experiment.trackers": "EndedRun MLflow StartedRun TensorBoard Tracker WandB",
     "training.optimizers": (
         "CosineDecay ExponentialDecay FedAdagrad FedAdam FedAvg FedAvgM FedYogi PolynomialDecay "
         "PowerDecay StepDecay"

@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from fedpriv import __version__
-from fedpriv.disk import lacks_room, write_atomically, writing
 from fedpriv.errors import (
     FedprivError,
     InvalidValueError,
@@ -27,8 +26,9 @@ from fedpriv.errors import (
     UnsupportedEventError,
     sentence_of,
 )
-from fedpriv.experiments import NAMES, experiment_file
-from fedpriv.logs import one_line
+from fedpriv.experiment.bundled import NAMES, experiment_file
+from fedpriv.support.disk import lacks_room, write_atomically, writing
+from fedpriv.support.logs import one_line
 
 
 def _option(text: str, *names: str, default: str | None = None, **more: Any) -> Any:
@@ -44,7 +44,7 @@ def _ledger_of(given: Path) -> Path:
     inside, plan = given / "ledger.sqlite", given / "plan.toml"
     if inside.is_file() or not plan.is_file():
         return inside if inside.is_file() else given
-    from fedpriv.config import load_config
+    from fedpriv.experiment.config import load_config
 
     shared = load_config(plan).privacy.ledger
     return Path(shared) if shared else inside

@@ -22,8 +22,8 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from fedpriv.config import FederationSection
 from fedpriv.errors import FedprivError, InvalidValueError, WireError
+from fedpriv.experiment.config import FederationSection
 from fedpriv.report.records import Trouble
 from fedpriv.server.certificates import load_ca, load_certificate
 from fedpriv.server.enrolment import (

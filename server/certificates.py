@@ -23,9 +23,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
-from fedpriv.disk import sync, write_atomically, writing
 from fedpriv.errors import InvalidValueError
 from fedpriv.server.enrolment import MALFORMED, fingerprint_of
+from fedpriv.support.disk import sync, write_atomically, writing
 from fedpriv.wire.naming import NODE_URI, check_node_name, read_key
 
 YEAR = timedelta(days=365)

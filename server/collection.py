@@ -13,8 +13,8 @@ from time import monotonic
 from typing import Self
 
 from fedpriv import wire
-from fedpriv.config import Config
 from fedpriv.errors import WireError
+from fedpriv.experiment.config import Config
 from fedpriv.ledger.events import Randomness
 from fedpriv.measures.metrics import own_metrics
 from fedpriv.privacy.layout import Layout, Tensors

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.logs import LogFormat, configure
+from fedpriv.support.logs import LogFormat, configure
 
 
 def _option(text: str, *names: str, **more: Any) -> Any:

@@ -17,8 +17,6 @@ from types import FrameType
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
-from fedpriv.build import Experiment
-from fedpriv.config import FederationSection
 from fedpriv.errors import (
     DeclinedError,
     FedprivError,
@@ -28,6 +26,8 @@ from fedpriv.errors import (
     reason_of,
     sentence_of,
 )
+from fedpriv.experiment.build import Experiment
+from fedpriv.experiment.config import FederationSection
 from fedpriv.ledger import Ledger
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
 from fedpriv.run.folder import RunFolder

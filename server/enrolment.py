@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from fedpriv.config import Section, checked, read_toml
 from fedpriv.data.population import plain_id
 from fedpriv.errors import FedprivError, InvalidValueError
+from fedpriv.experiment.config import Section, checked, read_toml
 from fedpriv.wire.naming import check_node_name, check_user_id
 
 Positions = NDArray[np.int64]  # users, as ascending positions in the population

@@ -9,10 +9,10 @@ from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING
 
 from fedpriv.errors import DataError, InvalidValueError, reason_of
-from fedpriv.logs import expiry, one_line, trouble
 from fedpriv.report.records import Happening, SiteRecord, SiteTable, Trouble
 from fedpriv.run.folder import RunFolder
 from fedpriv.server.enrolment import Hosting
+from fedpriv.support.logs import expiry, one_line, trouble
 from fedpriv.wire import RunState
 
 if TYPE_CHECKING:

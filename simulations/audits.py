@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from fedpriv.audit import AuditResult
-from fedpriv.build import simulated
-from fedpriv.config import load_config
-from fedpriv.experiments import experiment_file
+from fedpriv.experiment.build import simulated
+from fedpriv.experiment.bundled import experiment_file
+from fedpriv.experiment.config import load_config
 from fedpriv.report.charts import Axis, Chart, Series, figure
 from fedpriv.report.tables import Column, Table
 from fedpriv.run.run import RunSetup, run_rounds

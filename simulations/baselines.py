@@ -19,12 +19,12 @@ from statistics import fmean, stdev
 import numpy as np
 
 from fedpriv.accounting.accountants import format_epsilon
-from fedpriv.build import population_of
-from fedpriv.config import Config, load_config
 from fedpriv.data import Population
 from fedpriv.errors import FedprivError
-from fedpriv.experiments import experiment_file
-from fedpriv.models import build_model
+from fedpriv.experiment.build import population_of
+from fedpriv.experiment.bundled import experiment_file
+from fedpriv.experiment.config import Config, load_config
+from fedpriv.experiment.models import build_model
 from simulations.seeds import run_seed
 
 ROOT = Path(__file__).parents[1]

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fedpriv.build import on_population
-from fedpriv.config import parse_config, spelled_out
 from fedpriv.data.population import Population, load_population
 from fedpriv.evaluation.held_out import evaluate
+from fedpriv.experiment.build import on_population
+from fedpriv.experiment.config import parse_config, spelled_out
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.report.charts import Axis, Chart, Series, save
 from fedpriv.training.rounds import train

@@ -31,7 +31,7 @@ from torch import nn
 
 import fedpriv
 from fedpriv.evaluation.held_out import evaluate
-from fedpriv.models import CharacterTransformer
+from fedpriv.experiment.models import CharacterTransformer
 from fedpriv.report.tables import Column, Table
 from simulations.datasets.shakespeare import CHARACTERS
 from simulations.papers.results import mean_of, write_results

@@ -15,10 +15,10 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 
-from fedpriv.build import build_task, population_of
-from fedpriv.config import Config, load_config
 from fedpriv.data.population import UserStore
 from fedpriv.engine.task import Task
+from fedpriv.experiment.build import build_task, population_of
+from fedpriv.experiment.config import Config, load_config
 
 WORK = Path(__file__).with_name("flower_overhead.toml")
 app = ClientApp()

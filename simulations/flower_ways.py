@@ -17,7 +17,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
-from fedpriv.build import Experiment, simulated
+from fedpriv.experiment.build import Experiment, simulated
 from fedpriv.flower.ray import run_on_ray, simulate_on_ray
 from fedpriv.run.run import Follow, Run, RunSetup
 from fedpriv.run.terminal import carry_out

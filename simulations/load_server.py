@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.config import FederationSection
+from fedpriv.experiment.config import FederationSection
 from fedpriv.privacy.round import add_up
 from fedpriv.server.authentication import (
     Authentication,

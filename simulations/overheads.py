@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from fedpriv.build import Method, on_population, settings_of
 from fedpriv.data.population import Population
 from fedpriv.engine.examples import gathered
 from fedpriv.engine.products import OuterProducts
@@ -24,9 +23,10 @@ from fedpriv.engine.schedule import Schedule
 from fedpriv.engine.side_by_side import Group
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of
+from fedpriv.experiment.build import Method, on_population, settings_of
+from fedpriv.experiment.mechanism import Flat, Mechanism, Poisson
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
-from fedpriv.mechanism import Flat, Mechanism, Poisson
 from fedpriv.privacy.clipping_torch import add_contributions
 from fedpriv.privacy.round import PrivacyRecords, draw_cohort, release
 from fedpriv.run.folder import RunFolder

@@ -25,7 +25,7 @@ import fedpriv
 from fedpriv.data.partition import shards
 from fedpriv.evaluation.held_out import evaluate
 from fedpriv.evaluation.personalisation import HeldOutUsers
-from fedpriv.models import mlp
+from fedpriv.experiment.models import mlp
 from fedpriv.report.tables import Column, Table
 from simulations.datasets.mnist import load_mnist_writers
 from simulations.papers.results import mean_of, write_results

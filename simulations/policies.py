@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import fedpriv
-from fedpriv.mechanism import CohortPolicy
+from fedpriv.experiment.mechanism import CohortPolicy
 from fedpriv.report.tables import Column, Table
 from simulations.papers.results import write_results
 

@@ -29,8 +29,8 @@ from fedpriv.data.synthetic import synthetic_population
 from fedpriv.engine import InProcessTransport, Task
 from fedpriv.engine.task import cross_entropy
 from fedpriv.engine.transport import chunk_memory_of
+from fedpriv.experiment.models import mlp
 from fedpriv.ledger.events import PrivacyBudget
-from fedpriv.models import mlp
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import LocalTraining, PrivacyRecords

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedpriv.experiments import experiment_file
+from fedpriv.experiment.bundled import experiment_file
 from fedpriv.report.charts import Axis, Chart, Series, figure
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.simulate import run_simulation

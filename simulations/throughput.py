@@ -33,7 +33,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine.arithmetic import Activations
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
-from fedpriv.models import CharacterTransformer, cnn, mlp, softmax_regression
+from fedpriv.experiment.models import CharacterTransformer, cnn, mlp, softmax_regression
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, RoundRequest

@@ -27,8 +27,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.build import population_of
-from fedpriv.config import load_config
+from fedpriv.experiment.build import population_of
+from fedpriv.experiment.config import load_config
 from fedpriv.report.charts import Axis, Chart, Series, figure
 from fedpriv.report.tables import Column, Table
 from fedpriv.run.folder import RunFolder

@@ -18,9 +18,8 @@ from torch.nn import functional
 from fedpriv.data.population import Population, UserStore
 from fedpriv.engine.adapters import with_adapters
 from fedpriv.engine.task import Task, cross_entropy, running_norms
-from fedpriv.local import SGD, AdamW, FedRecon, Scaffold
+from fedpriv.experiment.models import build_model
 from fedpriv.measures.metrics import metric
-from fedpriv.models import build_model
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging, Metric
 from fedpriv.privacy.layout import (
     Layout,
@@ -35,6 +34,7 @@ from fedpriv.privacy.layout import (
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import LocalTraining, RoundRequest, Transport, add_up
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.training.local import SGD, AdamW, FedRecon, Scaffold
 from fedpriv.training.rounds import RunningStatistics, TrainingPlan, initial_state
 from tests.opening import open_round
 

@@ -10,15 +10,15 @@ from torch.nn import functional
 
 import fedpriv
 from fedpriv import wire
-from fedpriv.build import build_task, method_of
-from fedpriv.config import load_config
 from fedpriv.engine.adapters import Adapted, merge_adapters, with_adapters
 from fedpriv.engine.checks import check_task
 from fedpriv.engine.side_by_side import SideBySideModel
 from fedpriv.engine.task import Task
 from fedpriv.errors import InvalidValueError, ModelError
+from fedpriv.experiment.build import build_task, method_of
+from fedpriv.experiment.config import load_config
+from fedpriv.experiment.models import build_model
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.models import build_model
 from fedpriv.run.folder import RunFolder
 from fedpriv.server.collection import task_of
 from tests import commandline

@@ -22,7 +22,7 @@ from fedpriv.ledger.ledger import Ledger
 from tests.commandline import fedpriv, refused
 
 ROOT = Path(__file__).parents[1]
-DIGITS = ROOT / "fedpriv/experiments/digits.toml"
+DIGITS = ROOT / "fedpriv/experiment/bundled/digits.toml"
 SHORT = ["--set", "rounds=6", "--set", "privacy.noise_multiplier=4.0"]
 
 

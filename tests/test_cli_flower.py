@@ -11,7 +11,7 @@ from fedpriv.errors import InvalidValueError
 from tests.commandline import refused
 from tests.deployment.sites import free_port
 
-DIGITS = Path(__file__).parents[1] / "fedpriv/experiments/digits.toml"
+DIGITS = Path(__file__).parents[1] / "fedpriv/experiment/bundled/digits.toml"
 
 
 @pytest.fixture(autouse=True)

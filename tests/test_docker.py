@@ -5,7 +5,7 @@ import re
 import pytest
 import yaml
 
-from fedpriv.config import load_config
+from fedpriv.experiment.config import load_config
 from tests.test_docs import ROOT, check_command
 
 FOLDER = ROOT / "docs" / "docker"

@@ -20,7 +20,7 @@ from typer.main import get_command
 
 import fedpriv
 from fedpriv.cli import app
-from fedpriv.config import Config
+from fedpriv.experiment.config import Config
 from fedpriv.report.records import Trouble
 
 ROOT = Path(__file__).parents[1]

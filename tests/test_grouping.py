@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from fedpriv.config import parse_config
 from fedpriv.errors import InvalidValueError
-from fedpriv.mechanism import Grouping
+from fedpriv.experiment.config import parse_config
+from fedpriv.experiment.mechanism import Grouping
 from fedpriv.privacy.gaussian_mechanism import noise_stddevs
 from fedpriv.privacy.layout import Layout
 

@@ -9,43 +9,32 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BELOW = {  # what each package may import of the library, besides disk, errors and itself
+BELOW = {  # what each package may import of the library, besides errors, support and itself
     "ledger": "",
-    "selection": "",
-    "accounting": "ledger selection",
-    "experiments importing logs": "",
+    "accounting": "ledger",
     "privacy": "ledger",
     "training": "ledger privacy",
-    "data": "importing",
-    "measures": "importing privacy",
-    "engine": "data importing local measures privacy",
-    "models": "engine importing",
-    "local": "privacy",
-    "mechanism": "accounting ledger privacy",
-    "config": "importing local mechanism privacy training",
-    "studies": "config experiments",
+    "data": "",
+    "measures": "privacy",
+    "engine": "data measures privacy training",
     "analytics": "data ledger privacy",
     "audit": "accounting ledger privacy",
+    "wire": "data ledger privacy training",
+    "evaluation": "analytics data engine ledger measures privacy training",
+    "experiment": "accounting audit data engine evaluation ledger measures privacy training",
+    "studies": "experiment",
     "report": "accounting audit ledger studies training",
-    "wire": "data ledger local privacy",
-    "evaluation": "analytics data engine ledger local measures privacy training",
-    "trackers": "config importing training",
-    "build": (
-        "accounting audit config data engine evaluation importing ledger local logs measures "
-        "mechanism models privacy trackers training"
-    ),
     "run": (
-        "accounting analytics audit build config data engine evaluation ledger local logs "
-        "measures mechanism models privacy report selection studies trackers training"
+        "accounting analytics audit data engine evaluation experiment ledger measures privacy "
+        "report studies training"
     ),
 }
 ALLOWED = {
     f"fedpriv.{package}": {f"fedpriv.{each}" for each in allowed.split()}
-    for packages, allowed in BELOW.items()
-    for package in packages.split()
+    for package, allowed in BELOW.items()
 }
 ALLOWED["fedpriv.errors"] = set()
-ALLOWED["fedpriv.disk"] = {"fedpriv.errors"}
+ALLOWED["fedpriv.support"] = {"fedpriv.errors"}
 TOP = "fedpriv.__main__ fedpriv.cli fedpriv.clients fedpriv.flower fedpriv.server simulations"
 ALLOWED |= {name: {"fedpriv"} for name in TOP.split()}
 # The two ends of a deployment do not know each other, Flower's room stands above both, and the
@@ -54,10 +43,9 @@ ENDS = {"fedpriv.clients", "fedpriv.flower", "fedpriv.server"}
 REACH_ENDS = {"fedpriv.flower", "simulations"}
 FOREIGN = {
     "fedpriv.ledger": {"numpy"},
-    "fedpriv.selection": {"numpy", "scipy"},
     "fedpriv.accounting": {"numpy", "scipy"},
     "fedpriv.privacy": {"numpy", "cryptography", "mpmath", "torch", "triton"},
-    "fedpriv.training": {"numpy", "safetensors", "scipy"},
+    "fedpriv.training": {"numpy", "safetensors", "scipy", "torch"},
     "fedpriv.audit": {"numpy", "scipy", "torch"},
     "fedpriv.analytics": {"numpy", "scipy"},
     "fedpriv.wire": {"numpy", "cryptography", "google"},
@@ -99,7 +87,9 @@ def imports(name: str, path: Path) -> set[str]:
 @pytest.mark.parametrize(("name", "path"), modules(), ids=str)
 def test_imports_follow_the_layout(name: str, path: Path) -> None:
     package = package_of(name)
-    allowed = ALLOWED[package] | {package, "fedpriv.errors", "fedpriv.disk"}
+    allowed = ALLOWED[package] | {package, "fedpriv.errors"}
+    if package != "fedpriv.errors":
+        allowed |= {"fedpriv.support"}
     for imported in imports(name, path):
         top = imported.split(".")[0]
         end = ".".join(imported.split(".")[:2])
@@ -127,7 +117,7 @@ def test_no_packages_import_each_other_in_a_circle() -> None:
 LIGHT = {
     "without pydantic": [
         ("fedpriv", "torch flwr numpy scipy"),
-        ("fedpriv.logs", "torch grpc numpy pydantic"),
+        ("fedpriv.support.logs", "torch grpc numpy pydantic"),
         (
             "fedpriv.cli",
             "torch grpc flwr sklearn altair scipy prometheus_client cryptography jinja2 vl_convert",
@@ -137,9 +127,9 @@ LIGHT = {
         ("fedpriv.ledger.ledger", "torch flwr sklearn altair pydantic"),
         ("fedpriv.privacy.gaussian_mechanism", "torch flwr sklearn altair"),
         ("fedpriv.analytics", "torch flwr sklearn altair pydantic"),
-        ("fedpriv.mechanism", "torch flwr sklearn matplotlib pydantic"),
+        ("fedpriv.experiment.mechanism", "torch flwr sklearn matplotlib pydantic"),
         ("fedpriv.clients.status", "torch flwr sklearn altair pydantic"),
-        ("fedpriv.clients.audit", "torch flwr altair"),
+        ("fedpriv.clients.ledger_check", "torch flwr altair"),
         ("fedpriv.training.rounds", "torch flwr sklearn altair"),
         ("fedpriv.clients.membership", "torch flwr sklearn altair"),
         ("fedpriv.flower", "torch flwr ray sklearn altair"),

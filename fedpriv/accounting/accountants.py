@@ -47,13 +47,8 @@ from fedpriv.accounting.round_counts import (
     grouped,
     unsampled_noise_multiplier,
 )
-from fedpriv.errors import (
-    InvalidValueError,
-    UnsupportedEventError,
-    check_types,
-    known_names,
-    plain_numbers,
-)
+from fedpriv.accounting.selection import selected_rdp
+from fedpriv.errors import InvalidValueError, UnsupportedEventError, known_names
 from fedpriv.ledger.events import (
     LEAST_DELTA,
     EventKind,
@@ -66,7 +61,7 @@ from fedpriv.ledger.events import (
     check_delta,
     kinds_text,
 )
-from fedpriv.selection import selected_rdp
+from fedpriv.support.checks import check_types, plain_numbers
 
 ADD_OR_REMOVE, REPLACE = NeighbouringRelation
 

@@ -14,7 +14,7 @@ from numbers import Real
 
 from fedpriv.accounting.accountants import PrivacyLoss, accountant_named, epsilon
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.errors import InvalidValueError, require
+from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import (
     NeighbouringRelation,
     RoundEvent,
@@ -22,6 +22,7 @@ from fedpriv.ledger.events import (
     SamplingPolicy,
     SumQueryEvent,
 )
+from fedpriv.support.checks import require
 
 _LEAST_NOISE, _MOST_NOISE = 0.05, 1e5
 _MOST_ROUNDS, _MOST_USERS = 1 << 30, 1 << 53

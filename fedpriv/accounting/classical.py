@@ -16,7 +16,7 @@ from fedpriv.accounting.round_counts import (
     check_rounds,
     unsampled_noise_multiplier,
 )
-from fedpriv.errors import require
+from fedpriv.support.checks import require
 
 _ZCDP_ROUNDING = 1e-14
 _SEARCH, _MOST_NOISE = 6.0, 1e150

@@ -25,8 +25,8 @@ import scipy
 from scipy import fft
 
 from fedpriv.accounting.round_counts import Vector, decreasing, strategy_sensitivity
-from fedpriv.errors import is_whole, require
 from fedpriv.ledger.events import Schedule
+from fedpriv.support.checks import is_whole, require
 
 GRID = 2.0**-20
 """Bands are multiples of this, for noise in whole numbers."""

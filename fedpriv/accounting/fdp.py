@@ -22,8 +22,9 @@ from scipy.special import ndtr, ndtri
 from fedpriv.accounting.accountants import Bound, accountant_named, gaussian_rounds
 from fedpriv.accounting.classical import gaussian_mu
 from fedpriv.accounting.round_counts import Vector
-from fedpriv.errors import InvalidValueError, UnsupportedEventError, require
+from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, merge_equal
+from fedpriv.support.checks import require
 
 _PAIRS, _LEAST_DELTA = 64, 1e-6  # (ε, δ), evenly spaced up to ε at the least δ: right to ~0.001
 _ROUNDING = 2.0**-50  # of the few operations of f_{ε,δ}, whose parts that count are at most 1

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.special import erfcx, ndtr, ndtri_exp
 
 from fedpriv.accounting.round_counts import Ends, Vector, check_any_delta, check_epsilon
-from fedpriv.errors import require
+from fedpriv.support.checks import require
 
 _ULP = 2.0**-52
 _MARGIN = 1e-12  # added to log δ: ten times the rounding errors tests find, not a proved bound

@@ -6,7 +6,6 @@ often the whole event happens, at least 1, `population` the number N of enrolled
 of range raises `InvalidValueError`.
 """
 
-from fedpriv.errors import is_whole, plain_numbers, require
 from fedpriv.ledger.events import (
     NeighbouringRelation,
     RoundEvent,
@@ -15,6 +14,7 @@ from fedpriv.ledger.events import (
     Schedule,
     SumQueryEvent,
 )
+from fedpriv.support.checks import is_whole, plain_numbers, require
 
 _ADD_OR_REMOVE, _REPLACE = NeighbouringRelation
 

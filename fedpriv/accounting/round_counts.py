@@ -45,8 +45,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.errors import InvalidValueError, plain_numbers, require
+from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import MOST_REPEATS, WITH_STRATEGY, RoundEvent, SamplingPolicy
+from fedpriv.support.checks import plain_numbers, require
 
 Vector = NDArray[np.float64]
 Rounds = Mapping[tuple[float, float], int]

@@ -7,11 +7,12 @@ from typing import Self
 import numpy as np
 
 from fedpriv.analytics.questions import Answer, Question, UserValues, sampling_spread
-from fedpriv.errors import InvalidValueError, is_whole
+from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import FloatMatrix, IntegerVector
 from fedpriv.privacy.layout import FloatVector
 from fedpriv.privacy.outer_products import CLIPPING_NORM, KEPT, outer_product_sum
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.support.checks import is_whole
 
 _MOST_INPUTS = 4096  # a matrix of 128 MiB
 

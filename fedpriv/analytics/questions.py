@@ -20,10 +20,11 @@ import scipy
 from scipy.linalg import toeplitz
 from scipy.sparse import csr_array
 
-from fedpriv.errors import InvalidValueError, hold_plain_numbers
+from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import FloatMatrix, IntegerVector, clip_vectors
 from fedpriv.privacy.layout import FloatVector, VectorGroup
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.support.checks import hold_plain_numbers
 
 _log = logging.getLogger(__name__)
 _WIDTH = 2.0  # standard deviations to either side of an interval: 95.4% of a normal law

@@ -20,14 +20,7 @@ from fedpriv.analytics.questions import (
 )
 from fedpriv.data.places import refuse_shared
 from fedpriv.data.population import UserStore
-from fedpriv.errors import (
-    DataError,
-    InvalidValueError,
-    check_types,
-    hold_plain_numbers,
-    is_whole,
-    known_names,
-)
+from fedpriv.errors import DataError, InvalidValueError, known_names
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.privacy.draws import RoundAttempt
@@ -36,6 +29,7 @@ from fedpriv.privacy.layout import FloatVector, Layout
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, private_round
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.support.checks import check_types, hold_plain_numbers, is_whole
 
 _log = logging.getLogger(__name__)
 

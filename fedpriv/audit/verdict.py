@@ -26,8 +26,9 @@ from fedpriv.audit.one_run import (
     mu_of_epsilon,
     refutes,
 )
-from fedpriv.errors import InvalidValueError, hold_numbers
+from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import RoundEvent, merge_equal
+from fedpriv.support.checks import hold_numbers
 
 ERROR = 0.05  # the chance that a true claim is refuted, or that a bound is above the truth
 _OF_NOISE = 0.0005  # of it, for each test of noise; the rest is for that of membership

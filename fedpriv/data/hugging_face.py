@@ -33,7 +33,7 @@ from fedpriv.data.population import (
     sharing,
 )
 from fedpriv.errors import DataError, InvalidValueError, known_names
-from fedpriv.importing import check_options, import_function
+from fedpriv.support.importing import check_options, import_function
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -21,7 +21,8 @@ from fedpriv.data.population import (
     offsets_of,
     refuse_masked,
 )
-from fedpriv.errors import DataError, InvalidValueError, plain_numbers
+from fedpriv.errors import DataError, InvalidValueError
+from fedpriv.support.checks import plain_numbers
 
 
 def iid(rows: int, users: int, seed: int) -> NDArray[np.int64]:

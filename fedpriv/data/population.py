@@ -25,9 +25,10 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from fedpriv.disk import sync
-from fedpriv.errors import DataError, InvalidValueError, check_types, known_names
-from fedpriv.importing import call_imported, check_options, import_function
+from fedpriv.errors import DataError, InvalidValueError, known_names
+from fedpriv.support.checks import check_types
+from fedpriv.support.disk import sync
+from fedpriv.support.importing import call_imported, check_options, import_function
 
 if TYPE_CHECKING:
     from fedpriv.data.arrays import ColumnLike

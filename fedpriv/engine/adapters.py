@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fedpriv.engine.arithmetic import generator_apart
 from fedpriv.engine.task import matching
-from fedpriv.errors import ModelError, check_seed, check_types, is_whole, plain_numbers
+from fedpriv.errors import ModelError
+from fedpriv.support.checks import check_seed, check_types, is_whole, plain_numbers
 
 
 class Adapted(nn.Module):

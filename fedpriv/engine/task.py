@@ -22,19 +22,13 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fedpriv.engine.arithmetic import Activations
 from fedpriv.engine.bounds import WithinBounds
-from fedpriv.errors import (
-    InvalidValueError,
-    ModelError,
-    check_types,
-    known_names,
-    plain_numbers,
-    require,
-)
-from fedpriv.importing import import_function
+from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.measures.figures import ALWAYS, Seen, figure_of
 from fedpriv.measures.metrics import MetricFunction
 from fedpriv.privacy.clipping_torch import TorchTensors, to_device
 from fedpriv.privacy.round import RoundRequest
+from fedpriv.support.checks import check_types, plain_numbers, require
+from fedpriv.support.importing import import_function
 
 HeldOut = Mapping[str, npt.NDArray[np.generic]]
 """Rows of no enrolled user, by field; figures are also by user if there is a `HELD_OUT_USER`."""

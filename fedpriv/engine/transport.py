@@ -24,8 +24,9 @@ from fedpriv.engine.roads import Path, Road, road_of
 from fedpriv.engine.schedule import Integers
 from fedpriv.engine.task import Task
 from fedpriv.engine.trainer import ChunkSum, SimulationOnlyDropped, Trainer, blank, sizes_of
-from fedpriv.errors import InvalidValueError, hold_numbers, require
+from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
+from fedpriv.support.checks import hold_numbers, require
 
 _log = logging.getLogger(__name__)
 

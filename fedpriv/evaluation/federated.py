@@ -27,15 +27,7 @@ from fedpriv.engine.indices import Indices
 from fedpriv.engine.kept import KeptModel
 from fedpriv.engine.measuring import Measuring, mean_metric
 from fedpriv.engine.task import Task, outputs_of
-from fedpriv.errors import (
-    BudgetExceededError,
-    FedprivError,
-    InvalidValueError,
-    ModelError,
-    hold_plain_numbers,
-    is_whole,
-    require,
-)
+from fedpriv.errors import BudgetExceededError, FedprivError, InvalidValueError, ModelError
 from fedpriv.evaluation.personalisation import FineTuning, Personalisation
 from fedpriv.ledger.events import RoundEvent, check_query
 from fedpriv.privacy.clipping import FloatMatrix
@@ -44,6 +36,7 @@ from fedpriv.privacy.layout import FloatVector, Tensors
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.support.checks import hold_plain_numbers, is_whole, require
 from fedpriv.training.optimizers import Parameters
 from fedpriv.training.rounds import EVALUATION_PREFIX, RoundResult
 

@@ -20,12 +20,13 @@ from fedpriv.data.population import HELD_OUT_USER, UserStore, offsets_of, spread
 from fedpriv.engine.roads import road_of
 from fedpriv.engine.task import HeldOut, RoundParameters, Task, matching
 from fedpriv.engine.trainer import Chunk, Trainer
-from fedpriv.errors import InvalidValueError, ModelError, check_types, hold_numbers
+from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.evaluation.held_out import Evaluation, evaluate
-from fedpriv.local import FedRecon
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, Tensors, flat
 from fedpriv.privacy.round import LocalTraining, RoundRequest
+from fedpriv.support.checks import check_types, hold_numbers
+from fedpriv.training.local import FedRecon
 
 _log = logging.getLogger(__name__)
 _MEMORY = 2**28  # bytes that users who train together may take, roughly

@@ -13,13 +13,13 @@ from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedpriv import wire
-from fedpriv.build import build_task
 from fedpriv.clients.connection import answer_of
 from fedpriv.clients.training import NodeTrainer
 from fedpriv.data.population import Population, load_population
 from fedpriv.engine.arithmetic import activations_named
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import FedprivError, InvalidValueError, WireError
+from fedpriv.experiment.build import build_task
 from fedpriv.flower import messages as flower_messages
 from fedpriv.privacy.round import PartialSum, RoundRequest
 from fedpriv.wire import NODE_RECEIVES_BYTES, Decline, RoundOffer

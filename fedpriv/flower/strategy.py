@@ -37,18 +37,19 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedpriv.accounting.accountants import format_epsilon
-from fedpriv.errors import InvalidValueError, WireError, check_types, is_whole
+from fedpriv.errors import InvalidValueError, WireError
+from fedpriv.experiment.mechanism import Mechanism, PoissonExamples
 from fedpriv.flower import messages as flower_messages
-from fedpriv.importing import raised_at
 from fedpriv.ledger.participation import beside
-from fedpriv.local import SGD
-from fedpriv.logs import one_line
-from fedpriv.mechanism import Mechanism, PoissonExamples
 from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, Averaging
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
+from fedpriv.support.checks import check_types, is_whole
+from fedpriv.support.importing import raised_at
+from fedpriv.support.logs import one_line
+from fedpriv.training.local import SGD
 from fedpriv.training.optimizers import FedAvg, Parameters, ServerOptimizer, try_out
 from fedpriv.training.rounds import RoundResult, Stop, TrainingPlan, initial_state, train
 

@@ -15,8 +15,8 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedpriv.disk import sync
 from fedpriv.errors import LedgerError, reason_of
+from fedpriv.support.disk import sync
 
 _BUSY_SECONDS = 60.0
 _VERSION = 1  # of all schemas

@@ -15,8 +15,8 @@ from fractions import Fraction
 from itertools import product
 from numbers import Real
 
-from fedpriv.errors import (
-    InvalidValueError,
+from fedpriv.errors import InvalidValueError
+from fedpriv.support.checks import (
     check_types,
     hold_numbers,
     hold_plain_numbers,

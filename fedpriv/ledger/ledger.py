@@ -26,16 +26,7 @@ from typing import Any, Self, TextIO
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.errors import (
-    BudgetExceededError,
-    FedprivError,
-    InvalidValueError,
-    LedgerError,
-    check_types,
-    hold_numbers,
-    named_value,
-    require,
-)
+from fedpriv.errors import BudgetExceededError, FedprivError, InvalidValueError, LedgerError
 from fedpriv.ledger.database import Database, FileFormat, insertion
 from fedpriv.ledger.events import (
     NeighbouringRelation,
@@ -52,6 +43,7 @@ from fedpriv.ledger.events import (
     repeated,
 )
 from fedpriv.ledger.participation import Head, ParticipationRecord
+from fedpriv.support.checks import check_types, hold_numbers, named_value, require
 
 _FORMAT = "fedpriv ledger 1"  # in the first text of a chain
 _ROWS_AT_ONCE = 1000

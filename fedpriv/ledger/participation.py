@@ -25,8 +25,9 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.errors import InvalidValueError, LedgerError, require
+from fedpriv.errors import InvalidValueError, LedgerError
 from fedpriv.ledger.database import Database, FileFormat
+from fedpriv.support.checks import require
 
 Users = npt.NDArray[np.int64]  # positions in the population, ascending: [cohort]
 Attempt = tuple[str, int, int]  # run, round and attempt

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedpriv.errors import InvalidValueError, ModelError, is_whole, known_names, plain_numbers
-from fedpriv.importing import call_imported, check_options, import_function, raised_with
+from fedpriv.errors import InvalidValueError, ModelError, known_names
+from fedpriv.support.checks import is_whole, plain_numbers
+from fedpriv.support.importing import call_imported, check_options, import_function, raised_with
 
 FigureFunction = Callable[[Tensor, Tensor], float | Tensor]
 """Maps outputs and targets of all held-out rows [n, …], on the CPU, to a number."""

@@ -11,10 +11,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from fedpriv.errors import InvalidValueError, ModelError, known_names, plain_numbers
-from fedpriv.importing import check_options, import_function
+from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.measures.figures import Seen, Sums, hits, losses
 from fedpriv.privacy.gaussian_mechanism import Metric
+from fedpriv.support.checks import plain_numbers
+from fedpriv.support.importing import check_options, import_function
 
 MetricFunction = Callable[[Tensor, Tensor], Tensor]
 """Maps outputs and targets [n, …] to a vector of each example, [n, *shape]."""

@@ -64,8 +64,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.errors import NoiseError, is_whole, require
+from fedpriv.errors import NoiseError
 from fedpriv.privacy.noise import LARGEST_STDDEV, rounded_gaussian
+from fedpriv.support.checks import is_whole, require
 
 IntegerVector = NDArray[np.int64]
 Vector = NDArray[np.float64]

@@ -17,13 +17,14 @@ from numbers import Real
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.errors import InvalidValueError, hold_numbers, hold_plain_numbers, plain_numbers
+from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import WITH_STRATEGY, RoundEvent, SumQueryEvent
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, IntegerVector
 from fedpriv.privacy.correlated_noise import BandedStrategy, CorrelatedNoise, Strategy
 from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_names
 from fedpriv.privacy.noise import LARGEST_STDDEV, Entropy, rounded_gaussian
 from fedpriv.privacy.sampling import Sampling
+from fedpriv.support.checks import hold_numbers, hold_plain_numbers, plain_numbers
 
 
 @dataclass(frozen=True)

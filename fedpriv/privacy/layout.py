@@ -15,7 +15,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.errors import InvalidValueError, hold_plain_numbers
+from fedpriv.errors import InvalidValueError
+from fedpriv.support.checks import hold_plain_numbers
 
 FloatVector = npt.NDArray[np.float64]
 Scalar = TypeVar("Scalar", bound=np.generic)

@@ -19,14 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.disk import with_room
-from fedpriv.errors import (
-    BudgetExceededError,
-    InvalidValueError,
-    LedgerError,
-    hold_plain_numbers,
-    is_whole,
-)
+from fedpriv.errors import BudgetExceededError, InvalidValueError, LedgerError
 from fedpriv.ledger.events import PrivacyBudget, Randomness, RoundEvent
 from fedpriv.ledger.ledger import Charge, Ledger, OpenSeries, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
@@ -40,6 +33,8 @@ from fedpriv.privacy.gaussian_mechanism import (
 )
 from fedpriv.privacy.layout import FloatVector
 from fedpriv.privacy.noise import Entropy
+from fedpriv.support.checks import hold_plain_numbers, is_whole
+from fedpriv.support.disk import with_room
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.errors import InvalidValueError, is_whole
+from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import (
     NeighbouringRelation,
     SamplingEvent,
@@ -25,6 +25,7 @@ from fedpriv.ledger.events import (
     Unit,
 )
 from fedpriv.privacy.noise import keystream, words
+from fedpriv.support.checks import is_whole
 
 Users = NDArray[np.int64]  # positions in the population, ascending: [cohort]
 

@@ -25,7 +25,6 @@ from fedpriv.accounting.pricing import (
     weakest_arithmetic,
     weakest_randomness,
 )
-from fedpriv.disk import writing
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import Randomness, SamplingPolicy, Unit, merge_equal
 from fedpriv.report.charts import Chart, Series, declared, save, texts
@@ -39,6 +38,7 @@ from fedpriv.report.tables import (
     lower_end,
     plural,
 )
+from fedpriv.support.disk import writing
 
 _FALSE_ALARMS = 0.05
 _READ_AT = (0.001, 0.01, 0.05, 0.1)  # rates of false alarms at which a trade-off is read

@@ -11,10 +11,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fedpriv import __version__
-from fedpriv.disk import write_atomically, writing
 from fedpriv.errors import InvalidValueError
 from fedpriv.report.charts import Chart, embedded, library, texts
 from fedpriv.report.tables import Table
+from fedpriv.support.disk import write_atomically, writing
 
 _DOCTYPE = b"<!doctype html>"
 _TEMPLATES = files("fedpriv.report") / "templates"

@@ -11,7 +11,6 @@ import numpy as np
 
 from fedpriv.accounting.accountants import PrivacyLoss, accountant_named, format_epsilon
 from fedpriv.audit import AuditResult
-from fedpriv.disk import writing
 from fedpriv.errors import DataError
 from fedpriv.ledger.events import SamplingEvent, Unit, merge_equal
 from fedpriv.ledger.ledger import paid_events
@@ -28,9 +27,10 @@ from fedpriv.report.guarantee import (
 )
 from fedpriv.report.page import Card, Page, PageSection
 from fedpriv.report.records import Figures, RunRecord, versions
-from fedpriv.report.studies import measured
+from fedpriv.report.study_charts import measured
 from fedpriv.report.tables import format_epsilon_low, plural
 from fedpriv.studies.results import ACCURACY, LOSS
+from fedpriv.support.disk import writing
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
     EVALUATION_PREFIX,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from fedpriv.errors import DataError
 from fedpriv.ledger.events import SamplingPolicy, merge_equal
-from fedpriv.report import run_page, studies
+from fedpriv.report import run_page, study_charts
 from fedpriv.report.charts import Chart, texts
 from fedpriv.report.guarantee import (
     assumptions,
@@ -40,11 +40,11 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
     if not arms:
         raise DataError(f"no run of the study in {read.folder} is finished; run it first")
     targets = [target for target in read.study.targets if _at(arms, target)]
-    compared = studies.differences_chart(read.study, read.arms)
+    compared = study_charts.differences_chart(read.study, read.arms)
     text = (read.folder / STUDY).read_text(encoding="utf-8")
     by_round = [_by_round_chart(_at(arms, t), t, f"accuracy-{n}") for n, t in enumerate(targets)]
     if len(targets) > 1:
-        front = studies.front_chart(read.study, read.arms)
+        front = study_charts.front_chart(read.study, read.arms)
     else:
         front = _spent_chart(read.study, arms, targets[0])
     sections = [
@@ -52,7 +52,7 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
         PageSection("differences", "Against the baseline", charts=[compared] if compared else []),
         PageSection("accuracy", "How good the models are", charts=by_round),
         PageSection(
-            "varied", "What was varied", charts=studies.varied_charts(read.study, read.arms)
+            "varied", "What was varied", charts=study_charts.varied_charts(read.study, read.arms)
         ),
         *_privacy(arms),
         _clipping(read, arms, targets),
@@ -105,7 +105,7 @@ def _summary(
     return PageSection(
         "summary",
         "Summary",
-        [*said, studies.CAVEAT],
+        [*said, study_charts.CAVEAT],
         answers=len(said),
         first=[front],
         warnings=list(dict.fromkeys([*missing, *itertools.chain.from_iterable(breaches)])),
@@ -119,8 +119,8 @@ def _summary(
             table
             for target in targets
             for table in (
-                studies.results_table(read, target),
-                *studies.figures_tables(read, target),
+                study_charts.results_table(read, target),
+                *study_charts.figures_tables(read, target),
             )
         ],
     )
@@ -128,8 +128,8 @@ def _summary(
 
 def _by_round_chart(arms: Sequence[_Arm], target: Target, name: str) -> Chart:
     measure = measure_of([arm.summary for arm in arms])
-    series = [studies.line_of(arm.summary.arm, *_over_seeds(arm, measure)) for arm in arms]
-    return studies.measure_chart("study-rounds", measure, series, name, epsilon=target.epsilon)
+    series = [study_charts.line_of(arm.summary.arm, *_over_seeds(arm, measure)) for arm in arms]
+    return study_charts.measure_chart("study-rounds", measure, series, name, epsilon=target.epsilon)
 
 
 def _spent_chart(study: Study, arms: Sequence[_Arm], target: Target) -> Chart:
@@ -138,8 +138,10 @@ def _spent_chart(study: Study, arms: Sequence[_Arm], target: Target) -> Chart:
     for arm in arms:
         rounds, found = _over_seeds(arm, measure)
         spent = {each.round: each.epsilon for each in arm.records[0].rounds}
-        series.append(studies.line_of(arm.summary.arm, [spent[each] for each in rounds], found))
-    return studies.measure_chart(
+        series.append(
+            study_charts.line_of(arm.summary.arm, [spent[each] for each in rounds], found)
+        )
+    return study_charts.measure_chart(
         "study-spent", measure, series, "front", unit=study.unit, delta=target.delta
     )
 
@@ -148,7 +150,7 @@ def _over_seeds(arm: _Arm, measure: Measure) -> tuple[list[int], list[Interval]]
     """Rounds that were measured under every seed, and what was found."""
     values: dict[int, list[float]] = {}
     for record in arm.records:
-        for each, value in zip(*studies.measured(measure, record.rounds), strict=True):
+        for each, value in zip(*study_charts.measured(measure, record.rounds), strict=True):
             values.setdefault(each.round, []).append(value)
     rounds = [number for number in sorted(values) if len(values[number]) == len(arm.records)]
     return rounds, [Interval.of(values[number]) for number in rounds]
@@ -187,7 +189,7 @@ def _clipping(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) 
     note = f"Charts show all seeds of each arm at ε = {last.epsilon:g}; tables are for each ε."
     for arm in _at(arms, last):
         charts += run_page.norms_charts(arm.records, arm.summary.arm)
-    tables = [studies.clipping_table(read, target) for target in targets]
+    tables = [study_charts.clipping_table(read, target) for target in targets]
     return PageSection("norms", "Clipping", [note], tables=tables, charts=charts)
 
 

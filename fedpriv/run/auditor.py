@@ -30,14 +30,14 @@ from fedpriv.audit import (
 )
 from fedpriv.audit.canaries import Positions
 from fedpriv.audit.canary_transport import CanaryTransport
-from fedpriv.build import Experiment
-from fedpriv.disk import with_room, write_atomically
 from fedpriv.errors import DataError
+from fedpriv.experiment.build import Experiment
 from fedpriv.ledger.events import RoundEvent, SamplingPolicy
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT, GaussianMechanism
 from fedpriv.privacy.layout import FloatVector
 from fedpriv.privacy.round import Release, Transport
 from fedpriv.run.folder import RunFolder
+from fedpriv.support.disk import with_room, write_atomically
 
 _FORMAT = "fedpriv audit 1"
 _log = logging.getLogger(__name__)

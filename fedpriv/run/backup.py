@@ -5,10 +5,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedpriv.disk import writing
 from fedpriv.errors import LedgerError
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import SERIES_KEYS, Head, ParticipationRecord, beside
+from fedpriv.support.disk import writing
 
 
 @dataclass(frozen=True)

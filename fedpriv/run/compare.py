@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from rich.console import Console
 
-from fedpriv.build import (
+from fedpriv.data.population import Population, load_population
+from fedpriv.engine.forks import computing_with
+from fedpriv.engine.task import Task
+from fedpriv.engine.transport import Engine, InProcessTransport
+from fedpriv.errors import FedprivError, InvalidValueError, WorkerError, known_names
+from fedpriv.evaluation.personalisation import Personalisation
+from fedpriv.experiment.build import (
     Experiment,
     Method,
     check_measured,
@@ -28,24 +34,11 @@ from fedpriv.build import (
     settings_of,
     settled,
 )
-from fedpriv.config import DataSection, method_left_out
-from fedpriv.data.population import Population, load_population
-from fedpriv.disk import write_atomically, writing
-from fedpriv.engine.forks import computing_with
-from fedpriv.engine.task import Task
-from fedpriv.engine.transport import Engine, InProcessTransport
-from fedpriv.errors import (
-    FedprivError,
-    InvalidValueError,
-    WorkerError,
-    check_types,
-    known_names,
-    plain_numbers,
-)
-from fedpriv.evaluation.personalisation import Personalisation
-from fedpriv.mechanism import Mechanism
+from fedpriv.experiment.config import DataSection, method_left_out
+from fedpriv.experiment.mechanism import Mechanism
+from fedpriv.experiment.trackers import Tracker, named
 from fedpriv.privacy.round import LocalTraining
-from fedpriv.report.studies import print_study, results_json
+from fedpriv.report.study_charts import print_study, results_json
 from fedpriv.run.folder import RunFolder, data_frame, held, write_charts, write_report
 from fedpriv.run.run import Run, RunSetup, run_rounds
 from fedpriv.run.simulate import ObservedTransport
@@ -62,7 +55,8 @@ from fedpriv.studies.results import (
     verdict,
 )
 from fedpriv.studies.study import load_study, study_of_settings, study_toml
-from fedpriv.trackers import Tracker, named
+from fedpriv.support.checks import check_types, plain_numbers
+from fedpriv.support.disk import write_atomically, writing
 from fedpriv.training.optimizers import ServerOptimizer
 
 if TYPE_CHECKING:

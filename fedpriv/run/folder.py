@@ -16,14 +16,14 @@ from pydantic_core import to_json
 
 from fedpriv.accounting.pricing import LedgerContent
 from fedpriv.audit import AuditResult
-from fedpriv.config import load_config
-from fedpriv.disk import naming, sync, write_atomically, writing
 from fedpriv.errors import DataError, InvalidValueError, LedgerError
+from fedpriv.experiment.config import load_config
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord, beside
 from fedpriv.report.records import RunRecord, SimulationOnlyRound, SiteTable, Verification
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
+from fedpriv.support.disk import naming, sync, write_atomically, writing
 from fedpriv.training.rounds import RoundResult
 
 if TYPE_CHECKING:
@@ -296,10 +296,10 @@ def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -
 
 def write_charts(folder: Path, out: Path) -> list[Path]:
     """Draw a run or a study as PNG and SVG into another folder, and return the files."""
-    from fedpriv.report import run_page, studies  # noqa: PLC0415
+    from fedpriv.report import run_page, study_charts  # noqa: PLC0415
 
     if (folder / STUDY).exists():
-        return studies.write_study_charts(read_study(folder), out)
+        return study_charts.write_study_charts(read_study(folder), out)
     return run_page.write_run_charts(_run_in(folder), out)
 
 

@@ -20,11 +20,8 @@ from torch import nn
 
 from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.audit import AuditResult
-from fedpriv.build import Experiment, build, check_budget
-from fedpriv.config import Config, FederationSection, for_folder, load_config
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import HELD_OUT_USER, check_not_enrolled, load_population
-from fedpriv.disk import with_room, write_atomically
 from fedpriv.engine.task import HeldOut, Task
 from fedpriv.errors import (
     BudgetExceededError,
@@ -34,18 +31,21 @@ from fedpriv.errors import (
     RefutedError,
 )
 from fedpriv.evaluation.held_out import Evaluation, evaluate
+from fedpriv.experiment.build import Experiment, build, check_budget
+from fedpriv.experiment.config import Config, FederationSection, for_folder, load_config
+from fedpriv.experiment.trackers import Followers, StartedRun
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger, paid_events
 from fedpriv.ledger.participation import beside, digest_of_users
-from fedpriv.local import ALGORITHMS
-from fedpriv.logs import one_line
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.report.records import versions
 from fedpriv.report.tables import plural
 from fedpriv.run.auditor import Auditor
 from fedpriv.run.folder import RunFolder, data_frame, read_run, write_charts, write_report
-from fedpriv.trackers import Followers, StartedRun
+from fedpriv.support.disk import with_room, write_atomically
+from fedpriv.support.logs import one_line
+from fedpriv.training.local import ALGORITHMS
 from fedpriv.training.rounds import (
     Checkpoint,
     OnRelease,

@@ -13,7 +13,14 @@ from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.accounting.factorisation import relative_errors
 from fedpriv.audit import Audit
-from fedpriv.build import (
+from fedpriv.data.population import Population
+from fedpriv.engine.measuring import SimulationOnlyDiagnostics
+from fedpriv.engine.task import Task
+from fedpriv.engine.transport import Engine, InProcessTransport
+from fedpriv.errors import InvalidValueError
+from fedpriv.evaluation.federated import FederatedEvaluation
+from fedpriv.evaluation.personalisation import Personalisation
+from fedpriv.experiment.build import (
     Experiment,
     Method,
     on_population,
@@ -22,17 +29,10 @@ from fedpriv.build import (
     settings_of,
     settled,
 )
-from fedpriv.config import load_config, method_left_out
-from fedpriv.data.population import Population
-from fedpriv.disk import with_room
-from fedpriv.engine.measuring import SimulationOnlyDiagnostics
-from fedpriv.engine.task import Task
-from fedpriv.engine.transport import Engine, InProcessTransport
-from fedpriv.errors import InvalidValueError, check_types
-from fedpriv.evaluation.federated import FederatedEvaluation
-from fedpriv.evaluation.personalisation import Personalisation
+from fedpriv.experiment.config import load_config, method_left_out
+from fedpriv.experiment.mechanism import Mechanism
+from fedpriv.experiment.trackers import Tracker, named
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPolicy
-from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
 from fedpriv.privacy.layout import Layout, layers
@@ -40,7 +40,8 @@ from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Trans
 from fedpriv.report.tables import Column, Table, cohort_text, print_table
 from fedpriv.run.run import Run, RunSetup, spent_in
 from fedpriv.run.terminal import carry_out, telling_where
-from fedpriv.trackers import Tracker, named
+from fedpriv.support.checks import check_types
+from fedpriv.support.disk import with_room
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.rounds import OnRound, TrainingPlan
 

@@ -28,8 +28,8 @@ from rich.text import Text
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
-from fedpriv.build import Experiment
 from fedpriv.engine.task import running_norms
+from fedpriv.experiment.build import Experiment
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import ChargedRow, Ledger, paid_events
 from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table

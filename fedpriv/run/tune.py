@@ -2,7 +2,7 @@
 
 On public users Optuna searches, and learns from trial to trial. On the enrolled users the search is
 one event of their ledger (`Selection`): a random, secret number of trials, whose settings are drawn
-independently, and of which only the best leaves this module. See `fedpriv.selection`.
+independently, and of which only the best leaves this module. See `fedpriv.accounting.selection`.
 """
 
 import itertools
@@ -30,7 +30,13 @@ from rich.console import Console
 from fedpriv.accounting.accountants import accountant_named, format_epsilon
 from fedpriv.accounting.calibration import smallest_noise
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.build import (
+from fedpriv.accounting.selection import TRIAL_BITS, number_of_trials
+from fedpriv.data.population import Population, load_population
+from fedpriv.engine.task import Task
+from fedpriv.engine.transport import Engine, InProcessTransport
+from fedpriv.errors import InvalidValueError, RunError, known_names
+from fedpriv.evaluation.held_out import evaluate
+from fedpriv.experiment.build import (
     Experiment,
     Method,
     check_measured,
@@ -38,7 +44,7 @@ from fedpriv.build import (
     records_of,
     settings_of,
 )
-from fedpriv.config import (
+from fedpriv.experiment.config import (
     Config,
     DataSection,
     Options,
@@ -54,18 +60,7 @@ from fedpriv.config import (
     tables_of,
     with_defaults,
 )
-from fedpriv.data.population import Population, load_population
-from fedpriv.disk import with_room, write_atomically, writing
-from fedpriv.engine.task import Task
-from fedpriv.engine.transport import Engine, InProcessTransport
-from fedpriv.errors import (
-    InvalidValueError,
-    RunError,
-    check_types,
-    known_names,
-    plain_numbers,
-)
-from fedpriv.evaluation.held_out import evaluate
+from fedpriv.experiment.mechanism import Mechanism
 from fedpriv.ledger.events import (
     PrivacyBudget,
     Randomness,
@@ -77,16 +72,16 @@ from fedpriv.ledger.events import (
 )
 from fedpriv.ledger.ledger import ProposedCharge
 from fedpriv.ledger.participation import beside
-from fedpriv.logs import silenced
 from fedpriv.measures.figures import ALWAYS, BETTER
-from fedpriv.mechanism import Mechanism
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import LocalTraining, PrivacyRecords
 from fedpriv.privacy.sampling import FixedSizeSampling, PoissonSampling
 from fedpriv.report.tables import Column, Table, print_table
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import RunSetup
-from fedpriv.selection import TRIAL_BITS, number_of_trials
+from fedpriv.support.checks import check_types, plain_numbers
+from fedpriv.support.disk import with_room, write_atomically, writing
+from fedpriv.support.logs import silenced
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.rounds import (
     RoundResult,

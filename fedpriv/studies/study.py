@@ -16,7 +16,9 @@ from typing import Annotated, Any, Self
 import tomli_w
 from pydantic import BeforeValidator, Field, model_validator
 
-from fedpriv.config import (
+from fedpriv.errors import InvalidValueError, known_names
+from fedpriv.experiment.bundled import experiment_file
+from fedpriv.experiment.config import (
     Config,
     Positive,
     Section,
@@ -30,8 +32,6 @@ from fedpriv.config import (
     read_toml,
     with_paths,
 )
-from fedpriv.errors import InvalidValueError, known_names
-from fedpriv.experiments import experiment_file
 
 RUNS = "runs"
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"

@@ -20,7 +20,8 @@ from typing import Any, Self, cast
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.errors import InvalidValueError, hold_plain_numbers, is_whole
+from fedpriv.errors import InvalidValueError
+from fedpriv.support.checks import hold_plain_numbers, is_whole
 
 Array = npt.NDArray[np.float64]
 Parameters = Mapping[str, npt.NDArray[np.float32]]

@@ -20,14 +20,12 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from fedpriv.disk import write_atomically
 from fedpriv.errors import (
     BudgetExceededError,
     CheckpointError,
     DeclinedError,
     InvalidValueError,
     StoppedError,
-    is_whole,
 )
 from fedpriv.ledger import ChargedRow, Head, Ledger
 from fedpriv.ledger.events import (
@@ -63,6 +61,8 @@ from fedpriv.privacy.round import (
     private_round,
 )
 from fedpriv.privacy.sampling import Sampling
+from fedpriv.support.checks import is_whole
+from fedpriv.support.disk import write_atomically
 from fedpriv.training.optimizers import (
     FedAvg,
     OptimizerState,

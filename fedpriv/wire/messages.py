@@ -17,14 +17,15 @@ from typing import Annotated, Any
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.errors import InvalidValueError, WireError, known_names, require
+from fedpriv.errors import InvalidValueError, WireError, known_names
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import event_from, event_text
-from fedpriv.local import ALGORITHMS, COMMON
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
 from fedpriv.privacy.gaussian_mechanism import CONTROL_PREFIX, Metric
 from fedpriv.privacy.layout import Layout, Tensors, VectorGroup
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
+from fedpriv.support.checks import require
+from fedpriv.training.local import ALGORITHMS, COMMON
 from fedpriv.wire import codec, tensors
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import (
@@ -86,7 +87,7 @@ def digest_of(user_ids: Iterable[str]) -> bytes:
 
 @dataclass(frozen=True)
 class TaskDescription(Checked):
-    """Model and loss by name, and the fields that they read, for `fedpriv.build.build_task`."""
+    """Model and loss by name, and the fields that they read, for `build_task`."""
 
     model: str  # a name, or the import path of a function that makes one
     options: Mapping[str, object]  # arguments of that function, as JSON has them

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedpriv.build import population_of
-from fedpriv.config import load_config
 from fedpriv.errors import FedprivError
-from fedpriv.experiments import experiment_file
+from fedpriv.experiment.build import population_of
+from fedpriv.experiment.bundled import experiment_file
+from fedpriv.experiment.config import load_config
 from fedpriv.report.tables import json_text
 from simulations.attack.populations import POPULATIONS
 from simulations.attack.report import Report

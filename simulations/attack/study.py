@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedpriv.build import population_of
-from fedpriv.config import load_config
-from fedpriv.experiments import experiment_file
+from fedpriv.experiment.build import population_of
+from fedpriv.experiment.bundled import experiment_file
+from fedpriv.experiment.config import load_config
 from fedpriv.report.tables import Column, Table
 from simulations import broken_engines
 from simulations.attack import POPULATIONS, AttackedPlan

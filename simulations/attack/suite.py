@@ -18,19 +18,19 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
-from fedpriv.build import Experiment, build, records_of
-from fedpriv.config import CallbacksSection, Config, OutputSection
 from fedpriv.data.places import in_places
 from fedpriv.data.population import ROW_OWNERS, Population, UserStore, check_count
 from fedpriv.engine.forks import computing_with
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of
 from fedpriv.errors import DataError, InvalidValueError
+from fedpriv.experiment.build import Experiment, build, records_of
+from fedpriv.experiment.config import CallbacksSection, Config, OutputSection
 from fedpriv.ledger.events import NeighbouringRelation, PrivacyBudget, Unit
 from fedpriv.ledger.ledger import paid_events
-from fedpriv.logs import silenced
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy
 from fedpriv.privacy.round import PrivacyRecords, Transport
 from fedpriv.privacy.sampling import ExampleSampling
+from fedpriv.support.logs import silenced
 from fedpriv.training.optimizers import FedAvg
 from fedpriv.training.rounds import ServerState, TrainingPlan, train
 from simulations.attack.certification import Certificate, Numbers, best_test, certify

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 import fedpriv
-from fedpriv.models import build_model
+from fedpriv.experiment.models import build_model
 from simulations.benchmarks.machine import made_by
 
 INPUTS, HIDDEN, CLASSES = 100, 9000, 10

@@ -13,10 +13,10 @@ from fedpriv.engine import InProcessTransport, Task
 from fedpriv.engine.roads import Path
 from fedpriv.engine.task import cross_entropy
 from fedpriv.engine.transport import chunk_memory_of
-from fedpriv.local import SGD
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import RoundRequest
+from fedpriv.training.local import SGD
 from simulations.benchmarks.works import Work, clipped, flattened, sgd, trained
 
 

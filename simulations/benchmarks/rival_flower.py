@@ -15,7 +15,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 from flwr.simulation import run_simulation
 from numpy.typing import NDArray
 
-from fedpriv.local import SGD
+from fedpriv.training.local import SGD
 from simulations.benchmarks.contestants import Train, Turn
 from simulations.benchmarks.works import WORKS, Work, flattened, sgd
 

@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedpriv.data.synthetic import synthetic_population
 from fedpriv.engine.adapters import with_adapters
-from fedpriv.local import SGD
-from fedpriv.models import CharacterTransformer, cnn, mlp, softmax_regression
+from fedpriv.experiment.models import CharacterTransformer, cnn, mlp, softmax_regression
+from fedpriv.training.local import SGD
 from simulations.benchmarks.models import (
     VARIANTS,
     WORDS,

@@ -27,13 +27,13 @@ import fedpriv
 from fedpriv.accounting import ACCOUNTANTS
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.analytics import PrincipalComponents, SecondMoments, Survey, ask
-from fedpriv.build import records_of
-from fedpriv.config import load_config
 from fedpriv.data.population import Fields
+from fedpriv.experiment.build import records_of
+from fedpriv.experiment.config import load_config
+from fedpriv.experiment.models import mlp
 from fedpriv.ledger import PrivacyBudget
 from fedpriv.ledger.events import RoundEvent, Unit
 from fedpriv.ledger.participation import beside
-from fedpriv.models import mlp
 from fedpriv.privacy import PoissonSampling, PrivacyRecords, SeededEntropy
 from fedpriv.report.tables import Column, Table
 from fedpriv.run.folder import RunFolder

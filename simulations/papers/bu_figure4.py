@@ -27,7 +27,7 @@ import fedpriv
 from fedpriv.accounting.accountants import poisson_pairs, tightest_epsilon
 from fedpriv.accounting.calibration import plan_within
 from fedpriv.accounting.rdp import DEFAULT_ORDERS, composed_rdp
-from fedpriv.models import cnn
+from fedpriv.experiment.models import cnn
 from fedpriv.report.charts import Axis, Chart, Series, save
 from fedpriv.report.tables import Column, Table
 from simulations.datasets.mnist import load_mnist_writers

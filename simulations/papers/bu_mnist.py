@@ -32,7 +32,7 @@ from torch.nn import functional
 import fedpriv
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.models import cnn
+from fedpriv.experiment.models import cnn
 from fedpriv.report.tables import Column, Table
 from fedpriv.training.optimizers import ServerOptimizer
 from simulations.datasets.mnist import load_mnist_writers

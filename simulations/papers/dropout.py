@@ -44,7 +44,7 @@ from fedpriv.accounting.accountants import poisson_pairs, tightest_epsilon
 from fedpriv.accounting.calibration import plan_within
 from fedpriv.accounting.policies import poisson_replace_gaussian
 from fedpriv.data import load_digits
-from fedpriv.models import mlp
+from fedpriv.experiment.models import mlp
 from fedpriv.report.tables import Column, Table
 from fedpriv.training.optimizers import (
     Average,

@@ -17,14 +17,14 @@ from scipy.stats import poisson
 from fedpriv.accounting.accountants import ACCOUNTANTS, RDPAccountant
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.accounting.rdp import DEFAULT_ORDERS, composed_rdp
-from fedpriv.errors import InvalidValueError, UnsupportedEventError
-from fedpriv.ledger.events import RoundEvent, Selection, Trial
-from fedpriv.selection import (
+from fedpriv.accounting.selection import (
     TRIAL_BITS,
     gamma_of,
     number_of_trials,
     selected_rdp,
 )
+from fedpriv.errors import InvalidValueError, UnsupportedEventError
+from fedpriv.ledger.events import RoundEvent, Selection, Trial
 
 RDP = ACCOUNTANTS["rdp"]
 SHAPES = (None, 1e-9, 0.5, 1.0, 3.0)

@@ -18,7 +18,6 @@ from fedpriv.clients.consent import Consent, misfit, reach_of
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Unit
 from fedpriv.ledger.events import NeighbouringRelation
-from fedpriv.local import SGD, Scaffold
 from fedpriv.privacy.clipping import UNCLIPPED, Clipping, Indicator
 from fedpriv.privacy.correlated_noise import BandedStrategy, BufferedStrategy
 from fedpriv.privacy.draws import RoundAttempt
@@ -36,6 +35,7 @@ from fedpriv.privacy.sampling import (
     RandomAllocationSampling,
     SeparatedSampling,
 )
+from fedpriv.training.local import SGD, Scaffold
 from fedpriv.training.rounds import initial_state, round_request
 from fedpriv.wire import (
     Price,

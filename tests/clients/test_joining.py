@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from fedpriv.build import build_task
 from fedpriv.clients import membership
 from fedpriv.clients.connection import Backoff
 from fedpriv.clients.membership import NodeSettings, take_part
@@ -22,6 +21,7 @@ from fedpriv.clients.users import load_users
 from fedpriv.clients.worker import HostSettings
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError
+from fedpriv.experiment.build import build_task
 from fedpriv.privacy.round import add_up
 from fedpriv.wire import decode_answer, digest_of, layout_of_sums
 from tests.clients.tiny_server import (

@@ -18,7 +18,7 @@ import pytest
 from fedpriv.accounting.accountants import PrivacyLoss
 from fedpriv.accounting.accountants import epsilon as priced
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.clients import audit, membership
+from fedpriv.clients import ledger_check, membership
 from fedpriv.clients.connection import Backoff, FederationStub
 from fedpriv.clients.membership import NodeSettings, take_part
 from fedpriv.clients.worker import HostSettings, Loaded
@@ -833,8 +833,8 @@ def test_a_ledger_that_takes_long_to_price_is_not_agreed_to_and_holds_up_nothing
     play: Callable[[Act], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pricing, late = Pricing(), []
-    monkeypatch.setattr(audit, "priced", pricing)
-    monkeypatch.setattr(audit, "_LONGEST_CHECK_SECONDS", 0.2)
+    monkeypatch.setattr(ledger_check, "priced", pricing)
+    monkeypatch.setattr(ledger_check, "_LONGEST_CHECK_SECONDS", 0.2)
 
     async def act(scene: Scene) -> None:
         tiny = scene.tiny
@@ -848,7 +848,7 @@ def test_a_ledger_that_takes_long_to_price_is_not_agreed_to_and_holds_up_nothing
                 header, _ = await tiny.answers.get()
                 assert header.decline.reason == "the node cannot check or record the offer"
                 assert pricing.begun == 1
-                monkeypatch.setattr(audit, "_LONGEST_CHECK_SECONDS", PATIENCE)
+                monkeypatch.setattr(ledger_check, "_LONGEST_CHECK_SECONDS", PATIENCE)
                 await tiny.propose(id=RoundId("run", 0, 3), price=HONEST)
                 await happens(lambda: tiny.calls["FetchLedger"] >= 4)
                 assert tiny.votes.empty()
@@ -878,7 +878,7 @@ def test_a_ledger_that_cannot_be_priced_is_not_believed(
         tiny = scene.tiny
         with Ledger.open_or_create(scene.folder / "ledger.sqlite", "people") as tiny.ledger:
             async with serving(tiny) as port, scene.joined(port, verify_ledger=True) as node:
-                monkeypatch.setattr(audit, "priced", fails)
+                monkeypatch.setattr(ledger_check, "priced", fails)
                 await tiny.propose(price=HONEST)
                 assert (await tiny.votes.get()).objection == "the ledger cannot be believed"
                 await tiny.offer(price=HONEST)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from fedpriv.build import build_task
 from fedpriv.clients.training import Host, NodeTrainer
 from fedpriv.clients.worker import HostSettings
 from fedpriv.data.population import UserStore
@@ -15,6 +14,7 @@ from fedpriv.engine import transport
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError, ModelError
+from fedpriv.experiment.build import build_task
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.round import LocalTraining, RoundRequest, add_up
 from fedpriv.wire import (

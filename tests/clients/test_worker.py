@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 import torch
 
-from fedpriv.build import build_task
 from fedpriv.clients.worker import HostSettings, Loaded, Worker, receive, send, share_of
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError, ModelError
+from fedpriv.experiment.build import build_task
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, flat

@@ -7,7 +7,7 @@ from safetensors.numpy import load_file
 
 from tests.commandline import fedpriv
 
-DIGITS = Path(__file__).parents[2] / "fedpriv/experiments/digits.toml"
+DIGITS = Path(__file__).parents[2] / "fedpriv/experiment/bundled/digits.toml"
 NOISELESS = (
     "rounds=3",
     "seed=7",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from fedpriv.experiments import NAMES
+from fedpriv.experiment.bundled import NAMES
 
 ROOT = Path(__file__).parents[2]
 BUILD = """
@@ -83,7 +83,7 @@ def test_the_wheel_holds_one_name(built: Path) -> None:
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"fedpriv"}
     assert modules(names) == expected()
-    assert {f"fedpriv/experiments/{name}.toml" for name in NAMES} <= names
+    assert {f"fedpriv/experiment/bundled/{name}.toml" for name in NAMES} <= names
     templates = {path.name for path in (ROOT / "fedpriv/report/templates").iterdir()}
     assert {Path(name).name for name in names if "/templates/" in name} == templates
 
@@ -95,7 +95,7 @@ def test_the_source_archive_holds_files_in_place_of_links(built: Path) -> None:
     assert all(member.isfile() for member in members)
     names = {member.name.partition("/")[2] for member in members}
     assert modules(names) == expected()
-    assert {f"fedpriv/experiments/{name}.toml" for name in NAMES} <= names
+    assert {f"fedpriv/experiment/bundled/{name}.toml" for name in NAMES} <= names
     assert {"CHANGELOG.md", "CITATION.cff", "LICENSE", "constraints.txt"} <= names
     tops = {name.partition("/")[0] for name in names if "/" in name}
     assert tops == {"fedpriv", "fedpriv.egg-info"}

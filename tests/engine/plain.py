@@ -9,9 +9,9 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine.arithmetic import generators_apart, seed_generators
 from fedpriv.engine.schedule import batches_of
 from fedpriv.engine.task import Task, outputs_of
-from fedpriv.local import AdamW
 from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.privacy.round import LocalTraining
+from fedpriv.training.local import AdamW
 
 CPU = torch.device("cpu")
 

@@ -16,9 +16,9 @@ from fedpriv.engine.schedule import batches_of
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, ModelError
-from fedpriv.local import SGD, AdamW, FedRecon, Scaffold
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import LocalStep, LocalTraining, RoundRequest
+from fedpriv.training.local import SGD, AdamW, FedRecon, Scaffold
 from fedpriv.training.optimizers import PolynomialDecay
 from fedpriv.training.rounds import initial_state
 from tests.engine.everyone import total_of, users_of

@@ -15,7 +15,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine import alone as module
 from fedpriv.engine.task import Task
 from fedpriv.engine.trainer import Chunk, Trainer
-from fedpriv.local import SGD, AdamW
+from fedpriv.training.local import SGD, AdamW
 from tests.engine import plain
 from tests.engine.everyone import request_under, whole
 

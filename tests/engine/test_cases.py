@@ -19,8 +19,8 @@ from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.trainer import _in_lanes, sizes_of
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import ModelError
-from fedpriv.local import GRADIENT
 from fedpriv.privacy.round import LocalTraining
+from fedpriv.training.local import GRADIENT
 from tests.engine.everyone import request_under, total_of, users_of
 from tests.isolation import Packed, contrastive
 
@@ -118,7 +118,7 @@ import fedpriv.run.simulate
 from torch import nn
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.local import SGD
+from fedpriv.training.local import SGD
 from tests.engine.everyone import request_under, total_of, users_of
 
 class Net(nn.Module):

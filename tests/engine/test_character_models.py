@@ -9,7 +9,7 @@ from torch.nn import functional
 from fedpriv.engine.checks import check_task
 from fedpriv.engine.side_by_side import SideBySideModel
 from fedpriv.engine.task import Task, cross_entropy
-from fedpriv.models import CharacterMLP, build_model
+from fedpriv.experiment.models import CharacterMLP, build_model
 
 SIZES = {"alphabet": 7, "width": 4}
 SMALL = {

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from fedpriv.engine.checks import check_task
 from fedpriv.engine.task import Task, called, cross_entropy
 from fedpriv.errors import ModelError
-from fedpriv.models import MODELS, build_model
+from fedpriv.experiment.models import MODELS, build_model
 
 ROWS = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
 BLANK = np.zeros((1, 6), np.float32)

@@ -13,7 +13,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine.roads import Path
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.local import SGD
+from fedpriv.training.local import SGD
 from tests.engine.everyone import alone, request_under, total_of
 
 CPU, WORDS, PEOPLE, ROWS = torch.device("cpu"), 20, 12, 4

@@ -21,11 +21,11 @@ from fedpriv.engine.task import Task, called, cross_entropy
 from fedpriv.engine.trainer import AnyExamples, Chunk, Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import ModelError
-from fedpriv.local import SGD
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import Updates
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, RoundRequest
+from fedpriv.training.local import SGD
 from tests.engine.everyone import alone, request_under, torch_threads, total_of, users_of
 from tests.isolation import (
     ALONE,

@@ -192,6 +192,6 @@ def test_checking_leaves_model_and_generator_alone() -> None:
 def test_own_metrics_are_imported_by_name_and_nothing_else_is() -> None:
     names = ["loss", "update-norms:update", "fedpriv.engine.task:squared_error"]
     assert own_metrics(names) == {"fedpriv.engine.task:squared_error": squared_error}
-    for name in ("nowhere:metric", "fedpriv.models:none"):
+    for name in ("nowhere:metric", "fedpriv.experiment.models:none"):
         with pytest.raises(ModelError, match=f"metric '{name}' cannot be imported"):
             own_metrics([name])

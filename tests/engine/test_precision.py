@@ -23,14 +23,14 @@ from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.trainer import Chunk, Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, ModelError
-from fedpriv.local import SGD
+from fedpriv.experiment.models import build_model
 from fedpriv.measures.metrics import metric
-from fedpriv.models import build_model
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import Updates
 from fedpriv.privacy.gaussian_mechanism import Averaging
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import RoundRequest
+from fedpriv.training.local import SGD
 from tests.engine.everyone import alone, make_task, request_to_all, total_of, whole
 
 CPU = torch.device("cpu")

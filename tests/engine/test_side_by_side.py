@@ -21,13 +21,13 @@ from fedpriv.engine.side_by_side import SideBySideModel
 from fedpriv.engine.task import Loss, Task, cross_entropy
 from fedpriv.engine.trainer import Trainer
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.local import SGD
 from fedpriv.measures.metrics import metric
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import Updates
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.round import LocalTraining, RoundRequest
+from fedpriv.training.local import SGD
 from tests.engine import plain
 from tests.engine.everyone import alone, request_under, total_of, users_of
 

@@ -15,7 +15,7 @@ from fedpriv.engine.checks import check_task
 from fedpriv.engine.task import LOSSES, Task, cross_entropy, find_loss, squared_error
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.evaluation.held_out import evaluate
-from fedpriv.models import MODELS, build_model
+from fedpriv.experiment.models import MODELS, build_model
 
 EXAMPLES = {
     "x": np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32),
@@ -319,7 +319,7 @@ def test_losses_by_name() -> None:
     assert find_loss("fedpriv.engine.task:cross_entropy") is LOSSES["cross-entropy"]
     for name, message in [
         ("cross-entropi", "did you mean 'cross-entropy'"),
-        ("fedpriv.models:none", "cannot be imported"),
+        ("fedpriv.experiment.models:none", "cannot be imported"),
         ("nowhere:loss", "cannot be imported"),
     ]:
         with pytest.raises(ModelError, match=message):
@@ -368,11 +368,11 @@ def test_threads_take_turns_at_the_generator(draw: Callable[[], object]) -> None
 
 
 def test_models_by_import_path_and_bad_names() -> None:
-    assert isinstance(build_model("fedpriv.models:mlp", {"hidden": 3}, 0), nn.Module)
+    assert isinstance(build_model("fedpriv.experiment.models:mlp", {"hidden": 3}, 0), nn.Module)
     for name, options, message in [
         ("mpl", {}, "did you mean 'mlp'"),
         ("mlp", {"hiden": 3}, "did you mean 'hidden'"),
-        ("fedpriv.models:nothing", {}, "cannot be imported"),
+        ("fedpriv.experiment.models:nothing", {}, "cannot be imported"),
         ("fedpriv.errors:known_names", {"name": "a"}, "needs the option 'known'"),
         ("fedpriv.errors:known_names", {"name": "a", "known": []}, "returned a str"),
     ]:

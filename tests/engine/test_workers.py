@@ -26,7 +26,7 @@ from fedpriv.engine.roads import Path as Road
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.trainer import Chunk, ChunkSum, SimulationOnlyDropped, Trainer
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.models import mlp
+from fedpriv.experiment.models import mlp
 from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, merged

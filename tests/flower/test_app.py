@@ -13,15 +13,15 @@ from flwr.cli.build import build_fab_from_disk
 from flwr.supercore import object_ref
 from safetensors.numpy import load_file
 
-from fedpriv.config import checked
 from fedpriv.errors import DataError, InvalidValueError
+from fedpriv.experiment.config import checked
 from fedpriv.flower.grid import RunConfig
 from fedpriv.flower.grid import app as server_app
 from tests.commandline import fedpriv
 from tests.flower.local_grid import LocalGrid, app
 
 ROOT = Path(__file__).parents[2]
-DIGITS = ROOT / "fedpriv/experiments/digits.toml"
+DIGITS = ROOT / "fedpriv/experiment/bundled/digits.toml"
 SETTINGS = ("rounds=2", "seed=3", "privacy.noise_multiplier=0.0", "privacy.unsafe_no_privacy=true")
 
 
@@ -114,7 +114,7 @@ def test_a_run_config_that_is_not_legal_is_refused(
 
 def test_an_experiment_is_text_or_lies_in_the_bundle_or_comes_with_fedpriv(tmp_path: Path) -> None:
     of_file = RunConfig(
-        experiment="fedpriv/experiments/digits.toml", set="seed=1", out=str(tmp_path)
+        experiment="fedpriv/experiment/bundled/digits.toml", set="seed=1", out=str(tmp_path)
     )
     for given in (DIGITS.read_text(encoding="utf-8"), "digits"):
         same = of_file.model_copy(update={"experiment": given})

@@ -27,11 +27,7 @@ from transport_conformance import TransportConformance
 import fedpriv
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.errors import BudgetExceededError, InvalidValueError, LedgerError, WireError
-from fedpriv.flower import NodesTransport, PrivateStrategy, TrainedModel, clipping_mod, connected
-from fedpriv.flower import messages as flower_messages
-from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.participation import ParticipationRecord
-from fedpriv.mechanism import (
+from fedpriv.experiment.mechanism import (
     BandedNoise,
     FixedSize,
     Mechanism,
@@ -39,6 +35,10 @@ from fedpriv.mechanism import (
     RandomAllocation,
     Separated,
 )
+from fedpriv.flower import NodesTransport, PrivateStrategy, TrainedModel, clipping_mod, connected
+from fedpriv.flower import messages as flower_messages
+from fedpriv.ledger.ledger import Ledger
+from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS
 from fedpriv.privacy.layout import Layout, flat, squared_bound

@@ -17,11 +17,11 @@ import disk_calls
 import pytest
 
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.disk import lacks_room
 from fedpriv.errors import LedgerError
 from fedpriv.ledger.events import Randomness, RoundEvent, SumQueryEvent
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.support.disk import lacks_room
 
 
 def propose(round_number, queries=1):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.disk import lacks_room
 from fedpriv.errors import InvalidValueError, LedgerError
 from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import Ledger, ProposedCharge, is_export
+from fedpriv.support.disk import lacks_room
 
 
 def propose(run="a", round_number=0, attempt=0):

@@ -23,7 +23,7 @@ SHORT = (
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reported") / "run"
     settings = [part for one in SHORT for part in ("--set", one)]
-    printed("simulate", ROOT / "fedpriv/experiments/digits.toml", *settings, "--out", folder)
+    printed("simulate", ROOT / "fedpriv/experiment/bundled/digits.toml", *settings, "--out", folder)
     return folder
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from fedpriv.report.studies import print_study
+from fedpriv.report.study_charts import print_study
 from fedpriv.report.tables import Column, Table, fitted, print_table, shortened
 from fedpriv.studies import ReadStudy
 from fedpriv.studies.study import load_study

@@ -14,9 +14,9 @@ import fedpriv
 from fedpriv.audit import Canaries
 from fedpriv.data.population import load_population
 from fedpriv.errors import DataError, InvalidValueError, RefutedError
+from fedpriv.experiment.models import build_model
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import beside
-from fedpriv.models import build_model
 from fedpriv.privacy import gaussian_mechanism
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.run.auditor import Auditor

@@ -39,7 +39,7 @@ from fedpriv.training.optimizers import (
 )
 from tests.commandline import printed, refused
 
-FILE = Path(__file__).parents[2] / "fedpriv/experiments/digits.toml"
+FILE = Path(__file__).parents[2] / "fedpriv/experiment/bundled/digits.toml"
 # The first rows, on which a model is tried out, are of class 0.
 Y = np.repeat(np.arange(6), 4)
 X = np.eye(24, 8, dtype=np.float32)

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file
 
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.config import load_config
 from fedpriv.data.population import load_population
 from fedpriv.errors import FedprivError, InvalidValueError
+from fedpriv.experiment.config import load_config
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord, beside
 from fedpriv.run import compare

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import fedpriv
 from fedpriv.errors import DataError, InvalidValueError
-from fedpriv.mechanism import Flat
+from fedpriv.experiment.mechanism import Flat
 from fedpriv.privacy.round import LocalStep, LocalTraining
 from fedpriv.studies.results import RESULT
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import fedpriv
-from fedpriv.build import Method, on_population, settings_of
 from fedpriv.clients.training import NodeTrainer
 from fedpriv.engine.trainer import SimulationOnlyDropped
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
+from fedpriv.experiment.build import Method, on_population, settings_of
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.sampling import PoissonSampling
@@ -26,7 +26,7 @@ from fedpriv.run.run import Run
 from fedpriv.training.rounds import RoundResult, contributors_text, round_request
 from tests.commandline import printed, refused
 
-FILE = Path(__file__).parents[2] / "fedpriv/experiments/digits.toml"
+FILE = Path(__file__).parents[2] / "fedpriv/experiment/bundled/digits.toml"
 USERS, ROWS = 12, 4
 NAN, ILLEGAL = 3, 7  # positions of the users who are dropped
 SAID = "simulation only, not private: "

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import fedpriv
-from fedpriv.config import Config, parse_config, read_toml
 from fedpriv.data import load_digits
-from fedpriv.mechanism import ClippingPolicy
-from fedpriv.models import softmax_regression
+from fedpriv.experiment.config import Config, parse_config, read_toml
+from fedpriv.experiment.mechanism import ClippingPolicy
+from fedpriv.experiment.models import softmax_regression
 
 BUDGET = {"epsilon": 2.0, "delta": 1e-3}
 

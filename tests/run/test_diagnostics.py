@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from fedpriv.build import simulated
-from fedpriv.config import parse_config
+from fedpriv.experiment.build import simulated
+from fedpriv.experiment.config import parse_config
 from fedpriv.run.simulate import ObservedTransport
 from tests.opening import open_round
 from tests.studies.studying import BASE

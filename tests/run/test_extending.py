@@ -14,12 +14,12 @@ from torch import nn
 
 import fedpriv
 from fedpriv.accounting.fdp import trade_off
-from fedpriv.config import load_config
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
+from fedpriv.experiment.config import load_config
+from fedpriv.experiment.mechanism import Allocation, ClippingPolicy, CohortPolicy, Grouping
 from fedpriv.ledger.events import SamplingEvent, Unit
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.mechanism import Allocation, ClippingPolicy, CohortPolicy, Grouping
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, VectorGroup, flat
 from fedpriv.privacy.round import LocalStep, LocalTraining, RoundRequest, add_up

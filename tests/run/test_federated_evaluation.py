@@ -29,7 +29,7 @@ from fedpriv.run.run import Run, RunSetup
 from fedpriv.training.rounds import Stop
 from tests.commandline import printed, refused
 
-FILE = Path(__file__).parents[2] / "fedpriv/experiments/digits.toml"
+FILE = Path(__file__).parents[2] / "fedpriv/experiment/bundled/digits.toml"
 # Of users: ordinary, without rows, with NaN, an illegal label, and enormous numbers.
 SIZES = [4, 1, 0, 3, 2, 5, 6]
 NAN, ILLEGAL, HUGE = 3, 4, 5
@@ -314,8 +314,10 @@ def test_a_query_beyond_the_budget_is_not_asked(
 
 def test_users_do_not_train_on_what_is_kept() -> None:
     table = {"noise_multiplier": 8.0, "held_out": 0.4}
-    config = fedpriv.config.load_config(FILE, [f"federated_evaluation={{{_inline(table)}}}"])
-    experiment, transport = fedpriv.build.simulated(config, "run")
+    config = fedpriv.experiment.config.load_config(
+        FILE, [f"federated_evaluation={{{_inline(table)}}}"]
+    )
+    experiment, transport = fedpriv.experiment.build.simulated(config, "run")
     evaluation = experiment.evaluation
     assert isinstance(evaluation, UserEvaluation)
     everything = fedpriv.data.load_digits(users=287).users
@@ -452,7 +454,9 @@ def test_a_model_that_remembers_users_beyond_itself_is_refused(
 
 @pytest.mark.parametrize("where", ["on nodes", "on workers"])
 def test_it_does_not_reach_nodes(where: str, tmp_path: Path) -> None:
-    config = fedpriv.config.load_config(FILE, ["federated_evaluation={noise_multiplier=5.0}"])
+    config = fedpriv.experiment.config.load_config(
+        FILE, ["federated_evaluation={noise_multiplier=5.0}"]
+    )
     setup = RunSetup.at(config, tmp_path / "run", resume=False)
     with pytest.raises(InvalidValueError, match=f"evaluation is given; {where} it must be"):
         setup.refuse_true_figures(where)

@@ -68,7 +68,7 @@ def test_a_line_is_on_the_disk_before_the_next_step(
 def test_a_run_under_way_is_read_as_far_as_its_ledger_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digits = Path(__file__).parents[2] / "fedpriv/experiments/digits.toml"
+    digits = Path(__file__).parents[2] / "fedpriv/experiment/bundled/digits.toml"
     run = run_simulation(digits, ["rounds=2"], tmp_path / "run", resume=False)
     metrics = RunFolder(run.folder).metrics
     *_, last = metrics.read_text().splitlines()

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.config import Config, FederationSection
 from fedpriv.errors import DataError
+from fedpriv.experiment.config import Config, FederationSection
 from fedpriv.run.run import held_out_rows
 
 CONFIG = Config.model_validate(

@@ -13,7 +13,6 @@ from torch import nn
 
 import fedpriv
 from fedpriv.analytics.survey import collect
-from fedpriv.build import Method, on_population, settings_of
 from fedpriv.data.population import HELD_OUT_USER, UserStore
 from fedpriv.engine.checks import check_task
 from fedpriv.engine.task import Task
@@ -21,12 +20,13 @@ from fedpriv.errors import FedprivError, InvalidValueError, ModelError
 from fedpriv.evaluation.federated import UserEvaluation
 from fedpriv.evaluation.held_out import evaluate
 from fedpriv.evaluation.personalisation import HeldOutUsers, Personalisation
-from fedpriv.local import SGD, AdamW, FedRecon, Scaffold
+from fedpriv.experiment.build import Method, on_population, settings_of
 from fedpriv.measures.metrics import metric
 from fedpriv.privacy.round import LocalStep, LocalTraining
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.run.run import Run
 from fedpriv.run.tune import _scorer
+from fedpriv.training.local import SGD, AdamW, FedRecon, Scaffold
 from tests.commandline import printed, refused
 
 CPU = torch.device("cpu")

@@ -13,14 +13,14 @@ from safetensors.numpy import load_file
 import fedpriv
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.pricing import _epsilon_curve, price, read_ledger
-from fedpriv.config import load_config
 from fedpriv.data.population import load_population
 from fedpriv.errors import InvalidValueError
+from fedpriv.experiment.config import load_config
+from fedpriv.experiment.mechanism import Mechanism
+from fedpriv.experiment.models import build_model
 from fedpriv.ledger.events import NeighbouringRelation, SamplingPolicy, Unit
 from fedpriv.ledger.ledger import ChargedRow, Ledger, paid_events
 from fedpriv.ledger.participation import ParticipationRecord, beside
-from fedpriv.mechanism import Mechanism
-from fedpriv.models import build_model
 from fedpriv.training.rounds import Stop
 from tests.commandline import printed, refused
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from fedpriv import SGD, FedAvg, Flat, Mechanism, Task, compare, simulate
 from fedpriv.data import load_digits
-from fedpriv.models import softmax_regression
+from fedpriv.experiment.models import softmax_regression
 from fedpriv.run import terminal
 from fedpriv.run.terminal import displayed
 

@@ -28,7 +28,7 @@ from fedpriv.server.enrolment import Enrolment
 from tests.commandline import fedpriv, refused
 
 SIMULATIONS = Path(__file__).parents[2] / "simulations"
-DIGITS = SIMULATIONS.parent / "fedpriv/experiments/digits.toml"
+DIGITS = SIMULATIONS.parent / "fedpriv/experiment/bundled/digits.toml"
 SETTINGS = ("--set", "rounds=3", "--set", "data.options.users=40")
 BOUND = "a run can only be resumed with the plan it began with"
 # `fedpriv`, killed as soon as the first charge is on the disk: before a release, and a checkpoint.

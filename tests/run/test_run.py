@@ -17,10 +17,10 @@ from torch import nn
 
 import fedpriv
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.build import simulated
-from fedpriv.config import parse_config
 from fedpriv.data.population import UserStore
 from fedpriv.engine.transport import InProcessTransport
+from fedpriv.experiment.build import simulated
+from fedpriv.experiment.config import parse_config
 from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.ledger.participation import beside

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fedpriv.build import simulated
 from fedpriv.errors import DataError, InvalidValueError
-from fedpriv.experiments import experiment_file
+from fedpriv.experiment.build import simulated
+from fedpriv.experiment.bundled import experiment_file
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.run.folder import write_report
 from fedpriv.run.run import RunSetup

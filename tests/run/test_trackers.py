@@ -14,11 +14,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fedpriv as library
-from fedpriv.config import parse_config
 from fedpriv.errors import InvalidValueError
+from fedpriv.experiment.config import parse_config
+from fedpriv.experiment.trackers import EndedRun, StartedRun, Tracker, shown_settings
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.simulate import run_simulation
-from fedpriv.trackers import EndedRun, StartedRun, Tracker, shown_settings
 from fedpriv.training.rounds import RoundResult, Stop
 from tests.commandline import fedpriv, printed, refused
 from tests.run.test_callbacks import experiment, rows
@@ -315,7 +315,7 @@ def test_event_files_have_the_settings_and_the_end(tmp_path: Path) -> None:
 def test_without_its_package_a_tracker_is_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("fedpriv.trackers.find_spec", lambda _name: None)
+    monkeypatch.setattr("fedpriv.experiment.trackers.find_spec", lambda _name: None)
     file = experiment(tmp_path, output={name: True})
     with pytest.raises(InvalidValueError, match=rf"pip install 'fedpriv\[{name}\]'"):
         run_simulation(file, [], tmp_path / "run", resume=False)

@@ -23,15 +23,15 @@ from fedpriv.accounting import ACCOUNTANTS
 from fedpriv.data.population import cut_up
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, LedgerError, UnsupportedEventError
+from fedpriv.experiment.mechanism import ClippingPolicy
 from fedpriv.ledger.events import RoundEvent, Unit
 from fedpriv.ledger.ledger import ExportedLedger, Ledger
-from fedpriv.local import GRADIENT
-from fedpriv.mechanism import ClippingPolicy
 from fedpriv.privacy.layout import Layout, scales_by_dimension
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Run, RunSetup
+from fedpriv.training.local import GRADIENT
 from simulations.datasets.mnist import load_mnist_writers
 from tests.commandline import printed, refused
 from tests.engine.everyone import request_under, total_of

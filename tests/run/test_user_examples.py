@@ -16,7 +16,7 @@ import pytest
 import fedpriv
 from fedpriv.accounting.policies import poisson_examples_gaussian
 from fedpriv.errors import InvalidValueError
-from fedpriv.experiments import experiment_file
+from fedpriv.experiment.bundled import experiment_file
 from fedpriv.flower.grid import GridSimulation
 from fedpriv.ledger.events import SamplingPolicy, Unit
 from fedpriv.ledger.ledger import Ledger
@@ -319,7 +319,7 @@ def test_nodes_have_whole_users_alone(tmp_path: Path) -> None:
 
 
 def test_nodes_and_workers_have_whole_users_whatever_the_policy_is_called(tmp_path: Path) -> None:
-    policy = "fedpriv.mechanism:PoissonExamples"
+    policy = "fedpriv.experiment.mechanism:PoissonExamples"
     change = [f"sampling={{policy='{policy}',options={{examples_per_user=4}}}}"]
     file = SIMULATIONS / "federation.toml"
     setup = RunSetup.of(file, change, tmp_path / "run", resume=False)

@@ -17,12 +17,12 @@ from federation import LAYOUT, PARAMETERS, make_plan, rounds_spent
 
 from fedpriv.ledger.events import PrivacyBudget
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.logs import LogFormat, configure
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.service import TransferLimits
+from fedpriv.support.logs import LogFormat, configure
 from fedpriv.training.rounds import initial_state, run_round
 from tests.server.loopback import PATIENCE, POPULATION_ID, RemoteSite, site
 

@@ -16,7 +16,7 @@ from cryptography import x509
 
 from fedpriv import wire
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.config import FederationSection
+from fedpriv.experiment.config import FederationSection
 from fedpriv.ledger import Head
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum, RoundRequest

@@ -16,8 +16,8 @@ from safetensors import safe_open
 
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.config import Config
 from fedpriv.errors import InvalidValueError
+from fedpriv.experiment.config import Config
 from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import ExportedLedger, Ledger, ProposedCharge
 from fedpriv.ledger.participation import Head, ParticipationRecord, beside

@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from fedpriv.config import FederationSection
 from fedpriv.errors import InvalidValueError
+from fedpriv.experiment.config import FederationSection
 from fedpriv.server import certificates
 from fedpriv.server.authentication import by_declaration, endpoint_of
 from fedpriv.wire.naming import Address

@@ -14,12 +14,12 @@ import torch
 from transport_conformance import TransportConformance
 
 from fedpriv import wire
-from fedpriv.build import build_task
 from fedpriv.clients.training import Host
 from fedpriv.clients.worker import HostSettings
 from fedpriv.data.population import UserStore
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import StoppedError
+from fedpriv.experiment.build import build_task
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport, add_up

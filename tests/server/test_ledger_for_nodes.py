@@ -13,9 +13,9 @@ import pytest
 from federation import PARAMETERS, make_plan
 
 from fedpriv.accounting.accountants import epsilon
-from fedpriv.clients.audit import Examined, LedgerVerifier, charged_already
 from fedpriv.clients.connection import Backoff, FederationStub, identity_of
 from fedpriv.clients.journal import Journal
+from fedpriv.clients.ledger_check import Examined, LedgerVerifier, charged_already
 from fedpriv.errors import UntrustedLedgerError
 from fedpriv.ledger.events import PrivacyBudget, Randomness
 from fedpriv.ledger.ledger import Ledger, ProposedCharge

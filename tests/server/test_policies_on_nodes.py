@@ -12,15 +12,14 @@ from federation import PARAMETERS, FakeTransport, constant_update, make_plan
 
 from fedpriv import wire
 from fedpriv.accounting.accountants import accountant_named
-from fedpriv.clients.audit import LedgerVerifier, OfferPolicy
 from fedpriv.clients.connection import Backoff, FederationStub, identity_of
 from fedpriv.clients.consent import Consent
 from fedpriv.clients.journal import Journal
+from fedpriv.clients.ledger_check import LedgerVerifier, OfferPolicy
 from fedpriv.errors import LedgerError, StoppedError
 from fedpriv.ledger import Head
 from fedpriv.ledger.events import NeighbouringRelation, PrivacyBudget, Randomness
 from fedpriv.ledger.ledger import ChargedRow, Ledger
-from fedpriv.local import SGD
 from fedpriv.privacy.correlated_noise import BandedStrategy
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
 from fedpriv.privacy.noise import SeededEntropy
@@ -36,6 +35,7 @@ from fedpriv.privacy.sampling import (
 )
 from fedpriv.server.collection import prices
 from fedpriv.server.deployment import GrpcTransport
+from fedpriv.training.local import SGD
 from fedpriv.training.rounds import ServerState, Stop, TrainingPlan, initial_state, train
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.loopback import PATIENCE, POPULATION_ID, Answering, Site, clipped, nodes, site

@@ -13,7 +13,7 @@ from fedpriv import cli
 from fedpriv.errors import DataError, InvalidValueError, RunError, WireError
 from fedpriv.server import certificates, deployment, service
 from fedpriv.server.deployment import serve
-from tests.test_disk import PASSING, STAYING
+from tests.support.test_disk import PASSING, STAYING
 
 EXPERIMENT = """
 name = "refused"

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedpriv.config import read_toml
 from fedpriv.data import Population
+from fedpriv.experiment.config import read_toml
 from fedpriv.studies.study import load_study
 from simulations.datasets.shakespeare import FILE, load_shakespeare_roles
 from simulations.seeds import run_seed, summary
@@ -19,7 +19,7 @@ SHARED = ROOT.parent / "shared" / "data"
 
 @pytest.mark.slow
 def test_digits_reach_ninety_percent_at_epsilon_two() -> None:
-    file = ROOT / "fedpriv/experiments/digits.toml"
+    file = ROOT / "fedpriv/experiment/bundled/digits.toml"
     result = summary([run_seed(file, seed, []) for seed in range(5)])
     assert result["mean"] >= 0.90
     assert max(result["epsilon"]) <= 2.0
@@ -29,7 +29,7 @@ def test_digits_reach_ninety_percent_at_epsilon_two() -> None:
 
 @pytest.mark.slow
 def test_examples_of_digits_reach_eighty_seven_percent_at_epsilon_one() -> None:
-    file = ROOT / "fedpriv/experiments/digits-examples.toml"
+    file = ROOT / "fedpriv/experiment/bundled/digits-examples.toml"
     assert read_toml(file)["privacy"]["unit"] == "example"
     result = summary([run_seed(file, seed, []) for seed in range(3)])
     assert min(result["accuracy"]) >= 0.87
@@ -92,7 +92,7 @@ def test_the_study_of_roles_compares_clippings_alone_at_four_epsilons() -> None:
 @pytest.mark.parametrize("strategy", ["flat", "per-layer", "joint"])
 def test_digits_train_under_each_clipping(strategy: str) -> None:
     rows = run_seed(
-        ROOT / "fedpriv/experiments/digits.toml",
+        ROOT / "fedpriv/experiment/bundled/digits.toml",
         0,
         ["rounds=30", "privacy.noise_multiplier=4.0", f"clipping.strategy={strategy}"],
     )

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import load_file
 
-from fedpriv.build import simulated
+from fedpriv.experiment.build import simulated
 from fedpriv.run.run import RunSetup
 from fedpriv.run.terminal import carry_out
 from simulations.flower_overhead import Measured, measured, summary

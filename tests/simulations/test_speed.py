@@ -15,7 +15,7 @@ from fedpriv.engine.checks import check_task
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import WorkerError
-from fedpriv.models import softmax_regression
+from fedpriv.experiment.models import softmax_regression
 from fedpriv.privacy import gaussian_mechanism
 from simulations import gpu_round, overheads, throughput
 from simulations.benchmarks.arena import Setting

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.config import load_config
-from fedpriv.experiments import experiment_file
+from fedpriv.experiment.bundled import experiment_file
+from fedpriv.experiment.config import load_config
 from simulations import units
 
 DIGITS = experiment_file(Path("digits"))

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from federation import LAYOUT, PARAMETERS, FakeTransport, make_plan, open_records
 
-from fedpriv.config import Config, parse_config, plain, tables_of
 from fedpriv.errors import InvalidValueError
-from fedpriv.local import SGD, AdamW, Scaffold
-from fedpriv.mechanism import Flat, Mechanism
+from fedpriv.experiment.config import Config, parse_config, plain, tables_of
+from fedpriv.experiment.mechanism import Flat, Mechanism
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging, ControlVariates
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import LocalTraining, RoundRequest
+from fedpriv.training.local import SGD, AdamW, Scaffold
 from fedpriv.training.optimizers import (
     ExponentialDecay,
     FedAvg,

@@ -11,11 +11,11 @@ from federation import CONSTANT, PARAMETERS, make_plan, open_records
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedpriv.config import Config, parse_config, plain, tables_of
 from fedpriv.errors import InvalidValueError
-from fedpriv.local import SGD
-from fedpriv.mechanism import Flat, Mechanism
+from fedpriv.experiment.config import Config, parse_config, plain, tables_of
+from fedpriv.experiment.mechanism import Flat, Mechanism
 from fedpriv.privacy.noise import SeededEntropy
+from fedpriv.training.local import SGD
 from fedpriv.training.optimizers import (
     SERVER_OPTIMIZERS,
     CosineDecay,

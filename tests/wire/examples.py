@@ -21,7 +21,6 @@ from fedpriv.ledger.events import (
     SumQueryEvent,
     Unit,
 )
-from fedpriv.local import AdamW, FedRecon, Scaffold
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
 from fedpriv.privacy.gaussian_mechanism import (
     GaussianQuery,
@@ -32,6 +31,7 @@ from fedpriv.privacy.gaussian_mechanism import (
 )
 from fedpriv.privacy.layout import Layout, VectorGroup, flat
 from fedpriv.privacy.round import LocalTraining, RoundRequest
+from fedpriv.training.local import AdamW, FedRecon, Scaffold
 from fedpriv.wire import (
     Decline,
     Hello,

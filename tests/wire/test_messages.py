@@ -12,10 +12,10 @@ from hypothesis.extra import numpy as hnp
 
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError, WireError
-from fedpriv.local import SGD
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
+from fedpriv.training.local import SGD
 from fedpriv.training.optimizers import PolynomialDecay
 from fedpriv.wire import (
     Hello,

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, fields
 from numbers import Real
 from typing import TYPE_CHECKING
 
-from fedpriv.errors import InvalidValueError, is_whole
+from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.gaussian_mechanism import ControlVariates
 from fedpriv.privacy.round import LocalStep, LocalTraining
+from fedpriv.support.checks import is_whole
 
 if TYPE_CHECKING:
     from torch import Tensor

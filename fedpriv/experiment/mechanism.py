@@ -19,16 +19,7 @@ from fedpriv.accounting.factorisation import (
     optimal_bands,
     optimal_buffers,
 )
-from fedpriv.errors import (
-    InvalidValueError,
-    check_types,
-    hold_numbers,
-    hold_plain_numbers,
-    is_whole,
-    named_value,
-    plain_numbers,
-    require,
-)
+from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import (
     MOST_EXAMPLES,
     WITH_STRATEGY,
@@ -61,6 +52,15 @@ from fedpriv.privacy.sampling import (
     RandomAllocationSampling,
     Sampling,
     SeparatedSampling,
+)
+from fedpriv.support.checks import (
+    check_types,
+    hold_numbers,
+    hold_plain_numbers,
+    is_whole,
+    named_value,
+    plain_numbers,
+    require,
 )
 
 # Noise on the update grows by 1/√(1 − ω), half a per cent. That on the count is z/√ω = 10·z users,

@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 
 from fedpriv.errors import DataError, InvalidValueError, ModelError
-from fedpriv.importing import call_imported, check_options, import_function, raised_with
+from fedpriv.support.importing import call_imported, check_options, import_function, raised_with
 
 
 def test_functions_and_classes_are_found() -> None:
     assert import_function("it", "collections:OrderedDict", ModelError) is collections.OrderedDict
-    assert import_function("it", "fedpriv.importing:check_options", ModelError) is check_options
+    assert (
+        import_function("it", "fedpriv.support.importing:check_options", ModelError)
+        is check_options
+    )
 
 
 @pytest.mark.parametrize(

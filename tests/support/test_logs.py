@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fedpriv.logs import (
+from fedpriv.support.logs import (
     JsonFormatter,
     LineLimit,
     LogFormat,
@@ -140,8 +140,8 @@ def test_extra_fields_are_plain_values_and_take_nobodys_place() -> None:
 def test_configured_everything_goes_to_stderr_line_by_line(form: LogFormat) -> None:
     code = f"""
 import logging, warnings
-from fedpriv.logs import LogFormat
-from fedpriv.logs import configure
+from fedpriv.support.logs import LogFormat
+from fedpriv.support.logs import configure
 
 logging.basicConfig()
 configure(LogFormat.TEXT)
@@ -168,7 +168,7 @@ def test_grpc_says_nothing_of_its_own_unless_it_is_asked_to(
     before: dict[str, str], after: str
 ) -> None:
     check = (
-        "import os; from fedpriv.logs import LogFormat; from fedpriv.logs import configure;"
+        "import os; from fedpriv.support.logs import LogFormat, configure;"
         "configure(LogFormat.TEXT); print(os.environ['GRPC_VERBOSITY'])"
     )
     environment = {k: v for k, v in os.environ.items() if k != "GRPC_VERBOSITY"} | before

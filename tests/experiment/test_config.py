@@ -7,10 +7,10 @@ import pytest
 import tomli_w
 
 from fedpriv import SGD, FedAdam, FedAvg, FedAvgM, Flat, Joint, Poisson
-from fedpriv.config import Config, DataSection, load_config, parse_config, read_toml
 from fedpriv.errors import InvalidValueError
+from fedpriv.experiment.config import Config, DataSection, load_config, parse_config, read_toml
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GOOD = {
     "name": "test",
     "rounds": 10,
@@ -198,7 +198,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 # A file with seeds is a study.
 EXPERIMENTS = [
     path
-    for folder in ("simulations", "fedpriv/experiments")
+    for folder in ("simulations", "fedpriv/experiment/bundled")
     for path in sorted((ROOT / folder).glob("*.toml"))
     if "seeds" not in tomllib.loads(path.read_text())
 ]

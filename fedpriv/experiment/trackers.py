@@ -16,9 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fedpriv.config import Config, flattened, with_paths
-from fedpriv.errors import InvalidValueError, check_types
-from fedpriv.importing import path_of
+from fedpriv.errors import InvalidValueError
+from fedpriv.experiment.config import Config, flattened, with_paths
+from fedpriv.support.checks import check_types
+from fedpriv.support.importing import path_of
 from fedpriv.training.rounds import OnRound, RoundResult, Stop, TrainingPlan
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from fedpriv.disk import lacks_room, with_room, write_atomically
 from fedpriv.errors import LedgerError
+from fedpriv.support.disk import lacks_room, with_room, write_atomically
 
 
 def test_what_cannot_be_written_leaves_the_old_file_and_names_it(tmp_path, monkeypatch) -> None:

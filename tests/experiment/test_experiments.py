@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.config import load_config
-from fedpriv.experiments import NAMES, experiment_file
+from fedpriv.experiment.bundled import NAMES, experiment_file
+from fedpriv.experiment.config import load_config
 from tests.commandline import printed, refused
 
 

@@ -23,9 +23,9 @@ from fedpriv.accounting.policies import (
     random_allocation_gaussian,
     separated_gaussian,
 )
-from fedpriv.clients import audit
-from fedpriv.clients.audit import Examined, charged_already, price_with
+from fedpriv.clients import ledger_check
 from fedpriv.clients.journal import Journal
+from fedpriv.clients.ledger_check import Examined, charged_already, price_with
 from fedpriv.errors import InvalidValueError, UntrustedLedgerError
 from fedpriv.ledger.events import (
     NeighbouringRelation,
@@ -75,7 +75,9 @@ def offer(run="r", number=0, attempt=0, event=EVENT, said=math.inf, delta=DELTA,
 
 def examine(ledger, welcome, journal, delta) -> Examined:
     """As a node does that knew what it knows now when it asked."""
-    found = audit.examine(ledger, welcome, journal.remembered(welcome.population_name), delta)
+    found = ledger_check.examine(
+        ledger, welcome, journal.remembered(welcome.population_name), delta
+    )
     journal.remember_head(ledger.ledger_id, welcome.population_name, ledger.head)
     return found
 
@@ -85,7 +87,7 @@ def confirm(examined, journal, offered=None, counted=None) -> None:
     if offered is not None:
         counted = len(examined.ledger.rows) if counted is None else counted
         offered = replace(offered, price=replace(offered.price, charges=counted))
-    audit.confirm(examined, journal.remembered(examined.ledger.population), offered)
+    ledger_check.confirm(examined, journal.remembered(examined.ledger.population), offered)
 
 
 @dataclass(frozen=True)
@@ -381,8 +383,8 @@ class TestWhatTheServerSays:
         charge(both.ledger, "other", 1)
         both.examined()
         both.take_part("other", 2)
-        found = audit.examine(fetched, WELCOME, known, DELTA)
-        audit.confirm(found, known, None)
+        found = ledger_check.examine(fetched, WELCOME, known, DELTA)
+        ledger_check.confirm(found, known, None)
         with pytest.raises(UntrustedLedgerError, match="set back"):
             examine(fetched, WELCOME, both.journal, DELTA)
 

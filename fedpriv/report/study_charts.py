@@ -8,13 +8,13 @@ from pathlib import Path
 from rich.console import Console
 
 from fedpriv.accounting.accountants import format_epsilon
-from fedpriv.disk import writing
 from fedpriv.errors import DataError
 from fedpriv.report.charts import Axis, Chart, Series, declared, save, spans_decades, texts
 from fedpriv.report.tables import Column, Table, fitted, json_text, print_table, shortened
 from fedpriv.studies import ArmSummary, Interval, ReadStudy, Study, Target
 from fedpriv.studies.results import ACCURACY, Measure, best_of, measure_of, verdict
 from fedpriv.studies.study import Line, NumericAxis, numeric_axes
+from fedpriv.support.disk import writing
 from fedpriv.training.rounds import RoundResult
 
 CAVEAT: str = texts()["study"]["caveat"]

@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 from fedpriv.engine.arithmetic import generator_apart
-from fedpriv.errors import ModelError, check_seed, check_types, known_names, plain_numbers
-from fedpriv.importing import call_imported, check_options, import_function, raised_with
+from fedpriv.errors import ModelError, known_names
+from fedpriv.support.checks import check_seed, check_types, plain_numbers
+from fedpriv.support.importing import call_imported, check_options, import_function, raised_with
 
 
 class CharacterMLP(nn.Module):

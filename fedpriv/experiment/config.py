@@ -11,10 +11,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from fedpriv.errors import InvalidValueError, known_names, plain_numbers
-from fedpriv.importing import Choice
-from fedpriv.local import ALGORITHMS, COMMON, GRADIENT
-from fedpriv.mechanism import (
+from fedpriv.errors import InvalidValueError, known_names
+from fedpriv.experiment.mechanism import (
     CLIPPINGS,
     CONTRIBUTORS_SHARE,
     DEFAULT_CLIPPING,
@@ -33,6 +31,9 @@ from fedpriv.mechanism import (
 )
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
 from fedpriv.privacy.round import LocalTraining
+from fedpriv.support.checks import plain_numbers
+from fedpriv.support.importing import Choice
+from fedpriv.training.local import ALGORITHMS, COMMON, GRADIENT
 from fedpriv.training.optimizers import SCHEDULES, SERVER_OPTIMIZERS, RateSchedule, ServerOptimizer
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -184,7 +185,7 @@ def _path(text: str) -> str:
 PathText = Annotated[str, AfterValidator(_path)]
 
 # What an experiment does that names none of it; `simulations.defaults` is the study behind them.
-# Those of `Mechanism` are in fedpriv/mechanism.py.
+# Those of `Mechanism` are in fedpriv/experiment/mechanism.py.
 DEFAULT_LOCAL_LEARNING_RATE, DEFAULT_BATCH = 0.3, 32  # the batch without the section local
 DEFAULT_OPTIMIZER = "fedadam"  # at the norm of DEFAULT_CLIPPING, to which its step size belongs
 
@@ -258,7 +259,7 @@ class ModelSection(Section):
 
     @property
     def task(self) -> dict[str, Any]:
-        """All of it by the names of arguments of `fedpriv.build.build_task`."""
+        """All of it by the names of arguments of `fedpriv.experiment.build.build_task`."""
         named, adapters = dict(self), self.adapters
         options = adapters.model_dump(mode="json", exclude_none=True) if adapters else {}
         return {"model": named.pop("name"), **named, "adapters": options}

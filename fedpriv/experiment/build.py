@@ -15,14 +15,6 @@ import torch
 
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.audit import Audit, check_auditable
-from fedpriv.config import (
-    Config,
-    FederatedEvaluationSection,
-    local_table,
-    parse_config,
-    plain,
-    tables_of,
-)
 from fedpriv.data.places import in_places, refuse_shared
 from fedpriv.data.population import Fields, Population, cut_up, load_population
 from fedpriv.engine.adapters import with_adapters
@@ -36,7 +28,27 @@ from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.evaluation.federated import FederatedEvaluation, UserEvaluation, kept_apart
 from fedpriv.evaluation.held_out import check_held_out
 from fedpriv.evaluation.personalisation import HeldOutUsers, Personalisation
-from fedpriv.importing import (
+from fedpriv.experiment.config import (
+    Config,
+    FederatedEvaluationSection,
+    local_table,
+    parse_config,
+    plain,
+    tables_of,
+)
+from fedpriv.experiment.mechanism import Mechanism, given
+from fedpriv.experiment.models import build_model
+from fedpriv.experiment.trackers import TRACKERS, Tracker
+from fedpriv.ledger.events import PrivacyBudget, RoundEvent, SamplingEvent, Unit
+from fedpriv.ledger.participation import digest_of_users
+from fedpriv.measures.metrics import metric, own_metrics
+from fedpriv.privacy.draws import RoundAttempt
+from fedpriv.privacy.gaussian_mechanism import Metric
+from fedpriv.privacy.layout import Layout
+from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
+from fedpriv.privacy.round import LocalTraining
+from fedpriv.privacy.sampling import CanarySampling, ExampleSampling, Sampling
+from fedpriv.support.importing import (
     Choice,
     call_imported,
     check_options,
@@ -44,20 +56,8 @@ from fedpriv.importing import (
     path_of,
     raised_with,
 )
-from fedpriv.ledger.events import PrivacyBudget, RoundEvent, SamplingEvent, Unit
-from fedpriv.ledger.participation import digest_of_users
-from fedpriv.local import FedRecon
-from fedpriv.logs import one_line
-from fedpriv.measures.metrics import metric, own_metrics
-from fedpriv.mechanism import Mechanism, given
-from fedpriv.models import build_model
-from fedpriv.privacy.draws import RoundAttempt
-from fedpriv.privacy.gaussian_mechanism import Metric
-from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
-from fedpriv.privacy.round import LocalTraining
-from fedpriv.privacy.sampling import CanarySampling, ExampleSampling, Sampling
-from fedpriv.trackers import TRACKERS, Tracker
+from fedpriv.support.logs import one_line
+from fedpriv.training.local import FedRecon
 from fedpriv.training.optimizers import ServerOptimizer, try_out
 from fedpriv.training.rounds import (
     BATCH_NORM_METRIC,
