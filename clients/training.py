@@ -37,7 +37,8 @@ from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.experiment.build import build_task
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, Tensors, flat
-from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, merged
+from fedpriv.privacy.round import PartialSum, merged
+from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import Proposal, Welcome, digest_of
 
 _MEBIBYTE = 2**20

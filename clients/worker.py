@@ -38,7 +38,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import DataError, FedprivError, InvalidValueError, ModelError, WorkerError
-from fedpriv.privacy.round import PartialSum, RoundRequest
+from fedpriv.privacy.round import PartialSum
+from fedpriv.training.request import RoundRequest
 from fedpriv.wire import Proposal, Welcome
 
 _FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM)

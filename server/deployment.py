@@ -29,7 +29,7 @@ from fedpriv.errors import (
 from fedpriv.experiment.build import Experiment
 from fedpriv.experiment.config import FederationSection
 from fedpriv.ledger import Ledger
-from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
+from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Run, RunSetup
 from fedpriv.run.terminal import carry_out, released_text
@@ -45,6 +45,7 @@ from fedpriv.server.service import (
     listening,
     status_at_start,
 )
+from fedpriv.training.request import RoundRequest, Transport
 from fedpriv.training.rounds import (
     OnRound,
     RoundResult,

@@ -24,8 +24,9 @@ from fedpriv.privacy.clipping import Clipping, Flags, FloatMatrix, IntegerVector
 from fedpriv.privacy.clipping_torch import Updates
 from fedpriv.privacy.layout import FloatVector, granularity
 from fedpriv.privacy.noise import rounded_gaussian
-from fedpriv.privacy.round import PartialSum, RoundRequest
+from fedpriv.privacy.round import PartialSum
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.training.request import RoundRequest
 
 Broken = Callable[[], AbstractContextManager[object]]
 _LARGEST = 2.0**45  # steps of a number that is not clipped

@@ -11,9 +11,9 @@ import tomli_w
 
 from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.server import certificates
 from fedpriv.server.authentication import tls_credentials
+from fedpriv.training.request import LocalTraining, RoundRequest
 
 _KINDS = 4  # different contributions; nodes share them, so that one process can hold those of all
 _NORM = 1.0  # far below that of what is clipped

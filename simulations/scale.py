@@ -33,9 +33,10 @@ from fedpriv.experiment.models import mlp
 from fedpriv.ledger.events import PrivacyBudget
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import OperatingSystemEntropy
-from fedpriv.privacy.round import LocalTraining, PrivacyRecords
+from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg
+from fedpriv.training.request import LocalTraining
 from fedpriv.training.rounds import TrainingPlan, initial_state, train
 from simulations.benchmarks.machine import made_by
 

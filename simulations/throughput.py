@@ -36,7 +36,7 @@ from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device
 from fedpriv.experiment.models import CharacterTransformer, cnn, mlp, softmax_regression
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining, RoundRequest
+from fedpriv.training.request import LocalTraining, RoundRequest
 
 REPEATS = 7
 TURN = 1.0  # seconds: a simulation is round after round, and the first after others is slower

@@ -32,9 +32,10 @@ from fedpriv.privacy.layout import (
     scales_by_dimension,
 )
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.round import LocalTraining, RoundRequest, Transport, add_up
+from fedpriv.privacy.round import add_up
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.local import SGD, AdamW, FedRecon, Scaffold
+from fedpriv.training.request import LocalTraining, RoundRequest, Transport
 from fedpriv.training.rounds import RunningStatistics, TrainingPlan, initial_state
 from tests.opening import open_round
 

@@ -2,7 +2,8 @@
 
 from fedpriv.privacy.draws import Draws, RoundAttempt
 from fedpriv.privacy.noise import Entropy
-from fedpriv.privacy.round import RoundRequest, draw_cohort
+from fedpriv.privacy.round import draw_cohort
+from fedpriv.training.request import RoundRequest
 from fedpriv.training.rounds import ServerState, TrainingPlan, round_request
 
 

@@ -18,7 +18,7 @@ BELOW = {  # what each package may import of the library, besides errors, suppor
     "measures": "privacy",
     "engine": "data measures privacy training",
     "analytics": "data ledger privacy",
-    "audit": "accounting ledger privacy",
+    "audit": "accounting ledger privacy training",
     "wire": "data ledger privacy training",
     "evaluation": "analytics data engine ledger measures privacy training",
     "experiment": "accounting audit data engine evaluation ledger measures privacy training",

@@ -9,7 +9,8 @@ import torch
 from fedpriv.audit.canaries import Canaries, Directions, Positions, audited_groups
 from fedpriv.privacy.clipping_torch import BatchedTensor, integer_sum
 from fedpriv.privacy.layout import FloatVector
-from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
+from fedpriv.privacy.round import PartialSum
+from fedpriv.training.request import RoundRequest, Transport
 
 LONGER = 10.0  # than clipping allows, what a canary sends
 _NODE = "/canaries"  # no name of a node has a slash, so none can be taken for it

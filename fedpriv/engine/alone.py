@@ -21,7 +21,7 @@ from fedpriv.engine.products import LowRank
 from fedpriv.engine.schedule import Integers, largest_batch
 from fedpriv.engine.task import Inputs, RoundParameters, Task, outputs_of
 from fedpriv.privacy.clipping_torch import BatchedTensor, Updates
-from fedpriv.privacy.round import LocalTraining
+from fedpriv.training.request import LocalTraining
 
 # Multiplications in the time in which a step changes a weight in memory, and how many weights a
 # layer has at least for Python not to take longer.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.privacy.gaussian_mechanism import CONTROL_PREFIX
-from fedpriv.privacy.round import LocalStep, LocalTraining
+from fedpriv.training.request import LocalStep, LocalTraining
 
 
 def is_plain(local: LocalTraining) -> bool:

@@ -26,7 +26,7 @@ from fedpriv.engine.schedule import (
 )
 from fedpriv.engine.task import Inputs, Task, each_input
 from fedpriv.privacy.clipping_torch import TorchTensors, to_device
-from fedpriv.privacy.round import LocalTraining
+from fedpriv.training.request import LocalTraining
 
 _STEPS, _ORDER = "steps.", "order."  # what users train on, and what they measure
 _ROWS, _REAL, _WORDS = "rows", "real", "words"

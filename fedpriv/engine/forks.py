@@ -30,7 +30,8 @@ from fedpriv.engine.products import one_blas_thread
 from fedpriv.engine.schedule import Integers
 from fedpriv.engine.trainer import Chunk, ChunkSum, SimulationOnlyDropped, Trainer
 from fedpriv.errors import WorkerError
-from fedpriv.privacy.round import PartialSum, RoundRequest
+from fedpriv.privacy.round import PartialSum
+from fedpriv.training.request import RoundRequest
 
 _log = logging.getLogger(__name__)
 

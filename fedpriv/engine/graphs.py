@@ -18,7 +18,7 @@ import torch
 from fedpriv.engine.task import RoundParameters
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates
-from fedpriv.privacy.round import LocalTraining
+from fedpriv.training.request import LocalTraining
 
 _log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates, rows_of
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, METRIC_PREFIX, Metric
 from fedpriv.privacy.layout import Layout, VectorGroup, layers, per_layer
-from fedpriv.privacy.round import RoundRequest
+from fedpriv.training.request import RoundRequest
 
 _ROWS = 2_000  # of one user that are measured at once
 _ROUNDING = 1.0 + 2.0**-20  # of float32: a metric at its bound is not clipped

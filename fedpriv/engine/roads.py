@@ -28,8 +28,8 @@ from fedpriv.engine.schedule import Integers, counted, largest_batch, steps_of
 from fedpriv.engine.side_by_side import step_class
 from fedpriv.engine.trainer import Chunk, Trainer, fewest, sizes_of
 from fedpriv.errors import InvalidValueError, ModelError
-from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.training.local import ALGORITHMS
+from fedpriv.training.request import LocalTraining, RoundRequest
 
 _log = logging.getLogger(__name__)
 

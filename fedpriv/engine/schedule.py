@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedpriv.privacy.round import LocalTraining
+from fedpriv.training.request import LocalTraining
 
 Integers = npt.NDArray[np.int64]
 

@@ -26,7 +26,7 @@ from fedpriv.engine.products import OWN_FUNCTIONS, LowRank
 from fedpriv.engine.schedule import mask_words
 from fedpriv.engine.task import Inputs, RoundParameters, Task, each_input, outputs_of
 from fedpriv.privacy.clipping_torch import BatchedTensor, TorchTensors, Updates
-from fedpriv.privacy.round import LocalTraining
+from fedpriv.training.request import LocalTraining
 
 _FEW_STEPS = (1, 2, 3, 4, 6, 8)
 _BLOCK = 64  # rows whose products are added up at a time

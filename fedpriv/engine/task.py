@@ -26,9 +26,9 @@ from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.measures.figures import ALWAYS, Seen, figure_of
 from fedpriv.measures.metrics import MetricFunction
 from fedpriv.privacy.clipping_torch import TorchTensors, to_device
-from fedpriv.privacy.round import RoundRequest
 from fedpriv.support.checks import check_types, plain_numbers, require
 from fedpriv.support.importing import import_function
+from fedpriv.training.request import RoundRequest
 
 HeldOut = Mapping[str, npt.NDArray[np.generic]]
 """Rows of no enrolled user, by field; figures are also by user if there is a `HELD_OUT_USER`."""

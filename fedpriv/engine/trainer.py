@@ -43,7 +43,8 @@ from fedpriv.privacy.clipping_torch import (
     weighing,
 )
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS
-from fedpriv.privacy.round import PartialSum, RoundRequest
+from fedpriv.privacy.round import PartialSum
+from fedpriv.training.request import RoundRequest
 
 _log = logging.getLogger(__name__)
 

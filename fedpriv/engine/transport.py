@@ -25,8 +25,9 @@ from fedpriv.engine.schedule import Integers
 from fedpriv.engine.task import Task
 from fedpriv.engine.trainer import ChunkSum, SimulationOnlyDropped, Trainer, blank, sizes_of
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
+from fedpriv.privacy.round import PartialSum
 from fedpriv.support.checks import hold_numbers, require
+from fedpriv.training.request import RoundRequest, Transport
 
 _log = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.evaluation.held_out import Evaluation, evaluate
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, Tensors, flat
-from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.support.checks import check_types, hold_numbers
 from fedpriv.training.local import FedRecon
+from fedpriv.training.request import LocalTraining, RoundRequest
 
 _log = logging.getLogger(__name__)
 _MEMORY = 2**28  # bytes that users who train together may take, roughly

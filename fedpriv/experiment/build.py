@@ -46,7 +46,6 @@ from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
-from fedpriv.privacy.round import LocalTraining
 from fedpriv.privacy.sampling import CanarySampling, ExampleSampling, Sampling
 from fedpriv.support.importing import (
     Choice,
@@ -59,6 +58,7 @@ from fedpriv.support.importing import (
 from fedpriv.support.logs import one_line
 from fedpriv.training.local import FedRecon
 from fedpriv.training.optimizers import ServerOptimizer, try_out
+from fedpriv.training.request import LocalTraining
 from fedpriv.training.rounds import (
     BATCH_NORM_METRIC,
     OnRound,

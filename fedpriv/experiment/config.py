@@ -30,11 +30,11 @@ from fedpriv.experiment.mechanism import (
     check_unit,
 )
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
-from fedpriv.privacy.round import LocalTraining
 from fedpriv.support.checks import plain_numbers
 from fedpriv.support.importing import Choice
 from fedpriv.training.local import ALGORITHMS, COMMON, GRADIENT
 from fedpriv.training.optimizers import SCHEDULES, SERVER_OPTIMIZERS, RateSchedule, ServerOptimizer
+from fedpriv.training.request import LocalTraining
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _PATHS = {"privacy": {"ledger"}, "federation": {"enrolment", "certificates", "held_out"}}

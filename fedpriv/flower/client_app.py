@@ -21,7 +21,8 @@ from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device
 from fedpriv.errors import FedprivError, InvalidValueError, WireError
 from fedpriv.experiment.build import build_task
 from fedpriv.flower import messages as flower_messages
-from fedpriv.privacy.round import PartialSum, RoundRequest
+from fedpriv.privacy.round import PartialSum
+from fedpriv.training.request import RoundRequest
 from fedpriv.wire import NODE_RECEIVES_BYTES, Decline, RoundOffer
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.messages import TASK

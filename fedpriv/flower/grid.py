@@ -22,13 +22,14 @@ from fedpriv.experiment.build import Experiment, simulated
 from fedpriv.experiment.bundled import experiment_file
 from fedpriv.experiment.config import Count, Section, checked, config_of, parse_toml
 from fedpriv.flower import messages as flower_messages
-from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
+from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.report.records import Trouble
 from fedpriv.run.run import Follow, Run, RunSetup
 from fedpriv.run.terminal import carry_out, released_text
 from fedpriv.server.collection import RoundTerms, prices, task_of
 from fedpriv.server.enrolment import Hosting
 from fedpriv.support.logs import LogFormat, configure, one_line, trouble
+from fedpriv.training.request import RoundRequest, Transport
 from fedpriv.training.rounds import OnRound
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.messages import TASK

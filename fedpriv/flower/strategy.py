@@ -45,12 +45,13 @@ from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, Averaging
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.noise import OperatingSystemEntropy
-from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
+from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.support.checks import check_types, is_whole
 from fedpriv.support.importing import raised_at
 from fedpriv.support.logs import one_line
 from fedpriv.training.local import SGD
 from fedpriv.training.optimizers import FedAvg, Parameters, ServerOptimizer, try_out
+from fedpriv.training.request import RoundRequest, Transport
 from fedpriv.training.rounds import RoundResult, Stop, TrainingPlan, initial_state, train
 
 _log = logging.getLogger("flwr")  # its handler shows our lines among Flower's own

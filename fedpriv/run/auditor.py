@@ -35,9 +35,10 @@ from fedpriv.experiment.build import Experiment
 from fedpriv.ledger.events import RoundEvent, SamplingPolicy
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT, GaussianMechanism
 from fedpriv.privacy.layout import FloatVector
-from fedpriv.privacy.round import Release, Transport
+from fedpriv.privacy.round import Release
 from fedpriv.run.folder import RunFolder
 from fedpriv.support.disk import with_room, write_atomically
+from fedpriv.training.request import Transport
 
 _FORMAT = "fedpriv audit 1"
 _log = logging.getLogger(__name__)

@@ -37,7 +37,6 @@ from fedpriv.experiment.build import (
 from fedpriv.experiment.config import DataSection, method_left_out
 from fedpriv.experiment.mechanism import Mechanism
 from fedpriv.experiment.trackers import Tracker, named
-from fedpriv.privacy.round import LocalTraining
 from fedpriv.report.study_charts import print_study, results_json
 from fedpriv.run.folder import RunFolder, data_frame, held, write_charts, write_report
 from fedpriv.run.run import Run, RunSetup, run_rounds
@@ -58,6 +57,7 @@ from fedpriv.studies.study import load_study, study_of_settings, study_toml
 from fedpriv.support.checks import check_types, plain_numbers
 from fedpriv.support.disk import write_atomically, writing
 from fedpriv.training.optimizers import ServerOptimizer
+from fedpriv.training.request import LocalTraining
 
 if TYPE_CHECKING:
     import pandas as pd

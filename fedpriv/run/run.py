@@ -38,7 +38,7 @@ from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger, paid_events
 from fedpriv.ledger.participation import beside, digest_of_users
 from fedpriv.privacy.layout import Tensors
-from fedpriv.privacy.round import PrivacyRecords, Transport
+from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.report.records import versions
 from fedpriv.report.tables import plural
 from fedpriv.run.auditor import Auditor
@@ -46,6 +46,7 @@ from fedpriv.run.folder import RunFolder, data_frame, read_run, write_charts, wr
 from fedpriv.support.disk import with_room, write_atomically
 from fedpriv.support.logs import one_line
 from fedpriv.training.local import ALGORITHMS
+from fedpriv.training.request import Transport
 from fedpriv.training.rounds import (
     Checkpoint,
     OnRelease,

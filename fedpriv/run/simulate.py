@@ -36,13 +36,14 @@ from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, SamplingPoli
 from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
 from fedpriv.privacy.layout import Layout, layers
-from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport
+from fedpriv.privacy.round import PartialSum
 from fedpriv.report.tables import Column, Table, cohort_text, print_table
 from fedpriv.run.run import Run, RunSetup, spent_in
 from fedpriv.run.terminal import carry_out, telling_where
 from fedpriv.support.checks import check_types
 from fedpriv.support.disk import with_room
 from fedpriv.training.optimizers import ServerOptimizer
+from fedpriv.training.request import LocalTraining, RoundRequest, Transport
 from fedpriv.training.rounds import OnRound, TrainingPlan
 
 

@@ -74,7 +74,7 @@ from fedpriv.ledger.ledger import ProposedCharge
 from fedpriv.ledger.participation import beside
 from fedpriv.measures.figures import ALWAYS, BETTER
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.round import LocalTraining, PrivacyRecords
+from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import FixedSizeSampling, PoissonSampling
 from fedpriv.report.tables import Column, Table, print_table
 from fedpriv.run.folder import RunFolder
@@ -83,6 +83,7 @@ from fedpriv.support.checks import check_types, plain_numbers
 from fedpriv.support.disk import with_room, write_atomically, writing
 from fedpriv.support.logs import silenced
 from fedpriv.training.optimizers import ServerOptimizer
+from fedpriv.training.request import LocalTraining
 from fedpriv.training.rounds import (
     RoundResult,
     ServerState,

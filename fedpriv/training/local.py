@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.gaussian_mechanism import ControlVariates
-from fedpriv.privacy.round import LocalStep, LocalTraining
 from fedpriv.support.checks import is_whole
+from fedpriv.training.request import LocalStep, LocalTraining
 
 if TYPE_CHECKING:
     from torch import Tensor

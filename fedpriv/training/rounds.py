@@ -50,16 +50,7 @@ from fedpriv.privacy.gaussian_mechanism import (
 )
 from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_partition
 from fedpriv.privacy.noise import Entropy
-from fedpriv.privacy.round import (
-    LocalTraining,
-    PartialSum,
-    PrivacyRecords,
-    Rates,
-    Release,
-    RoundRequest,
-    Transport,
-    private_round,
-)
+from fedpriv.privacy.round import PartialSum, PrivacyRecords, Release, private_round
 from fedpriv.privacy.sampling import Sampling
 from fedpriv.support.checks import is_whole
 from fedpriv.support.disk import write_atomically
@@ -70,6 +61,7 @@ from fedpriv.training.optimizers import (
     ServerOptimizer,
     stepped,
 )
+from fedpriv.training.request import LocalTraining, Rates, RoundRequest, Transport
 
 BATCH_NORM_METRIC = "batch-norm"  # the metric that moves running statistics
 CONTRIBUTORS_METRIC = CONTRIBUTORS.name  # the count of users whose update counted

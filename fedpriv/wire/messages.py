@@ -23,9 +23,10 @@ from fedpriv.ledger.ledger import event_from, event_text
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
 from fedpriv.privacy.gaussian_mechanism import CONTROL_PREFIX, Metric
 from fedpriv.privacy.layout import Layout, Tensors, VectorGroup
-from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
+from fedpriv.privacy.round import PartialSum
 from fedpriv.support.checks import require
 from fedpriv.training.local import ALGORITHMS, COMMON
+from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import codec, tensors
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import (

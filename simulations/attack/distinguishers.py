@@ -25,8 +25,9 @@ from fedpriv.evaluation.held_out import evaluate
 from fedpriv.ledger.ledger import ChargedRow
 from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.round import Transport, add_up
+from fedpriv.privacy.round import add_up
 from fedpriv.training.optimizers import Parameters
+from fedpriv.training.request import Transport
 from fedpriv.training.rounds import RoundResult, ServerState, TrainingPlan, round_request
 
 Floats = npt.NDArray[np.float64]

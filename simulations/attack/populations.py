@@ -15,7 +15,8 @@ import numpy.typing as npt
 from fedpriv.data.population import Array, UserStore, offsets_of
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import FedprivError
-from fedpriv.privacy.round import PartialSum, RoundRequest, Transport
+from fedpriv.privacy.round import PartialSum
+from fedpriv.training.request import RoundRequest, Transport
 
 Rows = Mapping[str, Array]  # of one user, by field
 Places = npt.NDArray[np.int64]  # of one user among all that may be drawn

@@ -28,10 +28,11 @@ from fedpriv.experiment.config import CallbacksSection, Config, OutputSection
 from fedpriv.ledger.events import NeighbouringRelation, PrivacyBudget, Unit
 from fedpriv.ledger.ledger import paid_events
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy
-from fedpriv.privacy.round import PrivacyRecords, Transport
+from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import ExampleSampling
 from fedpriv.support.logs import silenced
 from fedpriv.training.optimizers import FedAvg
+from fedpriv.training.request import Transport
 from fedpriv.training.rounds import ServerState, TrainingPlan, train
 from simulations.attack.certification import Certificate, Numbers, best_test, certify
 from simulations.attack.distinguishers import (

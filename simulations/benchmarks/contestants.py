@@ -15,8 +15,8 @@ from fedpriv.engine.task import cross_entropy
 from fedpriv.engine.transport import chunk_memory_of
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import RoundRequest
 from fedpriv.training.local import SGD
+from fedpriv.training.request import RoundRequest
 from simulations.benchmarks.works import Work, clipped, flattened, sgd, trained
 
 

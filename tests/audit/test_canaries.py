@@ -21,8 +21,9 @@ from fedpriv.privacy.gaussian_mechanism import (
 )
 from fedpriv.privacy.layout import Layout, VectorGroup
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport
+from fedpriv.privacy.round import PartialSum
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.training.request import LocalTraining, RoundRequest, Transport
 from fedpriv.wire.naming import check_node_name
 
 KEY = bytes(range(32))

@@ -7,7 +7,7 @@ import numpy as np
 from fedpriv.clients.worker import HostSettings
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining, RoundRequest
+from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import TaskDescription, Welcome
 
 FEATURES, CLASSES = 4, 3

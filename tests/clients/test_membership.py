@@ -32,8 +32,9 @@ from fedpriv.ledger.events import (
     Schedule,
 )
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
-from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
+from fedpriv.privacy.round import PartialSum
 from fedpriv.server.certificates import issue
+from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
     Hello,
     Proposal,

@@ -18,7 +18,8 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport
+from fedpriv.privacy.round import PartialSum
+from fedpriv.training.request import LocalTraining, RoundRequest, Transport
 
 USERS = 12
 CPU = torch.device("cpu")

@@ -16,7 +16,8 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError, ModelError
 from fedpriv.experiment.build import build_task
 from fedpriv.privacy.gaussian_mechanism import Metric
-from fedpriv.privacy.round import LocalTraining, RoundRequest, add_up
+from fedpriv.privacy.round import add_up
+from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
     Proposal,
     TaskDescription,

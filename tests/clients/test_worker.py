@@ -28,7 +28,8 @@ from fedpriv.experiment.build import build_task
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining, PartialSum, add_up
+from fedpriv.privacy.round import PartialSum, add_up
+from fedpriv.training.request import LocalTraining
 from fedpriv.wire import Proposal, TaskDescription, digest_of
 from tests.clients import hostile
 from tests.clients.people import (

@@ -17,8 +17,8 @@ from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.ledger import Head, Ledger
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.server.certificates import init, issue
+from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
     Price,
     Proposal,

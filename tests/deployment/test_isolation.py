@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from fedpriv import wire
 from fedpriv.clients.training import NodeTrainer
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.training.local import AdamW, Scaffold
+from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import federation_pb2 as pb
 from tests.engine.everyone import torch_threads
 from tests.isolation import (

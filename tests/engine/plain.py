@@ -10,8 +10,8 @@ from fedpriv.engine.arithmetic import generators_apart, seed_generators
 from fedpriv.engine.schedule import batches_of
 from fedpriv.engine.task import Task, outputs_of
 from fedpriv.privacy.clipping_torch import TorchTensors
-from fedpriv.privacy.round import LocalTraining
 from fedpriv.training.local import AdamW
+from fedpriv.training.request import LocalTraining
 
 CPU = torch.device("cpu")
 

@@ -17,9 +17,9 @@ from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.round import LocalStep, LocalTraining, RoundRequest
 from fedpriv.training.local import SGD, AdamW, FedRecon, Scaffold
 from fedpriv.training.optimizers import PolynomialDecay
+from fedpriv.training.request import LocalStep, LocalTraining, RoundRequest
 from fedpriv.training.rounds import initial_state
 from tests.engine.everyone import total_of, users_of
 from tests.isolation import Plan, training_plan

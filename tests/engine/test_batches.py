@@ -17,7 +17,7 @@ from fedpriv.engine import examples as module
 from fedpriv.engine.examples import Batches, Examples, OwnExamples, held_on, lent
 from fedpriv.engine.schedule import Schedule, batches_of, rows_in_order
 from fedpriv.engine.task import Task
-from fedpriv.privacy.round import LocalTraining
+from fedpriv.training.request import LocalTraining
 
 KEY, CPU = bytes(range(32)), torch.device("cpu")
 TASK = Task(torch.nn.Linear(1, 1))

@@ -19,8 +19,8 @@ from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.engine.trainer import _in_lanes, sizes_of
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import ModelError
-from fedpriv.privacy.round import LocalTraining
 from fedpriv.training.local import GRADIENT
+from fedpriv.training.request import LocalTraining
 from tests.engine.everyone import request_under, total_of, users_of
 from tests.isolation import Packed, contrastive
 

@@ -11,7 +11,8 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.measures.metrics import metric
 from fedpriv.privacy.clipping import UNCLIPPED
 from fedpriv.privacy.gaussian_mechanism import Averaging
-from fedpriv.privacy.round import LocalTraining, RoundRequest, add_up
+from fedpriv.privacy.round import add_up
+from fedpriv.training.request import LocalTraining, RoundRequest
 from tests.engine.everyone import alone, make_task, request_to_all, total_of, users_of
 
 SIZES = [5, 0, 1, 12, 5, 1, 30, 12]

@@ -14,8 +14,8 @@ from fedpriv.engine.roads import Road
 from fedpriv.engine.task import Task
 from fedpriv.engine.trainer import Trainer, sizes_of
 from fedpriv.privacy.clipping_torch import integer_sum
-from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.training.local import FedRecon, Scaffold
+from fedpriv.training.request import LocalTraining, RoundRequest
 from tests.engine.fake_device import DEVICE, WaitedError, on_device, without_autocast
 from tests.isolation import (
     ALONE,

@@ -16,7 +16,8 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.measures.metrics import metric
 from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
+from fedpriv.privacy.round import PartialSum
+from fedpriv.training.request import LocalTraining, RoundRequest
 from tests.engine.everyone import alone, users_of
 
 SIZES = [5, 0, 1, 12, 5, 1, 30, 12]

@@ -19,8 +19,9 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport
+from fedpriv.privacy.round import PartialSum
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.training.request import LocalTraining, RoundRequest, Transport
 from fedpriv.training.rounds import TrainingPlan, initial_state, train
 
 CLASSES, OTHERS, NORM = 30, 100, 1e-3

@@ -19,7 +19,7 @@ from fedpriv.privacy import clipping_torch
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import Updates, integer_sum, kernels_on
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining, RoundRequest
+from fedpriv.training.request import LocalTraining, RoundRequest
 from tests.engine.test_clipping import CAP, GROUPS, as_updates, clipping_of, one_by_one
 from tests.engine.test_device import TOGETHER, fits
 from tests.isolation import (

@@ -19,7 +19,7 @@ from fedpriv.engine.trainer import Chunk, Trainer, sizes_of
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates, integer_sum
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining, RoundRequest
+from fedpriv.training.request import LocalTraining, RoundRequest
 from tests.isolation import (
     LOCALS,
     READERS,

@@ -14,7 +14,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine.indices import Indices
 from fedpriv.engine.task import Task, called, cross_entropy
 from fedpriv.engine.trainer import Chunk, Trainer
-from fedpriv.privacy.round import LocalTraining
+from fedpriv.training.request import LocalTraining
 from tests.engine.everyone import request_under
 from tests.engine.fake_device import DEVICE, on_device, without_autocast
 

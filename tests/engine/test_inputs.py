@@ -19,7 +19,7 @@ from fedpriv.evaluation.held_out import evaluate
 from fedpriv.measures.metrics import metric
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining, RoundRequest
+from fedpriv.training.request import LocalTraining, RoundRequest
 from tests.engine.everyone import total_of
 from tests.engine.words import NAMES, WORDS, Masked, columns_of
 

@@ -24,8 +24,8 @@ from fedpriv.errors import ModelError
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import Updates
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.training.local import SGD
+from fedpriv.training.request import LocalTraining, RoundRequest
 from tests.engine.everyone import alone, request_under, torch_threads, total_of, users_of
 from tests.isolation import (
     ALONE,

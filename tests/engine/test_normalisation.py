@@ -26,7 +26,7 @@ from fedpriv.measures.metrics import metric
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining
+from fedpriv.training.request import LocalTraining
 from tests.engine.everyone import request_under, total_of, users_of
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine.checks import check_task
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
-from fedpriv.privacy.round import LocalTraining
+from fedpriv.training.request import LocalTraining
 from tests.engine.everyone import alone, request_under, total_of, unclipped
 
 # What the two libraries say of each other's calls, and of a layer that is stored transposed.

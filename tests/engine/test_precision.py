@@ -29,8 +29,8 @@ from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import Updates
 from fedpriv.privacy.gaussian_mechanism import Averaging
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import RoundRequest
 from fedpriv.training.local import SGD
+from fedpriv.training.request import RoundRequest
 from tests.engine.everyone import alone, make_task, request_to_all, total_of, whole
 
 CPU = torch.device("cpu")

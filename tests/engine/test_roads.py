@@ -22,8 +22,8 @@ from fedpriv.engine.trainer import AnyExamples, Chunk, Trainer, sizes_of
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import ModelError
 from fedpriv.privacy.clipping_torch import Updates
-from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.training.local import SGD
+from fedpriv.training.request import LocalTraining, RoundRequest
 from tests.engine.everyone import request_under, torch_threads, total_of, users_of
 from tests.isolation import LOCALS
 

@@ -15,8 +15,8 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.measures.metrics import metric
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.round import LocalTraining
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.training.request import LocalTraining
 from fedpriv.training.rounds import RunningStatistics, TrainingPlan, initial_state, train
 from tests.opening import open_round
 

@@ -17,7 +17,7 @@ from fedpriv.engine.schedule import (
     random_words,
     rows_in_order,
 )
-from fedpriv.privacy.round import LocalTraining
+from fedpriv.training.request import LocalTraining
 
 KEY, NONE = bytes(range(32)), np.empty(0, np.int64)
 few = st.none() | st.integers(1, 9)

@@ -26,8 +26,8 @@ from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import Updates
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.training.local import SGD
+from fedpriv.training.request import LocalTraining, RoundRequest
 from tests.engine import plain
 from tests.engine.everyone import alone, request_under, total_of, users_of
 

@@ -30,7 +30,7 @@ from fedpriv.privacy.layout import (
     per_layer,
     scales_by_dimension,
 )
-from fedpriv.privacy.round import LocalTraining, RoundRequest
+from fedpriv.training.request import LocalTraining, RoundRequest
 from tests.engine.everyone import total_of, users_of
 
 KEY = bytes(range(32))

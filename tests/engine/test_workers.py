@@ -29,7 +29,8 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.experiment.models import mlp
 from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, merged
+from fedpriv.privacy.round import PartialSum, merged
+from fedpriv.training.request import LocalTraining, RoundRequest
 from tests.engine.everyone import make_task, request_under, torch_threads, users_of
 from tests.engine.test_transport import TestInProcessTransport as InOneProcess
 from tests.engine.test_transport import transport_with

@@ -32,8 +32,9 @@ from fedpriv.flower.grid import (
     hosting_of_workers,
     simulated_workers,
 )
-from fedpriv.privacy.round import PartialSum, RoundRequest, Transport, add_up
+from fedpriv.privacy.round import PartialSum, add_up
 from fedpriv.server.enrolment import Hosting
+from fedpriv.training.request import RoundRequest, Transport
 from fedpriv.wire import Decline, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.messages import TASK as TASK_CODEC

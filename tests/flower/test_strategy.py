@@ -42,7 +42,7 @@ from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS
 from fedpriv.privacy.layout import Layout, flat, squared_bound
-from fedpriv.privacy.round import LocalTraining, RoundRequest, Transport
+from fedpriv.training.request import LocalTraining, RoundRequest, Transport
 from tests.flower.apps import (
     CLIPPINGS,
     DELTA,

@@ -16,8 +16,8 @@ from torch.nn import functional
 import fedpriv
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.experiment.mechanism import Flat
-from fedpriv.privacy.round import LocalStep, LocalTraining
 from fedpriv.studies.results import RESULT
+from fedpriv.training.request import LocalStep, LocalTraining
 
 ROOT = Path(__file__).parents[2]
 X = np.random.default_rng(0).standard_normal((80, 4)).astype(np.float32)

@@ -22,7 +22,7 @@ from fedpriv.ledger.events import SamplingEvent, Unit
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, VectorGroup, flat
-from fedpriv.privacy.round import LocalStep, LocalTraining, RoundRequest, add_up
+from fedpriv.privacy.round import add_up
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.run.run import RunSetup
 from fedpriv.training.optimizers import (
@@ -33,6 +33,7 @@ from fedpriv.training.optimizers import (
     RateSchedule,
     ServerOptimizer,
 )
+from fedpriv.training.request import LocalStep, LocalTraining, RoundRequest
 from tests.commandline import printed, refused
 
 

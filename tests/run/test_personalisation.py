@@ -22,11 +22,11 @@ from fedpriv.evaluation.held_out import evaluate
 from fedpriv.evaluation.personalisation import HeldOutUsers, Personalisation
 from fedpriv.experiment.build import Method, on_population, settings_of
 from fedpriv.measures.metrics import metric
-from fedpriv.privacy.round import LocalStep, LocalTraining
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.run.run import Run
 from fedpriv.run.tune import _scorer
 from fedpriv.training.local import SGD, AdamW, FedRecon, Scaffold
+from fedpriv.training.request import LocalStep, LocalTraining
 from tests.commandline import printed, refused
 
 CPU = torch.device("cpu")

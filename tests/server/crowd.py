@@ -8,7 +8,7 @@ from fedpriv.data.synthetic import synthetic_population
 from fedpriv.experiment.build import build_task
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining, RoundRequest
+from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import Price, TaskDescription
 
 USERS = 7

@@ -19,7 +19,7 @@ from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.experiment.config import FederationSection
 from fedpriv.ledger import Head
 from fedpriv.privacy.layout import Tensors
-from fedpriv.privacy.round import PartialSum, RoundRequest
+from fedpriv.privacy.round import PartialSum
 from fedpriv.server import certificates
 from fedpriv.server.authentication import (
     Authentication,
@@ -32,6 +32,7 @@ from fedpriv.server.deployment import GrpcTransport
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment, fingerprint_of
 from fedpriv.server.monitoring import Monitor
 from fedpriv.server.service import Listener, Service, TransferLimits, listening
+from fedpriv.training.request import RoundRequest
 from fedpriv.wire import RunState, Status, TaskDescription, Welcome
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import Address

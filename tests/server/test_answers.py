@@ -14,10 +14,11 @@ import pytest
 from fedpriv import wire
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
+from fedpriv.privacy.round import PartialSum
 from fedpriv.server import service as service_module
 from fedpriv.server.collection import Collection
 from fedpriv.server.service import TransferLimits
+from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import Decline
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.hostile_nodes import (

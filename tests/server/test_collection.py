@@ -15,9 +15,10 @@ from fedpriv import wire
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
+from fedpriv.privacy.round import PartialSum
 from fedpriv.server.collection import Collection, Connections
 from fedpriv.server.enrolment import Enrolment
+from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import Decline, RoundAnswer, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
 

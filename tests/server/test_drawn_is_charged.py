@@ -11,10 +11,10 @@ from federation import PARAMETERS, constant_update, make_plan, open_records
 from fedpriv import server, wire
 from fedpriv.ledger.events import NeighbouringRelation
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.round import RoundRequest
 from fedpriv.privacy.sampling import EveryUserSampling
 from fedpriv.server.deployment import GrpcTransport
 from fedpriv.server.service import Listener
+from fedpriv.training.request import RoundRequest
 from fedpriv.training.rounds import initial_state, run_round
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.loopback import PATIENCE, clipped, nodes, site

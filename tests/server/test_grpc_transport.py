@@ -22,9 +22,10 @@ from fedpriv.errors import StoppedError
 from fedpriv.experiment.build import build_task
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, Transport, add_up
+from fedpriv.privacy.round import PartialSum, add_up
 from fedpriv.server import service
 from fedpriv.server.collection import End
+from fedpriv.training.request import LocalTraining, RoundRequest, Transport
 from fedpriv.wire import Decline, SummedUpdates, TaskDescription
 from fedpriv.wire import federation_pb2 as pb
 from tests.engine import words

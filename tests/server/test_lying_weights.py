@@ -20,7 +20,8 @@ from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import GaussianQuery
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest, add_up
+from fedpriv.privacy.round import PartialSum, add_up
+from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.loopback import nodes, site, summed
 

@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from fedpriv import wire
-from fedpriv.privacy.round import RoundRequest
 from fedpriv.server import service
+from fedpriv.training.request import RoundRequest
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.hostile_nodes import CALLS, SERVICE, Outcome, first, one, uploaded
 from tests.server.loopback import clipped, nodes, sends, site

@@ -23,7 +23,7 @@ from fedpriv.ledger.ledger import ChargedRow, Ledger
 from fedpriv.privacy.correlated_noise import BandedStrategy
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.round import PartialSum, PrivacyRecords, RoundRequest, Transport
+from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.privacy.sampling import (
     BandedPoissonSampling,
     EveryUserSampling,
@@ -36,6 +36,7 @@ from fedpriv.privacy.sampling import (
 from fedpriv.server.collection import prices
 from fedpriv.server.deployment import GrpcTransport
 from fedpriv.training.local import SGD
+from fedpriv.training.request import RoundRequest, Transport
 from fedpriv.training.rounds import ServerState, Stop, TrainingPlan, initial_state, train
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.loopback import PATIENCE, POPULATION_ID, Answering, Site, clipped, nodes, site

@@ -21,7 +21,7 @@ from google.protobuf.message import Message
 
 from fedpriv import wire
 from fedpriv.privacy.layout import Tensors
-from fedpriv.privacy.round import RoundRequest
+from fedpriv.training.request import RoundRequest
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.charged_server import ChargedServer, charged_server
 from tests.server.hostile_nodes import (

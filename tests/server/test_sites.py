@@ -17,7 +17,7 @@ from fedpriv import wire
 from fedpriv.errors import DataError, StoppedError
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
+from fedpriv.privacy.round import PartialSum
 from fedpriv.report.records import SiteRecord, Trouble
 from fedpriv.run.folder import RunFolder
 from fedpriv.server import certificates, monitoring
@@ -25,6 +25,7 @@ from fedpriv.server import service as service_module
 from fedpriv.server.authentication import by_certificate, tls_credentials
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
 from fedpriv.server.monitoring import SERVER, STRANGER, Monitor, Sites
+from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import Decline
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.loopback import (

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from fedpriv import wire
-from fedpriv.privacy.round import RoundRequest
 from fedpriv.server import certificates, service
+from fedpriv.training.request import RoundRequest
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.hostile_nodes import PATIENCE, SERVICE
 from tests.server.loopback import (

@@ -20,11 +20,11 @@ from fedpriv.errors import DeclinedError, StoppedError
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import flat
 from fedpriv.privacy.noise import OperatingSystemEntropy
-from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.server import deployment
 from fedpriv.server import service as service_module
 from fedpriv.server.deployment import GrpcTransport
+from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.training.rounds import RoundResult, ServerState, Stop, initial_state, train
 from fedpriv.wire import Decline, Vote
 from fedpriv.wire import federation_pb2 as pb

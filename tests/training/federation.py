@@ -12,8 +12,9 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS
 from fedpriv.privacy.layout import Layout, Tensors, flat
-from fedpriv.privacy.round import LocalTraining, PartialSum, PrivacyRecords, RoundRequest, Transport
+from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.training.request import LocalTraining, RoundRequest, Transport
 from fedpriv.training.rounds import TrainingPlan
 
 LAYOUT = Layout(("w", "b"), ((2, 2), (3,)))

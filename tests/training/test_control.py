@@ -13,7 +13,6 @@ from fedpriv.experiment.config import Config, parse_config, plain, tables_of
 from fedpriv.experiment.mechanism import Flat, Mechanism
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging, ControlVariates
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.training.local import SGD, AdamW, Scaffold
 from fedpriv.training.optimizers import (
     ExponentialDecay,
@@ -22,6 +21,7 @@ from fedpriv.training.optimizers import (
     RateSchedule,
     StepDecay,
 )
+from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.training.rounds import (
     Checkpoint,
     initial_state,

@@ -4,7 +4,7 @@ from transport_conformance import TransportConformance
 
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import flat
-from fedpriv.privacy.round import LocalTraining, RoundRequest
+from fedpriv.training.request import LocalTraining, RoundRequest
 
 USERS = 7
 

@@ -8,9 +8,10 @@ import pytest
 from federation import CONSTANT, PARAMETERS, FakeTransport, make_plan, open_records
 
 from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy
-from fedpriv.privacy.round import PartialSum, RoundRequest
+from fedpriv.privacy.round import PartialSum
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training import rounds
+from fedpriv.training.request import RoundRequest
 from fedpriv.training.rounds import RoundResult, ServerState, Stop, initial_state, train
 
 

@@ -12,9 +12,10 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging, Metric
 from fedpriv.privacy.layout import equal_split, flat, layers, per_layer
 from fedpriv.privacy.noise import SeededEntropy
-from fedpriv.privacy.round import Release, RoundRequest
+from fedpriv.privacy.round import Release
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg
+from fedpriv.training.request import RoundRequest
 from fedpriv.training.rounds import (
     Checkpoint,
     ServerState,

@@ -10,7 +10,8 @@ import pytest
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS
 from fedpriv.privacy.layout import Layout, equal_split, flat, joint, layers, per_layer
-from fedpriv.privacy.round import PartialSum, RoundRequest, Transport, add_up
+from fedpriv.privacy.round import PartialSum, add_up
+from fedpriv.training.request import RoundRequest, Transport
 
 KINDS = ["flat", "per-layer", "joint", "weighted"]
 

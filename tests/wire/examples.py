@@ -30,8 +30,8 @@ from fedpriv.privacy.gaussian_mechanism import (
     sensitivities,
 )
 from fedpriv.privacy.layout import Layout, VectorGroup, flat
-from fedpriv.privacy.round import LocalTraining, RoundRequest
 from fedpriv.training.local import AdamW, FedRecon, Scaffold
+from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
     Decline,
     Hello,

@@ -14,9 +14,10 @@ from fedpriv import wire
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping
 from fedpriv.privacy.layout import Layout, flat
-from fedpriv.privacy.round import LocalTraining, PartialSum, RoundRequest
+from fedpriv.privacy.round import PartialSum
 from fedpriv.training.local import SGD
 from fedpriv.training.optimizers import PolynomialDecay
+from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
     Hello,
     Manifest,

@@ -17,7 +17,8 @@ from fedpriv.ledger import NeighbouringRelation, Selection, Trial
 from fedpriv.ledger.ledger import event_text
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.round import LocalTraining, PartialSum
+from fedpriv.privacy.round import PartialSum
+from fedpriv.training.request import LocalTraining
 from fedpriv.wire import (
     Decline,
     Hello,
