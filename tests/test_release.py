@@ -3,7 +3,6 @@
 import json
 import re
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -74,4 +73,4 @@ def test_hooks_and_forms_name_what_exists() -> None:
         read = yaml.safe_load(form.read_text(encoding="utf-8"))
         assert form.name == "config.yml" or {"name", "description", "body"} <= set(read)
         for name in re.findall(r"`([\w/]+\.md)`", form.read_text(encoding="utf-8")):
-            assert Path(ROOT / name).exists(), name
+            assert (ROOT / name).exists(), name
