@@ -10,7 +10,7 @@ SLOW_WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() * 2)")
 # Most modules are never imported, so none is compiled before it is.
 INSTALL := -m pip install --quiet --no-compile
 
-.PHONY: simulate attack federation docs docs-build test test-fast test-slow test-search test-mutants lint format bench bench-rivals proto dist dist-check clean
+.PHONY: simulate attack federation docs docs-build test test-fast test-slow test-search test-mutants house lint format bench bench-rivals proto dist dist-check clean
 
 simulate: .venv/installed
 	$(BIN)/fedpriv simulate digits
@@ -51,7 +51,11 @@ test-search: .venv/installed-test
 test-mutants: .venv/installed-test
 	$(BIN)/python -m tests.mutants
 
-lint: .venv/installed-test
+# How large the house is, and how large it may be.
+house: .venv/installed-test
+	$(BIN)/python -m tests.house
+
+lint: .venv/installed-test house
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

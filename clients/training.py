@@ -31,7 +31,7 @@ from fedpriv.clients.worker import (
 )
 from fedpriv.data.population import UserStore
 from fedpriv.engine.arithmetic import Activations, activations_named
-from fedpriv.engine.checks import check_task
+from fedpriv.engine.task_checks import check_task
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.experiment.build import build_task

@@ -18,14 +18,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST = {
-    "code lines of the product": 29_000,
-    "code lines of privacy and ledger": 3_300,
-    "modules of the product": 160,
-    "names at the root of fedpriv": 20,
-    "public names that stand in two modules": 0,
-    "names of modules that stand twice": 10,
-    "words of README": 2_000,
-    "words of docs": 57_000,
+    "code lines of the product": 27_700,
+    "code lines of privacy and ledger": 3_290,
+    "modules of the product": 140,
+    "names at the root of fedpriv": 2,
+    "public names that stand in two modules": 7,
+    "names of modules that stand twice": 2,
+    "words of README": 2_200,
+    "words of docs": 53_100,
 }
 _COMMANDS = {"cli", "commands"}  # modules whose functions are named as users type them
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

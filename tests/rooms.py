@@ -18,7 +18,7 @@ from pathlib import Path
 from simulations import federation, loopback
 
 ROOT = Path(__file__).parents[1]
-MOST = {"simulation": 25, "federation": 50}
+MOST = {"simulation": 40, "federation": 59}
 _SECONDS = 180.0
 _RECORDER = """
 import os, sys, threading, time

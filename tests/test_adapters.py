@@ -11,9 +11,9 @@ from torch.nn import functional
 import fedpriv
 from fedpriv import wire
 from fedpriv.engine.adapters import Adapted, merge_adapters, with_adapters
-from fedpriv.engine.checks import check_task
 from fedpriv.engine.side_by_side import SideBySideModel
 from fedpriv.engine.task import Task
+from fedpriv.engine.task_checks import check_task
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.experiment.build import build_task, method_of
 from fedpriv.experiment.config import load_config

@@ -18,10 +18,10 @@ from fedpriv.audit import Audit, check_auditable
 from fedpriv.data.places import in_places, refuse_shared
 from fedpriv.data.population import Fields, Population, cut_up, load_population
 from fedpriv.engine.adapters import with_adapters
-from fedpriv.engine.checks import check_task
 from fedpriv.engine.measuring import check_metrics
 from fedpriv.engine.roads import Road
 from fedpriv.engine.task import LOSSES, HeldOut, Task, running_norms
+from fedpriv.engine.task_checks import check_task
 from fedpriv.engine.trainer import SimulationOnlyDropped, blank
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import InvalidValueError, ModelError

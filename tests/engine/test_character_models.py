@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from fedpriv.engine.checks import check_task
 from fedpriv.engine.side_by_side import SideBySideModel
 from fedpriv.engine.task import Task, cross_entropy
+from fedpriv.engine.task_checks import check_task
 from fedpriv.experiment.models import CharacterMLP, build_model
 
 SIZES = {"alphabet": 7, "width": 4}

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fedpriv.engine.checks import check_task
 from fedpriv.engine.task import Task, called, cross_entropy
+from fedpriv.engine.task_checks import check_task
 from fedpriv.errors import ModelError
 from fedpriv.experiment.models import MODELS, build_model
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import fedpriv
 from fedpriv.data.population import UserStore
-from fedpriv.engine.checks import check_task
 from fedpriv.engine.roads import Path
 from fedpriv.engine.task import Task
+from fedpriv.engine.task_checks import check_task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, ModelError
 from fedpriv.evaluation.held_out import evaluate

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine.checks import check_task
 from fedpriv.engine.measuring import check_metrics
 from fedpriv.engine.task import (
     RunningNorm,
@@ -19,6 +18,7 @@ from fedpriv.engine.task import (
     running_norms,
     without_batch_norm,
 )
+from fedpriv.engine.task_checks import check_task
 from fedpriv.engine.trainer import Chunk, Trainer
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError

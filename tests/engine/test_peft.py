@@ -13,8 +13,8 @@ from torch.nn import functional
 
 import fedpriv
 from fedpriv.data.population import UserStore
-from fedpriv.engine.checks import check_task
 from fedpriv.engine.task import Task
+from fedpriv.engine.task_checks import check_task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.training.request import LocalTraining
 from tests.engine.everyone import alone, request_under, total_of, unclipped

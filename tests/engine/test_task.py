@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from fedpriv.engine.adapters import with_adapters
 from fedpriv.engine.arithmetic import generator_apart
-from fedpriv.engine.checks import check_task
 from fedpriv.engine.task import LOSSES, Task, cross_entropy, find_loss, squared_error
+from fedpriv.engine.task_checks import check_task
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.evaluation.held_out import evaluate
 from fedpriv.experiment.models import MODELS, build_model

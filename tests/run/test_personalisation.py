@@ -14,8 +14,8 @@ from torch import nn
 import fedpriv
 from fedpriv.analytics.survey import collect
 from fedpriv.data.population import HELD_OUT_USER, UserStore
-from fedpriv.engine.checks import check_task
 from fedpriv.engine.task import Task
+from fedpriv.engine.task_checks import check_task
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError
 from fedpriv.evaluation.federated import UserEvaluation
 from fedpriv.evaluation.held_out import evaluate

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedpriv.engine.checks import check_task
 from fedpriv.engine.task import Task
+from fedpriv.engine.task_checks import check_task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import WorkerError
 from fedpriv.experiment.models import softmax_regression
