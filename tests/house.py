@@ -24,7 +24,7 @@ MOST = {
     "names at the root of fedpriv": 2,
     "public names that stand in two modules": 7,
     "names of modules that stand twice": 2,
-    "words of README": 2_200,
+    "words of README": 820,
     "words of docs": 53_100,
 }
 _COMMANDS = {"cli", "commands"}  # modules whose functions are named as users type them

@@ -67,7 +67,11 @@ class Database:
                 )
             uri = f"{path.resolve().as_uri()}?mode=rw"
             self._connection = sqlite3.connect(
-                uri, _BUSY_SECONDS, isolation_level=None, check_same_thread=False, uri=True
+                uri,
+                timeout=_BUSY_SECONDS,
+                isolation_level=None,
+                check_same_thread=False,
+                uri=True,
             )
             try:
                 self._prepare()
