@@ -137,7 +137,7 @@ def on_population(
     mechanism = method.mechanism if method else config.mechanism()
     population, evaluation = records_of(population, mechanism), None
     if config.federated_evaluation is not None:
-        method = method or _method_of(config)
+        method = method or method_of(config)
         evaluation, population = _evaluation(
             config, config.federated_evaluation, run, population, method
         )
@@ -294,7 +294,7 @@ def build(
     if method:
         origin = _origin(method.task)
     else:
-        method, origin = _method_of(config), repr(config.model)
+        method, origin = method_of(config), repr(config.model)
     _check_personal(method)
     device, mechanism = device_named(config.engine.device), method.mechanism
     if few is None:
@@ -459,7 +459,7 @@ def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
         )
 
 
-def _method_of(config: Config) -> Method:
+def method_of(config: Config) -> Method:
     """How a configuration says that its model is trained."""
     asked = config.federated_evaluation.report if config.federated_evaluation else {}
     metrics, figures = [*config.metrics.report, *asked], config.evaluation.figures

@@ -208,9 +208,9 @@ def test_settings_say_nothing_of_machines() -> None:
     assert "10.0.0.1" not in text
     nested = {"name": "dirichlet", "options": {"population": "mine:people", "password": "hush"}}
     assert "hush" not in json.dumps(shown_settings(parse_config(BASE | {"data": nested}, "test")))
-    files = {"name": "images", "options": {"folder": "/home/ann/digits", "classes": 3}}
+    files = {"name": "images", "options": {"train": "/home/ann/digits", "classes": 3}}
     shown = shown_settings(parse_config(BASE | {"data": files}, "test"))
-    assert (shown["data.options.folder"], shown["data.options.classes"]) == ("digits", 3)
+    assert (shown["data.options.train"], shown["data.options.classes"]) == ("digits", 3)
 
 
 def wandb_records(folder: Path) -> Iterator[Any]:
