@@ -41,7 +41,7 @@ _IGNORED = -100  # the target that torch's losses leave out
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of class scores [B, K, …] against classes [B, …]."""
+    """Cross-entropy of class scores [B, K, …] against classes [B, …]; ModelError if K is 1."""
     return class_losses(outputs, targets, reduction="none")
 
 
@@ -51,6 +51,13 @@ def class_losses(outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         both = outputs, targets
         found: Tensor = handle_torch_function(class_losses, both, *both, reduction=reduction)
         return found
+    if (
+        outputs.dim() > 1 and outputs.shape[1] == 1
+    ):  # the loss would be 0, whatever the model learns
+        raise ModelError(
+            f"outputs are {list(outputs.shape)}, one score; cross-entropy needs a score of each "
+            "class: with one score use the loss binary-cross-entropy, and for numbers mse"
+        )
     if outputs.dim() == targets.dim() + 1 > 2 and outputs.stride(1) == 1:
         scores = outputs.movedim(1, -1).flatten(0, -2)
         losses = functional.cross_entropy(scores, targets.flatten(), reduction=reduction)
@@ -58,15 +65,39 @@ def class_losses(outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
     return functional.cross_entropy(outputs, targets, reduction=reduction)
 
 
+def binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of logits of class 1, [B, …] or [B, 1, …], against targets 0 and 1, [B, …]."""
+    if outputs.dim() == targets.dim() + 1 and outputs.shape[1] == 1:
+        outputs = outputs.squeeze(1)
+    _check_alike("binary-cross-entropy", outputs, targets)
+    logits = functional.binary_cross_entropy_with_logits
+    return logits(outputs, targets.to(outputs.dtype), reduction="none")
+
+
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     """Squared error of outputs against targets of the same shape [B, …]; ModelError if not."""
-    if outputs.shape != targets.shape:  # torch would broadcast [B, 1] − [B] to [B, B]
-        found = f"outputs are {list(outputs.shape)} and targets {list(targets.shape)}"
-        raise ModelError(f"{found}; under squared-error they must have the same shape")
+    _check_alike("mse", outputs, targets)
     return functional.mse_loss(outputs, targets, reduction="none")
 
 
-LOSSES: Mapping[str, Loss] = {"cross-entropy": cross_entropy, "squared-error": squared_error}
+def huber(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Huber's loss with δ = 1 of outputs against targets of the same shape [B, …]."""
+    _check_alike("huber", outputs, targets)
+    return functional.huber_loss(outputs, targets, reduction="none")
+
+
+def _check_alike(loss: str, outputs: Tensor, targets: Tensor) -> None:
+    if outputs.shape != targets.shape:  # torch would broadcast [B, 1] − [B] to [B, B]
+        shapes = f"outputs are {list(outputs.shape)} and targets {list(targets.shape)}"
+        raise ModelError(f"{shapes}; under {loss} they must have the same shape")
+
+
+LOSSES: Mapping[str, Loss] = {
+    "binary-cross-entropy": binary_cross_entropy,
+    "cross-entropy": cross_entropy,
+    "huber": huber,
+    "mse": squared_error,
+}
 
 
 def find_loss(name: str) -> Loss:
@@ -98,7 +129,8 @@ class Task:
             normalisation is replaced, in a copy, by `RunningNorm`.
         loss: maps outputs and targets [B, …], and nothing else that is trained, to one loss per
             example [B], or to losses [B, …] that are averaged over all but the first axis; or the
-            name of one: "cross-entropy", "squared-error" or "package.module:function".
+            name of one: "cross-entropy", "binary-cross-entropy" (one logit of each target, 0 or 1),
+            "mse", "huber" or "package.module:function".
         inputs: name of the field that the model reads; or names of several, which it is given as
             arguments of these names; `targets`: of that which the loss reads.
         metrics: own metrics by names of your own, e.g. from `own_metrics`: functions of outputs and
@@ -289,7 +321,11 @@ class Task:
         """What measures see of rows: outputs [n, …], targets [n, …] and inputs of running norms."""
         counts = self.counts(y)
         counts = torch.ones_like(y, dtype=torch.bool) if counts is None else counts
-        return Seen(outputs, y, counts, self.losses_of(outputs, y), moments or {})
+        losses = self.losses_of(outputs, y)
+        if self.loss is binary_cross_entropy:  # as classes, with one score of each target
+            y = (y > 0.5).long() if y.is_floating_point() else y.long()
+            outputs = outputs.unsqueeze(1) if outputs.shape == y.shape else outputs
+        return Seen(outputs, y, counts, losses, moments or {})
 
     def counts(self, y: Tensor) -> Tensor | None:
         """Whether each target counts, of the same shape; None if none can be ignored."""

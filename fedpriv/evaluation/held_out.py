@@ -22,6 +22,7 @@ from fedpriv.measures.figures import (
     Figure,
     Seen,
     Sums,
+    are_classes,
     spread_over_users,
 )
 from fedpriv.privacy.clipping_torch import TorchTensors
@@ -108,8 +109,9 @@ class _Measured:
 
     def add(self, seen: Seen, owners: Tensor) -> None:
         """Take in rows and the number of each one's user."""
-        if seen.targets.dtype.is_floating_point or seen.outputs.dim() != seen.targets.dim() + 1:
+        if not are_classes(seen):
             self._summed.pop("accuracy", None)
+            self._sums.pop("accuracy", None)
         for name in [name for name in self._summed if name not in self._failed]:
             try:
                 found = self._summed[name].of_rows(seen)

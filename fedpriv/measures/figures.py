@@ -5,7 +5,7 @@ of all outputs and targets, which are then collected. Targets that a task ignore
 Figures are of rows that belong to no enrolled user: they are not private statements.
 
 Where targets [n, …] are classes, outputs are scores [n, K, …], with one more axis; every position
-counts as a row of its own.
+counts as a row of its own. One score is the logit of class 1, beside 0 for class 0.
 """
 
 import math
@@ -30,7 +30,8 @@ FigureFunction = Callable[[Tensor, Tensor], float | Tensor]
 ALWAYS = ("accuracy", "loss")  # what is measured without being asked for
 # Which way is better, of those and of `FIGURES`.
 BETTER: Mapping[str, Literal["larger", "smaller"]] = {
-    **dict.fromkeys(("accuracy", "auc", "top-k"), "larger"),
+    **dict.fromkeys(("accuracy", "auc", "balanced-accuracy", "f1"), "larger"),
+    **dict.fromkeys(("precision", "r2", "recall", "top-k"), "larger"),
     **dict.fromkeys(("brier", "calibration-error", "loss", "mae", "perplexity", "rmse"), "smaller"),
 }
 
@@ -104,15 +105,25 @@ def hits(seen: Seen) -> Tensor:
     return _per_row(right[..., None], seen.counts)
 
 
+def are_classes(seen: Seen) -> bool:
+    """Whether accuracy is defined: targets are classes with scores, or 0 and 1 with one score."""
+    outputs, targets = seen.outputs, seen.targets
+    if targets.dtype.is_floating_point or outputs.dim() != targets.dim() + 1:
+        return False
+    binary = (targets == 0) | (targets == 1) | ~seen.counts
+    return outputs.shape[1] > 1 or bool(binary.all())
+
+
 def _classified(seen: Seen, what: str) -> Tensor:
-    """Scores of each target, [n, …, K]."""
+    """Scores of each target, [n, …, K], with K ≥ 2."""
     if seen.targets.dtype.is_floating_point or seen.outputs.dim() != seen.targets.dim() + 1:
         raise InvalidValueError(
             f"{what} needs targets that are classes, and scores of them with one axis more; "
             f"targets are {seen.targets.dtype} {list(seen.targets.shape)} and outputs "
             f"{list(seen.outputs.shape)}"
         )
-    return seen.outputs.movedim(1, -1)
+    scores = seen.outputs.movedim(1, -1)
+    return torch.cat([scores * 0.0, scores], -1) if scores.shape[-1] == 1 else scores
 
 
 def _per_row(values: Tensor, counts: Tensor) -> Tensor:
@@ -179,6 +190,57 @@ def _mae() -> Sums:
 
 def _rmse() -> Sums:
     return _mean_of(lambda seen: _errors(seen, "rmse").square(), torch.sqrt)
+
+
+def _r2() -> Sums:
+    """1 − Σ (output − target)²/Σ (target − mean)², the mean over the columns of a target."""
+
+    def sums_of(seen: Seen) -> Tensor:
+        errors, y = _errors(seen, "r2"), seen.targets.double()
+        errors, y = (t.reshape(len(t), -1) for t in (errors, y))
+        return torch.cat([errors.square(), y, y.square(), torch.ones_like(y[:, :1])], 1)
+
+    def finish(sums: Tensor) -> Tensor:
+        errors, y, squares = sums[:, :-1].chunk(3, 1)
+        return (1.0 - errors / (squares - y.square() / sums[:, -1:])).mean(1)
+
+    return Sums(sums_of, finish)
+
+
+def _of_classes(
+    name: str, value: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Callable[..., Sums]:
+    """A figure of each class, by how often it was right, chosen and there: the mean, or of one."""
+
+    def make(label: int | None = None) -> Sums:
+        label = plain_numbers(label)
+        if label is not None and label != 0 and not is_whole(label):
+            raise InvalidValueError(f"label of {name} is {label!r}; it must be a class, from 0")
+
+        def of_rows(seen: Seen) -> Tensor:
+            scores = _classified(seen, name)
+            count = scores.shape[-1]
+            if label is not None and label >= count:
+                raise InvalidValueError(f"label of {name} is {label}; there are {count} classes")
+            true = functional.one_hot(
+                torch.where(seen.counts, seen.targets.long(), 0), count
+            ).bool()
+            chosen = functional.one_hot(scores.argmax(-1), count).bool()
+            chosen &= ~scores.isnan().any(-1, keepdim=True)
+            return _per_row(torch.cat([true & chosen, chosen, true], -1), seen.counts)
+
+        def finish(sums: Tensor) -> Tensor:
+            values = value(*sums[:, :-1].chunk(3, 1))
+            return values.nanmean(1) if label is None else values[:, label]
+
+        return Sums(of_rows, finish)
+
+    return make
+
+
+def _share(part: Tensor, whole: Tensor, exists: Tensor) -> Tensor:
+    """part/whole, 0 where the whole is; NaN where the class does not exist."""
+    return torch.where(exists > 0.0, part / whole.clamp(min=1.0), torch.nan)
 
 
 def _brier() -> Sums:
@@ -265,10 +327,21 @@ def _area(scores: Tensor, positive: Tensor) -> float:
 
 FIGURES: Mapping[str, Callable[..., Figure]] = {
     "auc": _auc,
+    "balanced-accuracy": partial(
+        _of_classes("balanced-accuracy", lambda right, _, true: _share(right, true, true)), None
+    ),
     "brier": _brier,
     "calibration-error": _calibration_error,
+    "f1": _of_classes(
+        "f1", lambda right, chosen, true: _share(2 * right, chosen + true, chosen + true)
+    ),
     "mae": _mae,
     "perplexity": _perplexity,
+    "precision": _of_classes(
+        "precision", lambda right, chosen, true: _share(right, chosen, chosen + true)
+    ),
+    "r2": _r2,
+    "recall": _of_classes("recall", lambda right, chosen, true: _share(right, true, chosen + true)),
     "rmse": _rmse,
     "top-k": _top_k,
 }

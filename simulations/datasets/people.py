@@ -120,7 +120,7 @@ def load_parkinsons(folder: str | Path | None = None, target: str = "total_UPDRS
     their ratio to a constant of this module.
 
     The target is "motor_UPDRS" or "total_UPDRS", the severity in points. y is float32 [rows, 1],
-    for the loss "squared-error": tens of points above 20 (motor) or 30 (total).
+    for the loss "mse": tens of points above 20 (motor) or 30 (total).
 
     The folder (None: FEDPRIV_DATA), or one `parkinsons` in it, holds UCI's parkinsons_updrs.data,
     or that with .gz.

@@ -55,6 +55,13 @@ def calibration_error(scores: np.ndarray, y: np.ndarray, bins: int) -> float:
     return total / len(y)
 
 
+def of_choices(score: Callable[..., float], **options: object) -> Callable[..., float]:
+    """scikit-learn's score of the classes with the largest scores."""
+    return lambda x, y: score(y, x.argmax(1), **options)
+
+
+MACRO = {"average": "macro", "zero_division": 0.0}
+SECOND = {"average": "macro", "labels": [2]}
 OF_CLASSES: dict[str, tuple[object, Callable[[np.ndarray, np.ndarray], float]]] = {
     "top-1": ({"figure": "top-k", "k": 1}, lambda x, y: np.mean(x.argmax(1) == y)),
     "top-2": (
@@ -80,6 +87,16 @@ OF_CLASSES: dict[str, tuple[object, Callable[[np.ndarray, np.ndarray], float]]] 
         {"figure": "calibration-error", "bins": 4},
         lambda x, y: calibration_error(x, y, 4),
     ),
+    "balanced-accuracy": ("balanced-accuracy", of_choices(known.balanced_accuracy_score)),
+    "precision": ("precision", of_choices(known.precision_score, **MACRO)),
+    "recall": ("recall", of_choices(known.recall_score, **MACRO)),
+    "f1": ("f1", of_choices(known.f1_score, **MACRO)),
+    "precision of 2": (
+        {"figure": "precision", "label": 2},
+        of_choices(known.precision_score, **SECOND),
+    ),
+    "recall of 2": ({"figure": "recall", "label": 2}, of_choices(known.recall_score, **SECOND)),
+    "f1 of 2": ({"figure": "f1", "label": 2}, of_choices(known.f1_score, **SECOND)),
     "own": (
         lambda outputs, targets: (outputs.argmax(1) - targets).double().abs().mean(),
         lambda x, y: known.mean_absolute_error(y, x.argmax(1)),
@@ -119,6 +136,84 @@ def test_positions_that_count_are_rows_of_their_own(
     assert value == pytest.approx(expected(scores[y >= 0], y[y >= 0]), rel=1e-5)
 
 
+def test_classes_that_nobody_has_or_chooses_do_not_count() -> None:
+    x = np.eye(4, dtype=np.float32)[[0, 0, 1, 1]]
+    y = np.array([0, 1, 1, 2])  # 3 is neither there nor chosen, 2 is never chosen
+    for name, score in {
+        "precision": known.precision_score,
+        "recall": known.recall_score,
+        "f1": known.f1_score,
+    }.items():
+        assert found(x, y, name) == pytest.approx(score(y, x.argmax(1), **MACRO))
+        assert math.isnan(found(x, y, {"figure": name, "label": 3}))
+        assert found(x, y, {"figure": name, "label": 2}) == 0.0
+    balanced = known.balanced_accuracy_score(y, x.argmax(1))
+    assert found(x, y, "balanced-accuracy") == pytest.approx(balanced)
+
+
+@pytest.mark.parametrize("outputs", [(ROWS,), (ROWS, 1)])
+@pytest.mark.parametrize("targets", [(ROWS,), (ROWS, 1)])
+@pytest.mark.parametrize("kind", [np.bool_, np.uint8, np.int32, np.int64, np.float32])
+def test_one_logit_is_measured_as_two_scores(
+    outputs: tuple[int, ...], targets: tuple[int, ...], kind: type
+) -> None:
+    logits, y = untied("one", SCORES[:, 0]), CLASSES % 2
+    names = ["auc", "balanced-accuracy", "brier", "calibration-error", "perplexity"]
+    figures = {name: name for name in names} | {"f1": {"figure": "f1", "label": 1}}
+    rows = {"x": logits.reshape(outputs), "y": y.reshape(targets).astype(kind)}
+    task = Task(nn.Identity(), "binary-cross-entropy", figures=figures)
+    if outputs == (ROWS,) and targets == (ROWS, 1):
+        with pytest.raises(ModelError, match="under binary-cross-entropy they must have the same"):
+            evaluate(task, rows, CPU, {})
+        return
+    evaluation = evaluate(task, rows, CPU, {})
+    share, chosen = 1 / (1 + np.exp(-logits.astype(float))), logits > 0
+    loss = known.log_loss(y, share)
+    assert not evaluation.failed
+    assert evaluation.loss == pytest.approx(loss, rel=1e-5)
+    assert evaluation.accuracy == pytest.approx(known.accuracy_score(y, chosen))
+    assert evaluation.figures == pytest.approx(
+        {
+            "auc": known.roc_auc_score(y, logits),
+            "balanced-accuracy": known.balanced_accuracy_score(y, chosen),
+            "brier": 2 * np.mean((share - y) ** 2),
+            "calibration-error": calibration_error(np.stack([0 * logits, logits], 1), y, 15),
+            "perplexity": math.exp(loss),
+            "f1": known.f1_score(y, chosen),
+        },
+        rel=1e-4,
+    )
+
+
+def test_several_labels_of_a_row_are_measured_each_by_itself() -> None:
+    logits, y = untied("many", SCORES), (CLASSES[:, None] == np.arange(4)).astype(np.float32)
+    figures = {"auc": "auc", "f1": {"figure": "f1", "label": 1}}
+    task = Task(nn.Identity(), "binary-cross-entropy", figures=figures)
+    evaluation = evaluate(task, {"x": logits, "y": y}, CPU, {})
+    assert evaluation.accuracy == pytest.approx(np.mean((logits > 0) == y))
+    assert evaluation.figures["f1"] == pytest.approx(known.f1_score(y.ravel(), logits.ravel() > 0))
+    assert evaluation.figures["auc"] == pytest.approx(
+        known.roc_auc_score(y.ravel(), logits.ravel())
+    )
+
+
+def test_accuracy_of_one_score_is_of_classes_0_and_1_alone() -> None:
+    logits, y = SCORES[:, :1], CLASSES % 2
+    task = Task(nn.Identity(), first_output)  # a loss of one's own
+    accuracy = evaluate(task, {"x": logits, "y": y}, CPU, {}).accuracy
+    assert accuracy == pytest.approx(known.accuracy_score(y, logits[:, 0] > 0))
+    assert evaluate(task, {"x": logits, "y": CLASSES}, CPU, {}).accuracy is None  # counts
+    late = np.concatenate([y[:-1], [2]])  # in the last of several pieces
+    assert evaluate(task, {"x": logits, "y": late}, CPU, {}).accuracy is None
+
+
+def test_one_score_has_no_cross_entropy() -> None:
+    rows = {"x": SCORES[:8, :1], "y": CLASSES[:8] % 2}
+    for y in (rows["y"], rows["y"].astype(np.float32)[:, None]):
+        with pytest.raises(ModelError, match="one score; cross-entropy needs a score of"):
+            check_held_out(Task(nn.Identity(), "cross-entropy"), {**rows, "y": y}, CPU)
+
+
 def test_scores_that_are_no_numbers_are_never_right() -> None:
     x = np.full((3, 4), np.nan, np.float32)
     x[1, 1:], x[2] = 0.0, (0.0, 1.0, 0.0, 0.0)
@@ -129,14 +224,19 @@ def test_scores_that_are_no_numbers_are_never_right() -> None:
 
 @pytest.mark.parametrize(
     ("figure", "expected"),
-    [("mae", known.mean_absolute_error), ("rmse", known.root_mean_squared_error)],
+    [
+        ("mae", known.mean_absolute_error),
+        ("rmse", known.root_mean_squared_error),
+        ("r2", known.r2_score),
+    ],
 )
 @pytest.mark.parametrize("shape", [(ROWS,), (ROWS, 2)])
 def test_figures_of_numbers(
     figure: str, expected: Callable[..., float], shape: tuple[int, ...]
 ) -> None:
     x, y = (RNG.standard_normal(shape).astype(np.float32) for _ in range(2))
-    assert found(x, y, figure) == pytest.approx(expected(y.ravel(), x.ravel()), rel=1e-6)
+    rows = (y, x) if figure == "r2" else (y.ravel(), x.ravel())  # R² is the mean over columns
+    assert found(x, y, figure) == pytest.approx(expected(*rows), rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.float32])
@@ -200,6 +300,8 @@ def test_users_for_whom_a_figure_is_no_number_are_left_out() -> None:
         ({"a": "acu"}, "figure 'a' is 'acu', which is unknown; did you mean 'auc'"),
         ({"a": {"figure": "top-k", "kk": 3}}, "no option 'kk'; did you mean 'k'"),
         ({"a": {"figure": "top-k", "k": 0}}, "k of top-k is 0; it must be a whole number"),
+        ({"a": {"figure": "f1", "label": -1}}, "label of f1 is -1; it must be a class"),
+        ({"a": {"figure": "balanced-accuracy", "label": 1}}, "'a' takes no options"),
         ({"a": {"figure": "calibration-error", "bins": 2.5}}, "bins .* is 2.5; it must be"),
         ({"a": {"k": 2}}, "its key figure must be a name"),
         ({"a": 3}, "figure 'a' is 3; it must be a name, a table or a function"),
@@ -235,6 +337,7 @@ def spoilt(outputs: Tensor, targets: Tensor) -> float:
         (raising, "figure 'it' cannot be computed on the held-out rows: no such thing"),
         (spoilt, "figure 'it' of the 40 held-out rows is nan at the initial parameters"),
         ({"figure": "top-k", "k": 5}, "k of top-k is 5; there are 4 classes"),
+        ({"figure": "f1", "label": 4}, "label of f1 is 4; there are 4 classes"),
         ("mae", "mae needs outputs like targets; outputs are"),
     ],
 )

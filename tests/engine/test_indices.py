@@ -94,7 +94,7 @@ def test_integers_that_are_numbers_have_no_range(kind: type[np.generic]) -> None
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.inner(x / 255)[:, 0]
 
-    indices = Indices(Task(Scaled(), "squared-error"), UserStore(fields, np.array([0, 3])))
+    indices = Indices(Task(Scaled(), "mse"), UserStore(fields, np.array([0, 3])))
     assert indices._legal == {}
     indices.check(np.array([0]))
 

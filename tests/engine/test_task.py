@@ -313,7 +313,7 @@ def test_losses_of_sequences_are_averaged_per_example() -> None:
 
 
 def test_losses_by_name() -> None:
-    assert find_loss("squared-error") is squared_error
+    assert find_loss("mse") is squared_error
     outputs = torch.tensor([[1.0, 2.0], [0.0, 0.0]])
     np.testing.assert_array_equal(squared_error(outputs, outputs + 2).numpy(), np.full((2, 2), 4.0))
     assert find_loss("fedpriv.engine.task:cross_entropy") is LOSSES["cross-entropy"]
@@ -409,9 +409,9 @@ def test_refusals_say_what_the_data_are() -> None:
     with pytest.raises(ModelError, match=message):
         check_task(Task(nn.Linear(6, 3)), wide)
     numbers = {**EXAMPLES, "y": EXAMPLES["x"][:, 0]}
-    message = r"outputs are \[4, 1\] and targets \[4\]; under squared-error they must have the same"
+    message = r"outputs are \[4, 1\] and targets \[4\]; under mse they must have the same"
     with pytest.raises(ModelError, match=message):
-        check_task(Task(nn.Linear(6, 1), loss="squared-error"), numbers)
+        check_task(Task(nn.Linear(6, 1), loss="mse"), numbers)
 
 
 def test_a_model_of_nan_is_refused() -> None:
