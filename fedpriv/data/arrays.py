@@ -27,6 +27,8 @@ class _Tensor(Protocol):
     def numpy(self) -> Array: ...
 
 
+_NUMBERS = (int, float, np.number, np.bool_)
+
 ColumnLike: TypeAlias = Array | _Tensor | Sequence[object]  # values of one field, [rows, ...]
 
 
@@ -115,9 +117,19 @@ def from_grouped(
 
 
 def to_array(what: str, column: ColumnLike) -> Array:
-    """Turn an array, tensor or nested list into an array; arrays and CPU tensors share memory."""
+    """Turn an array, tensor or nested list into an array; arrays and CPU tensors share memory.
+
+    Objects that are all numbers or booleans, as tables of mixed columns have, become float32.
+    """
     refuse_masked(what, column)
     try:
-        return column.detach().cpu().numpy() if isinstance(column, _Tensor) else np.asarray(column)
+        found = column.detach().cpu().numpy() if isinstance(column, _Tensor) else np.asarray(column)
     except (TypeError, ValueError) as error:
         raise DataError(f"{what} cannot be an array: {error}") from error
+    if found.dtype != object:
+        return found
+    for place, value in enumerate(found.flat):
+        if not isinstance(value, _NUMBERS):
+            row, kind = np.unravel_index(place, found.shape)[0], type(value).__name__
+            raise DataError(f"{what} has a value of the type {kind} in row {row}; give numbers")
+    return found.astype(np.float32)

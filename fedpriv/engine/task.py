@@ -58,6 +58,11 @@ def class_losses(outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
             f"outputs are {list(outputs.shape)}, one score; cross-entropy needs a score of each "
             "class: with one score use the loss binary-cross-entropy, and for numbers mse"
         )
+    if outputs.dim() == targets.dim() and not targets.is_floating_point():
+        raise ModelError(
+            f"outputs are {list(outputs.shape)} and targets {list(targets.shape)}, whole numbers; "
+            "cross-entropy needs classes with one axis less, as y[:, 0] has"
+        )
     if outputs.dim() == targets.dim() + 1 > 2 and outputs.stride(1) == 1:
         scores = outputs.movedim(1, -1).flatten(0, -2)
         losses = functional.cross_entropy(scores, targets.flatten(), reduction=reduction)
@@ -69,27 +74,26 @@ def binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of logits of class 1, [B, …] or [B, 1, …], against targets 0 and 1, [B, …]."""
     if outputs.dim() == targets.dim() + 1 and outputs.shape[1] == 1:
         outputs = outputs.squeeze(1)
-    _check_alike("binary-cross-entropy", outputs, targets)
-    logits = functional.binary_cross_entropy_with_logits
-    return logits(outputs, targets.to(outputs.dtype), reduction="none")
+    targets = _alike("binary-cross-entropy", outputs, targets)
+    return functional.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     """Squared error of outputs against targets of the same shape [B, …]; ModelError if not."""
-    _check_alike("mse", outputs, targets)
-    return functional.mse_loss(outputs, targets, reduction="none")
+    return functional.mse_loss(outputs, _alike("mse", outputs, targets), reduction="none")
 
 
 def huber(outputs: Tensor, targets: Tensor) -> Tensor:
     """Huber's loss with δ = 1 of outputs against targets of the same shape [B, …]."""
-    _check_alike("huber", outputs, targets)
-    return functional.huber_loss(outputs, targets, reduction="none")
+    return functional.huber_loss(outputs, _alike("huber", outputs, targets), reduction="none")
 
 
-def _check_alike(loss: str, outputs: Tensor, targets: Tensor) -> None:
+def _alike(loss: str, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Targets as numbers like the outputs; ModelError if they have another shape."""
     if outputs.shape != targets.shape:  # torch would broadcast [B, 1] − [B] to [B, B]
         shapes = f"outputs are {list(outputs.shape)} and targets {list(targets.shape)}"
         raise ModelError(f"{shapes}; under {loss} they must have the same shape")
+    return targets.to(outputs.dtype)
 
 
 LOSSES: Mapping[str, Loss] = {
@@ -234,13 +238,20 @@ class Task:
         return tuple(dict.fromkeys((*inputs, self.targets)))
 
     def given(self, columns: Mapping[str, Tensor]) -> tuple[Inputs, Tensor]:
-        """What the model reads of these columns, and what the loss reads."""
+        """The inputs of the model in these columns, and the targets of the loss.
+
+        Numbers of 64 bits become float32, as parameters are. Booleans that are all the model reads
+        become 0 and 1, and so do, for the losses of `LOSSES`, those that are targets.
+        """
+        y = _as_input(columns[self.targets])
+        if self.loss in LOSSES.values() and not (y.is_floating_point() or y.is_complex()):
+            y = y if y.dtype == torch.uint8 else y.long()
         if isinstance(self.inputs, str):
-            x, y = columns[self.inputs], columns[self.targets]
+            x = _as_input(columns[self.inputs])
+            x = x.float() if x.dtype == torch.bool else x
             return x, y.clone() if y is x else y  # a model may change its input in place
-        y = columns[self.targets]
         y = y.clone() if self.targets in self.inputs else y
-        return {name: columns[name] for name in self.inputs}, y
+        return {name: _as_input(columns[name]) for name in self.inputs}, y
 
     def evaluated(self) -> "Task":
         """The task with a copy of the model in evaluation mode: without dropout."""
@@ -344,6 +355,10 @@ class Task:
             return counts.to(kind)
         counts = counts.flatten(axes)
         return counts.sum(axes).to(kind) / counts.shape[axes]
+
+
+def _as_input(column: Tensor) -> Tensor:
+    return column.float() if column.dtype == torch.float64 else column
 
 
 def _check_holds(name: str, tensor: Tensor) -> None:

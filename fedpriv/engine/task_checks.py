@@ -49,6 +49,10 @@ def check_task(task: Task, examples: HeldOut, *, apart: bool = False) -> None:
 
 
 def _tensor(name: str, column: npt.NDArray[np.generic]) -> Tensor:
+    if column.dtype.kind in "US":
+        raise ModelError(
+            f"field {name!r} holds text; give numbers, for classes their places in a public list"
+        )
     try:
         return torch.tensor(np.array(column))
     except (TypeError, ValueError) as error:

@@ -112,7 +112,8 @@ def test_ids_that_are_no_list_of_rows_are_refused(ids):
         ({"x": np.zeros((2, 3))}, r"field 'x' has shape \(2, 3\), not 3 rows"),
         ({"x": np.zeros(3), "y": np.zeros(4)}, "field 'y'"),
         ({"x": [[1], [1, 2], [3]]}, "field 'x' cannot be an array"),
-        ({"x": np.array([{}, {}, {}])}, "dtype object"),
+        ({"x": np.array([{}, {}, {}])}, "'x' has a value of the type dict in row 0; give numbers"),
+        ({"x": np.array([[1, True], [2.5, "a"], [0, 0]], object)}, "of the type str in row 1"),
         ({"x": np.ma.masked_equal([1.0, -9.0, 2.0], -9.0)}, "field 'x' is a masked array"),
         ({}, "no field"),
     ],
@@ -193,3 +194,10 @@ def test_grouped_nobody_is_refused():
 def test_grouped_ids_of_two_kinds_are_refused():
     with pytest.raises(DataError, match="all strings or all integers"):
         from_grouped([("1", user(1)), (1, user(2))])
+
+
+def test_a_table_of_mixed_columns_becomes_numbers() -> None:
+    table = np.array([[1, True, 2.5], [np.float64(3.0), np.bool_(False), np.int8(4)]], object)
+    column = from_arrays({"x": table}, ["ann", "bob"]).fields["x"]
+    assert column.dtype == np.float32
+    np.testing.assert_array_equal(column, [[1, 1, 2.5], [3, 0, 4]])

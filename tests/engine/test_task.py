@@ -250,8 +250,41 @@ def test_tasks_that_cannot_train_are_refused(task: Task, message: str) -> None:
 @pytest.mark.parametrize("kind", ["U1", "datetime64[D]", ">i8", "longdouble"])
 def test_fields_that_torch_cannot_read_are_refused_by_name(name: str, kind: str) -> None:
     examples = {**EXAMPLES, name: EXAMPLES[name].astype(np.int64).astype(kind)}
-    with pytest.raises(ModelError, match=f"^field '{name}' is of type .*; convert it"):
+    cure = "holds text; give numbers" if kind == "U1" else "is of type .*; convert it"
+    with pytest.raises(ModelError, match=f"^field '{name}' {cure}"):
         check_task(Task(linear(), cross_entropy), examples)
+
+
+@pytest.mark.parametrize("kind", ["bool", "int8", "uint8", "int16", "int32", "float32", "float64"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_columns_of_tables_are_taken_as_they_are(kind: str, loss: str) -> None:
+    x, y = EXAMPLES["x"].astype(np.float64), (EXAMPLES["y"] > 0).astype(kind)
+    model, outputs = linear(), torch.from_numpy(EXAMPLES["x"]) @ torch.ones(6, 1)
+    given, target = Task(model, loss).given({"x": torch.from_numpy(x), "y": torch.from_numpy(y)})
+    torch.testing.assert_close(given, torch.from_numpy(EXAMPLES["x"]))
+    if loss == "cross-entropy":
+        if y.dtype.kind == "f":
+            return
+        outputs = torch.cat([-outputs, outputs], 1)
+        expected = cross_entropy(outputs, torch.from_numpy(y.astype(np.int64)))
+    else:
+        outputs = outputs[:, 0]
+        expected = LOSSES[loss](outputs, torch.from_numpy(y.astype(np.float32)))
+    losses = Task(model, loss).losses_of(outputs.requires_grad_(), target)
+    torch.testing.assert_close(losses, expected)
+    losses.sum().backward()
+
+
+def test_a_loss_of_ones_own_is_given_targets_as_they_are() -> None:
+    columns = {"x": torch.tensor([True, False]), "y": torch.tensor([True, False])}
+    x, y = Task(linear(), lambda outputs, targets: outputs - targets).given(columns)
+    assert (x.dtype, y.dtype) == (torch.float32, torch.bool)
+
+
+def test_regression_losses_by_hand() -> None:
+    outputs, targets = torch.tensor([0.0, 0.5, 3.0]), torch.tensor([0, 0, 0])
+    assert LOSSES["mse"](outputs, targets).tolist() == [0.0, 0.25, 9.0]
+    assert LOSSES["huber"](outputs, targets).tolist() == [0.0, 0.125, 2.5]
 
 
 def test_parameters_that_cannot_be_trained_as_they_are_are_refused() -> None:
@@ -402,12 +435,13 @@ def test_a_model_without_numbers_is_refused() -> None:
 
 
 def test_refusals_say_what_the_data_are() -> None:
-    wide = {**EXAMPLES, "x": EXAMPLES["x"].astype(np.float64)}
-    message = (
-        r"inputs are float64\[4, 6\], targets int64\[4\], and parameters are trained as float32"
-    )
+    whole = {**EXAMPLES, "x": EXAMPLES["x"].astype(np.int64)}
+    message = r"inputs are int64\[4, 6\], targets int64\[4\], and parameters are trained as float32"
     with pytest.raises(ModelError, match=message):
-        check_task(Task(nn.Linear(6, 3)), wide)
+        check_task(Task(nn.Linear(6, 3)), whole)
+    column = {**EXAMPLES, "y": EXAMPLES["y"][:, None]}
+    with pytest.raises(ModelError, match=r"targets \[4, 1\], whole numbers; .* one axis less"):
+        check_task(Task(nn.Linear(6, 3)), column)
     numbers = {**EXAMPLES, "y": EXAMPLES["x"][:, 0]}
     message = r"outputs are \[4, 1\] and targets \[4\]; under mse they must have the same"
     with pytest.raises(ModelError, match=message):
