@@ -63,7 +63,8 @@ _LINES = 2  # of one program in the table
 _PAGE = """# What an operator sees of each fault
 [Deployment](deploy.md) says what each line means and what to do. Each fault was provoked in a
 federation of a server and two nodes on one machine, after two releases. The second column has the
-last warnings and errors of each process since then, at most two, and the third what became of the
+last warnings and errors of each process since then, at most two. That a node is late or that no
+connection can be made is left out where there are others. The third column is what became of the
 run, with all its releases and charges. Made by
 
     {command}
@@ -76,6 +77,12 @@ _SHORTENED = (
     (r"\b([0-9a-f]{6})[0-9a-f]{58}\b", r"\1…"),  # fingerprints and heads
 )
 """What is replaced in a line of a log, and by what: it differs in each run, or says no more."""
+_USUAL = (
+    "late: not connected in the round",
+    "late: no answer by the end of the round",
+    "… Connection refused",
+)
+"""What is logged wherever a node or a server is away, whatever the fault."""
 
 
 @dataclass
@@ -224,6 +231,7 @@ class Scene:
         for name in self.programs:
             lines = self._troubles(name)
             seen += [f"{name}: `{line.replace('|', '/')}`" for line in lines[-_LINES:]]
+        seen = telling(seen)
         code = self.server.process.poll()
         self.end("server")
         how = "goes on" if code is None else f"ends with exit code {code}"
@@ -232,6 +240,11 @@ class Scene:
             with Ledger.open(self.run.ledger) as ledger:
                 charges = len(list(ledger.charges()))
         return "<br>".join(seen) or "nothing", f"{how}; {self.released} released, {charges} charged"
+
+
+def telling(lines: list[str]) -> list[str]:
+    """Those that not every fault causes, if there are any."""
+    return [line for line in lines if not any(usual in line for usual in _USUAL)] or lines
 
 
 def shortened(text: str) -> str:
