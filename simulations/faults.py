@@ -65,7 +65,7 @@ _PAGE = """# What an operator sees of each fault
 federation of a server and two nodes on one machine, after two releases. The second column has the
 last warnings and errors of each process since then, at most two. That a node is late or that no
 connection can be made is left out where there are others. The third column is what became of the
-run, with all its releases, and all its charges if they are not as many. Made by
+run; each release was charged once unless it says otherwise. Made by
 
     {command}
 
@@ -239,8 +239,9 @@ class Scene:
         if self.run.ledger.exists():
             with Ledger.open(self.run.ledger) as ledger:
                 charges = len(list(ledger.charges()))
-        charged = "" if charges == self.released else f", {charges} charged"
-        return "<br>".join(seen) or "nothing", f"{how}; {self.released} released{charged}"
+        if charges != self.released:
+            how += f"; {self.released} released, {charges} charged"
+        return "<br>".join(seen) or "nothing", how
 
 
 def telling(lines: list[str]) -> list[str]:
