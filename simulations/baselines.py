@@ -137,8 +137,7 @@ def described(baseline: Baseline, config: Config) -> str:
 
 
 HEAD = """# Baselines
-What a simple model reaches on each data set: a figure to compare yours with, not a record. The page
-is made by
+A simple model on each data set: a figure to compare yours with, not a record. The page is made by
 
     FEDPRIV_DATA=/path/to/folder python -m simulations.baselines
 
@@ -165,10 +164,9 @@ FOOT = """
 
 ## Few users
 The noise on an average of N users is proportional to 1/N, whatever each of them has recorded, so
-the small populations of HAR and Parkinsons lose most to it. At ε = 2 one seed of HAR differs from
-another by many points. More people would help; more recordings of each would not. Where one party
-holds all the data, it can protect [each example](units.md) instead, which says much less about a
-person.
+HAR and Parkinsons lose most to it. More people would help; more recordings of each would not. Where
+one party holds all the data, it can protect [each example](units.md) instead, which says much less
+about a person.
 """
 
 
