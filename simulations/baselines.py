@@ -18,7 +18,6 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.data import Population
 from fedpriv.errors import FedprivError
 from fedpriv.experiment.build import population_of
@@ -28,6 +27,7 @@ from fedpriv.experiment.models import build_model
 from simulations.seeds import run_seed
 
 ROOT = Path(__file__).parents[1]
+EPSILONS = (2.0, 8.0, None)  # None: without noise
 PAGE, RESULTS = ROOT / "docs/baselines.md", ROOT / "simulations/results/baselines.json"
 
 
@@ -38,7 +38,7 @@ class Baseline:
     what: str  # is predicted
     file: str  # in this checkout, or the name of one that comes with fedpriv
     delta: float
-    epsilons: tuple[float | None, ...] = (2.0, 8.0, None)  # None: without noise
+    epsilons: tuple[float | None, ...] = EPSILONS
     keys: tuple[str, ...] = ()  # that differ from the file's
     unit: float | None = None  # of regressions: how many points a target of 1 is
 
@@ -136,50 +136,37 @@ def described(baseline: Baseline, config: Config) -> str:
     return f"{name}, {count:,} parameters"
 
 
-def command(baseline: Baseline, row: Row) -> str:
-    """What prints the scores of a row again."""
-    keys = " ".join(f"--set {key}" for key in row.keys)
-    seeds = len(row.scores)
-    return f"python -m simulations.seeds {baseline.file} --seeds {seeds} {keys}"
-
-
 HEAD = """# Baselines
-What a simple model reaches on each data set: a figure to compare yours with, not a record. The page
-is made by
+A simple model on each data set: a figure to compare yours with, not a record. The page is made by
 
     FEDPRIV_DATA=/path/to/folder python -m simulations.baselines
 
-from [the data sets](data.md#data-sets-of-papers) in that folder; numbers are in
-[baselines.json](../simulations/results/baselines.json).
+from [the data sets](data.md#data-sets-of-papers) in that folder, and from
+[baselines.json](../simulations/results/baselines.json), which has the settings and ε of each run.
+`--only TASK` runs one task again.
 
-* **Users** are whole people, or roles of plays, and ε and δ are user-level. Held-out rows are by
-  people who are no users, but for Shakespeare, where they are other lines of the same roles, and
-  DIGITS, whose writers are unknown and whose users were dealt at random.
-* **Accuracy** is on the held-out rows after the last round: mean and standard deviation of {seeds}
-  seeds, which vary cohorts and noise.
-* **Guess** is the score of one answer for everybody: the users' commonest label, or their mean. It
-  is not private.
-* **∞** is the same training with the same clipping, and no noise.
-* Each row is priced alone. Settings were chosen by a few tries on other seeds, on the same users,
-  which is not in the price.
-
-| task | users | model | ε | δ | accuracy | guess | command |
-| --- | --- | --- | --- | --- | --- | --- | --- |
+| task | what is predicted | users | model | δ | ε = 2 | ε = 8 | without noise | guess |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 FOOT = """
-Parkinsons is a regression: instead of an accuracy it has the root mean squared error in points of
-the scale UPDRS, and less is better. For patients it has not seen, the linear model is no better
-than a guess, with noise or without: the row shows what the data do not tell, and not what privacy
-costs. (Published errors are lower where a patient's recordings are on both sides of the split.)
+* **Users** are whole people, or roles of plays; ε and δ are user-level. Held-out rows are of people
+  who are no users, but for Shakespeare, where they are other lines of the same roles, and DIGITS,
+  whose writers are unknown and whose users were dealt at random.
+* **Scores** are accuracies on the held-out rows after the last round, mean and standard deviation
+  of {seeds} seeds, which vary cohorts and noise. Parkinsons is a regression: its scores are root
+  mean squared errors in points of the scale UPDRS, and less is better. For patients it has not
+  seen, the linear model is no better than a guess, with noise or without.
+* **Without noise** is the same training with the same clipping.
+* **Guess** is one answer for everybody: the users' commonest label, or their mean. It is not
+  private.
+* Each run is priced alone. Settings were chosen by a few tries on other seeds, on the same users,
+  which is not in the price.
 
 ## Few users
-HAR has 18 users and Parkinsons 34. The noise on an average of N users is proportional to 1/N,
-whatever each of them has recorded, so such populations lose most to it:
-{few}.
-At ε = 2 one seed differs from another by many points. More people would help; more
-recordings of each would not. Where one party holds all the data, it can protect
-[each example](units.md) instead, which says much less about a person. Among the 23,190 people of
-the census noise costs next to nothing.
+The noise on an average of N users is proportional to 1/N, whatever each of them has recorded, so
+HAR and Parkinsons lose most to it. More people would help; more recordings of each would not. Where
+one party holds all the data, it can protect [each example](units.md) instead, which says much less
+about a person.
 """
 
 
@@ -189,25 +176,15 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
     lines = []
     for task, outcome in outcomes.items():
         baseline = BASELINES[task]
-        for row in outcome.rows:
-            cells = [
-                *(baseline.what, f"{outcome.users:,}", outcome.model),
-                "∞" if row.epsilon is None else format_epsilon(row.epsilon),
-                "" if row.epsilon is None else f"{row.delta:g}",
-                *(shown(baseline, row.scores), shown(baseline, [outcome.guess])),
-                f"`{command(baseline, row)}`",
-            ]
-            lines.append(f"| {' | '.join(cells)} |\n")
-    few = ""
-    if har := outcomes.get("har"):
-        parts = [
-            f"{shown(BASELINES['har'], row.scores)} at ε = {format_epsilon(row.epsilon)}"
-            if row.epsilon is not None
-            else f"{shown(BASELINES['har'], row.scores)} without noise"
-            for row in har.rows
+        scores = dict(zip(baseline.epsilons, outcome.rows, strict=False))
+        cells = [
+            *(f"`{task}`", baseline.what, f"{outcome.users:,}", outcome.model),
+            f"{outcome.rows[0].delta:g}",
+            *(shown(baseline, scores[e].scores) if e in scores else "" for e in EPSILONS),
+            shown(baseline, [outcome.guess]),
         ]
-        few = f"HAR has {', '.join(parts)}, and a guess {shown(BASELINES['har'], [har.guess])}"
-    return HEAD.format(seeds=seeds) + "".join(lines) + (FOOT.format(few=few) if few else "")
+        lines.append(f"| {' | '.join(cells)} |\n")
+    return HEAD + "".join(lines) + FOOT.format(seeds=seeds)
 
 
 def shown(baseline: Baseline, scores: Sequence[float]) -> str:

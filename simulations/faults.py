@@ -61,15 +61,28 @@ _PATIENCE = 30.0  # seconds, after which a run is stopped that does not go on
 _START_SECONDS = 120.0  # the longest start
 _LINES = 2  # of one program in the table
 _PAGE = """# What an operator sees of each fault
-
-Each fault was provoked in a federation of a server and two nodes on loopback, after two releases.
-The second column has the warnings, errors and last sentences of all processes since then, each
-once, and at most the last two of a process; the last column says what became of the run, with all
-its releases and charges. What it means and what to do: [deployment](deploy.md). Made by
+[Deployment](deploy.md) says what each line means and what to do. Each fault was provoked in a
+federation of a server and two nodes on one machine, after two releases. The second column has the
+last warnings and errors of each process since then, at most two. That a node is late or that no
+connection can be made is left out where there are others. The third column is what became of the
+run; each release was charged once unless it says otherwise. Made by
 
     {command}
 
 """
+_SHORTENED = (
+    (r"(127\.0\.0\.1|%5B::1%5D|localhost):\d{4,}", r"\1:PORT"),
+    (r"failed to connect to all addresses; last error: \w+: \S+:PORT: ", "… "),
+    (r"Failed to connect to remote host: ", ""),
+    (r"\b([0-9a-f]{6})[0-9a-f]{58}\b", r"\1…"),  # fingerprints and heads
+)
+"""What is replaced in a line of a log, and by what: it differs in each run, or says no more."""
+_USUAL = (
+    "late: not connected in the round",
+    "late: no answer by the end of the round",
+    "… Connection refused",
+)
+"""What is logged wherever a node or a server is away, whatever the fault."""
 
 
 @dataclass
@@ -210,8 +223,7 @@ class Scene:
 
     def _troubles(self, name: str) -> list[str]:
         text = self.programs[name].text[self._seen.get(name, 0) :]
-        plain = re.sub(r"(127\.0\.0\.1|%5B::1%5D|localhost):\d{4,}", r"\1:PORT", text)
-        return loopback.troubles(plain.replace(str(self.folder), "…"))
+        return loopback.troubles(shortened(text.replace(str(self.folder), "…")))
 
     def row(self) -> tuple[str, str]:
         """What the operator saw, and what became of the run; ends it."""
@@ -219,6 +231,7 @@ class Scene:
         for name in self.programs:
             lines = self._troubles(name)
             seen += [f"{name}: `{line.replace('|', '/')}`" for line in lines[-_LINES:]]
+        seen = telling(seen)
         code = self.server.process.poll()
         self.end("server")
         how = "goes on" if code is None else f"ends with exit code {code}"
@@ -226,7 +239,21 @@ class Scene:
         if self.run.ledger.exists():
             with Ledger.open(self.run.ledger) as ledger:
                 charges = len(list(ledger.charges()))
-        return "<br>".join(seen) or "nothing", f"{how}; {self.released} released, {charges} charged"
+        if charges != self.released:
+            how += f"; {self.released} released, {charges} charged"
+        return "<br>".join(seen) or "nothing", how
+
+
+def telling(lines: list[str]) -> list[str]:
+    """Those that not every fault causes, if there are any."""
+    return [line for line in lines if not any(usual in line for usual in _USUAL)] or lines
+
+
+def shortened(text: str) -> str:
+    """Lines of a log as the table has them."""
+    for pattern, replacement in _SHORTENED:
+        text = re.sub(pattern, replacement, text)
+    return text
 
 
 def _silent_connections(scene: Scene) -> None:

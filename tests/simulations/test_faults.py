@@ -5,7 +5,7 @@ import re
 import pytest
 
 from simulations import loopback
-from simulations.faults import provoked
+from simulations.faults import provoked, shortened, telling
 
 LOG = """\
 faults: listening on 127.0.0.1:4711
@@ -32,3 +32,19 @@ def test_a_ledger_that_is_set_back_is_refused() -> None:
     assert "ends with exit code 2" in run
     assert "ledger" in seen
     assert charged < released
+
+
+def test_what_every_fault_causes_is_left_out_where_there_is_more() -> None:
+    late = "server: `WARNING node-2: late: not connected in the round`"
+    refused = "server: `WARNING node-2: answer refused: it is too long`"
+    assert telling([late, refused]) == [refused]
+    assert telling([late]) == [late]
+
+
+def test_lines_are_shortened_to_what_is_the_same_in_each_run() -> None:
+    line = (
+        "no connection: UNAVAILABLE ('failed to connect to all addresses; last error: UNKNOWN: "
+        "ipv4:127.0.0.1:4711: Failed to connect to remote host: Connection refused')"
+    )
+    assert shortened(line) == "no connection: UNAVAILABLE ('… Connection refused')"
+    assert shortened(f"CN=node-2 {'ab' * 32}") == "CN=node-2 ababab…"
