@@ -154,7 +154,7 @@ def test_no_process_is_left_however_it_ends(folder: Path, how: signal.Signals) -
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 180.0
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
