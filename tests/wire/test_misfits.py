@@ -67,7 +67,7 @@ def altered(change: Callable[[pb.Offer], object]) -> pb.Offer:
         (lambda m: setattr(m.clipping.groups[0], "clipping_norm", 0.0), "clipping_norm of group"),
         (lambda m: m.clipping.groups[0].tensors.append("w"), "vector groups hold 5 tensors"),
         (lambda m: m.clipping.groups[0].scales.append(1.0), "3 scales for 2"),
-        (lambda m: m.clipping.weighted.append("x"), "there is no vector group 'x'"),
+        (lambda m: m.clipping.weighted.append("x"), "vector group 'x' is unknown"),
         (lambda m: m.clipping.weighted.extend(["update"] * 3), "there are 4 weighted groups"),
         (lambda m: m.clipping.indicator.groups.extend(["x"] * 3), "4 groups of an indicator"),
         (lambda m: setattr(m.clipping.groups[1], "name", "x" * 1025), "1025 characters"),
