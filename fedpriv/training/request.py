@@ -183,5 +183,5 @@ class Transport(ABC):
         DeclinedError, and no round takes place.
         """
 
-    def rest(self) -> None:  # noqa: B027 - most need nothing
+    def release_resources(self) -> None:  # noqa: B027 - most need nothing
         """Release what is kept for the next round, which may come all the same."""
