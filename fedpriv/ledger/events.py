@@ -103,13 +103,13 @@ class Schedule:
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
         n = self.rounds
-        legal = "it must have a whole number of at least 1"
-        require(is_whole(n), f"the schedule has {n!r} rounds; {legal}")
+        limit = "it must have a whole number of at least 1"
+        require(is_whole(n), f"the schedule has {n!r} rounds; {limit}")
         require(n <= MOST_REPEATS, f"the schedule has {n} rounds; it must have at most 2^53")
-        legal = f"it must be a whole number from 1 to its {n} rounds"
+        limit = f"it must be a whole number from 1 to its {n} rounds"
         for name in ("participations", "separation"):
             value = getattr(self, name)
-            require(is_whole(value, n), f"{name} of the schedule is {value!r}; {legal}")
+            require(is_whole(value, n), f"{name} of the schedule is {value!r}; {limit}")
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ class SamplingEvent:
         require(0.0 < q <= 1.0, f"sampling_probability is {q}; it must be in (0, 1]")
         require(is_whole(n), f"population is {n}; it must be a whole number of at least 1")
         if (policy, self.relation) not in ANALYSED:
-            found = f"{policy} sampling with {self.relation} neighbours has no analysis"
-            raise InvalidValueError(f"{found}; legal is: {kinds_text(ANALYSED)}")
+            problem = f"{policy} sampling with {self.relation} neighbours has no analysis"
+            raise InvalidValueError(f"{problem}; legal is: {kinds_text(ANALYSED)}")
         self._check_schedule()
         self._check_examples()
         self._check_canaries()
@@ -158,14 +158,14 @@ class SamplingEvent:
         if policy is SamplingPolicy.FIXED_SIZE:
             m = round(Fraction(q) * n)
             exact = m >= 1 and q == m / n
-            legal = f"m/N for a whole cohort size m of at least 1 and a population N of {n}"
+            limit = f"m/N for a whole cohort size m of at least 1 and a population N of {n}"
         elif policy is SamplingPolicy.RANDOM_ALLOCATION and self.schedule is not None:
             share = self.schedule.participations / self.schedule.rounds
-            exact, legal = q == share, f"k/n, {share}"
+            exact, limit = q == share, f"k/n, {share}"
         else:
             coins = (SamplingPolicy.POISSON, SamplingPolicy.EXAMPLES, SamplingPolicy.BANDED_POISSON)
-            exact, legal = q == 1.0 or policy in coins, "1"
-        require(exact, f"sampling_probability is {q}; with {policy} sampling it must be {legal}")
+            exact, limit = q == 1.0 or policy in coins, "1"
+        require(exact, f"sampling_probability is {q}; with {policy} sampling it must be {limit}")
 
     @property
     def text(self) -> str:
@@ -215,31 +215,31 @@ class SamplingEvent:
         one_round = f"{policy} sampling is of one round and must have none"
         require(needed, f"the schedule is {schedule}; {one_round}")
         k, b = schedule.participations, schedule.separation
-        legal = f"with {policy} sampling it must be 1"
+        limit = f"with {policy} sampling it must be 1"
         separable = b == 1 or policy in WITH_STRATEGY
-        require(separable, f"separation of the schedule is {b}; {legal}")
-        most = -(-schedule.rounds // b)
-        legal = f"with {policy} sampling it must be ⌈n/b⌉, {most}"
-        is_full = k == most or policy is not SamplingPolicy.BANDED_POISSON
-        require(is_full, f"participations of the schedule is {k}; {legal}")
+        require(separable, f"separation of the schedule is {b}; {limit}")
+        participations = -(-schedule.rounds // b)
+        limit = f"with {policy} sampling it must be ⌈n/b⌉, {participations}"
+        is_full = k == participations or policy is not SamplingPolicy.BANDED_POISSON
+        require(is_full, f"participations of the schedule is {k}; {limit}")
 
     def _check_examples(self) -> None:
         k, policy = self.examples_per_user, self.policy
-        given = f"examples_per_user is {k!r}"
+        problem = f"examples_per_user is {k!r}"
         if policy is not SamplingPolicy.EXAMPLES:
-            require(k is None, f"{given}; {policy} sampling is of whole users and must have none")
+            require(k is None, f"{problem}; {policy} sampling is of whole users and must have none")
             return
-        legal = f"with {policy} sampling it must be a whole number from 1 to {MOST_EXAMPLES}"
-        require(is_whole(k, MOST_EXAMPLES), f"{given}; {legal}")
-        legal = f"with {policy} sampling it must be {str(Unit.USER)!r}"
-        require(self.unit is Unit.USER, f"unit is {str(self.unit)!r}; {legal}")
+        limit = f"with {policy} sampling it must be a whole number from 1 to {MOST_EXAMPLES}"
+        require(is_whole(k, MOST_EXAMPLES), f"{problem}; {limit}")
+        limit = f"with {policy} sampling it must be {str(Unit.USER)!r}"
+        require(self.unit is Unit.USER, f"unit is {str(self.unit)!r}; {limit}")
 
     def _check_canaries(self) -> None:
-        m, given = self.canaries, f"canaries is {self.canaries}"
-        require(isinstance(m, int) and m >= 0, f"{given}; it must be a whole number from 0 on")
+        m, problem = self.canaries, f"canaries is {self.canaries}"
+        require(isinstance(m, int) and m >= 0, f"{problem}; it must be a whole number from 0 on")
         # In a cohort of fixed size, a drawn canary would take the place of a user.
         fixed_size = self.policy is SamplingPolicy.FIXED_SIZE
-        require(m == 0 or not fixed_size, f"{given}; with {self.policy} sampling it must be 0")
+        require(m == 0 or not fixed_size, f"{problem}; with {self.policy} sampling it must be 0")
 
     @property
     def places(self) -> int:
@@ -282,18 +282,18 @@ class SumQueryEvent:
     def __post_init__(self) -> None:
         hold_numbers(self)
         norm, stddev, step = self.clipping_norm, self.noise_stddev, self.granularity
-        where, legal = f"of group {self.group!r} is", "it must be positive and finite"
-        require(0.0 < norm < math.inf, f"clipping_norm {where} {norm}; {legal}")
-        legal = "it must be finite and not negative"
-        require(0.0 <= stddev < math.inf, f"noise_stddev {where} {stddev}; {legal}")
+        where, limit = f"of group {self.group!r} is", "it must be positive and finite"
+        require(0.0 < norm < math.inf, f"clipping_norm {where} {norm}; {limit}")
+        limit = "it must be finite and not negative"
+        require(0.0 <= stddev < math.inf, f"noise_stddev {where} {stddev}; {limit}")
         if step is None:
             return
         # Only positive powers of two have the mantissa ½; NaN, infinity, 0 and negatives do not.
         valid = math.frexp(step)[0] == 0.5 and step <= norm
-        legal = f"it must be a power of two up to the clipping_norm {norm}"
-        require(valid, f"granularity {where} {step}; {legal}")
-        legal = f"clipping_norm {norm} and noise_stddev {stddev} must be finite in its steps"
-        require(max(norm, stddev) / step < math.inf, f"granularity {where} {step}; {legal}")
+        limit = f"it must be a power of two up to the clipping_norm {norm}"
+        require(valid, f"granularity {where} {step}; {limit}")
+        limit = f"clipping_norm {norm} and noise_stddev {stddev} must be finite in its steps"
+        require(max(norm, stddev) / step < math.inf, f"granularity {where} {step}; {limit}")
 
 
 @dataclass(frozen=True)
@@ -308,10 +308,10 @@ class Trial:
         hold_numbers(self)
         q, z, t = self.sampling_probability, self.noise_multiplier, self.rounds
         require(0.0 < q <= 1.0, f"sampling_probability of a trial is {q}; it must be in (0, 1]")
-        legal = "it must be positive and finite"
-        require(0.0 < z < math.inf, f"noise_multiplier of a trial is {z}; {legal}")
-        legal = "it must be a whole number from 1 to 2^53"
-        require(is_whole(t, MOST_REPEATS), f"rounds of a trial is {t}; {legal}")
+        limit = "it must be positive and finite"
+        require(0.0 < z < math.inf, f"noise_multiplier of a trial is {z}; {limit}")
+        limit = "it must be a whole number from 1 to 2^53"
+        require(is_whole(t, MOST_REPEATS), f"rounds of a trial is {t}; {limit}")
 
 
 @dataclass(frozen=True)
@@ -332,14 +332,14 @@ class Selection:
     def __post_init__(self) -> None:
         hold_numbers(self)
         kinds, mean, shape = self.trials, self.mean, self.shape
-        found = f"a selection has {len(kinds)} kinds of trials"
+        problem = f"a selection has {len(kinds)} kinds of trials"
         distinct = len(set(kinds)) == len(kinds) > 0
-        require(distinct, f"{found}; there must be at least one, and all must differ")
+        require(distinct, f"{problem}; there must be at least one, and all must differ")
         valid = 1.0 <= mean < math.inf and (shape is None or mean > 1.0)
-        legal = "it must be finite and at least 1, and above 1 with a shape"
-        require(valid, f"the mean number of trials is {mean}; {legal}")
-        legal = "it must be positive and finite, or None"
-        require(shape is None or 0.0 < shape < math.inf, f"the shape is {shape}; {legal}")
+        limit = "it must be finite and at least 1, and above 1 with a shape"
+        require(valid, f"the mean number of trials is {mean}; {limit}")
+        limit = "it must be positive and finite, or None"
+        require(shape is None or 0.0 < shape < math.inf, f"the shape is {shape}; {limit}")
 
 
 @dataclass(frozen=True)
@@ -371,31 +371,31 @@ class RoundEvent:
             check_types(**{"a sum query": (query, SumQueryEvent)})
         strategy, policy, schedule = self.strategy, self.sampling.policy, self.sampling.schedule
         require(self.queries != (), "a round event has no sum query; it must have at least one")
-        legal = "it must be a whole number from 1 to 2^53"
-        require(is_whole(self.count, MOST_REPEATS), f"count is {self.count!r}; {legal}")
+        limit = "it must be a whole number from 1 to 2^53"
+        require(is_whole(self.count, MOST_REPEATS), f"count is {self.count!r}; {limit}")
         if self.selection is not None:
             self._check_selection(self.selection)
         if strategy == (1.0,):
             return
-        found = f"the strategy has {len(strategy)} coefficients"
+        problem = f"the strategy has {len(strategy)} coefficients"
         if policy not in WITH_STRATEGY or schedule is None:
             raise InvalidValueError(
-                f"{found}; {policy} sampling has fresh noise in every round, the strategy (1,)"
+                f"{problem}; {policy} sampling has fresh noise in every round, the strategy (1,)"
             )
-        legal = f"it must have from 1 to the {schedule.rounds} of the schedule's rounds"
-        require(1 <= len(strategy) <= schedule.rounds, f"{found}; {legal}")
+        limit = f"it must have from 1 to the {schedule.rounds} of the schedule's rounds"
+        require(1 <= len(strategy) <= schedule.rounds, f"{problem}; {limit}")
         b, banded = schedule.separation, policy is SamplingPolicy.BANDED_POISSON
-        legal = f"with {policy} sampling it must have at most as many as groups, {b}"
-        require(len(strategy) <= b or not banded, f"{found}; {legal}")
-        legal = "its first coefficient must be positive and all must be finite"
+        limit = f"with {policy} sampling it must have at most as many as groups, {b}"
+        require(len(strategy) <= b or not banded, f"{problem}; {limit}")
+        limit = "its first coefficient must be positive and all must be finite"
         valid = strategy[0] > 0.0 and all(map(math.isfinite, strategy))
-        require(valid, f"the strategy begins with {strategy[0]}; {legal}")
+        require(valid, f"the strategy begins with {strategy[0]}; {limit}")
 
     def _check_selection(self, selection: Selection) -> None:
         kind = self.sampling.policy, self.sampling.relation
-        legal = (SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE)
-        sentence = f"a selection has {kinds_text([kind])}; legal is: {kinds_text([legal])}"
-        require(kind == legal, sentence)
+        limit = (SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE)
+        sentence = f"a selection has {kinds_text([kind])}; legal is: {kinds_text([limit])}"
+        require(kind == limit, sentence)
         first, z = selection.trials[0], self.noise_multiplier
         same = self.sampling.sampling_probability == first.sampling_probability
         same = same and math.isclose(z, first.noise_multiplier, rel_tol=2.0**-40)

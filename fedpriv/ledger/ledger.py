@@ -144,12 +144,12 @@ class ProposedCharge:
         _check_digits("cohort_commitment", self.cohort_commitment, 64)
         schedule = self.event.sampling.schedule
         parts = 1 if schedule is None else schedule.rounds
-        legal = f"it must be a whole number from 0 to {parts - 1}"
-        require(0 <= self.part < parts, f"part {self.part}; {legal}")
+        limit = f"it must be a whole number from 0 to {parts - 1}"
+        require(0 <= self.part < parts, f"part {self.part}; {limit}")
         names_charge = self.series is not None and self.series >= 1
-        legal = "parts after the first, and only those, must name the charge that paid"
+        limit = "parts after the first, and only those, must name the charge that paid"
         fits = self.series is None if self.part == 0 else names_charge
-        require(fits, f"part {self.part} has series {self.series}; {legal}")
+        require(fits, f"part {self.part} has series {self.series}; {limit}")
 
 
 @dataclass(frozen=True)
@@ -816,8 +816,8 @@ def _columns(row: ChargedRow) -> dict[str, object]:
 
 
 def _check_day(day: str) -> None:
-    whole = date.fromisoformat(day).isoformat() == day
-    require(whole, f"day is {day!r}; it must be YYYY-MM-DD")
+    is_day = date.fromisoformat(day).isoformat() == day
+    require(is_day, f"day is {day!r}; it must be YYYY-MM-DD")
 
 
 def _now() -> datetime:

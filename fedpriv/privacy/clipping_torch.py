@@ -74,8 +74,8 @@ def integer_sum(
     """
     layout, device, lanes = clipping.layout, _device_of(updates), len(next(iter(updates.values())))
     if device.type == "cuda" and (kernels := kernels_on(device)):
-        weighed = to_device(weighing(clipping, weights, lanes), device)
-        return sum_by_kernels(kernels, updates, clipping, weighed)
+        per_lane = to_device(lane_weights(clipping, weights, lanes), device)
+        return sum_by_kernels(kernels, updates, clipping, per_lane)
     total = torch.zeros(layout.dimension, dtype=torch.float64, device=device)
     if device.type == "cpu":
         add_contributions(total.numpy(), updates, clipping, weights)
@@ -116,7 +116,7 @@ def _blocks_of(updates: Updates, user: int, name: str) -> Iterator[npt.NDArray[n
             yield numbers[first : first + MOST_IN_BLOCK]
 
 
-def weighing(clipping: Clipping, weights: npt.NDArray[np.int64], lanes: int) -> torch.Tensor:
+def lane_weights(clipping: Clipping, weights: npt.NDArray[np.int64], lanes: int) -> torch.Tensor:
     """Return the weights of the first users per lane, as float64 [1 + 2·W, L].
 
     The first row is 1 if the lane has a user and 0 otherwise. Two rows follow for each of the W
@@ -134,9 +134,9 @@ def weighing(clipping: Clipping, weights: npt.NDArray[np.int64], lanes: int) -> 
 
 
 def sum_by_kernels(
-    kernels: ModuleType, updates: Updates, clipping: Clipping, weighed: torch.Tensor
+    kernels: ModuleType, updates: Updates, clipping: Clipping, per_lane: torch.Tensor
 ) -> torch.Tensor:
-    """Compute `integer_sum` with the kernels of `clipping_triton`; `weighed` is from `weighing`."""
+    """Compute `integer_sum` with the kernels of `clipping_triton`, from `lane_weights`."""
     layout, device = clipping.layout, _device_of(updates)
     names = [n for n in layout.names if not clipping.indicator or n != clipping.indicator.tensor]
     total = torch.zeros(layout.dimension, dtype=torch.int64, device=device)
@@ -146,7 +146,7 @@ def sum_by_kernels(
         for start in range(0, lanes, size):
             batch = {n: updates[n][start : start + size] for n in names}
             batch = {n: t.reshape(len(t), layout.sizes[n]).contiguous() for n, t in batch.items()}
-            _add_contributions(kernels, total, batch, clipping, weighed[:, start : start + size])
+            _add_contributions(kernels, total, batch, clipping, per_lane[:, start : start + size])
     return total
 
 
@@ -155,11 +155,11 @@ def _add_contributions(
     total: torch.Tensor,
     updates: TorchTensors,
     clipping: Clipping,
-    weighed: torch.Tensor,
+    per_lane: torch.Tensor,
 ) -> None:
     """Add the contributions of some lanes; each tensor except the indicator is [c, n]."""
     slices, device = clipping.layout.slices, total.device
-    present, *of_weights = weighed
+    present, *of_weights = per_lane
     sound, within, clipped, rows = present > 0.0, TorchTensors(), [], iter(of_weights)
     for group in clipping.sent:
         limits, shares = float(group.squared_bound), 1.0
@@ -206,8 +206,8 @@ def kernels_on(device: torch.device) -> ModuleType | None:
         from fedpriv.privacy import clipping_triton  # noqa: PLC0415
 
         on_device = {"tried": torch.from_numpy(examples).to(device)}
-        lane_weights = to_device(weighing(clipping, np.ones(3, np.int64), 3), device)
-        result = sum_by_kernels(clipping_triton, on_device, clipping, lane_weights)
+        per_lane = to_device(lane_weights(clipping, np.ones(3, np.int64), 3), device)
+        result = sum_by_kernels(clipping_triton, on_device, clipping, per_lane)
         if np.array_equal(result.cpu().numpy(), expected):
             return clipping_triton
         _log.warning("the Triton kernels disagree with the reference, so torch clips instead")
@@ -220,7 +220,7 @@ def clip_rows(rows: torch.Tensor, clipping: Clipping, weights: npt.NDArray[np.in
     """Do what `Clipping.clip_rows` does, in torch: in place, without waiting for a device."""
     within: dict[str, torch.Tensor] = {}
     sound = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-    weighed = iter(to_device(weighing(clipping, weights, len(rows))[1:], rows.device))
+    per_lane = iter(to_device(lane_weights(clipping, weights, len(rows))[1:], rows.device))
     for group in clipping.sent:
         for tensor, scale in zip(group.tensors, group.scales, strict=True):
             if scale != 1.0:
@@ -228,7 +228,7 @@ def clip_rows(rows: torch.Tensor, clipping: Clipping, weights: npt.NDArray[np.in
         limits: float | torch.Tensor = float(group.squared_bound)
         shares: float | torch.Tensor = 1.0
         if group.name in clipping.weighted:
-            limits, shares = next(weighed), next(weighed)
+            limits, shares = next(per_lane), next(per_lane)
         pieces = [rows[:, span] for span in clipping.spans[group.name]]
         within[group.name], group_sound = _clip_group(pieces, group, shares, limits)
         sound &= group_sound

@@ -101,8 +101,8 @@ class BandedStrategy:
         for j, value in enumerate(c):
             # NaN fails every comparison.
             valid = 0.0 <= value <= 1.0 and (value / COEFFICIENT_STEP).is_integer()
-            legal = "it must be a whole multiple of 2^-20 from 0 to 1"
-            require(valid, f"coefficient {j} is {value}; {legal}")
+            limit = "it must be a whole multiple of 2^-20 from 0 to 1"
+            require(valid, f"coefficient {j} is {value}; {limit}")
 
     @property
     def vectors_kept(self) -> int:
@@ -142,18 +142,18 @@ class BandedStrategy:
 
         `memory` holds the noise N of earlier rounds, newest first.
         """
-        whole, offsets = np.empty(dimension, np.int64), np.empty(dimension)
+        rounded, offsets = np.empty(dimension, np.int64), np.empty(dimension)
         for start in range(0, dimension, _CHUNK):
             part = slice(start, start + _CHUNK)
-            total = np.zeros_like(whole[part])
+            total = np.zeros_like(rounded[part])
             product = np.empty_like(total)
             for multiplier, noise in zip(self._multipliers, memory, strict=False):
                 np.multiply(noise[part], multiplier, out=product)
                 total += product
-            np.right_shift(total + (1 << _BITS - 1), _BITS, out=whole[part])
-            np.subtract(whole[part] << _BITS, total, out=total)
+            np.right_shift(total + (1 << _BITS - 1), _BITS, out=rounded[part])
+            np.subtract(rounded[part] << _BITS, total, out=total)
             np.multiply(total, COEFFICIENT_STEP, out=offsets[part])
-        return whole, offsets
+        return rounded, offsets
 
     def next_memory(self, memory: Memory, noise: IntegerVector) -> Memory:
         """Return the memory after a round with this noise."""
@@ -177,8 +177,8 @@ class BufferedStrategy:
 
     def __post_init__(self) -> None:
         d, w = len(self.decays), len(self.weights)
-        legal = "there must be equally many, and at least one"
-        require(d == w > 0, f"{d} decays are given and {w} weights; {legal}")
+        limit = "there must be equally many, and at least one"
+        require(d == w > 0, f"{d} decays are given and {w} weights; {limit}")
         for decay in self.decays:
             require(0.0 <= decay < 1.0, f"a decay is {decay}; it must be in [0, 1)")
         for weight in self.weights:
@@ -235,8 +235,8 @@ class BufferedStrategy:
         total = self.weights[0] * memory[0]
         for weight, buffer in zip(self.weights[1:], memory[1:], strict=True):
             total += weight * buffer
-        whole = np.rint(total)
-        return whole.astype(np.int64), np.subtract(whole, total, out=total)
+        rounded = np.rint(total)
+        return rounded.astype(np.int64), np.subtract(rounded, total, out=total)
 
     def next_memory(self, memory: Memory, noise: IntegerVector) -> Memory:
         """Return the buffers after a round with this noise."""
@@ -278,11 +278,11 @@ class CorrelatedNoise:
                 is_whole(value),
                 f"{name} of noise is {value}; it must be a whole number of at least 1",
             )
-        legal = f"it must be from 0 to 2^{math.log2(LARGEST_STDDEV):.0f}"
-        require(0.0 <= self.stddev <= LARGEST_STDDEV, f"stddev is {self.stddev} steps; {legal}")
+        limit = f"it must be from 0 to 2^{math.log2(LARGEST_STDDEV):.0f}"
+        require(0.0 <= self.stddev <= LARGEST_STDDEV, f"stddev is {self.stddev} steps; {limit}")
         setting = f"stddev is {self.stddev:.6g} steps in {self.rounds} rounds"
-        legal = "for exact arithmetic with this strategy, both must be smaller"
-        require(self._error <= 0.5, f"{setting}; {legal}")
+        limit = "for exact arithmetic with this strategy, both must be smaller"
+        require(self._error <= 0.5, f"{setting}; {limit}")
 
     @property
     def sensitivity_inflation(self) -> float:
@@ -305,9 +305,9 @@ class CorrelatedNoise:
         """
         t = state.rounds_drawn
         require(t < self.rounds, f"{t} rounds were drawn; there must be no more")
-        whole, offsets = self.strategy.carry_over(state.memory, self.dimension)
+        rounded, offsets = self.strategy.carry_over(state.memory, self.dimension)
         noise = rounded_gaussian(key, self.dimension, self.stddev, offsets)
-        noise -= whole
+        noise -= rounded
         noise.flags.writeable = False
         memory = self.strategy.next_memory(state.memory, noise)
         self._check(noise, memory)

@@ -5,7 +5,7 @@ series of rounds has one key throughout. It determines the keys of all cohorts a
 correlated over the rounds: the rounds of each user are drawn once for the whole series, and a
 server that stops in the middle must continue with the series it has paid for. The participation
 record keeps that key until the series is over. The key is as secret as the cohorts next to it:
-whoever has it can subtract correlated noise. Independent noise is fresh even within a series, so
+anyone who has it can subtract correlated noise. Independent noise is fresh even within a series, so
 that it is never drawn twice, even if files are restored to an earlier state.
 """
 
@@ -76,13 +76,13 @@ class SeriesDraws:
             return None
         if part < self._drawn:
             raise LedgerError(f"the noise of round {part} of the series was drawn before")
-        drawn, stream = dict[str, IntegerVector](), "noise" if payment == 1 else f"noise-{payment}"
+        steps, stream = dict[str, IntegerVector](), "noise" if payment == 1 else f"noise-{payment}"
         while self._drawn <= part:
             for group, noise in self._noises.items():
                 key = self.entropy.key(f"{stream}/{self._drawn}/{group}")
-                self._states[group], drawn[group] = noise.step(self._states[group], key)
+                self._states[group], steps[group] = noise.step(self._states[group], key)
             self._drawn += 1
-        return drawn
+        return steps
 
     @cached_property
     def cohorts(self) -> tuple[Users, ...]:

@@ -106,8 +106,8 @@ def keystream(key: bytes, size: int, *, stream: int = 0, start: int = 0) -> NDAr
     if not 0 <= stream < 2**64:
         raise InvalidValueError(f"stream is {stream}; it must be in [0, 2^64)")
     if size < 0 or start < 0 or start + size > _AES_BLOCK_BYTES * 2**64:
-        given = f"size is {size} and start {start}"
-        raise InvalidValueError(f"{given}; they must not be negative or pass 2^68 bytes")
+        sizes = f"size is {size} and start {start}"
+        raise InvalidValueError(f"{sizes}; they must not be negative or pass 2^68 bytes")
     first_block, skip = divmod(start, _AES_BLOCK_BYTES)
     counter = ((stream << 64) + first_block).to_bytes(_AES_BLOCK_BYTES, "big")
     # The cipher requires almost one block of space after its output.
@@ -192,8 +192,8 @@ def rounded_gaussian(
     rounded = np.zeros(count + count % 2, np.int64)
     for start in range(0, count, _BLOCK):
         block = rounded[start : start + _BLOCK]
-        drawn = words(key, block.size, stream=_WORDS, start=start)
-        normals, radii = _box_muller(drawn)
+        uniforms = words(key, block.size, stream=_WORDS, start=start)
+        normals, radii = _box_muller(uniforms)
         normals *= stddev
         if offsets is not None:
             added = offsets[start : start + _BLOCK]
@@ -201,21 +201,21 @@ def rounded_gaussian(
         nearest = np.rint(normals)
         block[:] = nearest
         normals -= nearest
-        for place in _undecided(normals, radii, drawn, stddev, offset_band):
+        for place in _undecided(normals, radii, uniforms, stddev, offset_band):
             pair, at = place - place % 2, start + place
-            first, second = (int(word) for word in drawn[pair : pair + 2])
+            first, second = (int(word) for word in uniforms[pair : pair + 2])
             offset = 0.0 if offsets is None or at >= count else float(offsets[at])
             block[place] = _exactly(key, start + pair, (first, second), place % 2, stddev, offset)
     return rounded[:count]
 
 
-def _box_muller(drawn: NDArray[np.uint64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _box_muller(uniforms: NDArray[np.uint64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Convert an even number of words to normals [n] and radii [n/2], within `_BAND`.
 
     Words 2i and 2i + 1 give R·cos θ and R·sin θ with R = √(−2 ln u). Here u is the first word over
     2^64, and θ/2π is the second, as a signed integer, over 2^64.
     """
-    radius = drawn[0::2].astype(np.float64)
+    radius = uniforms[0::2].astype(np.float64)
     radius *= 2.0**-64
     radius += 2.0**-65
     np.log(radius, out=radius)
@@ -223,11 +223,11 @@ def _box_muller(drawn: NDArray[np.uint64]) -> tuple[NDArray[np.float64], NDArray
     np.sqrt(radius, out=radius)
     # With t = tan(θ/2), cos θ = (1 − t²)/(1 + t²) and sin θ = 2t/(1 + t²): one tangent replaces a
     # sine and a cosine, and NumPy's tangent is up to nine times as fast as either.
-    tangent = drawn.view(np.int64)[1::2] * (math.pi / 2**64)
+    tangent = uniforms.view(np.int64)[1::2] * (math.pi / 2**64)
     np.tan(tangent, out=tangent)
     square = tangent * tangent
     scaled = radius / (1.0 + square)
-    normals = np.empty(drawn.size)
+    normals = np.empty(uniforms.size)
     np.multiply(scaled, 1.0 - square, out=normals[0::2])
     tangent *= 2.0
     np.multiply(scaled, tangent, out=normals[1::2])
@@ -237,14 +237,14 @@ def _box_muller(drawn: NDArray[np.uint64]) -> tuple[NDArray[np.float64], NDArray
 def _undecided(
     off: NDArray[np.float64],
     radii: NDArray[np.float64],
-    drawn: NDArray[np.uint64],
+    uniforms: NDArray[np.uint64],
     stddev: float,
     offset_band: float = 0.0,
 ) -> list[int]:
     """Return the indices of normals whose band may contain the midpoint between two integers.
 
     `off` [n] is the distance of each normal from its nearest integer, `radii` [n/2] are the radii
-    of the pairs before scaling by σ, and `drawn` [n] are the words the normals were computed from.
+    of the pairs before scaling by σ, and `uniforms` [n] are the words the normals come from.
     """
     if stddev == 0.0:
         return []
@@ -255,7 +255,7 @@ def _undecided(
     with np.errstate(divide="ignore"):  # R is -0 if float64 rounds u to 1
         bands = stddev * (_BAND + _BAND_BY_RADIUS / np.abs(radii[small])) + offset_band
     undecided[small] = ~(pairs[small] < 0.5 - bands[:, np.newaxis])
-    undecided[drawn[0::2] < np.uint64(_LEAST_WORD)] = True
+    undecided[uniforms[0::2] < np.uint64(_LEAST_WORD)] = True
     return np.flatnonzero(undecided).tolist()
 
 

@@ -56,15 +56,15 @@ def outer_product_sum(rows: FloatMatrix, offsets: npt.NDArray[np.int64]) -> Inte
     sound = np.isfinite(traces)
     factors = np.sqrt(SHRINK * _MOST / np.maximum(np.where(sound, traces, 1.0), 1.0))
     scaled = np.where(sound[users, np.newaxis], rows, 0.0) * factors[users, np.newaxis]
-    whole = np.rint(scaled)
+    integers = np.rint(scaled)
     # Sums of squares of whole numbers are exact up to 2^53, and larger ones stay above it.
-    over = (squares(whole) > _MOST)[users]
-    whole[over] = np.trunc(scaled[over])  # the norm is at most that of `scaled`
-    whole[(squares(whole) > _MOST)[users]] = 0.0  # never, but the bound must not rely on rounding
+    too_long = (squares(integers) > _MOST)[users]
+    integers[too_long] = np.trunc(scaled[too_long])  # the norm is at most that of `scaled`
+    integers[(squares(integers) > _MOST)[users]] = 0.0  # never, but do not rely on rounding
     # Only the diagonal is rounded again, for each user.
     starts = offsets[:-1][np.diff(offsets) > 0]
-    diagonals = np.add.reduceat(whole * whole, starts, axis=0) if starts.size else whole
-    products = whole.T @ whole
+    diagonals = np.add.reduceat(integers * integers, starts, axis=0) if starts.size else integers
+    products = integers.T @ integers
     off_diagonal = products[np.triu_indices(rows.shape[1], 1)]
     total = np.concatenate([np.trunc(diagonals * _ROOT_HALF).sum(axis=0), off_diagonal])
     return total.astype(np.int64)

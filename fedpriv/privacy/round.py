@@ -256,9 +256,8 @@ def private_round(
     Guarantees:
 
     * `prepare` is called before the cohort is drawn, and can end the round only then: after the
-      draw the round is charged, whatever users answer and whatever is raised, since both depend on
-      who was drawn. If a process is killed there, the attempt is charged before the run draws
-      again;
+      draw the round is charged, for every answer and every exception, since both depend on who was
+      drawn. If a process is killed there, the attempt is charged before the run draws again;
     * the charge is durable in the ledger before any noise is drawn;
     * the cohort is recorded before it is asked, and the charge commits to it;
     * if the round would exceed the budget, BudgetExceededError is raised: no user is asked, nothing

@@ -221,16 +221,16 @@ class FixedSizeSampling(Sampling):
     def draw(self, key: bytes) -> tuple[Users, ...]:
         """Draw one cohort: the first m distinct uniform values, or the complement of N − m."""
         n, m = self.population, self.cohort_size
-        wanted = min(m, n - m)
+        size = min(m, n - m)
         values = np.empty(0, np.int64)
-        count = 2 * wanted + 64
-        while values.size < wanted:  # all sets of this many distinct values are equally likely
-            drawn = uniform_below(n, key, count)
-            first = np.sort(np.unique(drawn, return_index=True)[1])
-            values, count = drawn[first][:wanted], 2 * count
+        count = 2 * size + 64
+        while values.size < size:  # all sets of this many distinct values are equally likely
+            batch = uniform_below(n, key, count)
+            first = np.sort(np.unique(batch, return_index=True)[1])
+            values, count = batch[first][:size], 2 * count
         chosen = np.zeros(n, np.bool_)
         chosen[values] = True
-        return (np.flatnonzero(chosen == (wanted == m)),)
+        return (np.flatnonzero(chosen == (size == m)),)
 
 
 @dataclass(frozen=True)
@@ -290,10 +290,10 @@ class RandomAllocationSampling(Sampling):
         """
         n, k, users = self.pass_rounds, self.participations, self.population
         taken = np.empty((k, users), np.int64)
-        for at, j in enumerate(range(n - k, n)):
-            drawn = uniform_below(j + 1, key, users, stream=at)
-            before = (taken[:at] == drawn).any(axis=0)
-            taken[at] = np.where(before, j, drawn)
+        for i, j in enumerate(range(n - k, n)):
+            value = uniform_below(j + 1, key, users, stream=i)
+            repeated = (taken[:i] == value).any(axis=0)
+            taken[i] = np.where(repeated, j, value)
         order = np.argsort(taken, axis=None, kind="stable")
         ends = np.searchsorted(taken.ravel()[order], np.arange(1, n))
         return tuple(np.sort(places % users) for places in np.split(order, ends))
@@ -430,11 +430,11 @@ def uniform_below(bound: int, key: bytes, count: int, *, stream: int = 0) -> NDA
     so that all values are equally likely. `bound` is at most 2^63.
     """
     limit = 2**64 - 2**64 % bound  # 2^64 if the bound is a power of two
-    drawn, read = words(key, count, stream=stream), count
-    while limit < 2**64 and (rejected := np.flatnonzero(drawn >= np.uint64(limit))).size:
-        drawn[rejected] = words(key, rejected.size, stream=stream, start=read)
+    values, read = words(key, count, stream=stream), count
+    while limit < 2**64 and (rejected := np.flatnonzero(values >= np.uint64(limit))).size:
+        values[rejected] = words(key, rejected.size, stream=stream, start=read)
         read += rejected.size
-    return (drawn % np.uint64(bound)).astype(np.int64)
+    return (values % np.uint64(bound)).astype(np.int64)
 
 
 def _limits(probability: float) -> NDArray[np.uint64]:
@@ -451,15 +451,15 @@ def _skipped(
     key: bytes, first: int, count: int, probability: float, limits: NDArray[np.uint64]
 ) -> NDArray[np.int64]:
     """Return how many users, up to G, each of the words from `first` on skips: [count]."""
-    drawn = words(key, count, stream=_WORDS, start=first)
+    heads = words(key, count, stream=_WORDS, start=first)
     skipped = np.full(count, limits.size, np.int64)
-    stops = np.flatnonzero(drawn >= limits[0])
-    word = drawn[stops]
+    stops = np.flatnonzero(heads >= limits[0])
+    word = heads[stops]
     reached = np.searchsorted(limits, word, side="right")
     skipped[stops] = limits.size - reached
     for stop in stops[limits[reached - 1] == word].tolist():
         number = first + stop
-        skipped[stop] = _skipped_exactly(key, int(drawn[stop]), number, probability, limits.size)
+        skipped[stop] = _skipped_exactly(key, int(heads[stop]), number, probability, limits.size)
     return skipped
 
 

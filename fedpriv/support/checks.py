@@ -27,8 +27,8 @@ def check_types(**given: tuple[object, type | UnionType]) -> None:
     """
     for name, (value, kind) in given.items():
         if not isinstance(value, kind):
-            legal = kind.__args__ if isinstance(kind, UnionType) else (kind,)
-            names = ["None" if t is NoneType else t.__name__ for t in legal]
+            limit = kind.__args__ if isinstance(kind, UnionType) else (kind,)
+            names = ["None" if t is NoneType else t.__name__ for t in limit]
             raise InvalidValueError(
                 f"{name} is {_type_of(value)}; it must be of the type {' or '.join(names)}"
             )
@@ -107,9 +107,9 @@ def hold_numbers(value: object) -> None:
     for name, kinds in _numeric_fields(kind):
         number = getattr(value, name)
         if type(number) not in (*kinds, int):
-            legal = "a number" if float in kinds else "a whole number"
-            legal += " or None" if NoneType in kinds else ""
-            raise InvalidValueError(f"{name} is {number!r}; it must be {legal}")
+            limit = "a number" if float in kinds else "a whole number"
+            limit += " or None" if NoneType in kinds else ""
+            raise InvalidValueError(f"{name} is {number!r}; it must be {limit}")
 
 
 @cache

@@ -84,8 +84,8 @@ class LocalTraining:
         for name in ("batch_size", "epochs", "steps", "max_examples"):
             value = getattr(self, name)
             if value is not None and not is_whole(value):
-                legal = "a whole number of at least 1"
-                raise InvalidValueError(f"{name} is {value!r}; it must be {legal}")
+                limit = "a whole number of at least 1"
+                raise InvalidValueError(f"{name} is {value!r}; it must be {limit}")
         for name, below in (("momentum", 1.0), ("proximal", math.inf)):
             value = getattr(self, name)
             if not (isinstance(value, Real) and 0.0 <= float(value) < below):
