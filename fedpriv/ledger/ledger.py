@@ -291,7 +291,7 @@ class SeriesBook:
         """Return the event that the charge at a position paid for, if rounds of it remain."""
         current = self._open.get(series) if isinstance(series, int) else None
         if current is None:
-            raise InvalidValueError(f"charge {series} paid for no round that is left")
+            raise InvalidValueError(f"charge {series} paid for no round that remains")
         return current.charge.event
 
     def check(self, row: ChargedRow) -> None:
@@ -757,10 +757,10 @@ def _check(
     The cohorts of a series must also follow its schedule.
     """
     recorded = None if record is None else record.ledger_head
-    heads = [other for other in (head, recorded) if other is not None]
+    heads = [item for item in (head, recorded) if item is not None]
     seen, series = {first} & set(heads), dict[int, _Participations]()
     for row in charges:
-        seen |= {other for other in heads if other.count == row.position and other == row.head}
+        seen |= {item for item in heads if item.count == row.position and item == row.head}
         attempt, sampling = (row.run, row.round, row.attempt), row.event.sampling
         try:
             if record is not None:
@@ -773,9 +773,9 @@ def _check(
                         series[payment] = joined
         except LedgerError as error:
             raise LedgerError(f"{row}: {error}") from error
-    for other in heads:
-        if other not in seen:
-            never = f"the ledger never had the head of {other.count} charges with hash {other.hash}"
+    for item in heads:
+        if item not in seen:
+            never = f"the ledger never had the head of {item.count} charges with hash {item.hash}"
             raise LedgerError(f"{never}: it is another ledger, or was set back or rewritten")
 
 

@@ -162,7 +162,7 @@ class Clipping:
         count, size = len(indicator.groups), self.layout.sizes.get(indicator.tensor)
         if size != count:
             raise InvalidValueError(
-                f"tensor {indicator.tensor!r} has size {size}; it must be {count}, as it has groups"
+                f"tensor {indicator.tensor!r} has size {size}; it must be {count}, one per group"
             )
         # Its values are written, not clipped, so its group's norm must admit all of them.
         (group,) = [g for g in self.groups if indicator.tensor in g.tensors]

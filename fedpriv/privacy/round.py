@@ -162,7 +162,7 @@ class PrivacyRecords:
             self._settled.discard(run)
 
     def _slot_of(self, event: RoundEvent, run: str, commitment: str) -> tuple[int, int | None]:
-        """Return the part of its event that a cohort was drawn for, and the position that paid."""
+        """Return the part of its event that a cohort was drawn for, and the charge that paid."""
         series = self.ledger.open_series(run)
         is_first = self.participation.series_key(commitment) is not None
         if series is None or is_first or series.charge.event != event:
@@ -282,7 +282,7 @@ def private_round(
         users = draw_cohort(mechanism, at, draws)
         commitment = with_room(lambda: record(*place, users, key))
         cohort = add_up(collect(at, users), mechanism.clipping, users.size)
-    finally:  # every exception leads to the charge
+    finally:  # charge after every exception
         commitment = commitment or with_room(lambda: record(*place, _NOBODY, key))
         slot = draws.part, draws.series
         charge = records.charge(

@@ -202,10 +202,10 @@ class FixedSizeSampling(Sampling):
     unit: Unit = Unit.USER
 
     def __post_init__(self) -> None:
-        size, limit = self.cohort_size, self.population
-        if not is_whole(size, limit):
-            legal = f"a whole number from 1 to the population of {limit}"
-            raise InvalidValueError(f"cohort_size is {size!r}; it must be {legal}")
+        size, population = self.cohort_size, self.population
+        if not is_whole(size, population):
+            limit = f"a whole number from 1 to the population of {population}"
+            raise InvalidValueError(f"cohort_size is {size!r}; it must be {limit}")
         self.event()
 
     def event(self) -> SamplingEvent:
