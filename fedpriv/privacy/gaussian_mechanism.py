@@ -281,8 +281,8 @@ class GaussianQuery:
         A·(m/(B + w) − 1) + w·c·m/(B + w), of norm at most S·B·(B + w − m)/(B + w) + S·w ≤
         S·B·w/(B + w) + S·w ≤ 2·S.
         """
-        clipping, least = self.clipping, self._least_weight
-        share = 1.0 if least is None else least / max(least, weight / clipping.weight_cap)
+        clipping, minimum = self.clipping, self._least_weight
+        share = 1.0 if minimum is None else minimum / max(minimum, weight / clipping.weight_cap)
         if share == 1.0:
             return total
         numerator = total.copy()
@@ -376,8 +376,8 @@ class GaussianMechanism:
         weight = expected
         if averaging.total_weight is not None:
             weight = expected / sampling.population * averaging.total_weight
-        least = None if averaging.floor is None else averaging.floor * weight
-        bounds = sensitivities(clipping, least)
+        minimum = None if averaging.floor is None else averaging.floor * weight
+        bounds = sensitivities(clipping, minimum)
         stddevs = noise_stddevs(bounds, noise_multiplier, shares)
         weighted = weight if clipping.weighted else None
         query = GaussianQuery(clipping, stddevs, expected, weighted, averaging.floor)

@@ -271,7 +271,7 @@ def test_a_file_names_the_policy_and_is_run_again(tmp_path: Path) -> None:
         (["sampling.options.total_examples='a'"], "total_examples is 'a'; it must be above 0 and"),
         (
             ["averaging.floor=0.5"],
-            "are averaged with weights or a floor; where the examples of use",
+            "are averaged with weights or a floor; if examples are drawn",
         ),
         (["sampling.options.total_examples=900"], "total_examples is 900; it must be above 0 and"),
         (["privacy.unit=example"], "unit is 'example'; with poisson-examples sampling it must be"),
