@@ -197,12 +197,12 @@ def _paid(rows: Sequence[ChargedRow], offer: Terms) -> ChargedRow:
     """The charge of the event that a round is a later part of."""
     price, at = offer.price, offer.id
     found = SeriesBook(_before(rows, offer)).last_of(at.run)
-    if found is None or (found.paid.event, found.part) != (price.event, price.part):
+    if found is None or (found.charge.event, found.part) != (price.event, price.part):
         said = f"round {at.round} of run {at.run!r} is offered as part {price.part} of an event"
         raise UntrustedLedgerError(
             f"{said} that was charged before; no such part is left in the ledger"
         )
-    return found.paid
+    return found.charge
 
 
 def _check_offered_epsilon(examined: Examined, offer: Terms) -> None:

@@ -7,8 +7,8 @@
     run = fedpriv.simulate(people, task, mechanism, local=fedpriv.SGD(0.5, epochs=1))
     run.epsilon, run.delta, run.accuracy, run.rounds, run.model, run.to_pandas(), run.report()
 
-`simulate`, `compare` and `tune` run things; the other names are the values that they take or
-return. Names are loaded when they are first used: importing fedpriv loads neither torch nor numpy.
+`simulate`, `compare` and `tune` run experiments; the other names are values that they take or
+return. Names load on first use: importing fedpriv loads neither torch nor numpy.
 """
 
 from importlib import import_module

@@ -1,9 +1,9 @@
-"""Every error that fedpriv raises on purpose: one sentence says what is wrong and what is legal."""
+"""Errors that fedpriv raises on purpose; each message states the problem and the legal values."""
 
 import difflib
 from collections.abc import Iterable
 
-_MOST_NAMES = 40  # that a sentence lists
+_MOST_NAMES = 40  # the most names in one message
 
 
 class FedprivError(Exception):
@@ -35,11 +35,11 @@ class LedgerError(FedprivError):
 
 
 class UntrustedLedgerError(FedprivError):
-    """A ledger of another machine breaks its promises."""
+    """A ledger from another machine breaks its guarantees."""
 
 
 class RefutedError(FedprivError):
-    """What a run released cannot be what its ledger says."""
+    """A run's releases contradict its ledger."""
 
 
 class CheckpointError(FedprivError):
@@ -47,35 +47,35 @@ class CheckpointError(FedprivError):
 
 
 class WireError(FedprivError):
-    """A message of another machine is malformed, too large, or does not fit what was agreed."""
+    """A message from another machine is malformed, too large or against the agreed terms."""
 
 
 class UnreachableError(FedprivError):
-    """Another machine cannot be reached or does not answer; later it may."""
+    """Another machine cannot be reached or does not answer; a retry may succeed."""
 
 
 class StoppedError(FedprivError):
-    """The operator asked the server to stop; nothing of a round under way is released."""
+    """The operator asked the server to stop; an unfinished round releases nothing."""
 
 
 class NoiseError(FedprivError):
-    """Correlated noise left the range in which its arithmetic is exact; it never should."""
+    """Correlated noise left the range of exact arithmetic, which should never happen."""
 
 
 class DeclinedError(FedprivError):
-    """Too few nodes agreed to a round; its cohort was not drawn and nothing charged."""
+    """Too few nodes agreed to a round; no cohort was drawn and nothing was charged."""
 
 
 class RunError(FedprivError):
-    """A server's run ended for a reason that was not there when it began; it can be resumed."""
+    """A server's run ended because of a condition that arose after its start; it can be resumed."""
 
 
 class WorkerError(FedprivError):
-    """A worker of a simulation does not do its part; nothing of the round is released."""
+    """A worker of a simulation failed; the round releases nothing."""
 
 
 def known_names(name: str, known: Iterable[str]) -> str:
-    """End of a sentence about an unknown name: the closest known one, then all but very many.
+    """Return the end of a message about an unknown name: the closest known name, then all names.
 
     >>> known_names("digts", ["digits", "synthetic"])
     "did you mean 'digits'? known names: digits, synthetic"
@@ -89,12 +89,12 @@ def known_names(name: str, known: Iterable[str]) -> str:
 
 
 def sentence_of(error: FedprivError | OSError) -> str:
-    """What an error says to the one who gave the command."""
+    """Return the message of an error for the user of the command line."""
     if isinstance(error, OSError):
         return f"{error.filename or 'a file'} cannot be used: {error.strerror or error}"
     return str(error)
 
 
 def reason_of(error: Exception) -> str:
-    """Why something failed, without the number and the path of an OSError, said elsewhere."""
+    """Return the reason of a failure, without the number and path of an OSError."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -10,7 +10,7 @@ from fedpriv.analytics.questions import Answer, Question, UserValues, sampling_s
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import FloatMatrix, IntegerVector
 from fedpriv.privacy.layout import FloatVector
-from fedpriv.privacy.outer_products import CLIPPING_NORM, KEPT, outer_product_sum
+from fedpriv.privacy.outer_products import CLIPPING_NORM, SHRINK, outer_product_sum
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.support.checks import is_whole
 
@@ -81,9 +81,9 @@ class SecondMoments(Question):
     def _matrix(self, diagonal: FloatVector, above: FloatVector | float) -> FloatMatrix:
         """The symmetric matrix whose contribution these two parts are: [D, D]."""
         matrix = np.zeros((self.inputs, self.inputs))
-        matrix[np.triu_indices(self.inputs, 1)] = above / (math.sqrt(2.0) * KEPT)
+        matrix[np.triu_indices(self.inputs, 1)] = above / (math.sqrt(2.0) * SHRINK)
         matrix += matrix.T
-        np.fill_diagonal(matrix, diagonal / KEPT)
+        np.fill_diagonal(matrix, diagonal / SHRINK)
         return matrix
 
 

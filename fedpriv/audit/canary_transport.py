@@ -38,9 +38,9 @@ class CanaryTransport(Transport):
         """Prepare the users' transport; canaries are always ready."""
         self.transport.prepare(request)
 
-    def rest(self) -> None:
+    def release_resources(self) -> None:
         """Let go of what the users' transport holds."""
-        self.transport.rest()
+        self.transport.release_resources()
 
 
 def canary_sum(canaries: Canaries, request: RoundRequest, drawn: Positions) -> PartialSum:

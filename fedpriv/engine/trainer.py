@@ -38,9 +38,9 @@ from fedpriv.privacy.clipping_torch import (
     add_contributions,
     integer_sum,
     kernels_on,
+    lane_weights,
     sum_by_kernels,
     to_device,
-    weighing,
 )
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS
 from fedpriv.privacy.round import PartialSum
@@ -408,7 +408,7 @@ class Trainer:
             sent = self._reported(request, start, theirs, moved)
             return {_TOTAL: sum_by_kernels(kernels, sent, clipping, given[_WEIGHED])}
 
-        weighed = to_device(weighing(clipping, weights, chunk.lanes), self.device)
+        weighed = to_device(lane_weights(clipping, weights, chunk.lanes), self.device)
         given = {**examples.made_of, _WEIGHED: weighed}
         return self.graphs.computed(compute, request.local, shape, start, given)[_TOTAL][:]
 

@@ -136,7 +136,7 @@ class InProcessTransport(Transport):
         for _, found in self.by_chunk(request):
             yield found
 
-    def rest(self) -> None:
+    def release_resources(self) -> None:
         """End its processes."""
         self._idle.clear()
 

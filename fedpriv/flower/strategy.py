@@ -40,7 +40,7 @@ from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.experiment.mechanism import Mechanism, PoissonExamples
 from fedpriv.flower import messages as flower_messages
-from fedpriv.ledger.participation import beside
+from fedpriv.ledger.participation import record_path
 from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, Averaging
 from fedpriv.privacy.layout import Layout, Tensors
@@ -167,7 +167,7 @@ class PrivateStrategy(Strategy):
         try_out(plan.optimizer, model.trained)
         state, result = initial_state(plan, model.trained), Result(initial_arrays)
         ledger = Path(self.ledger)
-        with PrivacyRecords.open(ledger, beside(ledger), self.population, budget) as records:
+        with PrivacyRecords.open(ledger, record_path(ledger), self.population, budget) as records:
             records.refuse_if_beyond(plan.mechanism.event, f"run {plan.run}, round 1")
             self.summary()
             _evaluate(evaluate_fn, 0, result)

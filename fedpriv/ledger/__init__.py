@@ -1,7 +1,7 @@
-"""The privacy ledger: what was released about users, charged before it is released.
+"""The privacy ledger: every release about users is charged here before it is made.
 
-Read `events` first (what is charged, and when a budget refuses it), then `ledger` (charge, then
-release once; the ledger as text) and `participation` (who took part; secret).
+Read `events` first (the values that are charged, and the budget that limits them), then `ledger`
+(charges, receipts for one release, exports) and `participation` (the secret cohorts).
 """
 
 from fedpriv.ledger.events import (

@@ -1,8 +1,8 @@
 """Durable SQLite files: created whole, extended in transactions, shared by threads and processes.
 
-When a call returns, what it created or wrote is on the disk (fsync), directory entries included,
-and in the file itself, so that a copy of the file is whole; one that was made in the middle of a
-transaction may be torn, and is then refused. Every failure is a LedgerError of one sentence.
+When a call returns, everything it created or wrote is on the disk (fsync), directory entries
+included, and in the file itself, so that a copy of the file is complete. A copy made during a
+transaction may be torn and is then refused. Every failure is a LedgerError of one sentence.
 """
 
 import errno
@@ -26,27 +26,27 @@ Row = Mapping[str, object]  # values by column name
 
 @dataclass(frozen=True)
 class FileFormat:
-    """What makes a SQLite file one of ours; files of another kind or version are refused."""
+    """The format of a SQLite file of fedpriv; files of another kind or version are refused."""
 
-    kind: str  # its name in messages
-    application_id: int  # in the header of every such file
-    schema: str  # SQL that makes an empty file
-    mode: int  # permissions of a new file, before the umask; files open to others are refused
+    kind: str  # name in messages
+    application_id: int  # number in the header of every such file
+    schema: str  # SQL that creates an empty file
+    mode: int  # permissions of a new file, before the umask; looser ones are refused
 
 
 class Database:
     """One open file of a known format, shared by the threads of one process.
 
     Guarantees:
-        * a transaction is applied as a whole and durable when it ends, or not at all;
-        * at most one transaction is open on a file, over all threads and processes;
-        * no thread sees rows of an unfinished transaction of another thread.
+        * a transaction is applied completely and is durable when it ends, or not applied at all;
+        * at most one transaction is open on a file, across all threads and processes;
+        * no thread sees rows of another thread's unfinished transaction.
     """
 
     def __init__(
         self, path: Path, file_format: FileFormat, rows: Mapping[str, Row] | None = None
     ) -> None:
-        """Open a file; if first rows are given, by table, create it where there is none."""
+        """Open a file; if `rows` gives the first row by table, create the file if it is absent."""
         if rows is not None and not path.exists():
             _create(path, file_format, lambda draft: _fill(draft, file_format, rows))
         self.path = path.absolute()
@@ -55,7 +55,7 @@ class Database:
         self._lock = threading.RLock()
         with self._failing("opened"):
             self._file = path.stat()
-            if path.is_dir():  # SQLite fails as if there were no room for another open file
+            if path.is_dir():  # SQLite would report too many open files
                 raise LedgerError(f"{self._name} is a folder; it must be a file")
             if not os.access(path, os.R_OK):  # likewise
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -81,24 +81,24 @@ class Database:
 
     @property
     def inode(self) -> int:
-        """Number of the file on its disk, which no other file there has meanwhile."""
+        """Inode number of the file, which no other file on its disk has while it exists."""
         return self._file.st_ino
 
     def read(self, sql: str, parameters: Sequence[object] = ()) -> list[sqlite3.Row]:
-        """All rows of one query, from one consistent state of the file."""
+        """Return all rows of one query, from one consistent state of the file."""
         with self._lock, self._failing("read"):
             return self._connection.execute(sql, parameters).fetchall()
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Everything inside is written together, or not at all if anything raises."""
+        """Write everything inside the context together, or nothing if anything raises."""
         with self._lock:
             try:
                 self.write("BEGIN IMMEDIATE")
                 in_place = False
                 with suppress(OSError):
                     in_place = os.path.samestat(self.path.stat(), self._file)
-                if not in_place:  # SQLite would go on writing to a file that no path leads to
+                if not in_place:  # SQLite would keep writing to an unlinked file
                     raise LedgerError(f"{self._name} was moved or replaced while it was open")
                 yield
                 self.write("COMMIT")
@@ -113,15 +113,15 @@ class Database:
             try:
                 self._connection.execute(sql, parameters)
             except sqlite3.OperationalError:
-                # Where no journal can be made, SQLite fails as if there were no room for a file.
+                # If it cannot create a journal, SQLite reports that it cannot open the file.
                 if os.access(self.path.resolve().parent, os.W_OK):
                     raise
                 raise PermissionError(errno.EACCES, "its folder cannot be written to") from None
 
     def copy(self, to: Path, *, without: str | None = None) -> None:
-        """Write the file as it is now, consistent while it is in use, to where there is nothing.
+        """Write a consistent copy of the file, even while it is in use, to a path that is free.
 
-        No file has a row of the table that the copy is to be without, not even for a moment.
+        The copy omits the rows of the table `without`; no file contains them, even temporarily.
         """
 
         def fill(draft: sqlite3.Connection) -> None:
@@ -139,9 +139,9 @@ class Database:
                 raise LedgerError(f"{to} exists already; it is not overwritten")
 
     def replace(self, by: "Database", *, without: str | None = None) -> None:
-        """Put a `copy` of another file in the place of this one; for use within a transaction.
+        """Replace this file by a `copy` of another; for use within a transaction.
 
-        Processes that have this one open cannot extend it any more. It must be closed next.
+        Processes that have this file open can no longer extend it. The caller must close it next.
         """
         path = self.path.resolve()
         draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -151,7 +151,7 @@ class Database:
             sync(path.parent)
 
     def altered_schema(self) -> list[str]:
-        """Names of tables, indices and triggers that differ from those of the file's format."""
+        """Return names of tables, indices and triggers that differ from the file's format."""
         query = "SELECT name, sql FROM sqlite_master"
         with closing(sqlite3.connect(":memory:")) as pristine:
             pristine.executescript(self._format.schema)
@@ -180,42 +180,42 @@ class Database:
         # With a write-ahead log, charges would be missing from a copy of the file alone.
         if pragma("journal_mode = DELETE") != "delete":
             raise LedgerError(f"{self._name} has a write-ahead log that cannot be ended")
-        # EXTRA: without the folder's entry synced, a crash could bring back a journal that was
-        # deleted, and with it the state before the transaction.
+        # EXTRA also syncs the folder: otherwise a crash could restore a deleted journal, and so the
+        # state before the transaction.
         self._connection.executescript("PRAGMA synchronous = EXTRA; PRAGMA fullfsync = ON")
-        # What is deleted is overwritten in the file, though not in the journal, which is unlinked.
+        # Overwrite deleted rows in the file; the journal, which contained them, is only unlinked.
         self._connection.execute("PRAGMA secure_delete = ON")
-        *_, found = str(pragma("integrity_check(1)")).splitlines()
-        if found != "ok":
+        *_, result = str(pragma("integrity_check(1)")).splitlines()
+        if result != "ok":
             torn = "is damaged, or a copy that was made while it was written"
-            raise LedgerError(f"{self._name} {torn}: {found}")
+            raise LedgerError(f"{self._name} {torn}: {result}")
 
     @contextmanager
-    def _failing(self, done: str) -> Iterator[None]:
+    def _failing(self, action: str) -> Iterator[None]:
         try:
             yield
         except (sqlite3.Error, OSError, OverflowError, UnicodeError) as error:
-            raise LedgerError(f"{self._name} cannot be {done}: {reason_of(error)}") from error
+            raise LedgerError(f"{self._name} cannot be {action}: {reason_of(error)}") from error
 
 
 def _create(path: Path, form: FileFormat, fill: Callable[[sqlite3.Connection], object]) -> bool:
-    """Make a file as a whole; False if there was one, which another process may have made."""
+    """Create a complete file; return False if one exists, perhaps from another process."""
     if Path(f"{path}-journal").exists():
-        # It belongs to a file that was lost, and SQLite would roll the new one back with it.
-        ways = "restore that file beside it, or move it away"
-        raise LedgerError(f"{path}-journal is left of another {form.kind}; {ways}")
+        # It belongs to a lost file, and SQLite would use it to roll the new file back.
+        advice = "restore that file next to it, or move it away"
+        raise LedgerError(f"{path}-journal is left of another {form.kind}; {advice}")
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         os.close(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR, form.mode))
         with closing(sqlite3.connect(draft, isolation_level=None)) as connection:
             fill(connection)
         sync(draft)
-        made = False
+        created = False
         with suppress(FileExistsError):
             os.link(draft, path)  # never replaces a file, unlike a rename
-            made = True
+            created = True
         sync(path.parent)
-        return made
+        return created
     except (OSError, sqlite3.Error, UnicodeError) as error:
         raise LedgerError(f"{form.kind} {path} cannot be created: {reason_of(error)}") from error
     finally:
@@ -232,5 +232,5 @@ def _fill(draft: sqlite3.Connection, file_format: FileFormat, rows: Mapping[str,
 
 
 def insertion(table: str, row: Row) -> str:
-    """SQL that inserts a row."""
+    """Return the SQL that inserts a row into a table."""
     return f"INSERT INTO {table} ({', '.join(row)}) VALUES ({', '.join(f':{n}' for n in row)})"

@@ -1,8 +1,8 @@
-"""What was done with users' data, as frozen values that any accountant can price, and the budget.
+"""Events record each use of users' data as frozen values that any accountant can price.
 
 Events are the whole interface between privacy mechanisms and accountants. Ledgers keep them for
 years, so they evolve by one rule: an event is never removed and never changes its meaning, new
-fields are optional, and an accountant refuses an event that it has no analysis of.
+fields are optional, and an accountant refuses any event that it has no analysis for.
 """
 
 import math
@@ -26,53 +26,54 @@ from fedpriv.support.checks import (
     require,
 )
 
-# The most rounds of a schedule, and repetitions of an event: as floats such numbers are exact.
+# The most rounds of a schedule and repetitions of an event; floats hold such numbers exactly.
 MOST_REPEATS = 1 << 53
-MOST_EXAMPLES = 10**6  # of a user, where examples are sampled: the price has a term for each number
+MOST_EXAMPLES = 10**6  # of one user, if examples are sampled: the price has one term per example
 
 
 class SamplingPolicy(StrEnum):
-    """How the cohort of a round is drawn from the enrolled users."""
+    """The rule that draws the cohort of a round from the enrolled users."""
 
     POISSON = "poisson"  # each user joins independently with the sampling probability
     EVERY_USER = "every-user"  # all enrolled users are the cohort
-    # Exactly m of the N enrolled users, every such set equally likely, drawn afresh each round.
+    # Exactly m of the N enrolled users, all such sets equally likely, drawn afresh each round.
     FIXED_SIZE = "fixed-size"
-    # The event is one whole pass of n rounds, each with its own release; every user is in exactly k
-    # of them, every such set equally likely, drawn afresh for each user and each pass. A pass that
-    # stops early is charged whole.
+    # The event is one whole pass of n rounds, each with its own release. Every user is in exactly k
+    # of them, all such sets equally likely, drawn afresh for each user and each pass. A pass that
+    # stops early is charged in full.
     RANDOM_ALLOCATION = "random-allocation"
-    # The event is a series of n rounds, each with its own release; every user is in at most k of
-    # them, any two at least b rounds apart; in which ones is not secret. It is charged whole.
+    # The event is a series of n rounds, each with its own release. Every user is in at most k of
+    # them, any two at least b rounds apart; a user's rounds are not secret. It is charged in full.
     SEPARATED = "separated"
-    # The event is a series of n rounds, each with its own release. Users are in b groups, whatever
-    # their data, so that groups need not be secret; round t ∈ {0, …, n − 1} is of group t mod b,
-    # whose users each join it independently with the sampling probability. It is charged whole.
+    # The event is a series of n rounds, each with its own release. Users are in b groups, which do
+    # not depend on their data and need not be secret. Round t ∈ {0, …, n − 1} belongs to group
+    # t mod b, whose users join it independently with the sampling probability. It is charged in
+    # full.
     BANDED_POISSON = "poisson-within-bands"
-    # Of each user at most k examples count, always the same ones, and each of them joins
-    # independently with the sampling probability; the cohort is of examples.
+    # At most k examples of each user count, always the same ones, and each of them joins
+    # independently with the sampling probability; the cohort consists of examples.
     EXAMPLES = "poisson-examples"
 
 
-# The policies of series whose noise a strategy may correlate.
+# The policies whose series may have correlated noise.
 WITH_STRATEGY = (SamplingPolicy.SEPARATED, SamplingPolicy.BANDED_POISSON)
 
 
 class NeighbouringRelation(StrEnum):
-    """Which two populations an (ε, δ) statement compares."""
+    """The relation between the two populations that an (ε, δ) statement compares."""
 
     ADD_OR_REMOVE_ONE = "add-or-remove-one"  # one population is the other plus one user
-    REPLACE_ONE = "replace-one"  # equally many users, of whom one has other data
+    REPLACE_ONE = "replace-one"  # equally many users, one of them with other data
 
     @property
     def sensitivity(self) -> float:
-        """How far the sum of a cohort moves at most, in clipping norms."""
+        """The farthest that the sum of a cohort can move, in clipping norms."""
         # Replacing a user may turn its update from +S to −S.
         return 2.0 if self is NeighbouringRelation.REPLACE_ONE else 1.0
 
 
 class Unit(StrEnum):
-    """Unit of privacy: what is added, removed or replaced. Elsewhere "user" stands for any."""
+    """Unit of privacy, which is added, removed or replaced; elsewhere "user" means any unit."""
 
     USER = "user"  # all of a user's data
     EXAMPLE = "example"  # one row
@@ -85,7 +86,7 @@ _NOT_ANALYSED = {
     (SamplingPolicy.RANDOM_ALLOCATION, NeighbouringRelation.REPLACE_ONE),
     (SamplingPolicy.EXAMPLES, NeighbouringRelation.REPLACE_ONE),
 }
-# The kinds of events that can be constructed.
+# All kinds of events that can be constructed.
 ANALYSED: tuple[EventKind, ...] = tuple(
     kind for kind in product(SamplingPolicy, NeighbouringRelation) if kind not in _NOT_ANALYSED
 )
@@ -93,47 +94,47 @@ ANALYSED: tuple[EventKind, ...] = tuple(
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which rounds each user takes part in, for an event that spans several."""
+    """Constraints on the rounds each user joins, for an event that spans several rounds."""
 
     rounds: int  # n in [1, 2⁵³], each with its own release
-    participations: int = 1  # k in [1, n]: a user is in k of a pass, in at most k of a series
-    separation: int = 1  # b in [1, n], the least distance between two rounds of a user
+    participations: int = 1  # k in [1, n]: a user joins k rounds of a pass, at most k of a series
+    separation: int = 1  # b in [1, n], the smallest distance between two rounds of a user
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
         n = self.rounds
-        legal = "it must have a whole number of at least 1"
-        require(is_whole(n), f"the schedule has {n!r} rounds; {legal}")
+        limit = "it must have a whole number of at least 1"
+        require(is_whole(n), f"the schedule has {n!r} rounds; {limit}")
         require(n <= MOST_REPEATS, f"the schedule has {n} rounds; it must have at most 2^53")
-        legal = f"it must be a whole number from 1 to its {n} rounds"
+        limit = f"it must be a whole number from 1 to its {n} rounds"
         for name in ("participations", "separation"):
             value = getattr(self, name)
-            require(is_whole(value, n), f"{name} of the schedule is {value!r}; {legal}")
+            require(is_whole(value, n), f"{name} of the schedule is {value!r}; {limit}")
 
 
 @dataclass(frozen=True)
 class SamplingEvent:
     """One draw of a cohort; everything released about that cohort belongs to it.
 
-    q in (0, 1] is each user's chance to be in the cohort of a round:
+    q in (0, 1] is each user's probability to be in the cohort of a round:
 
-    * Poisson sampling: any; of examples, the chance of each example; within bands, the chance in a
-      round of the user's group;
+    * Poisson sampling: any value. For examples it is the probability of each example; within bands
+      it is the probability in a round of the user's group;
     * fixed size: the float nearest to m/N, so that q·N rounds to the cohort size m;
     * random allocation: the float nearest to k/n;
-    * all others, which sampling does not make cheaper: 1.
+    * all other policies, whose sampling does not reduce the price: 1.
     """
 
     policy: SamplingPolicy
     sampling_probability: float  # q
     population: int  # N ≥ 1, the number of enrolled users, a public constant
-    relation: NeighbouringRelation  # under which the event may be accounted
-    # None where the event is one round.
+    relation: NeighbouringRelation  # the relation of its accounting
+    # None if the event is one round.
     schedule: Schedule | None = None
     unit: Unit = Unit.USER
-    # k in [1, 10⁶], the most examples of a user that count, where these are sampled; else None.
+    # k in [1, 10⁶], the most examples of a user that count, if examples are sampled; else None.
     examples_per_user: int | None = None
-    # How many are drawn beside the N users, and like them, who are nobody: an audit's canaries.
+    # Number of an audit's canaries, fictitious users that are drawn like the N users.
     canaries: int = 0
 
     def __post_init__(self) -> None:
@@ -141,15 +142,15 @@ class SamplingEvent:
         # Analyses compare by identity, so a string equal to a member becomes the member.
         named = {"policy": SamplingPolicy, "relation": NeighbouringRelation, "unit": Unit}
         for name, kind in named.items():
-            if type(held := getattr(self, name)) is not kind:
-                object.__setattr__(self, name, named_value(kind, name, held))
+            if type(value := getattr(self, name)) is not kind:
+                object.__setattr__(self, name, named_value(kind, name, value))
         check_types(schedule=(self.schedule, Schedule | None))
         q, n, policy = self.sampling_probability, self.population, self.policy
         require(0.0 < q <= 1.0, f"sampling_probability is {q}; it must be in (0, 1]")
         require(is_whole(n), f"population is {n}; it must be a whole number of at least 1")
         if (policy, self.relation) not in ANALYSED:
-            found = f"{policy} sampling with {self.relation} neighbours has no analysis"
-            raise InvalidValueError(f"{found}; legal is: {kinds_text(ANALYSED)}")
+            problem = f"{policy} sampling with {self.relation} neighbours has no analysis"
+            raise InvalidValueError(f"{problem}; legal is: {kinds_text(ANALYSED)}")
         self._check_schedule()
         self._check_examples()
         self._check_canaries()
@@ -157,18 +158,18 @@ class SamplingEvent:
         if policy is SamplingPolicy.FIXED_SIZE:
             m = round(Fraction(q) * n)
             exact = m >= 1 and q == m / n
-            legal = f"m/N for a whole cohort size m of at least 1 and a population N of {n}"
+            limit = f"m/N for a whole cohort size m of at least 1 and a population N of {n}"
         elif policy is SamplingPolicy.RANDOM_ALLOCATION and self.schedule is not None:
             share = self.schedule.participations / self.schedule.rounds
-            exact, legal = q == share, f"k/n, {share}"
+            exact, limit = q == share, f"k/n, {share}"
         else:
             coins = (SamplingPolicy.POISSON, SamplingPolicy.EXAMPLES, SamplingPolicy.BANDED_POISSON)
-            exact, legal = q == 1.0 or policy in coins, "1"
-        require(exact, f"sampling_probability is {q}; with {policy} sampling it must be {legal}")
+            exact, limit = q == 1.0 or policy in coins, "1"
+        require(exact, f"sampling_probability is {q}; with {policy} sampling it must be {limit}")
 
     @property
     def text(self) -> str:
-        """How cohorts are drawn, in a few words.
+        """A short description of how cohorts are drawn.
 
         >>> policy, relation = SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE
         >>> SamplingEvent(policy, 0.3, 10, relation).text
@@ -189,9 +190,9 @@ class SamplingEvent:
 
     @property
     def expected_cohort_size(self) -> float:
-        """How many users are in the cohort of a round on average: of one of b groups, q·N/b.
+        """Mean number of users in the cohort of a round: q·N, or q·N/b with b groups.
 
-        Of examples, how many there would be if every user had k. Canaries do not count.
+        For sampled examples, the mean if every user had k examples. Canaries do not count.
         """
         grouped = self.policy in WITH_STRATEGY and self.schedule is not None
         groups = self.schedule.separation if grouped and self.schedule else 1
@@ -200,7 +201,7 @@ class SamplingEvent:
 
     @property
     def cohort_variance(self) -> float:
-        """Variance of the size of the cohort of a round; 0 where its size is public."""
+        """Variance of the size of a round's cohort; 0 if the size is public."""
         if self.policy is SamplingPolicy.FIXED_SIZE:
             return 0.0
         return self.expected_cohort_size * (1.0 - self.sampling_probability)
@@ -214,48 +215,48 @@ class SamplingEvent:
         one_round = f"{policy} sampling is of one round and must have none"
         require(needed, f"the schedule is {schedule}; {one_round}")
         k, b = schedule.participations, schedule.separation
-        legal = f"with {policy} sampling it must be 1"
-        apart = b == 1 or policy in WITH_STRATEGY
-        require(apart, f"separation of the schedule is {b}; {legal}")
-        most = -(-schedule.rounds // b)
-        legal = f"with {policy} sampling it must be ⌈n/b⌉, {most}"
-        every = k == most or policy is not SamplingPolicy.BANDED_POISSON
-        require(every, f"participations of the schedule is {k}; {legal}")
+        limit = f"with {policy} sampling it must be 1"
+        separable = b == 1 or policy in WITH_STRATEGY
+        require(separable, f"separation of the schedule is {b}; {limit}")
+        participations = -(-schedule.rounds // b)
+        limit = f"with {policy} sampling it must be ⌈n/b⌉, {participations}"
+        is_full = k == participations or policy is not SamplingPolicy.BANDED_POISSON
+        require(is_full, f"participations of the schedule is {k}; {limit}")
 
     def _check_examples(self) -> None:
         k, policy = self.examples_per_user, self.policy
-        found = f"examples_per_user is {k!r}"
+        problem = f"examples_per_user is {k!r}"
         if policy is not SamplingPolicy.EXAMPLES:
-            require(k is None, f"{found}; {policy} sampling is of whole users and must have none")
+            require(k is None, f"{problem}; {policy} sampling is of whole users and must have none")
             return
-        legal = f"with {policy} sampling it must be a whole number from 1 to {MOST_EXAMPLES}"
-        require(is_whole(k, MOST_EXAMPLES), f"{found}; {legal}")
-        legal = f"with {policy} sampling it must be {str(Unit.USER)!r}"
-        require(self.unit is Unit.USER, f"unit is {str(self.unit)!r}; {legal}")
+        limit = f"with {policy} sampling it must be a whole number from 1 to {MOST_EXAMPLES}"
+        require(is_whole(k, MOST_EXAMPLES), f"{problem}; {limit}")
+        limit = f"with {policy} sampling it must be {str(Unit.USER)!r}"
+        require(self.unit is Unit.USER, f"unit is {str(self.unit)!r}; {limit}")
 
     def _check_canaries(self) -> None:
-        m, found = self.canaries, f"canaries is {self.canaries}"
-        require(isinstance(m, int) and m >= 0, f"{found}; it must be a whole number from 0 on")
-        # In a cohort of a fixed size a canary that is drawn would take the place of a user.
-        without = self.policy is SamplingPolicy.FIXED_SIZE
-        require(m == 0 or not without, f"{found}; with {self.policy} sampling it must be 0")
+        m, problem = self.canaries, f"canaries is {self.canaries}"
+        require(isinstance(m, int) and m >= 0, f"{problem}; it must be a whole number from 0 on")
+        # In a cohort of fixed size, a drawn canary would take the place of a user.
+        fixed_size = self.policy is SamplingPolicy.FIXED_SIZE
+        require(m == 0 or not fixed_size, f"{problem}; with {self.policy} sampling it must be 0")
 
     @property
     def places(self) -> int:
-        """How many may be drawn: N users and the canaries, or k places of each for examples."""
+        """Number of places to draw from: users and canaries, each with k places for examples."""
         return (self.population + self.canaries) * (self.examples_per_user or 1)
 
 
 def kinds_text(kinds: Iterable[EventKind]) -> str:
-    """How messages list kinds of events."""
+    """Return a list of kinds of events for messages."""
     return ", ".join(f"{policy} with {relation}" for policy, relation in kinds)
 
 
 class Randomness(StrEnum):
-    """Where the cohort and the noise came from."""
+    """The source of randomness of the cohort and the noise."""
 
-    OPERATING_SYSTEM = "operating system"  # a CSPRNG that it keyed: the guarantee holds
-    # A CSPRNG keyed by a seed: anyone who knows the seed can subtract the noise.
+    OPERATING_SYSTEM = "operating system"  # a CSPRNG with its keys: the guarantee holds
+    # A CSPRNG with keys from a seed: anyone who knows the seed can subtract the noise.
     SEEDED = "seeded: reproducible, not a guarantee"
 
 
@@ -267,37 +268,37 @@ class SumQueryEvent:
     clipping_norm for every v, so its noise multiplier is noise_stddev / clipping_norm.
 
     With a granularity γ, the mechanism released γ(Σ_i a_i + K), where user i's a_i is a vector of
-    integers with ‖a_i‖₂² ≤ B and K = round(η/γ), η ~ N(0, noise_stddev²·I). As Σ_i a_i is whole,
+    integers with ‖a_i‖₂² ≤ B and K = round(η/γ), η ~ N(0, noise_stddev²·I). Since Σ_i a_i is whole,
     this is post-processing of the continuous Gaussian mechanism with sensitivity γ√B ≤
-    clipping_norm, so nothing in its price changes.
+    clipping_norm, so the price is the same.
     """
 
     group: str  # name of the vector group
     clipping_norm: float  # S_g > 0, in the units of the summed vector
     noise_stddev: float  # σ_g ≥ 0, the standard deviation of the noise on the **sum**
-    # γ, a power of two up to clipping_norm; None if the noise was real or floating-point numbers.
+    # γ, a power of two up to clipping_norm; None if the noise was not rounded to steps.
     granularity: float | None = None
 
     def __post_init__(self) -> None:
         hold_numbers(self)
         norm, stddev, step = self.clipping_norm, self.noise_stddev, self.granularity
-        of, legal = f"of group {self.group!r} is", "it must be positive and finite"
-        require(0.0 < norm < math.inf, f"clipping_norm {of} {norm}; {legal}")
-        legal = "it must be finite and not negative"
-        require(0.0 <= stddev < math.inf, f"noise_stddev {of} {stddev}; {legal}")
+        where, limit = f"of group {self.group!r} is", "it must be positive and finite"
+        require(0.0 < norm < math.inf, f"clipping_norm {where} {norm}; {limit}")
+        limit = "it must be finite and not negative"
+        require(0.0 <= stddev < math.inf, f"noise_stddev {where} {stddev}; {limit}")
         if step is None:
             return
-        # A mantissa of ½ is that of powers of two, not of NaN, infinity, 0 or negative numbers.
-        power = math.frexp(step)[0] == 0.5 and step <= norm
-        legal = f"it must be a power of two up to the clipping_norm {norm}"
-        require(power, f"granularity {of} {step}; {legal}")
-        legal = f"clipping_norm {norm} and noise_stddev {stddev} must be finite in its steps"
-        require(max(norm, stddev) / step < math.inf, f"granularity {of} {step}; {legal}")
+        # Only positive powers of two have the mantissa ½; NaN, infinity, 0 and negatives do not.
+        valid = math.frexp(step)[0] == 0.5 and step <= norm
+        limit = f"it must be a power of two up to the clipping_norm {norm}"
+        require(valid, f"granularity {where} {step}; {limit}")
+        limit = f"clipping_norm {norm} and noise_stddev {stddev} must be finite in its steps"
+        require(max(norm, stddev) / step < math.inf, f"granularity {where} {step}; {limit}")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What one trial of a search may be: Poisson-sampled rounds, each with fresh noise."""
+    """One kind of trial in a search: Poisson-sampled rounds, each with fresh noise."""
 
     sampling_probability: float  # q in (0, 1]
     noise_multiplier: float  # z > 0 of each round
@@ -307,38 +308,38 @@ class Trial:
         hold_numbers(self)
         q, z, t = self.sampling_probability, self.noise_multiplier, self.rounds
         require(0.0 < q <= 1.0, f"sampling_probability of a trial is {q}; it must be in (0, 1]")
-        legal = "it must be positive and finite"
-        require(0.0 < z < math.inf, f"noise_multiplier of a trial is {z}; {legal}")
-        legal = "it must be a whole number from 1 to 2^53"
-        require(is_whole(t, MOST_REPEATS), f"rounds of a trial is {t}; {legal}")
+        limit = "it must be positive and finite"
+        require(0.0 < z < math.inf, f"noise_multiplier of a trial is {z}; {limit}")
+        limit = "it must be a whole number from 1 to 2^53"
+        require(is_whole(t, MOST_REPEATS), f"rounds of a trial is {t}; {limit}")
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A whole search: of K trials the best is released; nothing of the others is, nor K.
+    """A whole search: it releases the best of K trials, but neither the other trials nor K.
 
-    K and what each trial is, one of `trials`, are drawn independently, whatever the data and the
-    other trials. The best is told by what the trials themselves would have released. K has Poisson
-    law with this mean, or with a shape η the truncated negative binomial law of Papernot & Steinke
-    2022, Definition 1: P[K = k] ∝ (1 − γ)^k·Π_{l<k} (l + η)/(l + 1) for k ≥ 1, with the γ that
-    gives the mean.
+    K and the kind of each trial, one of `trials`, are drawn independently of the data and of each
+    other. The best trial is chosen from the outputs that the trials themselves would have released.
+    K has a Poisson distribution with this mean or, with a shape η, the truncated negative binomial
+    distribution of Papernot & Steinke 2022, Definition 1: P[K = k] ∝ (1 − γ)^k·Π_{l<k} (l + η)/(l +
+    1) for k ≥ 1, with γ such that the mean is right.
     """
 
     trials: tuple[Trial, ...]  # at least one, all different
-    mean: float  # E[K] ≥ 1, above 1 with a shape
+    mean: float  # E[K] ≥ 1; above 1 with a shape
     shape: float | None = None  # η > 0; None: Poisson
 
     def __post_init__(self) -> None:
         hold_numbers(self)
         kinds, mean, shape = self.trials, self.mean, self.shape
-        found = f"a selection has {len(kinds)} kinds of trials"
+        problem = f"a selection has {len(kinds)} kinds of trials"
         distinct = len(set(kinds)) == len(kinds) > 0
-        require(distinct, f"{found}; there must be at least one, and all must differ")
-        proper = 1.0 <= mean < math.inf and (shape is None or mean > 1.0)
-        legal = "it must be finite and at least 1, and above 1 with a shape"
-        require(proper, f"the mean number of trials is {mean}; {legal}")
-        legal = "it must be positive and finite, or None"
-        require(shape is None or 0.0 < shape < math.inf, f"the shape is {shape}; {legal}")
+        require(distinct, f"{problem}; there must be at least one, and all must differ")
+        valid = 1.0 <= mean < math.inf and (shape is None or mean > 1.0)
+        limit = "it must be finite and at least 1, and above 1 with a shape"
+        require(valid, f"the mean number of trials is {mean}; {limit}")
+        limit = "it must be positive and finite, or None"
+        require(shape is None or 0.0 < shape < math.inf, f"the shape is {shape}; {limit}")
 
 
 @dataclass(frozen=True)
@@ -346,17 +347,18 @@ class RoundEvent:
     """One cohort and all sum queries over it, repeated `count` times with fresh cohorts.
 
     The strategy is the first column (c_0, c_1, …) of the lower triangular Toeplitz matrix C that
-    correlates noise over the rounds of a series: with X the sums of its n rounds and Z fresh noise
-    as in `SumQueryEvent`, C⁻¹(C·X + Z) is released. Missing coefficients are 0, and within bands
-    there are at most b; (1,) is fresh noise in every round, the only strategy of other policies.
+    correlates noise over the rounds of a series: if X are the sums of its n rounds and Z is fresh
+    noise as in `SumQueryEvent`, the release is C⁻¹(C·X + Z). Missing coefficients are 0; within
+    bands there are at most b. (1,) is fresh noise in every round, the only legal strategy of
+    policies outside `WITH_STRATEGY`.
     """
 
     sampling: SamplingEvent
-    queries: tuple[SumQueryEvent, ...]  # at least one; all of one round see the *same* cohort
-    # How many such events happened, each of one round unless there is a schedule; in [1, 2⁵³].
+    queries: tuple[SumQueryEvent, ...]  # at least one; all of them query the *same* cohort
+    # Number of such events in [1, 2⁵³], each of one round unless it has a schedule.
     count: int = 1
     strategy: tuple[float, ...] = (1.0,)
-    # The event is a whole search; sampling and queries are those of one round of its first trial.
+    # Set for a whole search; sampling and queries describe one round of its first trial.
     selection: Selection | None = None
 
     def __post_init__(self) -> None:
@@ -369,31 +371,31 @@ class RoundEvent:
             check_types(**{"a sum query": (query, SumQueryEvent)})
         strategy, policy, schedule = self.strategy, self.sampling.policy, self.sampling.schedule
         require(self.queries != (), "a round event has no sum query; it must have at least one")
-        legal = "it must be a whole number from 1 to 2^53"
-        require(is_whole(self.count, MOST_REPEATS), f"count is {self.count!r}; {legal}")
+        limit = "it must be a whole number from 1 to 2^53"
+        require(is_whole(self.count, MOST_REPEATS), f"count is {self.count!r}; {limit}")
         if self.selection is not None:
             self._check_selection(self.selection)
         if strategy == (1.0,):
             return
-        found = f"the strategy has {len(strategy)} coefficients"
+        problem = f"the strategy has {len(strategy)} coefficients"
         if policy not in WITH_STRATEGY or schedule is None:
             raise InvalidValueError(
-                f"{found}; {policy} sampling has fresh noise in every round, the strategy (1,)"
+                f"{problem}; {policy} sampling has fresh noise in every round, the strategy (1,)"
             )
-        legal = f"it must have from 1 to the {schedule.rounds} of the schedule's rounds"
-        require(1 <= len(strategy) <= schedule.rounds, f"{found}; {legal}")
+        limit = f"it must have from 1 to the {schedule.rounds} of the schedule's rounds"
+        require(1 <= len(strategy) <= schedule.rounds, f"{problem}; {limit}")
         b, banded = schedule.separation, policy is SamplingPolicy.BANDED_POISSON
-        legal = f"with {policy} sampling it must have at most as many as groups, {b}"
-        require(len(strategy) <= b or not banded, f"{found}; {legal}")
-        legal = "its first coefficient must be positive and all must be finite"
-        proper = strategy[0] > 0.0 and all(map(math.isfinite, strategy))
-        require(proper, f"the strategy begins with {strategy[0]}; {legal}")
+        limit = f"with {policy} sampling it must have at most as many as groups, {b}"
+        require(len(strategy) <= b or not banded, f"{problem}; {limit}")
+        limit = "its first coefficient must be positive and all must be finite"
+        valid = strategy[0] > 0.0 and all(map(math.isfinite, strategy))
+        require(valid, f"the strategy begins with {strategy[0]}; {limit}")
 
     def _check_selection(self, selection: Selection) -> None:
         kind = self.sampling.policy, self.sampling.relation
-        legal = (SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE)
-        found = f"a selection has {kinds_text([kind])}; legal is: {kinds_text([legal])}"
-        require(kind == legal, found)
+        limit = (SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE)
+        sentence = f"a selection has {kinds_text([kind])}; legal is: {kinds_text([limit])}"
+        require(kind == limit, sentence)
         first, z = selection.trials[0], self.noise_multiplier
         same = self.sampling.sampling_probability == first.sampling_probability
         same = same and math.isclose(z, first.noise_multiplier, rel_tol=2.0**-40)
@@ -408,39 +410,39 @@ class RoundEvent:
         """
         if any(query.noise_stddev == 0.0 for query in self.queries):
             return 0.0
-        # Never 0, even where S/σ underflows; then z is below the truth, the safe side.
+        # Never 0, even if S/σ underflows; then z is below the true value, which is safe.
         ratios = (query.clipping_norm / query.noise_stddev for query in self.queries)
         return 1.0 / max(math.hypot(*ratios), sys.float_info.min)
 
 
 def _coefficients(strategy: Iterable[float]) -> tuple[float, ...]:
-    """The strategy as Python's floats: sensitivities must not be computed in fewer bits."""
+    """Return the strategy as Python floats, so that sensitivities have full precision."""
     check_types(strategy=(strategy, Iterable))
-    found = plain_numbers(tuple(strategy), "a coefficient of the strategy")
-    for number in found:
-        legal = isinstance(number, int | float)
-        require(legal, f"a coefficient of the strategy is {number!r}; it must be a number")
-    return tuple(map(float, found))
+    coefficients = plain_numbers(tuple(strategy), "a coefficient of the strategy")
+    for number in coefficients:
+        is_number = isinstance(number, int | float)
+        require(is_number, f"a coefficient of the strategy is {number!r}; it must be a number")
+    return tuple(map(float, coefficients))
 
 
 def check_query(noise_multiplier: object, sampling_probability: object) -> None:
     """Raise InvalidValueError unless z is positive and finite, and q in (0, 1]."""
     z, q = noise_multiplier, sampling_probability
-    proper = isinstance(z, Real) and 0.0 < float(z) < math.inf
-    require(proper, f"noise_multiplier is {z!r}; it must be positive and finite")
-    proper = isinstance(q, Real) and 0.0 < float(q) <= 1.0
-    require(proper, f"sampling_probability is {q!r}; it must be in (0, 1]")
+    valid = isinstance(z, Real) and 0.0 < float(z) < math.inf
+    require(valid, f"noise_multiplier is {z!r}; it must be positive and finite")
+    valid = isinstance(q, Real) and 0.0 < float(q) <= 1.0
+    require(valid, f"sampling_probability is {q!r}; it must be in (0, 1]")
 
 
-# A smaller δ is refused: no price tells it from 0, as doubles lose probabilities that small.
+# Smaller δ are refused: doubles lose such probabilities, so no price distinguishes them from 0.
 LEAST_DELTA = 1e-60
 
 
 def check_delta(delta: float) -> None:
     """Raise InvalidValueError unless δ is in [1e-60, 1)."""
     number = plain_numbers(delta, "delta")
-    proper = isinstance(number, int | float) and 0.0 < number < 1.0
-    require(proper, f"delta is {delta!r}; it must be in (0, 1)")
+    valid = isinstance(number, int | float) and 0.0 < number < 1.0
+    require(valid, f"delta is {delta!r}; it must be in (0, 1)")
     smallest = f"no accountant tells it from 0 below {LEAST_DELTA:g}"
     require(delta >= LEAST_DELTA, f"delta is {delta}; {smallest}")
 
@@ -449,10 +451,10 @@ def check_delta(delta: float) -> None:
 class PrivacyBudget:
     """A limit (ε, δ) on the events of a ledger."""
 
-    epsilon: float  # ε > 0, the most that may be spent; inf if only δ and the record matter
+    epsilon: float  # ε > 0, the limit; inf if only δ and the record matter
     delta: float  # δ in [1e-60, 1)
-    # At least the ε that events cost together at a δ, as `Accountant.upper_epsilon`; +inf if no
-    # finite ε holds.
+    # Returns an upper bound on the ε of events together at a δ, as `Accountant.upper_epsilon`;
+    # +inf if no finite ε holds.
     price: Callable[[Sequence[RoundEvent], float], float]
 
     def __post_init__(self) -> None:
@@ -461,22 +463,22 @@ class PrivacyBudget:
         check_delta(self.delta)
 
     def epsilon_of(self, events: Iterable[RoundEvent]) -> float:
-        """ε that the events cost together; equal events are merged before they are priced."""
+        """Return the ε of the events together; equal events are merged before they are priced."""
         return self.price(merge_equal(events), self.delta)
 
     def admits(self, events: Iterable[RoundEvent]) -> bool:
-        """Whether the events together stay within the budget; no, if their price is NaN."""
+        """Return whether the events together stay within the budget; False if the price is NaN."""
         return self.epsilon_of(events) <= self.epsilon
 
 
 def merge_equal(events: Iterable[RoundEvent]) -> tuple[RoundEvent, ...]:
-    """Each distinct event once, in order of first use, with its repetitions in `count`."""
-    rounds = Counter[RoundEvent]()
+    """Return each distinct event once, in order of first use, with its repetitions in `count`."""
+    counts = Counter[RoundEvent]()
     for event in events:
-        rounds[event if event.count == 1 else replace(event, count=1)] += event.count
-    return repeated(rounds)
+        counts[event if event.count == 1 else replace(event, count=1)] += event.count
+    return repeated(counts)
 
 
-def repeated(rounds: Mapping[RoundEvent, int]) -> tuple[RoundEvent, ...]:
-    """Events of count 1, each as one event of the given count."""
-    return tuple(event if n == 1 else replace(event, count=n) for event, n in rounds.items())
+def repeated(counts: Mapping[RoundEvent, int]) -> tuple[RoundEvent, ...]:
+    """Return events of count 1 with the given counts instead."""
+    return tuple(event if n == 1 else replace(event, count=n) for event, n in counts.items())

@@ -1,10 +1,10 @@
 """The privacy ledger: every release about one population is charged before it is made.
 
-A ledger is a chain of texts in a SQLite file. The first identifies the ledger; each of the others
-is a charge, as JSON, and contains the SHA-256 digest of the text before it. The digest of the last
-text, the head, therefore fixes them all. Whoever can write to the file can also write a new chain,
-so what makes a ledger or its export credible is a head that was kept elsewhere: in a checkpoint, a
-report or a client.
+A ledger is a chain of texts in a SQLite file. The first text identifies the ledger; each of the
+others is a charge, as JSON, and contains the SHA-256 digest of the text before it. The digest of
+the last text, the head, therefore fixes them all. Anyone with write access to the file can also
+write a new chain, so a ledger or its export is credible only if it matches a head that was stored
+elsewhere: in a checkpoint, a report or a client.
 """
 
 import hashlib
@@ -45,15 +45,15 @@ from fedpriv.ledger.events import (
 from fedpriv.ledger.participation import Head, ParticipationRecord
 from fedpriv.support.checks import check_types, hold_numbers, named_value, require
 
-_FORMAT = "fedpriv ledger 1"  # in the first text of a chain
+_FORMAT = "fedpriv ledger 1"  # part of the first text of a chain
 _ROWS_AT_ONCE = 1000
 MAX_LINE = 2**24  # characters: a charge with many sum queries or a long strategy
-_LONGEST_REASON = 400  # characters: a sentence must not be as long as the input it is about
-# What reading a value from hostile JSON may raise.
+_LONGEST_REASON = 400  # characters: an error must not be as long as the input it describes
+# The exceptions that reading a value from hostile JSON may raise.
 _MALFORMED = (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
 
-# SQLite itself lets a ledger only grow, whichever program writes to it. The insert triggers also
-# stop INSERT OR REPLACE, which deletes without firing delete triggers.
+# SQLite itself enforces that a ledger only grows, for every program that writes to it. The insert
+# triggers also stop INSERT OR REPLACE, which deletes without firing delete triggers.
 _SCHEMA = """
 CREATE TABLE head (
     singleton INTEGER PRIMARY KEY CHECK (singleton = 1), count INTEGER NOT NULL, hash TEXT NOT NULL
@@ -85,8 +85,8 @@ class Genesis:
     """The first text of a chain, which identifies the ledger."""
 
     ledger_id: str  # 32 random lower-case hexadecimal digits
-    population: str  # its name, printable and not empty
-    created_at: str  # the day, UTC, ISO 8601: finer times would tell how long rounds take
+    population: str  # name of the population, printable and not empty
+    created_at: str  # the day, UTC, ISO 8601: finer times would reveal how long rounds take
 
     def __post_init__(self) -> None:
         _check_name("the population's name", self.population)
@@ -95,18 +95,18 @@ class Genesis:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read the first text of a ledger; LedgerError if the text is something else."""
+        """Parse the first text of a ledger; LedgerError if it is not one."""
         try:
             fields = json.loads(text)
-            found = cls(fields["ledger_id"], fields["population"], fields["created_at"])
-            require(found.text == text, f"it is not written in the format {_FORMAT!r}")
+            genesis = cls(fields["ledger_id"], fields["population"], fields["created_at"])
+            require(genesis.text == text, f"it is not written in the format {_FORMAT!r}")
         except _MALFORMED as error:
-            raise LedgerError(f"it is not the first line of a ledger: {_words(error)}") from error
-        return found
+            raise LedgerError(f"it is not the first line of a ledger: {_reason(error)}") from error
+        return genesis
 
     @property
     def text(self) -> str:
-        """As it is written in the chain."""
+        """The text in the chain, as JSON."""
         return json.dumps({"format": _FORMAT, **asdict(self)})
 
     @property
@@ -117,16 +117,16 @@ class Genesis:
 
 @dataclass(frozen=True)
 class ProposedCharge:
-    """What a ledger is asked to charge before anything is released."""
+    """A request to charge one attempt at a round before it releases anything."""
 
-    run: str  # its name, printable and not empty
+    run: str  # name of the run, printable and not empty
     round: int  # from 0
     attempt: int  # at the round, from 0
-    randomness: Randomness  # of cohort and noise
-    event: RoundEvent  # of one round: its count is 1
+    randomness: Randomness  # source of the cohort and the noise
+    event: RoundEvent  # its count is 1
     cohort_commitment: str  # 64 hexadecimal digits, from `ParticipationRecord.record`
-    # For an event of several rounds: which of them this is, from 0, and the position of the charge
-    # that paid for all. The first of them pays, so its `series` is None.
+    # For an event of several rounds: the index of this round, from 0, and the position of the
+    # charge that paid for all. The first round pays, so its `series` is None.
     part: int = 0
     series: int | None = None
 
@@ -137,24 +137,24 @@ class ProposedCharge:
         randomness = named_value(Randomness, "randomness", self.randomness)
         object.__setattr__(self, "randomness", randomness)
         numbers = f"round {self.round}, attempt {self.attempt}"
-        whole = 0 <= self.round < 2**63 and 0 <= self.attempt < 2**63
-        require(whole, f"{numbers}: both must be from 0 to 2^63 - 1")
+        in_range = 0 <= self.round < 2**63 and 0 <= self.attempt < 2**63
+        require(in_range, f"{numbers}: both must be from 0 to 2^63 - 1")
         count = self.event.count
         require(count == 1, f"the event has count {count}; each round is charged by itself")
         _check_digits("cohort_commitment", self.cohort_commitment, 64)
         schedule = self.event.sampling.schedule
         parts = 1 if schedule is None else schedule.rounds
-        legal = f"it must be a whole number from 0 to {parts - 1}"
-        require(0 <= self.part < parts, f"part {self.part}; {legal}")
-        named = self.series is not None and self.series >= 1
-        legal = "the parts after the first, and they alone, name the charge that paid for them"
-        fits = self.series is None if self.part == 0 else named
-        require(fits, f"part {self.part} has series {self.series}; {legal}")
+        limit = f"it must be a whole number from 0 to {parts - 1}"
+        require(0 <= self.part < parts, f"part {self.part}; {limit}")
+        names_charge = self.series is not None and self.series >= 1
+        limit = "parts after the first, and only those, must name the charge that paid"
+        fits = self.series is None if self.part == 0 else names_charge
+        require(fits, f"part {self.part} has series {self.series}; {limit}")
 
 
 @dataclass(frozen=True)
 class ChargedRow:
-    """A charge in the chain of a ledger: what was proposed, when, and its place."""
+    """A charge in the chain of a ledger: the proposed charge, its day and its position."""
 
     position: int  # from 1
     run: str
@@ -165,26 +165,26 @@ class ChargedRow:
     cohort_commitment: str
     part: int  # as in `ProposedCharge`
     series: int | None
-    # UTC, ISO 8601. A finer time would say how long rounds took, which depends on who was drawn.
+    # UTC, ISO 8601. A finer time would reveal how long rounds took, which depends on the cohort.
     day: str
-    previous_hash: str  # digest of the text before
+    previous_hash: str  # digest of the previous text
 
     @cached_property
     def text(self) -> str:
-        """As it is written in the chain: JSON that is exact for doubles.
+        """The text in the chain: JSON that is exact for doubles.
 
-        A part that was paid before names its charge and does not repeat the event.
+        A part that an earlier charge paid for names that charge and does not repeat the event.
         """
-        own = _event_fields(self.event)
+        event = _event_fields(self.event)
         if self.series is not None:
-            own = {"series": int(self.series), "part": int(self.part)}
+            event = {"series": int(self.series), "part": int(self.part)}
         return json.dumps(
             {
                 "position": int(self.position),
                 "run": self.run,
                 "round": int(self.round),
                 "attempt": int(self.attempt),
-                **own,
+                **event,
                 "randomness": self.randomness,
                 "cohort_commitment": self.cohort_commitment,
                 "day": self.day,
@@ -194,7 +194,7 @@ class ChargedRow:
 
     @property
     def pays(self) -> bool:
-        """Whether its event is charged here, and not with an earlier round of the same series."""
+        """Whether this row charges its event, rather than an earlier round of the same series."""
         return self.series is None
 
     @cached_property
@@ -239,97 +239,97 @@ def _event_fields(event: RoundEvent) -> dict[str, object]:
 
 
 def event_text(event: RoundEvent) -> str:
-    """An event of count 1 as a charge writes it down: JSON that is exact for doubles."""
+    """Return an event of count 1 as text, in the form of a charge: JSON, exact for doubles."""
     require(event.count == 1, f"the event has count {event.count}; it must be 1")
     return json.dumps(_event_fields(event))
 
 
 def event_from(text: str) -> RoundEvent:
-    """The event that `event_text` writes so; InvalidValueError for every other text."""
+    """Parse the output of `event_text`; InvalidValueError for every other text."""
     try:
         event = _event(json.loads(text))
-        require(event_text(event) == text, "it is not written as a ledger writes it")
+        require(event_text(event) == text, "it is not in the exact form that a ledger writes")
     except _MALFORMED as error:
         raise InvalidValueError(
-            f"the event is not one that this fedpriv knows: {_words(error)}"
+            f"the event is not one that this fedpriv knows: {_reason(error)}"
         ) from error
     return event
 
 
 def paid_events(rows: Iterable[ChargedRow]) -> list[RoundEvent]:
-    """The events that were charged: of a series of rounds one."""
+    """Return the charged events, one for each series of rounds."""
     return [row.event for row in rows if row.pays]
 
 
 @dataclass(frozen=True)
 class OpenSeries:
-    """A series of rounds that was paid for and has rounds left."""
+    """A series of rounds that was paid for and is not finished."""
 
-    paid: ChargedRow  # its first round, which charged its event
-    part: int  # its next round
+    charge: ChargedRow  # of its first round, which paid for all rounds
+    part: int  # index of its next round
 
 
 class SeriesBook:
-    """The series of rounds that a chain has paid for, as far as the chain was followed.
+    """The unfinished series of rounds in a chain, updated row by row with `follow`.
 
     Guarantees:
-        * a part is of the run that paid, follows the part before it and comes once;
-        * so an event of n rounds is released n times at most.
+        * a part belongs to the run that paid, follows the part before it and occurs once;
+        * so an event of n rounds is released at most n times.
     """
 
     def __init__(self, rows: Iterable[ChargedRow] = ()) -> None:
         self._open: dict[int, OpenSeries] = {}  # by the position of the charge
-        self._last: dict[str, int] = {}  # that of each run
+        self._last: dict[str, int] = {}  # position of each run's last series
         for row in rows:
             self.follow(row)
 
     def last_of(self, run: str) -> OpenSeries | None:
-        """The series that a run paid for last, unless all of its rounds were charged."""
+        """Return the series a run paid for last, or None if all of its rounds were charged."""
         return self._open.get(self._last.get(run, 0))
 
     def event_of(self, series: object) -> RoundEvent:
-        """The event that the charge at a position paid for, if rounds of it are left."""
-        found = self._open.get(series) if isinstance(series, int) else None
-        if found is None:
-            raise InvalidValueError(f"charge {series} paid for no round that is left")
-        return found.paid.event
+        """Return the event that the charge at a position paid for, if rounds of it remain."""
+        current = self._open.get(series) if isinstance(series, int) else None
+        if current is None:
+            raise InvalidValueError(f"charge {series} paid for no round that remains")
+        return current.charge.event
 
     def check(self, row: ChargedRow) -> None:
-        """LedgerError unless the row pays, or is the next part of a series of its run."""
+        """Raise LedgerError unless the row pays or is the next part of a series of its run."""
         if row.series is None:
             return
-        found = self._open.get(row.series)
-        fits = found is not None and (found.part, found.paid.run) == (row.part, row.run)
-        if found is None or not fits or found.paid.event != row.event:
+        current = self._open.get(row.series)
+        is_next = current is not None and (current.part, current.charge.run) == (row.part, row.run)
+        if current is None or not is_next or current.charge.event != row.event:
             raise LedgerError(f"{row} is not the next round of the series of charge {row.series}")
 
     def follow(self, row: ChargedRow) -> None:
-        """Take in the next row of the chain; LedgerError if it is a part and not the next."""
+        """Add the next row of the chain; LedgerError if it is a part but not the next one."""
         self.check(row)
-        paid = row if row.series is None else self._open[row.series].paid
+        payment = row if row.series is None else self._open[row.series].charge
         schedule = row.event.sampling.schedule
         if schedule is None or schedule.rounds == row.part + 1:
-            self._open.pop(paid.position, None)
+            self._open.pop(payment.position, None)
         else:
-            self._open[paid.position] = OpenSeries(paid, row.part + 1)
-            self._last[row.run] = paid.position
+            self._open[payment.position] = OpenSeries(payment, row.part + 1)
+            self._last[row.run] = payment.position
 
 
 @dataclass(frozen=True)
 class Charge:
-    """Receipt for one charge, good for one release, copies included; it cannot be pickled."""
+    """Receipt for one charge. It and its copies allow one release, and it cannot be pickled."""
 
     run: str
     round: int
     attempt: int
     event: RoundEvent
     hash: str  # digest of the charge in the ledger
-    part: int = 0  # which round of the event, from 0
-    paid: int = 0  # position of the charge that paid for the event: this one, of the first part
+    part: int = 0  # index of the round in its event, from 0
+    payment: int = 0  # position of the charge that paid for the event; this one for the first part
     _used: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def redeem(self) -> RoundEvent:
-        """The event to release; a LedgerError if the receipt was redeemed before."""
+        """Return the event to release; LedgerError if the receipt was redeemed before."""
         if not self._used.acquire(blocking=False):
             raise LedgerError(
                 f"the charge of run {self.run}, round {self.round}, attempt {self.attempt} was "
@@ -342,8 +342,8 @@ class Ledger:
     """All charges of one population, over all runs, in an append-only SQLite file.
 
     Guarantees:
-        * a charge is durable (fsync) when `charge` returns, and never refunded;
-        * processes and threads that charge one file never pass a budget together;
+        * a charge is durable (fsync) when `charge` returns, and is never refunded;
+        * processes and threads that charge one file never exceed a budget together;
         * methods that read charges raise a LedgerError that names the first charge that is missing,
           changed or out of order.
     """
@@ -361,11 +361,11 @@ class Ledger:
             raise
         self.ledger_id = self._genesis.ledger_id
         self.population_name = self._genesis.population
-        self._known = self._genesis.head  # the head up to which `_rounds` counts the charges
-        self._rounds = Counter[RoundEvent]()
+        self._counted_head = self._genesis.head  # `_counts` and `_series` include it
+        self._counts = Counter[RoundEvent]()
         self._series = SeriesBook()
         self._randomness = Randomness.OPERATING_SYSTEM
-        self._price: tuple[object, float] = (None, 0.0)  # the last one, and what it was asked for
+        self._price: tuple[object, float] = (None, 0.0)  # the key of the last price, and the price
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -388,15 +388,15 @@ class Ledger:
 
     @property
     def head(self) -> Head:
-        """How many charges there are, and the digest of the last text."""
+        """The number of charges and the digest of the last text."""
         return Head(*self._only_row("head", "SELECT count, hash FROM head"))
 
     def charge(self, charge: ProposedCharge, budget: PrivacyBudget | None = None) -> Charge:
-        """Write down a charge, if the budget allows it, and return the receipt to release it.
+        """Record a charge, if the budget allows it, and return the receipt for its release.
 
-        Raises, without charging anything, BudgetExceededError where all charges together would pass
-        the budget, and LedgerError where the attempt was charged before or the ledger is broken. A
-        part of a series that was paid for is written down at no price, if it is the next.
+        Without charging anything, raises BudgetExceededError if all charges together would exceed
+        the budget, and LedgerError if the attempt was charged before or the ledger is broken. A
+        part of a series that was paid for costs nothing, but must be the next part.
         """
         name = f"run {charge.run}, round {charge.round}, attempt {charge.attempt}"
         with self._lock, self.database.transaction():
@@ -409,10 +409,10 @@ class Ledger:
             epsilon = 0.0 if budget is None else self.epsilon(budget, event)
             if budget is not None and event is not None and not epsilon <= budget.epsilon:
                 raise BudgetExceededError(
-                    f"{name} would make ε = {epsilon} at δ = {budget.delta}, which passes the "
+                    f"{name} would make ε = {epsilon} at δ = {budget.delta}, which exceeds the "
                     f"budget of ε = {budget.epsilon}; nothing was charged"
                 )
-            last = self._known
+            last = self._counted_head
             fields = vars(charge) | {"day": _now().date().isoformat(), "previous_hash": last.hash}
             row = ChargedRow(last.count + 1, **fields)
             self._series.check(row)
@@ -421,63 +421,64 @@ class Ledger:
             self.database.write(insertion("chain", columns), columns)
             self.database.write("UPDATE head SET count = :count, hash = :hash", asdict(row.head))
             self._price = (row.head, None, budget), epsilon
-        paid = row.position if row.series is None else row.series
-        return Charge(row.run, row.round, row.attempt, row.event, row.hash, row.part, paid)
+        payment = row.position if row.series is None else row.series
+        return Charge(row.run, row.round, row.attempt, row.event, row.hash, row.part, payment)
 
     def epsilon(self, budget: PrivacyBudget, event: RoundEvent | None = None) -> float:
-        """ε of all charges, and of one more event of count 1 if given, at the budget's δ."""
+        """Return ε of all charges, plus one more event of count 1 if given, at the budget's δ."""
         with self._lock:
             self._catch_up()
             # A round asks before it starts, when it is charged and when it is reported.
-            asked = (self._known, event, budget)
-            if self._price[0] != asked:
-                rounds = self._rounds if event is None else self._rounds + Counter([event])
-                self._price = asked, budget.price(repeated(rounds), budget.delta)
+            request = (self._counted_head, event, budget)
+            if self._price[0] != request:
+                counts = self._counts if event is None else self._counts + Counter([event])
+                self._price = request, budget.price(repeated(counts), budget.delta)
             return self._price[1]
 
     def charges(self) -> Iterator[ChargedRow]:
-        """All charges, in the order in which they were made."""
+        """Yield all charges, in the order in which they were made, each checked."""
         yield from self._walk(self._genesis.head, self.head, SeriesBook())
 
     def open_series(self, run: str) -> OpenSeries | None:
-        """The series of rounds that a run paid for last, if rounds of it are left."""
+        """Return the series of rounds a run paid for last, or None if it is finished."""
         with self._lock:
             self._catch_up()
             return self._series.last_of(run)
 
     def spent(self) -> list[RoundEvent]:
-        """All events so far with equal ones merged, in order of first use."""
+        """Return all charged events with equal ones merged, in order of first use."""
         with self._lock:
             self._catch_up()
-            return list(repeated(self._rounds))
+            return list(repeated(self._counts))
 
     @property
     def randomness(self) -> Randomness:
-        """The weakest source of all charges: what is seeded guarantees nothing."""
+        """The weakest source of randomness of all charges; a seeded one guarantees nothing."""
         with self._lock:
             self._catch_up()
             return self._randomness
 
     @property
     def first_run(self) -> str | None:
-        """The run that was charged first, if there is a charge."""
+        """The run of the first charge, or None."""
         rows = self.database.read("SELECT run FROM chain WHERE position = 1")
         return str(rows[0]["run"]) if rows else None
 
     def next_attempt(self, run: str, round_number: int) -> int:
-        """One more than the highest attempt at a round that was charged; 0 if there is none."""
+        """Return one more than the highest charged attempt at a round; 0 if there is none."""
         sql = "SELECT max(attempt) + 1 AS next FROM chain WHERE run = ? AND round = ?"
         return self.database.read(sql, (run, index(round_number)))[0]["next"] or 0
 
     def contains_head(self, head: Head) -> bool:
-        """Whether this ledger once had this head: it grew from there, and was not set back."""
+        """Return whether this ledger has or had this head, and so was not set back before it."""
         rows = self.database.read("SELECT hash FROM chain WHERE position = ?", (head.count,))
         return [row["hash"] for row in rows] == [head.hash]
 
     def verify(self, record: ParticipationRecord | None = None, head: Head | None = None) -> None:
-        """Check every charge, every cohort if they are given, and that the file still only grows.
+        """Check every charge, every cohort if `record` is given, and that the file only grows.
 
-        Without a head kept elsewhere, a ledger passes that was set back or rewritten at its end.
+        Raises LedgerError. Without a head that was stored elsewhere, this does not detect a ledger
+        that was set back or rewritten at its end.
         """
         _check(self._genesis.head, self.charges(), record, head)
         strays = "position < 0 OR position > (SELECT count FROM head)"
@@ -486,15 +487,15 @@ class Ledger:
         self.check_schema()
 
     def check_schema(self) -> None:
-        """LedgerError unless the file still only grows, whichever program writes to it."""
+        """Raise LedgerError unless the file's triggers still make it append-only."""
         if altered := self.database.altered_schema():
             raise LedgerError(f"tables or triggers were altered: {', '.join(altered)}")
 
     def since(self, head: Head | None) -> tuple[int, Iterator[str]] | None:
-        """The export after a head, or all of it without one: its length in characters, its pieces.
+        """Return the export after a head, or all of it: its length in characters, and its pieces.
 
-        Pieces are read from the file, unchecked, as they are taken. None if the ledger never had
-        the head.
+        Iteration reads the pieces from the file without checks. Returns None if the ledger never
+        had the head.
         """
         if head is not None and not self.contains_head(head):
             return None
@@ -512,9 +513,9 @@ class Ledger:
         return int(size[0][0]) + len(last.line) + 1, read()
 
     def export(self, stream: TextIO) -> None:
-        """Write the texts of the chain as lines, and a last line with the head.
+        """Write each text of the chain as a line, then a last line with the head.
 
-        The digest of a line is SHA-256 of its bytes without the line feed.
+        The digest of a text is SHA-256 of its line without the line feed.
         """
         head = self.head
         stream.write(f"{self._genesis.text}\n")
@@ -539,12 +540,12 @@ class Ledger:
         return rows[0]
 
     def _walk(self, last: Head, end: Head, series: SeriesBook) -> Iterator[ChargedRow]:
-        """The charges after `last` up to `end`, in order, each checked before it is yielded.
+        """Yield the charges after `last` up to `end`, in order, each checked first.
 
-        The book has followed the chain up to `last`, and follows it on.
+        `series` must have followed the chain up to `last`; it follows these charges too.
         """
         sql = "SELECT * FROM chain WHERE position > ? AND position <= ? ORDER BY position LIMIT ?"
-        # Rows that were read once never change, so pages agree.
+        # Rows never change once they are read, so pages agree.
         while page := self.database.read(sql, (last.count, end.count, _ROWS_AT_ONCE)):
             for stored in page:
                 if stored["position"] != last.count + 1:
@@ -565,31 +566,31 @@ class Ledger:
             )
 
     def _catch_up(self) -> None:
-        for row in self._walk(self._known, self.head, self._series):
-            self._rounds[row.event] += row.pays
+        for row in self._walk(self._counted_head, self.head, self._series):
+            self._counts[row.event] += row.pays
             if row.randomness is Randomness.SEEDED:
                 self._randomness = row.randomness
-            self._known = row.head
+            self._counted_head = row.head
 
 
 @dataclass(frozen=True)
 class ExportedLedger:
-    """A ledger as text, verified, from a source that need not be honest."""
+    """A verified ledger, read from text of an untrusted source."""
 
     ledger_id: str
-    population: str  # its name
-    first: Head  # before any charge
+    population: str  # name of the population
+    first: Head  # the head before any charge
     rows: tuple[ChargedRow, ...]  # all charges, in order
 
     @classmethod
     def read(cls, lines: Iterable[str], known: Self | None = None) -> Self:
-        """Read an export, whatever it contains; a LedgerError names the first wrong line.
+        """Read an export with any content; a LedgerError names the first wrong line.
 
-        Of a ledger that is known up to some head, the lines are those after that head.
+        If `known` is given, the lines are those after its head, and the result contains both.
 
         Guarantees:
-            * every line is, character by character, what `Ledger.export` writes for what is
-              returned, with or without a line feed at its end, and nothing is missing or follows;
+            * every line is, character by character, what `Ledger.export` writes for the returned
+              ledger, with or without a line feed at its end; no line is missing and none follows;
             * every charge is one that a ledger accepts, and no attempt is charged twice.
         """
         numbered, number, ended = enumerate(lines, 1), 0, False
@@ -616,7 +617,7 @@ class ExportedLedger:
                     if len(attempts) == len(rows):
                         raise LedgerError(f"{row} was charged before")
                     last = row.head
-                    # In memory, without its text, and with the same event as others like it.
+                    # To save memory, drop the cached text and share equal events.
                     rows.append(replace(row, event=events.setdefault(row.event, row.event)))
             if not ended:
                 number += 1
@@ -628,9 +629,9 @@ class ExportedLedger:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read an export from a file."""
+        """Read an export from a file; LedgerError if it cannot be read or is not valid."""
         try:
-            # An export is ASCII; other bytes are escaped, and fail the check of their line.
+            # An export is ASCII; other bytes are escaped and fail the check of their line.
             with path.open(encoding="ascii", errors="surrogateescape") as stream:
                 return cls.read(iter(partial(stream.readline, MAX_LINE + 2), ""))
         except OSError as error:
@@ -640,23 +641,23 @@ class ExportedLedger:
 
     @property
     def head(self) -> Head:
-        """The head of the chain."""
+        """The number of charges and the digest of the last text."""
         return self.rows[-1].head if self.rows else self.first
 
     def contains(self, head: Head) -> bool:
-        """Whether this ledger has, or once had, this head: it grew from there."""
+        """Return whether this ledger has or had this head."""
         if not 0 < head.count <= len(self.rows):
             return head == self.first
         return head == self.rows[head.count - 1].head
 
     def verify(self, record: ParticipationRecord | None = None, head: Head | None = None) -> None:
-        """Check what `read` could not: every cohort, and a head that was kept elsewhere."""
+        """Check every cohort in `record` and a head that was stored elsewhere, unlike `read`."""
         _check(self.first, self.rows, record, head)
 
 
 def is_export(path: Path) -> bool:
-    """Whether to read a file as an export; others are SQLite files, or empty or absent."""
-    # Closing a SQLite file that was opened in another way would end this process's locks on it.
+    """Return whether a file may be an export: it is neither SQLite, empty nor absent."""
+    # Opening and closing it without SQLite would release this process's SQLite locks on it.
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as file:
             file.execute("PRAGMA schema_version")
@@ -665,8 +666,8 @@ def is_export(path: Path) -> bool:
     return False
 
 
-def _words(error: Exception) -> str:
-    """What is wrong with a text that is not what a ledger writes; never Python's own words."""
+def _reason(error: Exception) -> str:
+    """Describe a malformed text in a sentence that never contains Python's own message."""
     if isinstance(error, FedprivError):
         return str(error)
     if isinstance(error, json.JSONDecodeError | RecursionError):
@@ -675,7 +676,7 @@ def _words(error: Exception) -> str:
 
 
 def _checked(line: str) -> str:
-    """A line without its line feed."""
+    """Return a line without its line feed; LedgerError if it is too long."""
     text = line.removesuffix("\n")
     if len(text) > MAX_LINE:
         raise LedgerError(f"it has more than {MAX_LINE} characters")
@@ -683,22 +684,22 @@ def _checked(line: str) -> str:
 
 
 def digest(text: str) -> str:
-    """SHA-256 in hexadecimal."""
+    """Return SHA-256 in hexadecimal."""
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
 def next_row(last: Head, text: str, series: SeriesBook) -> ChargedRow:
-    """The charge after `last` that a text describes; LedgerError if no ledger writes it so.
+    """Parse the charge after `last`; LedgerError if no ledger would write this text.
 
-    The book has followed the chain up to `last`, and follows this charge too.
+    `series` must have followed the chain up to `last`; it follows this charge too.
     """
     number = last.count + 1
     try:
         row = _row(json.loads(text), series)
-        require(row.text == text, "it is not written as a ledger writes it")
+        require(row.text == text, "it is not in the exact form that a ledger writes")
     except _MALFORMED as error:
         raise LedgerError(
-            f"charge {number} is not one that this fedpriv knows: {_words(error)}"
+            f"charge {number} is not one that this fedpriv knows: {_reason(error)}"
         ) from error
     if row.position != number:
         raise LedgerError(f"charge {number} is missing: {row} is in its place")
@@ -710,16 +711,16 @@ def next_row(last: Head, text: str, series: SeriesBook) -> ChargedRow:
 
 
 def _check_readable(row: ChargedRow, book: SeriesBook) -> None:
-    """Refuse a row that would not be read back as it is: no charge could follow it."""
+    """Refuse a row that could not be read back exactly: no charge could follow it."""
     try:
         same = _row(json.loads(_checked(row.text)), book) == row
     except _MALFORMED as error:
-        raise InvalidValueError(f"no ledger can hold {row}: {_words(error)}") from error
+        raise InvalidValueError(f"no ledger can hold {row}: {_reason(error)}") from error
     require(same, f"no ledger can hold {row}: it would be read back as another")
 
 
 def _row(fields: dict[str, Any], book: SeriesBook) -> ChargedRow:
-    """The charge that JSON fields describe; raises what its constructors raise."""
+    """Build a charge from JSON fields; raises whatever its constructors raise."""
     series, part = fields.pop("series", None), fields.pop("part", 0)
     event = _event(fields) if series is None else book.event_of(series)
     randomness = Randomness(fields.pop("randomness"))
@@ -730,19 +731,19 @@ def _row(fields: dict[str, Any], book: SeriesBook) -> ChargedRow:
 
 
 def _event(fields: dict[str, Any]) -> RoundEvent:
-    """The event that JSON fields describe, which are taken out."""
+    """Build an event from JSON fields and remove them from `fields`."""
     policy, q = SamplingPolicy(fields.pop("policy")), fields.pop("sampling_probability")
     population, relation = fields.pop("population"), NeighbouringRelation(fields.pop("relation"))
-    found, unit = fields.pop("schedule"), Unit(fields.pop("unit", Unit.USER))
-    schedule = None if found is None else Schedule(**found)
+    schedule_fields, unit = fields.pop("schedule"), Unit(fields.pop("unit", Unit.USER))
+    schedule = None if schedule_fields is None else Schedule(**schedule_fields)
     examples, canaries = fields.pop("examples_per_user", None), fields.pop("canaries", 0)
     sampling = SamplingEvent(policy, q, population, relation, schedule, unit, examples, canaries)
     queries = tuple(SumQueryEvent(**query) for query in fields.pop("sum_queries"))
-    strategy, searched = tuple(fields.pop("strategy")), fields.pop("selection", None)
-    if searched is not None:
-        trials = tuple(Trial(**trial) for trial in searched.pop("trials"))
-        searched = Selection(trials, **searched)
-    return RoundEvent(sampling, queries, strategy=strategy, selection=searched)
+    strategy, selection = tuple(fields.pop("strategy")), fields.pop("selection", None)
+    if selection is not None:
+        trials = tuple(Trial(**trial) for trial in selection.pop("trials"))
+        selection = Selection(trials, **selection)
+    return RoundEvent(sampling, queries, strategy=strategy, selection=selection)
 
 
 def _check(
@@ -751,46 +752,46 @@ def _check(
     record: ParticipationRecord | None,
     head: Head | None,
 ) -> None:
-    """Read all charges; the record must hold each cohort, and heads must lie on the chain.
+    """Check all charges: the record must hold each cohort, and the heads must be in the chain.
 
-    Cohorts of a series must also keep its schedule.
+    The cohorts of a series must also follow its schedule.
     """
-    known = None if record is None else record.ledger_head
-    kept = [each for each in (head, known) if each is not None]
-    met, series = {first} & set(kept), dict[int, _Participations]()
+    recorded = None if record is None else record.ledger_head
+    heads = [item for item in (head, recorded) if item is not None]
+    seen, series = {first} & set(heads), dict[int, _Participations]()
     for row in charges:
-        met |= {each for each in kept if each.count == row.position and each == row.head}
+        seen |= {item for item in heads if item.count == row.position and item == row.head}
         attempt, sampling = (row.run, row.round, row.attempt), row.event.sampling
         try:
             if record is not None:
                 users = record.confirm(row.cohort_commitment, attempt, sampling.places)
                 if (schedule := sampling.schedule) is not None:
-                    paid = row.position if row.series is None else row.series
-                    taken = series.pop(paid, None) or _Participations(sampling, schedule)
-                    taken.add(users, row.part)
+                    payment = row.position if row.series is None else row.series
+                    joined = series.pop(payment, None) or _Participations(sampling, schedule)
+                    joined.add(users, row.part)
                     if row.part + 1 < schedule.rounds:
-                        series[paid] = taken
+                        series[payment] = joined
         except LedgerError as error:
             raise LedgerError(f"{row}: {error}") from error
-    for each in kept:
-        if each not in met:
-            never = f"the ledger never had the head of {each.count} charges with hash {each.hash}"
+    for item in heads:
+        if item not in seen:
+            never = f"the ledger never had the head of {item.count} charges with hash {item.hash}"
             raise LedgerError(f"{never}: it is another ledger, or was set back or rewritten")
 
 
 class _Participations:
-    """Who took part in the rounds of a series so far, and when last."""
+    """The number of participations and the last round of each user in a series so far."""
 
     def __init__(self, sampling: SamplingEvent, schedule: Schedule) -> None:
         self._schedule = schedule
         self._times = np.zeros(sampling.places, np.int64)
-        self._next = np.zeros_like(self._times)  # the round after the last one of a user
+        self._next = np.zeros_like(self._times)  # the round after each user's last one
 
     def add(self, users: npt.NDArray[np.int64], part: int) -> None:
-        """Take in the cohort of a round; LedgerError if it does not keep the schedule."""
+        """Add the cohort of a round; LedgerError if it does not follow the schedule."""
         k, b, n = self._schedule.participations, self._schedule.separation, self._schedule.rounds
-        again = self._next[users][self._times[users] > 0]
-        if (part + 1 - again < b).any():
+        next_rounds = self._next[users][self._times[users] > 0]
+        if (part + 1 - next_rounds < b).any():
             raise LedgerError(f"two rounds of a user in its cohort are less than {b} apart")
         self._times[users] += 1
         self._next[users] = part + 1
@@ -799,8 +800,8 @@ class _Participations:
 
 
 def _check_name(what: str, name: str) -> None:
-    printable = isinstance(name, str) and name.isprintable() and name != ""
-    require(printable, f"{what} is {name!r}; it must be printable and not empty")
+    valid = isinstance(name, str) and name.isprintable() and name != ""
+    require(valid, f"{what} is {name!r}; it must be printable and not empty")
 
 
 def _check_digits(what: str, digits: str, length: int) -> None:
@@ -815,8 +816,8 @@ def _columns(row: ChargedRow) -> dict[str, object]:
 
 
 def _check_day(day: str) -> None:
-    whole = date.fromisoformat(day).isoformat() == day
-    require(whole, f"day is {day!r}; it must be YYYY-MM-DD")
+    is_day = date.fromisoformat(day).isoformat() == day
+    require(is_day, f"day is {day!r}; it must be YYYY-MM-DD")
 
 
 def _now() -> datetime:

@@ -1,12 +1,12 @@
-"""Who took part, kept apart from the ledger: secret, and never exported.
+"""The participation record: it holds the cohorts, apart from the ledger, secret and never exported.
 
 The ledger holds only a commitment to each cohort: SHA-256 over a salt of 32 random bytes and the
-cohort. It binds the server to the cohort and, without the salt, says nothing about it.
+cohort. The commitment binds the server to the cohort and, without the salt, reveals nothing.
 
-Of a series of rounds that is under way, the record also holds the key. It is good in this file
-alone: two copies of a folder that both went on with it would draw its noise twice. Of each run the
-record holds a digest of the users' ids, since a run goes on with the users that it began with:
-others at their positions would be in more rounds of a series than it has charged.
+For an unfinished series of rounds, the record also holds the key. The key is valid in this file
+alone: if two copies of a folder continued with it, they would draw the same noise twice. For each
+run, the record holds a digest of the users' ids, since a run must continue with the users it
+started with: different users at their positions could join more rounds than the series charged.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from fedpriv.support.checks import require
 Users = npt.NDArray[np.int64]  # positions in the population, ascending: [cohort]
 Attempt = tuple[str, int, int]  # run, round and attempt
 
-SERIES_KEYS = "series"  # a table: no copy of a record has any of its rows
+SERIES_KEYS = "series"  # table of the secret keys; copies of a record omit its rows
 _SALT_BYTES = 32
 _SCHEMA = """
 CREATE TABLE participation (
@@ -62,27 +62,27 @@ _FORMAT = FileFormat("participation record", 0x66707077, _SCHEMA, 0o600)
 
 @dataclass(frozen=True)
 class Head:
-    """A point in the chain of a ledger: the number of charges, and the digest of the last text."""
+    """A point in the chain of a ledger: the number of charges and the digest of the last text."""
 
     count: int
     hash: str
 
     @property
     def line(self) -> str:
-        """The last line of an export."""
+        """The last line of an export, as JSON."""
         return json.dumps({"head": vars(self)})
 
 
-def beside(ledger: Path) -> Path:
-    """Where the participation record of a ledger lies: no two ledgers of a folder share one.
+def record_path(ledger: Path) -> Path:
+    """Return the path of a ledger's participation record; two ledgers in a folder never share one.
 
-    A ledger has one, whatever symbolic links lead to it.
+    All symbolic links to a ledger give the same path.
     """
     if ledger.is_symlink():
-        ledger = Path(os.path.realpath(ledger))  # also of a loop, which `resolve` refuses
-    plain = ledger.name.removesuffix(".sqlite")
-    end = ".participation" if plain == ledger.name else ".participation.sqlite"
-    return ledger.with_name(plain + end)
+        ledger = Path(os.path.realpath(ledger))  # accepts a loop, unlike `resolve`
+    stem = ledger.name.removesuffix(".sqlite")
+    suffix = ".participation" if stem == ledger.name else ".participation.sqlite"
+    return ledger.with_name(stem + suffix)
 
 
 class ParticipationRecord:
@@ -90,7 +90,7 @@ class ParticipationRecord:
 
     Guarantees:
         * a cohort is durable when `record` returns its commitment;
-        * the salt comes from the operating system, in seeded runs too;
+        * the salt comes from the operating system, even in seeded runs;
         * a cohort that is read back is the one that was committed to.
     """
 
@@ -104,7 +104,7 @@ class ParticipationRecord:
 
     @classmethod
     def open_or_create(cls, path: Path) -> Self:
-        """Open the record at `path`, or create it if there is nothing."""
+        """Open the record at `path`, or create it if there is no file."""
         return cls(Database(path, _FORMAT, {}))
 
     def record(
@@ -115,58 +115,59 @@ class ParticipationRecord:
         users: npt.NDArray[np.integer],
         series_key: bytes | None = None,
     ) -> str:
-        """Keep a cohort, distinct positions in any order, and return its commitment.
+        """Store a cohort, distinct positions in any order, and return its commitment.
 
-        Call it before asking the cohort, so that every commitment in the ledger has a cohort, and
-        an attempt that is killed can be charged. The same attempt may be recorded again.
+        Call this before asking the cohort, so that every commitment in the ledger has a cohort and
+        a killed attempt can be charged. The same attempt may be recorded again. Raises
+        InvalidValueError for invalid positions.
 
-        Where the cohort is the first of a series of rounds, the key that determines the others, and
-        noise, is kept with it, so that what is interrupted can go on. Those of other series of the
-        run are forgotten: they are over.
+        For the first cohort of a series of rounds, give the key that determines the other cohorts
+        and the noise. The record stores it, so that an interrupted series can continue, and deletes
+        the keys of the run's other series, which are over.
         """
-        attempted = run, index(round_number), index(attempt)
+        at = run, index(round_number), index(attempt)
         cohort = _ascending(users)
         salt = secrets.token_bytes(_SALT_BYTES)
-        commitment = _commitment(salt, attempted, cohort)
-        row = (commitment, *attempted, salt, zlib.compress(cohort.tobytes(), level=1))
+        commitment = _commitment(salt, at, cohort)
+        row = (commitment, *at, salt, zlib.compress(cohort.tobytes(), level=1))
         with self.database.transaction():
             self.database.write("INSERT INTO participation VALUES (?, ?, ?, ?, ?, ?)", row)
             if series_key is not None:
                 self.database.write("DELETE FROM series WHERE run = ?", (run,))
-                kept = commitment, run, series_key, self._bound(commitment, series_key)
-                self.database.write("INSERT INTO series VALUES (?, ?, ?, ?)", kept)
+                series = commitment, run, series_key, self._bound(commitment, series_key)
+                self.database.write("INSERT INTO series VALUES (?, ?, ?, ?)", series)
         return commitment
 
     def bind(self, run: str, users: str) -> None:
-        """Keep who a run's users are, as `digest_of_users` says; InvalidValueError for others."""
+        """Bind a run to the users of a `digest_of_users`; InvalidValueError if it has others."""
         with self.database.transaction():
             self.database.write("INSERT OR IGNORE INTO enrolled VALUES (?, ?)", (run, users))
-        (bound,) = self.database.read("SELECT users FROM enrolled WHERE run = ?", (run,))
-        if bound["users"] != users:
+        (stored,) = self.database.read("SELECT users FROM enrolled WHERE run = ?", (run,))
+        if stored["users"] != users:
             raise InvalidValueError(
                 f"the users are not those that run {run!r} began with, though there are as many; a "
-                "run can only go on with the same users: start another"
+                "run can only continue with the same users, so start a new one"
             )
 
     def keep_head(self, head: Head) -> None:
-        """Keep the head of the ledger, durably; that of fewer charges changes nothing.
+        """Store the head of the ledger durably if it has more charges than the stored one.
 
-        Call it after a charge and before its release: then a ledger that lacks a charge on which
-        anything was released lacks the head that is kept here.
+        Call this after a charge and before its release: then a ledger that lacks a charge of any
+        release also lacks the head stored here.
         """
         with self.database.transaction():
             self.database.write(_KEEP_HEAD, vars(head))
 
     @property
     def ledger_head(self) -> Head | None:
-        """The head that is kept, if there is one."""
+        """The stored head of the ledger, or None."""
         rows = self.database.read("SELECT count, hash FROM ledger")
         return Head(*rows[0]) if rows else None
 
     def series_key(self, commitment: str) -> bytes | None:
-        """The key of the series of which this cohort is the first, if it is kept, in this file.
+        """Return the key of the series whose first cohort has this commitment, or None.
 
-        None too if the file is a copy, as of a whole folder, or if the key was changed.
+        It is also None if the file is a copy, as of a whole folder, or if the key was changed.
         """
         sql = "SELECT key, bound FROM series WHERE commitment = ?"
         for key, bound in self.database.read(sql, (commitment,)):
@@ -175,37 +176,37 @@ class ParticipationRecord:
         return None
 
     def forget_series(self, run: str) -> None:
-        """Forget the key of a run's series, which is over.
+        """Delete the key of a run's series, which is over.
 
-        It is overwritten in the file. The journal of the transaction had it, and is only unlinked.
+        The file overwrites it. The journal of the transaction contained it and is only unlinked.
         """
         with self.database.transaction():
             self.database.write("DELETE FROM series WHERE run = ?", (run,))
 
     def next_attempt(self, run: str, round_number: int) -> int:
-        """One more than the highest attempt at a round with a cohort; 0 if there is none."""
+        """Return one more than the highest attempt at a round with a cohort; 0 if there is none."""
         sql = "SELECT max(attempt) + 1 AS next FROM participation WHERE run = ? AND round = ?"
         return int(self.database.read(sql, (run, index(round_number)))[0]["next"] or 0)
 
     def attempts(self, run: str) -> list[tuple[int, int, str]]:
-        """Round, attempt and commitment of each cohort of a run, in the order of rounds."""
+        """Return round, attempt and commitment of each cohort of a run, in the order of rounds."""
         sql = "SELECT round, attempt, commitment FROM participation WHERE run = ? ORDER BY 1, 2"
         return [
             (n, attempt, commitment) for n, attempt, commitment in self.database.read(sql, (run,))
         ]
 
-    def has_other_than(self, run: str) -> bool:
-        """Whether a cohort of another run is recorded."""
+    def has_other_runs(self, run: str) -> bool:
+        """Return whether the record has a cohort of another run."""
         return bool(
             self.database.read("SELECT 1 FROM participation WHERE run <> ? LIMIT 1", (run,))
         )
 
     def users_of(self, commitment: str) -> Users:
-        """Positions of the users of a cohort; LedgerError if there is none or it was changed."""
+        """Return a cohort's positions, int64 [cohort]; LedgerError if it is absent or changed."""
         return self._cohort_of(commitment)[1]
 
     def confirm(self, commitment: str, attempt: Attempt, population: int) -> Users:
-        """The cohort of an attempt; LedgerError unless it is recorded, and of the population."""
+        """Return the cohort of an attempt; LedgerError if it is absent or not of the population."""
         recorded, users = self._cohort_of(commitment)
         if recorded != attempt:
             raise LedgerError("its cohort is of run {}, round {}, attempt {}".format(*recorded))
@@ -242,23 +243,23 @@ class ParticipationRecord:
 
 
 def digest_of_users(ids: Iterable[object] | None) -> str:
-    """SHA-256 of users' ids in the order of their positions; None: positions are their only ids."""
+    """Return SHA-256 of users' ids by position; `ids` is None if users have only positions."""
     text = json.dumps(None if ids is None else [str(user) for user in ids])
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _ascending(users: npt.NDArray[np.integer]) -> Users:
-    found = f"users have shape {users.shape} and type {users.dtype}"
-    proper = users.ndim == 1 and np.issubdtype(users.dtype, np.integer)
-    require(proper, f"{found}; they must be a vector of integers")
+    description = f"users have shape {users.shape} and type {users.dtype}"
+    valid = users.ndim == 1 and np.issubdtype(users.dtype, np.integer)
+    require(valid, f"{description}; they must be a vector of integers")
     ascending = np.unique(users.astype("<i8"))
-    twice = users.size - ascending.size
-    require(twice == 0, f"{twice} users occur twice; a user joins a cohort once")
+    repeated = users.size - ascending.size
+    require(repeated == 0, f"{repeated} users occur twice; a user joins a cohort once")
     lowest = ascending.min(initial=0)
     require(lowest >= 0, f"user {lowest} is not a position; positions start at 0")
     return ascending
 
 
 def _commitment(salt: bytes, attempt: Attempt, users: Users) -> str:
-    # The JSON array ends itself, so no two cohorts have the same encoding.
+    # A JSON array marks its own end, so no two cohorts have the same encoding.
     return hashlib.sha256(salt + json.dumps(attempt).encode() + users.tobytes()).hexdigest()

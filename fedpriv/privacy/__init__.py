@@ -1,20 +1,21 @@
-"""What one round may do with users' data: who is drawn, what each may add, what noise goes out.
+"""The privacy core: it draws cohorts, bounds contributions, adds noise and releases averages.
 
-This is the first of the two folders to audit; the other is the ledger. Read in this order:
+This is the first of two packages to audit; the other is `fedpriv.ledger`. Read in this order:
 
-1. `layout`: named tensors as one vector, and the vector groups that are clipped together;
-2. `clipping`: what one user adds, in whole numbers, within an exact bound; `clipping_torch` does
-   the same in batches, on a GPU by the kernels of `clipping_triton`; only these two import torch.
-   `outer_products` does it for sums of matrices;
-3. `sampling` and `noise`: the cohort and the noise, drawn exactly, from keys; `correlated_noise`:
-   noise that cancels in part over a series of rounds; `draws`: the keys of a round or series;
-4. `gaussian_mechanism`: what is released of a cohort's sum, how far one user moves it, how it is
-   noised, and, with the sampling policy, the event that it is charged as;
-5. `round`: draw, collect, charge, noise, release. All of training and analytics passes through it.
+1. `layout` treats named tensors as one vector and defines the vector groups that are clipped
+   together;
+2. `clipping` turns a user's tensors into a contribution of whole numbers with an exact bound.
+   `clipping_torch` does the same in batches and uses the kernels of `clipping_triton` on a GPU;
+   only these two modules import torch. `outer_products` does it for sums of matrices;
+3. `sampling` and `noise` draw the cohort and the noise exactly, from keys. `correlated_noise` draws
+   noise that partly cancels over a series of rounds. `draws` manages the keys of a round or series;
+4. `gaussian_mechanism` defines what a round releases of a cohort's sum, its sensitivity, its noise
+   and, together with the sampling policy, the event it is charged as;
+5. `round` draws, collects, charges, adds noise and releases. All training and analytics use it.
 
-What is not here and must be trusted or read as well: that a user's contribution does not depend on
-other users (`fedpriv.engine`, tested there), that a charge is durable (the ledger), and that events
-cost what the accountant says (`fedpriv.accounting`). `docs/guarantee.md` walks through all of it.
+An auditor must read or trust three things outside this package: a user's contribution does not
+depend on other users (`fedpriv.engine`), a charge is durable (`fedpriv.ledger`), and events cost
+what the accountant says (`fedpriv.accounting`). `docs/guarantee.md` walks through all of it.
 """
 
 from fedpriv.privacy.gaussian_mechanism import GaussianMechanism, GaussianQuery

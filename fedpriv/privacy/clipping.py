@@ -1,7 +1,7 @@
-"""User clipping: what one user adds to a sum, in whole numbers of steps, so that bounds are exact.
+"""User clipping: it turns one user's update into whole numbers of steps, with exact bounds.
 
 `clip_vectors` is the clipping function π_S of McMahan et al. 2018, and `Clipping` applies it to
-every vector group of an update. This is the reference; `clipping_torch` batches it.
+every vector group of an update. This is the reference implementation; `clipping_torch` batches it.
 """
 
 import logging
@@ -29,13 +29,13 @@ Flags = npt.NDArray[np.bool_]
 IntegerVector = npt.NDArray[np.int64]
 
 BlocksOf = Callable[[str], Iterable[npt.NDArray[np.floating]]]
-"""From the name of a tensor to its numbers, in blocks of `MOST_IN_BLOCK` at most."""
+"""Maps a tensor name to the tensor's numbers, in blocks of at most `MOST_IN_BLOCK`."""
 
-MOST_IN_BLOCK = 2**16  # numbers that stay in a processor's caches
+MOST_IN_BLOCK = 2**16  # this many float64 numbers fit in a processor's caches
 MOST_WEIGHT = 2**31
-UNCLIPPED = "unclipped"  # tensor and vector group of the indicator
-COARSE = ~((1 << 29) - 1)  # keeps the first 24 bits of a float64
-_BLOCK = 2**13  # numbers whose squares are added up at a time
+UNCLIPPED = "unclipped"  # name of the indicator's tensor and of its vector group
+COARSE = ~((1 << 29) - 1)  # mask that keeps the first 24 bits of a float64 significand
+_BLOCK = 2**13  # numbers per block when squares are summed
 
 _log = logging.getLogger(__name__)
 
@@ -45,38 +45,39 @@ def clip_vectors(
     clipping_norm: float,
     weights: tuple[IntegerVector, int] | None = None,
 ) -> tuple[Flags, Flags]:
-    """Clip the vectors of several users in place, each row by itself.
+    """Clip the vectors of several users in place, each row independently.
 
     With π_S(v) = v·min(1, S/‖v‖), a vector v of weight w = m/c becomes a = trunc(w·π_S(v)/γ), in
-    steps of γ = `granularity(S)`. With B = `squared_bound(S)`, for each row:
+    steps of γ = `granularity(S)`. With B = `squared_bound(S)`, each row has these guarantees:
 
     * Σaᵢ² ≤ B, or ⌊m²·B/c²⌋ with a weight, in exact arithmetic, for every input;
-    * NaN or ±inf anywhere, or a norm whose square float64 does not hold (from 1.34e154 on), gives
-      the zero vector. So does a vector that rounding would lengthen beyond B, which takes numbers
-      that were chosen to do so;
-    * where w = 1 and ‖v‖ ≤ S up to rounding, γ·a differs from v by less than γ per component,
-      towards 0; where ‖v‖ is larger, γ·a has the direction of v up to γ per component, and a norm
-      of at least S·(1 − 2^-22) − γ·√d;
-    * what a row becomes is a function of that row and its weight alone, to the last bit.
+    * a row becomes the zero vector if it contains NaN or ±inf, if its squared norm overflows
+      float64 (from a norm of 1.34e154 on), or if rounding would lengthen it beyond B, which only
+      happens to numbers chosen for that purpose;
+    * if w = 1 and ‖v‖ ≤ S up to rounding, γ·a differs from v by less than γ per component, towards
+      0; if ‖v‖ is larger, γ·a has the direction of v up to γ per component, and a norm of at least
+      S·(1 − 2^-22) − γ·√d;
+    * the result depends on the row and its weight alone, to the last bit.
 
-    Each piece is [C, d_k] and has contiguous rows; a user's vector is one row of all pieces.
-    `weights` are m [C], 0 ≤ m ≤ c, and c; None: every w is 1. Returns two masks [C]: which rows
-    were within S, and which are sound, that is, were not zeroed by the second guarantee.
+    Each piece is [C, d_k] and has contiguous rows; row i of all pieces together is the vector of
+    user i. `weights` holds m [C] with 0 ≤ m ≤ c, and c; None means that every w is 1. Returns two
+    masks [C]: which rows were within S, and which are sound, that is, not zeroed by the second
+    guarantee.
     """
     bound = squared_bound(clipping_norm)
     root, limits = math.sqrt(bound), np.full(len(pieces[0]), float(bound))
     share: float | FloatVector = 1.0
     if weights is not None:
-        units, whole = weights
-        share = units / whole
-        limits = np.array([float(m * m * bound // (whole * whole)) for m in units.tolist()])
-    with np.errstate(over="ignore", invalid="ignore"):  # of rows that become zero
+        units, cap = weights
+        share = units / cap
+        limits = np.array([float(m * m * bound // (cap * cap)) for m in units.tolist()])
+    with np.errstate(over="ignore", invalid="ignore"):  # in rows that become zero
         norms, factors = _factors(_squares(pieces), clipping_norm, share)
         for piece in pieces:
             np.multiply(piece, factors[:, np.newaxis], out=piece)
             np.trunc(piece, out=piece)
         # Squares of integers and their sums are exact in float64 up to 2^53, far above all limits,
-        # and rounding takes no larger sum below a limit: so the bound holds exactly.
+        # and rounding takes no larger sum below a limit, so the bound holds exactly.
         sound = np.isfinite(norms) & (_squares(pieces) <= limits)
     if not sound.all():
         for piece in pieces:
@@ -87,17 +88,17 @@ def clip_vectors(
 def _factors(
     squares: FloatVector, clipping_norm: float, share: float | FloatVector
 ) -> tuple[FloatVector, FloatVector]:
-    """Norms of vectors in steps, by sums of their squares, and what clips and counts them: [C]."""
+    """Return norms in steps, and the factors that clip vectors and convert them to steps: [C]."""
     step, root = granularity(clipping_norm), math.sqrt(squared_bound(clipping_norm))
     norms: FloatVector = np.sqrt(squares) / step
-    # Factors are rounded down to 24 bits. That outweighs all other rounding errors, so vectors stay
-    # within the norm, and norms summed in another order give the same integers.
+    # Factors are rounded down to 24 bits. This outweighs all other rounding errors, so vectors stay
+    # within the norm, and norms summed in a different order give the same integers.
     ratios = root / np.maximum(norms, root)
     return norms, (ratios.view(np.int64) & COARSE).view(np.float64) * share / step
 
 
 def _squares(pieces: Sequence[FloatMatrix]) -> FloatVector:
-    """Sum of squares of each row, [C]; the bits of a row do not depend on its place."""
+    """Return the sum of squares of each row, [C]; its bits do not depend on the row's position."""
     total: FloatVector = np.vecdot(pieces[0], pieces[0])
     for piece in pieces[1:]:
         total += np.vecdot(piece, piece)
@@ -106,26 +107,26 @@ def _squares(pieces: Sequence[FloatMatrix]) -> FloatVector:
 
 @dataclass(frozen=True)
 class Indicator:
-    """A tensor that says, group by group, whether a user's part was *not* clipped.
+    """A tensor that states, for each group, whether a user's part was *not* clipped.
 
-    Each component is +1/2 if the group's part was within its norm, −1/2 if it was clipped, and 0
-    for a user that contributes zero. Centring halves the sensitivity.
+    A component is +1/2 if the group's part was within its norm, −1/2 if it was clipped, and 0 if
+    the user contributes zero. Centring around 0 halves the sensitivity.
     """
 
     tensor: str
-    groups: tuple[str, ...]  # one component for each
+    groups: tuple[str, ...]  # names of the groups, one component for each
 
     @classmethod
     def of(cls, groups: tuple[VectorGroup, ...]) -> "Indicator":
-        """The indicator with a component for each of these groups."""
+        """Return the indicator with one component for each of these groups."""
         return cls(UNCLIPPED, tuple(group.name for group in groups))
 
     @property
     def group(self) -> VectorGroup:
-        """Its vector group: G halves have the norm √G/2.
+        """The vector group of its G halves, whose norm is √G/2.
 
-        The factor outweighs the rounding of root and product, so that all halves are within the
-        norm; and a half is a whole number of steps, since γ is a power of two below 1.
+        The factor outweighs the rounding of the root and the product, so that the vector is always
+        within the norm. A half is a whole number of steps, since γ is a power of two below 1.
         """
         norm = math.sqrt(len(self.groups)) / 2.0
         return VectorGroup.single(self.tensor, norm * (1.0 + 2.0**-50))
@@ -133,16 +134,16 @@ class Indicator:
 
 @dataclass(frozen=True)
 class Clipping:
-    """How the tensors of one user become its contribution, the integers [D] it adds to a sum.
+    """Converts the tensors of one user to its contribution, the integers [D] it adds to a sum.
 
-    Group g is counted in steps of γ_g, its granularity, of the *scaled* tensors u_j = v_j/α_j.
+    Group g counts in steps of γ_g, its granularity, of the *scaled* tensors u_j = v_j/α_j.
     """
 
-    layout: Layout  # all tensors of a contribution: the update, metrics and the indicator
+    layout: Layout  # all tensors of a contribution: update, metrics and indicator
     groups: tuple[VectorGroup, ...]  # a partition of the tensors
-    indicator: Indicator | None = None  # counts what was not clipped, if there is one
-    weighted: tuple[str, ...] = ()  # names of groups that are multiplied by the user's weight
-    weight_cap: int = 1  # c ≥ 1; a user's weight is m/c for a whole number m from 0 to c
+    indicator: Indicator | None = None  # reports which groups were not clipped
+    weighted: tuple[str, ...] = ()  # names of the groups multiplied by the user's weight
+    weight_cap: int = 1  # c ≥ 1; a user's weight is m/c with a whole number m from 0 to c
 
     def __post_init__(self) -> None:
         check_partition(self.layout, self.groups)
@@ -153,7 +154,7 @@ class Clipping:
         names = [group.name for group in self.groups]
         for name in (*self.weighted, *(self.indicator.groups if self.indicator else ())):
             if name not in names:
-                raise InvalidValueError(f"there is no vector group {name!r}; there are {names}")
+                raise InvalidValueError(f"vector group {name!r} is unknown; the groups are {names}")
         if self.indicator is not None:
             self._check_indicator(self.indicator)
 
@@ -161,9 +162,9 @@ class Clipping:
         count, size = len(indicator.groups), self.layout.sizes.get(indicator.tensor)
         if size != count:
             raise InvalidValueError(
-                f"tensor {indicator.tensor!r} has size {size}; it must be the {count} of its groups"
+                f"tensor {indicator.tensor!r} has size {size}; it must be {count}, one per group"
             )
-        # Its values are written, not clipped, so its group must be the one that holds all of them.
+        # Its values are written, not clipped, so its group's norm must admit all of them.
         (group,) = [g for g in self.groups if indicator.tensor in g.tensors]
         if group != indicator.group or group.name in self.weighted:
             raise InvalidValueError(
@@ -173,13 +174,13 @@ class Clipping:
 
     @cached_property
     def sent(self) -> tuple[VectorGroup, ...]:
-        """The groups that users send: all but the indicator's, which follows from the others."""
-        own = self.indicator.group.name if self.indicator else None
-        return tuple(group for group in self.groups if group.name != own)
+        """The groups that users send: all except the indicator's, which follows from the others."""
+        indicator_group = self.indicator.group.name if self.indicator else None
+        return tuple(group for group in self.groups if group.name != indicator_group)
 
     @cached_property
     def spans(self) -> dict[str, tuple[slice, ...]]:
-        """Where each group lies in the vector; adjacent tensors share a slice."""
+        """Slices of each group in the vector [D], by group name; adjacent tensors share a slice."""
         spans = {}
         for group in self.groups:
             joined: list[slice] = []
@@ -191,7 +192,7 @@ class Clipping:
         return spans
 
     def spread(self, numbers: Iterable[float]) -> FloatVector:
-        """One number for each group as one for each of its components: [D]."""
+        """Repeat one number per group for each of the group's components: [D]."""
         components = np.empty(self.layout.dimension)
         for group, number in zip(self.groups, numbers, strict=True):
             for span in self.spans[group.name]:
@@ -200,7 +201,7 @@ class Clipping:
 
     @property
     def steps(self) -> FloatVector:
-        """What one step of each component is in the units of users' tensors, α·γ: [D]."""
+        """Size of one step of each component, α·γ, in the units of users' tensors: [D]."""
         steps = self.spread(group.granularity for group in self.groups)
         for group in self.groups:
             for tensor, scale in zip(group.tensors, group.scales, strict=True):
@@ -208,35 +209,36 @@ class Clipping:
         return steps
 
     def contribution(self, tensors: Tensors, weight: int | None = None) -> IntegerVector:
-        """What one user adds to the sum, in steps: [D]. It never raises.
+        """Return what one user adds to the sum, in steps: int64 [D]. It never raises.
 
         Guarantees: the part of each group g has Σaᵢ² ≤ B_g, its `squared_bound`, and
-        Σaᵢ² ≤ (m/c)²·B_g if it is weighted, exactly, whatever the tensors and the weight;
-        malformed tensors (missing, unknown or misshapen, not floating point) contribute zero
-        everywhere, and so do a component that is not finite, in any group, and a weight m that is
-        not a whole number from 0 to c. The indicator is not given; without a weight, m is c.
+        Σaᵢ² ≤ (m/c)²·B_g if the group is weighted, exactly, for all tensors and weights;
+        malformed tensors (missing, unknown, misshapen or not floating point) contribute zero in
+        all groups, and so do a non-finite component in any group and a weight m that is not a
+        whole number from 0 to c. `tensors` must not include the indicator; without a weight, m is
+        c.
         """
-        indicator, whole = self.indicator, self.weight_cap
-        blank = {indicator.tensor: np.zeros(len(indicator.groups))} if indicator else {}
+        indicator, cap = self.indicator, self.weight_cap
+        indicator_tensor = {indicator.tensor: np.zeros(len(indicator.groups))} if indicator else {}
         try:
-            units = whole if weight is None else weight
-            if not 0 <= units <= whole or units != int(units):
-                raise InvalidValueError(f"its weight is not from 0 to {whole}")
-            row: FloatMatrix = self.layout.flatten({**tensors, **blank})[np.newaxis]
-        except Exception as error:  # whatever it is that was sent; other texts may hold its data
-            why = error if isinstance(error, InvalidValueError) else type(error).__name__
-            _log.warning("a malformed update counts as zero: %s", why)
+            units = cap if weight is None else weight
+            if not 0 <= units <= cap or units != int(units):
+                raise InvalidValueError(f"its weight is not a whole number from 0 to {cap}")
+            row: FloatMatrix = self.layout.flatten({**tensors, **indicator_tensor})[np.newaxis]
+        except Exception as error:  # the text of a foreign error may contain user data
+            reason = error if isinstance(error, InvalidValueError) else type(error).__name__
+            _log.warning("a malformed update counts as zero: %s", reason)
             return np.zeros(self.layout.dimension, np.int64)
         self.clip_rows(row, np.array([int(units)]))
         contribution: IntegerVector = row[0].astype(np.int64)
         return contribution
 
     def clip_rows(self, rows: FloatMatrix, weights: IntegerVector) -> None:
-        """Turn the tensors of several users into contributions, in place, each row by itself.
+        """Convert the tensors of several users to contributions, in place, each row independently.
 
         Guarantees: those of `contribution` for each row; afterwards all numbers are whole, so that
-        sums of rows are exact in float64 for up to 2^28 of them. Rows [C, D] are contiguous and in
-        the order of the layout, the indicator is overwritten, and weights m [C] are from 0 to c.
+        sums of up to 2^28 rows are exact in float64. Rows [C, D] are contiguous and in the order of
+        the layout, the indicator is overwritten, and weights m [C] are from 0 to c.
         """
         within: dict[str, Flags] = {}
         sound = np.ones(len(rows), np.bool_)
@@ -245,22 +247,22 @@ class Clipping:
                 if scale != 1.0:
                     with np.errstate(over="ignore"):  # an infinite component zeroes the user
                         rows[:, self.layout.slices[tensor]] /= scale
-            weighing = (weights, self.weight_cap) if group.name in self.weighted else None
+            weighting = (weights, self.weight_cap) if group.name in self.weighted else None
             pieces = [rows[:, span] for span in self.spans[group.name]]
-            within[group.name], part = clip_vectors(pieces, group.clipping_norm, weighing)
-            sound &= part
+            within[group.name], group_sound = clip_vectors(pieces, group.clipping_norm, weighting)
+            sound &= group_sound
         if self.indicator is not None:
             step = self.indicator.group.granularity
-            said = np.stack([within[name] for name in self.indicator.groups], axis=1)
-            rows[:, self.layout.slices[self.indicator.tensor]] = (said - 0.5) / step
+            flags = np.stack([within[name] for name in self.indicator.groups], axis=1)
+            rows[:, self.layout.slices[self.indicator.tensor]] = (flags - 0.5) / step
         if not sound.all():
             rows[~sound] = 0.0
 
     def add_contribution(self, total: FloatVector, blocks_of: BlocksOf, weight: int) -> None:
-        """Add the contribution of one user whose tensors come block by block to a sum, [D].
+        """Add one user's contribution, read block by block, to `total`: float64 [D].
 
-        So a user with a large model is not held in float64 at once. Guarantees: those of
-        `clip_rows`, for the blocks of each tensor, of whole numbers `total` that stay below 2^53.
+        It avoids holding all of a large model in float64. Guarantees: those of `clip_rows` for the
+        user's tensors, as long as the whole numbers in `total` stay below 2^53.
         """
         memory = np.empty(MOST_IN_BLOCK)
         factors, within = dict[str, float](), dict[str, bool]()
@@ -275,51 +277,51 @@ class Clipping:
                     return
                 factors[group.name] = float(of_group[0])
                 within[group.name] = bool(norms[0] <= math.sqrt(group.squared_bound))
-        sound, whole = True, self.weight_cap
+        sound, cap = True, self.weight_cap
         for group in self.sent:
             factor, squared = factors[group.name], 0.0
             for place, block in self._blocks(group, blocks_of, memory):
                 np.trunc(np.multiply(block, factor, out=block), out=block)
                 squared += float(np.dot(block, block))
                 total[place] += block
-            heavy = weight if group.name in self.weighted else whole
-            sound = sound and squared <= float(heavy * heavy * group.squared_bound // whole**2)
-        if not sound:  # take the same numbers away again, which is exact
+            units = weight if group.name in self.weighted else cap
+            sound = sound and squared <= float(units * units * group.squared_bound // cap**2)
+        if not sound:  # subtract the same numbers again, which is exact
             for group in self.sent:
                 for place, block in self._blocks(group, blocks_of, memory):
                     total[place] -= np.trunc(np.multiply(block, factors[group.name], out=block))
         elif self.indicator is not None:
-            said = np.array([within[name] for name in self.indicator.groups]) - 0.5
+            halves = np.array([within[name] for name in self.indicator.groups]) - 0.5
             place = self.layout.slices[self.indicator.tensor]
-            total[place] += said / self.indicator.group.granularity
+            total[place] += halves / self.indicator.group.granularity
 
     def _blocks(
         self, group: VectorGroup, blocks_of: BlocksOf, memory: FloatVector
     ) -> Iterator[tuple[slice, FloatVector]]:
-        """Where the blocks of a group lie, and their scaled numbers, in the same memory."""
+        """Yield the slice of each block of a group, and its scaled numbers in `memory`."""
         for tensor, scale in zip(group.tensors, group.scales, strict=True):
             first = self.layout.slices[tensor].start
-            for given in blocks_of(tensor):
-                block = memory[: len(given)]
-                np.copyto(block, given)
+            for numbers in blocks_of(tensor):
+                block = memory[: len(numbers)]
+                np.copyto(block, numbers)
                 if scale != 1.0:
                     block /= scale
-                yield slice(first, first + len(given)), block
-                first += len(given)
+                yield slice(first, first + len(numbers)), block
+                first += len(numbers)
 
     def admits(self, total: IntegerVector, users: int, weight: int) -> bool:
-        """Whether `total` can be the sum of the contributions of this many users, of this weight.
+        """Return whether `total` can be the sum of contributions of this many users and weight.
 
-        That is, whether it is int64[D] and the norm of each group's part is at most users·S_g, or
-        weight/c·S_g where the group is weighted.
+        It must be int64 [D], and the norm of each group's part at most users·S_g, or weight/c·S_g
+        if the group is weighted.
         """
         if total.shape != (self.layout.dimension,) or total.dtype != np.int64:
             return False
         for group in self.groups:
-            heavy = group.name in self.weighted
-            most, whole = (weight, self.weight_cap) if heavy else (users, 1)
-            limit = most * most * group.squared_bound // whole**2
-            # An honest sum of many users must not fail by rounding; one user's squares are exact.
+            weighted = group.name in self.weighted
+            units, cap = (weight, self.weight_cap) if weighted else (users, 1)
+            limit = units * units * group.squared_bound // cap**2
+            # Rounding must not reject an honest sum of many users; one user's squares are exact.
             slack = 1.0 + 2.0**-30 if limit >= 2**53 else 1.0
             parts = (total[span] for span in self.spans[group.name])
             if not _integer_squares(parts) <= limit * slack:
@@ -328,7 +330,7 @@ class Clipping:
 
 
 def _integer_squares(parts: Iterable[IntegerVector]) -> float:
-    """Sum of squares; exact below 2^53, and otherwise off by less than a part in 2^30."""
+    """Return the sum of squares: exact below 2^53, otherwise within one part in 2^30."""
     return math.fsum(
         float(np.dot(block, block))
         for part in parts

@@ -1,8 +1,8 @@
-"""The clipping of `fedpriv.privacy.clipping`, batched, for updates that are torch tensors.
+"""Batched clipping of torch tensors, equivalent to `fedpriv.privacy.clipping`.
 
-On a CPU, rows of users are lent to `Clipping.clip_rows`, the reference. On a GPU the kernels of
-`clipping_triton` do the same, or, where there is no Triton, `clip_rows` here in torch. All give the
-same integers (`tests/engine/test_clipping.py`, and on a GPU `tests/engine/test_gpu.py`).
+On a CPU, the rows of several users go to `Clipping.clip_rows`, the reference. On a GPU the kernels
+of `clipping_triton` do the work or, without Triton, `clip_rows` of this module. All give the same
+integers (`tests/engine/test_clipping.py`, and on a GPU `tests/engine/test_gpu.py`).
 """
 
 import logging
@@ -26,13 +26,13 @@ TorchTensors = dict[str, torch.Tensor]
 
 
 class BatchedTensor(Protocol):
-    """A tensor of each of C users, [C, *shape], in memory or made when it is asked for."""
+    """One tensor per user for C users, [C, *shape], in memory or computed on access."""
 
     def __len__(self) -> int:
-        """C."""
+        """Return C, the number of users."""
 
     def __getitem__(self, users: slice, /) -> torch.Tensor:
-        """The tensors of some users: [c, *shape]."""
+        """Return the tensors of a slice of users: [c, *shape]."""
 
     @property
     def shape(self) -> torch.Size:
@@ -40,23 +40,23 @@ class BatchedTensor(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """Device that holds the tensors."""
 
 
 Updates = Mapping[str, BatchedTensor]
-"""Name of tensor → [C, *shape], float32: what the users of a chunk learnt, before clipping."""
+"""Unclipped updates of the users of a chunk: tensor name → float32 [C, *shape]."""
 
-# How many numbers, in float64, are clipped at a time: once they have left a processor's caches,
-# fetching them costs more than the arithmetic. A GPU needs more to be busy.
+# How many float64 numbers are clipped at a time. Fetching numbers that have left a processor's
+# caches costs more than the arithmetic; a GPU needs more numbers to be busy.
 _NUMBERS = 2**20
 _NUMBERS_CUDA = 2**26
-_MADE_AT_ONCE = 2**19  # numbers of a matrix that is made from its factors: fewer rows are slower
-_ALIGNED = 8  # rows begin where a vector instruction reads a whole cache line
-_PASSED_ON = 2**16  # bytes up to which CUDA sends pageable memory along with the command
+_MADE_AT_ONCE = 2**19  # numbers of a matrix computed from its factors; fewer rows are slower
+_ALIGNED = 8  # rows start where a vector instruction reads a whole cache line
+_PASSED_ON = 2**16  # up to this many bytes CUDA sends pageable memory along with the command
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on a device; a copy to a GPU does not wait for it."""
+    """Return the tensor on a device; a copy to a GPU is asynchronous."""
     large = tensor.nbytes > _PASSED_ON
     if large and device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
@@ -66,20 +66,20 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def integer_sum(
     updates: Updates, clipping: Clipping, weights: npt.NDArray[np.int64]
 ) -> torch.Tensor:
-    """Sum of the contributions of the first users of a chunk, in steps: int64 [D] on their device.
+    """Sum the contributions of the first users of a chunk, in steps: int64 [D] on their device.
 
-    There is a weight m for each of them, and each has all tensors of the layout but the indicator.
-    Guarantees: what a user adds is `Clipping.contribution` of its tensors, and depends on no other
-    user's.
+    `weights` has one m for each of these users. `updates` has all tensors of the layout except the
+    indicator. Guarantees: each user adds `Clipping.contribution` of its tensors, which does not
+    depend on other users.
     """
     layout, device, lanes = clipping.layout, _device_of(updates), len(next(iter(updates.values())))
     if device.type == "cuda" and (kernels := kernels_on(device)):
-        weighed = to_device(weighing(clipping, weights, lanes), device)
-        return sum_by_kernels(kernels, updates, clipping, weighed)
+        per_lane = to_device(lane_weights(clipping, weights, lanes), device)
+        return sum_by_kernels(kernels, updates, clipping, per_lane)
     total = torch.zeros(layout.dimension, dtype=torch.float64, device=device)
     if device.type == "cpu":
         add_contributions(total.numpy(), updates, clipping, weights)
-    else:  # all lanes, since the order in which norms are summed depends on their number
+    else:  # all lanes, since the number of lanes determines the order of the sums in norms
         indicator = clipping.indicator.tensor if clipping.indicator else None
         units = np.concatenate([weights, np.zeros(lanes - len(weights), np.int64)])
         for users, rows in rows_of(updates, layout, lanes, indicator):
@@ -91,9 +91,9 @@ def integer_sum(
 def add_contributions(
     total: FloatVector, updates: Updates, clipping: Clipping, weights: npt.NDArray[np.int64]
 ) -> None:
-    """Add `integer_sum` on a CPU to whole numbers, [D], which stay below 2^53."""
+    """Add `integer_sum` to `total` on a CPU: float64 [D], whole numbers that stay below 2^53."""
     layout = clipping.layout
-    if layout.dimension > _NUMBERS:  # no user's float64 stay in the caches
+    if layout.dimension > _NUMBERS:  # even one user in float64 exceeds the caches
         for user, weight in enumerate(weights.tolist()):
             clipping.add_contribution(total, partial(_blocks_of, updates, user), weight)
         return
@@ -104,49 +104,49 @@ def add_contributions(
 
 
 def _blocks_of(updates: Updates, user: int, name: str) -> Iterator[npt.NDArray[np.float32]]:
-    """Numbers of one user's tensor, a block at a time."""
+    """Yield the numbers of one user's tensor, block by block."""
     update = updates[name]
-    made = getattr(update, "rows", None)  # a matrix of which some rows can be made at a time
-    few = max(1, _MADE_AT_ONCE // update.shape[-1]) if made else 1
-    places = range(0, update.shape[1] if made else 1, few)
-    for place in places:
-        part = made(user, slice(place, place + few)) if made else update[user : user + 1]
+    rows = getattr(update, "rows", None)  # None unless the tensor computes rows on demand
+    count = max(1, _MADE_AT_ONCE // update.shape[-1]) if rows else 1
+    starts = range(0, update.shape[1] if rows else 1, count)
+    for start in starts:
+        part = rows(user, slice(start, start + count)) if rows else update[user : user + 1]
         numbers = part.reshape(-1).numpy()
         for first in range(0, len(numbers), MOST_IN_BLOCK):
             yield numbers[first : first + MOST_IN_BLOCK]
 
 
-def weighing(clipping: Clipping, weights: npt.NDArray[np.int64], lanes: int) -> torch.Tensor:
-    """What the weights of the first users mean for their lanes, float64 [1 + 2·W, L].
+def lane_weights(clipping: Clipping, weights: npt.NDArray[np.int64], lanes: int) -> torch.Tensor:
+    """Return the weights of the first users per lane, as float64 [1 + 2·W, L].
 
-    The first row says whether the lane has a user. Two rows follow for each of the W weighted
-    groups: the limit of the sum of squares, and the weight m/c.
+    The first row is 1 if the lane has a user and 0 otherwise. Two rows follow for each of the W
+    weighted groups: the limit on the sum of squares, and the weight m/c.
     """
-    rows, whole = [np.ones(len(weights))], clipping.weight_cap
+    rows, cap = [np.ones(len(weights))], clipping.weight_cap
     for group in clipping.sent:
         if group.name in clipping.weighted:
             bound = group.squared_bound
-            limits = [float(m * m * bound // whole**2) for m in weights.tolist()]
-            rows += [np.array(limits), weights / whole]
+            limits = [float(m * m * bound // cap**2) for m in weights.tolist()]
+            rows += [np.array(limits), weights / cap]
     padded = np.zeros((len(rows), lanes))
     padded[:, : len(weights)] = rows
     return torch.from_numpy(padded)
 
 
 def sum_by_kernels(
-    kernels: ModuleType, updates: Updates, clipping: Clipping, weighed: torch.Tensor
+    kernels: ModuleType, updates: Updates, clipping: Clipping, per_lane: torch.Tensor
 ) -> torch.Tensor:
-    """`integer_sum` by the kernels of `clipping_triton`, for lanes with what `weighing` gives."""
+    """Compute `integer_sum` with the kernels of `clipping_triton`, from `lane_weights`."""
     layout, device = clipping.layout, _device_of(updates)
     names = [n for n in layout.names if not clipping.indicator or n != clipping.indicator.tensor]
     total = torch.zeros(layout.dimension, dtype=torch.int64, device=device)
     lanes = len(next(iter(updates.values())))
-    few = _few(lanes, layout, device)
+    size = _batch_size(lanes, layout, device)
     with torch.cuda.device(device):
-        for start in range(0, lanes, few):
-            some = {n: updates[n][start : start + few] for n in names}
-            some = {n: t.reshape(len(t), layout.sizes[n]).contiguous() for n, t in some.items()}
-            _add_contributions(kernels, total, some, clipping, weighed[:, start : start + few])
+        for start in range(0, lanes, size):
+            batch = {n: updates[n][start : start + size] for n in names}
+            batch = {n: t.reshape(len(t), layout.sizes[n]).contiguous() for n, t in batch.items()}
+            _add_contributions(kernels, total, batch, clipping, per_lane[:, start : start + size])
     return total
 
 
@@ -155,17 +155,17 @@ def _add_contributions(
     total: torch.Tensor,
     updates: TorchTensors,
     clipping: Clipping,
-    weighed: torch.Tensor,
+    per_lane: torch.Tensor,
 ) -> None:
-    """Add what some lanes contribute, of whom all tensors but the indicator are [c, n]."""
+    """Add the contributions of some lanes; each tensor except the indicator is [c, n]."""
     slices, device = clipping.layout.slices, total.device
-    present, *of_weights = weighed
-    sound, within, whole, each = present > 0.0, TorchTensors(), [], iter(of_weights)
+    present, *of_weights = per_lane
+    sound, within, clipped, rows = present > 0.0, TorchTensors(), [], iter(of_weights)
     for group in clipping.sent:
         limits, shares = float(group.squared_bound), 1.0
         if group.name in clipping.weighted:
-            limits, shares = next(each), next(each)
-        # Scales lie in memory, as Triton takes numbers of Python for float32.
+            limits, shares = next(rows), next(rows)
+        # Scales are tensors, since Triton treats Python numbers as float32.
         scales = [
             None if scale == 1.0 else torch.full((), scale, dtype=torch.float64, device=device)
             for scale in group.scales
@@ -173,13 +173,13 @@ def _add_contributions(
         pieces = [(updates[n], scale) for n, scale in zip(group.tensors, scales, strict=True)]
         norms = kernels.squares(pieces).sqrt_() / group.granularity
         factors = _factors(norms, group, shares)
-        part = (norms < math.inf) & (kernels.squares(pieces, factors) <= limits)
+        group_sound = (norms < math.inf) & (kernels.squares(pieces, factors) <= limits)
         within[group.name] = norms <= math.sqrt(group.squared_bound)
-        sound &= part
-        whole += [
+        sound &= group_sound
+        clipped += [
             (total[slices[n]], p, factors) for n, p in zip(group.tensors, pieces, strict=True)
         ]
-    for place, piece, factors in whole:
+    for place, piece, factors in clipped:
         kernels.add_whole(place, piece, factors, sound)
     if clipping.indicator is not None:
         halves = torch.where(sound[:, None], _halves(clipping.indicator, within), 0.0)
@@ -187,40 +187,40 @@ def _add_contributions(
 
 
 def _halves(indicator: Indicator, within: TorchTensors) -> torch.Tensor:
-    """The indicator, in steps, from which groups were within their norms: [c, groups]."""
-    said = torch.stack([within[name] for name in indicator.groups], 1).double()
-    return (said - 0.5) / indicator.group.granularity
+    """Return the indicator in steps from masks of the unclipped groups: [c, groups]."""
+    flags = torch.stack([within[name] for name in indicator.groups], 1).double()
+    return (flags - 0.5) / indicator.group.granularity
 
 
 @cache
 def kernels_on(device: torch.device) -> ModuleType | None:
-    """The kernels of `clipping_triton`, if they run here and give what the reference gives."""
+    """Return the kernels of `clipping_triton` if they run here and agree with the reference."""
     if find_spec("triton") is None or not torch.cuda.is_available():
         return None
     rng, layout = np.random.default_rng(0), Layout(("tried",), ((10_000,),))
     clipping = Clipping(layout, flat(layout, 1.0))
-    sizes = np.array([[1.0], [1e-3], [0.01]])  # of which only the first is clipped
-    tried = (rng.standard_normal((3, 10_000)) * sizes).astype(np.float32)
-    expected = sum(clipping.contribution({"tried": each}) for each in tried)
+    sizes = np.array([[1.0], [1e-3], [0.01]])  # only the first user is clipped
+    examples = (rng.standard_normal((3, 10_000)) * sizes).astype(np.float32)
+    expected = sum(clipping.contribution({"tried": tensors}) for tensors in examples)
     try:
         from fedpriv.privacy import clipping_triton  # noqa: PLC0415
 
-        on_device = {"tried": torch.from_numpy(tried).to(device)}
-        weighed = to_device(weighing(clipping, np.ones(3, np.int64), 3), device)
-        found = sum_by_kernels(clipping_triton, on_device, clipping, weighed)
-        if np.array_equal(found.cpu().numpy(), expected):
+        on_device = {"tried": torch.from_numpy(examples).to(device)}
+        per_lane = to_device(lane_weights(clipping, np.ones(3, np.int64), 3), device)
+        result = sum_by_kernels(clipping_triton, on_device, clipping, per_lane)
+        if np.array_equal(result.cpu().numpy(), expected):
             return clipping_triton
-        _log.warning("kernels of Triton clip otherwise than torch, which clips in their place")
-    except Exception as error:  # a compiler may be missing, for one
-        _log.info("torch clips, as kernels of Triton cannot be used: %s", type(error).__name__)
+        _log.warning("the Triton kernels disagree with the reference, so torch clips instead")
+    except Exception as error:  # for example, a compiler may be missing
+        _log.info("torch clips, since the Triton kernels cannot be used: %s", type(error).__name__)
     return None
 
 
 def clip_rows(rows: torch.Tensor, clipping: Clipping, weights: npt.NDArray[np.int64]) -> None:
-    """`Clipping.clip_rows` in torch: in place, and without waiting for a device."""
+    """Do what `Clipping.clip_rows` does, in torch: in place, without waiting for a device."""
     within: dict[str, torch.Tensor] = {}
     sound = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-    weighed = iter(to_device(weighing(clipping, weights, len(rows))[1:], rows.device))
+    per_lane = iter(to_device(lane_weights(clipping, weights, len(rows))[1:], rows.device))
     for group in clipping.sent:
         for tensor, scale in zip(group.tensors, group.scales, strict=True):
             if scale != 1.0:
@@ -228,10 +228,10 @@ def clip_rows(rows: torch.Tensor, clipping: Clipping, weights: npt.NDArray[np.in
         limits: float | torch.Tensor = float(group.squared_bound)
         shares: float | torch.Tensor = 1.0
         if group.name in clipping.weighted:
-            limits, shares = next(weighed), next(weighed)
+            limits, shares = next(per_lane), next(per_lane)
         pieces = [rows[:, span] for span in clipping.spans[group.name]]
-        within[group.name], part = _clip_group(pieces, group, shares, limits)
-        sound &= part
+        within[group.name], group_sound = _clip_group(pieces, group, shares, limits)
+        sound &= group_sound
     if clipping.indicator is not None:
         place = clipping.layout.slices[clipping.indicator.tensor]
         rows[:, place] = _halves(clipping.indicator, within)
@@ -244,10 +244,10 @@ def _clip_group(
     shares: float | torch.Tensor,
     limits: float | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`fedpriv.privacy.clipping.clip_vectors`: which were within the norm, and which are sound.
+    """Clip as `fedpriv.privacy.clipping.clip_vectors` and return masks: within norm, sound.
 
-    Rows that are not sound are left as they are. Shares are the weights m/c, and limits those of
-    the sums of squares: one for each row, [c], or one for all.
+    Unlike it, this does not zero unsound rows. `shares` are the weights m/c and `limits` bound the
+    sums of squares: one for each row, [c], or one for all.
     """
     step, root = group.granularity, math.sqrt(group.squared_bound)
     norms = torch.linalg.vector_norm(_norms(pieces), dim=0) / step
@@ -259,7 +259,7 @@ def _clip_group(
 
 
 def _factors(norms: torch.Tensor, group: VectorGroup, shares: float | torch.Tensor) -> torch.Tensor:
-    """The factors that clip vectors of these norms, in steps, and count them in steps: [c]."""
+    """Return the factors that clip vectors of these norms in steps and convert them to steps."""
     root = math.sqrt(group.squared_bound)
     coarse = (root / norms.clamp(min=root)).view(torch.int64) & COARSE
     return coarse.view(torch.float64) * shares / group.granularity
@@ -268,19 +268,19 @@ def _factors(norms: torch.Tensor, group: VectorGroup, shares: float | torch.Tens
 def rows_of(
     updates: Updates, layout: Layout, users: int, indicator: str | None = None
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The tensors of the first users, a few users at a time: which, and their rows [c, D] float64.
+    """Yield the tensors of the first users in batches: a slice of users, and float64 [c, D].
 
-    The tensor of the indicator is left as it is. All rows are in the same memory: on a CPU, fresh
-    pages cost more than the arithmetic.
+    The indicator's tensor is not written. All batches share the same memory: on a CPU, fresh pages
+    cost more than the arithmetic.
     """
-    device, trained = _device_of(updates), len(next(iter(updates.values())))
-    few = _few(trained, layout, device)
+    device, lanes = _device_of(updates), len(next(iter(updates.values())))
+    size = _batch_size(lanes, layout, device)
     width = -(-layout.dimension // _ALIGNED) * _ALIGNED
-    memory = torch.empty((few, width), dtype=torch.float64, device=device)
-    for start in range(0, users, few):
-        # How many are copied does not depend on who they are: factors are multiplied in one shape,
-        # so that a user's bits do not depend on how many others there are.
-        copied = slice(start, min(start + few, trained))
+    memory = torch.empty((size, width), dtype=torch.float64, device=device)
+    for start in range(0, users, size):
+        # The number of copied lanes is independent of the number of users: factors are multiplied
+        # in one shape, so that a user's bits do not depend on how many others there are.
+        copied = slice(start, min(start + size, lanes))
         rows = memory[: copied.stop - start, : layout.dimension]
         for name, shape in zip(layout.names, layout.shapes, strict=True):
             if name != indicator:
@@ -289,11 +289,11 @@ def rows_of(
         yield slice(start, min(copied.stop, users)), rows[: users - start]
 
 
-def _few(lanes: int, layout: Layout, device: torch.device) -> int:
-    """How many lanes are clipped at a time, equally many where possible."""
+def _batch_size(lanes: int, layout: Layout, device: torch.device) -> int:
+    """Return how many lanes to clip at a time, so that batches are as equal as possible."""
     numbers = _NUMBERS_CUDA if device.type == "cuda" else _NUMBERS
-    most = max(1, numbers // max(1, layout.dimension))
-    return -(-lanes // -(-lanes // most))
+    largest = max(1, numbers // max(1, layout.dimension))
+    return -(-lanes // -(-lanes // largest))
 
 
 def _norms(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -301,10 +301,11 @@ def _norms(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _squares(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sums of squares of rows of whole numbers, exact up to 2^50, and larger where they are larger.
+    """Return each row's sum of squared whole numbers, exactly up to 2^50.
 
-    Squares of rounded roots are off by less than a half, so that rounding gives the squares. This
-    takes a third of the time of a product and its sum.
+    If the true sum is above 2^50, the result is above 2^50 too. Squares of rounded
+    roots are off by less than a half, so rounding gives the exact squares. This takes a third of
+    the time of a product and its sum.
     """
     return _norms(pieces).square_().round_().sum(0)
 

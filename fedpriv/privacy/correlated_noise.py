@@ -1,57 +1,61 @@
 """Noise that is correlated over rounds (DP-FTRL), in whole steps and constant memory.
 
-Everything is about one vector group, in steps. X_t is the whole sum of round t of n, C the lower
-triangular Toeplitz matrix of a strategy, with the first column (1, c_1, c_2, …), c_j ≥ 0, and Z_t
-are fresh real normals of standard deviation s. A matrix mechanism releases Y = C·X + Z; then C⁻¹·Y
-is X with noise C⁻¹·Z, of which much cancels in sums over rounds (Denisov et al. 2022). A round here
-releases X_t + N_t with
+This module treats one vector group, in steps. X_t is the whole-number sum of round t of n. C is the
+lower triangular Toeplitz matrix of a strategy; its first column is (1, c_1, c_2, …) with c_j ≥ 0.
+Z_t are fresh real normals of standard deviation s. A matrix mechanism releases Y = C·X + Z; then
+C⁻¹·Y is X with noise C⁻¹·Z, which largely cancels in sums over rounds (Denisov et al. 2022). A
+round here releases X_t + N_t with
 
     N_t = ⌊Z_t − f_t + ½⌋,   f_t = Σ_{j ≥ 1} c_j·N_{t−j} + r_t,
 
-where r_t is an error of arithmetic that the N before t determine, at most r in each component. The
+where r_t is an arithmetic error that the earlier N determine, at most r in each component. The
 noise never sees data and is whole.
 
-**It is private at the price of Y.** Let R_t = X_t + N_t. As X_t is whole, it may be moved into the
-rounding, and N_{t−j} = R_{t−j} − X_{t−j} be put into f_t:
+**Privacy: this release is as private as Y.** Let R_t = X_t + N_t. Since X_t is whole, it can move
+into the rounding, and N_{t−j} = R_{t−j} − X_{t−j} can be substituted into f_t:
 
     R_t = ⌊μ_t + Z_t − Σ_{j ≥ 1} c_j·R_{t−j} + ½⌋,   μ_t = (C·X)_t − r_t.
 
 So R is a function of the outputs μ_t + Z_t, one after the other. Earlier releases determine X_t,
-since users compute with what was released, whatever else is random being held fixed. With it they
-determine N_t, r_t and μ_t. For two neighbouring populations and *the same* earlier releases let D
-be the difference of X: the means differ by Δ_t = (C·D)_t − (r_t − r'_t). In all rounds together
+since users compute with the released values and all other randomness is held fixed. Together with
+X_t they determine N_t, r_t and μ_t. For two neighbouring populations and *the same* earlier
+releases let D be the difference of X: the means differ by Δ_t = (C·D)_t − (r_t − r'_t). Over all
+rounds
 
     √(Σ_t ‖Δ_t‖²) ≤ S' = S + 2r·√(n·d),
 
-S bounding ‖C·D‖, as the accountant does for all patterns of participation, d being the dimension.
-Outputs whose means differ by at most S', whatever depends on what, tell no more than one Gaussian
-of sensitivity S'. Let one more output bring Σ‖Δ_t‖² to S'² exactly. The privacy loss is
-Σ_t ⟨Δ_t, Z_t⟩/s² + S'²/(2s²). Given what was before, ⟨Δ_t, Z_t⟩ is N(0, s²·‖Δ_t‖²), so, from the
-last round backwards, E exp(iλ·Σ⟨Δ_t, Z_t⟩) = exp(−λ²·s²·S'²/2): the loss has the law of that one
-Gaussian. (With r = 0 this is Denisov et al. 2022, Theorem 2.1.) Groups are further components, each
-in units of its own s. A round that releases nothing counts with X_t = 0.
+where S bounds ‖C·D‖, as the accountant does for all participation patterns, and d is the
+dimension. Outputs whose means differ by at most S', even adaptively, reveal no more than one
+Gaussian of sensitivity S'. Let one more output bring Σ‖Δ_t‖² to S'² exactly. The privacy loss is
+Σ_t ⟨Δ_t, Z_t⟩/s² + S'²/(2s²). Given the earlier outputs, ⟨Δ_t, Z_t⟩ is N(0, s²·‖Δ_t‖²), so, from
+the last round backwards, E exp(iλ·Σ⟨Δ_t, Z_t⟩) = exp(−λ²·s²·S'²/2): the loss has the law of that
+one Gaussian. (With r = 0 this is Denisov et al. 2022, Theorem 2.1.) Several groups are further
+components, each in units of its own s. A round that releases nothing counts with X_t = 0.
 
-**Bands**: c_j = a_j/2^20 with whole a_j, few of them. F = Σ a_j·N_{t−j} is exact in 64 bits, r = 0.
-With w = ⌊F/2^20 + ½⌋, N_t = ⌊Z_t + (w − F/2^20) + ½⌋ − w: a normal rounded at an offset in [−½, ½].
+**Bands**: c_j = a_j/2^20 with few whole numbers a_j. F = Σ a_j·N_{t−j} is exact in 64 bits, so
+r = 0. With w = ⌊F/2^20 + ½⌋, N_t = ⌊Z_t + (w − F/2^20) + ½⌋ − w: a normal rounded at an offset in
+[−½, ½].
 
-**Buffers** (BLT; Dvijotham et al. 2024, McMahan et al. 2024): c_j = Σ_i w_i·θ_i^(j−1), in buffers
-B_i ← θ_i·B_i + N_t, f_t = Σ_i w_i·B_i before that. In float64, of unit roundoff v = 2^-53, while no
-B_i leaves [−M_i, M_i], the product and the sum are off by at most v·M_i each, which the following
-rounds shrink by θ_i: B_i is off by at most 2v·m_i·M_i, m_i = min(n, 1/(1 − θ_i)). Each term of the
-sum over b buffers is rounded at most b times, which moves f_t by at most 2b·v·Σ_i w_i·M_i. So
+**Buffers** (BLT; Dvijotham et al. 2024, McMahan et al. 2024): c_j = Σ_i w_i·θ_i^(j−1), computed
+with buffers B_i ← θ_i·B_i + N_t; f_t = Σ_i w_i·B_i before that update. In float64 with unit
+roundoff v = 2^-53, while no B_i leaves [−M_i, M_i], the product and the sum are off by at most
+v·M_i each, and later rounds shrink this error by θ_i: B_i is off by at most 2v·m_i·M_i with
+m_i = min(n, 1/(1 − θ_i)). Each term of the sum over b buffers is rounded at most b times, which
+moves f_t by at most 2b·v·Σ_i w_i·M_i. So
 
     r = 2v·Σ_i w_i·M_i·(m_i + b).
 
 f_t minus the nearest whole number is exact, and Z_t is rounded at that offset.
 
-**Bounds** M on |N| and M_i on |B_i| are set beforehand, such that no run passes them: C·N = Z + e
-with |e| ≤ ½ + r ≤ 1, so N = g∗Z + g∗e, g being the first column of C⁻¹, and M = 32·s·‖g‖₂ + ‖g‖₁
-over n rounds; M_i likewise. A normal passes 32 standard deviations with a probability of 1e-224. A
-strategy and an s for which what is within bounds could pass 64 bits, or r pass ½, are refused.
+**Bounds** M on |N| and M_i on |B_i| are set in advance so that no run exceeds them: C·N = Z + e
+with |e| ≤ ½ + r ≤ 1, so N = g∗Z + g∗e, where g is the first column of C⁻¹, and
+M = 32·s·‖g‖₂ + ‖g‖₁ over n rounds; M_i likewise. A normal exceeds 32 standard deviations with
+probability 1e-224. A strategy and an s are refused if values within these bounds could exceed 64
+bits, or if r could exceed ½.
 
-Every round checks its bounds all the same, and the run ends where one is passed. Think of a run
-that goes on with exact arithmetic: its |r_t| are at most r whatever happens, so all of the above is
-true of it, and the two differ with a probability below 1e-200.
+Every round still checks its bounds, and the run ends if one is exceeded. Consider a run that
+continues with exact arithmetic instead: its |r_t| is always at most r, so all of the above holds
+for it, and the two runs differ with probability below 1e-200.
 """
 
 import math
@@ -70,23 +74,23 @@ from fedpriv.support.checks import is_whole, require
 
 IntegerVector = NDArray[np.int64]
 Vector = NDArray[np.float64]
-Kept = tuple[NDArray[Any], ...]
+Memory = tuple[NDArray[Any], ...]
 
 _BITS = 20
 COEFFICIENT_STEP = 2.0**-_BITS
-"""Coefficients of a banded strategy are whole multiples of it."""
+"""Coefficients of a banded strategy are whole multiples of this."""
 
-_LIKELY = 32.0  # standard deviations beyond which no normal is expected, ever
+_MAX_DEVIATIONS = 32.0  # no normal is ever expected to exceed this many standard deviations
 _UNIT_ROUNDOFF = 2.0**-53
 _COLUMN_UNIT = 1 << 128
-_CHUNK = 1 << 14  # components; a few vectors of as many stay in a core's cache
+_CHUNK = 1 << 14  # components; a few vectors of this length fit in a core's cache
 
 
 @dataclass(frozen=True)
 class BandedStrategy:
-    """C has the first column (1, c_1, …, c_{p−1}, 0, …); the p − 1 vectors last drawn are kept.
+    """The first column of C is (1, c_1, …, c_{p−1}, 0, …); the memory is the last p − 1 vectors.
 
-    Noise is exact: the arithmetic adds nothing to the sensitivity. (1,) is independent noise.
+    Arithmetic is exact and adds nothing to the sensitivity. (1,) is independent noise.
     """
 
     coefficients: tuple[float, ...]  # c_0 = 1, then multiples of 2^-20 in [0, 1]
@@ -96,24 +100,24 @@ class BandedStrategy:
         require(c[:1] == (1.0,), f"the coefficients begin with {c[:1]}; they must begin with 1")
         for j, value in enumerate(c):
             # NaN fails every comparison.
-            proper = 0.0 <= value <= 1.0 and (value / COEFFICIENT_STEP).is_integer()
-            legal = "it must be a whole multiple of 2^-20 from 0 to 1"
-            require(proper, f"coefficient {j} is {value}; {legal}")
+            valid = 0.0 <= value <= 1.0 and (value / COEFFICIENT_STEP).is_integer()
+            limit = "it must be a whole multiple of 2^-20 from 0 to 1"
+            require(valid, f"coefficient {j} is {value}; {limit}")
 
     @property
     def vectors_kept(self) -> int:
-        """How many vectors of the dimension, of 8 bytes a component, a state holds at most."""
+        """The most vectors a state holds, with 8 bytes for each of d components."""
         return len(self.column(len(self.coefficients))) - 1
 
     def column(self, rounds: int) -> tuple[float, ...]:
-        """First column of C for a series of n ≥ 1 rounds, without the zeros at its end."""
-        kept = self.coefficients[:rounds]
-        while kept[-1] == 0.0:
-            kept = kept[:-1]
-        return kept
+        """Return the first column of C for n ≥ 1 rounds, without trailing zeros."""
+        column = self.coefficients[:rounds]
+        while column[-1] == 0.0:
+            column = column[:-1]
+        return column
 
     def responses(self, rounds: int) -> list[Vector]:
-        """The first column g of C⁻¹ [n], as far as float64 can say."""
+        """Return the first column g of C⁻¹ [n], to the precision of float64."""
         backwards = np.array(self.column(rounds)[:0:-1])
         order = backwards.size
         g = np.zeros(order + rounds)
@@ -123,34 +127,37 @@ class BandedStrategy:
         return [g[order:]]
 
     def error(self, bounds: Vector, _rounds: int) -> float:
-        """r, by how much `carried` is off at most: 0 where F cannot overflow, otherwise infinite.
+        """Return r, the error bound of `carry_over`: 0 if F cannot overflow, otherwise infinity.
 
         F and ½ together must stay below 2^63, in units of 2^-20.
         """
         return 0.0 if sum(self._multipliers) * float(bounds[0]) <= 2.0**62 else math.inf
 
-    def kept_at_start(self, _dimension: int) -> Kept:
-        """What is kept before the first round: no noise."""
+    def initial_memory(self, _dimension: int) -> Memory:
+        """Return the memory before the first round: empty."""
         return ()
 
-    def carried(self, kept: Kept, dimension: int) -> tuple[IntegerVector, Vector]:
-        """w, the whole number nearest to f_t, and w − f_t, each [d]; `kept` is N, newest first."""
-        whole, offsets = np.empty(dimension, np.int64), np.empty(dimension)
+    def carry_over(self, memory: Memory, dimension: int) -> tuple[IntegerVector, Vector]:
+        """Return w, the whole number nearest to f_t, and w − f_t, each [d].
+
+        `memory` holds the noise N of earlier rounds, newest first.
+        """
+        rounded, offsets = np.empty(dimension, np.int64), np.empty(dimension)
         for start in range(0, dimension, _CHUNK):
             part = slice(start, start + _CHUNK)
-            total = np.zeros_like(whole[part])
+            total = np.zeros_like(rounded[part])
             product = np.empty_like(total)
-            for multiplier, noise in zip(self._multipliers, kept, strict=False):
+            for multiplier, noise in zip(self._multipliers, memory, strict=False):
                 np.multiply(noise[part], multiplier, out=product)
                 total += product
-            np.right_shift(total + (1 << _BITS - 1), _BITS, out=whole[part])
-            np.subtract(whole[part] << _BITS, total, out=total)
+            np.right_shift(total + (1 << _BITS - 1), _BITS, out=rounded[part])
+            np.subtract(rounded[part] << _BITS, total, out=total)
             np.multiply(total, COEFFICIENT_STEP, out=offsets[part])
-        return whole, offsets
+        return rounded, offsets
 
-    def kept_after(self, kept: Kept, noise: IntegerVector) -> Kept:
-        """What is kept after a round of this noise."""
-        return (noise, *kept)[: self.vectors_kept]
+    def next_memory(self, memory: Memory, noise: IntegerVector) -> Memory:
+        """Return the memory after a round with this noise."""
+        return (noise, *memory)[: self.vectors_kept]
 
     @cached_property
     def _multipliers(self) -> list[int]:
@@ -160,9 +167,9 @@ class BandedStrategy:
 
 @dataclass(frozen=True)
 class BufferedStrategy:
-    """C has the first column 1, then c_j = Σ_i w_i·θ_i^(j−1): buffered linear Toeplitz (BLT).
+    """The first column of C is 1, then c_j = Σ_i w_i·θ_i^(j−1): buffered linear Toeplitz (BLT).
 
-    One vector for each decay is kept, however many rounds there are.
+    The memory is one vector per decay, for any number of rounds.
     """
 
     decays: tuple[float, ...]  # θ_i in [0, 1)
@@ -170,8 +177,8 @@ class BufferedStrategy:
 
     def __post_init__(self) -> None:
         d, w = len(self.decays), len(self.weights)
-        same = "there must be as many, and at least one"
-        require(d == w > 0, f"{d} decays are given and {w} weights; {same}")
+        limit = "there must be equally many, and at least one"
+        require(d == w > 0, f"{d} decays are given and {w} weights; {limit}")
         for decay in self.decays:
             require(0.0 <= decay < 1.0, f"a decay is {decay}; it must be in [0, 1)")
         for weight in self.weights:
@@ -179,15 +186,15 @@ class BufferedStrategy:
 
     @property
     def vectors_kept(self) -> int:
-        """How many vectors of the dimension, of 8 bytes a component, a state holds."""
+        """Number of vectors in a state, with 8 bytes for each of d components."""
         return len(self.decays)
 
     def column(self, rounds: int) -> tuple[float, ...]:
-        """First column of C for a series of n ≥ 1 rounds, without the zeros at its end.
+        """Return the first column of C for n ≥ 1 rounds, without trailing zeros.
 
-        Coefficient j is rounded up, by less than b·j/2^128 and a part in 2^52, so that no bound on
-        the sensitivity is smaller than that of C. None is larger than the one before, if the
-        weights add up to at most 1.
+        Coefficient j is rounded up, by less than b·j/2^128 plus one part in 2^52, so that no bound
+        on the sensitivity is below that of C. Coefficients never increase if the weights add up to
+        at most 1.
         """
         ratios = [decay.as_integer_ratio() for decay in self.decays]
         terms = [math.ceil(Fraction(weight) * _COLUMN_UNIT) for weight in self.weights]
@@ -200,7 +207,7 @@ class BufferedStrategy:
         return tuple(column)
 
     def responses(self, rounds: int) -> list[Vector]:
-        """The first columns [n] of C⁻¹ and of what makes each buffer of Z, by float64."""
+        """Return the first columns [n] of C⁻¹ and of the maps from Z to each buffer."""
         decays, weights = np.array(self.decays), np.array(self.weights)
         buffers = np.zeros((rounds + 1, decays.size))
         g = np.zeros(rounds)
@@ -210,30 +217,30 @@ class BufferedStrategy:
         return [g, *buffers[1:].T]
 
     def error(self, bounds: Vector, rounds: int) -> float:
-        """r, by how much `carried` is off at most, where `bounds` are on |N| and on each |B_i|."""
+        """Return r, the error bound of `carry_over`, from `bounds` on |N| and on each |B_i|."""
         if not bounds[0] <= 2.0**53:  # float64 would round N
             return math.inf
         terms = (
             weight * bound * (min(rounds, 1.0 / (1.0 - decay)) + self.vectors_kept)
             for weight, bound, decay in zip(self.weights, bounds[1:], self.decays, strict=True)
         )
-        return 2.0 * _UNIT_ROUNDOFF * float(sum(terms)) * (1.0 + 2.0**-40)  # and roundings here
+        return 2.0 * _UNIT_ROUNDOFF * float(sum(terms)) * (1.0 + 2.0**-40)  # for rounding here
 
-    def kept_at_start(self, dimension: int) -> Kept:
-        """The buffers before the first round: zeros [d]."""
+    def initial_memory(self, dimension: int) -> Memory:
+        """Return the buffers before the first round: zeros [d]."""
         return tuple(np.zeros(dimension) for _ in self.decays)
 
-    def carried(self, kept: Kept, _dimension: int) -> tuple[IntegerVector, Vector]:
-        """w, the whole number nearest to f_t, and w − f_t, each [d]; `kept` are the buffers."""
-        total = self.weights[0] * kept[0]
-        for weight, buffer in zip(self.weights[1:], kept[1:], strict=True):
+    def carry_over(self, memory: Memory, _dimension: int) -> tuple[IntegerVector, Vector]:
+        """Return w, the whole number nearest to f_t, and w − f_t, each [d]; `memory` is B."""
+        total = self.weights[0] * memory[0]
+        for weight, buffer in zip(self.weights[1:], memory[1:], strict=True):
             total += weight * buffer
-        whole = np.rint(total)
-        return whole.astype(np.int64), np.subtract(whole, total, out=total)
+        rounded = np.rint(total)
+        return rounded.astype(np.int64), np.subtract(rounded, total, out=total)
 
-    def kept_after(self, kept: Kept, noise: IntegerVector) -> Kept:
-        """The buffers after a round of this noise."""
-        pairs = zip(self.decays, kept, strict=True)
+    def next_memory(self, memory: Memory, noise: IntegerVector) -> Memory:
+        """Return the buffers after a round with this noise."""
+        pairs = zip(self.decays, memory, strict=True)
         return tuple(decay * buffer + noise for decay, buffer in pairs)
 
 
@@ -242,27 +249,27 @@ Strategy = BandedStrategy | BufferedStrategy
 
 @dataclass(frozen=True, eq=False)
 class NoiseState:
-    """What the rounds so far leave for those to come: constant in size, and secret like the noise.
+    """The state between two rounds of a series: constant in size, and secret like the noise.
 
-    No array is written to again, so states may share them.
+    Arrays are never written to again, so states may share them.
     """
 
     rounds_drawn: int
-    kept: Kept = field(repr=False)  # noise of the last rounds, newest first, or buffers
+    memory: Memory = field(repr=False)  # noise of the last rounds, newest first, or buffers
 
 
 @dataclass(frozen=True)
 class CorrelatedNoise:
     """The noise N_t of all rounds of a series for one vector group, a function of keys alone.
 
-    Each round has one key and one sum. A round of which anything may have been released stays as it
-    is: it must be repeated neither with its key nor with another, but be followed by the next.
+    Each round has one key and one sum. If anything about a round may have been released, the round
+    must not be repeated, with its own key or another; the series continues with the next round.
     """
 
     strategy: Strategy
-    dimension: int  # d ≥ 1 of the group
+    dimension: int  # d ≥ 1, of the group
     stddev: float  # s ≥ 0, of the fresh normals Z, in steps
-    rounds: int  # n ≥ 1, the most that are drawn
+    rounds: int  # n ≥ 1, the most rounds that can be drawn
 
     def __post_init__(self) -> None:
         for name in ("dimension", "rounds"):
@@ -271,43 +278,43 @@ class CorrelatedNoise:
                 is_whole(value),
                 f"{name} of noise is {value}; it must be a whole number of at least 1",
             )
-        legal = f"it must be from 0 to 2^{math.log2(LARGEST_STDDEV):.0f}"
-        require(0.0 <= self.stddev <= LARGEST_STDDEV, f"stddev is {self.stddev} steps; {legal}")
-        found = f"stddev is {self.stddev:.6g} steps in {self.rounds} rounds"
-        legal = "for arithmetic to be exact with this strategy, both must be smaller"
-        require(self._error <= 0.5, f"{found}; {legal}")
+        limit = f"it must be from 0 to 2^{math.log2(LARGEST_STDDEV):.0f}"
+        require(0.0 <= self.stddev <= LARGEST_STDDEV, f"stddev is {self.stddev} steps; {limit}")
+        setting = f"stddev is {self.stddev:.6g} steps in {self.rounds} rounds"
+        limit = "for exact arithmetic with this strategy, both must be smaller"
+        require(self._error <= 0.5, f"{setting}; {limit}")
 
     @property
     def sensitivity_inflation(self) -> float:
         """2r·√(n·d), which arithmetic adds to the L2 sensitivity of C·X, in steps; 0 for bands.
 
-        It may be added to √B instead, the bound on one contribution in steps, before that is
-        multiplied by the strategy's sensitivity, which is at least c_0 = 1.
+        It may instead be added to √B, the bound on one contribution in steps, before √B is
+        multiplied by the strategy's sensitivity, since that is at least c_0 = 1.
         """
         spread = math.sqrt(self.rounds * self.dimension)
         return 2.0 * self._error * spread * (1.0 + 2.0**-40)
 
     def start(self) -> NoiseState:
-        """The state before the first round."""
-        return NoiseState(0, self.strategy.kept_at_start(self.dimension))
+        """Return the state before the first round."""
+        return NoiseState(0, self.strategy.initial_memory(self.dimension))
 
     def step(self, state: NoiseState, key: bytes) -> tuple[NoiseState, IntegerVector]:
-        """The state after the next round, and the noise N_t of that round, int64 [d], read-only.
+        """Return the state after the next round, and that round's noise N_t, read-only int64 [d].
 
-        The 32-byte key is that of Z_t: secret for ever, and used for nothing else.
+        The 32-byte key determines Z_t. It stays secret for ever and has no other use.
         """
         t = state.rounds_drawn
         require(t < self.rounds, f"{t} rounds were drawn; there must be no more")
-        whole, offsets = self.strategy.carried(state.kept, self.dimension)
+        rounded, offsets = self.strategy.carry_over(state.memory, self.dimension)
         noise = rounded_gaussian(key, self.dimension, self.stddev, offsets)
-        noise -= whole
+        noise -= rounded
         noise.flags.writeable = False
-        kept = self.strategy.kept_after(state.kept, noise)
-        self._check(noise, kept)
-        return NoiseState(t + 1, kept), noise
+        memory = self.strategy.next_memory(state.memory, noise)
+        self._check(noise, memory)
+        return NoiseState(t + 1, memory), noise
 
-    def after(self, keys: Iterable[bytes]) -> NoiseState:
-        """The state after the rounds of these keys, from the first: how a lost one is made anew."""
+    def state_after(self, keys: Iterable[bytes]) -> NoiseState:
+        """Recompute the state after the rounds of these keys, which start with the first round."""
         state = self.start()
         for key in keys:
             state, _ = self.step(state, key)
@@ -315,28 +322,28 @@ class CorrelatedNoise:
 
     @cached_property
     def _bounds(self) -> Vector:
-        """M on |N|, then M_i on each |B_i|; not finite where noise grows without bound."""
+        """M on |N|, then M_i on each |B_i|; not finite if the noise grows without bound."""
         with np.errstate(over="ignore", invalid="ignore"):
             responses = np.array(self.strategy.responses(self.rounds))
             lengths = np.sqrt(np.square(responses).sum(axis=1))
-            bounds: Vector = _LIKELY * self.stddev * lengths + np.abs(responses).sum(axis=1)
+            bounds: Vector = _MAX_DEVIATIONS * self.stddev * lengths + np.abs(responses).sum(axis=1)
         return bounds
 
     @cached_property
     def _error(self) -> float:
         return self.strategy.error(self._bounds, self.rounds)
 
-    def _check(self, noise: IntegerVector, kept: Kept) -> None:
-        """Raise NoiseError where a bound does not hold that exact arithmetic rests on."""
-        # N of earlier rounds was checked in its own.
-        checked = [noise, *(() if isinstance(self.strategy, BandedStrategy) else kept)]
-        for vector, bound in zip(checked, self._bounds, strict=True):
+    def _check(self, noise: IntegerVector, memory: Memory) -> None:
+        """Raise NoiseError if a value exceeds the bound that exact arithmetic depends on."""
+        # Earlier rounds checked their own N.
+        vectors = [noise, *(() if isinstance(self.strategy, BandedStrategy) else memory)]
+        for vector, bound in zip(vectors, self._bounds, strict=True):
             if not max(vector.max(), -vector.min()) <= bound:
-                raise NoiseError(f"noise is beyond {bound:.6g} steps, which it must never be")
+                raise NoiseError(f"noise is beyond {bound:.6g} steps, the bound that it must keep")
 
 
 def _rounded_up(units: int) -> float:
-    """The least float64 that is no smaller than so many units of a column."""
+    """Return the smallest float64 that is at least this many `_COLUMN_UNIT`s."""
     nearest = units / _COLUMN_UNIT
-    below = Fraction(nearest) * _COLUMN_UNIT < units
-    return math.nextafter(nearest, math.inf) if below else nearest
+    too_small = Fraction(nearest) * _COLUMN_UNIT < units
+    return math.nextafter(nearest, math.inf) if too_small else nearest

@@ -1,11 +1,11 @@
-"""The Gaussian mechanism: what a round releases, how far one user moves it, its noise, its event.
+"""The Gaussian mechanism: the release of a round, its sensitivity, its noise and its event.
 
-A query averages sums over public constants, f̃_f of McMahan et al. 2018, or, with a floor, over the
-weight of the cohort itself, f̃_c. Several vector groups make one query: equation (1). A mechanism is
-a query, how its cohorts are drawn, and how its noise is correlated over a series of rounds, if so.
+A query divides sums by public constants (f̃_f of McMahan et al. 2018) or, with a floor, by the
+weight of the cohort itself (f̃_c). Several vector groups form one query: equation (1). A mechanism
+combines a query with a sampling policy and, for a series of rounds, a noise correlation strategy.
 
-Beside the update, a round may release metrics, and how many users were clipped, by which clipping
-norms adapt. They are vector groups of the same query, with shares of the round's privacy.
+Besides the update, a round may release metrics and the number of clipped users, from which clipping
+norms adapt. They are vector groups of the same query, each with a share of the round's privacy.
 """
 
 import math
@@ -29,16 +29,16 @@ from fedpriv.support.checks import hold_numbers, hold_plain_numbers, plain_numbe
 
 @dataclass(frozen=True)
 class Averaging:
-    """How contributions become an average."""
+    """Weights and denominator of an average."""
 
-    # None: every user counts the same, w = 1. Otherwise c: a user with n examples has the weight
-    # w = min(n, c)/c. Weights without a cap would let one user move an average without bound.
+    # None: every user has the weight w = 1. Otherwise c: a user with n examples has the weight
+    # w = min(n, c)/c. Without a cap, one user could move an average without bound.
     cap: int | None = None
-    # W > 0, a public estimate of the sum of all users' weights, which must not be computed from
-    # their data; None where every user counts the same and W is their number.
+    # W > 0, a public estimate of the sum of all users' weights. It must not be computed from their
+    # data. None if every user has the weight 1, so that W is the number of users.
     total_weight: float | None = None
-    # None: the denominator is the constant qW. Otherwise φ in (0, 1]: it is the cohort's own
-    # weight, but at least φ·qW, at twice the sensitivity.
+    # None: the denominator is the constant qW. Otherwise φ in (0, 1]: the denominator is the
+    # cohort's own weight, but at least φ·qW, and the sensitivity doubles.
     floor: float | None = None
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class Averaging:
         if (self.cap is None) != (self.total_weight is None):
             raise InvalidValueError(
                 f"averaging has cap {self.cap} and total_weight {self.total_weight}; it must have "
-                "both, a bound on what one user can move and a public estimate of the sum of all "
+                "both, a bound on one user's weight and a public estimate of the sum of all "
                 "weights, or neither"
             )
         if self.total_weight is not None and not 0.0 < self.total_weight < math.inf:
@@ -59,28 +59,28 @@ class Averaging:
 
 
 def check_floor(floor: float | None) -> None:
-    """Raise InvalidValueError unless there is no floor or it is a share of the denominator."""
+    """Raise InvalidValueError unless the floor is None or in (0, 1]."""
     if floor is not None and not 0.0 < floor <= 1.0:
         raise InvalidValueError(f"floor is {floor}; it must be in (0, 1]")
 
 
-# How vector groups share the privacy of a round, and the noise that follows.
+# Shares of a round's privacy per vector group, and the noise that follows from them.
 
 
 def proportional_shares(groups: tuple[VectorGroup, ...]) -> tuple[float, ...]:
-    """ω_g = 1/G: each group pays the same, so σ_g = z·√G·S_g."""
+    """Return ω_g = 1/G: all groups have equal shares, so σ_g = z·√G·S_g."""
     return (1.0 / len(groups),) * len(groups)
 
 
 def dimension_shares(layout: Layout, groups: tuple[VectorGroup, ...]) -> tuple[float, ...]:
-    """ω_g = d_g/D, so σ_g = z·S_g·√(D/d_g): noise in proportion to the largest RMS component."""
+    """Return ω_g = d_g/D, so σ_g = z·S_g·√(D/d_g), proportional to the largest RMS component."""
     return tuple(group.dimension(layout) / layout.dimension for group in groups)
 
 
 def given_shares(
     groups: tuple[VectorGroup, ...], weights: Mapping[str, float]
 ) -> tuple[float, ...]:
-    """ω_g in proportion to positive weights, one per group name."""
+    """Return ω_g in proportion to positive weights, one per group name."""
     names = [group.name for group in groups]
     check_names("weights and groups", weights, names)
     for name, weight in weights.items():
@@ -91,35 +91,35 @@ def given_shares(
 
 
 def sensitivities(clipping: Clipping, least_weight: float | None = None) -> tuple[float, ...]:
-    """Δ_g: how far one user more or less moves each group of what is noised, in L2 norm: [G].
+    """Return Δ_g, the L2 distance that one user can move each group before noise is added: [G].
 
-    That is S_g for a sum. For a weighted group that is divided by the cohort's own weight, it is
-    twice S_g, see `GaussianQuery._numerator`, and what rounding to whole steps adds: at most
+    For a sum, Δ_g = S_g. For a weighted group divided by the cohort's own weight, Δ_g is twice S_g
+    (see `GaussianQuery._numerator`) plus the effect of rounding to whole steps: at most
     e = ½ + m·√B_g·2^-50 in each component of either of two neighbours, hence 2·e·√d in their
-    difference, which is about √d·2^-25 clipping norms. Sums of nodes are admitted up to a part in
-    2^30 beyond their norm. Here m is `least_weight`, the least that weighted groups are divided by;
-    None: a constant.
+    difference, which is about √d·2^-25 clipping norms. Node sums may exceed their norm by one part
+    in 2^30. Here m is `least_weight`, the smallest divisor of weighted groups; None means that they
+    are divided by a constant.
     """
-    moved = []
+    distances = []
     for group in clipping.groups:
         factor = 1.0
         if least_weight is not None and group.name in clipping.weighted:
             rounding = 1.0 + least_weight * math.sqrt(group.squared_bound) * 2.0**-49
             steps = rounding * math.sqrt(group.dimension(clipping.layout))
             factor = (2.0 + steps * group.granularity / group.clipping_norm) * (1.0 + 2.0**-29)
-        moved.append(group.clipping_norm * factor)
-    return tuple(moved)
+        distances.append(group.clipping_norm * factor)
+    return tuple(distances)
 
 
 def noise_stddevs(
     sensitivities: tuple[float, ...], noise_multiplier: float, shares: tuple[float, ...]
 ) -> tuple[float, ...]:
-    """σ_g = z·Δ_g/√ω_g, for shares ω_g > 0 that sum to 1: the round's noise multiplier is z.
+    """Return σ_g = z·Δ_g/√ω_g for shares ω_g > 0 that sum to 1: the noise multiplier is z.
 
     By equation (1) of McMahan et al. 2018, z_eff = (Σ (Δ_g/σ_g)²)^(−1/2) = z·(Σ ω_g)^(−1/2) = z.
     The result is rounded up, so that the effective multiplier is never below z.
     """
-    # In 32 bits, rounding up would be lost.
+    # In 32 bits the rounding up would be lost.
     sensitivities, noise_multiplier, shares = plain_numbers(
         (sensitivities, noise_multiplier, shares)
     )
@@ -133,11 +133,11 @@ def noise_stddevs(
             f"noise shares are {shares}; there must be {len(sensitivities)} positive ones that sum "
             "to 1"
         )
-    # One part in 2^40 covers the roundings here and in the effective multiplier.
+    # One part in 2^40 covers rounding here and in the effective multiplier.
     upward = noise_multiplier * (1.0 + 2.0**-40)
     return tuple(
-        upward * moved * math.sqrt(math.fsum(shares) / share)
-        for moved, share in zip(sensitivities, shares, strict=True)
+        upward * sensitivity * math.sqrt(math.fsum(shares) / share)
+        for sensitivity, share in zip(sensitivities, shares, strict=True)
     )
 
 
@@ -145,21 +145,21 @@ def noise_stddevs(
 class GaussianQuery:
     """Releases (Σ_{i in cohort} c(v_i) + N(0, σ²))/denominator, group by group.
 
-    Contributions are whole numbers of steps, and the noise is rounded to such: see `noise`.
+    Contributions and noise are whole numbers of steps: see `noise`.
     """
 
-    clipping: Clipping  # how a user's tensors become its contribution c(v)
-    noise_stddevs: tuple[float, ...]  # σ_g ≥ 0 for each group, on the sum, in units of c(v)
-    # qN > 0, fixed before the round; 1 releases the sum. Never the size of the realised cohort,
-    # which is private: dividing by it changes every other user's share.
+    clipping: Clipping  # converts a user's tensors v to its contribution c(v)
+    noise_stddevs: tuple[float, ...]  # σ_g ≥ 0 of each group, on the sum, in units of c(v)
+    # qN > 0, fixed before the round; 1 releases the sum. It is never the size of the realised
+    # cohort, which is private: dividing by that would change every other user's share.
     denominator: float = 1.0
-    # qW > 0, that of the weighted groups, W the public sum of the weights of all enrolled users.
+    # qW > 0, for the weighted groups; W is the public sum of the weights of all enrolled users.
     weighted_denominator: float | None = None
-    # None: weighted groups, too, are divided by their constant. Otherwise φ in (0, 1]: they are
-    # divided by the cohort's own weight B, but at least by m = φ·qW. What is noised for them is
-    # m·A/max(m, B), A being their sum.
+    # None: weighted groups are also divided by a constant. Otherwise φ in (0, 1]: they are divided
+    # by the cohort's own weight B, but at least by m = φ·qW. If A is their sum, noise is added to
+    # m·A/max(m, B).
     floor: float | None = None
-    # By group, what the arithmetic of correlated noise adds to its sensitivity; (): nothing.
+    # What the arithmetic of correlated noise adds to each group's sensitivity; (): nothing.
     slack: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -180,13 +180,13 @@ class GaussianQuery:
                 )
         if weighted and self.weighted_denominator is None:
             raise InvalidValueError(
-                f"groups {weighted} are weighted; their average needs a denominator of its own, q "
-                "times the sum of all weights"
+                f"groups {weighted} are weighted; they need weighted_denominator, q times the sum "
+                "of all weights"
             )
         check_floor(self.floor)
         if self.floor is not None and not weighted:
             raise InvalidValueError(f"floor is {self.floor} and no group is weighted; one must be")
-        _ = self.events  # a σ_g that no ledger would accept is refused here
+        _ = self.events  # refuses a σ_g that no ledger would accept
         for group, stddev in zip(groups, self.noise_stddevs, strict=True):
             if stddev > LARGEST_STDDEV * group.granularity:
                 raise InvalidValueError(
@@ -196,20 +196,20 @@ class GaussianQuery:
 
     @cached_property
     def events(self) -> tuple[SumQueryEvent, ...]:
-        """What one release is charged as, one event per group."""
-        moved = sensitivities(self.clipping, self._least_weight)
+        """The events one release is charged as, one per group."""
+        bounds = sensitivities(self.clipping, self._least_weight)
         if self.slack:
-            moved = tuple(map(_added_up, moved, self.slack))
+            bounds = tuple(map(_upper_sum, bounds, self.slack))
         return tuple(
             SumQueryEvent(group.name, sensitivity, stddev, group.granularity)
             for group, sensitivity, stddev in zip(
-                self.clipping.groups, moved, self.noise_stddevs, strict=True
+                self.clipping.groups, bounds, self.noise_stddevs, strict=True
             )
         )
 
     @property
     def divisors(self) -> tuple[float, ...]:
-        """What the noised part of each group is divided by: qN, or qW or m where it is weighted."""
+        """Divisor of each group after noise is added: qN, or qW or m if the group is weighted."""
         weighted = self._least_weight or self.weighted_denominator or self.denominator
         return tuple(
             weighted if group.name in self.clipping.weighted else self.denominator
@@ -218,7 +218,7 @@ class GaussianQuery:
 
     @property
     def tensor_stddevs(self) -> dict[str, float]:
-        """Standard deviation of fresh noise in each component of a tensor of a release, by name."""
+        """Standard deviation of fresh noise per component of a released tensor, by tensor name."""
         return {
             tensor: stddev * scale / divisor
             for group, stddev, divisor in zip(
@@ -235,13 +235,13 @@ class GaussianQuery:
         weight: int = 0,
         correlated: Mapping[str, IntegerVector] | None = None,
     ) -> tuple[FloatVector, tuple[SumQueryEvent, ...]]:
-        """Noised average [D] in units of the users' tensors, and the events it must be charged as.
+        """Return the noised average [D], in units of the users' tensors, and the events it costs.
 
         Only `fedpriv.privacy.round.release` may call this: it holds the charge. `total` is the sum
-        of the cohort's contributions in steps, int64 [D], and `weight` that of its users' m_i, so
-        that B = weight/c. The purpose names this release, and must never be used for another.
-        Noise is independent of all other releases, unless that of the round in a series is given by
-        group, in steps: see `correlated_noise` for what it protects.
+        of the cohort's contributions in steps, int64 [D], and `weight` is the sum of its users'
+        m_i, so that B = weight/c. `purpose` names this release and must never name another. Noise
+        is independent of all other releases unless `correlated` gives the round's noise in a series
+        by group, in steps; `correlated_noise` states its guarantee.
         """
         clipping, dimension = self.clipping, self.clipping.layout.dimension
         if total.shape != (dimension,) or total.dtype != np.int64:
@@ -251,13 +251,13 @@ class GaussianQuery:
         if weight < 0:
             raise InvalidValueError(f"weight is {weight}; it must not be negative")
         numerator, noised = self._numerator(total, weight), np.empty(dimension, np.int64)
-        # Sensitivity: one user more or less changes the part of group g of a sum by its
+        # Sensitivity: adding or removing one user changes the part of group g of a sum by its
         # contribution, whole numbers a with Σa² ≤ B_g, so by at most γ_g·√B_g ≤ S_g = Δ_g, exactly;
         # with a floor, by at most Δ_g of `sensitivities`, see `_numerator`. Divided by σ_g, group
         # by group, all parts together change by at most √(Σ_g (Δ_g/σ_g)²) = 1/z, and in these units
-        # the noise is N(0, I): equation (1). Where examples are drawn, that holds of each of them,
-        # and a user of whom j were drawn changes all parts together by at most j/z. Rounding noise
-        # to whole steps is post-processing, since what it is added to is whole.
+        # the noise is N(0, I): equation (1). If examples are drawn, this holds for each example,
+        # and a user with j drawn examples changes all parts together by at most j/z. Rounding noise
+        # to whole steps is post-processing, since the numbers it is added to are whole.
         for group, stddev in zip(clipping.groups, self.noise_stddevs, strict=True):
             if correlated is not None:
                 noise = correlated[group.name]
@@ -273,16 +273,16 @@ class GaussianQuery:
         return noised * clipping.steps / clipping.spread(self.divisors), self.events
 
     def _numerator(self, total: IntegerVector, weight: int) -> IntegerVector:
-        """What is noised, in whole steps: A, or m·A/max(m, B) where there is a floor: [D].
+        """Return the numbers to add noise to, in whole steps [D]: A, or with a floor m·A/max(m, B).
 
-        The latter moves by at most 2·S_g and what rounding adds. Let ‖A‖ ≤ S·B, and let one user
-        (w·c, w) with ‖c‖ ≤ S, w ≤ 1 be added. Where B + w ≤ m, it moves by w·c. Where B ≥ m, by
-        m·(w·c·B − w·A)/(B·(B + w)), at most 2·S·w·m/(B + w) ≤ 2·S. Where m lies between, by
+        The latter moves by at most 2·S_g plus rounding. Let ‖A‖ ≤ S·B, and add one user (w·c, w)
+        with ‖c‖ ≤ S and w ≤ 1. If B + w ≤ m, it moves by w·c. If B ≥ m, it moves by
+        m·(w·c·B − w·A)/(B·(B + w)), at most 2·S·w·m/(B + w) ≤ 2·S. If m lies between, it moves by
         A·(m/(B + w) − 1) + w·c·m/(B + w), of norm at most S·B·(B + w − m)/(B + w) + S·w ≤
         S·B·w/(B + w) + S·w ≤ 2·S.
         """
-        clipping, least = self.clipping, self._least_weight
-        share = 1.0 if least is None else least / max(least, weight / clipping.weight_cap)
+        clipping, minimum = self.clipping, self._least_weight
+        share = 1.0 if minimum is None else minimum / max(minimum, weight / clipping.weight_cap)
         if share == 1.0:
             return total
         numerator = total.copy()
@@ -293,17 +293,17 @@ class GaussianQuery:
 
     @property
     def _least_weight(self) -> float | None:
-        """m, the least weight that the weighted groups are divided by; None without a floor."""
+        """m, the smallest divisor of the weighted groups; None without a floor."""
         weight = self.weighted_denominator
         return None if self.floor is None or weight is None else self.floor * weight
 
 
-def _added_up(moved: float, slack: float) -> float:
-    """Their sum, rounded up."""
-    return math.nextafter(moved + slack, math.inf)
+def _upper_sum(sensitivity: float, slack: float) -> float:
+    """Return the sum, rounded up."""
+    return math.nextafter(sensitivity + slack, math.inf)
 
 
-METRIC_PREFIX = "metrics/"  # begins the names of tensors and vector groups of metrics
+METRIC_PREFIX = "metrics/"  # starts the names of tensors and vector groups of metrics
 # A user adds less than 2^25 steps to a component, and the noise less than 2^45: below 2^63.
 MOST_USERS = 2**37
 _SMALLEST_NORM, _LARGEST_NORM = 1e-12, 1e12
@@ -313,29 +313,28 @@ INDEPENDENT = BandedStrategy((1.0,))  # fresh noise in each round
 
 @dataclass(frozen=True)
 class GaussianMechanism:
-    """The Gaussian mechanism over vector groups and the cohorts that a sampling policy draws.
+    """The Gaussian mechanism over vector groups, for cohorts that a sampling policy draws.
 
-    Sampling policy, query, noise and neighbouring relation are fixed together here, so that what is
-    drawn, what is released and what is accounted cannot come apart: without an analysis there is no
-    mechanism.
+    It fixes sampling policy, query, noise and neighbouring relation together, so that drawing,
+    release and accounting always match. A combination without an analysis cannot be constructed.
     """
 
-    sampling: Sampling  # who may be in a cohort, and with what probability
-    query: GaussianQuery  # what is released; its denominator is the expected cohort size
-    strategy: Strategy = INDEPENDENT  # how noise is correlated over the rounds of a series
+    sampling: Sampling  # draws the cohorts
+    query: GaussianQuery  # the release; its denominator is the expected cohort size
+    strategy: Strategy = INDEPENDENT  # correlates noise over the rounds of a series
 
     def __post_init__(self) -> None:
-        _ = self.event  # a strategy of which this sampling has no analysis is refused here
+        _ = self.event  # refuses a strategy that has no analysis with this sampling
         if self.sampling.places > MOST_USERS:
             raise InvalidValueError(
                 f"population is {self.sampling.places}; sums of more than {MOST_USERS} users "
                 "could overflow"
             )
         if self.sampling.drawn is not self.sampling.unit and self.clipping.weighted:
-            # A ratio to the cohort's weight is no sum over a user's examples.
+            # Division by the cohort's weight does not give a sum over a user's examples.
             raise InvalidValueError(
-                f"groups {self.clipping.weighted} are averaged with weights or a floor; where the "
-                "examples of users are drawn, each must count the same, over a constant"
+                f"groups {self.clipping.weighted} are averaged with weights or a floor; if "
+                "examples are drawn, all must have equal weight over a constant denominator"
             )
         if self.query.denominator != self.sampling.expected_cohort_size:
             raise InvalidValueError(
@@ -346,8 +345,8 @@ class GaussianMechanism:
             return
         if self.event.sampling.policy not in WITH_STRATEGY:
             raise InvalidValueError(
-                f"noise is correlated and sampling is {self.event.sampling.policy}, of which there "
-                f"is no analysis with such noise; it must be {' or '.join(WITH_STRATEGY)}"
+                f"noise is correlated and sampling is {self.event.sampling.policy}, which has no "
+                f"analysis with such noise; it must be {' or '.join(WITH_STRATEGY)}"
             )
         slacks = self.query.slack or (0.0,) * len(self.clipping.groups)
         stddevs, rounds = self.query.noise_stddevs, self.sampling.rounds
@@ -368,67 +367,67 @@ class GaussianMechanism:
         averaging: Averaging = _PLAIN,
         strategy: Strategy = INDEPENDENT,
     ) -> "GaussianMechanism":
-        """The mechanism whose rounds have an effective noise multiplier z ≥ 0, rounded up.
+        """Return the mechanism whose rounds have the effective noise multiplier z ≥ 0, rounded up.
 
-        The denominators are the expected size and weight of a cohort; `shares` are ω_g > 0 of each
-        vector group, summing to 1. With a strategy, z is of the fresh noise of each round.
+        The denominators are the expected size and weight of a cohort. `shares` are the ω_g > 0 of
+        the vector groups and sum to 1. With a strategy, z refers to the fresh noise of each round.
         """
         expected = sampling.expected_cohort_size
         weight = expected
         if averaging.total_weight is not None:
             weight = expected / sampling.population * averaging.total_weight
-        least = None if averaging.floor is None else averaging.floor * weight
-        moved = sensitivities(clipping, least)
-        stddevs = noise_stddevs(moved, noise_multiplier, shares)
+        minimum = None if averaging.floor is None else averaging.floor * weight
+        bounds = sensitivities(clipping, minimum)
+        stddevs = noise_stddevs(bounds, noise_multiplier, shares)
         weighted = weight if clipping.weighted else None
         query = GaussianQuery(clipping, stddevs, expected, weighted, averaging.floor)
         if strategy == INDEPENDENT:
             return cls(sampling, query)
-        # More noise needs more slack, by far less than is left here.
+        # More noise needs more slack, but by far less than the margin of 2^-10.
         needed = _slacks(clipping, stddevs, strategy, sampling.rounds)
-        slack = tuple(each * (1.0 + 2.0**-10) for each in needed) if any(needed) else ()
+        slack = tuple(extra * (1.0 + 2.0**-10) for extra in needed) if any(needed) else ()
         if slack:
-            stddevs = noise_stddevs(tuple(map(_added_up, moved, slack)), noise_multiplier, shares)
+            stddevs = noise_stddevs(tuple(map(_upper_sum, bounds, slack)), noise_multiplier, shares)
         return cls(sampling, replace(query, noise_stddevs=stddevs, slack=slack), strategy)
 
     @property
     def clipping(self) -> Clipping:
-        """What each user of the cohort contributes."""
+        """The clipping that turns each user's tensors into its contribution."""
         return self.query.clipping
 
     @cached_property
     def event(self) -> RoundEvent:
-        """What one round, or a series of them, is charged as; known before the first."""
+        """The event that a round or a series of rounds is charged as; known before the first."""
         column = self.strategy.column(self.sampling.rounds)
         return RoundEvent(self.sampling.event(), self.query.events, strategy=column)
 
     @cached_property
     def noise_growth(self) -> float:
-        """How much larger noise is in a release than fresh noise, ‖row of C⁻¹‖: ≥ 1.
+        """Ratio of noise in a release to fresh noise, ‖row of C⁻¹‖ ≥ 1; 1 for independent noise.
 
-        That of the last round of a series, and smaller in those before; 1 for independent noise.
+        It is that of the last round of a series; earlier rounds have a smaller one.
         """
         return float(np.linalg.norm(self.strategy.responses(self.sampling.rounds)[0]))
 
     @property
     def tensor_stddevs(self) -> dict[str, float]:
-        """By tensor, a bound on the standard deviation of noise in a component of a release."""
+        """Bound on the noise standard deviation of a released component, by tensor name."""
         return {n: self.noise_growth * s for n, s in self.query.tensor_stddevs.items()}
 
     @property
     def noises(self) -> dict[str, CorrelatedNoise]:
-        """The noise of a series of rounds by vector group; empty where it is independent."""
+        """Correlated noise of a series, by vector group; empty if noise is independent."""
         if self.strategy == INDEPENDENT:
             return {}
         stddevs = self.query.noise_stddevs
         noises = _noises(self.clipping, stddevs, self.strategy, self.sampling.rounds)
-        return {group.name: each for group, each in zip(self.clipping.groups, noises, strict=True)}
+        return {group.name: n for group, n in zip(self.clipping.groups, noises, strict=True)}
 
 
 def _noises(
     clipping: Clipping, stddevs: tuple[float, ...], strategy: Strategy, rounds: int
 ) -> list[CorrelatedNoise]:
-    """The noise of each vector group over a series of rounds."""
+    """Return the correlated noise of each vector group over a series of rounds."""
     return [
         CorrelatedNoise(
             strategy, group.dimension(clipping.layout), stddev / group.granularity, rounds
@@ -440,7 +439,7 @@ def _noises(
 def _slacks(
     clipping: Clipping, stddevs: tuple[float, ...], strategy: Strategy, rounds: int
 ) -> tuple[float, ...]:
-    """By group, what the arithmetic of its noise adds to its sensitivity, in units of c(v)."""
+    """Return what the arithmetic of noise adds to each group's sensitivity, in units of c(v)."""
     noises = _noises(clipping, stddevs, strategy, rounds)
     return tuple(
         noise.sensitivity_inflation * group.granularity
@@ -450,64 +449,64 @@ def _slacks(
 
 @dataclass(frozen=True)
 class Metric:
-    """A vector m of each user, of which the average over the cohort is released.
+    """A vector m of each user whose average over the cohort is released.
 
-    What a user contributes is m − centre, clipped to the radius. The tighter the ball around the
-    values that occur, the smaller the noise: it is proportional to the radius. The average is over
-    the expected cohort, and unbiased; a larger or smaller cohort moves it away from the centre or
-    towards it.
+    A user contributes m − centre, clipped to the radius. The noise is proportional to the radius,
+    so a tight ball around the values that occur keeps it small. The average divides by the expected
+    cohort size and is unbiased; a cohort that is larger or smaller than expected moves it away from
+    the centre or towards it.
     """
 
-    name: str  # e.g. "accuracy"; the host of the users knows how to compute it
-    shape: tuple[int, ...] = ()  # of the vector; () is a number
+    name: str  # e.g. "accuracy"; the users' host knows how to compute it
+    shape: tuple[int, ...] = ()  # shape of the vector; () is a number
     centre: float = 0.0  # subtracted from every component before clipping, added to the average
     radius: float = 1.0  # bound on the L2 norm of m − centre
-    options: tuple[float, ...] = ()  # further numbers that computing it takes, e.g. thresholds
+    options: tuple[float, ...] = ()  # more numbers that the computation needs, e.g. thresholds
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.isprintable():
             raise InvalidValueError(
-                f"a metric is named {self.name!r}; a name must be printable and not empty"
+                f"name of a metric is {self.name!r}; it must be printable and not empty"
             )
         if not math.isfinite(self.centre) or not all(map(math.isfinite, self.options)):
             raise InvalidValueError(
                 f"metric {self.name!r} has centre {self.centre} and options {self.options}; they "
                 "must be finite"
             )
-        _ = self.group  # a radius to which nothing can be clipped is refused here
+        _ = self.group  # refuses a radius that is no clipping norm
 
     @property
     def tensor(self) -> str:
-        """Name of its tensor in a contribution, and of its vector group."""
+        """Name of the metric's tensor in a contribution, and of its vector group."""
         return METRIC_PREFIX + self.name
 
     @property
     def group(self) -> VectorGroup:
-        """Its vector group."""
+        """The metric's vector group."""
         return VectorGroup.single(self.tensor, self.radius)
 
 
-# A user whose update counts adds 1. One that is dropped or absent is the zero vector, here as in
-# all groups, and adds 0. So one user more or less moves the sum by at most 1, the radius: exactly,
-# as 1 is a whole number of steps. What is released is this count over the constant expected cohort;
-# the share of those drawn would be a ratio to the size of the cohort, which is secret too. With +½
-# for counted and −½ for dropped, the noise would be half; but then what is broken would have to add
-# something, and a node that is away would count as half of its users.
+# A user whose update counts adds 1. A dropped or absent user is the zero vector, here as in all
+# groups, and adds 0. So one user moves the sum by at most 1, the radius, and exactly so, since 1 is
+# a whole number of steps. The round releases this count over the constant expected cohort size. The
+# fraction of drawn users would be a ratio to the size of the cohort, which is secret too. Adding +½
+# for a counted and −½ for a dropped user would halve the noise, but then a broken update would have
+# to add something, and an absent node would count as half of its users.
 CONTRIBUTORS = Metric("contributors")
 
 
 @dataclass(frozen=True)
 class AdaptiveClipping:
-    """Moves each clipping norm so that a share of the users, the quantile, is not clipped.
+    """Moves each clipping norm so that a fraction of the users, the quantile, is not clipped.
 
-    After a round with norm S and private fraction b of users that were not clipped, the next norm
-    is S·exp(−η·(b − γ)) (Andrew et al. 2019, Algorithm 1). What a round clips with and adds noise
-    for is the norm before it moves.
+    After a round with norm S and private fraction b of unclipped users, the next norm is
+    S·exp(−η·(b − γ)) (Andrew et al. 2019, Algorithm 1). The round itself clips and adds noise with
+    the norm before it moves.
     """
 
     quantile: float = 0.5  # γ in (0, 1)
     learning_rate: float = 0.2  # η in (0, 10]; a round changes a norm by at most about e^η
-    share: float = 0.02  # ω in (0, 1), of the round's privacy, for counting the clipped
+    share: float = 0.02  # ω in (0, 1), share of the round's privacy that counts clipped users
 
     def __post_init__(self) -> None:
         hold_numbers(self)
@@ -522,30 +521,30 @@ class AdaptiveClipping:
             )
 
     def step(self, norm: float, unclipped: float) -> float:
-        """The next clipping norm, from the noised fraction of users that were not clipped.
+        """Return the next clipping norm, from the noised fraction of users that were not clipped.
 
-        What noise puts outside [0, 1] counts as the nearer end.
+        A fraction outside [0, 1] is moved to the nearer end.
         """
         fraction = min(max(unclipped, 0.0), 1.0)
-        moved = norm * math.exp(-self.learning_rate * (fraction - self.quantile))
-        return min(max(moved, _SMALLEST_NORM), _LARGEST_NORM)
+        next_norm = norm * math.exp(-self.learning_rate * (fraction - self.quantile))
+        return min(max(next_norm, _SMALLEST_NORM), _LARGEST_NORM)
 
 
-CONTROL_PREFIX = "control/"  # begins the names of tensors of control variates, and of their group
+CONTROL_PREFIX = "control/"  # starts the names of their tensors and group
 
 
 @dataclass(frozen=True)
 class ControlVariates:
-    """A second vector that users send, as large as the update, and how the server's moves by it.
+    """A second vector that users send, as large as the update, and the server's update rule for it.
 
-    The server keeps a control variate c of the shape of the model, at first zero, and sends it with
-    each round. A user sends how its own differs from it, Δc_i = c_i − c. Then c moves by
-    c ← c + β·Δc, where Δc is what was released: the noised average of the clipped Δc_i.
+    The server keeps a control variate c of the shape of the model, initially zero, and sends it
+    with each round. A user sends the difference of its own, Δc_i = c_i − c. The server then sets
+    c ← c + β·Δc, where Δc is the release: the noised average of the clipped Δc_i.
     """
 
     norm: float  # S, the bound on the L2 norm of Δc_i
-    share: float  # ω in (0, 1), of the round's privacy
-    rate: float  # β in (0, 1]; noise of earlier rounds is averaged over about 1/β of them
+    share: float  # ω in (0, 1), share of the round's privacy
+    rate: float  # β in (0, 1]; averages the noise of about 1/β rounds
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -555,17 +554,17 @@ class ControlVariates:
             raise InvalidValueError(f"control_share is {self.share}; it must be in (0, 1)")
         if not 0.0 < self.rate <= 1.0:
             raise InvalidValueError(f"control_rate is {self.rate}; it must be in (0, 1]")
-        _ = VectorGroup.single(CONTROL_PREFIX, self.norm)  # a norm that cannot be is refused here
+        _ = VectorGroup.single(CONTROL_PREFIX, self.norm)  # refuses an illegal norm
 
     def group(self, layout: Layout) -> VectorGroup:
-        """The vector group beside those of an update of this layout."""
+        """Return the extra vector group for an update of this layout."""
         tensors = tuple(CONTROL_PREFIX + name for name in layout.names)
         return VectorGroup(CONTROL_PREFIX + "variates", tensors, self.norm, (1.0,) * len(tensors))
 
-    def moved(
+    def updated(
         self, control: Mapping[str, npt.NDArray[np.float32]], released: Mapping[str, FloatVector]
     ) -> dict[str, npt.NDArray[np.float32]]:
-        """The control variate after a round, by parameter, saturated to what float32 holds."""
+        """Return the control variate after a round, by parameter, saturated to float32's range."""
         limit = np.finfo(np.float32).max
         return {
             name: np.clip(c + self.rate * released[CONTROL_PREFIX + name], -limit, limit).astype(

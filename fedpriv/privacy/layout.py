@@ -1,6 +1,6 @@
-"""Named tensors as one flat vector, and the vector groups that are clipped together.
+"""The flat vector of named tensors, and the vector groups that are clipped together.
 
-Flat, per-layer and joint clipping are three ways of making groups; all later code sees only groups
+Flat, per-layer and joint clipping are three ways to form groups; all later code sees only groups
 (McMahan et al. 2018, section 3).
 """
 
@@ -21,10 +21,10 @@ from fedpriv.support.checks import hold_plain_numbers
 FloatVector = npt.NDArray[np.float64]
 Scalar = TypeVar("Scalar", bound=np.generic)
 Tensors = Mapping[str, npt.NDArray[np.generic]]
-Parts = Mapping[str, tuple[str, ...]]  # names of tensors, by name of the part
+Parts = Mapping[str, tuple[str, ...]]  # the tensor names of each part, by part name
 
-SMALLEST_CLIPPING_NORM, LARGEST_CLIPPING_NORM = 1e-30, 1e30  # float32 can be clipped to these
-_BITS = 24  # of a clipping norm, in steps: the precision of float32
+SMALLEST_CLIPPING_NORM, LARGEST_CLIPPING_NORM = 1e-30, 1e30  # within float32's range
+_BITS = 24  # a clipping norm has this many bits in steps: the precision of float32
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensors: Tensors) -> "Layout":
-        """Layout of `tensors`, in their order.
+        """Return the layout of `tensors`, in their order.
 
         >>> Layout.of({"weight": np.zeros((2, 3)), "bias": np.zeros(2)}).dimension
         8
@@ -54,12 +54,12 @@ class Layout:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Number of components of each tensor."""
+        """Number of components of each tensor, by name."""
         return {name: prod(shape) for name, shape in zip(self.names, self.shapes, strict=True)}
 
     @cached_property
     def slices(self) -> dict[str, slice]:
-        """Where each tensor lies in the flat vector."""
+        """Position of each tensor in the flat vector [D], by name."""
         slices, start = {}, 0
         for name, size in self.sizes.items():
             slices[name] = slice(start, start + size)
@@ -72,10 +72,13 @@ class Layout:
         return sum(self.sizes.values())
 
     def flatten(self, tensors: Tensors) -> FloatVector:
-        """Concatenate `tensors` to a new float64 vector [D]; exact for float16, 32 and 64."""
+        """Concatenate `tensors` into a new float64 vector [D]; exact for float16, 32 and 64.
+
+        Raises InvalidValueError if a name, shape or dtype differs from the layout.
+        """
         if set(tensors) != set(self.names):
-            odd = sorted(set(tensors) ^ set(self.names))
-            raise InvalidValueError(f"tensors {odd} are missing or unknown; legal is {self.names}")
+            wrong = sorted(set(tensors) ^ set(self.names))
+            raise InvalidValueError(f"tensors {wrong} are missing or unknown; legal: {self.names}")
         vector = np.empty(self.dimension)
         for name, view in self.unflatten(vector).items():
             tensor = np.asarray(tensors[name])
@@ -88,7 +91,7 @@ class Layout:
         return vector
 
     def unflatten(self, vector: npt.NDArray[Scalar]) -> dict[str, npt.NDArray[Scalar]]:
-        """Split a vector [D] into named views of it; inverse of `flatten`."""
+        """Split a vector [D] into named views of its memory; the inverse of `flatten`."""
         if vector.shape != (self.dimension,):
             raise InvalidValueError(
                 f"vector has shape {list(vector.shape)}; it must be [{self.dimension}]"
@@ -100,7 +103,7 @@ class Layout:
 
 
 def granularity(clipping_norm: float) -> float:
-    """γ, the largest power of two that is at most S·2^-24: one step of a contribution.
+    """Return γ, the largest power of two up to S·2^-24: one step of a contribution.
 
     >>> granularity(1.5) == 2.0**-24
     True
@@ -109,17 +112,17 @@ def granularity(clipping_norm: float) -> float:
 
 
 def squared_bound(clipping_norm: float) -> int:
-    """B = ⌊(S/γ)²⌋, exactly; from 2^48 to 2^50. Integers a with Σaᵢ² ≤ B have γ·‖a‖₂ ≤ S."""
+    """Return B = ⌊(S/γ)²⌋ exactly, from 2^48 to 2^50. If Σaᵢ² ≤ B for integers a, γ·‖a‖₂ ≤ S."""
     # The quotient is exact, since γ is a power of two.
-    above, below = (clipping_norm / granularity(clipping_norm)).as_integer_ratio()
-    return above * above // (below * below)
+    numerator, denominator = (clipping_norm / granularity(clipping_norm)).as_integer_ratio()
+    return numerator * numerator // (denominator * denominator)
 
 
 @dataclass(frozen=True)
 class VectorGroup:
-    """Tensors v_1…v_m that are clipped as the one vector u = (v_1/α_1, …, v_m/α_m)."""
+    """Tensors v_1…v_m that are clipped together, as one vector u = (v_1/α_1, …, v_m/α_m)."""
 
-    name: str  # of the group in the ledger
+    name: str  # the ledger records the group under this name
     tensors: tuple[str, ...]  # their names
     clipping_norm: float  # S_g, the bound on ‖u‖₂
     scales: tuple[float, ...]  # α_j > 0 of each tensor; all 1 unless the group is clipped jointly
@@ -127,7 +130,7 @@ class VectorGroup:
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
         if not self.tensors:
-            raise InvalidValueError(f"group {self.name!r} has no tensors; it must have some")
+            raise InvalidValueError(f"group {self.name!r} has no tensors; it must have one")
         if not SMALLEST_CLIPPING_NORM <= self.clipping_norm <= LARGEST_CLIPPING_NORM:
             raise InvalidValueError(
                 f"clipping_norm of group {self.name!r} is {self.clipping_norm}; it must be "
@@ -146,51 +149,51 @@ class VectorGroup:
 
     @classmethod
     def single(cls, name: str, clipping_norm: float) -> "VectorGroup":
-        """One tensor that has the name of its group."""
+        """Return a group of one tensor, with the same name."""
         return cls(name, (name,), clipping_norm, (1.0,))
 
     @property
     def granularity(self) -> float:
-        """γ_g, one step of the integers that users contribute, in the units of u."""
+        """γ_g, the size of one step of a contribution, in the units of u."""
         return granularity(self.clipping_norm)
 
     @property
     def squared_bound(self) -> int:
-        """B_g, the most that the squares of one user's integers add up to."""
+        """B_g, the largest sum of squares of one user's integers."""
         return squared_bound(self.clipping_norm)
 
     def dimension(self, layout: Layout) -> int:
-        """Number of components d_g."""
+        """Return d_g, the number of components."""
         return sum(layout.sizes[tensor] for tensor in self.tensors)
 
 
 def check_partition(layout: Layout, groups: tuple[VectorGroup, ...]) -> None:
     """Raise InvalidValueError unless every tensor is in exactly one group and names are unique."""
-    named = Counter(tensor for group in groups for tensor in group.tensors)
+    counts = Counter(tensor for group in groups for tensor in group.tensors)
     for tensor in layout.names:
-        if named[tensor] != 1:
+        if counts[tensor] != 1:
             raise InvalidValueError(
-                f"tensor {tensor!r} is in {named[tensor]} vector groups; it must be in one"
+                f"tensor {tensor!r} is in {counts[tensor]} vector groups; it must be in one"
             )
-    unknown = sorted(set(named) - set(layout.names))
+    unknown = sorted(set(counts) - set(layout.names))
     if unknown:
         raise InvalidValueError(f"vector groups name {unknown}; the tensors are {layout.names}")
     if len({group.name for group in groups}) != len(groups):
         raise InvalidValueError(f"names of vector groups {[g.name for g in groups]} are not unique")
 
 
-# Ways of making groups.
+# Ways to form groups.
 
 
 def flat(layout: Layout, clipping_norm: float) -> tuple[VectorGroup, ...]:
-    """One group that holds everything."""
+    """Return one group that holds every tensor."""
     return joint(layout, clipping_norm, dict.fromkeys(layout.names, 1.0))
 
 
 def joint(
     layout: Layout, clipping_norm: float, scales: Mapping[str, float]
 ) -> tuple[VectorGroup, ...]:
-    """One group that holds everything, tensor j measured in units of its scale α_j > 0."""
+    """Return one group that holds every tensor j, in units of its scale α_j > 0."""
     check_names("scales and tensors", scales, layout.names)
     ordered = tuple(scales[name] for name in layout.names)
     return (VectorGroup("update", layout.names, clipping_norm, ordered),)
@@ -199,7 +202,10 @@ def joint(
 def per_layer(
     layout: Layout, parts: Parts, clipping_norms: Mapping[str, float]
 ) -> tuple[VectorGroup, ...]:
-    """One group per part, e.g. of `layers`, each with its own norm, e.g. of `equal_split`."""
+    """Return one group per part, each with its own clipping norm.
+
+    `layers` gives parts, and `equal_split` and `split_by_dimension` give norms.
+    """
     check_names("clipping norms and parts", clipping_norms, parts)
     groups = tuple(
         VectorGroup(name, tensors, clipping_norms[name], (1.0,) * len(tensors))
@@ -210,7 +216,7 @@ def per_layer(
 
 
 def layers(layout: Layout) -> dict[str, tuple[str, ...]]:
-    """Tensors by layer: the part of the name before the last dot.
+    """Group tensor names by layer, the part of the name before the last dot.
 
     >>> layers(Layout(("fc.weight", "fc.bias", "scale"), ((2, 2), (2,), ())))
     {'fc': ('fc.weight', 'fc.bias'), 'scale': ('scale',)}
@@ -223,24 +229,24 @@ def layers(layout: Layout) -> dict[str, tuple[str, ...]]:
 
 
 def equal_split(parts: Parts, clipping_norm: float) -> dict[str, float]:
-    """S_g = S/√G, so that Σ S_g² = S²."""
+    """Return S_g = S/√G for each part, so that Σ S_g² = S²."""
     return {name: clipping_norm / math.sqrt(len(parts)) for name in parts}
 
 
 def split_by_dimension(layout: Layout, parts: Parts, clipping_norm: float) -> dict[str, float]:
-    """S_g = S·√(d_g/D), so that Σ S_g² = S² and every component has the same share."""
+    """Return S_g = S·√(d_g/D): Σ S_g² = S², and every component has the same share."""
     dimensions = {name: sum(layout.sizes[t] for t in tensors) for name, tensors in parts.items()}
     total = layout.dimension
     return {name: clipping_norm * math.sqrt(d / total) for name, d in dimensions.items()}
 
 
 def scales_by_dimension(layout: Layout) -> dict[str, float]:
-    """Scales α_j ∝ d_j^(−1/4): the least noise in all, if all tensors' updates are equally long.
+    """Return scales α_j ∝ d_j^(−1/4), which minimise the total noise for updates of equal norms.
 
     At noise multiplier z, tensor j gets noise of energy d_j·(zSα_j)². Users whose tensors all have
-    norm v need S² = v²·Σ 1/α_j² not to be clipped. The product Σ d_j·α_j² · Σ 1/α_j² is least for
+    norm v remain unclipped if S² = v²·Σ 1/α_j². The product Σ d_j·α_j² · Σ 1/α_j² is minimal for
     α_j² ∝ 1/√d_j (Cauchy–Schwarz). The scales are normalised to Σ d_j·α_j² = D, so that joint
-    clipping adds as much noise in all as flat clipping at the same S.
+    clipping adds as much total noise as flat clipping with the same S.
     """
     sizes = {name: max(size, 1) for name, size in layout.sizes.items()}
     energy = math.fsum(math.sqrt(size) for size in sizes.values())
@@ -249,7 +255,7 @@ def scales_by_dimension(layout: Layout) -> dict[str, float]:
 
 
 def check_names(what: str, given: Mapping[str, object], wanted: Iterable[str]) -> None:
-    """Raise InvalidValueError unless these are the names that are wanted."""
-    odd = sorted(set(given) ^ set(wanted))
-    if odd:
-        raise InvalidValueError(f"{what} differ in {odd}; each of {list(wanted)} needs one")
+    """Raise InvalidValueError unless the keys of `given` are exactly the wanted names."""
+    unexpected = sorted(set(given) ^ set(wanted))
+    if unexpected:
+        raise InvalidValueError(f"{what} differ in {unexpected}; each of {list(wanted)} needs one")

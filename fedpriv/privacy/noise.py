@@ -1,30 +1,32 @@
-"""Randomness and noise: keys, the pseudorandom words made of them, and exact Gaussian noise.
+"""Randomness and noise: keys, pseudorandom words from keys, and exact Gaussian noise.
 
-No generator keeps state between draws. A draw asks an `Entropy` for a key of 32 bytes, gives it to
+No generator keeps state between draws. A draw gets a 32-byte key from an `Entropy`, passes it to
 one pure function, and never uses it again:
 
     sampling.draw(entropy.key("sampling/run-7/12/0"))         # run, round, attempt
     rounded_gaussian(entropy.key("noise/run-7/12/0"), d, sigma)
 
 The purpose names the draw. Cohorts ("sampling/…"), noise ("noise/…") and local training
-("local/…") have separate purposes, so that what a node learns about its own training randomness
-says nothing about the cohort or the noise. No purpose may be used for two draws (each vector group
-has its own): noise drawn twice from one key cancels in the difference of the two releases.
+("local/…") have separate purposes, so that a node's training randomness reveals nothing about the
+cohort or the noise. Each purpose is for one draw only (each vector group has its own): noise drawn
+twice from one key cancels in the difference of the two releases.
 
-What is released is a whole number of steps of γ, the granularity of a vector group:
+A release is a whole number of steps of γ, the granularity of a vector group:
 
     γ·(Σa + K),  K = round(η/γ),  η ~ N(0, σ²).
 
 Since Σa is whole, Σa + round(η/γ) = round(Σa + η/γ): rounding is post-processing of the continuous
-Gaussian mechanism, whose analysis holds verbatim. No digit is left that could tell two sums apart
-(Mironov 2012, "On significance of the least significant bits for differential privacy").
+Gaussian mechanism, whose analysis applies unchanged. No low-order digits remain that could
+distinguish two sums (Mironov 2012, "On significance of the least significant bits for differential
+privacy").
 
-K has the law of the rounded normal itself, not of a floating-point approximation. The normals of
-Box and Muller 1958 are functions of two uniform real numbers, whose bits are read from a keystream:
-64 of them at first. float64 gives a normal within an error band. If all numbers in the band round
-to one integer, that is K; if not, further bits are read, and intervals of growing precision enclose
-the normal until they round to one integer (Ziv 1991, "Fast evaluation of elementary mathematical
-functions with correctly rounded last bit"). So K is the same on all processors.
+K has exactly the law of the rounded normal, not that of a floating-point approximation. The normals
+of Box and Muller 1958 are functions of two uniform real numbers, whose bits come from a keystream:
+64 bits of each at first. float64 gives a normal within an error band. If all numbers in the band
+round to one integer, K is that integer. Otherwise the draw reads further bits, and intervals of
+growing precision enclose the normal until they round to one integer (Ziv 1991, "Fast evaluation of
+elementary mathematical functions with correctly rounded last bit"). So K is the same on all
+processors.
 """
 
 import hmac
@@ -49,7 +51,7 @@ _AES_BLOCK_BYTES = 16
 class Entropy(ABC):
     """A source of keys."""
 
-    randomness: ClassVar[Randomness]  # what the ledger records about this source
+    randomness: ClassVar[Randomness]  # the ledger's name for this source
 
     @abstractmethod
     def key(self, purpose: str) -> bytes:
@@ -58,7 +60,7 @@ class Entropy(ABC):
 
 @dataclass(frozen=True)
 class OperatingSystemEntropy(Entropy):
-    """Keys of the operating system's CSPRNG, for releases: each is fresh, whatever its purpose."""
+    """Keys from the operating system's CSPRNG, for releases; every key is fresh."""
 
     randomness: ClassVar[Randomness] = Randomness.OPERATING_SYSTEM
 
@@ -69,11 +71,11 @@ class OperatingSystemEntropy(Entropy):
 
 @dataclass(frozen=True)
 class SeededEntropy(Entropy):
-    """Keys that are a function of a seed, so that a run can be repeated; not for releases.
+    """Keys that are a function of a seed, so that a run is reproducible; not for releases.
 
     The guarantee is **void for anyone who knows or guesses the seed**: they can compute the cohort
     and subtract the noise. The key is HMAC-SHA-256 (RFC 2104) of the purpose, keyed with the seed's
-    hexadecimal digits, and the same on every machine.
+    hexadecimal digits, and is the same on every machine.
     """
 
     seed: int  # ≥ 0, of any size
@@ -91,23 +93,24 @@ class SeededEntropy(Entropy):
 
 
 def keystream(key: bytes, size: int, *, stream: int = 0, start: int = 0) -> NDArray[np.uint8]:
-    """Bytes `start` to `start + size` of one of the 2^64 pseudorandom streams of a key.
+    """Return bytes `start` to `start + size` of one of the 2^64 pseudorandom streams of a key.
 
     The bytes are AES-256 in counter mode (NIST SP 800-38A, section 6.5) with the initial counter
     stream·2^64, so streams do not overlap. A key is for one draw, so no nonce is needed.
 
-    The key is 32 secret bytes, which no error message contains; start + size ≤ 2^68.
+    The key is 32 secret bytes; error messages never contain it. start + size ≤ 2^68. Raises
+    InvalidValueError for arguments outside these ranges.
     """
     if len(key) != _KEY_BYTES:
         raise InvalidValueError(f"the key has {len(key)} bytes; it must have {_KEY_BYTES}")
     if not 0 <= stream < 2**64:
         raise InvalidValueError(f"stream is {stream}; it must be in [0, 2^64)")
     if size < 0 or start < 0 or start + size > _AES_BLOCK_BYTES * 2**64:
-        found = f"size is {size} and start {start}"
-        raise InvalidValueError(f"{found}; they must not be negative or pass 2^68 bytes")
+        sizes = f"size is {size} and start {start}"
+        raise InvalidValueError(f"{sizes}; they must not be negative or pass 2^68 bytes")
     first_block, skip = divmod(start, _AES_BLOCK_BYTES)
     counter = ((stream << 64) + first_block).to_bytes(_AES_BLOCK_BYTES, "big")
-    # The cipher asks for almost one block of room behind what it writes.
+    # The cipher requires almost one block of space after its output.
     buffer = np.empty(skip + size + _AES_BLOCK_BYTES - 1, np.uint8)
     encryptor = Cipher(algorithms.AES(key), modes.CTR(counter)).encryptor()
     encryptor.update_into(bytes(skip + size), buffer.data)
@@ -115,7 +118,7 @@ def keystream(key: bytes, size: int, *, stream: int = 0, start: int = 0) -> NDAr
 
 
 def words(key: bytes, count: int, *, stream: int = 0, start: int = 0) -> NDArray[np.uint64]:
-    """Words `start` to `start + count` of a `keystream`: its bytes as little-endian integers.
+    """Return words `start` to `start + count` of a `keystream`, as little-endian integers.
 
     They are uint64 [count], uniform on [0, 2^64) to anyone who does not know the key.
     """
@@ -125,26 +128,26 @@ def words(key: bytes, count: int, *, stream: int = 0, start: int = 0) -> NDArray
 
 _Interval = tuple[tuple[int, ...], tuple[int, ...]]  # both ends, in the format of mpmath's `libmp`
 
-LARGEST_STDDEV = 2.0**40  # in steps; beyond, float64 would leave too many normals undecided
+LARGEST_STDDEV = 2.0**40  # in steps; beyond it, float64 leaves too many normals undecided
 
-# Even, because normals come in pairs; words and normals of a block stay in a core's cache.
+# Even, because normals come in pairs; a block's words and normals fit in a core's cache.
 _BLOCK = 1 << 14
 _WORDS, _MORE_BITS = 0, 1  # streams of a key
-_MORE_BYTES = 1 << 12  # of the second stream, for each word of the first
+_MORE_BYTES = 1 << 12  # bytes of the second stream for each word of the first
 
-# The error of `_box_muller` where u ≥ 2^-20 and R ≥ 2^-7, and hence R < 5.27, against the normal of
-# all bits. Let v = 2^-53, and let logarithms be off by 4 units in the last place, tangents by 8.
+# The error of `_box_muller` against the normal of all bits, for u ≥ 2^-20 and R ≥ 2^-7, hence
+# R < 5.27. Let v = 2^-53, and let logarithms be off by 4 units in the last place, tangents by 8.
 # * u is off by 2^-65, half of its last bit, and by two roundings. R = √(−2 ln u) has the derivative
 #   −1/(uR), so R is off by (2^-65/u + 2·v)/R + 5·v·R, which is below 2.9e-14 at R = 2^-7 and below
 #   9e-15 at u = 2^-20.
 # * θ is off by 1.1e-15, its sine and cosine by 16·v for the tangent and 5·v for roundings: 3.5e-15,
 #   times R.
 # Both together stay below 3e-14. The product with σ/γ adds 6e-16, and so does the sum with an
-# offset; the band has as much again to spare. `tests/privacy/test_noise.py` measures the functions.
-# That sum also adds 2^-54 whatever σ/γ is, half a unit in the last place of an offset of ½.
-# Where R < 2^-7, ln u is off by (2^-65 + 2·v)·(1 + 2^-14), as u > 1 - 2^-15; and roots of squares
-# that differ by d differ by at most d over either root. So the radius, R as computed, is off by
-# (2^-64 + 4·v)·(1 + 2^-14)/R, which is below 2^-50/R, and by the other terms, as above.
+# offset; the band has the same margin again. `tests/privacy/test_noise.py` measures the functions.
+# For every σ/γ that sum also adds 2^-54, half a unit in the last place of an offset of ½.
+# If R < 2^-7, ln u is off by (2^-65 + 2·v)·(1 + 2^-14), since u > 1 - 2^-15; and roots of squares
+# that differ by d differ by at most d over either root. So the computed radius R is off by
+# (2^-64 + 4·v)·(1 + 2^-14)/R, which is below 2^-50/R, plus the other terms above.
 _BAND = 2.0**-44
 _BAND_BY_RADIUS = 2.0**-50
 _OFFSET_BAND = 2.0**-52
@@ -155,22 +158,23 @@ _LEAST_RADIUS = 2.0**-7
 def rounded_gaussian(
     key: bytes, count: int, stddev: float, offsets: NDArray[np.float64] | None = None
 ) -> NDArray[np.int64]:
-    """Independent normals of mean 0 and a standard deviation, each rounded to an integer.
+    """Return independent normals of mean 0 and the given stddev, each rounded to an integer.
 
-    With offsets, float64 [count] in [−½, ½], each is rounded after its offset is added: the same
-    normal for every offset, so that what is added may depend on other draws.
+    With offsets, float64 [count] in [−½, ½], each normal is rounded after its offset is added. The
+    normal does not depend on the offset, so offsets may depend on other draws.
 
     Guarantees, for an observer who cannot tell AES-256 from random bits:
 
-    * each integer k has exactly the probability Φ((k + ½)/σ) − Φ((k − ½)/σ), however far from 0;
-      at an offset o, that of k − o;
+    * each integer k has exactly the probability Φ((k + ½)/σ) − Φ((k − ½)/σ), at any distance from
+      0; with an offset o, it has that of k − o;
     * the integers depend on key, stddev and offsets alone and are the same on every processor;
-    * the first m of them are the same for every count ≥ m, and do not depend on the block size.
+    * the first m integers are the same for every count ≥ m and do not depend on the block size.
 
-    A normal that the band does not decide costs as much as thousands of others. These are one in
-    65,000 at σ = 2^27, and proportionally more or fewer elsewhere, down to one in a million.
+    A normal that the error band leaves undecided costs as much as thousands of others. This affects
+    one in 65,000 at σ = 2^27, and proportionally more or fewer elsewhere, down to one in a million.
 
-    The key is 32 secret bytes, used for nothing else; σ is from 0, which gives zeros, to 2^40.
+    The key is 32 secret bytes and has no other use; σ is from 0, which gives zeros, to 2^40. The
+    result is int64 [count]. Raises InvalidValueError for arguments outside these ranges.
     """
     if count < 0:
         raise InvalidValueError(f"count is {count}; it must not be negative")
@@ -188,8 +192,8 @@ def rounded_gaussian(
     rounded = np.zeros(count + count % 2, np.int64)
     for start in range(0, count, _BLOCK):
         block = rounded[start : start + _BLOCK]
-        drawn = words(key, block.size, stream=_WORDS, start=start)
-        normals, radii = _box_muller(drawn)
+        uniforms = words(key, block.size, stream=_WORDS, start=start)
+        normals, radii = _box_muller(uniforms)
         normals *= stddev
         if offsets is not None:
             added = offsets[start : start + _BLOCK]
@@ -197,33 +201,33 @@ def rounded_gaussian(
         nearest = np.rint(normals)
         block[:] = nearest
         normals -= nearest
-        for place in _undecided(normals, radii, drawn, stddev, offset_band):
+        for place in _undecided(normals, radii, uniforms, stddev, offset_band):
             pair, at = place - place % 2, start + place
-            first, second = (int(word) for word in drawn[pair : pair + 2])
+            first, second = (int(word) for word in uniforms[pair : pair + 2])
             offset = 0.0 if offsets is None or at >= count else float(offsets[at])
             block[place] = _exactly(key, start + pair, (first, second), place % 2, stddev, offset)
     return rounded[:count]
 
 
-def _box_muller(drawn: NDArray[np.uint64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Normals [n] of an even number of words, and their radii [n/2], within `_BAND`.
+def _box_muller(uniforms: NDArray[np.uint64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Convert an even number of words to normals [n] and radii [n/2], within `_BAND`.
 
-    Words 2i and 2i + 1 give R·cos θ and R·sin θ, R = √(−2 ln u), where u is the first word over
-    2^64, and θ/2π the second over 2^64, read as a signed integer.
+    Words 2i and 2i + 1 give R·cos θ and R·sin θ with R = √(−2 ln u). Here u is the first word over
+    2^64, and θ/2π is the second, as a signed integer, over 2^64.
     """
-    radius = drawn[0::2].astype(np.float64)
+    radius = uniforms[0::2].astype(np.float64)
     radius *= 2.0**-64
     radius += 2.0**-65
     np.log(radius, out=radius)
     radius *= -2.0
     np.sqrt(radius, out=radius)
-    # With t = tan(θ/2), cos θ = (1 − t²)/(1 + t²) and sin θ = 2t/(1 + t²): one tangent for a
-    # sine and a cosine, and NumPy's is up to nine times as fast as either.
-    tangent = drawn.view(np.int64)[1::2] * (math.pi / 2**64)
+    # With t = tan(θ/2), cos θ = (1 − t²)/(1 + t²) and sin θ = 2t/(1 + t²): one tangent replaces a
+    # sine and a cosine, and NumPy's tangent is up to nine times as fast as either.
+    tangent = uniforms.view(np.int64)[1::2] * (math.pi / 2**64)
     np.tan(tangent, out=tangent)
     square = tangent * tangent
     scaled = radius / (1.0 + square)
-    normals = np.empty(drawn.size)
+    normals = np.empty(uniforms.size)
     np.multiply(scaled, 1.0 - square, out=normals[0::2])
     tangent *= 2.0
     np.multiply(scaled, tangent, out=normals[1::2])
@@ -233,35 +237,35 @@ def _box_muller(drawn: NDArray[np.uint64]) -> tuple[NDArray[np.float64], NDArray
 def _undecided(
     off: NDArray[np.float64],
     radii: NDArray[np.float64],
-    drawn: NDArray[np.uint64],
+    uniforms: NDArray[np.uint64],
     stddev: float,
     offset_band: float = 0.0,
 ) -> list[int]:
-    """Places of the normals whose band may contain the middle between two integers.
+    """Return the indices of normals whose band may contain the midpoint between two integers.
 
-    `off` [n] is the distance of each from its nearest integer, `radii` [n/2] are those of pairs,
-    before scaling by σ, and `drawn` [n] the words that they were made of.
+    `off` [n] is the distance of each normal from its nearest integer, `radii` [n/2] are the radii
+    of the pairs before scaling by σ, and `uniforms` [n] are the words the normals come from.
     """
     if stddev == 0.0:
         return []
     pairs = np.abs(off, out=off).reshape(-1, 2)
-    doubtful = pairs >= 0.5 - (stddev * _BAND + offset_band)
-    # These comparisons are made so that NaN, which no word gives, would be in doubt.
-    short = ~(radii >= _LEAST_RADIUS)
-    with np.errstate(divide="ignore"):  # R is -0 where float64 takes u for 1
-        bands = stddev * (_BAND + _BAND_BY_RADIUS / np.abs(radii[short])) + offset_band
-    doubtful[short] = ~(pairs[short] < 0.5 - bands[:, np.newaxis])
-    doubtful[drawn[0::2] < np.uint64(_LEAST_WORD)] = True
-    return np.flatnonzero(doubtful).tolist()
+    undecided = pairs >= 0.5 - (stddev * _BAND + offset_band)
+    # These comparisons are written so that NaN, which no word gives, counts as undecided.
+    small = ~(radii >= _LEAST_RADIUS)
+    with np.errstate(divide="ignore"):  # R is -0 if float64 rounds u to 1
+        bands = stddev * (_BAND + _BAND_BY_RADIUS / np.abs(radii[small])) + offset_band
+    undecided[small] = ~(pairs[small] < 0.5 - bands[:, np.newaxis])
+    undecided[uniforms[0::2] < np.uint64(_LEAST_WORD)] = True
+    return np.flatnonzero(undecided).tolist()
 
 
 def _exactly(
     key: bytes, number: int, pair: tuple[int, int], which: int, stddev: float, offset: float
 ) -> int:
-    """One normal of a pair, rounded with its offset, from as many bits as it takes.
+    """Return one normal of a pair, rounded with its offset, from as many bits as needed.
 
-    The pair's words, of which the first has this number in its stream, are the first bits of u and
-    of θ/2π; `which` is 0 for the cosine and 1 for the sine.
+    The words in `pair` are the first bits of u and of θ/2π; `number` is the index of the first word
+    in its stream. `which` is 0 for the cosine and 1 for the sine.
     """
     first, second = pair
     turn = second - (1 << 64) if second >= 1 << 63 else second
@@ -283,26 +287,26 @@ def _exactly(
 def _enclosed(
     u: int, turn: int, bits: int, which: int, stddev: float, offset: float
 ) -> tuple[int, int]:
-    """Both ends, rounded, of the interval that holds normal plus offset whatever the unread bits.
+    """Return both rounded ends of the interval of normal plus offset over all unread bits.
 
-    `u` and `turn` are the first bits of u and, with its sign, of θ/2π, as integers.
+    `u` holds the first bits of u, and `turn` those of θ/2π with its sign, as integers.
     """
     if u == 0:  # its logarithm is unbounded
         return -1, 1
     precision = bits + 64
     logarithm = libmp.mpi_log(_between(u, bits), precision)
     radius = libmp.mpi_sqrt(libmp.mpi_mul(_exact(-2.0), logarithm, precision), precision)
-    whole = libmp.mpi_mul(_exact(2.0), _pi(precision), precision)
-    angle = libmp.mpi_mul(whole, _between(turn, bits), precision)
-    wave = libmp.mpi_cos_sin(angle, precision)[which]
-    scaled = libmp.mpi_mul(libmp.mpi_mul(radius, wave, precision), _exact(stddev), precision)
-    moved = libmp.mpi_add(scaled, _exact(offset), precision)
-    low, high = libmp.mpi_add(moved, _exact(0.5), precision)
+    two_pi = libmp.mpi_mul(_exact(2.0), _pi(precision), precision)
+    angle = libmp.mpi_mul(two_pi, _between(turn, bits), precision)
+    unit = libmp.mpi_cos_sin(angle, precision)[which]
+    scaled = libmp.mpi_mul(libmp.mpi_mul(radius, unit, precision), _exact(stddev), precision)
+    shifted = libmp.mpi_add(scaled, _exact(offset), precision)
+    low, high = libmp.mpi_add(shifted, _exact(0.5), precision)
     return int(libmp.to_int(low, libmp.round_floor)), int(libmp.to_int(high, libmp.round_floor))
 
 
 def _between(head: int, bits: int) -> _Interval:
-    """The interval of the numbers in [0, 1) or [−½, ½) that begin with these bits."""
+    """Return the interval of the numbers in [0, 1) or [−½, ½) that start with these bits."""
     return libmp.from_man_exp(head, -bits), libmp.from_man_exp(head + 1, -bits)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedpriv.errors import LedgerError
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.participation import SERIES_KEYS, Head, ParticipationRecord, beside
+from fedpriv.ledger.participation import SERIES_KEYS, Head, ParticipationRecord, record_path
 from fedpriv.support.disk import writing
 
 
@@ -23,8 +23,8 @@ class _Pair:
     def open(cls, path: Path) -> Iterator["_Pair"]:
         with ExitStack() as stack:
             ledger, record = stack.enter_context(Ledger.open(path)), None
-            if beside(path).exists():
-                record = stack.enter_context(ParticipationRecord.open(beside(path)))
+            if record_path(path).exists():
+                record = stack.enter_context(ParticipationRecord.open(record_path(path)))
             ledger.verify(record)
             yield cls(ledger, record)
 
@@ -36,7 +36,7 @@ def back_up(ledger: Path, to: Path) -> Head:
     Of a series of rounds that is under way the copy has no key: what goes on from it never draws
     the noise of the original once more.
     """
-    for path in (to, beside(to)):
+    for path in (to, record_path(to)):
         if path.exists():
             raise LedgerError(f"{path} exists already; it is not overwritten")
     with writing(to.parent):
@@ -44,9 +44,9 @@ def back_up(ledger: Path, to: Path) -> Head:
     with _Pair.open(ledger) as pair, ExitStack() as stack:
         if pair.record is not None:
             # No cohort is recorded meanwhile; one that is recorded may still be charged.
-            other = stack.enter_context(ParticipationRecord.open(beside(ledger)))
+            other = stack.enter_context(ParticipationRecord.open(record_path(ledger)))
             stack.enter_context(other.database.transaction())
-            pair.record.database.copy(beside(to), without=SERIES_KEYS)
+            pair.record.database.copy(record_path(to), without=SERIES_KEYS)
         pair.ledger.database.copy(to)  # last: a ledger without its record would be half a backup
     with Ledger.open(to) as copy:
         return copy.head
@@ -65,8 +65,8 @@ def restore(backup: Path, path: Path, *, older: bool) -> tuple[Head, list[str]]:
         if path.exists():
             ledger = stack.enter_context(Ledger.open(path))
             stack.enter_context(ledger.database.transaction())
-        if beside(path).exists():
-            record = stack.enter_context(ParticipationRecord.open(beside(path)))
+        if record_path(path).exists():
+            record = stack.enter_context(ParticipationRecord.open(record_path(path)))
             stack.enter_context(record.database.transaction())
         missing = _missing(kept.ledger, ledger, record)
         if missing and not older:
@@ -77,12 +77,12 @@ def restore(backup: Path, path: Path, *, older: bool) -> tuple[Head, list[str]]:
             )
         if missing and record is not None and kept.record is None:
             raise LedgerError(
-                f"{beside(backup)} is missing; {beside(path)} knows what {backup} lacks, so both "
-                "must be restored"
+                f"{record_path(backup)} is missing; {record_path(path)} knows what {backup} lacks, "
+                "so both must be restored"
             )
         _put(kept.ledger, path, ledger)
         if kept.record is not None:
-            _put(kept.record, beside(path), record, without=SERIES_KEYS)
+            _put(kept.record, record_path(path), record, without=SERIES_KEYS)
         return kept.ledger.head, missing
 
 

@@ -19,7 +19,7 @@ from fedpriv.audit import AuditResult
 from fedpriv.errors import DataError, InvalidValueError, LedgerError
 from fedpriv.experiment.config import load_config
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.participation import ParticipationRecord, beside
+from fedpriv.ledger.participation import ParticipationRecord, record_path
 from fedpriv.report.records import RunRecord, SimulationOnlyRound, SiteTable, Verification
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
@@ -233,7 +233,7 @@ def read_run(folder: Path) -> RunRecord:
     # Before the ledger: a run that is under way charges each round before it releases it.
     results, releases, collected = run.results(), run.releases(), run.collected()
     with Ledger.open(path) as ledger:
-        cohorts = _verified(ledger, beside(path))
+        cohorts = _verified(ledger, record_path(path))
         charges = tuple(ledger.charges())
         content = LedgerContent(path, ledger.ledger_id, ledger.population_name, charges)
         head = ledger.head

@@ -36,7 +36,7 @@ from fedpriv.experiment.config import Config, FederationSection, for_folder, loa
 from fedpriv.experiment.trackers import Followers, StartedRun
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger, paid_events
-from fedpriv.ledger.participation import beside, digest_of_users
+from fedpriv.ledger.participation import digest_of_users, record_path
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.report.records import versions
@@ -432,7 +432,7 @@ def conduct(
     _tell_rounds_lost(folder, state, records)
     model = released_model(state, folder.results())
     with_room(lambda: write_atomically(folder.model, model))
-    transport.rest()
+    transport.release_resources()
     if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):
         with_room(lambda: records.participation.forget_series(plan.run))  # of one that was killed
     figures = figures if latest is state else _measured(experiment, state.model)
@@ -531,7 +531,7 @@ def run_rounds(
         check_budget(experiment, spent_in(setup.ledger, plan.population))
         setup.refuse_taken_name()
         folder.create()
-    files, budget = (setup.ledger, beside(setup.ledger)), experiment.budget
+    files, budget = (setup.ledger, record_path(setup.ledger)), experiment.budget
     with ExitStack() as stack:
         stack.enter_context(folder.held())
         opened = PrivacyRecords.open(*files, plan.population, budget, resuming=setup.resuming)

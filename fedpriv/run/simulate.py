@@ -209,9 +209,9 @@ class ObservedTransport(Transport):
         """As the simulation's transport."""
         self._transport.prepare(request)
 
-    def rest(self) -> None:
+    def release_resources(self) -> None:
         """As the simulation's transport."""
-        self._transport.rest()
+        self._transport.release_resources()
 
 
 def _signal_to_noise(

@@ -71,7 +71,7 @@ from fedpriv.ledger.events import (
     Trial,
 )
 from fedpriv.ledger.ledger import ProposedCharge
-from fedpriv.ledger.participation import beside
+from fedpriv.ledger.participation import record_path
 from fedpriv.measures.figures import ALWAYS, BETTER
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import PrivacyRecords
@@ -522,7 +522,7 @@ class _Search:
         self, run: str, event: RoundEvent, budget: PrivacyBudget, first: Experiment
     ) -> Iterator[tuple[str, float, Randomness]]:
         """Charge the search, and keep its ledger open; the charge's hash, and of the ledger ε."""
-        files = self.setup.ledger, beside(self.setup.ledger)
+        files = self.setup.ledger, record_path(self.setup.ledger)
         with PrivacyRecords.open(*files, first.plan.population, budget) as records:
             # Who is in any trial stays secret; all may be.
             users, attempt = first.plan.sampling.population, records.next_attempt(run, 1)
@@ -647,7 +647,9 @@ def _trained(
         entropy = SeededEntropy(int.from_bytes(entropy.key(plan.run)))
     with tempfile.TemporaryDirectory() as folder:
         ledger = Path(folder) / "ledger.sqlite"
-        with PrivacyRecords.open(ledger, beside(ledger), plan.population, _UNLIMITED) as records:
+        with PrivacyRecords.open(
+            ledger, record_path(ledger), plan.population, _UNLIMITED
+        ) as records:
             state, result = experiment.initial_state, None
             for each in train(plan, state, transport, records, entropy):
                 state, result = each

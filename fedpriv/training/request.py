@@ -1,6 +1,6 @@
-"""How users are reached in a round of training: a `RoundRequest` goes out over a `Transport`.
+"""The interface to users in a training round: a `Transport` takes a `RoundRequest` to them.
 
-`fedpriv.privacy.round.PartialSum`s come back.
+It returns `fedpriv.privacy.round.PartialSum`s.
 """
 
 import math
@@ -25,51 +25,51 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Rates(Protocol):
-    """A learning rate by round, such as a `fedpriv.training.optimizers.RateSchedule`."""
+    """A learning rate per round, such as a `fedpriv.training.optimizers.RateSchedule`."""
 
     def at(self, number: int) -> float:
-        """The rate in a round, from 1: a function of that number alone, which is public."""
+        """Return the rate in a round, from 1: a function of that public number alone."""
 
 
 class LocalStep(NamedTuple):
-    """Where a step of local training begins, for one of the parameters of each of C users."""
+    """The inputs of a step of local training, for one parameter of each of C users."""
 
     number: int  # of the step, from 0
-    # Of the mean loss, [C, *shape], with FedProx's term; must not be written to.
+    # Gradient of the mean loss, [C, *shape], with FedProx's term; must not be written to.
     gradient: "Tensor"
-    parameter: "Tensor"  # the user's own, [C, *shape]; must not be written to
-    # What the step before returned, [C, *shape] each and free to be overwritten; at first zeros.
+    parameter: "Tensor"  # each user's parameter, [C, *shape]; must not be written to
+    # Returned by the previous step, [C, *shape] each, initially zeros; may be overwritten.
     memory: tuple["Tensor", ...]
-    control: "Tensor"  # the server's control variate, [*shape]; 0 where the algorithm has none
-    personal: bool  # whether the parameter stays with the user: nothing of it is sent
+    control: "Tensor"  # the server's control variate, [*shape]; 0 if the algorithm has none
+    personal: bool  # whether the parameter stays with the user and is never sent
 
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """How a user trains: minibatch SGD from the round's parameters on the user's own examples.
+    """Local training: minibatch SGD from the round's parameters on the user's own examples.
 
     One step on all examples is FedSGD; the update is then −learning_rate × gradient.
 
-    A local algorithm is a frozen dataclass derived from this one. It adds fields of its own, and
-    overrides `direction`, with `memories` if it keeps anything from step to step, and `control` if
-    users send a control variate beside their update.
+    A local algorithm is a frozen dataclass derived from this one. It may add fields, and overrides
+    `direction`, `memories` if it keeps tensors from step to step, and `control` if users send a
+    control variate with their update.
 
-    Privacy: none of this is trusted. What a user sends is clipped afterwards, group by group, and
-    what an algorithm keeps begins at zero for each user in each round and is thrown away.
+    Privacy: nothing here is trusted. Each user's update is clipped afterwards, group by group. The
+    memory of an algorithm starts at zero for each user in each round and is discarded afterwards.
     """
 
-    # Step size > 0; `at` replaces a schedule by its number for a round.
+    # Step size > 0; `at` replaces a schedule by its value in a round.
     learning_rate: float | Rates
-    batch_size: int | None = None  # examples per step; None: all of a user's in one batch
-    # Exactly one is given: passes over the examples, each in a fresh order, or a number of batches.
+    batch_size: int | None = None  # examples per step; None: one batch of all of a user's examples
+    # Exactly one is set: passes over the examples, each in a fresh order, or a number of batches.
     epochs: int | None = None
     steps: int | None = None
-    momentum: float = 0.0  # heavy-ball, in [0, 1), starting from rest in every round
-    # μ ≥ 0 of FedProx (Li et al. 2020): the gradient of μ/2·‖y − x‖², by which y is drawn towards
-    # the round's parameters x, is added to that of the loss, whatever the algorithm.
+    momentum: float = 0.0  # heavy-ball, in [0, 1); the velocity starts at 0 in every round
+    # μ ≥ 0 of FedProx (Li et al. 2020): for every algorithm, the gradient of μ/2·‖y − x‖² is added
+    # to that of the loss and pulls y towards the round's parameters x.
     proximal: float = 0.0
-    # The most examples of a user that count in a round, chosen by the user's key; None: all do. It
-    # bounds the work that one user can make for a node.
+    # The most examples of a user that count in a round, chosen by the user's key; None: all count.
+    # It bounds the work that one user can cause for a node.
     max_examples: int | None = None
 
     def __post_init__(self) -> None:
@@ -84,8 +84,8 @@ class LocalTraining:
         for name in ("batch_size", "epochs", "steps", "max_examples"):
             value = getattr(self, name)
             if value is not None and not is_whole(value):
-                legal = "a whole number of at least 1"
-                raise InvalidValueError(f"{name} is {value!r}; it must be {legal}")
+                limit = "a whole number of at least 1"
+                raise InvalidValueError(f"{name} is {value!r}; it must be {limit}")
         for name, below in (("momentum", 1.0), ("proximal", math.inf)):
             value = getattr(self, name)
             if not (isinstance(value, Real) and 0.0 <= float(value) < below):
@@ -98,33 +98,34 @@ class LocalTraining:
 
     @property
     def rate(self) -> float:
-        """The learning rate as a number, which a schedule is only `at` a round."""
+        """The learning rate as a number; InvalidValueError if it is still a schedule."""
         if isinstance(self.learning_rate, int | float):
             return self.learning_rate
-        found = f"learning_rate is {self.learning_rate}"
-        raise InvalidValueError(f"{found}; a step needs its number, that of a round")
+        setting = f"learning_rate is {self.learning_rate}"
+        raise InvalidValueError(f"{setting}; a step needs its number in a round")
 
     def at(self, number: int) -> Self:
-        """Local training in a round, from 1, with the number that a schedule has there."""
+        """Return the settings for a round, from 1, with a schedule replaced by its value."""
         rate = self.learning_rate
         return replace(self, learning_rate=rate.at(number)) if isinstance(rate, Rates) else self
 
     @property
     def memories(self) -> int:
-        """How many tensors like its parameters a user keeps from step to step."""
+        """Number of tensors per parameter that a user keeps from step to step."""
         return int(self.momentum > 0.0)
 
     @property
     def control(self) -> ControlVariates | None:
-        """What users send beside their update, if they do: the first of their memories."""
+        """Control variates if users send their first memory with the update, else None."""
         return None
 
     def direction(self, step: LocalStep) -> tuple["Tensor", tuple["Tensor", ...]]:
-        """The direction [C, *shape], against which a step goes by the rate, and what to remember.
+        """Return the direction [C, *shape] of a step, and the memory for the next step.
 
-        Each user's numbers may depend on its own alone. Products and sums should be operations of
-        their own: torch may round what it fuses differently at the end of a loop over all users.
-        Here it is the velocity, velocity ← momentum · velocity + gradient.
+        A step subtracts rate × direction from the parameter. Each user's numbers may depend only on
+        that user's own. Products and sums should be separate operations: torch may round fused
+        ones differently at the end of a loop over all users. The default direction is the velocity,
+        velocity ← momentum · velocity + gradient.
         """
         if not self.momentum:
             return step.gradient, ()
@@ -134,25 +135,25 @@ class LocalTraining:
 
 @dataclass(frozen=True)
 class RoundRequest:
-    """All that a node needs to know to take part in an attempt at a round of training."""
+    """Everything a node needs to take part in an attempt at a training round."""
 
     run: str
     round: int  # from 1
     attempt: int  # at this round, from 0
     parameters: Mapping[str, npt.NDArray[np.float32]]  # in the order of the update's layout
-    clipping: Clipping  # of all that a user sends: its update, metrics and the indicator
+    clipping: Clipping  # of a user's whole contribution: update, metrics and indicator
     local: LocalTraining
     users: npt.NDArray[np.int64]  # positions of the cohort in the population, ascending; secret
-    local_key: bytes  # 32, from which nodes derive the order of examples and dropout masks
-    metrics: tuple[Metric, ...] = ()  # what users report beside their update
-    # Running statistics of normalisations at the start of the round, by name.
+    local_key: bytes  # 32 bytes; nodes derive the order of examples and dropout masks from it
+    metrics: tuple[Metric, ...] = ()  # reported by users in addition to their update
+    # Running statistics of normalisation layers at the start of the round, by name.
     statistics: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
-    # The server's control variate of each parameter, where the local algorithm has some.
+    # The server's control variate of each parameter, if the local algorithm has any.
     control: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
 
     @property
     def measured(self) -> tuple[Metric, ...]:
-        """The metrics that must be computed: all but the count of contributors, 1 for each."""
+        """The metrics to compute: all except the count of contributors, which is 1 per user."""
         return tuple(metric for metric in self.metrics if metric != CONTRIBUTORS)
 
 
@@ -161,11 +162,11 @@ class Transport(ABC):
 
     Guarantees of every implementation:
 
-    * each user of the request is in at most one partial sum, clipped as the groups say;
-    * what a user contributes is a function of that user's own data, the request and the user's own
-      key, to the last bit: the sum over a cohort is the sum of what each user gives alone;
+    * each user of the request is in at most one partial sum, clipped as its vector groups state;
+    * a user's contribution is a function of that user's own data, the request and the user's own
+      key, to the last bit: the sum over a cohort is the sum of what each user contributes alone;
     * a user that fails, is late, absent or malformed contributes the zero vector;
-    * nothing a user or a node does raises here;
+    * no action of a user or a node raises here;
     * users outside the request never contribute.
     """
 
@@ -173,15 +174,15 @@ class Transport(ABC):
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield the partial sums of a round, in any order; there may be none.
 
-        StoppedError means that the server was asked to stop; nothing of the round is released.
+        Raises StoppedError if the server was asked to stop; then the round releases nothing.
         """
 
     def prepare(self, request: RoundRequest) -> None:  # noqa: B027 - most need nothing
-        """Wait until a round can begin; the request has no users, who are not drawn yet.
+        """Wait until a round can begin; the request has no users yet, since none are drawn.
 
-        What this waits for, and whether it raises, may depend on nothing secret: StoppedError or
-        DeclinedError, and no round takes place.
+        The wait and the errors must not depend on anything secret. If this raises StoppedError or
+        DeclinedError, no round takes place.
         """
 
-    def rest(self) -> None:  # noqa: B027 - most need nothing
-        """Release what is kept for the next round, which may come all the same."""
+    def release_resources(self) -> None:  # noqa: B027 - most need nothing
+        """Free resources held for the next round; a next round may still follow."""

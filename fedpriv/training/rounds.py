@@ -565,7 +565,7 @@ def close_round(
     statistics = state.statistics
     if plan.statistics is not None:
         statistics = plan.statistics.moved(statistics, metrics[BATCH_NORM_METRIC])
-    control = plan.control.moved(state.control, tensors) if plan.control else state.control
+    control = plan.control.updated(state.control, tensors) if plan.control else state.control
     names = [group.name for group in plan.groups]
     result = RoundResult(
         run=plan.run,

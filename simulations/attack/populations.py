@@ -192,9 +192,9 @@ class _Meddling(Transport):
             total = np.full(request.clipping.layout.dimension, 2**40, np.int64)
             yield PartialSum("its node", 1, total, request.clipping.weight_cap)
 
-    def rest(self) -> None:
+    def release_resources(self) -> None:
         """As the honest one."""
-        self.honest.rest()
+        self.honest.release_resources()
 
 
 @dataclass(frozen=True)
@@ -207,9 +207,9 @@ class _Node(Transport):
         """Yield the sums of users, of whom each may take as long."""
         yield from (partial for _, partial in self.honest.by_chunk(request, _SECONDS))
 
-    def rest(self) -> None:
+    def release_resources(self) -> None:
         """As the one in this process."""
-        self.honest.rest()
+        self.honest.release_resources()
 
 
 def _deadline(crowd: Crowd) -> Pair:

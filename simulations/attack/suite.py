@@ -219,7 +219,7 @@ def attack(
         chosen = max(range(len(every)), key=lambda at: tests[at][0])
         final = [told(every[chosen], world) for world in worlds]
     for world in worlds:
-        world.rest()
+        world.release_resources()
     ledger = epsilon_of(paid_events(tried.charges), delta).epsilon
     found = certify(tests[chosen][1], final[0], final[1], delta)
     return Finding(kept, ledger, found, every[chosen].name)

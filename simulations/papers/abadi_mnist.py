@@ -33,7 +33,7 @@ from fedpriv.experiment.config import load_config
 from fedpriv.experiment.models import mlp
 from fedpriv.ledger import PrivacyBudget
 from fedpriv.ledger.events import RoundEvent, Unit
-from fedpriv.ledger.participation import beside
+from fedpriv.ledger.participation import record_path
 from fedpriv.privacy import PoissonSampling, PrivacyRecords, SeededEntropy
 from fedpriv.report.tables import Column, Table
 from fedpriv.run.folder import RunFolder
@@ -106,7 +106,7 @@ def projected(
     question = SecondMoments("components", "x", inputs)
     survey = Survey("components", (question,), everybody, setting.component_noise)
     budget = PrivacyBudget(setting.epsilon, DELTA, ACCOUNTANTS["tight"].upper_epsilon)
-    with PrivacyRecords.open(ledger, beside(ledger), images.name, budget) as records:
+    with PrivacyRecords.open(ledger, record_path(ledger), images.name, budget) as records:
         (answer,) = ask(survey, images.users, records, SeededEntropy(seed)).answers
     directions = PrincipalComponents.of(answer, setting.components).directions
 

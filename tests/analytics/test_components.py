@@ -18,7 +18,7 @@ from fedpriv.data import UserStore, load_digits
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.privacy import SeededEntropy
 from fedpriv.privacy.layout import squared_bound
-from fedpriv.privacy.outer_products import KEPT
+from fedpriv.privacy.outer_products import SHRINK
 from tests.analytics.people import average, exact, follows, released, survey, total
 from tests.privacy.exact import squares
 
@@ -112,20 +112,20 @@ def test_noise_is_as_large_in_every_direction_and_as_charged() -> None:
     noise = np.array(rounds) - np.array(plain)
     for direction in (np.eye(4)[0], np.full(4, 0.5), np.array([0.6, 0.0, -0.8, 0.0])):
         along = np.einsum("i,rij,j->r", direction, noise, direction)
-        assert follows(along, 1.3 / 200.0 / KEPT)
+        assert follows(along, 1.3 / 200.0 / SHRINK)
 
 
 def test_a_matrix_is_what_its_vector_says() -> None:
-    # (M_11, M_22, M_33, then √2 times M_12, M_13, M_23), all times KEPT.
+    # (M_11, M_22, M_33, then √2 times M_12, M_13, M_23), all times SHRINK.
     matrix = np.array([[0.5, 0.1, -0.2], [0.1, 0.3, 0.05], [-0.2, 0.05, 0.2]])
-    vector = KEPT * np.array([0.5, 0.3, 0.2, *(math.sqrt(2.0) * np.array([0.1, -0.2, 0.05]))])
+    vector = SHRINK * np.array([0.5, 0.3, 0.2, *(math.sqrt(2.0) * np.array([0.1, -0.2, 0.05]))])
     answer = SecondMoments("m", "x", 3).answer(vector, 0.01, survey(10).sampling)
     np.testing.assert_allclose(answer.value, matrix)
-    assert np.linalg.norm(vector) == pytest.approx(KEPT * np.linalg.norm(matrix))
+    assert np.linalg.norm(vector) == pytest.approx(SHRINK * np.linalg.norm(matrix))
     # Noise of N(0, s²) in each number of the vector is s, or s/√2, in each of the matrix.
     diagonal = np.eye(3, dtype=bool)
-    np.testing.assert_allclose(answer.noise_stddev[diagonal], 0.01 / KEPT)
-    np.testing.assert_allclose(answer.noise_stddev[~diagonal], 0.01 / KEPT / math.sqrt(2.0))
+    np.testing.assert_allclose(answer.noise_stddev[diagonal], 0.01 / SHRINK)
+    np.testing.assert_allclose(answer.noise_stddev[~diagonal], 0.01 / SHRINK / math.sqrt(2.0))
 
 
 @pytest.mark.slow

@@ -185,7 +185,7 @@ class Told(Transport):
     def prepare(self, request: RoundRequest) -> None:
         self.calls.append(f"prepare round {request.round}")
 
-    def rest(self) -> None:
+    def release_resources(self) -> None:
         self.calls.append("rest")
 
 
@@ -203,7 +203,7 @@ def test_users_are_asked_without_canaries_and_canaries_answer_beside_them(places
     (drawn,) = seen
     assert drawn.tolist() == [0, 1, 9]
     transport.prepare(asked)
-    transport.rest()
+    transport.release_resources()
     assert inner.calls == ["prepare round 3", "rest"]
 
 

@@ -419,7 +419,7 @@ class Passes:
 
     def charged(self, number, attempt=0):
         found = self.both.ledger.open_series("r")
-        part, series = (0, None) if found is None else (found.part, found.paid.position)
+        part, series = (0, None) if found is None else (found.part, found.charge.position)
         charge(self.both.ledger, "r", number, attempt, PASS, part, series)
 
     def played(self, number, attempt=0):

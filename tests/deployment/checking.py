@@ -9,7 +9,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from fedpriv.ledger.ledger import ChargedRow, Ledger
-from fedpriv.ledger.participation import ParticipationRecord, beside
+from fedpriv.ledger.participation import ParticipationRecord, record_path
 from fedpriv.training.rounds import checkpoints, load_checkpoint
 from simulations.loopback import Program
 from tests.deployment.digests import digest_of
@@ -46,7 +46,7 @@ def check(site: Site) -> Standing:
         return Standing({}, 0, 0)
     with (
         Ledger.open(folder.ledger) as ledger,
-        ParticipationRecord.open(beside(folder.ledger)) as participation,
+        ParticipationRecord.open(record_path(folder.ledger)) as participation,
     ):
         ledger.verify(participation)
         charges = {row.hash: row for row in ledger.charges()}

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.participation import ParticipationRecord, beside
+from fedpriv.ledger.participation import ParticipationRecord, record_path
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.simulate import run_simulation
 from simulations import federation, loopback
@@ -35,7 +35,7 @@ def test_a_federation_trains_within_its_budget_and_its_nodes_check_it(tmp_path: 
     assert all(row["simulation_only_seconds"] is None for row in rows)
     with (
         Ledger.open(folder.ledger) as ledger,
-        ParticipationRecord.open(beside(folder.ledger)) as participation,
+        ParticipationRecord.open(record_path(folder.ledger)) as participation,
     ):
         ledger.verify(participation)
         charges = list(ledger.charges())

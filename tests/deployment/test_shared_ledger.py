@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.participation import ParticipationRecord, beside
+from fedpriv.ledger.participation import ParticipationRecord, record_path
 from simulations import loopback
 from tests.deployment.sites import CONFIG
 
@@ -57,7 +57,7 @@ def test_nodes_of_two_runs_that_share_a_ledger_decline_nothing(tmp_path: Path) -
     for each in programs:
         assert "believed" not in each.text
         assert "declined" not in each.text
-    with Ledger.open(ledger) as found, ParticipationRecord.open(beside(ledger)) as record:
+    with Ledger.open(ledger) as found, ParticipationRecord.open(record_path(ledger)) as record:
         found.verify(record)
         runs = [row.run for row in found.charges()]
     assert len(runs) == 2 * ROUNDS

@@ -324,7 +324,7 @@ def test_noise_that_the_policy_has_no_analysis_of_is_refused(tmp_path: Path) -> 
     mechanism = Mechanism(
         Poisson(0.5), fedpriv.Flat(NORM), 1.0, epsilon=500.0, delta=DELTA, noise=noise
     )
-    sentence = "noise is correlated and sampling is poisson, of which there is no analysis"
+    sentence = "noise is correlated and sampling is poisson, which has no analysis"
     with (
         grid_of(dict.fromkeys(range(NODES), USUAL)) as grid,
         pytest.raises(InvalidValueError, match=sentence),

@@ -16,7 +16,7 @@ from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.errors import LedgerError
 from fedpriv.ledger.events import Randomness, RoundEvent, SumQueryEvent
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
-from fedpriv.ledger.participation import Head, ParticipationRecord, beside
+from fedpriv.ledger.participation import Head, ParticipationRecord, record_path
 
 PAGE = 4096
 
@@ -134,10 +134,10 @@ from time import sleep
 import numpy as np
 from test_copies import propose
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.participation import ParticipationRecord, beside
+from fedpriv.ledger.participation import ParticipationRecord, record_path
 
 path = Path(sys.argv[1])
-with Ledger.open(path) as ledger, ParticipationRecord.open(beside(path)) as record:
+with Ledger.open(path) as ledger, ParticipationRecord.open(record_path(path)) as record:
     for number in range(10**6):
         commitment = record.record("r", number, 0, np.arange(0, 20_000, 1 + number % 7))
         ledger.charge(propose(number, commitment, queries=1 + number % 60))
@@ -150,7 +150,7 @@ with Ledger.open(path) as ledger, ParticipationRecord.open(beside(path)) as reco
 @contextmanager
 def written_all_the_time(path):
     Ledger.open_or_create(path, "users").close()
-    ParticipationRecord.open_or_create(beside(path)).close()
+    ParticipationRecord.open_or_create(record_path(path)).close()
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, path],
         stdout=subprocess.PIPE,
@@ -174,9 +174,12 @@ def copied_while_written(tmp_path, copies):
             with Ledger.open(path) as ledger:
                 durable = ledger.head.count
             copy.parent.mkdir()
-            subprocess.run(["cp", "-p", beside(path), path, copy.parent], check=True)
+            subprocess.run(["cp", "-p", record_path(path), path, copy.parent], check=True)
             try:
-                with Ledger.open(copy) as ledger, ParticipationRecord.open(beside(copy)) as record:
+                with (
+                    Ledger.open(copy) as ledger,
+                    ParticipationRecord.open(record_path(copy)) as record,
+                ):
                     ledger.verify()
                     assert durable <= ledger.head.count
                     # The head of the charge that was just made is kept next.

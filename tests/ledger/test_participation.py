@@ -16,7 +16,7 @@ from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.errors import InvalidValueError, LedgerError
 from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
-from fedpriv.ledger.participation import ParticipationRecord, beside, digest_of_users
+from fedpriv.ledger.participation import ParticipationRecord, digest_of_users, record_path
 
 
 @pytest.fixture
@@ -32,10 +32,10 @@ def record(path):
 
 def test_ledgers_of_one_folder_have_records_of_their_own(tmp_path):
     names = ["study", "study.sqlite", "study.2025", "study.2026", "study.2025.sqlite", "study.db"]
-    records = [beside(tmp_path / name) for name in names]
+    records = [record_path(tmp_path / name) for name in names]
     assert len({*names, *(record.name for record in records)}) == 2 * len(names)
     assert {record.parent for record in records} == {tmp_path}
-    assert beside(tmp_path / "ledger.sqlite").name == "ledger.participation.sqlite"
+    assert record_path(tmp_path / "ledger.sqlite").name == "ledger.participation.sqlite"
 
 
 def test_a_ledger_has_one_record_whatever_links_lead_to_it(tmp_path):
@@ -43,8 +43,8 @@ def test_a_ledger_has_one_record_whatever_links_lead_to_it(tmp_path):
     real, link, other = tmp_path / "folder" / "ledger.sqlite", tmp_path / "link", tmp_path / "loop"
     link.symlink_to(real)
     other.symlink_to(other)
-    assert beside(link) == beside(real)
-    assert beside(other).parent == tmp_path
+    assert record_path(link) == record_path(real)
+    assert record_path(other).parent == tmp_path
 
 
 class TestUsersOfARun:

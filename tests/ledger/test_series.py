@@ -81,7 +81,7 @@ class TestProposals:
             (PASS, -1, 1, "part -1; "),
             (PASS, 1.0, 1, "part is 1.0; it must be a whole number"),
             (SINGLE, 1, 1, "part 1; it must be a whole number from 0 to 0"),
-            (PASS, 0, 1, "part 0 has series 1; the parts after the first, and they alone"),
+            (PASS, 0, 1, "part 0 has series 1; parts after the first, and only those"),
             (PASS, 1, None, "part 1 has series None"),
             (PASS, 1, 0, "part 1 has series 0"),
             (PASS, 1, -1, "part 1 has series -1"),
@@ -157,7 +157,7 @@ class TestChargingASeries:
         ledger.charge(propose(1))
         ledger.charge(propose(1, run="s"))
         with Ledger.open(path) as other:
-            assert [other.open_series(run).paid.position for run in "rs"] == [1, 2]
+            assert [other.open_series(run).charge.position for run in "rs"] == [1, 2]
             other.charge(propose(2, PASS, 1, 2, run="s"))
         assert [ledger.open_series(run).part for run in "rs"] == [1, 2]
         with pytest.raises(LedgerError, match="not the next round of the series of charge 2"):
@@ -170,7 +170,7 @@ class TestChargingASeries:
         charge_pass(ledger, rounds=2)
         charge_pass(ledger, 3, LOUD, rounds=1)
         found = ledger.open_series("r")
-        assert (found.paid.position, found.paid.event, found.part) == (3, LOUD, 1)
+        assert (found.charge.position, found.charge.event, found.part) == (3, LOUD, 1)
         for part in (1, 2, 3):
             ledger.charge(propose(3 + part, LOUD, part, 3))
         assert ledger.open_series("r") is None  # the one before was left in its midst
@@ -273,7 +273,7 @@ def test_the_book_is_that_of_a_slow_model(choices):
                 book.follow(row)
         for name in "rs":
             found = book.last_of(name)
-            assert (found and (found.paid.position, found.part)) == slow.last_of(name)
+            assert (found and (found.charge.position, found.part)) == slow.last_of(name)
 
 
 class TestTexts:

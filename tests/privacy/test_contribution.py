@@ -514,7 +514,7 @@ def test_a_weight_that_is_none_counts_as_zero(
     np.testing.assert_array_equal(
         CLIPPING.contribution(tensors, weight), np.zeros(LAYOUT.dimension)
     )
-    assert "its weight is not from 0 to 10" in caplog.text
+    assert "its weight is not a whole number from 0 to 10" in caplog.text
 
 
 @pytest.mark.parametrize("weight", ["1", np.ones(2), np.ones(1), {}])
@@ -532,8 +532,8 @@ def test_a_cap_of_weights_that_is_none_is_refused(cap: int) -> None:
 @pytest.mark.parametrize(
     ("groups", "indicator", "weighted", "message"),
     [
-        (GROUPS, INDICATOR, ("middle",), "no vector group 'middle'"),
-        (GROUPS, Indicator("unclipped", ("left",)), (), "has size 2; it must be the 1"),
+        (GROUPS, INDICATOR, ("middle",), "vector group 'middle' is unknown"),
+        (GROUPS, Indicator("unclipped", ("left",)), (), "has size 2; it must be 1, "),
         (GROUPS, INDICATOR, ("unclipped",), "without a weight"),
         (
             (*GROUPS[:3], VectorGroup("unclipped", ("unclipped",), 0.7, (1.0,))),

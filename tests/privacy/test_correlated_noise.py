@@ -226,7 +226,7 @@ def test_memory_does_not_grow_with_rounds(strategy: Strategy) -> None:
     state = noise.start()
     for key in keys(60):
         state, _ = noise.step(state, key)
-        sizes.append(sum(vector.nbytes for vector in state.kept))
+        sizes.append(sum(vector.nbytes for vector in state.memory))
     assert set(sizes[5:]) == {8 * 1000 * strategy.vectors_kept}
     assert max(sizes) == sizes[-1]
 
@@ -236,13 +236,13 @@ def test_a_state_is_made_anew_from_keys_and_is_never_written_to(strategy: Strate
     noise, given = CorrelatedNoise(strategy, 300, STDDEV, 12), keys(12)
     expected = drawn(noise, given)
     for t in (0, 1, 5, 11):
-        state = noise.after(given[:t])
-        before = [vector.copy() for vector in state.kept]
+        state = noise.state_after(given[:t])
+        before = [vector.copy() for vector in state.memory]
         _, first = noise.step(state, given[t])
         _, again = noise.step(state, given[t])
         np.testing.assert_array_equal(first, expected[t])
         np.testing.assert_array_equal(again, expected[t])
-        assert all(map(np.array_equal, before, state.kept))
+        assert all(map(np.array_equal, before, state.memory))
         with pytest.raises(ValueError, match="read-only"):
             first[0] = 0
 
@@ -263,7 +263,7 @@ def test_no_more_rounds_are_drawn_than_bounds_are_for() -> None:
 @pytest.mark.parametrize("strategy", [ROOT, SLOW])
 def test_no_noise_is_in_the_repr_of_a_state(strategy: Strategy) -> None:
     noise = CorrelatedNoise(strategy, 2, STDDEV, 9)
-    assert repr(noise.after(keys(8))) == "NoiseState(rounds_drawn=8)"
+    assert repr(noise.state_after(keys(8))) == "NoiseState(rounds_drawn=8)"
 
 
 # The error of buffers.
@@ -272,12 +272,12 @@ def test_no_noise_is_in_the_repr_of_a_state(strategy: Strategy) -> None:
 def error_of(strategy: BufferedStrategy, vectors: Sequence[np.ndarray]) -> tuple[list, list]:
     """How far f_t is from that of fractions, and the largest |B_i|, over rounds of this noise."""
     dimension = vectors[0].size
-    kept = strategy.kept_at_start(dimension)
+    kept = strategy.initial_memory(dimension)
     exact = [[Fraction(0)] * dimension for _ in strategy.decays]
     worst, largest = Fraction(0), [Fraction(0)] * len(strategy.decays)
     for vector in vectors:
-        kept = strategy.kept_after(kept, vector)
-        whole, offsets = strategy.carried(kept, dimension)
+        kept = strategy.next_memory(kept, vector)
+        whole, offsets = strategy.carry_over(kept, dimension)
         assert np.all(np.abs(offsets) <= 0.5)
         for b, decay in enumerate(strategy.decays):
             exact[b] = [Fraction(decay) * x + int(n) for x, n in zip(exact[b], vector, strict=True)]
@@ -329,7 +329,7 @@ def test_noise_of_buffers_is_the_fresh_noise_rounded_at_its_own_sum(
     noise = CorrelatedNoise(strategy, dimension, STDDEV, rounds)
     state = noise.start()
     for key in keys(rounds):
-        whole, offsets = strategy.carried(state.kept, dimension)
+        whole, offsets = strategy.carry_over(state.memory, dimension)
         z = normals(key, dimension, STDDEV)
         state, found = noise.step(state, key)
         for i in range(dimension):
@@ -355,13 +355,13 @@ def test_two_histories_move_the_sum_by_no_more_than_is_charged() -> None:
     moved = released.copy()
     moved[::8] += np.random.default_rng(0).integers(-(2**22), 2**22, (5, 6))
     c, square = column(SLOW, 41), Fraction(0)
-    kept = [SLOW.kept_at_start(6), SLOW.kept_at_start(6)]
+    kept = [SLOW.initial_memory(6), SLOW.initial_memory(6)]
     for t in range(40):
         sums = []
         for which, vectors in enumerate((released, moved)):
-            whole, offsets = SLOW.carried(kept[which], 6)
+            whole, offsets = SLOW.carry_over(kept[which], 6)
             sums.append([int(w) - Fraction(float(o)) for w, o in zip(whole, offsets, strict=True)])
-            kept[which] = SLOW.kept_after(kept[which], vectors[t])
+            kept[which] = SLOW.next_memory(kept[which], vectors[t])
         for i in range(6):
             exact = past(c, list(moved[:t] - released[:t]), i)
             square += (sums[1][i] - sums[0][i] - exact) ** 2
@@ -378,7 +378,7 @@ def test_noise_comes_near_its_bounds_only_in_standard_deviations(strategy: Strat
     state, largest = noise.start(), np.zeros(len(noise._bounds))
     for key in keys(rounds):
         state, vector = noise.step(state, key)
-        seen = [vector, *(state.kept if isinstance(strategy, BufferedStrategy) else ())]
+        seen = [vector, *(state.memory if isinstance(strategy, BufferedStrategy) else ())]
         largest = np.maximum(largest, [np.abs(v).max() for v in seen])
     # Of 600,000 normals, the largest is expected near 5 standard deviations, of 32.
     assert np.all((largest / noise._bounds > 3.5 / 32) & (largest / noise._bounds < 7 / 32))
@@ -387,7 +387,7 @@ def test_noise_comes_near_its_bounds_only_in_standard_deviations(strategy: Strat
 def test_noise_beyond_its_bound_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for strategy in (ROOT, SLOW):
         noise = CorrelatedNoise(strategy, 1000, STDDEV, 5)
-        monkeypatch.setattr(correlated_noise, "_LIKELY", 2.0)
+        monkeypatch.setattr(correlated_noise, "_MAX_DEVIATIONS", 2.0)
         low = CorrelatedNoise(strategy, 1000, STDDEV, 5)
         monkeypatch.undo()
         drawn(noise, keys(5))
@@ -427,7 +427,7 @@ def test_the_largest_sums_of_bands_are_exact(strategy: BandedStrategy) -> None:
         assert strategy.error(np.array([float(bound) * (1 - 2**-50)]), 9) == 0.0
         assert strategy.error(np.array([float(bound) * 1.001]), 9) == math.inf
         kept = (np.full(3, largest),) * len(multipliers)
-        whole, offsets = strategy.carried(kept, 3)
+        whole, offsets = strategy.carry_over(kept, 3)
         exact = Fraction(sum(multipliers) * largest, 2**20)
         assert whole.tolist() == [nearest(exact)] * 3
         assert [Fraction(float(o)) for o in offsets] == [nearest(exact) - exact] * 3
@@ -435,7 +435,7 @@ def test_the_largest_sums_of_bands_are_exact(strategy: BandedStrategy) -> None:
 
 def test_halves_and_negative_sums_are_rounded_up() -> None:
     half = on_grid(1.0, 0.5)
-    whole, offsets = half.carried((np.array([1, -1, 3, -3, 2, 0]),), 6)
+    whole, offsets = half.carry_over((np.array([1, -1, 3, -3, 2, 0]),), 6)
     assert whole.tolist() == [1, 0, 2, -1, 1, 0]
     assert offsets.tolist() == [0.5, 0.5, 0.5, 0.5, 0.0, 0.0]
 
@@ -478,7 +478,7 @@ def test_bad_bands_are_refused(coefficients: tuple[float, ...], sentence: str) -
 @pytest.mark.parametrize(
     ("decays", "weights", "sentence"),
     [
-        ((), (), "0 decays are given and 0 weights; there must be as many, and at least one"),
+        ((), (), "0 decays are given and 0 weights; there must be equally many, and at least one"),
         ((0.5,), (0.1, 0.1), "1 decays are given and 2 weights"),
         ((1.0,), (0.1,), r"a decay is 1.0; it must be in \[0, 1\)"),
         ((-0.1,), (0.1,), "a decay is -0.1; it must be"),

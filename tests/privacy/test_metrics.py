@@ -55,7 +55,7 @@ def test_the_group_of_a_metric_is_all_of_it_within_its_radius() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": ""}, "named ''"),
+        ({"name": ""}, "name of a metric is ''"),
         ({"name": "a", "radius": 0.0}, "clipping_norm of group 'metrics/a' is 0.0"),
         ({"name": "a", "radius": math.nan}, "clipping_norm of group 'metrics/a' is nan"),
         ({"name": "a", "centre": math.inf}, "has centre inf"),

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from fedpriv.privacy import outer_products
 from fedpriv.privacy.layout import granularity, squared_bound
-from fedpriv.privacy.outer_products import CLIPPING_NORM, KEPT, outer_product_sum
+from fedpriv.privacy.outer_products import CLIPPING_NORM, SHRINK, outer_product_sum
 from tests.privacy.exact import squares
 
 BOUND = squared_bound(CLIPPING_NORM)
@@ -43,7 +43,7 @@ def exact(rows: np.ndarray) -> np.ndarray:
     matrix = np.zeros((inputs, inputs))
     for row in rows:
         matrix += np.outer(row, row)
-    matrix *= KEPT / max(1.0, float(np.trace(matrix)))
+    matrix *= SHRINK / max(1.0, float(np.trace(matrix)))
     pairs = [(i, j) for i in range(inputs) for j in range(i + 1, inputs)]
     return np.array([*np.diag(matrix), *(math.sqrt(2.0) * matrix[pair] for pair in pairs)])
 

@@ -82,7 +82,7 @@ def passed_exactly(q, word, number, most):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "keystream", given_bits)
-        return sampling._passed_exactly(KEY, word, 0, q, most)
+        return sampling._skipped_exactly(KEY, word, 0, q, most)
 
 
 @settings(deadline=None)
@@ -121,7 +121,7 @@ def test_where_a_word_is_on_a_limit_its_further_bits_decide(monkeypatch, byte, p
 
     monkeypatch.setattr(sampling, "words", given_words)
     monkeypatch.setattr(sampling, "keystream", given_bits)
-    assert sampling._passed(KEY, 0, 1, 0.3, limits).tolist() == [passed]
+    assert sampling._skipped(KEY, 0, 1, 0.3, limits).tolist() == [passed]
 
 
 @pytest.mark.parametrize(("word", "joins"), [(2**64 - 1, True), (2**62, True), (2**62 - 1, False)])

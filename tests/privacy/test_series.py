@@ -261,8 +261,8 @@ def test_of_two_copies_of_a_folder_one_goes_on_and_the_other_begins_a_series(
     assert begun == [[(2, 1)], [(0, None)]]
     assert not np.array_equal(*released)
     assert [record.getMessage() for record in caplog.records] == [
-        "the key of the series that run 'run' was in is lost, or of another copy of the "
-        "participation record; the series is over, and the run charges a new one"
+        "the key of the series that run 'run' was in is lost, or belongs to another copy "
+        "of the participation record; the series is over and the run charges a new one"
     ]
 
 

@@ -16,7 +16,7 @@ from fedpriv.data.population import load_population
 from fedpriv.errors import DataError, InvalidValueError, RefutedError
 from fedpriv.experiment.models import build_model
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.participation import beside
+from fedpriv.ledger.participation import record_path
 from fedpriv.privacy import gaussian_mechanism
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.run.auditor import Auditor
@@ -89,7 +89,11 @@ def test_a_run_says_what_its_releases_show(file: Path, tmp_path: Path) -> None:
     assert found.text in page
     assert "How surely canaries are told apart" in page
     verified = printed(
-        "ledger", "verify", out / "ledger.sqlite", "--participation", beside(out / "ledger.sqlite")
+        "ledger",
+        "verify",
+        out / "ledger.sqlite",
+        "--participation",
+        record_path(out / "ledger.sqlite"),
     )
     assert "4" in verified
     with Ledger.open(folder.ledger) as ledger:
@@ -294,7 +298,11 @@ def test_every_policy_with_a_statistic_is_audited(file: Path, tmp_path: Path, po
     there, scores = np.array(found.there), np.array(found.scores)
     assert scores[there].mean() > scores[~there].mean()
     printed(
-        "ledger", "verify", out / "ledger.sqlite", "--participation", beside(out / "ledger.sqlite")
+        "ledger",
+        "verify",
+        out / "ledger.sqlite",
+        "--participation",
+        record_path(out / "ledger.sqlite"),
     )
 
 

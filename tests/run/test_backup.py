@@ -12,7 +12,7 @@ from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.errors import LedgerError
 from fedpriv.ledger.events import PrivacyBudget, Randomness
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
-from fedpriv.ledger.participation import ParticipationRecord, beside
+from fedpriv.ledger.participation import ParticipationRecord, record_path
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run.backup import back_up, restore
 from tests.commandline import fedpriv, refused
@@ -22,7 +22,7 @@ EVENT = poisson_gaussian(0.1, 1.0, population=100)
 
 
 def opened(path: Path, **given: bool):
-    return PrivacyRecords.open(path, beside(path), "users", BUDGET, **given)
+    return PrivacyRecords.open(path, record_path(path), "users", BUDGET, **given)
 
 
 def charge(records: PrivacyRecords, number: int, run: str = "r") -> None:
@@ -55,11 +55,11 @@ def backup(tmp_path: Path, ledger: Path) -> Path:
 
 
 def content(path: Path) -> list[bytes]:
-    return [file.read_bytes() for file in (path, beside(path))]
+    return [file.read_bytes() for file in (path, record_path(path))]
 
 
 def verified(path: Path) -> int:
-    with Ledger.open(path) as ledger, ParticipationRecord.open(beside(path)) as record:
+    with Ledger.open(path) as ledger, ParticipationRecord.open(record_path(path)) as record:
         ledger.verify(record)
         return ledger.head.count
 
@@ -67,27 +67,27 @@ def verified(path: Path) -> int:
 class TestBackingUp:
     def test_a_backup_is_whole_and_can_be_gone_on_with(self, backup, ledger):
         assert (verified(backup), verified(ledger)) == (2, 4)
-        assert beside(backup).stat().st_mode & 0o777 == 0o600
+        assert record_path(backup).stat().st_mode & 0o777 == 0o600
         with opened(backup) as records:
             charge(records, 7)
         assert verified(backup) == 3
 
     def test_no_key_of_a_series_is_copied(self, ledger, tmp_path):
         """What goes on from a backup in its place would release the same noise on another sum."""
-        with ParticipationRecord.open(beside(ledger)) as record:
+        with ParticipationRecord.open(record_path(ledger)) as record:
             first = record.record("r", 1, 0, np.arange(3), b"k" * 32)
             to = tmp_path / "backup.sqlite"
             back_up(ledger, to)
             assert record.series_key(first) == b"k" * 32
-        with ParticipationRecord.open(beside(to)) as copied:
+        with ParticipationRecord.open(record_path(to)) as copied:
             assert copied.series_key(first) is None
             np.testing.assert_array_equal(copied.users_of(first), np.arange(3))
-        assert b"k" * 32 not in beside(to).read_bytes()
+        assert b"k" * 32 not in record_path(to).read_bytes()
 
     @pytest.mark.parametrize("there", ["ledger", "record"])
     def test_nothing_is_overwritten(self, ledger, tmp_path, there):
         to = tmp_path / "to.sqlite"
-        taken, other = (to, beside(to)) if there == "ledger" else (beside(to), to)
+        taken, other = (to, record_path(to)) if there == "ledger" else (record_path(to), to)
         taken.write_bytes(b"mine")
         with pytest.raises(LedgerError, match="exists already; it is not overwritten"):
             back_up(ledger, to)
@@ -176,7 +176,7 @@ class TestRestoring:
 
     def test_half_an_older_backup_is_refused(self, backup, ledger):
         """The record that stays would hold against the ledger what it lacks."""
-        beside(backup).unlink()
+        record_path(backup).unlink()
         before = content(ledger)
         with pytest.raises(LedgerError, match=r"participation.sqlite is missing; .* both must be"):
             restore(backup, ledger, older=True)
@@ -217,14 +217,14 @@ class TestRestoring:
 
         Whenever the process is killed: no file that gets a name has the key.
         """
-        with ParticipationRecord.open(beside(ledger)) as record:
+        with ParticipationRecord.open(record_path(ledger)) as record:
             first = record.record("r", 1, 0, np.arange(3), b"k" * 32)
         to = tmp_path / "backup.sqlite"
-        for source, copy in ((ledger, to), (beside(ledger), beside(to))):
+        for source, copy in ((ledger, to), (record_path(ledger), record_path(to))):
             shutil.copy(source, copy)  # not by `back_up`, which copies no key
         if lost:
             ledger.unlink()
-            beside(ledger).unlink()
+            record_path(ledger).unlink()
         named, link, replace = [], os.link, Path.replace
 
         def note(draft, path) -> None:
@@ -236,10 +236,10 @@ class TestRestoring:
             Path, "replace", lambda draft, to: note(draft, to) or replace(draft, to)
         )
         restore(to, ledger, older=False)
-        assert {ledger.name, beside(ledger).name} <= {*named}
-        with ParticipationRecord.open(beside(ledger)) as record:
+        assert {ledger.name, record_path(ledger).name} <= {*named}
+        with ParticipationRecord.open(record_path(ledger)) as record:
             assert record.series_key(first) is None
-        assert b"k" * 32 not in beside(ledger).read_bytes()
+        assert b"k" * 32 not in record_path(ledger).read_bytes()
 
 
 def test_the_commands_say_what_they_did(ledger, tmp_path):
@@ -287,7 +287,7 @@ class TestStarting:
     @pytest.mark.parametrize("resuming", [False, True])
     @pytest.mark.parametrize("lost", ["ledger", "participation record"])
     def test_one_of_two_files_is_not_replaced_by_an_empty_one(self, ledger, lost, resuming):
-        path = ledger if lost == "ledger" else beside(ledger)
+        path = ledger if lost == "ledger" else record_path(ledger)
         path.unlink()
         with (
             pytest.raises(LedgerError, match=f"^{lost} .* is missing; restore it from a backup$"),

@@ -16,7 +16,7 @@ from fedpriv.data.population import load_population
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.experiment.config import load_config
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
-from fedpriv.ledger.participation import ParticipationRecord, beside
+from fedpriv.ledger.participation import ParticipationRecord, record_path
 from fedpriv.run import compare
 from fedpriv.run.compare import calibrated, run_cell, run_study
 from fedpriv.run.folder import RunFolder
@@ -34,7 +34,7 @@ def run(study: Study, cell: Cell, folder: Path, noise_multiplier: float) -> RunR
 
 
 def cohorts(folder: RunFolder) -> list[tuple[int, ...]]:
-    record = beside(folder.ledger)
+    record = record_path(folder.ledger)
     with Ledger.open(folder.ledger) as ledger, ParticipationRecord.open(record) as participation:
         commitments = [row.cohort_commitment for row in ledger.charges()]
         return [tuple(participation.users_of(one).tolist()) for one in commitments]

@@ -20,7 +20,7 @@ from fedpriv.experiment.mechanism import Mechanism
 from fedpriv.experiment.models import build_model
 from fedpriv.ledger.events import NeighbouringRelation, SamplingPolicy, Unit
 from fedpriv.ledger.ledger import ChargedRow, Ledger, paid_events
-from fedpriv.ledger.participation import ParticipationRecord, beside
+from fedpriv.ledger.participation import ParticipationRecord, record_path
 from fedpriv.training.rounds import Stop
 from tests.commandline import printed, refused
 
@@ -74,7 +74,7 @@ def rows_of(folder: Path) -> list[ChargedRow]:
 
 
 def cohorts_of(folder: Path) -> list[np.ndarray]:
-    with ParticipationRecord.open(beside(folder / "ledger.sqlite")) as record:
+    with ParticipationRecord.open(record_path(folder / "ledger.sqlite")) as record:
         return [record.users_of(row.cohort_commitment) for row in rows_of(folder)]
 
 
@@ -87,7 +87,11 @@ def test_a_run_draws_what_it_is_charged_for(file: Path, tmp_path: Path, policy: 
     spent = epsilon(events, 1e-2).epsilon
     assert 7.9 < spent <= 8.0
     printed(
-        "ledger", "verify", out / "ledger.sqlite", "--participation", beside(out / "ledger.sqlite")
+        "ledger",
+        "verify",
+        out / "ledger.sqlite",
+        "--participation",
+        record_path(out / "ledger.sqlite"),
     )
     assert str(rows[0].event.sampling.text.split(",")[0]) in re.sub(r"[│\s]+", " ", said)
     sizes, times = [users.size for users in cohorts], np.bincount(np.concatenate(cohorts))
@@ -259,7 +263,7 @@ def test_where_the_key_of_a_pass_is_lost_the_run_pays_again_as_far_as_its_budget
 
     with pytest.raises(KeyboardInterrupt):
         train(out, ALLOCATION, rounds=6, on_round=[stop])
-    with ParticipationRecord.open(beside(out / "ledger.sqlite")) as record:
+    with ParticipationRecord.open(record_path(out / "ledger.sqlite")) as record:
         record.forget_series(rows_of(out)[0].run)
     run = train(out, ALLOCATION, rounds=6, resume=True)
     assert [row.part for row in rows_of(out)] == [0, 1, 0, 1, 2]
@@ -280,10 +284,10 @@ def test_the_key_of_a_pass_that_was_killed_at_its_end_is_forgotten(
         train(out, ALLOCATION, rounds=3)
     monkeypatch.undo()
     first = rows_of(out)[0].cohort_commitment
-    with ParticipationRecord.open(beside(out / "ledger.sqlite")) as record:
+    with ParticipationRecord.open(record_path(out / "ledger.sqlite")) as record:
         assert record.series_key(first) is not None
     train(out, ALLOCATION, rounds=3, resume=True)
-    with ParticipationRecord.open(beside(out / "ledger.sqlite")) as record:
+    with ParticipationRecord.open(record_path(out / "ledger.sqlite")) as record:
         assert record.series_key(first) is None
 
 

@@ -19,7 +19,7 @@ import fedpriv as private
 from fedpriv.errors import InvalidValueError
 from fedpriv.flower.grid import GridSimulation
 from fedpriv.ledger.ledger import ChargedRow, Head, Ledger, ProposedCharge
-from fedpriv.ledger.participation import ParticipationRecord, beside
+from fedpriv.ledger.participation import ParticipationRecord, record_path
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run.folder import RunFolder, read_run
 from fedpriv.run.run import RunSetup
@@ -139,7 +139,7 @@ def test_a_ledger_that_is_refused_does_not_get_into_the_plan(tmp_path: Path) -> 
     assert "ledger" in refused("simulate", DIGITS, *SETTINGS, *given)
     assert (out / "plan.toml").read_text() == before
     moved = shared.rename(tmp_path / "moved.sqlite")
-    beside(shared).rename(beside(moved))
+    record_path(shared).rename(record_path(moved))
     given = ("--set", f"privacy.ledger={moved}", "--out", out, "--resume")
     assert fedpriv("simulate", DIGITS, *SETTINGS, *given).returncode == 0
     assert read_run(out).ledger.path == moved
@@ -322,7 +322,7 @@ def test_workers_are_not_started_for_another_plan(run: RunFolder) -> None:
 
 @pytest.mark.parametrize("lost", ["ledger", "participation record"])
 def test_a_run_does_not_go_on_without_what_was_spent(run: RunFolder, lost: str) -> None:
-    path = run.ledger if lost == "ledger" else beside(run.ledger)
+    path = run.ledger if lost == "ledger" else record_path(run.ledger)
     path.unlink()
     before = content(run)
     assert f"{lost} {path} is missing; restore it from a backup" in refused(*resumed(run))
@@ -339,7 +339,7 @@ def test_a_run_does_not_begin_or_go_on_with_a_ledger_that_was_set_back(
     assert ended.returncode == 0, ended.stderr
     shutil.rmtree(run.checkpoints)
     shutil.copy(kept, run.ledger)
-    set_back = f"ledger {run.ledger} lacks charges that {beside(run.ledger)} has seen"
+    set_back = f"ledger {run.ledger} lacks charges that {record_path(run.ledger)} has seen"
     assert set_back in refused(*resumed(run))
     shared = ("--set", f"privacy.ledger={run.ledger}", "--out", tmp_path / "new")
     assert set_back in refused("simulate", DIGITS, *SETTINGS, *shared)
@@ -358,7 +358,7 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
     enrolled = Enrolment.load(enrolment)
     experiment = beginning.on_nodes(section, enrolled.population_id, enrolled.user_ids)
     beginning.write_plan(experiment)
-    plan, record = experiment.plan, beside(run.ledger)
+    plan, record = experiment.plan, record_path(run.ledger)
     with PrivacyRecords.open(run.ledger, record, plan.population, experiment.budget) as records:
         event = plan.mechanism.event
         records.ledger.charge(

@@ -23,7 +23,7 @@ from fedpriv.experiment.build import simulated
 from fedpriv.experiment.config import parse_config
 from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
-from fedpriv.ledger.participation import beside
+from fedpriv.ledger.participation import record_path
 from fedpriv.privacy.gaussian_mechanism import GaussianQuery
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run import run
@@ -40,7 +40,7 @@ def opened(folder: Path, every: int = 1) -> Iterator[tuple[PrivacyRecords, Calla
     config = parse_config(BASE | {"rounds": 5, "output": output}, "test")
     experiment, transport = simulated(config, "run")
     files, state = RunFolder(folder), experiment.initial_state
-    record, population = beside(files.ledger), experiment.plan.population
+    record, population = record_path(files.ledger), experiment.plan.population
     with PrivacyRecords.open(files.ledger, record, population, experiment.budget) as records:
         parts = files, experiment, state, transport, records, lambda _result: None
         yield records, partial(conduct, *parts)

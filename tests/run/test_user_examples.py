@@ -20,7 +20,7 @@ from fedpriv.experiment.bundled import experiment_file
 from fedpriv.flower.grid import GridSimulation
 from fedpriv.ledger.events import SamplingPolicy, Unit
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.participation import ParticipationRecord, beside
+from fedpriv.ledger.participation import ParticipationRecord, record_path
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import (
     MOST_USERS,
@@ -96,7 +96,7 @@ def test_the_ledger_says_whose_examples_and_how_many(tmp_path: Path) -> None:
     people, mechanism = population((3, 1, 2, 9, 5)), private()
     found = run(people, mechanism, tmp_path / "run")
     path = tmp_path / "run" / "ledger.sqlite"
-    with Ledger.open(path) as ledger, ParticipationRecord.open(beside(path)) as record:
+    with Ledger.open(path) as ledger, ParticipationRecord.open(record_path(path)) as record:
         ledger.verify(record)  # places beyond N are no strangers
         assert ledger.population_name == people.name
         rows = list(ledger.charges())
@@ -271,7 +271,7 @@ def test_a_file_names_the_policy_and_is_run_again(tmp_path: Path) -> None:
         (["sampling.options.total_examples='a'"], "total_examples is 'a'; it must be above 0 and"),
         (
             ["averaging.floor=0.5"],
-            "are averaged with weights or a floor; where the examples of use",
+            "are averaged with weights or a floor; if examples are drawn",
         ),
         (["sampling.options.total_examples=900"], "total_examples is 900; it must be above 0 and"),
         (["privacy.unit=example"], "unit is 'example'; with poisson-examples sampling it must be"),

@@ -20,7 +20,7 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.experiment.config import Config
 from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import ExportedLedger, Ledger, ProposedCharge
-from fedpriv.ledger.participation import Head, ParticipationRecord, beside
+from fedpriv.ledger.participation import Head, ParticipationRecord, record_path
 from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import PrivacyRecords
@@ -132,7 +132,7 @@ def test_a_server_that_listens_knows_what_was_spent_before(
     with Ledger.open_or_create(path, population) as ledger:
         ledger.charge(proposed)
         spent = epsilon(ledger.spent(), 1e-3).epsilon
-    ParticipationRecord.open_or_create(beside(path)).close()
+    ParticipationRecord.open_or_create(record_path(path)).close()
     statuses = []
 
     def listening(service: Service, *_: object) -> NoReturn:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.ledger.ledger import Ledger
-from fedpriv.ledger.participation import ParticipationRecord, beside
+from fedpriv.ledger.participation import ParticipationRecord, record_path
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.simulate import run_simulation
 from fedpriv.training.rounds import checkpoints, load_checkpoint
@@ -42,7 +42,7 @@ def check(folder: RunFolder) -> int:
         assert checkpoints(folder.checkpoints) == []
         return 0
     with Ledger.open(folder.ledger) as ledger:
-        record = beside(folder.ledger)
+        record = record_path(folder.ledger)
         if record.exists():
             with ParticipationRecord.open(record) as participation:
                 ledger.verify(participation)

@@ -88,7 +88,7 @@ def test_shares_must_leave_some_to_the_update() -> None:
 
 def test_noise_cannot_make_a_control_variate_infinite() -> None:
     most = np.finfo(np.float32).max
-    moved = ControlVariates(1.0, 0.5, 1.0).moved(
+    moved = ControlVariates(1.0, 0.5, 1.0).updated(
         {"b": np.full(2, most)}, {"control/b": np.array([1e39, -1e39])}
     )
     np.testing.assert_array_equal(moved["b"], [most, -most])
