@@ -37,7 +37,7 @@ from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.experiment.build import build_task
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, Tensors, flat
-from fedpriv.privacy.round import PartialSum, merge
+from fedpriv.privacy.round import PartialSum, merge_sums
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import Proposal, Welcome, digest_of
 
@@ -151,7 +151,7 @@ class NodeTrainer:
         `seconds`: of each user; one who takes longer counts as zero, where processes can be forked.
         """
         sums = (ready.partial for ready in self.ready(request, seconds))
-        return merge("", sums, request.clipping.layout.dimension)
+        return merge_sums("", sums, request.clipping.layout.dimension)
 
     def ready(self, request: RoundRequest, seconds: float | None = None) -> Iterator[Ready]:
         """Train the node's users of a round, as `answer` does; say chunk by chunk which are done.

@@ -41,7 +41,7 @@ class PartialSum:
     weight: int  # sum of these users' weights in units of 1/c; c is the clipping's `weight_cap`
 
 
-def merge(node: str, partials: Iterable[PartialSum], dimension: int) -> PartialSum:
+def merge_sums(node: str, partials: Iterable[PartialSum], dimension: int) -> PartialSum:
     """Add disjoint partial sums of `dimension` numbers; with none, the sum is zero."""
     total = np.zeros(dimension, np.int64)
     users = weight = 0
@@ -60,7 +60,7 @@ def add_up(partials: Iterable[PartialSum], clipping: Clipping, users: int) -> Pa
     S_g, if its weight is not from 0 to c × (its users), or if it would bring the number of
     contributors above the size of the cohort. Nothing here changes a fixed denominator.
     """
-    return merge("cohort", _valid(partials, clipping, users), clipping.layout.dimension)
+    return merge_sums("cohort", _valid(partials, clipping, users), clipping.layout.dimension)
 
 
 def _valid(partials: Iterable[PartialSum], clipping: Clipping, users: int) -> Iterator[PartialSum]:

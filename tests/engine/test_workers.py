@@ -29,7 +29,7 @@ from fedpriv.engine.transport import InProcessTransport
 from fedpriv.experiment.models import mlp
 from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.round import PartialSum, merge
+from fedpriv.privacy.round import PartialSum, merge_sums
 from fedpriv.training.request import LocalTraining, RoundRequest
 from tests.engine.everyone import make_task, request_under, torch_threads, users_of
 from tests.engine.test_transport import TestInProcessTransport as InOneProcess
@@ -65,7 +65,7 @@ def parts(
 def summed(partials: Iterator[PartialSum]) -> tuple[int, list[int], int]:
     """Users, total and weight of all chunks; how many there are depends on the processes."""
     some = list(partials)
-    whole = merge("", some, len(some[0].total))
+    whole = merge_sums("", some, len(some[0].total))
     return whole.users, whole.total.tolist(), whole.weight
 
 
@@ -199,7 +199,7 @@ def test_the_text_of_an_exception_stays_there(
             raise ValueError("7 of user 3")
         except ValueError:
             logging.getLogger("some.library").exception("no %s", "luck")
-        return ChunkSum(merge("", (), request.clipping.layout.dimension))
+        return ChunkSum(merge_sums("", (), request.clipping.layout.dimension))
 
     monkeypatch.setattr(Trainer, "sum_of", logs)
     transport, request = parts()
@@ -227,9 +227,9 @@ def test_they_end_with_a_process_that_is_killed(seconds: int) -> None:
     program = (
         "import multiprocessing, os, signal, threading, time\n"
         "from fedpriv.engine.trainer import ChunkSum, Trainer\n"
-        "from fedpriv.privacy.round import merge\n"
+        "from fedpriv.privacy.round import merge_sums\n"
         "from tests.engine.test_workers import parts, torch_threads\n"
-        f"zero = lambda *_: time.sleep({seconds}) or ChunkSum(merge('', (), dimension))\n"
+        f"zero = lambda *_: time.sleep({seconds}) or ChunkSum(merge_sums('', (), dimension))\n"
         "Trainer.sum_of = zero\n"
         "with torch_threads(2):\n"
         "    transport, request = parts()\n"
