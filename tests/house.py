@@ -18,14 +18,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST = {
-    "code lines of the product": 27_700,
+    "code lines of the product": 27_730,
     "code lines of privacy and ledger": 3_290,
     "modules of the product": 140,
     "names at the root of fedpriv": 2,
     "public names that stand in two modules": 7,
     "names of modules that stand twice": 2,
     "words of README": 820,
-    "words of docs": 53_100,
+    "words of docs": 39_200,
 }
 _COMMANDS = {"cli", "commands"}  # modules whose functions are named as users type them
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
