@@ -30,7 +30,7 @@ _USERS = "users' data: a folder, a file or package.module:function"
 def register(app: typer.Typer) -> None:
     """Add the commands to a command line."""
     for command in (join, status, model, enrol, id_key):
-        app.command()(command)
+        app.command(rich_help_panel="Deploy")(command)
 
 
 def join(

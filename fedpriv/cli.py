@@ -86,6 +86,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["--help", "-h"]},
 )
+_TRAIN, _PRICE = "Train and compare", "Check and price"  # groups of commands
 ledger_app = typer.Typer(
     help="Look into, check, copy and restore a privacy ledger.",
     no_args_is_help=True,
@@ -185,7 +186,7 @@ def restore(
         typer.echo(f"it lacks {charge}")
 
 
-@app.command()
+@app.command(rich_help_panel=_TRAIN)
 def compare(
     file: Annotated[Path, typer.Argument(help="the study, TOML")],
     out: Annotated[Path | None, _option("folder of the study", default="studies/NAME")] = None,
@@ -200,7 +201,7 @@ def compare(
     run_study(file, out, workers)
 
 
-@app.command()
+@app.command(rich_help_panel=_TRAIN)
 def report(
     folder: Annotated[Path, typer.Argument(help="folder of a run or a study")],
     out: Annotated[Path | None, _option("file to write", default="report.html in FOLDER")] = None,
@@ -221,7 +222,7 @@ def report(
         typer.echo(file)
 
 
-@app.command()
+@app.command(rich_help_panel=_TRAIN)
 def simulate(
     file: ExperimentFile,
     assignments: Assignments = None,
@@ -248,7 +249,7 @@ def simulate(
     run_simulation(file, assignments or [], out, resume=resume).check_audit()
 
 
-@app.command()
+@app.command(rich_help_panel=_TRAIN)
 def plan(file: ExperimentFile, assignments: Assignments = None) -> None:
     """Show what each vector group of a round gets, and what all rounds would cost."""
     from fedpriv.run.simulate import show_allocation
@@ -256,7 +257,7 @@ def plan(file: ExperimentFile, assignments: Assignments = None) -> None:
     show_allocation(file, assignments or [])
 
 
-@app.command()
+@app.command(rich_help_panel=_TRAIN)
 def tune(
     file: ExperimentFile,
     on: Annotated[
@@ -276,7 +277,7 @@ def tune(
     tune_file(file, assignments or [], out, on=on, synthetic=synthetic, price_only=price)
 
 
-@app.command()
+@app.command(rich_help_panel=_PRICE)
 def epsilon(
     ledgers: Annotated[
         list[Path],
@@ -302,7 +303,7 @@ def epsilon(
         tables.print_spending(spent)
 
 
-@app.command()
+@app.command(rich_help_panel=_PRICE)
 def calibrate(
     delta: Annotated[float, _option("δ of the privacy budget")],
     epsilon: Annotated[float | None, _option("ε of the privacy budget")] = None,
@@ -358,7 +359,7 @@ def calibrate(
         tables.print_plan(found, by_clt)
 
 
-@app.command()
+@app.command(rich_help_panel=_PRICE)
 def curves(
     ledger: ReadLedgerPath,
     out: Annotated[Path, _option("folder to write to")],
@@ -375,7 +376,7 @@ def curves(
         typer.echo(file)
 
 
-app.add_typer(ledger_app, name="ledger")
+app.add_typer(ledger_app, name="ledger", rich_help_panel=_PRICE)
 for _entry in sorted(entry_points(group="fedpriv.commands")):
     _entry.load()(app)
 

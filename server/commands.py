@@ -27,8 +27,8 @@ AuthorityFolder = Annotated[Path, _option("folder of the authority")]
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to a command line."""
-    app.command()(serve)
-    app.add_typer(_certs, name="certs")
+    app.command(rich_help_panel="Deploy")(serve)
+    app.add_typer(_certs, name="certs", rich_help_panel="Deploy")
 
 
 def serve(
