@@ -142,7 +142,7 @@ def test_resuming_keeps_the_noise_that_was_calibrated_at_first(file: Path, tmp_p
         (["plan", "--set", "metrics.share=0.95"], "must leave some to the update"),
         (
             ["plan", "--set", "averaging.cap=5"],
-            "averaging has cap 5 and total_weight None; it must have both, a bound on what",
+            "averaging has cap 5 and total_weight None; it must have both, a bound on one",
         ),
         (
             ["plan", "--set", "averaging.total_weight=9.0"],
