@@ -123,7 +123,7 @@ def _classified(seen: Seen, what: str) -> Tensor:
             f"{list(seen.outputs.shape)}"
         )
     scores = seen.outputs.movedim(1, -1)
-    return torch.cat([scores * 0.0, scores], -1) if scores.shape[-1] == 1 else scores
+    return torch.cat([torch.zeros_like(scores), scores], -1) if scores.shape[-1] == 1 else scores
 
 
 def _per_row(values: Tensor, counts: Tensor) -> Tensor:

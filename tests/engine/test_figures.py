@@ -207,6 +207,12 @@ def test_accuracy_of_one_score_is_of_classes_0_and_1_alone() -> None:
     assert evaluate(task, {"x": logits, "y": late}, CPU, {}).accuracy is None
 
 
+def test_an_infinite_logit_chooses_a_class_and_nan_none() -> None:
+    x = np.array([[np.inf], [-np.inf], [np.nan], [np.inf]], np.float32)
+    task = Task(nn.Identity(), first_output)
+    assert evaluate(task, {"x": x, "y": np.array([1, 0, 0, 0])}, CPU, {}).accuracy == 0.5
+
+
 def test_one_score_has_no_cross_entropy() -> None:
     rows = {"x": SCORES[:8, :1], "y": CLASSES[:8] % 2}
     for y in (rows["y"], rows["y"].astype(np.float32)[:, None]):
@@ -235,7 +241,9 @@ def test_figures_of_numbers(
     figure: str, expected: Callable[..., float], shape: tuple[int, ...]
 ) -> None:
     x, y = (RNG.standard_normal(shape).astype(np.float32) for _ in range(2))
-    rows = (y, x) if figure == "r2" else (y.ravel(), x.ravel())  # R² is the mean over columns
+    rows = [column.astype(np.float64) for column in (y, x)]
+    if figure != "r2":  # which is the mean over columns
+        rows = [column.ravel() for column in rows]
     assert found(x, y, figure) == pytest.approx(expected(*rows), rel=1e-6)
 
 
