@@ -116,7 +116,7 @@ class InProcessTransport(Transport):
     # rows each has at most. None: all of the store, and any number.
     cohort: int | None = None
     most_rows: int | None = None
-    # How users go, by kind of round and machine: what others of the same task have settled, too.
+    # How users go, by kind of round and machine; transports of one task and population may share.
     roads: dict[Hashable, Road] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -163,7 +163,7 @@ class InProcessTransport(Transport):
         local = replace(request.local, learning_rate=1.0)
         asked = local, request.measured, bool(request.control), expected, self.most_rows
         how = self.device, self.chunk_memory, self.activations, self._side_by_side, self.path
-        if (kind := (*asked, *how)) not in self.roads:
+        if (kind := (*asked, *how, self.timed)) not in self.roads:
             if request.measured:
                 check_metrics(self.task, request.measured, request.clipping, blank(self.users))
             with computing_with(self._threads), plain_arithmetic(self.device):

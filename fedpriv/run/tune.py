@@ -39,6 +39,7 @@ from fedpriv.evaluation.held_out import evaluate
 from fedpriv.experiment.build import (
     Experiment,
     Method,
+    SharedRoads,
     check_measured,
     on_population,
     records_of,
@@ -236,7 +237,7 @@ def tune(
     }  # fmt: skip
     privacy = {"ledger": None if ledger is None else str(ledger)}
     sections = {"tune": section, "privacy": privacy, "engine": asdict(engine or Engine())}
-    config = settings_of(name, population, method, seed=seed, **sections)
+    config, roads = settings_of(name, population, method, seed=seed, **sections), SharedRoads()
 
     def prepare(settings: Settings, noise: float | None, run: str) -> Prepared:
         chosen = _applied(method, settings)
@@ -244,7 +245,8 @@ def tune(
         planned = rounds if noise is None else None  # given noise is not made to fit the budget
         mechanism = replace(chosen.mechanism, noise_multiplier=noise, rounds=planned)
         of_trial = config.model_copy(update={"rounds": rounds, "run": None})
-        return on_population(of_trial, run, population, method=replace(chosen, mechanism=mechanism))
+        chosen = replace(chosen, mechanism=mechanism)
+        return on_population(of_trial, run, population, (), chosen, roads)
 
     setup = RunSetup.at(config, Path(out) if out else None, resume=False, home=_HOME)
     table, value_of = config.model_dump(exclude_none=True), partial(_value_of, method)
@@ -295,12 +297,12 @@ def tune_file(
     if on == "public" and price_only:
         raise InvalidValueError("--price is given with --on public, which costs nothing")
     data = config.simulated_data if on == "users" else _public_data(config, synthetic=synthetic)
-    population = load_population(data.name, data.options)
+    population, roads = load_population(data.name, data.options), SharedRoads()
 
     def prepare(settings: Settings, noise: float | None, run: str) -> Prepared:
         chosen = parse_config(_with(table, settings) | {"run": run}, source)
         chosen = chosen if noise is None else chosen.with_noise(noise)
-        return on_population(chosen, run, population)
+        return on_population(chosen, run, population, roads=roads)
 
     setup = RunSetup.at(config, out, resume=False, home=_HOME)
     of_values = tables_of(config.mechanism(), config.training(), config.server.build())
