@@ -6,7 +6,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,6 +17,7 @@ _Result = TypeVar("_Result")
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT}
 _NO_ROOM_IN_SQLITE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN}
 _LONGEST_WAIT_SECONDS = 60.0
+_IGNORED = "# Secret files of fedpriv"  # the first line of its .gitignore
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +41,19 @@ def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
         partial.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def keep_from_git(path: Path) -> None:
+    """Have git ignore a secret file, and all whose names begin with its name.
+
+    The file's folder gets a `.gitignore`, or one more line in it. A `.gitignore` that somebody else
+    wrote is left alone, and so is a folder that cannot be written.
+    """
+    ignore, pattern = path.with_name(".gitignore"), f"/{path.name}*"
+    with suppress(OSError):
+        lines = ignore.read_text("utf-8", "replace").splitlines() if ignore.exists() else [_IGNORED]
+        if lines[:1] == [_IGNORED] and pattern not in lines:
+            write_atomically(ignore, "\n".join([*lines, pattern, ""]).encode())
 
 
 def sync(path: Path) -> None:

@@ -370,6 +370,7 @@ class TestOnUsers:
             np.testing.assert_array_equal(model[name], tensor)
         files = {path.name for path in (tmp_path / "a").iterdir()}
         assert files == {
+            ".gitignore",
             "experiment.toml",
             "ledger.participation.sqlite",
             "ledger.sqlite",
