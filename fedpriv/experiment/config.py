@@ -405,7 +405,7 @@ class PrivacySection(Section):
 class ClippedSection(Section):
     """How to clip; per-layer clipping reads `parts` and `split`, joint clipping `scales`."""
 
-    norm: Positive | None = None
+    norm: Annotated[float, Field(gt=0.0)] | None = None
     strategy: Annotated[str, _one_of(_STRATEGY)] = "flat"
     parts: Literal["layer", "tensor"] = "layer"
     split: Literal["equal", "dimension"] | dict[str, float] = "equal"

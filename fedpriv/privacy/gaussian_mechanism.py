@@ -21,7 +21,7 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import WITH_STRATEGY, RoundEvent, SumQueryEvent
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, IntegerVector
 from fedpriv.privacy.correlated_noise import BandedStrategy, CorrelatedNoise, Strategy
-from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_names
+from fedpriv.privacy.layout import NO_CLIPPING, FloatVector, Layout, VectorGroup, check_names
 from fedpriv.privacy.noise import LARGEST_STDDEV, Entropy, rounded_gaussian
 from fedpriv.privacy.sampling import Sampling
 from fedpriv.support.checks import hold_numbers, hold_plain_numbers, plain_numbers
@@ -188,6 +188,11 @@ class GaussianQuery:
             raise InvalidValueError(f"floor is {self.floor} and no group is weighted; one must be")
         _ = self.events  # refuses a σ_g that no ledger would accept
         for group, stddev in zip(groups, self.noise_stddevs, strict=True):
+            if stddev and group.clipping_norm == NO_CLIPPING:
+                raise InvalidValueError(
+                    f"group {group.name!r} is not clipped, so no noise would protect anyone; its "
+                    "clipping norm must be finite, or noise_multiplier 0"
+                )
             if stddev > LARGEST_STDDEV * group.granularity:
                 raise InvalidValueError(
                     f"noise_stddev of group {group.name!r} is {stddev / group.clipping_norm:.6g} "

@@ -333,7 +333,7 @@ def _plan_rows(
     paying = len(paid_events(own))
     paid = f", paid by {paying}" if paying < len(own) else ""
     stopped = "" if run.stop is Stop.ROUNDS else f": stopped, {run.stop}"
-    clipped = f"{clipping.strategy} clipping"
+    clipped = "no clipping" if clipping.norm == math.inf else f"{clipping.strategy} clipping"
     if clipping.groups:
         clipped = f"{len(plan.groups)} vector groups in {len(clipping.groups)} parts"
     adapts = " that adapts" if plan.adaptive else ""
