@@ -58,11 +58,11 @@ from fedpriv.support.importing import (
 from fedpriv.support.logs import one_line
 from fedpriv.training.local import FedRecon
 from fedpriv.training.optimizers import ServerOptimizer, try_out
+from fedpriv.training.post_processing import RunningStatistics
 from fedpriv.training.request import LocalTraining
 from fedpriv.training.rounds import (
     BATCH_NORM_METRIC,
     OnRound,
-    RunningStatistics,
     ServerState,
     TrainingPlan,
     evaluation_run,

@@ -29,11 +29,12 @@ from fedpriv.experiment.mechanism import (
     check_private,
     check_unit,
 )
-from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
+from fedpriv.privacy.gaussian_mechanism import Averaging
 from fedpriv.support.checks import plain_numbers
 from fedpriv.support.importing import Choice
 from fedpriv.training.local import ALGORITHMS, COMMON, GRADIENT
 from fedpriv.training.optimizers import SCHEDULES, SERVER_OPTIMIZERS, RateSchedule, ServerOptimizer
+from fedpriv.training.post_processing import AdaptiveClipping
 from fedpriv.training.request import LocalTraining
 
 _Model = TypeVar("_Model", bound=BaseModel)

@@ -37,7 +37,6 @@ from fedpriv.privacy import layout as vector_groups
 from fedpriv.privacy.correlated_noise import BandedStrategy, BufferedStrategy, Strategy
 from fedpriv.privacy.gaussian_mechanism import (
     INDEPENDENT,
-    AdaptiveClipping,
     Averaging,
     dimension_shares,
     given_shares,
@@ -63,6 +62,7 @@ from fedpriv.support.checks import (
     plain_numbers,
     require,
 )
+from fedpriv.training.post_processing import AdaptiveClipping
 
 # Noise on the update grows by 1/√(1 − ω), half a per cent. That on the count is z/√ω = 10·z users,
 # much in one round of a small cohort; the mean over T rounds has 1/√T of it.

@@ -21,11 +21,12 @@ from fedpriv.errors import InvalidValueError, WireError, known_names
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import event_from, event_text
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
-from fedpriv.privacy.gaussian_mechanism import CONTROL_PREFIX, Metric
+from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, Tensors, VectorGroup
 from fedpriv.privacy.round import PartialSum
 from fedpriv.support.checks import require
 from fedpriv.training.local import ALGORITHMS, COMMON
+from fedpriv.training.post_processing import CONTROL_PREFIX
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import codec, tensors
 from fedpriv.wire import federation_pb2 as pb
