@@ -476,8 +476,8 @@ def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
 def method_of(config: Config) -> Method:
     """How a configuration says that its model is trained."""
     asked = config.federated_evaluation.report if config.federated_evaluation else {}
-    metrics, figures = [*config.metrics.report, *asked], config.evaluation.figures
-    task = build_task(**config.model.task, metrics=metrics, figures=figures)
+    metrics, evaluation = [*config.metrics.report, *asked], dict(config.evaluation)
+    task = build_task(**config.model.task, metrics=metrics, **evaluation)
     how = _personalisation(config)
     return Method(task, config.mechanism(), config.training(), config.server.build(), how)
 
@@ -573,7 +573,7 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
             "options": {
                 "origin": hashlib.sha256(_origin(task).encode()).hexdigest(),
                 "parameters": _digest({**task.parameters(), **task.statistics()}),
-                "figures": sorted(task.figures),
+                "figures": sorted((*task.figures, *task.by)),
             },
             "loss": next((n for n, f in LOSSES.items() if f is task.loss), path_of(task.loss)),
             "inputs": task.inputs,

@@ -484,6 +484,7 @@ class EvaluationSection(Section):
     """
 
     figures: Options = {}
+    by: Annotated[tuple[str, ...], Field(strict=False)] = ()  # fields whose values group the rows
 
 
 class FederatedEvaluationSection(Section):

@@ -25,8 +25,8 @@ from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.support.checks import is_whole, plain_numbers
 from fedpriv.support.importing import call_imported, check_options, import_function, raised_with
 
-FigureFunction = Callable[[Tensor, Tensor], float | Tensor]
-"""Maps outputs and targets of all held-out rows [n, …], on the CPU, to a number."""
+FigureFunction = Callable[[Tensor, Tensor], float | Tensor | Mapping[str, float | Tensor]]
+"""Maps outputs and targets of held-out rows [n, …], on the CPU, to a number, or some by name."""
 ALWAYS = ("accuracy", "loss")  # what is measured without being asked for
 # Which way is better, of those and of `FIGURES`.
 BETTER: Mapping[str, Literal["larger", "smaller"]] = {
@@ -375,9 +375,14 @@ class Collected:
         names = ("outputs", "targets", "owners")
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
-    def value(self, function: FigureFunction) -> float:
-        """A figure of all rows, NaN if there are none; raises what the function raises."""
-        return float(function(self.outputs, self.targets)) if len(self.targets) else math.nan
+    def values(self, function: FigureFunction) -> dict[str, float]:
+        """A figure of all rows, under "", or its numbers by name; raises what the function raises.
+
+        Without rows it is NaN.
+        """
+        value = function(self.outputs, self.targets) if len(self.targets) else math.nan
+        numbers = value if isinstance(value, Mapping) else {"": value}
+        return {str(name): float(number) for name, number in numbers.items()}
 
     def by_user(self, function: FigureFunction, users: int) -> npt.NDArray[np.float64]:
         """A figure of each user's alone, [U]; NaN where it cannot be computed."""
@@ -388,7 +393,7 @@ class Collected:
             # A figure may need more than one user has, such as rows of both classes.
             with suppress(Exception):
                 own = Collected(self.outputs[rows], self.targets[rows], self.owners[rows])
-                values[user] = own.value(function)
+                values[user] = own.values(function)[""]
         return values
 
 

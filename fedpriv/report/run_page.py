@@ -92,7 +92,8 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> PageSection:
         name, value = "loss", f"{last.loss:.4g}"
         if last.accuracy is not None:
             name, value = "accuracy", f"{last.accuracy:.2%}"
-        shown = {name: value, **{n: f"{v:.4g}" for n, v in last.figures.items()}}
+        own = {n: f"{v:.4g}" for n, v in last.figures.items() if ": " not in n}
+        shown = {name: value, **own}
         which = "last model" if last.round == done else f"after round {last.round:,}"
         cards += [Card(n, text, f"on held-out rows, {which}") for n, text in shown.items()]
     unit, n = unit_of(record.ledger), users_of(record.ledger)
@@ -229,9 +230,9 @@ def round_charts(rounds: Sequence[RoundResult], drawn: Unit) -> list[Chart]:
         found, values = measured(measure, rounds)
         if found:
             charts.append(declared(measure.name, [Series(measure.name, _numbers(found), values)]))
-    charts += [
-        _figure_chart(rounds, n) for n in dict.fromkeys(n for r in rounds for n in r.figures)
-    ]
+    figures = dict.fromkeys(name for each in rounds for name in each.figures)
+    titles = dict.fromkeys(name.partition(": ")[0] for name in figures)
+    charts += [_figure_chart(rounds, title, figures) for title in titles]
     users = dict.fromkeys(name for each in rounds for name in each.held_out_users)
     charts += [_users_chart(rounds, name) for name in users]
     names = dict.fromkeys(name for each in rounds for name in each.scalar_metrics)
@@ -246,10 +247,16 @@ def _front_charts(record: RunRecord) -> list[Chart]:
     return [declared("front", [line], words)] if points else []
 
 
-def _figure_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
-    found = [each for each in rounds if name in each.figures]
-    line = Series(name, _numbers(found), [each.figures[name] for each in found])
-    return declared("figure", [line], {"figure": name}, f"figure-{quote(name, safe='')}")
+def _figure_chart(rounds: Sequence[RoundResult], title: str, figures: Iterable[str]) -> Chart:
+    """A figure, or that of each group of rows."""
+    lines = []
+    for name in figures:
+        of_title, _, group = name.partition(": ")
+        if of_title == title and group != "gap":
+            measured_rounds = [each for each in rounds if name in each.figures]
+            values = [each.figures[name] for each in measured_rounds]
+            lines.append(Series(group or name, _numbers(measured_rounds), values))
+    return declared("figure", lines, {"figure": title}, f"figure-{quote(title, safe='')}")
 
 
 def _users_chart(rounds: Sequence[RoundResult], name: str) -> Chart:

@@ -289,7 +289,11 @@ def _measured_rows(run: Run, plan: TrainingPlan) -> list[tuple[str, str]]:
     rows = [] if run.accuracy is None else [("accuracy on held-out rows", f"{run.accuracy:.2%}")]
     if run.loss is not None:
         rows.append(("loss on held-out rows", f"{run.loss:.4f}"))
-    rows += [(f"{name} on held-out rows", f"{value:.4g}") for name, value in run.figures.items()]
+    figures: dict[str, list[str]] = {}  # of groups of rows, in one line
+    for name, value in run.figures.items():
+        title, _, group = name.partition(": ")
+        figures.setdefault(title, []).append(f"{group} {value:.4g}".lstrip())
+    rows += [(f"{title} on held-out rows", ", ".join(texts)) for title, texts in figures.items()]
     for name, over in run.held_out_users.items():
         quantiles = ", ".join(f"{over[key]:.3g}" for key in ("q10", "q50", "q90"))
         label = f"{name} of {over['users']:.0f} held-out users"
