@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import grpc
-from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load
@@ -19,7 +18,7 @@ from fedpriv.clients.connection import FederationStub, Identity
 from fedpriv.errors import InvalidValueError, UnreachableError, WireError
 from fedpriv.ledger.events import Randomness
 from fedpriv.report.records import SiteRecord, Trouble
-from fedpriv.report.tables import Column, format_epsilon_low, number, print_table
+from fedpriv.report.tables import Column, format_epsilon_low, number, print_table, screen
 from fedpriv.report.tables import Table as Rows
 from fedpriv.support.disk import write_atomically, writing
 from fedpriv.support.logs import expiry, one_line
@@ -59,7 +58,7 @@ def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
     table.add_row("nodes connected", f"{found.nodes_connected} of {found.nodes_enrolled}")
     table.add_row("users enrolled", str(found.users_enrolled))
     # The name of a run is not markup, whatever brackets it contains.
-    Console(markup=False, emoji=False, highlight=False).print(table)
+    screen(highlight=False).print(table)
 
 
 def save_model(server: str, identity: Identity, out: Path) -> None:
@@ -131,7 +130,7 @@ def show_sites(folder: Path, *, as_json: bool) -> None:
     if as_json:
         print(run.sites.read_text(encoding="utf-8"))  # noqa: T201
         return
-    console = Console(markup=False, emoji=False, highlight=False)
+    console = screen(highlight=False)
     caption = f"{one_line(str(folder))}, secret: these counts say who took part"
     headings = ("seen", "answers", *_COUNTED, "cert. ends")
     columns = [Column("site", "long"), *map(Column, headings)]

@@ -30,6 +30,7 @@ from fedpriv.experiment.build import Experiment
 from fedpriv.experiment.config import FederationSection
 from fedpriv.ledger import Ledger
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
+from fedpriv.report.tables import screen
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Run, RunSetup
 from fedpriv.run.terminal import carry_out, released_text
@@ -199,7 +200,7 @@ def serve(
     _check_free(addresses)
     experiment = setup.on_nodes(section, enrolment.population_id, enrolment.user_ids)
     service = _service(experiment, section, enrolment, endpoint)
-    console = Console(markup=False, emoji=False)
+    console = screen()
     with ExitStack() as opened:
         # Updates are added up in many threads already; more would only wait for each other.
         opened.enter_context(threadpool_limits(1, "blas"))

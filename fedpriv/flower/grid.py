@@ -24,6 +24,7 @@ from fedpriv.experiment.config import Count, Section, checked, config_of, parse_
 from fedpriv.flower import messages as flower_messages
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.report.records import Trouble
+from fedpriv.report.tables import screen
 from fedpriv.run.run import Follow, Run, RunSetup
 from fedpriv.run.terminal import carry_out, released_text
 from fedpriv.server.collection import RoundTerms, prices, task_of
@@ -285,7 +286,7 @@ def main(grid: Grid, context: Context) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # Flower's calls, several a second
     config = checked(RunConfig, context.run_config, "run config")
     setup, stopping = config.setup(), threading.Event()
-    console = Console(markup=False, emoji=False)
+    console = screen()
     console.print(f"folder {setup.folder.path.absolute()}", soft_wrap=True, highlight=False)
     try:
         simulation = GridSimulation.of(setup, config.workers)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid, ServerApp
 
-    from fedpriv.run.run import Follow, Run
+    from fedpriv.report.tables import screen
+from fedpriv.run.run import Follow, Run
 
 _CONNECT_SECONDS = 10.0
 _NO_TELEMETRY = {
@@ -80,7 +81,6 @@ def simulate_on_ray(
     lock_ray()  # before users are loaded, by what may import Ray
     import torch
     from flwr.serverapp import ServerApp
-    from rich.console import Console
 
     from fedpriv.flower.client_app import app as client_app
     from fedpriv.flower.grid import GridSimulation
@@ -91,7 +91,7 @@ def simulate_on_ray(
 
     @server_app.main()
     def main(grid: "Grid", _context: "Context") -> None:
-        ended.append(simulation.run(grid, stopping, Console(markup=False, emoji=False), follow))
+        ended.append(simulation.run(grid, stopping, screen(), follow))
 
     gpus = torch.cuda.device_count() if simulation.experiment.device.type == "cuda" else 0
     try:

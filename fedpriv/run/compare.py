@@ -39,6 +39,7 @@ from fedpriv.experiment.config import DataSection, method_left_out
 from fedpriv.experiment.mechanism import Mechanism
 from fedpriv.experiment.trackers import Tracker, named
 from fedpriv.report.study_charts import print_study, results_json
+from fedpriv.report.tables import screen
 from fedpriv.run.folder import RunFolder, data_frame, held, write_charts, write_report
 from fedpriv.run.run import Run, RunSetup, run_rounds
 from fedpriv.run.simulate import ObservedTransport
@@ -74,7 +75,7 @@ def run_study(file: Path, out: Path | None, workers: int | None) -> None:
     run again; of a run that was cut short nothing counts; a run that fails does not stop the
     others; no process is left when this ends, however it ends.
     """
-    study, console = load_study(file), Console(markup=False, emoji=False)
+    study, console = load_study(file), screen()
     folder = out or Path("studies") / study.name
 
     def start(missing: Sequence[Cell]) -> Generator[Ended | None]:
@@ -193,7 +194,7 @@ def compare(
         accuracies=tuple(accuracies),
     )
     folder, told = Path(out or Path("studies") / name), named("trackers", trackers, Tracker)
-    console = Console(quiet=quiet, markup=False, emoji=False)
+    console = screen(quiet=quiet)
     if (folder / STUDY).exists() and not resume:
         raise InvalidValueError(
             f"{folder} holds a study already; resume=True goes on with it where nothing changed, "

@@ -77,7 +77,7 @@ from fedpriv.measures.figures import ALWAYS, BETTER
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import FixedSizeSampling, PoissonSampling
-from fedpriv.report.tables import Column, Table, print_table
+from fedpriv.report.tables import Column, Table, print_table, screen
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import RunSetup
 from fedpriv.support.checks import check_types, plain_numbers
@@ -250,9 +250,7 @@ def tune(
 
     setup = RunSetup.at(config, Path(out) if out else None, resume=False, home=_HOME)
     table, value_of = config.model_dump(exclude_none=True), partial(_value_of, method)
-    search = _Search(
-        setup, prepare, Console(quiet=quiet, markup=False, emoji=False), value_of, table
-    )
+    search = _Search(setup, prepare, screen(quiet=quiet), value_of, table)
     found = search.on_users() if on == "users" else search.on_public()
     if not found.settings:
         return found
@@ -308,7 +306,7 @@ def tune_file(
     of_values = tables_of(config.mechanism(), config.training(), config.server.build())
     value_of = partial(_at, config.model_dump() | of_values)  # with what options leave out
     kept = {assignment.partition("=")[0].strip() for assignment in assignments}
-    search = _Search(setup, prepare, Console(markup=False, emoji=False), value_of, table, kept)
+    search = _Search(setup, prepare, screen(), value_of, table, kept)
     return search.on_users(price_only=price_only) if on == "users" else search.on_public()
 
 
