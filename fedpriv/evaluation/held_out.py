@@ -1,4 +1,4 @@
-"""How good a model is on held-out rows: loss, accuracy and the task's figures."""
+"""Evaluation on held-out rows: loss, accuracy and the task's figures."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,12 +30,12 @@ from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.privacy.layout import Tensors
 
 _MOST_GROUPS = 50
-_ROWS = 500  # that are evaluated at once; outputs of more would leave the caches
+_ROWS = 500  # evaluated at once; the outputs of more rows would not fit into the caches
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model on held-out rows; figures that could not be computed are NaN."""
+    """Measures of a model on held-out rows; figures that could not be computed are NaN."""
 
     loss: float  # mean over targets that count
     accuracy: float | None  # in [0, 1]; None unless targets are classes
@@ -44,7 +44,7 @@ class Evaluation:
     figures: Mapping[str, float]
     # Where rows have a `HELD_OUT_USER`: `spread_over_users` of each figure, loss and accuracy too.
     held_out_users: Mapping[str, Mapping[str, float]]
-    failed: Mapping[str, str]  # by figure, why it could not be computed
+    failed: Mapping[str, str]  # reasons why figures could not be computed, by name
 
 
 @torch.no_grad()
@@ -55,15 +55,16 @@ def evaluate(
     parameters: Tensors,
     personal: Iterable[tuple[npt.NDArray[np.int64], Tensors]] | None = None,
 ) -> Evaluation:
-    """Loss, accuracy and the task's figures of a model without dropout, over all held-out rows.
+    """Return loss, accuracy and the task's figures of a model in evaluation mode.
 
-    Or over the rows [k] that `personal` names, with tensors of their user in the model's place.
-    What a model draws in evaluation too is the same each time.
+    They are of all held-out rows, or of the rows that `personal` gives: positions [k] and the
+    tensors of their user, which replace those of the model. Random numbers that a model draws in
+    evaluation are the same each time.
     """
     tensors = {name: tensor.clone() for name, tensor in task.constants(device).items()}
     tensors |= {name: torch.tensor(p, device=device) for name, p in parameters.items()}
     owners, partitions = _parted(rows, (HELD_OUT_USER, *task.by), len(rows[task.targets]))
-    measured = _Measured(cast(Mapping[str, Figure], task.figures), partitions)
+    accumulator = _Accumulator(cast(Mapping[str, Figure], task.figures), partitions)
     with _evaluating(task.model), seeded(bytes(32), 0, device):
         tensors = _channels_last(task, tensors, rows, device)
         for piece, replaced in _pieces(len(owners), personal):
@@ -71,12 +72,12 @@ def evaluate(
             x, y = task.given(columns)
             put_in = tensors | {n: torch.tensor(p, device=device) for n, p in replaced.items()}
             seen = task.seen(called(task.model, put_in, x), y)
-            measured.add(seen, torch.tensor(owners[piece], device=device))
-    return measured.evaluation()
+            accumulator.add(seen, torch.tensor(owners[piece], device=device))
+    return accumulator.evaluation()
 
 
 def check_held_out(task: Task, rows: HeldOut, device: torch.device) -> None:
-    """Refuse a task that cannot be evaluated on all held-out rows.
+    """Raise ModelError if a task cannot be evaluated on all held-out rows.
 
     At its initial parameters, its mean loss and all figures must be finite.
     """
@@ -94,14 +95,14 @@ def check_held_out(task: Task, rows: HeldOut, device: torch.device) -> None:
                 f"must have one in each row, and {_MOST_GROUPS} different ones at most"
             )
     try:
-        found = evaluate(task, rows, device, task.parameters() | task.statistics())
+        initial = evaluate(task, rows, device, task.parameters() | task.statistics())
     except Exception as error:
         raise ModelError(f"the model cannot be evaluated on the held-out rows: {error}") from error
-    for name, reason in found.failed.items():
+    for name, reason in initial.failed.items():
         raise ModelError(f"figure {name!r} cannot be computed on the held-out rows: {reason}")
-    own = {n: value for n, value in found.figures.items() if n.partition(": ")[0] in task.figures}
-    for name, value in {"the mean loss": found.loss, **own}.items():
-        what = f"figure {name!r}" if name in found.figures else name
+    own = {n: value for n, value in initial.figures.items() if n.partition(": ")[0] in task.figures}
+    for name, value in {"the mean loss": initial.loss, **own}.items():
+        what = f"figure {name!r}" if name in initial.figures else name
         if not math.isfinite(value):
             raise ModelError(
                 f"{what} of the {len(rows[task.targets])} held-out rows is {value} at the initial "
@@ -129,10 +130,10 @@ def _parted(
     return of_row.ravel(), {name: _Partition(part[0], of_cell) for (name, part), of_cell in pairs}
 
 
-class _Measured:
+class _Accumulator:
     """Figures of rows that are seen piece by piece: of all rows, and of each part of them.
 
-    A figure that raises costs nothing else: a run must not lose what it has spent.
+    A figure that raises is recorded as failed, so that the run keeps its model and other figures.
     """
 
     def __init__(self, figures: Mapping[str, Figure], partitions: Mapping[str, _Partition]) -> None:
@@ -207,7 +208,7 @@ def _by_group(
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode, and each part of it back into its own mode."""
+    """Put a model into evaluation mode; afterwards each module gets its former mode back."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -220,17 +221,18 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def _pieces(
     rows: int, personal: Iterable[tuple[npt.NDArray[np.int64], Tensors]] | None
 ) -> Iterator[tuple[npt.NDArray[np.int64], Tensors]]:
-    for some, own in [(np.arange(rows), {})] if personal is None else personal:
-        for start in range(0, len(some), _ROWS):
-            yield some[start : start + _ROWS], own
+    for positions, tensors in [(np.arange(rows), {})] if personal is None else personal:
+        for start in range(0, len(positions), _ROWS):
+            yield positions[start : start + _ROWS], tensors
 
 
 def _channels_last(
     task: Task, tensors: TorchTensors, rows: HeldOut, device: torch.device
 ) -> TorchTensors:
-    """The tensors, with weights of convolutions channels last: a CPU pools their outputs faster.
+    """Return the tensors, with weights of convolutions channels last: a CPU pools outputs faster.
 
-    They stay as they are where the model then fails, as it may on a view, or gives something else.
+    They are returned unchanged if the model fails with them, as it may on a view, or if its outputs
+    differ.
     """
     weights = {name: t for name, t in tensors.items() if t.dim() == 4}
     if device.type != "cpu" or not weights:
@@ -238,8 +240,8 @@ def _channels_last(
     last = {n: t.clone(memory_format=torch.channels_last) for n, t in weights.items()}
     with suppress(Exception):
         x, _ = task.given({name: torch.tensor(rows[name][:1]) for name in task.fields})
-        two = each_input(lambda t: torch.cat([t, t]), x)  # of one alone, more views can be taken
-        found, expected = (called(task.model, tensors | each, two) for each in (last, {}))
-        if torch.allclose(found, expected, 1e-4, 1e-5, equal_nan=True):
+        two = each_input(lambda t: torch.cat([t, t]), x)  # views may succeed on a batch of one only
+        actual, expected = (called(task.model, tensors | t, two) for t in (last, {}))
+        if torch.allclose(actual, expected, 1e-4, 1e-5, equal_nan=True):
             return tensors | last
     return tensors
