@@ -258,7 +258,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         """Return the seconds since the last call ended; 0 while a call is open."""
         return 0.0 if self._open else monotonic() - self._last_end
 
-    def _identified(self, context: Context) -> str:
+    def known(self, context: Context) -> str:
         """Return the calling node; UnknownPeerError, which the operator sees, if there is none."""
         try:
             return self.identify(context)
@@ -269,7 +269,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
 
     def check(self, context: Context) -> None:
         """Raise UnknownPeerError unless an admitted caller still identifies as the same node."""
-        if self._identified(context) != (node := NODE.get()):
+        if self.known(context) != (node := NODE.get()):
             sentence = "the certificate is enrolled at another node now"
             raise UnknownPeerError(_UNAUTHENTICATED, sentence, node)
 
@@ -362,7 +362,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
 
     def _admitted(self, context: Context) -> str:
         """Return the calling node if it may make this call; RefusedCallError otherwise."""
-        code, node = grpc.StatusCode, self._identified(context)
+        code, node = grpc.StatusCode, self.known(context)
         if node not in self.enrolment.users:
             self.monitor.add("refused_calls", 1, "enrolment")
             self.sites.trouble(STRANGER, Trouble.CALL, f"node {node!r} is not enrolled")
