@@ -26,15 +26,18 @@ from fedpriv.errors import FedprivError, InvalidValueError, WireError
 from fedpriv.experiment.config import FederationSection
 from fedpriv.report.records import Trouble
 from fedpriv.server.certificates import load_ca, load_certificate
-from fedpriv.server.enrolment import (
-    MALFORMED,
-    CertificateError,
-    EnrolledCertificates,
-    Enrolment,
-)
+from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
 from fedpriv.server.monitoring import SERVER, STRANGER, Monitor, Sites
 from fedpriv.server.traffic import Peer, Traffic, peer_of
-from fedpriv.wire.naming import NODE_KEY, Address, check_key, check_node_name, read_key
+from fedpriv.wire.naming import (
+    MALFORMED,
+    NODE_KEY,
+    Address,
+    check_key,
+    check_node_name,
+    read_file,
+    read_key,
+)
 
 _log = logging.getLogger(__name__)
 NODE: ContextVar[str] = ContextVar("NODE")  # the node whose call is being handled
@@ -168,12 +171,8 @@ def tls_credentials(folder: Path) -> grpc.ServerCredentials:
     certificate, a warning is logged, because nodes that trust only that authority cannot connect.
     """
     authority = load_ca(folder / "ca.pem")
-    try:
-        ca, certificate = ((folder / name).read_bytes() for name in ("ca.pem", "server.pem"))
-        key = read_key(folder / "server.key")
-    except OSError as error:
-        raise InvalidValueError(f"{error.filename} cannot be read: {error.strerror}") from error
-    loaded = load_certificate(folder / "server.pem")
+    ca, certificate = read_file(folder / "ca.pem"), read_file(folder / "server.pem")
+    key, loaded = read_key(folder / "server.key"), load_certificate(folder / "server.pem")
     check_key(folder / "server.key", key, loaded)
     _check_for_servers(folder / "server.pem", loaded)
     try:

@@ -24,9 +24,9 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.enrolment import MALFORMED, fingerprint_of
+from fedpriv.server.enrolment import fingerprint_of
 from fedpriv.support.disk import sync, write_atomically, writing
-from fedpriv.wire.naming import NODE_URI, check_node_name, read_key
+from fedpriv.wire.naming import MALFORMED, NODE_URI, check_node_name, read_file, read_key
 
 YEAR = timedelta(days=365)
 _AUTHORITY_LIFETIME = 10 * YEAR
@@ -43,11 +43,10 @@ _HOST = re.compile(rf"(?=.{{1,253}}$)(?!(.*\.)?[0-9]+$){_LABEL}(\.{_LABEL})*")
 
 def load_ca(path: Path) -> x509.Certificate:
     """Return the certificate of an authority; InvalidValueError if the file holds anything else."""
+    pem = read_file(path)
     try:
-        ca = x509.load_pem_x509_certificate(path.read_bytes())
+        ca = x509.load_pem_x509_certificate(pem)
         constraints = ca.extensions.get_extension_for_class(x509.BasicConstraints).value
-    except OSError as error:
-        raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
     except (x509.ExtensionNotFound, *MALFORMED) as error:
         raise InvalidValueError(f"{path} is not an authority's certificate") from error
     if not constraints.ca:
@@ -57,10 +56,9 @@ def load_ca(path: Path) -> x509.Certificate:
 
 def load_certificate(path: Path) -> x509.Certificate:
     """Return the certificate in a file; InvalidValueError if there is none."""
+    pem = read_file(path)
     try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
-    except OSError as error:
-        raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
+        return x509.load_pem_x509_certificate(pem)
     except MALFORMED as error:
         raise InvalidValueError(f"{path} is not a certificate") from error
 
@@ -169,12 +167,11 @@ def issue(
 
 def _load_request(path: Path) -> tuple[str, _PublicKey]:
     """Return a request's node name and key; InvalidValueError if the name or key is unusable."""
+    pem = read_file(path)
     try:
-        csr = x509.load_pem_x509_csr(path.read_bytes())
+        csr = x509.load_pem_x509_csr(pem)
         key, valid = csr.public_key(), csr.is_signature_valid
         names = csr.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    except OSError as error:
-        raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
     except MALFORMED as error:
         raise InvalidValueError(f"{path} is not a certificate signing request") from error
     if not valid:
@@ -199,14 +196,12 @@ def _is_strong(key: object) -> TypeGuard[_PublicKey]:
 def _load_authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     path = folder / "authority"
     try:
-        content = read_key(path / "ca.key")
-    except OSError as error:
-        raise InvalidValueError(
-            f"{folder} holds no authority: {path / 'ca.key'} cannot be read: {error.strerror}"
-        ) from error
-    ca = load_ca(path / "ca.pem")
+        read_file(path / "ca.key")
+    except InvalidValueError as error:
+        raise InvalidValueError(f"{folder} holds no authority: {error}") from error
+    pem, ca = read_key(path / "ca.key"), load_ca(path / "ca.pem")
     try:
-        key = serialization.load_pem_private_key(content, None)
+        key = serialization.load_pem_private_key(pem, None)
     except MALFORMED as error:
         raise InvalidValueError(f"{path / 'ca.key'} is not a private key in PEM") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():

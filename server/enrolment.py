@@ -12,7 +12,6 @@ from typing import Annotated, Self
 
 import numpy as np
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from numpy.typing import NDArray
 from pydantic import AfterValidator, model_validator
@@ -21,17 +20,9 @@ from pydantic_core import PydanticCustomError
 from fedpriv.data.population import plain_id
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.experiment.config import Section, checked, read_toml
-from fedpriv.wire.naming import check_node_name, check_user_id
+from fedpriv.wire.naming import MALFORMED, check_node_name, check_user_id
 
 Positions = NDArray[np.int64]  # users, as ascending positions in the population
-# Errors that cryptography raises for a certificate or key that cannot be parsed.
-MALFORMED = (
-    ValueError,
-    TypeError,
-    UnsupportedAlgorithm,
-    x509.DuplicateExtension,
-    x509.InvalidVersion,
-)
 _ID = re.compile("[0-9a-f]{32}")
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
 _LONGEST_SUBJECT = 200  # characters
