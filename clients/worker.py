@@ -456,7 +456,7 @@ async def _prepare(process: Process, welcome: Welcome) -> None:
 
 
 async def _within_reason(process: Process, message: object, what: str) -> object:
-    """Return the answer to a message that prepares training; ModelError, named `what`, on failure."""
+    """Return the answer to a message that prepares training; ModelError if it fails."""
     try:
         async with asyncio.timeout(_LONGEST_PREPARATION_SECONDS):
             return await process.ask(message)
