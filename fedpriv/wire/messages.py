@@ -273,9 +273,19 @@ class RoundOffer(Checked):
         weights = {name: statistics.pop(name) for name in update}
         changes = [name for name in update if name.startswith(CONTROL_PREFIX)]
         control = {name.removeprefix(CONTROL_PREFIX): weights.pop(name) for name in changes}
-        attempt = self.id.run, self.id.round, self.id.attempt
-        training = self.clipping, self.local, self.users, self.local_key, self.metrics
-        return RoundRequest(*attempt, weights, *training, statistics, control)
+        return RoundRequest(
+            self.id.run,
+            self.id.round,
+            self.id.attempt,
+            weights,
+            self.clipping,
+            self.local,
+            self.users,
+            self.local_key,
+            self.metrics,
+            statistics,
+            control,
+        )
 
 
 Terms = Proposal | RoundOffer  # a node consents to the fields that both have
