@@ -227,9 +227,9 @@ def test_the_assumptions_are_one_grammatical_sentence(name: str, words: str) -> 
 
 
 def test_an_unknown_accountant_is_named() -> None:
-    with pytest.raises(InvalidValueError, match=r"unknown accountant 'clt'; .*pld"):
+    with pytest.raises(InvalidValueError, match="unknown accountant 'clt'"):
         epsilon(EVENTS, 1e-6, "clt")
-    with pytest.raises(InvalidValueError, match=r"unknown accountant 'moments'; .*pld"):
+    with pytest.raises(InvalidValueError, match="unknown accountant 'moments'"):
         delta(EVENTS, 1.0, "moments")
 
 

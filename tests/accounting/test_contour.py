@@ -259,12 +259,12 @@ class TestEdges:
 
     @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan])
     def test_illegal_delta(self, delta):
-        with pytest.raises(InvalidValueError, match=r"delta is .*; it must be in \(0, 1\)"):
+        with pytest.raises(InvalidValueError, match=f"delta is {delta}"):
             epsilon_interval({(0.1, 1.0): 1}, delta)
 
     @pytest.mark.parametrize("epsilon", [-0.1, math.inf, math.nan])
     def test_illegal_epsilon(self, epsilon):
-        with pytest.raises(InvalidValueError, match=r"epsilon is .*; it must be finite"):
+        with pytest.raises(InvalidValueError, match=f"epsilon is {epsilon}"):
             delta_interval({(0.1, 1.0): 1}, epsilon)
 
     @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_the_digest_changes_with_every_field() -> None:
     ("changes", "message"),
     [
         ({"rounds": 0}, "rounds is 0"),
-        ({"rounds": 1.5}, "rounds is 1.5; it must be a whole number"),
+        ({"rounds": 1.5}, "rounds is 1.5"),
         ({"run": ""}, "run is ''"),
         ({"run": "a/b"}, "run is 'a/b'"),
         ({"noise_multiplier": -1.0}, "noise_multiplier is -1.0"),
