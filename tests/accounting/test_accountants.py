@@ -4,13 +4,6 @@ import math
 from itertools import permutations
 
 import pytest
-from accountant_conformance import (
-    FAMILIES,
-    AccountantConformance,
-    Family,
-    IntervalConformance,
-    banded,
-)
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -41,6 +34,13 @@ from fedpriv.ledger.events import (
     LEAST_DELTA,
     NeighbouringRelation,
     RoundEvent,
+)
+from tests.accounting.accountant_conformance import (
+    FAMILIES,
+    AccountantConformance,
+    Family,
+    IntervalConformance,
+    banded,
 )
 
 EVENTS = [poisson_gaussian(0.01, 1.0, 1000), poisson_gaussian(1.0, 40.0, 3)]

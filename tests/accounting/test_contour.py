@@ -5,12 +5,9 @@ import math
 import tracemalloc
 
 import numpy as np
-import poisson_rounds as pld
 import pytest
-from closed_forms import gaussian_delta, one_round_delta
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from poisson_rounds import tight_delta, tight_epsilon
 
 from fedpriv.accounting.contour import inversion
 from fedpriv.accounting.contour.inversion import (
@@ -21,6 +18,9 @@ from fedpriv.accounting.contour.inversion import (
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.accounting.round_counts import compose
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
+from tests.accounting import poisson_rounds as pld
+from tests.accounting.closed_forms import gaussian_delta, one_round_delta
+from tests.accounting.poisson_rounds import tight_delta, tight_epsilon
 
 ROUNDS = {(0.02, 0.9): 400, (0.005, 1.7): 3_000, (1.0, 25.0): 4}
 

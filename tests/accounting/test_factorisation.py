@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from accountant_conformance import analytic_gaussian
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import toeplitz
@@ -29,6 +28,7 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import NeighbouringRelation, Schedule
 from simulations.factorisation import ours, theirs
 from simulations.factorisation import settings as compared
+from tests.accounting.accountant_conformance import analytic_gaussian
 
 MEAN, LARGEST = Objective
 ADD_OR_REMOVE, _ = NeighbouringRelation

@@ -8,11 +8,11 @@ import pytest
 from dp_accounting import gaussian_mechanism as published
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from poisson_rounds import epsilon_interval
 
 from fedpriv.accounting import gaussian
 from fedpriv.accounting.round_counts import unsampled_noise_multiplier
 from fedpriv.errors import InvalidValueError
+from tests.accounting.poisson_rounds import epsilon_interval
 
 NOISE = (0.05, 0.3, 0.9, 1.0, 1.1, 4.0, 100.0, 1e4, 1e6)
 DELTAS = (1e-300, 1e-100, 1e-50, 1e-15, 1e-5, 0.01, 0.3, 0.9, 0.999)

@@ -4,13 +4,13 @@ import math
 from collections.abc import Callable
 
 import pytest
-from poisson_rounds import epsilon_interval
 from scipy.integrate import quad
 from scipy.stats import norm
 
 from fedpriv.accounting import classical, gaussian
 from fedpriv.accounting.round_counts import unsampled_noise_multiplier
 from fedpriv.errors import InvalidValueError
+from tests.accounting.poisson_rounds import epsilon_interval
 
 
 def loss_integral(epsilon: float, mu: float) -> float:

@@ -9,10 +9,10 @@ import pytest
 from dp_accounting import rdp as published
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from poisson_rounds import epsilon_interval
 
 from fedpriv.accounting import classical, gaussian
 from fedpriv.errors import InvalidValueError
+from tests.accounting.poisson_rounds import epsilon_interval
 
 RHOS = (1e-6, 1e-3, 0.02, 0.5, 3.0, 40.0, 1e4)
 DELTAS = (1e-300, 1e-30, 1e-9, 1e-5, 0.01, 0.3)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import open_records
 
 from fedpriv.accounting import poisson_gaussian
 from fedpriv.analytics import Answers, Histogram, Mean, Survey
@@ -22,6 +21,7 @@ from fedpriv.privacy.sampling import (
     Sampling,
 )
 from tests.analytics.people import QUESTIONS, some_people, survey
+from tests.training.federation import open_records
 
 USERS = some_people(40)
 

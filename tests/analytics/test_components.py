@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import open_records
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -21,6 +20,7 @@ from fedpriv.privacy.layout import squared_bound
 from fedpriv.privacy.outer_products import SHRINK
 from tests.analytics.people import average, exact, follows, released, survey, total
 from tests.privacy.exact import squares
+from tests.training.federation import open_records
 
 QUESTION = SecondMoments("moments", "x", inputs=4)
 ROUNDS = 1000

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from federation import PARAMETERS, make_plan
 from pydantic import ValidationError
 
 from fedpriv.accounting.policies import (
@@ -47,6 +46,7 @@ from fedpriv.wire import (
     manifest_of,
     model_of,
 )
+from tests.training.federation import PARAMETERS, make_plan
 from tests.wire.examples import covering, small_offer, small_request
 
 SMALL = small_offer()

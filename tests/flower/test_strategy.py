@@ -22,7 +22,6 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.serverapp.strategy import Strategy
-from transport_conformance import TransportConformance
 
 import fedpriv
 from fedpriv.accounting.accountants import epsilon
@@ -73,6 +72,7 @@ from tests.flower.apps import (
     weights,
 )
 from tests.flower.local_grid import App, LocalGrid
+from tests.training.transport_conformance import TransportConformance
 
 
 @pytest.mark.parametrize("mod", [False, True])

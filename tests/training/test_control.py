@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import LAYOUT, PARAMETERS, FakeTransport, make_plan, open_records
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiment.config import Config, parse_config, plain, tables_of
@@ -30,6 +29,7 @@ from fedpriv.training.rounds import (
     save_checkpoint,
     train,
 )
+from tests.training.federation import LAYOUT, PARAMETERS, FakeTransport, make_plan, open_records
 
 SCAFFOLD = Scaffold(0.1, epochs=2, control_norm=0.5, control_share=0.25, control_rate=0.4)
 

@@ -6,7 +6,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from federation import CONSTANT, LAYOUT, PARAMETERS, make_plan, open_records
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.gaussian_mechanism import Averaging
@@ -16,6 +15,7 @@ from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg
 from fedpriv.training.rounds import initial_state, run_round, train
 from tests.opening import open_round
+from tests.training.federation import CONSTANT, LAYOUT, PARAMETERS, make_plan, open_records
 
 SEEDED = SeededEntropy(3)
 

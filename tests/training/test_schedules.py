@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import CONSTANT, PARAMETERS, make_plan, open_records
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +29,7 @@ from fedpriv.training.optimizers import (
     StepDecay,
 )
 from fedpriv.training.rounds import ServerState, initial_state, run_round, train
+from tests.training.federation import CONSTANT, PARAMETERS, make_plan, open_records
 
 SCHEDULES: list[RateSchedule] = [
     PolynomialDecay(0.8, 0.1, rounds=4, power=2.0),
