@@ -426,7 +426,7 @@ FILE = """
 name = "recon"
 rounds = 2
 seed = 0
-data = { name = "tests.run.test_personalisation:people" }
+data = { name = "tests.evaluation.test_personalisation:people" }
 privacy = { epsilon = 8.0, delta = 1e-2, sampling_probability = 0.5 }
 
 [model]
