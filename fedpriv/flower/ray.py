@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from flwr.clientapp import ClientApp
     from flwr.serverapp import Grid, ServerApp
 
-    from fedpriv.report.tables import screen
-from fedpriv.run.run import Follow, Run
+    from fedpriv.run.run import Follow, Run
 
 _CONNECT_SECONDS = 10.0
 _NO_TELEMETRY = {
@@ -85,6 +84,7 @@ def simulate_on_ray(
 
     from fedpriv.flower.client_app import app as client_app
     from fedpriv.flower.grid import GridSimulation
+    from fedpriv.report.tables import screen
     from fedpriv.run.run import RunSetup
 
     simulation = GridSimulation.of(RunSetup.of(file, assignments, out, resume=resume), workers)
