@@ -21,7 +21,7 @@ from fedpriv.engine.adapters import with_adapters
 from fedpriv.engine.measuring import check_metrics
 from fedpriv.engine.roads import Road
 from fedpriv.engine.task import LOSSES, HeldOut, Task, running_norms
-from fedpriv.engine.task_checks import check_task
+from fedpriv.engine.task_checks import check_learns, check_targets, check_task
 from fedpriv.engine.trainer import SimulationOnlyDropped, blank
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import InvalidValueError, ModelError
@@ -101,6 +101,8 @@ class Experiment:
     evaluation: UserEvaluation | None = None  # what users are asked of released models
     personalised: HeldOutUsers | None = None  # who make released models their own
     trackers: Mapping[str, Tracker] = field(default_factory=dict)  # told from the start to the end
+    # What is noticed while it is built and while it runs, in a sentence each, with the cure.
+    notes: list[str] = field(default_factory=list)
 
     @property
     def initial_state(self) -> ServerState:
@@ -299,7 +301,8 @@ def build(
     device, mechanism = device_named(config.engine.device), method.mechanism
     if few is None:
         few = {name: column[:4] for name, column in held_out.items()}
-    personalised, rows = _measured_by(method, held_out, few, device)
+    notes = list[str]()
+    personalised, rows = _measured_by(method, held_out, few, device, notes)
     budget = mechanism.budget
     strategy = mechanism.noise.strategy(mechanism.sampling.of(users, mechanism.unit).event())
     mechanism = replace(mechanism, noise=given(strategy))
@@ -335,13 +338,17 @@ def build(
         on_round=callbacks,
         personalised=personalised,
         trackers=trackers,
+        notes=notes,
     )
 
 
 def _measured_by(
-    method: Method, held_out: HeldOut, few: Fields, device: torch.device
+    method: Method, held_out: HeldOut, few: Fields, device: torch.device, notes: list[str]
 ) -> tuple[HeldOutUsers | None, HeldOut]:
-    """Who makes models their own before they measure them, and the rows that are measured."""
+    """Who makes models their own before they measure them, and the rows that are measured.
+
+    What is likely to cost accuracy is added to the notes.
+    """
     if not few and method.mechanism.metrics:
         raise InvalidValueError(
             "metrics.report asks for metrics; they are checked on held-out rows, so that "
@@ -350,12 +357,19 @@ def _measured_by(
     if few:
         whole = method.mechanism.unit is Unit.USER
         check_task(method.task, few, apart=not whole)
+        if held_out:
+            check_targets(method.task, held_out)
     how, personalised = method.personalisation, None
     if how is not None:
         personalised = HeldOutUsers(how, method.task, held_out, device)
         held_out = personalised.rows
     if held_out:
         check_held_out(method.task, held_out, device)
+    if few and check_learns(method.task, held_out, few, method.local):
+        notes.append(
+            "outputs of the model look like probabilities, of which cross-entropy takes the "
+            "softmax again, so that it learns slowly: let the model end before its softmax"
+        )
     return personalised, held_out
 
 
