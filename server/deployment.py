@@ -174,17 +174,18 @@ def serve(
     resume: bool,
     insecure: bool,
     leave: bool,
+    keep_going: bool = False,
 ) -> Run:
     """Run or resume an experiment on the nodes that connect, and print how it went.
 
     SIGTERM and SIGINT end it cleanly: a round that is collected is charged and abandoned, one that
     is charged is released, and a checkpoint is written. A second one ends it at once. Unless
     told to leave, it goes on serving ledger and status after the run, except where too few nodes
-    agreed to a round. RunError: the run cannot go on, but may be resumed; any other FedprivError:
-    something is wrong with the input.
+    agreed to a round or too few users count. RunError: the run cannot go on, but may be resumed;
+    any other FedprivError: something is wrong with the input.
     """
     _allow_many_files()
-    setup = RunSetup.of(file, assignments, out, resume=resume)
+    setup = RunSetup.of(file, assignments, out, resume=resume, keep_going=keep_going)
     section = setup.config.federation
     if section is None:
         raise InvalidValueError(f"{file} has no section federation, which `fedpriv serve` needs")
@@ -209,7 +210,7 @@ def serve(
         ended = carry_out(setup, experiment, server.hosted, console, server.follow, clock=None)
         if ended.stop is Stop.DECLINED:
             console.print("the log says why nodes do not agree; --resume goes on with the run")
-        elif not (leave or server.asked.is_set()):
+        elif not (leave or ended.stop.may_go_on):
             console.print("serving ledger and status until stopped")
             server.asked.wait()
     return ended
@@ -325,7 +326,7 @@ def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, ro
         outcome = run(show)
         publish(epsilon=outcome.epsilon)  # it may have paid for more than its last round
         _log.info("the run ended: %s", outcome.stop)
-        if outcome.stop not in (Stop.ASKED, Stop.DECLINED):
+        if not outcome.stop.may_go_on:
             state, end = RunState.FINISHED, End.RUN_OVER
         return outcome
     except (FedprivError, OSError) as error:

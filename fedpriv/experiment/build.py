@@ -24,7 +24,7 @@ from fedpriv.engine.task import LOSSES, HeldOut, Task, running_norms
 from fedpriv.engine.task_checks import check_learns, check_targets, check_task
 from fedpriv.engine.trainer import SimulationOnlyDropped, blank
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
-from fedpriv.errors import InvalidValueError, ModelError
+from fedpriv.errors import DataError, InvalidValueError, ModelError
 from fedpriv.evaluation.federated import FederatedEvaluation, UserEvaluation, kept_apart
 from fedpriv.evaluation.held_out import check_held_out
 from fedpriv.evaluation.personalisation import HeldOutUsers, Personalisation
@@ -55,7 +55,7 @@ from fedpriv.support.importing import (
     path_of,
     raised_with,
 )
-from fedpriv.support.logs import one_line
+from fedpriv.support.logs import SIMULATION_ONLY, one_line
 from fedpriv.training.local import FedRecon
 from fedpriv.training.optimizers import ServerOptimizer, try_out
 from fedpriv.training.request import LocalTraining
@@ -170,7 +170,9 @@ def on_population(
         store,
         experiment.device,
         chunk_memory_of(engine.chunk_mebibytes, experiment.device),
-        on_dropped=_naming_the_first(population, mechanism.unit, store.population // users),
+        on_dropped=_naming_the_first(
+            population, mechanism.unit, store.population // users, experiment.notes
+        ),
         activations=engine.activations,
         processes=engine.processes,
         path=engine.path,
@@ -187,8 +189,35 @@ def settled(experiment: Experiment, transport: InProcessTransport) -> tuple[Expe
     """
     at, config = RoundAttempt(experiment.plan.run, 1, 0), experiment.config
     road = transport.road(request_to_nobody(experiment.plan, experiment.initial_state, at))
+    if road.path == "alone" != config.engine.path:
+        cure = "" if "engine.path" in road.why else "; docs/isolation.md says which models can"
+        experiment.notes.append(f"users train {road}{cure}")
     engine = config.engine.model_copy(update={"path": road.path})
     return replace(experiment, config=config.model_copy(update={"engine": engine})), road
+
+
+def refuse_if_few_count(experiment: Experiment, transport: InProcessTransport) -> None:
+    """Refuse a simulation in which most users would count as zero: a DataError says why one does.
+
+    A few users train for one pass, and nothing of it is charged: so whether a *simulation* takes
+    place depends on users' data. Deployments never do this.
+    """
+    plan, at = experiment.plan, RoundAttempt(experiment.plan.run, 1, 0)
+    request = request_to_nobody(plan, experiment.initial_state, at)
+    if request.local.epochs:
+        request = replace(request, local=replace(request.local, epochs=1))
+    looked = transport.simulation_only_look(request)
+    zeros = [flaw for flaw in looked if flaw]
+    if 2 * len(zeros) > len(looked):
+        own = plan.sampling.drawn is plan.sampling.unit  # not one of several places of a user
+        user = transport.users.id_of(zeros[0].user)
+        name = f"{plan.sampling.unit} {user}" if own else f"an example of a {plan.sampling.unit}"
+        raise DataError(
+            f"{SIMULATION_ONLY}: {len(zeros)} of the {len(looked)} that were tried "
+            f"before the first round count as zero, such as {name}, as "
+            f"{one_line(zeros[0].reason).rstrip('.')}; nothing is charged: repair the data or the "
+            "settings, or go on with --keep-going (in Python keep_going=True)"
+        )
 
 
 def _most_rows(mechanism: Mechanism, *, examples_apart: bool) -> int | None:
@@ -241,9 +270,9 @@ def personalisation_table(how: Personalisation | None) -> dict[str, Any] | None:
 
 
 def _naming_the_first(
-    population: Population, unit: Unit, places: int
+    population: Population, unit: Unit, places: int, notes: list[str]
 ) -> Callable[[SimulationOnlyDropped], None]:
-    """Name the first user, or record of another unit, that counts as zero in a simulation.
+    """Log and note the first user, or record of another unit, that counts as zero in a simulation.
 
     Where each has several places, that is an example of theirs.
     """
@@ -253,12 +282,12 @@ def _naming_the_first(
     def warn(dropped: SimulationOnlyDropped) -> None:
         if not named:
             named.append(dropped)
-            _log.warning(
-                "simulation only, not private: %s %s counts as zero: %s; others are not named",
-                what,
-                population.users.id_of(dropped.user // places),
-                one_line(dropped.reason),
+            user = population.users.id_of(dropped.user // places)
+            notes.append(
+                f"{SIMULATION_ONLY}: {what} {user} counts as zero: "
+                f"{one_line(dropped.reason)}; others are not named"
             )
+            _log.warning("%s", notes[-1])
 
     return warn
 

@@ -65,6 +65,7 @@ def simulate_on_ray(
     workers: int,
     *,
     resume: bool,
+    keep_going: bool = False,
     follow: "Follow | None" = None,
 ) -> "Run":
     """As `fedpriv.run.simulate.run_simulation`, with the users spread among workers of Ray.
@@ -86,7 +87,8 @@ def simulate_on_ray(
     from fedpriv.flower.grid import GridSimulation
     from fedpriv.run.run import RunSetup
 
-    simulation = GridSimulation.of(RunSetup.of(file, assignments, out, resume=resume), workers)
+    setup = RunSetup.of(file, assignments, out, resume=resume, keep_going=keep_going)
+    simulation = GridSimulation.of(setup, workers)
     server_app, stopping, ended = ServerApp(), threading.Event(), list["Run"]()
 
     @server_app.main()
