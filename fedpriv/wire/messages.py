@@ -38,7 +38,7 @@ from fedpriv.wire.codec import (
     FieldCodecs,
     Legal,
     below,
-    repeated,
+    list_of,
 )
 from fedpriv.wire.tensors import FLOAT32, INT32, INT64, LAYOUT, MANIFEST, SHAPE, Manifest
 
@@ -486,7 +486,7 @@ _PRICE_FIELDS: FieldCodecs = {"event": FieldCodec(_encode_event, _decode_event)}
 PRICE = Codec(Price, pb.Price, "a price", _PRICE_FIELDS, {"event": _LONGEST_EVENT})
 _CLIPPING_FIELDS: FieldCodecs = {
     "layout": LAYOUT,
-    "groups": repeated(Codec(VectorGroup, pb.VectorGroup, "a vector group")),
+    "groups": list_of(Codec(VectorGroup, pb.VectorGroup, "a vector group")),
     "indicator": Codec(Indicator, pb.Indicator, "an indicator"),
 }
 CLIPPING = Codec(
@@ -501,7 +501,7 @@ _OFFER_FIELDS: FieldCodecs = {
     "users": _POSITIONS,
     "clipping": CLIPPING,
     "local": LOCAL_TRAINING,
-    "metrics": repeated(METRIC),
+    "metrics": list_of(METRIC),
     "price": PRICE,
     "model": MANIFEST,
 }

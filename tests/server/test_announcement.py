@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-from federation import PARAMETERS, make_plan, open_records
 from safetensors import safe_open
 
 from fedpriv.accounting.accountants import epsilon
@@ -40,6 +39,7 @@ from fedpriv.training.rounds import (
 from fedpriv.wire import RunState, decode_welcome, encode_welcome
 from tests.opening import open_round
 from tests.server import test_refused_starts as refused_starts
+from tests.training.federation import PARAMETERS, make_plan, open_records
 
 ENROLMENT = Enrolment("5f" * 16, {"silo": ["b", "d"], "one": ["a"], "two": ["c"]})
 CONFIG = Config.model_validate(

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import LAYOUT, PARAMETERS, FakeTransport, make_plan, open_records
 
 from fedpriv.accounting.round_counts import compose
 from fedpriv.errors import InvalidValueError
@@ -28,6 +27,7 @@ from fedpriv.training.rounds import (
     save_checkpoint,
     train,
 )
+from tests.training.federation import LAYOUT, PARAMETERS, FakeTransport, make_plan, open_records
 
 METRIC = Metric("position", centre=0.5, radius=0.5)
 USERS = 400
