@@ -176,17 +176,18 @@ def serve(
     resume: bool,
     insecure: bool,
     leave: bool,
+    keep_going: bool = False,
 ) -> Run:
     """Run or resume an experiment on the nodes that connect, print progress, and return the run.
 
     SIGTERM and SIGINT end the run cleanly: a round that is being collected is charged and
     abandoned, a charged round is released, and a checkpoint is written. A second signal ends the
     process at once. After the run, the server continues to serve ledger and status until it is
-    stopped, unless `leave` is set or too few nodes agreed to a round. RunError: the run failed, but
-    may be resumed; any other FedprivError: the input is wrong.
+    stopped, unless `leave` is set, too few nodes agreed to a round or too few users count.
+    RunError: the run failed, but may be resumed; any other FedprivError: the input is wrong.
     """
     _allow_many_files()
-    setup = RunSetup.of(file, assignments, out, resume=resume)
+    setup = RunSetup.of(file, assignments, out, resume=resume, keep_going=keep_going)
     section = setup.config.federation
     if section is None:
         raise InvalidValueError(f"{file} has no section federation, which `fedpriv serve` needs")
@@ -212,7 +213,7 @@ def serve(
         ended = carry_out(setup, experiment, server.hosted, console, server.follow, clock=None)
         if ended.stop is Stop.DECLINED:
             console.print("the log says why nodes do not agree; --resume goes on with the run")
-        elif not (leave or server.asked.is_set()):
+        elif not (leave or ended.stop.may_go_on):
             console.print("serving ledger and status until stopped")
             server.asked.wait()
     return ended
@@ -329,7 +330,7 @@ def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, ro
         outcome = run(show)
         publish(epsilon=outcome.epsilon)  # charges may have followed the last round
         _log.info("the run ended: %s", outcome.stop)
-        if outcome.stop not in (Stop.ASKED, Stop.DECLINED):
+        if not outcome.stop.may_go_on:
             state, end = RunState.FINISHED, End.RUN_OVER
         return outcome
     except (FedprivError, OSError) as error:

@@ -65,6 +65,7 @@ def simulate_on_ray(
     workers: int,
     *,
     resume: bool,
+    keep_going: bool = False,
     follow: "Follow | None" = None,
 ) -> "Run":
     """Run a simulation like `fedpriv.run.simulate.run_simulation`, on workers of Ray.
@@ -87,7 +88,8 @@ def simulate_on_ray(
     from fedpriv.report.tables import screen
     from fedpriv.run.run import RunSetup
 
-    simulation = GridSimulation.of(RunSetup.of(file, assignments, out, resume=resume), workers)
+    setup = RunSetup.of(file, assignments, out, resume=resume, keep_going=keep_going)
+    simulation = GridSimulation.of(setup, workers)
     server_app, stopping, runs = ServerApp(), threading.Event(), list["Run"]()
 
     @server_app.main()

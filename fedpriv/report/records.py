@@ -13,7 +13,7 @@ from fedpriv import __version__
 from fedpriv.accounting.pricing import LedgerContent
 from fedpriv.audit import AuditResult
 from fedpriv.ledger import Head
-from fedpriv.training.rounds import RoundResult
+from fedpriv.training.rounds import RoundResult, Stop
 
 Figures = Mapping[str, float | None]  # by name; None if no user contributed
 
@@ -42,6 +42,21 @@ class Verification:
 
 
 @dataclass(frozen=True)
+class RunEnd:
+    """How a run ended, and what it is worth: see `fedpriv.run.run.Run`."""
+
+    stop: Stop
+    round: int  # the last that was released
+    epsilon: float
+    delta: float
+    loss: float | None = None
+    accuracy: float | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+    held_out_users: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """A run that was read from its folder and verified."""
 
@@ -57,6 +72,14 @@ class RunRecord:
     rounds: tuple[RoundResult, ...]  # those that led to the newest model, in order
     simulation_only: tuple[SimulationOnlyRound, ...] = ()  # empty if the run did not record them
     audit: AuditResult | None = None  # None if the run did not audit itself
+    end: RunEnd | None = None  # None: it is under way, or was cut short
+
+    @property
+    def early_epsilon(self) -> float | None:
+        """The ε of a run that ended because of what it released, as its charges are no bound."""
+        end = self.end
+        early = end and end.stop is Stop.TOO_FEW and end.round < self.rounds_planned
+        return end.epsilon if end and early else None
 
 
 class Trouble(StrEnum):

@@ -31,11 +31,12 @@ from fedpriv.report.records import Figures, RunRecord, versions
 from fedpriv.report.study_charts import measured
 from fedpriv.report.tables import format_epsilon_low, plural
 from fedpriv.studies.results import ACCURACY, LOSS
+from fedpriv.training.contributors import Contributors
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
     EVALUATION_PREFIX,
     RoundResult,
-    contributors_text,
+    Stop,
     own_charges,
 )
 
@@ -47,6 +48,7 @@ def page_of_run(record: RunRecord) -> Page:
     notes = [] if record.rounds else ["No round was released."]
     sections = [
         _summary(record, loss),
+        PageSection("notes", "What you should know", record.end.warnings if record.end else []),
         *([assumptions(loss, record.ledger)] if loss else []),
         PageSection("accuracy", "How good the model is", notes, charts=_charts_of_rounds(record)),
         *privacy_sections(record),
@@ -103,11 +105,15 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> PageSection:
     if (audit := record.audit) is not None:
         note = f"shown by {audit.canaries:,} canaries, at 95% confidence"
         cards.append(Card("audit", f"ε ≥ {format_epsilon_low(audit.epsilon_low) or 0}", note))
-    epsilon = loss.epsilon if loss else 0.0
+    epsilon, note = loss.epsilon if loss else 0.0, _epsilon_note(record)
+    if record.early_epsilon is not None:
+        note = f"the budget; charges cost {format_epsilon(epsilon)}"
+        epsilon = record.early_epsilon
+    stop = f"; {record.end.stop}" if record.end and record.end.stop is not Stop.ROUNDS else ""
     cards += [
-        Card(f"{unit}-level ε", format_epsilon(epsilon), _epsilon_note(record)),
+        Card(f"{unit}-level ε", format_epsilon(epsilon), note),
         Card("δ", f"{record.delta}", f"N = {n:,} {plural(unit)} enrolled"),
-        Card("rounds", f"{rounds_done:,}", f"of {record.rounds_planned:,} planned"),
+        Card("rounds", f"{rounds_done:,}", f"of {record.rounds_planned:,} planned{stop}"),
     ]
     warning_texts, answer = warnings(record.delta, record.ledger), [_statement(record, loss)]
     if math.isinf(epsilon):
@@ -142,7 +148,7 @@ def _contributors(record: RunRecord) -> list[Card]:
     sampling = _sampling(record)
     if sampling is None:
         return []
-    count, _, expected = contributors_text(record.rounds, sampling).partition(" of ")
+    count, _, expected = str(Contributors.of(record.rounds, sampling)).partition(" of ")
     note = f"of {expected} {plural(_drawn(record))} expected in a round, on average"
     return [Card("contributors", count, note)] if count else []
 
@@ -162,9 +168,12 @@ def _statement(record: RunRecord, loss: PrivacyLoss | None) -> str:
         return "Nothing was released, so nothing about anyone's data was."
     if math.isinf(loss.epsilon):
         return "No privacy: no finite ε is proven for what was released. It guarantees nothing."
-    accountant = f"by the {loss.accountant} accountant, {loss.bound}"
+    accountant, spent = f"by the {loss.accountant} accountant, {loss.bound}", loss.epsilon
+    if record.early_epsilon is not None:
+        spent = record.early_epsilon
+        accountant = "the budget, since the run ended because of what it released"
     return (
-        f"Everything that was released is ({format_epsilon(loss.epsilon)}, {record.delta})-"
+        f"Everything that was released is ({format_epsilon(spent)}, {record.delta})-"
         f"differentially private for each whole {loss.unit} ({loss.relation} neighbours; "
         f"{accountant})."
     )

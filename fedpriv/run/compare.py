@@ -32,6 +32,7 @@ from fedpriv.experiment.build import (
     SharedRoads,
     check_measured,
     on_population,
+    refuse_if_few_count,
     settings_of,
     settled,
 )
@@ -429,6 +430,7 @@ def _run_prepared(
         names = (run.path.with_name(f"{run.path.name}.cut-{n}") for n in itertools.count(1))
         run.path.rename(next(name for name in names if not name.exists()))
     experiment, _ = settled(experiment, transport)
+    refuse_if_few_count(experiment, transport)
     config = experiment.config
     output = config.output.model_copy(update={"checkpoint_every": config.rounds})
     experiment = replace(experiment, config=config.model_copy(update={"output": output}))

@@ -26,6 +26,7 @@ from fedpriv.experiment.build import (
     on_population,
     population_of,
     records_of,
+    refuse_if_few_count,
     settings_of,
     settled,
 )
@@ -60,6 +61,7 @@ def simulate(
     rounds: int | None = None,
     out: Path | str | None = None,
     resume: bool = False,
+    keep_going: bool = False,
     name: str = "run",
     seed: int | None = None,
     ledger: Path | str | None = None,
@@ -107,6 +109,8 @@ def simulate(
     * rounds: T; by default what the mechanism was calibrated for.
     * out: folder of the run; by default a new one under runs/.
     * resume: go on with the run in `out`, or start it if there is none.
+    * keep_going: go on though too few users count, which otherwise refuses the run before its first
+      round, or ends it once noised counts of contributors say so; see `Run.warnings`.
     * name: begins the name of the run in the ledger.
     * seed: makes the run repeatable; the guarantee then does not hold against those who know it.
     * ledger: a ledger that several runs on the same users charge together; by default one in the
@@ -146,7 +150,7 @@ def simulate(
         "audit": audit and asdict(audit),
     }
     config = settings_of(name, population, method, rounds=rounds, seed=seed, **sections)
-    setup = RunSetup.at(config, Path(out) if out else None, resume=resume)
+    setup = RunSetup.at(config, Path(out) if out else None, resume=resume, keep_going=keep_going)
     if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
         begun = setup.config.privacy.noise_multiplier
         mechanism = replace(mechanism, noise_multiplier=begun, rounds=None)
@@ -160,9 +164,16 @@ def simulate(
     return _run(setup, followed, transport, console)
 
 
-def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> Run:
+def run_simulation(
+    file: Path,
+    assignments: list[str],
+    out: Path | None,
+    *,
+    resume: bool,
+    keep_going: bool = False,
+) -> Run:
     """Run or resume the experiment of a file in this process, and print how it went."""
-    setup = RunSetup.of(file, assignments, out, resume=resume)
+    setup = RunSetup.of(file, assignments, out, resume=resume, keep_going=keep_going)
     config, population = setup.config, population_of(setup.config)
     console = screen()
     experiment, transport = on_population(config, setup.run, population, setup.spent)
@@ -178,7 +189,10 @@ def _run(
         chosen = ObservedTransport(transport, experiment.plan, told)
     with telling_where(setup, console):
         experiment, road = settled(experiment, transport)
-    console.print(f"users train {road}", highlight=False)
+        if not (setup.resuming or setup.keep_going):
+            refuse_if_few_count(experiment, transport)
+    if road.path == "together":  # else a note says so
+        console.print(f"users train {road}", highlight=False)
     return carry_out(setup, experiment, lambda *_: chosen, console)
 
 

@@ -17,6 +17,7 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
 
+SIMULATION_ONLY = "simulation only, not private"  # begins what no guarantee covers
 _NOTICE = timedelta(days=30)  # before the end of a certificate
 _MINUTE = 60.0
 

@@ -33,7 +33,6 @@ from fedpriv.ledger.events import (
     PrivacyBudget,
     Randomness,
     RoundEvent,
-    SamplingEvent,
     Unit,
 )
 from fedpriv.privacy.clipping import UNCLIPPED, Clipping, Indicator
@@ -274,6 +273,12 @@ class Stop(StrEnum):
     BUDGET = "the next round would pass the privacy budget"
     ASKED = "it was asked to stop"
     DECLINED = "too few nodes agreed to the next round"
+    TOO_FEW = "too few users count"
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether more rounds may follow, if somebody resumes the run."""
+        return self in (Stop.ASKED, Stop.DECLINED, Stop.TOO_FEW)
 
 
 @dataclass(frozen=True)
@@ -340,35 +345,13 @@ class RoundResult:
     def metrics_text(self) -> tuple[str, ...]:
         """The metrics that are one number, each with its noise, for people to read.
 
-        Not the count of contributors, which `contributors_text` averages over rounds.
+        Not the count of contributors, which `Contributors` averages over rounds.
         """
         return tuple(
             f"{name} {value:.3g} ± {self.metrics_noise_stddev[name]:.2g}"
             for name, value in self.scalar_metrics.items()
             if name != CONTRIBUTORS_METRIC
         )
-
-
-def contributors_text(results: Iterable[RoundResult], sampling: SamplingEvent) -> str:
-    """How many updates counted in a round, as "82.3 ± 4.5 of 86.1", or "" if that was not asked.
-
-    It is the mean over these rounds, and the size of a cohort that is expected.
-    What follows ± is one standard deviation of noise and coins together, so that the figure can be
-    held against the expected one; if it is as large, only more rounds will tell. Over a series it
-    is more than one, as noise that is correlated cancels, and so does who was in other rounds.
-    """
-    name = CONTRIBUTORS_METRIC
-    found = [each for each in results if name in each.scalar_metrics]
-    if not found:
-        return ""
-    mean = math.fsum(each.scalar_metrics[name] for each in found) / len(found)
-    expected = found[-1].expected_cohort_size  # an event does not say how many examples there are
-    coins = sampling.cohort_variance * expected / sampling.expected_cohort_size
-    variance = math.fsum(each.metrics_noise_stddev[name] ** 2 + coins for each in found)
-    spread = math.sqrt(variance) / len(found)
-    places = 0 if spread >= 10.0 else 1
-    figures = (f"{figure:,.{places}f}" for figure in (mean, spread, expected))
-    return "{} ± {} of {}".format(*figures)
 
 
 OnRound = Callable[[RoundResult], object]  # called after each round; its result is not read
