@@ -114,8 +114,8 @@ def identity_of(certificates: Path | None, node: str | None) -> Identity:
     InvalidValueError: the files are unusable or do not fit together, or the name is invalid.
     """
     if (certificates is None) == (node is None):
-        given = f"certificates is {certificates} and node is {node!r}"
-        raise InvalidValueError(f"{given}; exactly one must be given")
+        arguments = f"certificates is {certificates} and node is {node!r}"
+        raise InvalidValueError(f"{arguments}; exactly one must be given")
     if certificates is None:
         return Identity(check_node_name(str(node)))
     ca, key = read_file(certificates / "ca.pem"), read_key(certificates / "node.key")

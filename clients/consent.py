@@ -63,16 +63,16 @@ class Consent(Section):
         """Return why the node takes no part in a run of this name, in one sentence, or None."""
         return _unlisted("run", run, self.runs)
 
-    def objection_to_population(self, name: str, known: Set[str]) -> str | None:
+    def objection_to_population(self, name: str, joined: Set[str]) -> str | None:
         """Return why the node takes no part in this population, in one sentence, or None.
 
-        `known` are the names of the populations that it has taken part in. The ε spent under one
+        `joined` are the names of the populations that it has taken part in. The ε spent under one
         name would not count under another.
         """
         if self.populations is not None:
             return _unlisted("population", name, self.populations)
         others = "the node knows another and consents to no more"
-        return None if known <= {name} else f"the population is {name!r}; {others}"
+        return None if joined <= {name} else f"the population is {name!r}; {others}"
 
     def objection_today(self, answers: int) -> str | None:
         """Return why the node sends no sum after so many in a day, in one sentence, or None."""

@@ -153,8 +153,8 @@ def hosted_users(source: str, id_key: Path | None) -> UserStore:
     for identifier in map(str, users.user_ids):
         other = identifier_of.setdefault(keyed_id(identifier, key), identifier)
         if other != identifier:
-            alike = f"users {other!r} and {identifier!r} of {source!r} have one identifier"
-            raise DataError(f"{alike} but for case, spaces or Unicode form; each must occur once")
+            pair = f"users {other!r} and {identifier!r} of {source!r} have one identifier"
+            raise DataError(f"{pair} but for case, spaces or Unicode form; each must occur once")
     return replace(users, user_ids=[*identifier_of])
 
 

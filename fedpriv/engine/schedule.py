@@ -27,12 +27,12 @@ _CHOICE, _MASKS, _SLICES = 2**62, 2**61, 2**24
 
 
 def counted(sizes: Integers, local: LocalTraining) -> Integers:
-    """Return how many rows count, for users with so many rows."""
+    """Return how many of each user's rows count, given the users' numbers of rows."""
     return sizes if local.max_examples is None else np.minimum(sizes, local.max_examples)
 
 
 def steps_of(counts: Integers, local: LocalTraining) -> Integers:
-    """Return how many steps users take for whom so many rows count."""
+    """Return how many steps each user takes, given the numbers of rows that count."""
     if local.steps is not None:
         return np.where(counts > 0, local.steps, 0)
     passes = local.epochs or 0
@@ -48,7 +48,7 @@ def rounded_up(steps: int) -> int:
 
 
 def largest_batch(counts: Integers, local: LocalTraining) -> Integers:
-    """Return the number of rows in the first batch of users for whom so many rows count."""
+    """Return the number of rows in each user's first batch, given the rows that count."""
     return counts if local.batch_size is None else np.minimum(counts, local.batch_size)
 
 

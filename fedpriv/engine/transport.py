@@ -80,7 +80,7 @@ def device_named(name: str) -> torch.device:
 
 
 def chunk_memory_of(mebibytes: int | None, device: torch.device) -> int:
-    """Return the bytes that a chunk may take: so many MiB, or a default that fits the device.
+    """Return the bytes that a chunk may take, from a number of MiB, or a default for the device.
 
     The default on a CPU is 128 MiB. On a GPU it is a quarter of the free memory, since other
     processes may use the GPU too, and the need of a chunk is only estimated.

@@ -228,14 +228,8 @@ class GridSimulation:
         """
         plan, config, workers = self.experiment.plan, self.experiment.config, self.workers
         data, engine = config.simulated_data, config.engine
-        description = flower_messages.Simulated(
-            data.name,
-            data.options,
-            engine.device,
-            engine.chunk_mebibytes,
-            engine.activations,
-            engine.path,
-        )
+        training = engine.device, engine.chunk_mebibytes, engine.activations, engine.path
+        description = flower_messages.Simulated(data.name, data.options, *training)
         headers = {flower_messages.SIMULATED: description.encode()}
         node_ids = simulated_workers(grid, plan.population, self.users, workers, headers, stopping)
         headers[flower_messages.TASK] = TASK.encode(task_of(config)).SerializeToString()

@@ -273,18 +273,10 @@ class RoundOffer(Checked):
         weights = {name: statistics.pop(name) for name in update}
         changes = [name for name in update if name.startswith(CONTROL_PREFIX)]
         control = {name.removeprefix(CONTROL_PREFIX): weights.pop(name) for name in changes}
+        attempt, clipping, local = self.id, self.clipping, self.local
+        details = self.users, self.local_key, self.metrics, statistics, control
         return RoundRequest(
-            self.id.run,
-            self.id.round,
-            self.id.attempt,
-            weights,
-            self.clipping,
-            self.local,
-            self.users,
-            self.local_key,
-            self.metrics,
-            statistics,
-            control,
+            attempt.run, attempt.round, attempt.attempt, weights, clipping, local, *details
         )
 
 
