@@ -77,8 +77,8 @@ class Backoff:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.base <= self.cap < float("inf"):
-            legal = "both must be positive and finite, and base not above cap"
-            raise InvalidValueError(f"base is {self.base} and cap is {self.cap}; {legal}")
+            condition = "both must be positive and finite, and base not above cap"
+            raise InvalidValueError(f"base is {self.base} and cap is {self.cap}; {condition}")
 
     def wait(self, failures: int = _LARGEST_EXPONENT) -> float:
         """Draw seconds to wait after so many failures in a row, from 0; by default, up to `cap`."""

@@ -76,9 +76,9 @@ class Consent(Section):
 
     def objection_today(self, answers: int) -> str | None:
         """Return why the node sends no sum after so many in a day, in one sentence, or None."""
-        most = self.most_rounds_per_day
-        if most is not None and not answers < most:
-            return f"the node gives no more sums today; it consents to at most {most} in a day"
+        limit = self.most_rounds_per_day
+        if limit is not None and not answers < limit:
+            return f"the node gives no more sums today; it consents to at most {limit} in a day"
         return None
 
     def objection(self, offer: Terms, epsilon_after: float | None = None) -> str | None:
@@ -154,8 +154,8 @@ def misfit(welcome: Welcome, offer: Terms) -> str | None:
     if isinstance(offer, RoundOffer) and not np.all(np.isin(offer.users, welcome.users)):
         return "the offer is to users that the node was not welcomed with"
     if offer.local.max_examples is None:
-        legal = "the offer must say how many examples of a user count"
-        return f"local.max_examples is absent; {legal}, so that no user takes the time of all"
+        condition = "the offer must say how many examples of a user count"
+        return f"local.max_examples is absent; {condition}, so that no user takes the time of all"
     return _uncovered(offer)
 
 

@@ -53,8 +53,8 @@ def load_users(source: str) -> UserStore:
         raise DataError(f"users {source!r} cannot be read: {error.strerror}") from error
     if ":" in source:
         return _from_function(source)
-    legal = "a folder, an .npz file and package.module:function"
-    raise DataError(f"users {source!r} do not exist; legal are {legal}")
+    choices = "a folder, an .npz file and package.module:function"
+    raise DataError(f"users {source!r} do not exist; legal are {choices}")
 
 
 def _from_files(path: Path) -> UserStore:

@@ -104,9 +104,9 @@ class _Sums:
         self.pending = list[Callable[[], npt.NDArray[np.int64]]]()  # sums on a GPU
         self.alone = list[tuple[Chunk, Updates]]()  # updates of single users, not yet clipped
 
-    def wait(self, most: int) -> None:
-        """Add pending sums until at most `most` remain."""
-        while len(self.pending) > most:
+    def wait(self, limit: int) -> None:
+        """Add pending sums until at most `limit` remain."""
+        while len(self.pending) > limit:
             self.total += self.pending.pop(0)()
 
     def done(self, name: str) -> ChunkSum:

@@ -72,9 +72,9 @@ def device_named(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        legal = "auto, cpu or cuda" if torch.cuda.is_available() else "auto or cpu"
+        choices = "auto, cpu or cuda" if torch.cuda.is_available() else "auto or cpu"
         raise InvalidValueError(
-            f"device is {name!r}, which torch does not find here; it must be {legal}"
+            f"device is {name!r}, which torch does not find here; it must be {choices}"
         ) from error
     return device
 

@@ -215,8 +215,8 @@ class GridSimulation:
         setup.refuse_other_plan(experiment)
         users = transport.users
         if not 1 <= workers <= users.population:
-            legal = f"it must be from 1 to {users.population}, the number of users"
-            raise InvalidValueError(f"workers is {workers}; {legal}")
+            condition = f"it must be from 1 to {users.population}, the number of users"
+            raise InvalidValueError(f"workers is {workers}; {condition}")
         return cls(setup, experiment, users, workers)
 
     def run(

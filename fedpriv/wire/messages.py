@@ -166,8 +166,8 @@ class Price(Checked):
         n = self.population
         require(n < 2**63, f"population is {n}; it must be from 1 to 2^63 - 1")
         rounds = 1 if schedule is None else schedule.rounds
-        legal = f"it must be below {rounds}, the rounds of its event"
-        require(self.part < rounds, f"part is {self.part}; {legal}")
+        condition = f"it must be below {rounds}, the rounds of its event"
+        require(self.part < rounds, f"part is {self.part}; {condition}")
 
     @property
     def sampling_probability(self) -> float:
