@@ -100,7 +100,7 @@ def status(
     """Show where a run stands: ask its server as a node, or read its sites as the operator.
 
     A node learns the round, ε spent and left, and how many nodes are connected. What each site did
-    is secret, and lies in the run's folder.
+    is secret, and stored in the run's folder.
     """
     if (folder is None) == (server is None):
         raise InvalidValueError("exactly one of FOLDER and --server must be given")

@@ -77,8 +77,8 @@ class Backoff:
 
     def __post_init__(self) -> None:
         if not 0.0 < self.base <= self.cap < float("inf"):
-            legal = "both must be positive and finite, and base not above cap"
-            raise InvalidValueError(f"base is {self.base} and cap is {self.cap}; {legal}")
+            condition = "both must be positive and finite, and base not above cap"
+            raise InvalidValueError(f"base is {self.base} and cap is {self.cap}; {condition}")
 
     def wait(self, failures: int = _LARGEST_EXPONENT) -> float:
         """Draw seconds to wait after so many failures in a row, from 0; by default, up to `cap`."""
@@ -114,8 +114,8 @@ def identity_of(certificates: Path | None, node: str | None) -> Identity:
     InvalidValueError: the files are unusable or do not fit together, or the name is invalid.
     """
     if (certificates is None) == (node is None):
-        given = f"certificates is {certificates} and node is {node!r}"
-        raise InvalidValueError(f"{given}; exactly one must be given")
+        arguments = f"certificates is {certificates} and node is {node!r}"
+        raise InvalidValueError(f"{arguments}; exactly one must be given")
     if certificates is None:
         return Identity(check_node_name(str(node)))
     ca, key = read_file(certificates / "ca.pem"), read_key(certificates / "node.key")

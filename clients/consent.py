@@ -63,22 +63,22 @@ class Consent(Section):
         """Return why the node takes no part in a run of this name, in one sentence, or None."""
         return _unlisted("run", run, self.runs)
 
-    def objection_to_population(self, name: str, known: Set[str]) -> str | None:
+    def objection_to_population(self, name: str, joined: Set[str]) -> str | None:
         """Return why the node takes no part in this population, in one sentence, or None.
 
-        `known` are the names of the populations that it has taken part in. The ε spent under one
+        `joined` are the names of the populations that it has taken part in. The ε spent under one
         name would not count under another.
         """
         if self.populations is not None:
             return _unlisted("population", name, self.populations)
         others = "the node knows another and consents to no more"
-        return None if known <= {name} else f"the population is {name!r}; {others}"
+        return None if joined <= {name} else f"the population is {name!r}; {others}"
 
     def objection_today(self, answers: int) -> str | None:
         """Return why the node sends no sum after so many in a day, in one sentence, or None."""
-        most = self.most_rounds_per_day
-        if most is not None and not answers < most:
-            return f"the node gives no more sums today; it consents to at most {most} in a day"
+        limit = self.most_rounds_per_day
+        if limit is not None and not answers < limit:
+            return f"the node gives no more sums today; it consents to at most {limit} in a day"
         return None
 
     def objection(self, offer: Terms, epsilon_after: float | None = None) -> str | None:
@@ -154,8 +154,8 @@ def misfit(welcome: Welcome, offer: Terms) -> str | None:
     if isinstance(offer, RoundOffer) and not np.all(np.isin(offer.users, welcome.users)):
         return "the offer is to users that the node was not welcomed with"
     if offer.local.max_examples is None:
-        legal = "the offer must say how many examples of a user count"
-        return f"local.max_examples is absent; {legal}, so that no user takes the time of all"
+        condition = "the offer must say how many examples of a user count"
+        return f"local.max_examples is absent; {condition}, so that no user takes the time of all"
     return _uncovered(offer)
 
 

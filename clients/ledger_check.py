@@ -58,7 +58,9 @@ class Examined:
     relation: NeighbouringRelation  # under which all charges are priced
 
 
-def examine(ledger: ExportedLedger, welcome: Welcome, known: Remembered, delta: float) -> Examined:
+def examine(
+    ledger: ExportedLedger, welcome: Welcome, history: Remembered, delta: float
+) -> Examined:
     """Check that a ledger continues the one that the node remembers; return it with its ε.
 
     UntrustedLedgerError: the ledger is of another population, was replaced, set back or rewritten,
@@ -67,11 +69,11 @@ def examine(ledger: ExportedLedger, welcome: Welcome, known: Remembered, delta: 
     name = welcome.population_name
     if ledger.population != name:
         raise UntrustedLedgerError(f"the ledger is not of population {name!r}")
-    if known.ledger_id not in (None, ledger.ledger_id):
+    if history.ledger_id not in (None, ledger.ledger_id):
         now = f"and now has {ledger.ledger_id}: what was spent before is not in it"
-        raise UntrustedLedgerError(f"population {name!r} had the ledger {known.ledger_id}, {now}")
-    if known.head is not None and not ledger.contains(known.head):
-        raise _set_back(known.head)
+        raise UntrustedLedgerError(f"population {name!r} had the ledger {history.ledger_id}, {now}")
+    if history.head is not None and not ledger.contains(history.head):
+        raise _set_back(history.head)
     loss = _loss(ledger.rows, delta)
     return Examined(ledger, delta, _unless_seeded(ledger.rows, loss), loss.relation)
 
@@ -83,7 +85,7 @@ def _set_back(head: Head) -> UntrustedLedgerError:
     )
 
 
-def confirm(examined: Examined, known: Remembered, offer: Terms | None = None) -> None:
+def confirm(examined: Examined, history: Remembered, offer: Terms | None = None) -> None:
     """Raise UntrustedLedgerError if the server omitted a charge, or understates its offer's price.
 
     A round is closed when a later round of its run was charged, or was offered to this node. For
@@ -107,7 +109,7 @@ def confirm(examined: Examined, known: Remembered, offer: Terms | None = None) -
     charges: dict[tuple[str, int], list[ChargedRow]] = {}
     for row in examined.ledger.rows:
         charges.setdefault((row.run, row.round), []).append(row)
-    offered = [(part.run, part.round) for part in known.taken_part]
+    offered = [(part.run, part.round) for part in history.taken_part]
     if offer is not None:
         offered.append((offer.id.run, offer.id.round))
     newest: dict[str, int] = {}  # number of the newest round by run
@@ -121,7 +123,7 @@ def confirm(examined: Examined, known: Remembered, offer: Terms | None = None) -
                     f"round {number} of run {run!r} went on without a charge"
                 )
     attempts: dict[tuple[str, int, int], list[TakenPart]] = {}
-    for part in known.taken_part:
+    for part in history.taken_part:
         attempts.setdefault((part.run, part.round, part.attempt), []).append(part)
     for (run, number, attempt), parts in attempts.items():
         rows = charges.get((run, number), [])
@@ -300,8 +302,8 @@ class LedgerVerifier:
         """
         name, old = welcome.population_name, self._verified
         # Before the call: another process of the node may remember a newer head meanwhile.
-        known = self.journal.remembered(name)
-        if old is not None and (old.population != name or known.head is None):
+        history = self.journal.remembered(name)
+        if old is not None and (old.population != name or history.head is None):
             old = None
         lines = await persist(
             lambda: self.server.fetch_ledger(None if old is None else old.head), self.backoff
@@ -310,9 +312,9 @@ class LedgerVerifier:
             raise _set_back(old.head) if old else UntrustedLedgerError("the server sends no ledger")
 
         def check() -> Examined:
-            examined = examine(ExportedLedger.read(lines, old), welcome, known, delta)
+            examined = examine(ExportedLedger.read(lines, old), welcome, history, delta)
             self.journal.remember_head(examined.ledger.ledger_id, name, examined.ledger.head)
-            confirm(examined, known, offer)
+            confirm(examined, history, offer)
             return examined
 
         examined = await self.within_time(check)
@@ -417,8 +419,8 @@ class OfferPolicy:
         return self._objection_to_population(welcome) or self.consent.objection_today(today)
 
     def _objection_to_population(self, welcome: Welcome) -> str | None:
-        known = self.journal.populations()
-        return self.consent.objection_to_population(welcome.population_name, known)
+        names = self.journal.populations()
+        return self.consent.objection_to_population(welcome.population_name, names)
 
     def _objection_to_users(self, welcome: Welcome, offer: RoundOffer) -> str | None:
         """Record that a series asks these users; return why it must not, or None.
@@ -434,8 +436,8 @@ class OfferPolicy:
             return None
         name, part = welcome.population_name, offer.price.part
         # Not positions: a dishonest server could give users other positions in each connection.
-        asked = self.id_digests[np.searchsorted(welcome.users, offer.users)]
-        if self.journal.admit(name, series, part, asked):
+        users = self.id_digests[np.searchsorted(welcome.users, offer.users)]
+        if self.journal.admit(name, series, part, users):
             return None
         _log.error("the server asks users more often than it has charged: %s", series)
         return "users would take part more often, or sooner again, than the event says"

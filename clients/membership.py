@@ -402,9 +402,9 @@ class Membership:
             else:
                 await self._build(welcome)
         self._prepared = welcome
-        where = f"{self._hello.node} to {self._settings.server}"
-        hosted = f"{worker.loaded.users} of the {welcome.population} users of the population"
-        _log.info("connected as %s, with %s", where, hosted)
+        names = f"{self._hello.node} to {self._settings.server}"
+        users = f"{worker.loaded.users} of the {welcome.population} users of the population"
+        _log.info("connected as %s, with %s", names, users)
         end = datetime.fromtimestamp(welcome.certificate_end, UTC)
         if welcome.certificate_end and end != self._certificate_ends.get(_SERVER):
             self._certificate_ends[_SERVER] = end

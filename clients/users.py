@@ -53,8 +53,8 @@ def load_users(source: str) -> UserStore:
         raise DataError(f"users {source!r} cannot be read: {error.strerror}") from error
     if ":" in source:
         return _from_function(source)
-    legal = "a folder, an .npz file and package.module:function"
-    raise DataError(f"users {source!r} do not exist; legal are {legal}")
+    choices = "a folder, an .npz file and package.module:function"
+    raise DataError(f"users {source!r} do not exist; legal are {choices}")
 
 
 def _from_files(path: Path) -> UserStore:
@@ -153,8 +153,8 @@ def hosted_users(source: str, id_key: Path | None) -> UserStore:
     for identifier in map(str, users.user_ids):
         other = identifier_of.setdefault(keyed_id(identifier, key), identifier)
         if other != identifier:
-            alike = f"users {other!r} and {identifier!r} of {source!r} have one identifier"
-            raise DataError(f"{alike} but for case, spaces or Unicode form; each must occur once")
+            pair = f"users {other!r} and {identifier!r} of {source!r} have one identifier"
+            raise DataError(f"{pair} but for case, spaces or Unicode form; each must occur once")
     return replace(users, user_ids=[*identifier_of])
 
 

@@ -177,8 +177,8 @@ def _load_request(path: Path) -> tuple[str, _PublicKey]:
     if not valid:
         raise InvalidValueError(f"{path} is not signed with the key that it is about")
     if not _is_strong(key):
-        legal = f"P-256, P-384 and RSA of at least {_LEAST_RSA_BITS} bits"
-        raise InvalidValueError(f"the key of {path} is of another kind than are legal: {legal}")
+        choices = f"P-256, P-384 and RSA of at least {_LEAST_RSA_BITS} bits"
+        raise InvalidValueError(f"the key of {path} is of another kind than are legal: {choices}")
     if len(names) != 1:
         raise InvalidValueError(f"{path} has {len(names)} common names; it must have the node's")
     try:
@@ -246,8 +246,8 @@ def _check_validity(begin: datetime, lifetime: timedelta, last: datetime) -> Non
     if begin.tzinfo is None:
         raise InvalidValueError(f"the validity begins at {begin}; it must have a time zone")
     if not timedelta(0) < lifetime <= last - begin:
-        legal = f"it must be positive and end before the authority's, at {last}"
-        raise InvalidValueError(f"the lifetime is {lifetime}; {legal}")
+        condition = f"it must be positive and end before the authority's, at {last}"
+        raise InvalidValueError(f"the lifetime is {lifetime}; {condition}")
 
 
 def _alternatives_of(hosts: Sequence[str]) -> list[x509.GeneralName]:

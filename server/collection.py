@@ -60,10 +60,10 @@ def prices(
     def price_of(request: RoundRequest) -> wire.Price:
         norms = tuple(g.clipping_norm for g in request.clipping.groups[: len(plan.groups)])
         event, budget = plan.mechanism_at(norms).event, records.budget
-        paid = records.open_series(event, plan.run)
+        series = records.open_series(event, plan.run)
         charges = records.ledger.head.count  # before ε: another run may charge in between
-        epsilon = records.ledger.epsilon(budget, event if paid is None else None)
-        part = 0 if paid is None else paid[0].part
+        epsilon = records.ledger.epsilon(budget, event if series is None else None)
+        part = 0 if series is None else series[0].part
         return wire.Price(event, part, epsilon, budget.delta, charges, seeded)
 
     return price_of
@@ -73,7 +73,7 @@ def prices(
 class RoundTerms:
     """One attempt at a round, as nodes are asked to answer it, and the limits of an answer."""
 
-    offer: wire.RoundOffer  # the part that is the same for all nodes
+    offer: wire.RoundOffer  # to all drawn users; `offer_to` selects those of a node
     model: Tensors
     expected: Layout  # of sums
     drawn: Mapping[str, Positions]  # node → its drawn users; secret

@@ -215,7 +215,7 @@ def serve(
             console.print("the log says why nodes do not agree; --resume goes on with the run")
         elif not (leave or ended.stop.may_go_on):
             console.print("serving ledger and status until stopped")
-            server.asked.wait()
+            server.stop_requested.wait()
     return ended
 
 
@@ -229,7 +229,7 @@ class _Server:
     endpoint: Endpoint
     console: Console
     resources: ExitStack
-    asked: threading.Event = field(default_factory=threading.Event)  # whether it shall stop
+    stop_requested: threading.Event = field(default_factory=threading.Event)
     _listeners: list[Listener] = field(default_factory=list)  # one, after `hosted`
 
     def hosted(self, experiment: Experiment, records: PrivacyRecords) -> Transport:
@@ -244,7 +244,7 @@ class _Server:
         self._listeners.append(listener)
         price_of = prices(experiment.plan, records, experiment.entropy.randomness)
         transport = GrpcTransport(listener, price_of, self.section)
-        enter(_stop_signals(self.asked, transport.stop))
+        enter(_stop_signals(self.stop_requested, transport.stop))
         return transport
 
     def follow(self, experiment: Experiment, first: int, run: Callable[[OnRound], Run]) -> Run:
@@ -346,8 +346,11 @@ def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, ro
 
 
 @contextmanager
-def _stop_signals(asked: threading.Event, stop: Callable[[], None]) -> Iterator[None]:
-    """Set `asked` and call `stop` at the first SIGTERM or SIGINT; then restore the old handlers."""
+def _stop_signals(stop_requested: threading.Event, stop: Callable[[], None]) -> Iterator[None]:
+    """Set `stop_requested` and call `stop` at the first SIGTERM or SIGINT.
+
+    The previous handlers are restored at this signal, and at the end of the context.
+    """
     previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def restore() -> None:
@@ -356,7 +359,7 @@ def _stop_signals(asked: threading.Event, stop: Callable[[], None]) -> Iterator[
 
     def handle(_number: int, _frame: FrameType | None) -> None:
         restore()
-        asked.set()
+        stop_requested.set()
         stop()
 
     for number in previous:

@@ -77,8 +77,8 @@ class Enrolment:
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.population_id):
-            legal = "it must be 32 lower-case hexadecimal digits, drawn at random"
-            raise InvalidValueError(f"population is {self.population_id!r}; {legal}")
+            condition = "it must be 32 lower-case hexadecimal digits, drawn at random"
+            raise InvalidValueError(f"population is {self.population_id!r}; {condition}")
         if not self.users:
             raise InvalidValueError("nodes: there is none; there must be at least one")
         users = {node: tuple(self.users[node]) for node in sorted(self.users)}
@@ -133,8 +133,8 @@ class Enrolment:
     def check_least(self, nodes: int) -> None:
         """Raise InvalidValueError if fewer nodes are enrolled than a round needs."""
         if nodes > len(self.nodes):
-            legal = f"it must be at most {len(self.nodes)}, the number of enrolled nodes"
-            raise InvalidValueError(f"federation.least_nodes is {nodes}; {legal}")
+            condition = f"it must be at most {len(self.nodes)}, the number of enrolled nodes"
+            raise InvalidValueError(f"federation.least_nodes is {nodes}; {condition}")
 
     def users_of(self, node: str) -> Positions:
         """Return the positions of a node's users, ascending, read-only; InvalidValueError if none.

@@ -169,11 +169,10 @@ class Sites:
 
     def came(self, node: str, certificate_end: datetime | None) -> None:
         """Record that a node has connected, and when its certificate ends."""
-        end = certificate_end
-        self._update(node, connected=True, last_seen=self._now(), certificate_end=end)
+        self._update(node, connected=True, last_seen=self._now(), certificate_end=certificate_end)
         self._monitor.set("node_connected", 1.0, node)
-        if end is not None:
-            self._monitor.set("certificate_end", end.timestamp(), node)
+        if certificate_end is not None:
+            self._monitor.set("certificate_end", certificate_end.timestamp(), node)
         self._logged.pop((node, Trouble.AWAY), None)
 
     def left(self, node: str) -> None:

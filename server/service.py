@@ -106,10 +106,10 @@ def most_connections() -> int:
 
 def check_connections(nodes: int) -> None:
     """Raise InvalidValueError if this many nodes could not be connected at once."""
-    if nodes > (most := most_connections()):
+    if nodes > (limit := most_connections()):
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         raise InvalidValueError(
-            f"{nodes} nodes are enrolled; the server takes {most} connections where a process may "
+            f"{nodes} nodes are enrolled; the server takes {limit} connections where a process may "
             f"have {files} open files (ulimit -n, or LimitNOFILE= of systemd)"
         )
 
@@ -374,7 +374,7 @@ class Service:
                 self._monitor.add("sent_bytes", len(chunk))
 
     async def upload(self, parts: CallMessages[pb.UploadPart], context: Context) -> pb.Receipt:
-        """Receive a node's answer to the present round, and return whether it was accepted, or why.
+        """Receive a node's answer to the present round; return a receipt, with a reason to refuse.
 
         A malformed answer is final: the node's users count as zero. After a transfer that took too
         long, the node may send again until the deadline.

@@ -114,9 +114,11 @@ def with_adapters(
     names = matching(layers, adaptable, "linear layer or embedding")
     if not names:
         raise ModelError(f"layers of adapters is empty; it must name some of {[*adaptable]}")
-    most = max(min(adaptable[name].weight.shape) for name in names)
-    if rank > most:
-        raise ModelError(f"the rank of adapters is {rank}; the largest of these layers is {most}")
+    largest = max(min(adaptable[name].weight.shape) for name in names)
+    if rank > largest:
+        raise ModelError(
+            f"the rank of adapters is {rank}; the largest of these layers is {largest}"
+        )
     memo: dict[int, object] = {}
     with generator_apart(seed):
         for name in names:

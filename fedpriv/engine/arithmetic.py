@@ -4,7 +4,7 @@ import hashlib
 import pickle
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, cast, get_args
@@ -37,8 +37,23 @@ def activations_named(name: object, device: torch.device) -> Activations:
     return cast(Activations, name)
 
 
+# A function that changes a setting, the value for training, and the caller's value.
+_Setting = tuple[Callable[[Any], object], object, object]
+
+
 @contextmanager
-def tf32(*, allowed: bool) -> Iterator[None]:
+def _temporarily(settings: Sequence[_Setting]) -> Iterator[None]:
+    """Apply settings within the context, and restore the caller's values."""
+    try:
+        for put, value, _ in settings:
+            put(value)
+        yield
+    finally:
+        for put, _, previous in settings:
+            put(previous)
+
+
+def tf32(*, allowed: bool) -> AbstractContextManager[None]:
     """Set whether GPUs may round the factors of float32 products; convolutions do by default."""
     backends: Any = torch.backends
     products, cudnn, mkldnn = backends.cuda.matmul, backends.cudnn, backends.mkldnn
@@ -47,26 +62,9 @@ def tf32(*, allowed: bool) -> Iterator[None]:
     if hasattr(products, "fp32_precision"):
         libraries = [cudnn.conv, cudnn.rnn, mkldnn.conv, mkldnn.rnn, products, mkldnn.matmul]
         name, value = "fp32_precision", "tf32" if allowed else "ieee"
-    previous = [getattr(library, name) for library in libraries]
-    for library in libraries:
-        setattr(library, name, value)
-    try:
-        yield
-    finally:
-        for library, setting in zip(libraries, previous, strict=True):
-            setattr(library, name, setting)
-
-
-@contextmanager
-def _temporarily(
-    put: Callable[[Any], object], value: object, *, previous: object
-) -> Iterator[None]:
-    """Replace the caller's value of a setting within the context."""
-    put(value)
-    try:
-        yield
-    finally:
-        put(previous)
+    return _temporarily(
+        [(partial(setattr, library, name), value, getattr(library, name)) for library in libraries]
+    )
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
@@ -75,24 +73,29 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if on_gpu else nullcontext()
 
 
-@contextmanager
-def _in_one_order(device: torch.device) -> Iterator[None]:
-    """Make a GPU add numbers in the same order each time, if torch can.
+def _plain_settings(device: torch.device) -> list[_Setting]:
+    """Return the settings under which results depend only on the dtypes and the device.
 
-    By default, for instance, gradients of an embedding with many words are summed by atomic
-    additions. If torch has no deterministic algorithm, it warns, and trials find the differences.
+    By default, a GPU does not add numbers in the same order each time: for instance, it sums
+    gradients of an embedding with many words by atomic additions. If torch has no deterministic
+    algorithm, it warns, and trials find the differences.
     """
-    if device.type != "cuda":
-        yield
-        return
-    memory: Any = torch.utils.deterministic
-    put, mode = torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode()
-    fill = partial(setattr, memory, "fill_uninitialized_memory")  # which would take time
-    with (
-        _temporarily(put, "warn", previous=mode),
-        _temporarily(fill, value=False, previous=memory.fill_uninitialized_memory),
-    ):
-        yield
+    cudnn, attention = torch.backends.cudnn, torch.backends.mha
+    settings: list[_Setting] = [
+        # The dtype of literals in a model's code.
+        (torch.set_default_dtype, torch.float32, torch.get_default_dtype()),
+        # A GPU must use the same convolution each time, not the one measured to be fastest.
+        (partial(setattr, cudnn, "benchmark"), False, cudnn.benchmark),
+        (partial(setattr, cudnn, "deterministic"), True, cudnn.deterministic),
+        # In evaluation, torch uses another attention if all masks of a batch are equal.
+        (attention.set_fastpath_enabled, False, attention.get_fastpath_enabled()),
+    ]
+    if device.type == "cuda":
+        mode, memory = torch.get_deterministic_debug_mode(), cast(Any, torch.utils.deterministic)
+        fill = partial(setattr, memory, "fill_uninitialized_memory")  # which would take time
+        settings.append((torch.set_deterministic_debug_mode, "warn", mode))
+        settings.append((fill, False, memory.fill_uninitialized_memory))
+    return settings
 
 
 @contextmanager
@@ -104,34 +107,16 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
     # The processor's flag, which torch and NumPy share in a thread.
     flushed = bool(np.float32(_SMALLEST) / np.float32(2.0) == 0.0)
     torch.set_flush_denormal(False)
-    cudnn, attention = torch.backends.cudnn, torch.backends.mha
     try:
         with (
             ARITHMETIC_LOCK,
             torch.inference_mode(mode=False),
             torch.enable_grad(),
-            # The dtype of literals in a model's code.
-            _temporarily(
-                torch.set_default_dtype, torch.float32, previous=torch.get_default_dtype()
-            ),
             torch.autocast("cpu", enabled=False),
             torch.autocast(device.type, enabled=False),
             _current(device),
-            _in_one_order(device),
+            _temporarily(_plain_settings(device)),
             tf32(allowed=False),
-            # A GPU must use the same convolution each time, not the one measured to be fastest.
-            _temporarily(
-                partial(setattr, cudnn, "benchmark"), value=False, previous=cudnn.benchmark
-            ),
-            _temporarily(
-                partial(setattr, cudnn, "deterministic"), value=True, previous=cudnn.deterministic
-            ),
-            # In evaluation, torch uses another attention if all masks of a batch are equal.
-            _temporarily(
-                attention.set_fastpath_enabled,
-                value=False,
-                previous=attention.get_fastpath_enabled(),
-            ),
         ):
             yield
     finally:

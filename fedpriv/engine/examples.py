@@ -85,15 +85,15 @@ class Examples:
     def slices(self) -> list[Integers]:
         """Number of slices in which each user has rows, [n] for each step."""
         steps = steps_of(self.counts, self.schedule.local)
-        slices, most = largest_batch(self.counts, self.schedule.local), int(steps.max())
+        slices, longest = largest_batch(self.counts, self.schedule.local), int(steps.max())
         slices = -(-slices // self.schedule.width)
         if self.device.type == "cuda":  # each number of steps is captured, so few must occur
-            most = rounded_up(most)
-        return [np.where(steps > step, slices, 0) for step in range(most)]
+            longest = rounded_up(longest)
+        return [np.where(steps > step, slices, 0) for step in range(longest)]
 
     @cached_property
     def rests(self) -> bool:
-        """Whether a user has fewer steps, or fewer slices in a step, than the others."""
+        """Whether a user has fewer steps, or fewer slices in a step, than their lane provides."""
         return any(slices.min() < self.schedule.slices for slices in self.slices)
 
     def given(self, *, measured: bool) -> TorchTensors:

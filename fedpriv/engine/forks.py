@@ -51,7 +51,7 @@ def can_fork() -> bool:
 
 @contextmanager
 def computing_with(threads: int) -> Iterator[None]:
-    """Use so many threads of torch and one of NumPy, because their number affects rounding."""
+    """Use `threads` threads of torch and one of NumPy, because their number affects rounding."""
     previous = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -290,7 +290,7 @@ class Crew:
 
 
 def shared_out(chunks: Sequence[Chunk], parts: int) -> list[list[Chunk]]:
-    """Split chunks, the most expensive first, into so many parts of similar cost."""
+    """Split chunks, the most expensive first, into `parts` lists of similar cost."""
     shares: list[list[Chunk]] = [[] for _ in range(parts)]
     costs = [0] * parts
     for chunk in chunks:

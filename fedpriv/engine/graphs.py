@@ -102,8 +102,8 @@ class Graphs:
         try:
             # This also makes the present stream current again if a capture fails.
             with torch.cuda.stream(torch.cuda.current_stream(self._device)):
-                where = self._stream, self._pool
-                graph = _Graph(compute, start, given, self._constants, *where)
+                memory = self._stream, self._pool
+                graph = _Graph(compute, start, given, self._constants, *memory)
         except Exception as error:  # a model may do things that cannot be captured
             _log.info("a shape is not captured: %s", type(error).__name__)
             return None

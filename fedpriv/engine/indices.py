@@ -14,7 +14,6 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine.arithmetic import generator_apart, plain_arithmetic
@@ -27,7 +26,8 @@ class Indices:
     """Finds users of a store with integers that the model or the loss refuses in evaluation."""
 
     def __init__(self, task: Task, users: UserStore) -> None:
-        model = task.model if _on_cpu(task.model) else copy.deepcopy(task.model).to(_CPU)
+        on_cpu = all(p.device.type == "cpu" for p in task.model.parameters())
+        model = task.model if on_cpu else copy.deepcopy(task.model).to(_CPU)
         self._task, self._users = replace(task, model=model), users
         self._reasons: dict[int, Exception | None] = {}  # of users who were tried; None: accepted
         fields = {name: users.fields[name] for name in task.fields}
@@ -127,10 +127,6 @@ class Indices:
             except Exception as error:
                 return error
         return None
-
-
-def _on_cpu(model: nn.Module) -> bool:
-    return all(p.device.type == "cpu" for p in model.parameters())
 
 
 def _last(is_legal: Callable[[int], bool], end: int) -> int:

@@ -259,7 +259,7 @@ def _pointwise(lanes: Lanes, call: Call) -> Any:
 
 
 def _is_shared(constant: Tensor, axes: int) -> bool:
-    """Return whether a tensor is the same for all rows, which have so many axes."""
+    """Return whether a tensor is the same for all rows, which have `axes` axes."""
     if constant.dim() != axes:
         return constant.dim() < axes
     return len(constant) == 1 or constant.stride(0) == 0

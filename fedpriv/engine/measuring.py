@@ -2,8 +2,8 @@
 
 All metrics are measured at the round's initial parameters, in evaluation mode, on all of a user's
 examples that count (at most `max_examples`), once each. Loss, accuracy and the task's own metrics
-ignore the targets that the task ignores. A user without examples contributes nothing, neither
-metrics nor an update; nor does a user for whom a metric raises or is not finite.
+ignore the targets that the task ignores. A user contributes nothing, neither metrics nor an update,
+without examples or if a metric raises or is not finite.
 
 `SimulationOnlyDiagnostics` are exact figures, which are not private: they never enter a partial
 sum.

@@ -167,8 +167,8 @@ class OuterProducts:
 
     def __getitem__(self, lanes: slice) -> Tensor:
         """Return the matrices of some users, [l, out, in]."""
-        most = max(self.ends[lanes], default=0)
-        return self._summed(self.left[lanes].transpose(1, 2), self.right[lanes], most)
+        rows = max(self.ends[lanes], default=0)
+        return self._summed(self.left[lanes].transpose(1, 2), self.right[lanes], rows)
 
     def rows(self, user: int, rows: slice) -> Tensor:
         """Return rows of the matrix of one user, [r, in]."""

@@ -47,7 +47,7 @@ _UNROLLED = 32  # numbers in two AVX-512 vectors; loops over multiples have no r
 _COPIES = 4  # of each user's weights in memory at a time
 _ACTIVATIONS = 3  # numbers in memory at a time for each number that a model computes
 _MULTIPLICATIONS = 10_000_000  # in a slice of one user; with more, users are faster alone
-_FAR = 10  # with so many times as many, the faster road need not be measured
+_FAR = 10  # beyond this multiple of it, the faster road need not be measured
 _BATCHES = (1, 1, 1, 1, 2, 2, 4, 8)  # of the users whose time is measured
 _RATES = (0.05, 1e-4, 1e-8)  # random users get the first rate at which they remain finite
 _LARGE = 2**10  # the largest integer in random rows, even if larger ones are legal
@@ -185,15 +185,15 @@ def _widest(trials: "_Trials", users: int, rows: int | None) -> Road:
     width = _UNBOUNDED if rows is None else min(rows, _UNBOUNDED)
     if local.batch_size is not None:
         width = min(local.batch_size, _WIDEST, rows or _WIDEST)
-    most = _most_lanes(trainer, trials.request, width, users)
+    lanes = _most_lanes(trainer, trials.request, width, users)
     # Lanes that fill all chunks evenly, in multiples that leave no loop a remainder, which other
     # instructions would compute.
     multiple = _UNROLLED // math.gcd(_UNROLLED, *(width * size for size in model.rounded))
-    most = -(-users // -(-users // most))
+    lanes = -(-users // -(-users // lanes))
     shapes = list[int]()
-    while most >= _FEWEST or not shapes:
-        shapes.append(-(-most // multiple) * multiple)
-        most = -(-most * 2 // 3)
+    while lanes >= _FEWEST or not shapes:
+        shapes.append(-(-lanes // multiple) * multiple)
+        lanes = -(-lanes * 2 // 3)
     shapes = [*dict.fromkeys(shapes)]
     if shapes[0] < 2:
         raise MixingError("one of them fills the memory of a chunk")
@@ -206,15 +206,15 @@ def _most_lanes(trainer: Trainer, request: RoundRequest, width: int, users: int)
     per_slice = max(1, width * model.numbers)
     if trainer.device.type == "cpu":
         few, many = min(_BUSY // per_slice, _FEW_LANES), min(_FEW_NUMBERS // per_slice, _MANY_LANES)
-        most = max(few, many)
+        limit = max(few, many)
     else:
-        most = min(max(_BUSY_DEVICE // per_slice, _DEVICE_LANES), _MANY_LANES)
+        limit = min(max(_BUSY_DEVICE // per_slice, _DEVICE_LANES), _MANY_LANES)
     way = Road((1,), width).way(trainer, local, local.steps or local.epochs or 1, 1)
     unused = {key for number in way or () for key in model.layers[number].keys}
     weights = sum(p.numel() for n, p in trainer.task.trainable().items() if n not in unused)
     metrics = sum(math.prod(metric.shape) for metric in request.measured)
     numbers = weights * (_COPIES + local.memories) + per_slice * _ACTIVATIONS + 4 * metrics
-    return max(1, min(most, users, trainer.memory // (4 * max(1, numbers))))
+    return max(1, min(limit, users, trainer.memory // (4 * max(1, numbers))))
 
 
 def _is_faster(trials: "_Trials", road: Road, rows: int | None, *, timed: bool) -> bool:
@@ -265,8 +265,8 @@ class _Trials:
         """Invent users with these numbers of batches, repeatedly, and with at most `rows` rows."""
         local = self.request.local
         size = local.batch_size or rows or _UNBOUNDED
-        most = min(local.max_examples or math.inf, rows or math.inf)
-        sizes = [int(min(batches[user % len(batches)] * size, most)) for user in range(users)]
+        limit = min(local.max_examples or math.inf, rows or math.inf)
+        sizes = [int(min(batches[user % len(batches)] * size, limit)) for user in range(users)]
         for zeros in (False, True):
             self._invent(sizes, zeros=zeros)
             with suppress(Exception):
@@ -279,8 +279,8 @@ class _Trials:
         Without the largest shape, there are none.
         """
         self._invent_batches(2 * road.shapes[0], [2], rows)
-        agreeing, most = list[int](), road.shapes[0]
-        largest, halves = replace(road, shapes=(most,)), (np.arange(most), np.arange(most) + most)
+        agreeing, count = list[int](), road.shapes[0]
+        largest, halves = replace(road, shapes=(count,)), np.split(np.arange(2 * count), 2)
         expected = self._digests(largest, halves[0]) | self._digests(largest, halves[1])
         for lanes in road.shapes:
             shape, even = replace(road, shapes=(lanes,)), np.arange(lanes) % 2 == 0
@@ -343,8 +343,8 @@ class _Trials:
             if column.dtype.kind in "fc":
                 fields[name][:] = rng.random(fields[name].shape, np.float32)
             else:  # if possible, neither 0, which often is a blank, nor a large number
-                _, most = trainer.indices.legal(name, _LARGE)
-                low, high = (1, (most + 1) // 2) if most > 1 else (0, most)
+                _, largest = trainer.indices.legal(name, _LARGE)
+                low, high = (1, (largest + 1) // 2) if largest > 1 else (0, largest)
                 fields[name][:] = rng.integers(low, high, fields[name].shape, endpoint=True)
         self._store = UserStore(fields, np.cumsum([0, *sizes]))
         for rate in _RATES:

@@ -27,12 +27,12 @@ _CHOICE, _MASKS, _SLICES = 2**62, 2**61, 2**24
 
 
 def counted(sizes: Integers, local: LocalTraining) -> Integers:
-    """Return how many rows count, for users with so many rows."""
+    """Return how many of each user's rows count, given the users' numbers of rows."""
     return sizes if local.max_examples is None else np.minimum(sizes, local.max_examples)
 
 
 def steps_of(counts: Integers, local: LocalTraining) -> Integers:
-    """Return how many steps users take for whom so many rows count."""
+    """Return how many steps each user takes, given the numbers of rows that count."""
     if local.steps is not None:
         return np.where(counts > 0, local.steps, 0)
     passes = local.epochs or 0
@@ -48,7 +48,7 @@ def rounded_up(steps: int) -> int:
 
 
 def largest_batch(counts: Integers, local: LocalTraining) -> Integers:
-    """Return the number of rows in the first batch of users for whom so many rows count."""
+    """Return the number of rows in each user's first batch, given the rows that count."""
     return counts if local.batch_size is None else np.minimum(counts, local.batch_size)
 
 
@@ -117,15 +117,15 @@ class Schedule:
         users, size, per_step = len(count), np.maximum(count, 1), self.slices * self.width
         batch = np.minimum(size, local.batch_size or per_step)  # rows of a full batch
         per_pass = -(-size // batch)  # batches
-        first_pass, most = first // per_pass, int(size.max())
+        first_pass, largest = first // per_pass, int(size.max())
         passes = int(((first + steps - 1) // per_pass - first_pass).max()) + 1
         pass_words = _mixed(self.words[lanes, None] + _spread(first_pass + np.arange(passes)))
-        order = _shuffled(pass_words, np.arange(most), count[:, 0])
+        order = _shuffled(pass_words, np.arange(largest), count[:, 0])
         step, column = first + np.arange(steps), np.arange(per_step)
         place = (step % per_pass * batch)[:, :, None] + column
         real = (step < steps_of(count, local))[:, :, None] & (column < batch[:, :, None])
         real &= place < count[:, :, None]
-        index = (step // per_pass - first_pass)[:, :, None] * most + place
+        index = (step // per_pass - first_pass)[:, :, None] * largest + place
         index = np.where(real, index, 0).reshape(users, -1)
         rows = np.take_along_axis(order.reshape(users, -1), index, 1)
         rows = self._chosen(np.where(real.reshape(users, -1), rows, 0), lanes)

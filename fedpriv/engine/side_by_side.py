@@ -53,7 +53,7 @@ class Layer:
     rows: int  # that go through it per example
 
     def is_lean(self, steps: int, rows: int) -> bool:
-        """Return whether learning without weights is faster, in steps of so many rows."""
+        """Return whether learning without weights is faster, in `steps` steps of `rows` rows."""
         (o, i), n = self.shape, self.rows * rows * steps
         # Products of all pairs of rows, against a change of all weights by every step.
         return i * o >= _LARGE and n * n * (i + o) <= _TOUCHES * steps * i * o

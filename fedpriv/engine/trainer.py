@@ -72,7 +72,7 @@ class Chunk:
 
 
 def fewest(shapes: Sequence[int], users: int) -> int:
-    """Return the smallest number of lanes that holds so many users; `shapes`: largest first."""
+    """Return the smallest number of lanes in `shapes`, largest first, that holds all users."""
     return next((lanes for lanes in reversed(shapes) if lanes >= users), 1)
 
 
@@ -104,9 +104,9 @@ class _Sums:
         self.pending = list[Callable[[], npt.NDArray[np.int64]]]()  # sums on a GPU
         self.alone = list[tuple[Chunk, Updates]]()  # updates of single users, not yet clipped
 
-    def wait(self, most: int) -> None:
-        """Add pending sums until at most so many remain."""
-        while len(self.pending) > most:
+    def wait(self, limit: int) -> None:
+        """Add pending sums until at most `limit` remain."""
+        while len(self.pending) > limit:
             self.total += self.pending.pop(0)()
 
     def done(self, name: str) -> ChunkSum:

@@ -73,15 +73,15 @@ def device_named(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        legal = "auto, cpu or cuda" if torch.cuda.is_available() else "auto or cpu"
+        choices = "auto, cpu or cuda" if torch.cuda.is_available() else "auto or cpu"
         raise InvalidValueError(
-            f"device is {name!r}, which torch does not find here; it must be {legal}"
+            f"device is {name!r}, which torch does not find here; it must be {choices}"
         ) from error
     return device
 
 
 def chunk_memory_of(mebibytes: int | None, device: torch.device) -> int:
-    """Return the bytes that a chunk may take: so many MiB, or a default that fits the device.
+    """Return the bytes that a chunk may take, from a number of MiB, or a default for the device.
 
     The default on a CPU is 128 MiB. On a GPU it is a quarter of the free memory, since other
     processes may use the GPU too, and the need of a chunk is only estimated.

@@ -72,8 +72,8 @@ def _shard(population: int, settings: NodeConfig) -> range:
     worker, workers = (settings.get(name) for name in ("partition-id", "num-partitions"))
     if not (isinstance(worker, int) and isinstance(workers, int) and 0 <= worker < workers):
         values = f"partition-id is {worker!r} of num-partitions {workers!r}"
-        legal = "both must be whole numbers, the first from 0 to below the second"
-        raise InvalidValueError(f"{values}; {legal}")
+        condition = "both must be whole numbers, the first from 0 to below the second"
+        raise InvalidValueError(f"{values}; {condition}")
     return flower_messages.shard_of(population, worker, workers)
 
 

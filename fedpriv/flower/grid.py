@@ -218,8 +218,8 @@ class GridSimulation:
             refuse_if_few_count(experiment, transport)
         users = transport.users
         if not 1 <= workers <= users.population:
-            legal = f"it must be from 1 to {users.population}, the number of users"
-            raise InvalidValueError(f"workers is {workers}; {legal}")
+            condition = f"it must be from 1 to {users.population}, the number of users"
+            raise InvalidValueError(f"workers is {workers}; {condition}")
         return cls(setup, experiment, users, workers)
 
     def run(
@@ -231,14 +231,8 @@ class GridSimulation:
         """
         plan, config, workers = self.experiment.plan, self.experiment.config, self.workers
         data, engine = config.simulated_data, config.engine
-        description = flower_messages.Simulated(
-            data.name,
-            data.options,
-            engine.device,
-            engine.chunk_mebibytes,
-            engine.activations,
-            engine.path,
-        )
+        training = engine.device, engine.chunk_mebibytes, engine.activations, engine.path
+        description = flower_messages.Simulated(data.name, data.options, *training)
         headers = {flower_messages.SIMULATED: description.encode()}
         node_ids = simulated_workers(grid, plan.population, self.users, workers, headers, stopping)
         headers[flower_messages.TASK] = TASK.encode(task_of(config)).SerializeToString()

@@ -167,8 +167,8 @@ class Price(Checked):
         n = self.population
         require(n < 2**63, f"population is {n}; it must be from 1 to 2^63 - 1")
         rounds = 1 if schedule is None else schedule.rounds
-        legal = f"it must be below {rounds}, the rounds of its event"
-        require(self.part < rounds, f"part is {self.part}; {legal}")
+        condition = f"it must be below {rounds}, the rounds of its event"
+        require(self.part < rounds, f"part is {self.part}; {condition}")
 
     @property
     def sampling_probability(self) -> float:
@@ -274,18 +274,10 @@ class RoundOffer(Checked):
         weights = {name: statistics.pop(name) for name in update}
         changes = [name for name in update if name.startswith(CONTROL_PREFIX)]
         control = {name.removeprefix(CONTROL_PREFIX): weights.pop(name) for name in changes}
+        attempt, clipping, local = self.id, self.clipping, self.local
+        details = self.users, self.local_key, self.metrics, statistics, control
         return RoundRequest(
-            self.id.run,
-            self.id.round,
-            self.id.attempt,
-            weights,
-            self.clipping,
-            self.local,
-            self.users,
-            self.local_key,
-            self.metrics,
-            statistics,
-            control,
+            attempt.run, attempt.round, attempt.attempt, weights, clipping, local, *details
         )
 
 

@@ -81,15 +81,15 @@ def check_key(path: Path, key: bytes, certificate: x509.Certificate) -> None:
         raise InvalidValueError(f"{path} is not the key of the certificate {pem} beside it")
     curve = public.curve.name if isinstance(public, ec.EllipticCurvePublicKey) else None
     if not isinstance(public, rsa.RSAPublicKey | ed25519.Ed25519PublicKey) and curve not in _CURVES:
-        legal = "RSA, P-256, P-384, P-521 and Ed25519"
-        raise InvalidValueError(f"{path} is of a kind that gRPC does not take; legal are {legal}")
+        choices = "RSA, P-256, P-384, P-521 and Ed25519"
+        raise InvalidValueError(f"{path} is of a kind that gRPC does not take; legal are {choices}")
 
 
 def check_user_id(text: str, where: str) -> str:
     """Return the id if it is valid for a user; else InvalidValueError, which `where` begins."""
     if not text or not text.isprintable() or text != text.strip():
-        legal = "an id must be one printable line without spaces at its ends"
-        raise InvalidValueError(f"{where} is {text!r}; {legal}")
+        condition = "an id must be one printable line without spaces at its ends"
+        raise InvalidValueError(f"{where} is {text!r}; {condition}")
     return text
 
 
@@ -123,13 +123,13 @@ class Address:
 
     def check_loopback(self, key: str) -> None:
         """Raise InvalidValueError unless the address, the value of `key`, is on loopback."""
-        legal = "without TLS it must be on loopback, as in 127.0.0.1:7443"
+        condition = "without TLS it must be on loopback, as in 127.0.0.1:7443"
         try:
             resolved = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except (OSError, ValueError) as error:
             reason = f"whose host cannot be resolved, {reason_of(error)}"
-            raise InvalidValueError(f"{key} is {self}, {reason}; {legal}") from error
+            raise InvalidValueError(f"{key} is {self}, {reason}; {condition}") from error
         for *_, (address, *_) in resolved:
             # A scope such as "%lo" may follow an IPv6 address.
             if not ipaddress.ip_address(str(address).partition("%")[0]).is_loopback:
-                raise InvalidValueError(f"{key} is {self}, perhaps another machine; {legal}")
+                raise InvalidValueError(f"{key} is {self}, perhaps another machine; {condition}")
