@@ -12,7 +12,7 @@ from fedpriv.privacy.clipping import FloatMatrix, IntegerVector
 from fedpriv.privacy.layout import FloatVector
 from fedpriv.privacy.outer_products import CLIPPING_NORM, SHRINK, outer_product_sum
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.support.checks import is_whole
+from fedpriv.support.checks import is_whole, require
 
 _MOST_INPUTS = 4096  # for which a matrix takes 128 MiB
 
@@ -112,10 +112,8 @@ class PrincipalComponents:
                 f"the answer to {answer.question!r} has shape {list(matrix.shape)}; it must be a "
                 "square matrix, as SecondMoments gives it"
             )
-        if not 1 <= components <= len(matrix):
-            raise InvalidValueError(
-                f"components is {components}; it must be from 1 to {len(matrix)}, the inputs"
-            )
+        limit = f"it must be from 1 to {len(matrix)}, the inputs"
+        require(1 <= components <= len(matrix), f"components is {components}; {limit}")
         moments, directions = np.linalg.eigh(matrix)
         # Noise of s on the diagonal and s/√2 off it is a Gaussian orthogonal ensemble, whose norm
         # is about √(2D)·s for large D.

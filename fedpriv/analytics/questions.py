@@ -414,7 +414,7 @@ def crossings(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return the first and last places [k] at which an increasing curve may reach levels [k].
 
-    `curve` [m] differs from the true one by less than `margin` [m]. If the true curve first reaches
+    `curve` [m] differs from the true one by up to `margin` [m]. If the true curve first reaches
     level p at place t, then a first place above t needs an error below −margin at t, and a last
     place below t an error of margin or more at t − 1. The place is m if the curve stays below.
     """

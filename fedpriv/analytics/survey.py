@@ -29,7 +29,7 @@ from fedpriv.privacy.layout import FloatVector, Layout
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, private_round
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.support.checks import check_types, hold_plain_numbers, is_whole
+from fedpriv.support.checks import check_types, hold_plain_numbers, is_whole, require
 
 _log = logging.getLogger(__name__)
 
@@ -59,14 +59,11 @@ class Survey:
         object.__setattr__(self, "questions", tuple(self.questions))
         if not self.run.isprintable() or not self.run or "/" in self.run:
             raise InvalidValueError(f"run is {self.run!r}; it must be a printable name without '/'")
-        if self.round != 0 and not is_whole(self.round):
-            raise InvalidValueError(
-                f"round is {self.round!r}; it must be a whole number, 0 or more"
-            )
+        is_number = self.round == 0 or is_whole(self.round)
+        require(is_number, f"round is {self.round!r}; it must be a whole number, 0 or more")
         names = [question.name for question in self.questions]
-        if not names or len(set(names)) < len(names):
-            limit = "there must be one or more, of different names"
-            raise InvalidValueError(f"the questions are {names}; {limit}")
+        limit = "there must be one or more, of different names"
+        require(0 < len(names) == len(set(names)), f"the questions are {names}; {limit}")
         _ = self.event  # checks the noise and the shares
 
     @cached_property
@@ -96,8 +93,8 @@ class Survey:
         """Raise DataError or InvalidValueError if the survey does not fit the users."""
         refuse_shared(users, "whole users are asked")
         size, enrolled = users.population, self.sampling.population
-        if size != enrolled:
-            raise InvalidValueError(f"the store holds {size} users; the sampling is of {enrolled}")
+        message = f"the store holds {size} users; the sampling is of {enrolled}"
+        require(size == enrolled, message)
         for question in self.questions:
             if not isinstance(question.of, str):
                 continue
@@ -124,8 +121,8 @@ class Answers:
         by_name = {answer.question: answer for answer in self.answers}
         if question in by_name:
             return by_name[question]
-        known = known_names(question, by_name)
-        raise InvalidValueError(f"the survey has no question {question!r}; {known}")
+        hint = known_names(question, by_name)
+        raise InvalidValueError(f"the survey has no question {question!r}; {hint}")
 
 
 def ask(survey: Survey, users: UserStore, records: PrivacyRecords, entropy: Entropy) -> Answers:

@@ -20,7 +20,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.linalg import toeplitz
 from scipy.special import gammaln, logsumexp
 
@@ -33,10 +32,10 @@ from fedpriv.ledger.events import (
     SamplingPolicy,
     Schedule,
 )
+from fedpriv.privacy.clipping import FloatMatrix
 from fedpriv.privacy.layout import FloatVector
 
 _LEAST_LOG_CHANCE = -40.0  # less likely numbers of a user's drawn examples are left out
-Matrix = NDArray[np.float64]
 Signs = Callable[[int, int], FloatVector]
 """Maps a round and an attempt to the signs of the canaries' moves, ±1 [m]."""
 
@@ -91,12 +90,12 @@ def _series(measurements: Sequence[Measurement]) -> Iterator[list[Measurement]]:
         yield rounds
 
 
-def _variances(scores: Matrix) -> Matrix:
+def _variances(scores: FloatMatrix) -> FloatMatrix:
     """Return the variance of the scores of each round: [n, m] → [n, 1]."""
     return np.asarray(np.maximum(np.mean(scores**2, axis=1, keepdims=True), 1e-12))
 
 
-def _by_coins(scores: Matrix, q: float, k: int) -> FloatVector:
+def _by_coins(scores: FloatMatrix, q: float, k: int) -> FloatVector:
     counts = np.arange(k + 1)
     log_chances = np.full(k + 1, -math.inf)
     log_chances[-1] = 0.0
@@ -110,7 +109,7 @@ def _by_coins(scores: Matrix, q: float, k: int) -> FloatVector:
     return np.asarray(logsumexp(terms, axis=0).sum(axis=0))
 
 
-def _by_allocation(scores: Matrix, schedule: Schedule) -> FloatVector:
+def _by_allocation(scores: FloatMatrix, schedule: Schedule) -> FloatVector:
     n, k = schedule.rounds, schedule.participations
     weights = np.zeros((n, scores.shape[1]))  # 0 for missing rounds, which are no evidence
     weights[: len(scores)] = (2.0 * scores - 1.0) / (2.0 * _variances(scores))
@@ -121,7 +120,7 @@ def _by_allocation(scores: Matrix, schedule: Schedule) -> FloatVector:
     return np.asarray(sums[k] - (gammaln(n + 1) - gammaln(k + 1) - gammaln(n - k + 1)))
 
 
-def _by_turns(scores: Matrix, moves: Matrix, strategy: tuple[float, ...]) -> FloatVector:
+def _by_turns(scores: FloatMatrix, moves: FloatMatrix, strategy: tuple[float, ...]) -> FloatVector:
     column = np.zeros(len(scores))
     column[: len(strategy)] = strategy[: len(scores)]
     matrix = toeplitz(column, np.zeros(len(scores)))

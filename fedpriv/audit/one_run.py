@@ -13,14 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import scipy
-from numpy.typing import NDArray
 from scipy.special import log_ndtr, ndtr, ndtri
 
 from fedpriv.accounting.fdp import TradeOff
 from fedpriv.privacy.clipping import Flags
 from fedpriv.privacy.layout import FloatVector
 
-Vector = NDArray[np.float64]
 _LARGEST_MU = 32.0
 _STEPS, _ZOOMS = 33, 4  # of a search for μ, with an accuracy of a millionth of the largest
 _SHARES = tuple(0.02 * 1.1**step for step in range(40))  # of canaries to guess about, up to 0.82
@@ -28,7 +26,7 @@ _WORSE = 0.9  # a share with less than this part of the best bound ends the sear
 
 
 def passes(
-    least_false_alarms: Callable[[Vector], Vector],
+    least_false_alarms: Callable[[FloatVector], FloatVector],
     canaries: int,
     guesses: int,
     correct: int,
@@ -54,7 +52,7 @@ def passes(
 def refutes(off: TradeOff, canaries: int, guesses: int, correct: int, error: float) -> bool:
     """Return whether the guesses refute a trade-off function, at this error probability."""
 
-    def least_false_alarms(power: Vector) -> Vector:
+    def least_false_alarms(power: FloatVector) -> FloatVector:
         # For every (ε, δ), power at α is at most min(e^ε·α + δ, 1 − e^−ε·(1 − δ − α)).
         bounds = [np.zeros_like(power)]
         for epsilon, delta in off.pairs:
@@ -72,7 +70,7 @@ def least_mu(canaries: int, guesses: int, correct: int, error: float) -> float:
     for _ in range(_ZOOMS):
         mus = np.linspace(low, high, _STEPS)[1:]
 
-        def least_false_alarms(power: Vector, mus: Vector = mus) -> Vector:
+        def least_false_alarms(power: FloatVector, mus: FloatVector = mus) -> FloatVector:
             return np.asarray(ndtr(ndtri(power) - mus))
 
         claims = passes(least_false_alarms, canaries, guesses, correct, error, len(mus))

@@ -27,9 +27,8 @@ from fedpriv.audit.one_run import (
     mu_of_epsilon,
     refutes,
 )
-from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import RoundEvent, merge_equal
-from fedpriv.support.checks import hold_numbers
+from fedpriv.support.checks import hold_numbers, require
 
 ERROR = 0.05  # the chance to refute a true claim, or of a bound above the truth
 _NOISE_ERROR = 0.0005  # the part of each test of noise; the test of membership has the rest
@@ -41,7 +40,7 @@ MOST_CANARIES = 100_000  # these take half a minute to plan, and 1 GB of scores 
 
 @dataclass(frozen=True)
 class Audit:
-    """How a run audits itself.
+    """The audit of a run by itself.
 
     Canaries are invented users in addition to the real ones. Each is included by a secret coin.
     Included canaries are drawn, clipped, added up and noised like users, and add a little noise to
@@ -53,15 +52,9 @@ class Audit:
 
     def __post_init__(self) -> None:
         hold_numbers(self)
-        if self.canaries < FEWEST_CANARIES:
-            raise InvalidValueError(
-                f"canaries is {self.canaries}; it must be at least {FEWEST_CANARIES}, since fewer "
-                "show hardly anything"
-            )
-        if self.canaries > MOST_CANARIES:
-            raise InvalidValueError(
-                f"canaries is {self.canaries}; it must be at most {MOST_CANARIES}"
-            )
+        m, limit = self.canaries, f"{FEWEST_CANARIES}, since fewer show hardly anything"
+        require(m >= FEWEST_CANARIES, f"canaries is {m}; it must be at least {limit}")
+        require(m <= MOST_CANARIES, f"canaries is {m}; it must be at most {MOST_CANARIES}")
 
 
 @dataclass(frozen=True)
@@ -107,7 +100,7 @@ class AuditResult:
 
 @dataclass(frozen=True)
 class GuessCounts:
-    """How many canaries to guess about; chosen before the run, independently of data."""
+    """Numbers of canaries to guess about; chosen before the run, independently of data."""
 
     epsilon: float  # the planned cost of the run
     bound: int  # guesses for the lower bound: the best number if the run leaks its planned cost

@@ -50,7 +50,7 @@ _LARGE = 2**10  # the largest integer of such a user, unless a smaller one is th
 
 @dataclass(frozen=True)
 class FederatedEvaluation:
-    """Which metrics of the released model users report, how often, and with how much noise.
+    """The metrics of the released model that users report, after which rounds, and the noise.
 
     Each query draws a fresh Poisson sample of users and adds a charge to the budget of the run.
     Noise that is calibrated for a run allows for all queries.
@@ -61,7 +61,7 @@ class FederatedEvaluation:
         default_factory=lambda: {"accuracy": {}}
     )  # metrics of examples: numbers by name, as for `Mechanism.metrics`
     sampling_probability: float = 1.0  # that a query asks a user
-    every: int | None = None  # rounds between queries; the last round has one too, or if None alone
+    every: int | None = None  # rounds between queries, in addition to one at the end; None: only it
     held_out: float = 0.2  # share of each user's examples that is not trained on, in [0, 1)
 
     def __post_init__(self) -> None:
@@ -125,7 +125,7 @@ def questions_about(
     Args:
         task: whose model gets the parameters; the model may keep state only in buffers.
         model: all tensors that training moves, such as `Run.state.model`.
-        metrics: of examples, from `fedpriv.engine.measuring.metric`.
+        metrics: of examples, from `fedpriv.measures.metric`.
         personal: maps a user's examples to its personal tensors, which replace those of the model,
             and to the examples to measure.
     """
@@ -183,10 +183,8 @@ class UserEvaluation:
     personalisation: Personalisation | None = None
 
     def __post_init__(self) -> None:
-        if not self.metrics:
-            raise InvalidValueError(
-                "federated_evaluation.report names no metric; it must name at least one"
-            )
+        message = "federated_evaluation.report names no metric; it must name at least one"
+        require(bool(self.metrics), message)
         if self.personalisation is None and self.task.personal:
             raise InvalidValueError(
                 "federated_evaluation is given with personal parameters, which begin untrained; "

@@ -100,12 +100,12 @@ def check_held_out(task: Task, rows: HeldOut, device: torch.device) -> None:
         raise ModelError(f"the model cannot be evaluated on the held-out rows: {error}") from error
     for name, reason in initial.failed.items():
         raise ModelError(f"figure {name!r} cannot be computed on the held-out rows: {reason}")
-    own = {n: value for n, value in initial.figures.items() if n.partition(": ")[0] in task.figures}
-    for name, value in {"the mean loss": initial.loss, **own}.items():
-        what = f"figure {name!r}" if name in initial.figures else name
+    figures = {n: v for n, v in initial.figures.items() if n.partition(": ")[0] in task.figures}
+    for name, value in {"the mean loss": initial.loss, **figures}.items():
+        label = f"figure {name!r}" if name in figures else name
         if not math.isfinite(value):
             raise ModelError(
-                f"{what} of the {len(rows[task.targets])} held-out rows is {value} at the initial "
+                f"{label} of the {len(rows[task.targets])} held-out rows is {value} at the initial "
                 "parameters; it must be finite, so leave out rows with NaN or infinite numbers"
             )
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedpriv.errors import InvalidValueError, ModelError, known_names
-from fedpriv.support.checks import is_whole, plain_numbers
+from fedpriv.support.checks import is_whole, plain_numbers, require
 from fedpriv.support.importing import call_imported, check_options, import_function, raised_with
 
 FigureFunction = Callable[[Tensor, Tensor], float | Tensor | Mapping[str, float | Tensor]]
@@ -72,9 +72,8 @@ def figure_of(name: str, what: object) -> Figure:
     if not isinstance(what, Mapping):
         if callable(what):
             return cast(FigureFunction, what)
-        raise InvalidValueError(
-            f"figure {name!r} is {what!r}; it must be a name, a table or a function"
-        )
+        limit = "it must be a name, a table or a function"
+        raise InvalidValueError(f"figure {name!r} is {what!r}; {limit}")
     options = {key: value for key, value in what.items() if key != "figure"}
     kind, called = what.get("figure"), f"figure {name!r}"
     if not isinstance(kind, str):
@@ -84,10 +83,8 @@ def figure_of(name: str, what: object) -> Figure:
         check_options(called, make, options, InvalidValueError)
         return call_imported(called, make, options, InvalidValueError, raised_with)
     if ":" not in kind:
-        known = known_names(kind, FIGURES)
-        raise InvalidValueError(
-            f"{called} is {kind!r}, which is unknown; {known}, or package.module:function"
-        )
+        hint = f"{known_names(kind, FIGURES)}, or package.module:function"
+        raise InvalidValueError(f"{called} is {kind!r}, which is unknown; {hint}")
     function = cast(FigureFunction, import_function(called, kind, ModelError))
     return partial(function, **options) if options else function
 
@@ -138,8 +135,8 @@ def _classes(seen: Seen) -> Tensor:
 def _per_row(values: Tensor, counts: Tensor) -> Tensor:
     """Return for each row sums over targets that count, and their number: [n, …, k] → [n, k+1]."""
     weights = counts.double()[..., None]
-    counted = torch.where(counts[..., None], values.double(), 0.0)  # a product would keep NaN
-    terms = torch.cat([counted, weights], -1)
+    masked = torch.where(counts[..., None], values.double(), 0.0)  # a product would keep NaN
+    terms = torch.cat([masked, weights], -1)
     return terms.reshape(len(terms), -1, terms.shape[-1]).sum(1)
 
 
@@ -162,8 +159,7 @@ def _mean_of(
 
 def _top_k(k: int = 5) -> Sums:
     k = plain_numbers(k)
-    if not is_whole(k):
-        raise InvalidValueError(f"k of top-k is {k!r}; it must be a whole number of at least 1")
+    require(is_whole(k), f"k of top-k is {k!r}; it must be a whole number of at least 1")
 
     def hits(seen: Seen) -> Tensor:
         scores = _classified(seen, "top-k")
@@ -191,14 +187,6 @@ def _errors(seen: Seen, what: str) -> Tensor:
             f"targets {list(seen.targets.shape)}"
         )
     return seen.outputs.double() - seen.targets.double()
-
-
-def _mae() -> Sums:
-    return _mean_of(lambda seen: _errors(seen, "mae").abs())
-
-
-def _rmse() -> Sums:
-    return _mean_of(lambda seen: _errors(seen, "rmse").square(), torch.sqrt)
 
 
 def _r2() -> Sums:
@@ -236,9 +224,9 @@ def _of_classes(
             if label is not None and label >= count:
                 raise InvalidValueError(f"label of {name} is {label}; there are {count} classes")
             true = functional.one_hot(_classes(seen), count).bool()
-            chosen = functional.one_hot(scores.argmax(-1), count).bool()
-            chosen &= ~scores.isnan().any(-1, keepdim=True)
-            return _per_row(torch.cat([true & chosen, chosen, true], -1), seen.counts)
+            predicted = functional.one_hot(scores.argmax(-1), count).bool()
+            predicted &= ~scores.isnan().any(-1, keepdim=True)
+            return _per_row(torch.cat([true & predicted, predicted, true], -1), seen.counts)
 
         def finish(sums: Tensor) -> Tensor:
             values = value(*sums[:, :-1].chunk(3, 1))
@@ -273,10 +261,8 @@ def _calibration_error(bins: int = 15) -> Sums:
     of targets.
     """
     bins = plain_numbers(bins)
-    if not is_whole(bins):
-        raise InvalidValueError(
-            f"bins of calibration-error is {bins!r}; it must be a whole number of at least 1"
-        )
+    limit = "it must be a whole number of at least 1"
+    require(is_whole(bins), f"bins of calibration-error is {bins!r}; {limit}")
 
     def gaps(seen: Seen) -> Tensor:
         probabilities = _classified(seen, "calibration-error").double().softmax(-1)
@@ -312,8 +298,8 @@ def _auc(outputs: Tensor, targets: Tensor) -> float:
             f"auc needs a score of each target, or of each class; outputs are "
             f"{list(outputs.shape)} and targets {list(targets.shape)}"
         )
-    if not bool(((targets == 0) | (targets == 1)).all()):
-        raise InvalidValueError("auc of one score, or of two, needs targets 0 and 1")
+    are_binary = bool(((targets == 0) | (targets == 1)).all())
+    require(are_binary, "auc of one score, or of two, needs targets 0 and 1")
     return _area(outputs.flatten(), classes == 1)
 
 
@@ -340,16 +326,16 @@ FIGURES: Mapping[str, Callable[..., Figure]] = {
     "brier": _brier,
     "calibration-error": _calibration_error,
     "f1": _of_classes(
-        "f1", lambda right, chosen, true: _share(2 * right, chosen + true, chosen + true)
+        "f1", lambda right, guessed, true: _share(2 * right, guessed + true, guessed + true)
     ),
-    "mae": _mae,
+    "mae": lambda: _mean_of(lambda seen: _errors(seen, "mae").abs()),
     "perplexity": _perplexity,
     "precision": _of_classes(
-        "precision", lambda right, chosen, true: _share(right, chosen, chosen + true)
+        "precision", lambda right, guessed, true: _share(right, guessed, guessed + true)
     ),
     "r2": _r2,
     "recall": _of_classes("recall", lambda right, chosen, true: _share(right, true, chosen + true)),
-    "rmse": _rmse,
+    "rmse": lambda: _mean_of(lambda seen: _errors(seen, "rmse").square(), torch.sqrt),
     "top-k": _top_k,
 }
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.measures.figures import Seen, Sums, hits, losses
 from fedpriv.privacy.gaussian_mechanism import Metric
-from fedpriv.support.checks import plain_numbers
+from fedpriv.support.checks import plain_numbers, require
 from fedpriv.support.importing import check_options, import_function
 
 MetricFunction = Callable[[Tensor, Tensor], Tensor]
@@ -88,8 +88,7 @@ def _from_zero(name: str, bound: float) -> Metric:
 
 
 def _norm_indicators(name: str, thresholds: Sequence[float]) -> Metric:
-    if not thresholds:
-        raise InvalidValueError(f"metric {name!r} has no thresholds; there must be at least one")
+    require(bool(thresholds), f"metric {name!r} has no thresholds; there must be at least one")
     radius = math.sqrt(len(thresholds)) / 2.0 * _UPWARD
     return Metric(name, (len(thresholds),), 0.5, radius, tuple(map(float, thresholds)))
 
@@ -104,24 +103,22 @@ def group_of(name: str) -> str:
     return group if kind == _UPDATE_NORMS else ""
 
 
-def sums_of(metric: Metric, own: Mapping[str, MetricFunction]) -> Sums | None:
+def sums_of(metric: Metric, task_metrics: Mapping[str, MetricFunction]) -> Sums | None:
     """Return how to compute a metric, [U, *shape], from users' rows; None if it measures updates.
 
-    `own` are the task's own metrics by name. InvalidValueError if the name is unknown.
+    `task_metrics` are the task's own metrics by name. InvalidValueError if the name is unknown.
     """
     name = metric.name
     if group_of(name):
         return None
-    if name in _OF_EXAMPLES and name in own:
-        raise InvalidValueError(
-            f"metric {name!r} is built in; the task's own metric of that name must have another"
-        )
     if name in _OF_EXAMPLES:
+        limit = "the task's own metric of that name must have another"
+        require(name not in task_metrics, f"metric {name!r} is built in; {limit}")
         return _OF_EXAMPLES[name].sums(metric)
-    if name in own:
-        return _of_function(own[name], metric)
-    known = known_names(name, [*_OF_EXAMPLES, f"{_UPDATE_NORMS}:GROUP", *own])
-    raise InvalidValueError(f"unknown metric {name!r}; {known}")
+    if name in task_metrics:
+        return _of_function(task_metrics[name], metric)
+    hint = known_names(name, [*_OF_EXAMPLES, f"{_UPDATE_NORMS}:GROUP", *task_metrics])
+    raise InvalidValueError(f"unknown metric {name!r}; {hint}")
 
 
 def _factory(name: str) -> Callable[..., Metric]:
@@ -130,8 +127,8 @@ def _factory(name: str) -> Callable[..., Metric]:
         return _norm_indicators
     if name in _OF_EXAMPLES:
         return _OF_EXAMPLES[name].make
-    known = known_names(name, [*_OF_EXAMPLES, f"{_UPDATE_NORMS}:GROUP", "module:function"])
-    raise InvalidValueError(f"unknown metric {name!r}; {known}")
+    hint = known_names(name, [*_OF_EXAMPLES, f"{_UPDATE_NORMS}:GROUP", "module:function"])
+    raise InvalidValueError(f"unknown metric {name!r}; {hint}")
 
 
 @dataclass(frozen=True)
@@ -162,10 +159,8 @@ def _in_ball(of_rows: Callable[[Seen], Tensor]) -> Callable[[Metric], Sums]:
 
 
 def _examples(metric: Metric) -> Sums:
-    if len(metric.options) != 1:
-        raise InvalidValueError(
-            f"metric 'examples' has options {metric.options}; there must be one, the cap"
-        )
+    message = f"metric 'examples' has options {metric.options}; there must be one, the cap"
+    require(len(metric.options) == 1, message)
 
     def one(seen: Seen) -> Tensor:
         return torch.ones((len(seen.targets), 1), dtype=torch.float64, device=seen.targets.device)
@@ -191,8 +186,8 @@ def _label_counts(metric: Metric) -> Sums:
 
 def _batch_norm(metric: Metric) -> Sums:
     def moments(seen: Seen) -> Tensor:
-        if not seen.moments:
-            raise InvalidValueError("metric 'batch-norm' needs a model with batch normalisation")
+        message = "metric 'batch-norm' needs a model with batch normalisation"
+        require(bool(seen.moments), message)
         for layer, calls in seen.moments.items():
             if len(calls) != 1:
                 raise InvalidValueError(
@@ -229,8 +224,8 @@ def _mean_over(
             )
         counts = weigh(seen)[:, None]
         # A product with zero would keep NaN.
-        counted = torch.where(counts, values.double().reshape(len(values), -1), 0.0)
-        return torch.cat([counted, counts.double()], 1)
+        masked = torch.where(counts, values.double().reshape(len(values), -1), 0.0)
+        return torch.cat([masked, counts.double()], 1)
 
     def finish(sums: Tensor) -> Tensor:
         return (sums[:, :-1] / sums[:, -1:]).reshape(-1, *metric.shape)

@@ -15,7 +15,7 @@ from typing import Any
 import altair as alt
 import vl_convert
 
-from fedpriv.errors import InvalidValueError
+from fedpriv.support.checks import require
 from fedpriv.support.disk import writing
 
 # Distinguishable with colour vision deficiency, on white and on black; marker shapes and dashes
@@ -49,10 +49,7 @@ class Axis:
     ticks: tuple[tuple[float, str], ...] = ()  # values and labels; empty: round numbers
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise InvalidValueError(
-                f"an axis with unit {self.unit!r} has no name; it must have one"
-            )
+        require(bool(self.name), f"an axis with unit {self.unit!r} has no name; it must have one")
 
     @property
     def title(self) -> str:

@@ -31,7 +31,7 @@ class Card:
 
 @dataclass(frozen=True)
 class PageSection:
-    """A section of a page, with its content in this order; a page omits empty parts."""
+    """A section of a page; a page omits its empty parts."""
 
     name: str  # identifies it in the page; letters and hyphens
     title: str

@@ -136,7 +136,7 @@ def _sampling(record: RunRecord) -> SamplingEvent | None:
     return next(charges, None)
 
 
-def _drawn(record: RunRecord) -> Unit:
+def _sampled_unit(record: RunRecord) -> Unit:
     """Return the unit that rounds draw, clip and count: the protected one, or examples of users."""
     sampling = _sampling(record)
     of_users = sampling is not None and sampling.examples_per_user is not None
@@ -149,7 +149,7 @@ def _contributors(record: RunRecord) -> list[Card]:
     if sampling is None:
         return []
     count, _, expected = str(Contributors.of(record.rounds, sampling)).partition(" of ")
-    note = f"of {expected} {plural(_drawn(record))} expected in a round, on average"
+    note = f"of {expected} {plural(_sampled_unit(record))} expected in a round, on average"
     return [Card("contributors", count, note)] if count else []
 
 
@@ -220,23 +220,23 @@ def _ledger_section(record: RunRecord) -> PageSection:
 
 
 def _charts_of_rounds(record: RunRecord) -> list[Chart]:
-    return round_charts(record.rounds, _drawn(record))
+    return round_charts(record.rounds, _sampled_unit(record))
 
 
-def round_charts(rounds: Sequence[RoundResult], drawn: Unit) -> list[Chart]:
+def round_charts(rounds: Sequence[RoundResult], unit: Unit) -> list[Chart]:
     """Return charts of figures on held-out rows and of private metrics, by round."""
     charts = []
     for measure in (ACCURACY, LOSS):
-        found, values = measured(measure, rounds)
-        if found:
-            charts.append(declared(measure.name, [Series(measure.name, _numbers(found), values)]))
-    figures = dict.fromkeys(name for each in rounds for name in each.figures)
+        results, values = measured(measure, rounds)
+        if results:
+            charts.append(declared(measure.name, [Series(measure.name, _numbers(results), values)]))
+    figures = dict.fromkeys(name for result in rounds for name in result.figures)
     titles = dict.fromkeys(name.partition(": ")[0] for name in figures)
     charts += [_figure_chart(rounds, title, figures) for title in titles]
-    users = dict.fromkeys(name for each in rounds for name in each.held_out_users)
-    charts += [_users_chart(rounds, name) for name in users]
-    names = dict.fromkeys(name for each in rounds for name in each.scalar_metrics)
-    return [*charts, *(_metric_chart(rounds, name, drawn) for name in names)]
+    of_users = dict.fromkeys(name for result in rounds for name in result.held_out_users)
+    charts += [_users_chart(rounds, name) for name in of_users]
+    metrics = dict.fromkeys(name for result in rounds for name in result.scalar_metrics)
+    return [*charts, *(_metric_chart(rounds, name, unit) for name in metrics)]
 
 
 def _front_charts(record: RunRecord) -> list[Chart]:
@@ -268,14 +268,14 @@ def _users_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
     return declared("users", [line, mean], {"figure": name}, f"users-{quote(name, safe='')}")
 
 
-def _metric_chart(rounds: Sequence[RoundResult], name: str, drawn: Unit) -> Chart:
+def _metric_chart(rounds: Sequence[RoundResult], name: str, unit: Unit) -> Chart:
     results = [result for result in rounds if name in result.scalar_metrics]
     values = [result.scalar_metrics[name] for result in results]
     noise = [2.0 * result.metrics_noise_stddev.get(name, 0.0) for result in results]
     low = [value - half for value, half in zip(values, noise, strict=True)]
     high = [value + half for value, half in zip(values, noise, strict=True)]
     line = Series("released, ± 2 std. dev. of its noise", _numbers(results), values, low, high)
-    words = {"metric": name, **unit_words(drawn)}
+    words = {"metric": name, **unit_words(unit)}
     kind = "evaluation" if name.startswith(EVALUATION_PREFIX) else "metric"
     kind = "contributors" if name == CONTRIBUTORS_METRIC else kind
     return declared(kind, [line], words, f"metric-{quote(name, safe='')}")
@@ -288,7 +288,7 @@ def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:
     """
     suffix = f"-{of}" if of else ""
     seeds = f"Means over {len(records)} seeds, bands from the least seed to the largest."
-    words = unit_words(_drawn(records[0]))
+    words = unit_words(_sampled_unit(records[0]))
     words |= {"of": f"{of}: " if of else "", "seeds": seeds if len(records) > 1 else ""}
     norms = _lines([[(r.round, r.clipping_norms) for r in run.rounds] for run in records])
     colours = {line.name: number for number, line in enumerate(norms)}
@@ -304,15 +304,15 @@ def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:
     return charts
 
 
-def _group(line: Series, what: str, colours: Mapping[str, int]) -> Series:
-    return replace(line, name=f"{what} of {line.name}", colour=colours[line.name])
+def _group(line: Series, label: str, colours: Mapping[str, int]) -> Series:
+    return replace(line, name=f"{label} of {line.name}", colour=colours[line.name])
 
 
 def _clipped_charts(record: RunRecord) -> list[Chart]:
     shares = _simulation_only([record], "clipped")
     percent = [replace(line, y=[y and 100.0 * y for y in line.y]) for line in shares]
     signal = _simulation_only([record], "signal_to_noise")
-    words = unit_words(_drawn(record))
+    words = unit_words(_sampled_unit(record))
     charts = [declared("clipped", percent, words), declared("signal", signal, words)]
     return [chart for chart in charts if chart.series]
 

@@ -191,8 +191,9 @@ def results_table(read: ReadStudy, target: Target) -> Table:
     return Table(caption, columns, rows)
 
 
-def figures_tables(read: ReadStudy, target: Target) -> list[Table]:
-    """Return a table of figures of arms at a target, and over held-out users; empty without any."""
+def results_tables(read: ReadStudy, target: Target) -> list[Table]:
+    """Return the `results_table`, and a table of figures of arms and their users, if any."""
+    tables = [results_table(read, target)]
     arms = [arm for arm in read.arms if arm.target == target and arm.figures]
     rows = [
         (arm.arm, name, _digits(interval.mean), _digits(interval.half_width))
@@ -205,7 +206,7 @@ def figures_tables(read: ReadStudy, target: Target) -> list[Table]:
         "± Student's 95% interval"
     )
     columns = [Column("arm", "text"), Column("figure", "text"), Column("mean"), Column("±")]
-    return [Table(caption, columns, rows)] if rows else []
+    return [*tables, Table(caption, columns, rows)] if rows else tables
 
 
 def clipping_table(read: ReadStudy, target: Target) -> Table:
@@ -237,8 +238,7 @@ def print_study(read: ReadStudy, console: Console) -> None:
     for sentence in verdict(read.study, read.arms):
         console.print(sentence, style="bold", highlight=False, markup=False)
     for target in _targets(read.arms):
-        tables = results_table(read, target), *figures_tables(read, target)
-        for table in (*tables, clipping_table(read, target)):
+        for table in (*results_tables(read, target), clipping_table(read, target)):
             narrow_table, left_out = fitted(table, console.width)
             print_table(narrow_table, console)
             if left_out:

@@ -121,14 +121,7 @@ def _summary(
             Card("seeds", str(len(study.seeds)), "the same in each arm"),
             Card(plural(study.unit), counts, _who(arms)),
         ],
-        tables=[
-            table
-            for target in targets
-            for table in (
-                study_charts.results_table(read, target),
-                *study_charts.figures_tables(read, target),
-            )
-        ],
+        tables=[t for target in targets for t in study_charts.results_tables(read, target)],
     )
 
 

@@ -104,7 +104,7 @@ _RESULT = TypeAdapter(RunResult)
 
 
 def results_text(results: Iterable[RunResult]) -> str:
-    """Return one JSON object for each line; numbers that are not finite are strings, as "NaN"."""
+    """Return a JSON object in each line; numbers that are not finite are strings such as "NaN"."""
     return "".join(_RESULT.dump_json(result).decode() + "\n" for result in results)
 
 
@@ -371,10 +371,10 @@ def _comparison(arms: Sequence[ArmSummary], baseline: str) -> str:
         text = f"{best} has {measure.superlative(ranked[best])}, {versus} ({seeds})."
     parts = []
     for word in ("better", "worse", "not told apart", "not finite"):
-        alike = [arm for arm in ranked if arm != best and verdicts.get(arm) == word]
-        named = ", ".join(f"{arm} ({texts[arm]})" for arm in alike[:_MOST_ARMS])
-        more = f" and {len(alike) - _MOST_ARMS} more" if len(alike) > _MOST_ARMS else ""
-        parts += [f"{word}: {named}{more}"] if alike else []
+        same = [arm for arm in ranked if arm != best and verdicts.get(arm) == word]
+        names = ", ".join(f"{arm} ({texts[arm]})" for arm in same[:_MOST_ARMS])
+        rest = f" and {len(same) - _MOST_ARMS} more" if len(same) > _MOST_ARMS else ""
+        parts += [f"{word}: {names}{rest}"] if same else []
     against = f" Against {baseline}, with {CONFIDENCE:.0%} intervals, {'; '.join(parts)}."
     return text + against if parts else text
 

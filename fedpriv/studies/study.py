@@ -108,8 +108,8 @@ class Study(Section):
         epsilons = [float(f"{target.epsilon:g}") for target in self.targets]
         _refuse_repeated("target.epsilon", epsilons)  # as rounded in names of folders and reports
         if self.baseline and self.baseline not in names:
-            known = known_names(self.baseline, names)
-            raise ValueError(f"baseline is {self.baseline!r}, which is not an arm; {known}")
+            hint = known_names(self.baseline, names)
+            raise ValueError(f"baseline is {self.baseline!r}, which is not an arm; {hint}")
         names_by_settings: dict[str, str] = {}
         for arm in self.arms:
             _check_arm(self.base, arm)
@@ -221,8 +221,8 @@ def load_study(path: Path) -> Study:
     if "base" not in table and "privacy" in table:
         raise InvalidValueError(f"{path} is an experiment, not a study; use `fedpriv simulate`")
     for key in table:
-        if key not in (known := [*Study.model_fields, "axes"]):
-            raise InvalidValueError(f"{path}: unknown key {key}; {known_names(key, known)}")
+        if key not in (keys := [*Study.model_fields, "axes"]):
+            raise InvalidValueError(f"{path}: unknown key {key}; {known_names(key, keys)}")
     base, axes = table.get("base"), table.pop("axes", {})
     if isinstance(base, str):
         table["base"] = read_experiment(experiment_file(Path(base), path.parent))
@@ -270,36 +270,36 @@ def study_toml(study: Study, folder: Path) -> str:
     return tomli_w.dumps(study.model_dump() | {"base": for_folder(folder, study.base)})
 
 
-def _refuse_repeated(what: str, values: Sequence[object]) -> None:
+def _refuse_repeated(subject: str, values: Sequence[object]) -> None:
     if not values:
-        raise ValueError(f"{what} are none; there must be at least one")
+        raise ValueError(f"{subject} are none; there must be at least one")
     value, count = Counter(values).most_common(1)[0]
     if count > 1:
-        raise ValueError(f"{what} hold {value!r} more than once; each must be unique")
+        raise ValueError(f"{subject} hold {value!r} more than once; each must be unique")
 
 
 def _check_arm(base: Mapping[str, object], arm: Arm) -> None:
     """Raise ValueError if an arm would change the cost of its runs or the way they are charged."""
-    what = f"arm {arm.name!r}"
+    subject = f"arm {arm.name!r}"
     try:
         before, varied = flattened(base), _varied(base, arm)
         table = flattened(varied)
     except InvalidValueError as error:
-        raise ValueError(f"{what}: {error}") from error
+        raise ValueError(f"{subject}: {error}") from error
     for reason, keys in _FIXED.items():
         for key in keys:
             if table.get(key) != before.get(key):
-                raise ValueError(f"{what} sets {key}; {reason}")
+                raise ValueError(f"{subject} sets {key}; {reason}")
     if table.get("privacy.ledger") is not None:
-        raise ValueError(f"{what} has a privacy.ledger; every run of a study has its own")
+        raise ValueError(f"{subject} has a privacy.ledger; every run of a study has its own")
     if table.get("privacy.unsafe_no_privacy"):
-        raise ValueError(f"{what} has unsafe_no_privacy; a study compares at equal privacy")
+        raise ValueError(f"{subject} has unsafe_no_privacy; a study compares at equal privacy")
     if table.get("audit.canaries") is not None:
-        raise ValueError(f"{what} has an audit; a study would not say what it found")
+        raise ValueError(f"{subject} has an audit; a study would not say what it found")
 
     def absolute(path: str) -> str:
         if not Path(path).is_absolute():
-            raise ValueError(f"{what} has the path {path!r}; in an arm it must be absolute")
+            raise ValueError(f"{subject} has the path {path!r}; in an arm it must be absolute")
         return path
 
     with_paths(varied, absolute)
