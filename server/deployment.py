@@ -17,6 +17,8 @@ from types import FrameType
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
+from fedpriv.engine.released import released_model
+from fedpriv.engine.task import Task
 from fedpriv.errors import (
     DeclinedError,
     FedprivError,
@@ -52,7 +54,6 @@ from fedpriv.training.rounds import (
     Stop,
     checkpoints,
     load_checkpoint,
-    released_model,
 )
 from fedpriv.wire import Price, Proposal, RunState
 from fedpriv.wire.naming import Address
@@ -232,7 +233,8 @@ class _Server:
         """Listen, and ask the nodes that connect."""
         enter, service = self.opened.enter_context, self.service
         service.ledger = enter(Ledger.open(self.setup.ledger)).since  # also after the run
-        service.model = partial(_newest_model, self.setup.folder)
+        # A copy, in which the rounds of this process put no parameters while nodes fetch it.
+        service.model = newest_model(self.setup.folder, experiment.task.apart())
         service.publish(epsilon=records.ledger.epsilon(records.budget))
         service.sites.serves_until(self.endpoint.certificate_end)
         enter(service.sites.kept(self.setup.folder))
@@ -290,22 +292,20 @@ def _service(
     return Service(authentication, welcome_of, status, limits)
 
 
-def _newest_model(folder: RunFolder) -> bytes | None:
-    found = checkpoints(folder.checkpoints)
-    if not found:
-        return None
-    told = folder.metrics.stat().st_size if folder.metrics.exists() else 0
-    return _model_at(folder, found[-1], told)
+def newest_model(folder: RunFolder, task: Task) -> Callable[[], bytes | None]:
+    """What gives the released model of the newest checkpoint, as a file; None if there is none."""
 
+    @lru_cache(maxsize=1)
+    def model_at(path: Path, _told: int) -> bytes | None:  # at so many bytes of metrics
+        state = load_checkpoint(path).state
+        return released_model(task, state, folder.results()) if state.round else None
 
-@lru_cache(maxsize=1)
-def _model_at(folder: RunFolder, path: Path, _told: int) -> bytes | None:
-    """What a checkpoint holds of the model, at so many bytes of metrics, which say what it cost.
+    def newest() -> bytes | None:
+        found = checkpoints(folder.checkpoints)
+        told = folder.metrics.stat().st_size if folder.metrics.exists() else 0
+        return model_at(found[-1], told) if found else None
 
-    None if no round was released before it.
-    """
-    state = load_checkpoint(path).state
-    return released_model(state, folder.results()) if state.round else None
+    return newest
 
 
 def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, rounds: int) -> Run:

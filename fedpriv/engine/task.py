@@ -275,7 +275,7 @@ class Task:
         return {
             f"{layer}.{kind}" if layer else kind: tensor.detach().to("cpu").numpy().copy()
             for layer, norm in running_norms(self.model).items()
-            for kind, tensor in norm.named_buffers()
+            for kind, tensor in norm.statistics.items()
         }
 
     def trainable(self) -> TorchTensors:
@@ -501,7 +501,7 @@ class RunningNorm(nn.Module):
     """A batch normalisation (Ioffe & Szegedy 2015) that is always in evaluation mode.
 
     Output is x̂·weight + bias per channel with x̂ = (x − running_mean)/√(running_var + eps), so that
-    examples do not mix and no buffer changes. Parameters and buffers keep their names.
+    examples do not mix and no buffer changes. Parameters and buffers are those of the layer.
     """
 
     running_mean: Tensor
@@ -509,12 +509,20 @@ class RunningNorm(nn.Module):
 
     def __init__(self, layer: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) -> None:
         super().__init__()
-        if layer.running_mean is None or layer.running_var is None:
+        mean, variance = layer.running_mean, layer.running_var
+        batches = layer.num_batches_tracked
+        if mean is None or variance is None or batches is None:
             raise ModelError("a layer without running statistics cannot normalise with them")
         self.eps = layer.eps
         self.weight, self.bias = layer.weight, layer.bias
-        self.register_buffer("running_mean", layer.running_mean.clone())
-        self.register_buffer("running_var", layer.running_var.clone())
+        self.register_buffer("running_mean", mean.clone())
+        self.register_buffer("running_var", variance.clone())
+        self.register_buffer("num_batches_tracked", batches.clone())
+
+    @property
+    def statistics(self) -> dict[str, Tensor]:
+        """What a private metric may move."""
+        return {"running_mean": self.running_mean, "running_var": self.running_var}
 
     @property
     def channels(self) -> int:

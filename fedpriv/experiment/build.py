@@ -9,8 +9,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from fedpriv.accounting.accountants import format_epsilon
@@ -19,6 +17,7 @@ from fedpriv.data.places import in_places, refuse_shared
 from fedpriv.data.population import Fields, Population, cut_up, load_population
 from fedpriv.engine.adapters import with_adapters
 from fedpriv.engine.measuring import check_metrics
+from fedpriv.engine.released import check_can_be_released, sha256_of
 from fedpriv.engine.roads import Road
 from fedpriv.engine.task import LOSSES, HeldOut, Task, running_norms
 from fedpriv.engine.task_checks import check_task
@@ -312,6 +311,7 @@ def build(
         kind = type(plan.local).__name__
         raise InvalidValueError(f"{kind} has a field of an {error}; use tuples") from error
     try_out(plan.optimizer, method.task.parameters())
+    check_can_be_released(method.task)
     if plan.metrics:
         check_metrics(method.task, plan.metrics, plan.mechanism.clipping, few)
     if mechanism.rounds == plan.rounds:
@@ -550,6 +550,7 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
         raise InvalidValueError("rounds is absent; the mechanism was not calibrated for a number")
     if mechanism.delta is None:
         raise InvalidValueError("the mechanism has no delta; it must be in (0, 1)")
+    moved = {**task.parameters(), **task.statistics()}
     table: dict[str, Any] = {
         "name": name,
         "rounds": mechanism.rounds,
@@ -558,7 +559,7 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
             "name": path_of(type(task.model)),
             "options": {
                 "origin": hashlib.sha256(_origin(task).encode()).hexdigest(),
-                "parameters": _digest({**task.parameters(), **task.statistics()}),
+                "parameters": sha256_of({name: torch.tensor(p) for name, p in moved.items()}),
                 "figures": sorted(task.figures),
             },
             "loss": next((n for n, f in LOSSES.items() if f is task.loss), path_of(task.loss)),
@@ -580,20 +581,6 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
 def _origin(task: Task) -> str:
     """What decides the result of a task beside the plan; checkpoints hold trained parameters."""
     moved, constants = task.statistics(), task.constants(torch.device("cpu")).items()
-    frozen = {name: _as_array(tensor) for name, tensor in constants if name not in moved}
+    frozen = {name: tensor for name, tensor in constants if name not in moved}
     read = f"{task.inputs} {task.targets} {task.ignore_index} {task.personal}"
-    return f"{task.model} {_digest(frozen)} {path_of(task.loss)} {read}"
-
-
-def _as_array(tensor: torch.Tensor) -> npt.NDArray[np.generic]:
-    """A tensor as NumPy can hold it, which does not know bfloat16: as integers of the same bits."""
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-
-def _digest(tensors: HeldOut) -> str:
-    """SHA-256 of named arrays."""
-    digest = hashlib.sha256()
-    for name, tensor in tensors.items():
-        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
-        digest.update(np.ascontiguousarray(tensor).tobytes())
-    return digest.hexdigest()
+    return f"{task.model} {sha256_of(frozen)} {path_of(task.loss)} {read}"

@@ -4,7 +4,6 @@
 needs in the folder. `terminal` shows a run to whoever started it.
 """
 
-import copy
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import tomli_w
-import torch
 from torch import nn
 
 from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.audit import AuditResult
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import HELD_OUT_USER, check_not_enrolled, load_population
+from fedpriv.engine.released import released, released_model
 from fedpriv.engine.task import HeldOut, Task
 from fedpriv.errors import (
     BudgetExceededError,
@@ -57,7 +56,6 @@ from fedpriv.training.rounds import (
     TrainingPlan,
     checkpoints,
     own_charges,
-    released_model,
     resume,
     save_checkpoint,
     train,
@@ -309,10 +307,7 @@ class Run:
 
         It is in evaluation mode, in which accuracy was measured: dropout is off.
         """
-        model = copy.deepcopy(self.task.model).eval()
-        tensors = {name: torch.tensor(t) for name, t in self.state.model.items()}
-        model.load_state_dict(tensors, strict=False)
-        return model
+        return released(self.task, self.state.model)
 
     def check_audit(self) -> None:
         """Raise RefutedError if the run's audit refutes what the ledger says."""
@@ -430,7 +425,7 @@ def conduct(
         on_round(result)
     keep()
     _tell_rounds_lost(folder, state, records)
-    model = released_model(state, folder.results())
+    model = released_model(experiment.task, state, folder.results())
     with_room(lambda: write_atomically(folder.model, model))
     transport.release_resources()
     if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):

@@ -623,24 +623,6 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     return path
 
 
-def released_model(state: ServerState, results: Iterable[RoundResult]) -> bytes:
-    """The model of a state as a file of safetensors; its metadata say what it cost.
-
-    Under the key "release" they are a JSON object: `round`, and of its result `run`, `rounds`,
-    `epsilon` ("Infinity" without noise), `delta`, `unit`, `relation` and `randomness`.
-    """
-    released: dict[str, object] = {"round": state.round}
-    for result in results:
-        if result.round == state.round:
-            keys = ("run", "rounds", "epsilon", "delta", "unit", "relation", "randomness")
-            released |= {key: getattr(result, key) for key in keys}
-            if math.isinf(result.epsilon):  # JSON has no such number
-                released["epsilon"] = "Infinity"
-    tensors = {name: np.asarray(p, order="C") for name, p in state.model.items()}
-    # One key: safetensors writes several in any order, and equal runs have equal files.
-    return save(tensors, {"release": json.dumps(released)})
-
-
 def evaluation_run(run: str) -> str:
     """Under which name a ledger has what users are asked of the models of a run."""
     return f"{run}-evaluation"
