@@ -186,7 +186,7 @@ class Task:
         model = without_batch_norm(self.model)
         given = dict(self.model.named_parameters())  # copies have no hooks
         for name, tensor in (*given.items(), *self.model.named_buffers()):
-            _check_holds(name, tensor)
+            check_holds(name, tensor)
         object.__setattr__(self, "model", training_only(model, self.trained, self.frozen))
         for name in self.trainable():
             _check_trainable(name, given[name])
@@ -361,7 +361,7 @@ def _as_input(column: Tensor) -> Tensor:
     return column.float() if column.dtype == torch.float64 else column
 
 
-def _check_holds(name: str, tensor: Tensor) -> None:
+def check_holds(name: str, tensor: Tensor) -> None:
     """Refuse a parameter or buffer that has no numbers yet."""
     why = "its layer is lazy; call the model on a row first" if is_lazy(tensor) else None
     why = "it is on the device meta; make the model on cpu" if tensor.is_meta else why
