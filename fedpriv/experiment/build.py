@@ -150,7 +150,7 @@ def on_population(
                 "must be larger, or federated_evaluation.noise_multiplier must be"
             )
     engine, name, users = config.engine, population.name, population.users.population
-    few = _few(population)
+    few = few_rows(population)
     experiment = build(config, run, name, users, population.test, spent, method, few)
     if evaluation is not None:
         # A run that is resumed keeps the same examples from training.
@@ -214,11 +214,11 @@ def _evaluation(
     how, name = method.personalisation, evaluation_run(config.run or run)
     users = population.users if how else kept
     evaluation = UserEvaluation(asked, name, users, task, metrics, how)
-    evaluation.check(_few(population))
+    evaluation.check(few_rows(population))
     return evaluation, replace(population, users=trained)
 
 
-def _few(population: Population) -> Fields:
+def few_rows(population: Population) -> Fields:
     """Rows to try a task on: held-out ones, or one of zeros. Never an enrolled user's."""
     return {n: column[:4] for n, column in population.test.items()} or blank(population.users)
 
@@ -576,6 +576,11 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
     for key, value in plain(others).items():
         table[key] = table[key] | value if isinstance(table.get(key), dict) else value
     return parse_config(plain(table), "settings")
+
+
+def begun_in_python(config: Config) -> bool:
+    """Whether a configuration is of `settings_of`, which does not say how its model is made."""
+    return config.model.options.keys() == {"origin", "parameters", "figures"}
 
 
 def _origin(task: Task) -> str:

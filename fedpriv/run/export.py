@@ -1,10 +1,13 @@
-"""Released models in the hands of others: `load_model`."""
+"""Released models in the hands of others: in a module, and in files of other libraries."""
 
+import io
 import json
 import logging
+import warnings
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,20 +15,28 @@ from torch import Tensor, nn
 
 from fedpriv.engine.adapters import Adapted, merge_adapters
 from fedpriv.engine.released import sha256_of, state_tensors
-from fedpriv.engine.task import check_holds
+from fedpriv.engine.task import Task, check_holds
 from fedpriv.errors import DataError, InvalidValueError, ModelError
+from fedpriv.experiment.build import begun_in_python, build_task, few_rows, population_of
+from fedpriv.experiment.config import Config, load_config
 from fedpriv.run.folder import RunFolder
+from fedpriv.run.run import held_out_rows
 from fedpriv.support.checks import check_types
+from fedpriv.support.disk import write_atomically, writing
+from fedpriv.support.logs import one_line, silenced
 
+Format = Literal["torch", "onnx", "hf"]
+_NAMES: Mapping[Format, str] = {"torch": "model.pt", "onnx": "model.onnx", "hf": "model"}
+_MOST_IN_ONNX = 2**31 - 2**24  # bytes of tensors: a file has at most 2 GiB
 _log = logging.getLogger(__name__)
 
 
 def load_model(source: Path | str, model: nn.Module, *, merge: bool = False) -> nn.Module:
     """Put a released model's numbers into a module, and return it in evaluation mode.
 
-    Everything in the module's state_dict is replaced: parameters, frozen ones too, and buffers. Of
-    a module that has frozen parameters, what the run kept frozen is compared before that; if it
-    differs, as that of another pre-trained base does, a warning says so.
+    Everything in the module's state_dict is replaced: parameters, frozen ones too, and buffers. If
+    the module has frozen parameters, its frozen values are first compared with those of the run,
+    and a warning says if they differ, as those of another pre-trained base do.
 
     >>> import tempfile, numpy as np, torch, fedpriv
     >>> x, y = np.eye(4, dtype=np.float32).repeat(50, 0), np.arange(4).repeat(50)
@@ -64,13 +75,105 @@ def load_model(source: Path | str, model: nn.Module, *, merge: bool = False) -> 
     freezes = not all(parameter.requires_grad for parameter in model.parameters())
     if freezes and frozen and sha256_of(frozen) != release["frozen"]["sha256"]:
         _log.warning(
-            "what is frozen in the model differs from what the run of %s began with, as another "
-            "pre-trained base does; all of it is replaced by what the file holds",
+            "the model's frozen values differ from those of the run, as with another pre-trained "
+            "base; those in %s replace them",
             path,
         )
     for name, tensor in held.items():
         tensor.data = tensors[name].to(tensor, copy=True)
     return merge_adapters(model.eval()) if merge else model.eval()
+
+
+def export_model(source: Path, to: Format, out: Path | None = None) -> Path:
+    """Write a released model for another library; return the new file or folder.
+
+    Its adapters become part of plain layers, except in the format of torch, whose state_dict has
+    the names of the model that was trained.
+
+    Raises:
+        InvalidValueError: there is no released model, `out` exists, the plan of the run does not
+            say how the model is made, or the library or method that writes it is missing.
+    """
+    path = model_file(source)
+    out = out or path.with_name(_NAMES[to])
+    if out.exists():
+        raise InvalidValueError(f"{out} exists already; it is not overwritten")
+    if to == "torch":
+        tensors, _ = read_released(path)
+        torch.save(tensors, content := io.BytesIO())
+        with writing(out):
+            write_atomically(out, content.getvalue())
+        return out
+    if to == "onnx" and not (find_spec("onnx") and find_spec("onnxscript")):
+        raise InvalidValueError(
+            "onnx or onnxscript cannot be imported; pip install onnx onnxscript installs them"
+        )
+    config = _plan_of(source)
+    task = build_task(**config.model.task)
+    model = merge_adapters(load_model(path, task.model))
+    if to == "onnx":
+        _write_onnx(model, _two_rows(config, task), out)
+        return out
+    if not callable(save := getattr(model, "save_pretrained", None)):
+        raise InvalidValueError(
+            f"the model is a {type(model).__name__} without the method save_pretrained that models "
+            "of transformers have; --to torch writes its state_dict"
+        )
+    with writing(out):
+        save(out)
+    return out
+
+
+def _plan_of(source: Path) -> Config:
+    """The configuration by which the model of a folder can be made again."""
+    plans = [RunFolder(source).plan, source / "experiment.toml"]  # of a run, of a search
+    found = [path for path in plans if path.is_file()]
+    if not found:
+        raise InvalidValueError(
+            f"{source} does not say how its model is made; give the folder of its run"
+        )
+    config = load_config(found[0])
+    if begun_in_python(config):
+        raise InvalidValueError(
+            f"{source} was begun in Python, so its plan does not say how the model is made; "
+            "fedpriv.load_model(folder, model) puts the released numbers into a model of yours, "
+            "which torch.onnx.export or its method save_pretrained writes"
+        )
+    return config
+
+
+def _two_rows(config: Config, task: Task) -> dict[str, Tensor]:
+    """Two equal rows of the model's inputs [2, …], by field, which are of no enrolled user."""
+    if config.federation is None or config.data is not None:
+        rows = few_rows(population_of(config))
+    else:
+        rows = held_out_rows(config, config.federation)
+    if not rows:
+        raise InvalidValueError(
+            "there is no row to try the model on; federation.held_out must name some"
+        )
+    x, _ = task.given({name: torch.tensor(rows[name][:1]) for name in task.fields})
+    named = x if isinstance(x, dict) else {str(task.inputs): x}
+    return {name: torch.cat([row, row]) for name, row in named.items()}
+
+
+def _write_onnx(model: nn.Module, rows: dict[str, Tensor], out: Path) -> None:
+    """Export a model for any number of rows; its inputs have the names of the fields."""
+    number = {0: torch.export.Dim.DYNAMIC}  # with one row it would be taken for fixed
+    given: dict[str, Any] = {"kwargs": rows, "dynamic_shapes": dict.fromkeys(rows, number)}
+    if len(rows) == 1:  # by position, whatever its argument is called
+        given = {"args": (*rows.values(),), "dynamic_shapes": (number,)}
+    try:
+        with silenced(logging.ERROR), warnings.catch_warnings(action="ignore"):
+            program = torch.onnx.export(
+                model, **given, input_names=[*rows], dynamo=True, verbose=False
+            )
+    except Exception as error:
+        reason = f"{type(error).__name__}: {one_line(str(error))}"
+        raise ModelError(f"torch.onnx cannot export the model: {reason}") from error
+    size = sum(tensor.nbytes for tensor in model.state_dict().values())
+    with writing(out):
+        program.save(out, external_data=size > _MOST_IN_ONNX)
 
 
 def model_file(source: Path) -> Path:

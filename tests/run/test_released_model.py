@@ -99,7 +99,7 @@ def test_another_process_loads_it(run: fedpriv.Run) -> None:
     command = [sys.executable, "-c", FRESH, str(run.folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert float(done.stdout) == run.accuracy
-    assert "what is frozen in the model differs" in done.stderr
+    assert "the model's frozen values differ" in done.stderr
 
 
 def test_a_file_loads_as_its_folder_does_and_says_nothing_of_the_same_base(
