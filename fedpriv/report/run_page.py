@@ -35,6 +35,7 @@ from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
     EVALUATION_PREFIX,
     RoundResult,
+    best_round,
     contributors_text,
     own_charges,
 )
@@ -95,6 +96,10 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> PageSection:
         shown = {name: value, **{n: f"{v:.4g}" for n, v in last.figures.items()}}
         which = "last model" if last.round == done else f"after round {last.round:,}"
         cards += [Card(n, text, f"on held-out rows, {which}") for n, text in shown.items()]
+    best = best_round(record.rounds)
+    if best is not None and best.round < done:
+        note = f"{best.measured} on the rows that chose it, likely to be worse on others"
+        cards.append(Card("best model", f"round {best.round:,}", note))
     unit, n = unit_of(record.ledger), users_of(record.ledger)
     cards += _contributors(record)
     if (audit := record.audit) is not None:

@@ -54,7 +54,9 @@ from fedpriv.training.rounds import (
     ServerState,
     Stop,
     TrainingPlan,
+    best_round,
     checkpoints,
+    load_checkpoint,
     own_charges,
     resume,
     save_checkpoint,
@@ -294,6 +296,10 @@ class Run:
     # If held-out rows have users: `users`, `mean`, `q10`, `q50`, `q90` over them, by figure.
     held_out_users: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     audit: AuditResult | None = None  # what it found in its own releases, if it was asked to
+    # The round of the best model on held-out rows, by accuracy, else by loss, and its state. As the
+    # rows chose the model, its figures there are likely to be better than on others.
+    best: RoundResult | None = None
+    best_state: ServerState | None = None
 
     @cached_property
     def rounds(self) -> tuple[RoundResult, ...]:
@@ -308,6 +314,11 @@ class Run:
         It is in evaluation mode, in which accuracy was measured: dropout is off.
         """
         return released(self.task, self.state.model)
+
+    @property
+    def best_model(self) -> nn.Module | None:
+        """As `model`, of the round `best`; None if no model was measured."""
+        return released(self.task, self.best_state.model) if self.best_state else None
 
     def check_audit(self) -> None:
         """Raise RefutedError if the run's audit refutes what the ledger says."""
@@ -395,11 +406,19 @@ def conduct(
     simulation; it is None in a deployment.
     """
     plan, output = experiment.plan, experiment.config.output
-    evaluation = experiment.evaluation
+    evaluation, best = experiment.evaluation, _best_so_far(folder)
+
+    def at_present() -> Checkpoint:
+        return Checkpoint(state, plan.digest, records.ledger.head)
 
     def keep() -> None:
-        checkpoint = Checkpoint(state, plan.digest, records.ledger.head)
-        with_room(lambda: save_checkpoint(folder.checkpoints, checkpoint))
+        checkpoint = at_present()
+        with_room(lambda: save_checkpoint(folder.checkpoints, checkpoint, best and best[1]))
+
+    def consider(result: RoundResult | None) -> None:
+        nonlocal best
+        if result and best_round([*(best or ())[:1], result]) is result:
+            best = result, at_present()
 
     _settle(experiment, state, records)
     observed: tuple[OnRelease, ...] = (auditor.observe,) if auditor else ()
@@ -417,6 +436,7 @@ def conduct(
         if state.round % output.evaluate_every == 0 or state.round == plan.rounds:
             latest, figures = state, _measured(experiment, state.model)
             result = replace(result, **figures)
+            consider(result)
         if evaluation and evaluation.due(state.round, last=state.round == plan.rounds):
             result = evaluation.added(result, state.model, records, experiment.entropy)
         with_room(partial(folder.append_metrics, asdict(result)))
@@ -425,13 +445,33 @@ def conduct(
         on_round(result)
     keep()
     _tell_rounds_lost(folder, state, records)
-    model = released_model(experiment.task, state, folder.results())
+    results = folder.results()
+    model = released_model(experiment.task, state, results)
     with_room(lambda: write_atomically(folder.model, model))
     transport.release_resources()
     if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):
         with_room(lambda: records.participation.forget_series(plan.run))  # of one that was killed
-    figures = figures if latest is state else _measured(experiment, state.model)
-    return _ended(folder, experiment, stop, state, records, auditor, figures)
+    if latest is not state:
+        figures = _measured(experiment, state.model)
+        consider(replace(results[-1], **figures) if results else None)
+    if best:
+        chosen = _chosen(experiment.task, *best, results[-1])
+        with_room(lambda: write_atomically(folder.best, chosen))
+    return _ended(folder, experiment, stop, state, records, auditor, figures, best)
+
+
+def _chosen(task: Task, best: RoundResult, checkpoint: Checkpoint, last: RoundResult) -> bytes:
+    """The best model as a file; that it is the best depends on all rounds, so it costs as much."""
+    told = replace(best, epsilon=last.epsilon, randomness=last.randomness)
+    return released_model(task, checkpoint.state, [told])
+
+
+def _best_so_far(folder: RunFolder) -> tuple[RoundResult, Checkpoint] | None:
+    """The best of the rounds whose checkpoint is there, of which none is better that is not."""
+    kept = {path.stem: path for path in checkpoints(folder.checkpoints)}
+    paths = {f"round-{result.round:06d}": result for result in folder.results()}
+    best = best_round(result for stem, result in paths.items() if stem in kept)
+    return (best, load_checkpoint(kept[f"round-{best.round:06d}"])) if best else None
 
 
 def _settle(experiment: Experiment, state: ServerState, records: PrivacyRecords) -> None:
@@ -465,6 +505,7 @@ def _ended(
     records: PrivacyRecords,
     auditor: Auditor | None,
     figures: Mapping[str, Any],
+    best: tuple[RoundResult, Checkpoint] | None,
 ) -> Run:
     run, privacy, charges = experiment.plan.run, experiment.config.privacy, records.ledger.charges()
     # Canaries are in the rounds alone, not in what is asked between them.
@@ -478,6 +519,8 @@ def _ended(
         delta=records.budget.delta,
         ledger=Path(privacy.ledger) if privacy.ledger else folder.ledger,
         audit=auditor.conclude(paid_events(of_rounds)) if auditor else None,
+        best=best[0] if best else None,
+        best_state=best[1].state if best else None,
         **figures,
     )
 

@@ -290,6 +290,8 @@ def _measured_rows(run: Run, plan: TrainingPlan) -> list[tuple[str, str]]:
     if run.loss is not None:
         rows.append(("loss on held-out rows", f"{run.loss:.4f}"))
     rows += [(f"{name} on held-out rows", f"{value:.4g}") for name, value in run.figures.items()]
+    if run.best and run.best.round < run.state.round:
+        rows.append(("best on these rows", f"round {run.best.round}, {run.best.measured}"))
     for name, over in run.held_out_users.items():
         quantiles = ", ".join(f"{over[key]:.3g}" for key in ("q10", "q50", "q90"))
         label = f"{name} of {over['users']:.0f} held-out users"

@@ -406,6 +406,13 @@ class RoundResult:
         return released | {f"metric/{name}": value for name, value in self.scalar_metrics.items()}
 
     @property
+    def measured(self) -> str:
+        """How good the model is on held-out rows, for people to read; "" if that is unknown."""
+        if self.accuracy is not None:
+            return f"accuracy {self.accuracy:.2%}"
+        return "" if self.loss is None else f"loss {self.loss:.4g}"
+
+    @property
     def metrics_text(self) -> tuple[str, ...]:
         """The metrics that are one number, each with its noise, for people to read.
 
@@ -438,6 +445,23 @@ def contributors_text(results: Iterable[RoundResult], sampling: SamplingEvent) -
     places = 0 if spread >= 10.0 else 1
     figures = (f"{figure:,.{places}f}" for figure in (mean, spread, expected))
     return "{} ± {} of {}".format(*figures)
+
+
+def best_round(results: Iterable[RoundResult]) -> RoundResult | None:
+    """The round with the best model on held-out rows, by accuracy, or by loss without classes.
+
+    Of equals it is the first; None if no model was measured. To choose is post-processing of what
+    all rounds released, so it costs what they cost together.
+    """
+
+    def score(result: RoundResult) -> float:
+        value = result.accuracy
+        if value is None:
+            value = math.nan if result.loss is None else -result.loss
+        return value if math.isfinite(value) else -math.inf
+
+    best = max(results, key=score, default=None)
+    return None if best is None or score(best) == -math.inf else best
 
 
 OnRound = Callable[[RoundResult], object]  # called after each round; its result is not read
@@ -596,8 +620,27 @@ class Checkpoint:
     ledger_head: Head
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write `round-NNNNNN.safetensors`, named by its last round, atomically; keep the last 3."""
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, best: Checkpoint | None = None) -> Path:
+    """Write `round-NNNNNN.safetensors`, named by its last round, atomically.
+
+    The last 3 are kept, and `best`, which is written too if it is not there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = kept = _path_of(folder, checkpoint)
+    if best is not None and not (kept := _path_of(folder, best)).exists() and kept != path:
+        _write(kept, best)
+    _write(path, checkpoint)
+    for old in checkpoints(folder)[:-_KEPT]:
+        if old != kept:
+            old.unlink(missing_ok=True)
+    return path
+
+
+def _path_of(folder: Path, checkpoint: Checkpoint) -> Path:
+    return folder / f"round-{checkpoint.state.round:06d}.safetensors"
+
+
+def _write(path: Path, checkpoint: Checkpoint) -> None:
     state, head = checkpoint.state, checkpoint.ledger_head
     moments = (state.optimizer.first, state.optimizer.second)
     kept = (state.parameters, *moments, state.statistics, state.control)
@@ -615,12 +658,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         "clipping_norms": " ".join(map(repr, state.clipping_norms)),
     }
     metadata["digest"] = _digest(metadata, tensors)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"round-{state.round:06d}.safetensors"
     write_atomically(path, save(tensors, metadata))
-    for old in checkpoints(folder)[:-_KEPT]:
-        old.unlink(missing_ok=True)
-    return path
 
 
 def evaluation_run(run: str) -> str:
