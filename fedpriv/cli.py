@@ -246,6 +246,9 @@ def simulate(
     assignments: Assignments = None,
     out: OutFolder = None,
     resume: Resume = False,
+    start: Annotated[
+        Path | None, _option("folder of a run to start from, on its ledger", "--from")
+    ] = None,
     engine: Annotated[Literal["in-process", "flower"], _option("where to train")] = "in-process",
     workers: Annotated[int | None, _option("of the engine flower", min=1, default="2")] = None,
 ) -> None:
@@ -256,6 +259,8 @@ def simulate(
     if resume and out is None:
         raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
     if engine == "flower":
+        if start is not None:
+            raise InvalidValueError("--from is given with --engine flower; it is for in-process")
         (simulate_on_ray,) = entry_points(group="fedpriv.engines", name="ray")
         run = simulate_on_ray.load()(file, assignments or [], out, workers or 2, resume=resume)
         run.check_audit()
@@ -264,7 +269,7 @@ def simulate(
         raise InvalidValueError(f"--workers is {workers}; only --engine flower has workers")
     from fedpriv.run.simulate import run_simulation
 
-    run_simulation(file, assignments or [], out, resume=resume).check_audit()
+    run_simulation(file, assignments or [], out, resume=resume, start=start).check_audit()
 
 
 @app.command(rich_help_panel=_TRAIN)

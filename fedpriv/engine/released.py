@@ -9,14 +9,16 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from fedpriv.engine.task import Task
-from fedpriv.errors import ModelError
+from fedpriv.errors import DataError, ModelError
 from fedpriv.privacy.layout import Tensors
 from fedpriv.training.rounds import RoundResult, ServerState
 
@@ -46,14 +48,35 @@ def released_model(task: Task, state: ServerState, results: Iterable[RoundResult
             told |= {key: getattr(result, key) for key in _TOLD}
             if math.isinf(result.epsilon):  # JSON has no such number
                 told["epsilon"] = "Infinity"
-    model = released(task, state.model)
-    held, tensors, told["tied"] = _named(model), *_each_once(model)
-    moved = {id(held[name]) for name in (*state.model, *task.personal)}
-    frozen = {name: tensor for name, tensor in tensors.items() if id(tensor) not in moved}
+    tensors, told["tied"] = _each_once(released(task, state.model))
+    frozen = frozen_of(task)
     told["frozen"] = {"names": [*frozen], "sha256": sha256_of(frozen)}
     apart = {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
     # One key: safetensors writes several in any order, and equal runs have equal files.
     return save(apart, {"release": json.dumps(told)})
+
+
+def read_released(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+    """All tensors of a released model by every name, those that are tied too, and its metadata."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get("release")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        release = json.loads(text) if text else {}
+        tied = {name: tensors[first] for name, first in release["tied"].items()}
+        return tensors | tied, release
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        raise DataError(
+            f"{path} cannot be read as a released model: {error}; it must be model.safetensors of "
+            "a run, or a file that `fedpriv model` fetched"
+        ) from error
+
+
+def frozen_of(task: Task) -> dict[str, Tensor]:
+    """The tensors of a task's model that no round or user moves, by their names in the file."""
+    held, (tensors, _) = _named(task.model), _each_once(task.model)
+    moved = {id(held[name]) for name in (*task.trainable(), *task.statistics())}
+    return {name: tensor for name, tensor in tensors.items() if id(tensor) not in moved}
 
 
 def check_can_be_released(task: Task) -> None:

@@ -1,7 +1,6 @@
 """Released models in the hands of others: in a module, and in files of other libraries."""
 
 import io
-import json
 import logging
 import warnings
 from collections.abc import Mapping
@@ -10,13 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fedpriv.engine.adapters import Adapted, merge_adapters
-from fedpriv.engine.released import sha256_of, state_tensors
+from fedpriv.engine.released import read_released, sha256_of, state_tensors
 from fedpriv.engine.task import Task, check_holds
-from fedpriv.errors import DataError, InvalidValueError, ModelError
+from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.experiment.build import begun_in_python, build_task, few_rows, population_of
 from fedpriv.experiment.config import Config, load_config
 from fedpriv.run.folder import RunFolder
@@ -185,22 +183,6 @@ def model_file(source: Path) -> Path:
             "so resume one that was interrupted"
         )
     return path
-
-
-def read_released(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    """All tensors of a released model by every name, those that are tied too, and its metadata."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get("release")
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        release = json.loads(text) if text else {}
-        tied = {name: tensors[first] for name, first in release["tied"].items()}
-        return tensors | tied, release
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise DataError(
-            f"{path} cannot be read as a released model: {error}; it must be model.safetensors of "
-            "a run, or a file that `fedpriv model` fetched"
-        ) from error
 
 
 def _check_fits(path: Path, tensors: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:

@@ -20,7 +20,13 @@ from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.audit import AuditResult
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import HELD_OUT_USER, check_not_enrolled, load_population
-from fedpriv.engine.released import released, released_model
+from fedpriv.engine.released import (
+    frozen_of,
+    read_released,
+    released,
+    released_model,
+    sha256_of,
+)
 from fedpriv.engine.task import HeldOut, Task
 from fedpriv.errors import (
     BudgetExceededError,
@@ -56,6 +62,7 @@ from fedpriv.training.rounds import (
     TrainingPlan,
     best_round,
     checkpoints,
+    initial_state,
     load_checkpoint,
     own_charges,
     resume,
@@ -81,17 +88,37 @@ class RunSetup:
     folder: RunFolder
     ledger: Path
     resuming: bool
+    start: Path | None = None  # folder of the run whose model it starts from
 
     @classmethod
-    def of(cls, file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> Self:
+    def of(
+        cls,
+        file: Path,
+        assignments: list[str],
+        out: Path | None,
+        *,
+        resume: bool,
+        start: Path | None = None,
+    ) -> Self:
         """Read an experiment, with "a.b=value" overrides; see `at`."""
-        return cls.at(load_config(file, assignments), out, resume=resume)
+        return cls.at(load_config(file, assignments), out, resume=resume, start=start)
 
     @classmethod
     def at(
-        cls, config: Config, out: Path | None, *, resume: bool, home: Path = Path("runs")
+        cls,
+        config: Config,
+        out: Path | None,
+        *,
+        resume: bool,
+        home: Path = Path("runs"),
+        start: Path | None = None,
     ) -> Self:
-        """Start or `resume` the run in `out`, by default a new folder in `home`."""
+        """Start or `resume` the run in `out`, by default a new folder in `home`.
+
+        With `start`, it starts from that run's model and charges that run's ledger.
+        """
+        if start is not None:
+            config = _charging_for(start, config)
         # A seeded run can be repeated, so its name is the same each time.
         suffix = os.urandom(4).hex() if config.seed is None else f"seed{config.seed}"
         run = config.run or f"{config.name}-{suffix}"
@@ -116,7 +143,7 @@ class RunSetup:
                 # By the clock it could be another now, and results differ by rounding.
                 engine = config.engine.model_copy(update={"path": begun.engine.path})
                 config = config.model_copy(update={"engine": engine})
-        return cls(config, run, folder, ledger, resuming)
+        return cls(config, run, folder, ledger, resuming, start)
 
     @property
     def spent(self) -> list[RoundEvent]:
@@ -221,6 +248,22 @@ class RunSetup:
                 f"by {path} the run began with plan {begun[:12]!r}, this is {plan.digest[:12]!r}"
                 f"{told}; a run can only be resumed with the plan it began with"
             )
+
+
+def _charging_for(start: Path, config: Config) -> Config:
+    """The configuration with the ledger of the run whose model is started from."""
+    folder, given = RunFolder(start), config.privacy.ledger
+    if not folder.plan.exists():
+        raise InvalidValueError(f"{start} holds no run to start from; {folder.plan.name} is absent")
+    shared = load_config(folder.plan).privacy.ledger
+    paid = (Path(shared) if shared else folder.ledger).absolute()
+    if given and Path(given).resolve() != paid.resolve():
+        raise InvalidValueError(
+            f"privacy.ledger is {given}, and the model of {start} was charged to {paid}; a run "
+            "that starts from it must charge that ledger too, so leave privacy.ledger out"
+        )
+    privacy = config.privacy.model_copy(update={"ledger": str(paid)})
+    return config.model_copy(update={"privacy": privacy})
 
 
 def _differences(begun: Config, now: Config) -> list[str]:
@@ -347,6 +390,36 @@ Hosted = Callable[[Experiment, PrivacyRecords], Transport]
 """Makes the transport to the users of an experiment, once its records are open."""
 Follow = Callable[[Experiment, int, Callable[[OnRound], Run]], Run]
 """Shows a run: gets the number of released rounds, and what runs it with an observer."""
+
+
+def _state_after(source: Path, experiment: Experiment) -> ServerState:
+    """The state before the first round of a run that starts from another's model.
+
+    Parameters and running statistics are those of the other's end, and so is the server optimiser's
+    state if the optimiser has the same name. InvalidValueError if the models differ.
+    """
+    folder, plan, begun = RunFolder(source), experiment.plan, experiment.initial_state
+    _, release = read_released(folder.model)
+    if not (found := checkpoints(folder.checkpoints)):
+        raise InvalidValueError(f"{source} holds no checkpoint, from which a run could start")
+    state = load_checkpoint(found[-1]).state
+    ours, theirs = ({n: [*t.shape] for n, t in each.model.items()} for each in (begun, state))
+    for name in {**ours, **theirs}:
+        if ours.get(name) != theirs.get(name):
+            there, here = theirs.get(name, "absent"), ours.get(name, "absent")
+            raise InvalidValueError(
+                f"trained tensor {name!r} is {there} in {source} and {here} in the run that starts "
+                "from it; both must train the same tensors, of the same shapes"
+            )
+    if release["frozen"]["sha256"] != sha256_of(frozen_of(experiment.task)):
+        raise InvalidValueError(
+            f"what is frozen in the model differs from what is frozen in that of {source}; a run "
+            "that starts from it must have the same"
+        )
+    statistics = {name: state.statistics[name] for name in begun.statistics}
+    state_before = initial_state(plan, state.parameters, statistics)
+    same = load_config(folder.plan).server.optimizer == experiment.config.server.optimizer
+    return replace(state_before, optimizer=state.optimizer) if same else state_before
 
 
 def state_to_start_from(
@@ -562,12 +635,13 @@ def run_rounds(
     clock: Callable[[], float] | None,
 ) -> Run:
     """Start or resume an experiment in its folder; callbacks are not told how long rounds took."""
-    folder, plan = setup.folder, experiment.plan
+    folder, plan, before = setup.folder, experiment.plan, None
     if setup.resuming:
         setup.refuse_other_plan(experiment)
     else:
         check_budget(experiment, spent_in(setup.ledger, plan.population))
         setup.refuse_taken_name()
+        before = _state_after(setup.start, experiment) if setup.start else None
         folder.create()
     files, budget = (setup.ledger, record_path(setup.ledger)), experiment.budget
     with ExitStack() as stack:
@@ -575,6 +649,9 @@ def run_rounds(
         opened = PrivacyRecords.open(*files, plan.population, budget, resuming=setup.resuming)
         records = stack.enter_context(opened)
         records.participation.bind(setup.run, experiment.enrolled)
+        if before:  # before the plan, as a folder with a plan is resumed from its checkpoints
+            begun = Checkpoint(before, plan.digest, records.ledger.head)
+            save_checkpoint(folder.checkpoints, begun)
         # After ledger and record were created: a run that is resumed without them has lost them.
         setup.write_plan(experiment)
         start, every = experiment.initial_state, experiment.config.output.checkpoint_every

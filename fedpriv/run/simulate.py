@@ -60,6 +60,7 @@ def simulate(
     rounds: int | None = None,
     out: Path | str | None = None,
     resume: bool = False,
+    start: Path | str | None = None,
     name: str = "run",
     seed: int | None = None,
     ledger: Path | str | None = None,
@@ -107,6 +108,9 @@ def simulate(
     * rounds: T; by default what the mechanism was calibrated for.
     * out: folder of the run; by default a new one under runs/.
     * resume: go on with the run in `out`, or start it if there is none.
+    * start: folder of a run whose model this one goes on from, with the state of the server's
+      optimiser if it is of the same class. Its ledger is charged too, and a calibrated mechanism is
+      calibrated again to what is left there of its ε.
     * name: begins the name of the run in the ledger.
     * seed: makes the run repeatable; the guarantee then does not hold against those who know it.
     * ledger: a ledger that several runs on the same users charge together; by default one in the
@@ -133,6 +137,7 @@ def simulate(
         audit=(audit, Audit | None),
         engine=(engine, Engine | None),
         out=(out, Path | str | None),
+        start=(start, Path | str | None),
         ledger=(ledger, Path | str | None),
     )
     callbacks, told = named("on_round", on_round, Callable), named("trackers", trackers, Tracker)
@@ -146,23 +151,34 @@ def simulate(
         "audit": audit and asdict(audit),
     }
     config = settings_of(name, population, method, rounds=rounds, seed=seed, **sections)
-    setup = RunSetup.at(config, Path(out) if out else None, resume=resume)
+    place, source = (Path(path) if path else None for path in (out, start))
+    setup = RunSetup.at(config, place, resume=resume, start=source)
     if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
         begun = setup.config.privacy.noise_multiplier
         mechanism = replace(mechanism, noise_multiplier=begun, rounds=None)
-    elif federated_evaluation and mechanism.rounds:
+    elif (federated_evaluation or start) and mechanism.rounds:
         mechanism = replace(mechanism, noise_multiplier=None)
     method = replace(method, mechanism=mechanism)
     console = Console(quiet=quiet, markup=False, emoji=False)
-    spent = setup.spent if federated_evaluation else ()
+    spent = setup.spent if federated_evaluation or start else ()
     experiment, transport = on_population(setup.config, setup.run, population, spent, method)
     followed = replace(experiment, on_round=callbacks, trackers=told)
     return _run(setup, followed, transport, console)
 
 
-def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> Run:
-    """Run or resume the experiment of a file in this process, and print how it went."""
-    setup = RunSetup.of(file, assignments, out, resume=resume)
+def run_simulation(
+    file: Path,
+    assignments: list[str],
+    out: Path | None,
+    *,
+    resume: bool,
+    start: Path | None = None,
+) -> Run:
+    """Run or resume the experiment of a file in this process, and print how it went.
+
+    It starts from the model of the run in the folder `start`, if that is given.
+    """
+    setup = RunSetup.of(file, assignments, out, resume=resume, start=start)
     config, population = setup.config, population_of(setup.config)
     console = Console(markup=False, emoji=False)
     experiment, transport = on_population(config, setup.run, population, setup.spent)
