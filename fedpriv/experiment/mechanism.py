@@ -4,6 +4,7 @@ Values only: nothing here draws, clips or spends. To add a way to sample or to c
 from `CohortPolicy` or `ClippingPolicy`.
 """
 
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +37,6 @@ from fedpriv.privacy import layout as vector_groups
 from fedpriv.privacy.correlated_noise import BandedStrategy, BufferedStrategy, Strategy
 from fedpriv.privacy.gaussian_mechanism import (
     INDEPENDENT,
-    AdaptiveClipping,
     Averaging,
     dimension_shares,
     given_shares,
@@ -62,6 +62,7 @@ from fedpriv.support.checks import (
     plain_numbers,
     require,
 )
+from fedpriv.training.post_processing import AdaptiveClipping
 
 # Noise on the update grows by 1/√(1 − ω), half a per cent. That on the count is z/√ω = 10·z users,
 # much in one round of a small cohort; the mean over T rounds has 1/√T of it.
@@ -405,6 +406,8 @@ class ClippingPolicy(ABC):
 class Flat(ClippingPolicy):
     """The whole update to one norm S.
 
+    Without noise S may be infinite, which clips nothing.
+
     >>> Flat(0.5).grouping(Layout(("w", "b"), ((2, 3), (3,))), "proportional").shares
     (1.0,)
     """
@@ -413,11 +416,13 @@ class Flat(ClippingPolicy):
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
-        _check_norm(self.norm)
+        if self.norm != math.inf:
+            _check_norm(self.norm)
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
         """One group."""
-        return Grouping.of(vector_groups.flat(layout, self.norm), layout, allocation)
+        norm = vector_groups.NO_CLIPPING if self.norm == math.inf else self.norm
+        return Grouping.of(vector_groups.flat(layout, norm), layout, allocation)
 
 
 @dataclass(frozen=True)
@@ -610,6 +615,10 @@ class Mechanism:
         )
         check_unit(self.unit, self.microbatch)
         object.__setattr__(self, "unit", Unit(self.unit))
+        if self.adaptive and getattr(self.clipping, "norm", 0.0) == math.inf:
+            raise InvalidValueError(
+                "the clipping norm is infinite; if it adapts, it must be finite"
+            )
         if self.noise_multiplier is not None:
             check_private(self.noise_multiplier, self.epsilon, self.unsafe_no_privacy)
 
