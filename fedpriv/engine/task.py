@@ -319,8 +319,9 @@ class Task:
             return self.losses_of(outputs, y).sum(), torch.where(counted > 0.0, counted, 1.0)
         counts, given = self.counts(y), y
         if counts is None:
+            targets = outputs.numel() // outputs.shape[1]  # of which y may have probabilities
             return class_losses(outputs, y, "sum"), outputs.new_full(
-                (), y.numel(), dtype=torch.float32
+                (), targets, dtype=torch.float32
             )
         if self.ignore_index != _IGNORED:
             given = torch.where(counts, y.long(), _IGNORED)

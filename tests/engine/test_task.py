@@ -453,3 +453,10 @@ def test_a_model_of_nan_is_refused() -> None:
     nn.init.constant_(model.weight, torch.nan)
     with pytest.raises(ModelError, match="NaN or infinite losses at its initial parameters"):
         check_task(Task(model), EXAMPLES)
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (5, 4, 3)])
+def test_the_mean_loss_of_probabilities_is_that_of_torch(shape: tuple[int, ...]) -> None:
+    outputs, targets = torch.randn(shape), torch.randn(shape).softmax(1)
+    total, count = Task(nn.Linear(1, 1)).summed_loss(outputs, targets)
+    torch.testing.assert_close(total / count, nn.functional.cross_entropy(outputs, targets))
