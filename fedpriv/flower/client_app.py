@@ -17,6 +17,7 @@ from fedpriv.clients.connection import answer_of
 from fedpriv.clients.training import NodeTrainer
 from fedpriv.data.population import Population, load_population
 from fedpriv.engine.arithmetic import activations_named
+from fedpriv.engine.reading import population_for
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import FedprivError, InvalidValueError, WireError
 from fedpriv.experiment.build import build_task
@@ -86,7 +87,8 @@ def _population(simulated: bytes) -> Population:
 def _worker(simulated: bytes, task: bytes) -> NodeTrainer:
     described = flower_messages.Simulated.decode(simulated)
     built = build_task(**vars(TASK.decode(wire.parse(pb.Task, task, NODE_RECEIVES_BYTES))))
-    users, device = _population(simulated).users, device_named(described.device)
+    users = population_for(built, _population(simulated)).users
+    device = device_named(described.device)
     kind = activations_named(described.activations, device)
     at_once = chunk_memory_of(described.chunk_mebibytes, device)
     # Ray gives each worker a core.

@@ -209,8 +209,12 @@ def test_nothing_is_left_behind(place, monkeypatch, tmp_path):
         ({"user_column": "writer", "columns": "x"}, InvalidValueError, "columns is 'x'; it must"),
         ({"user_column": "writer", "columns": {"x": [3]}}, InvalidValueError, "columns is "),
         ({"user_column": "writer", "columns": {"x": []}}, DataError, "'x' is made of no columns"),
-        ({"user_column": "writer", "columns": {"x": ["writer"]}}, DataError, "not a column of"),
-        ({"user_column": "writer", "columns": {"y": "writer"}}, DataError, "a model needs numbers"),
+        ({"user_column": "writer", "columns": {"x": ["writer"]}}, DataError, "'writer' holds text"),
+        (
+            {"user_column": "writer", "columns": {"x": "writer"}},
+            DataError,
+            "'x' holds text; give n",
+        ),
         ({"user_column": "writer", "train": 3}, InvalidValueError, "train is 3; it must be text"),
     ],
 )

@@ -443,9 +443,11 @@ def test_refusals_say_what_the_data_are() -> None:
     with pytest.raises(ModelError, match=r"targets \[4, 1\], whole numbers; .* one axis less"):
         check_task(Task(nn.Linear(6, 3)), column)
     numbers = {**EXAMPLES, "y": EXAMPLES["x"][:, 0]}
-    message = r"outputs are \[4, 1\] and targets \[4\]; under mse they must have the same"
+    message = r"outputs are \[4, 2\] and targets \[4\]; under mse they must have the same"
     with pytest.raises(ModelError, match=message):
-        check_task(Task(nn.Linear(6, 1), loss="mse"), numbers)
+        check_task(Task(nn.Linear(6, 2), loss="mse"), numbers)
+    with pytest.raises(ModelError, match=r"targets are float32\[4\]; .* y.astype\(int\)"):
+        check_task(Task(nn.Linear(6, 3)), numbers)
 
 
 def test_a_model_of_nan_is_refused() -> None:
