@@ -4,6 +4,7 @@ Datasets are read from files of this machine, where nothing is fetched and nothi
 their name on the Hugging Face hub, from there or from the cache of the package `datasets`.
 """
 
+import csv
 import hashlib
 import importlib
 import json
@@ -298,16 +299,54 @@ def _read_json(file: Path, texts: Sequence[str]) -> "Table":
 
 
 def _read_csv(file: Path, texts: Sequence[str]) -> "Table":
-    """Rows of a file, with some columns as they are written."""
+    """Rows of a file, with some columns as they are written; DataError names a line at fault."""
     import pyarrow  # noqa: PLC0415
-    from pyarrow import csv  # noqa: PLC0415
+    from pyarrow import csv as arrow  # noqa: PLC0415
 
-    table = csv.read_csv(file)
+    try:
+        table = arrow.read_csv(file)
+        readable = not any(map(pyarrow.types.is_binary, table.schema.types))  # it is text that is
+        _check_header(file, table.schema.names)
+    except ValueError:  # of pyarrow or of names that are no text
+        readable = False
+    if not readable:
+        raise DataError(f"{file} cannot be read: {_fault_of_csv(file)}")
     found = {name: table.schema.field(name).type for name in texts if name in table.schema.names}
     # Fractions stay what they are, to be refused as ids: 1.0 is the 1 of another file.
     kept = [name for name, kind in found.items() if not pyarrow.types.is_floating(kind)]
-    as_written = csv.ConvertOptions(column_types=dict.fromkeys(kept, pyarrow.string()))
-    return csv.read_csv(file, convert_options=as_written) if kept else table
+    as_written = arrow.ConvertOptions(column_types=dict.fromkeys(kept, pyarrow.string()))
+    return arrow.read_csv(file, convert_options=as_written) if kept else table
+
+
+def _check_header(file: Path, names: list[str]) -> None:
+    """Raise DataError if the first line of a file does not seem to be names between commas."""
+    if len(names) == 1 and (mark := next((m for m in ";\t|" if m in names[0]), None)):
+        raise DataError(
+            f"{file} has {mark!r} between its values; write commas, and numbers with a decimal "
+            "point, as pd.read_csv(file, sep=';', decimal=',').to_csv(new, index=False) does"
+        )
+    numbers = [name for name in names if re.fullmatch(r"[-+]?\d*\.?\d+(e[-+]?\d+)?", name)]
+    if numbers == names and (len({*names}) < len(names) or any("." in name for name in names)):
+        raise DataError(f"{file} has numbers in line 1; its first line must name the columns")
+
+
+def _fault_of_csv(file: Path) -> str:
+    """Which line of a file is at fault, and how; nothing of its content is quoted."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return f"line {number} is not UTF-8; save the file with that encoding"
+    with file.open(encoding="utf-8", newline="") as text:
+        rows = csv.reader(text)
+        names = next(rows, [])
+        _check_header(file, names)
+        for row in rows:
+            if row and len(row) != len(names):
+                found = f"line {rows.line_num} has {len(row)} values, line 1 has {len(names)} names"
+                return f"{found}; quote values with commas in them"
+    return "it is not a table of values between commas"
 
 
 def _read_columns(dataset: "Dataset", columns: ColumnNames) -> dict[str, Array]:
