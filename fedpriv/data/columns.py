@@ -83,14 +83,12 @@ def _columns_of_items(what: str, dataset: _Dataset) -> dict[str, ColumnLike]:
     if isinstance(tensors, tuple) and len(tensors) == 2:
         return {"x": tensors[0], "y": tensors[1]}
     items = [_fields_of_item(dataset[number]) for number in range(len(dataset))]
-    columns: dict[str, list[object]] = {name: [] for name in (items[0] if items else {})}
+    names = sorted(items[0]) if items else []
     for number, item in enumerate(items):
-        if item.keys() != columns.keys():
+        if sorted(item) != names:
             found = f"item {number} of the dataset has the fields {sorted(item)}"
-            raise DataError(f"{found}; others have {sorted(columns)}")
-        for name, value in item.items():
-            columns[name].append(value)
-    return {name: _stacked(f"field {name!r}", values) for name, values in columns.items()}
+            raise DataError(f"{found}; others have {names}")
+    return {name: _stacked(f"field {name!r}", [item[name] for item in items]) for name in names}
 
 
 def _fields_of_item(item: object) -> Mapping[str, object]:

@@ -3,13 +3,14 @@
 What rows alone decide is settled where a population is made, see `fedpriv.data.columns`.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from fedpriv.data.columns import Array, Fields
+from fedpriv.data.columns import Fields
 from fedpriv.data.population import Population
 from fedpriv.engine.arithmetic import generator_apart
 from fedpriv.engine.task import LOSSES, Task, called, cross_entropy, huber, squared_error
@@ -25,27 +26,23 @@ def rows_for(task: Task, rows: Fields) -> Fields:
     """
     if not {*task.fields} <= rows.keys():
         return rows
-    blank = {name: np.zeros((1, *rows[name].shape[1:]), rows[name].dtype) for name in task.fields}
-    changed, y = dict(rows), rows[task.targets]
-    if isinstance(task.inputs, str) and task.inputs != task.targets:
-        x = rows[task.inputs]
-        if x.dtype.kind in "iu" and not isinstance(x, np.memmap) and _outputs(task, blank) is None:
-            floats = {**blank, task.inputs: blank[task.inputs].astype(np.float32)}
-            if _outputs(task, floats) is not None:
-                blank, changed[task.inputs] = floats, x.astype(np.float32)
+    x, y = rows.get(str(task.inputs)), rows[task.targets]
+    if x is not None and x is not y and x.dtype.kind in "iu" and not isinstance(x, np.memmap):
+        numbers = {**rows, str(task.inputs): x[:0].astype(np.float32)}
+        if _outputs(task, rows) is None and _outputs(task, numbers) is not None:
+            rows = {**rows, str(task.inputs): x.astype(np.float32)}
     if y.shape[1:] == (1,) and task.loss in LOSSES.values():
         axes = 2 if task.loss is cross_entropy else 1
-        if len(_outputs(task, blank) or ()) == axes:
-            changed[task.targets] = y[:, 0]
-    return changed
+        if len(_outputs(task, rows) or ()) == axes:
+            rows = {**rows, task.targets: y[:, 0]}
+    return rows
 
 
 def population_for(task: Task, population: Population) -> Population:
-    """A population as a task reads it: `rows_for`, and one-hot targets of cross-entropy as classes.
+    """A population as a task reads it: `rows_for`, and targets of cross-entropy as classes.
 
-    Targets are one-hot if the model has an output for each column and all rows are 0 but for one 1:
-    that is a property of users' data, so this is for simulations. ModelError if the loss is of
-    numbers and the targets were text.
+    They may be one-hot, or whole numbers in floats, in all rows: that is a property of users' data,
+    so this is for simulations. ModelError if the loss is of numbers and the targets were text.
     """
     numbers = task.loss in (squared_error, huber)
     if numbers and task.targets == "y" and population.classes and not population.classes_given:
@@ -53,33 +50,37 @@ def population_for(task: Task, population: Population) -> Population:
             f"targets are the classes {list(population.classes)} and the loss is of numbers; use "
             "cross-entropy, or binary-cross-entropy for two classes"
         )
-    fields = population.users.fields
-    users, test = rows_for(task, fields), rows_for(task, population.test)
-    if task.loss is cross_entropy and all(_one_hot(task, rows) for rows in (users, test) if rows):
-        users, test = (
-            {**rows, task.targets: rows[task.targets].argmax(1)} if rows else rows
-            for rows in (users, test)
-        )
+    fields, test = population.users.fields, rows_for(task, population.test)
+    users = rows_for(task, fields)
+    if task.loss is cross_entropy:
+        one, other = _with_classes(task, users), _with_classes(task, test) if test else test
+        users, test = (users, test) if one is None or other is None else (one, other)
     if all(users[name] is fields[name] for name in fields):
         return population
     return replace(population, users=replace(population.users, fields=users), test=test)
 
 
-def _one_hot(task: Task, rows: Fields) -> bool:
-    y = rows.get(task.targets)
-    if y is None or y.ndim != 2 or y.shape[1] < 2 or y.dtype.kind not in "biuf":
-        return False
-    blank = {name: np.zeros((1, *rows[name].shape[1:]), rows[name].dtype) for name in task.fields}
-    if _outputs(task, blank) != (1, y.shape[1]):
-        return False
-    return bool(((y == 0) | (y == 1)).all() and (y.sum(1) == 1).all())
+def _with_classes(task: Task, rows: Fields) -> Fields | None:
+    """Rows with classes for targets that are one-hot or whole floats; None for other targets."""
+    y = cast("NDArray[np.float32] | None", rows.get(task.targets))
+    if y is None or y.dtype.kind not in ("f" if y.ndim == 1 else "biuf"):
+        return None
+    outputs = _outputs(task, rows) or ()
+    if len(outputs) != 2 or outputs[1] < 2:
+        return None
+    if y.shape[1:] == outputs[1:] and ((y == 0) | (y == 1)).all() and (y.sum(1) == 1).all():
+        return {**rows, task.targets: y.argmax(1)}
+    if y.ndim == 1 and (np.abs(y) < 2**31).all() and (y == np.rint(y)).all():
+        return {**rows, task.targets: y.astype(np.int64)}
+    return None
 
 
-def _outputs(task: Task, rows: Mapping[str, Array]) -> tuple[int, ...] | None:
-    """The shape of the model's outputs; None if it raises."""
+def _outputs(task: Task, rows: Fields) -> tuple[int, ...] | None:
+    """The shape of the model's outputs for a row of zeros like these rows; None if it raises."""
     tensors = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
     try:
-        x, _ = task.given({name: torch.tensor(column) for name, column in rows.items()})
+        blank = {n: np.zeros((1, *rows[n].shape[1:]), rows[n].dtype) for n in task.fields}
+        x, _ = task.given({name: torch.from_numpy(column) for name, column in blank.items()})
         with generator_apart(0), torch.no_grad():
             model = task.apart().model
             return tuple(called(model, tensors | task.constants(torch.device("cpu")), x).shape)

@@ -68,12 +68,15 @@ def one_hot(y: np.ndarray, held_out: np.ndarray) -> Population:
     return Population.from_arrays(x, y, Y, held_out=(x, held_out))
 
 
-def test_one_hot_targets_are_classes() -> None:
+def test_one_hot_targets_and_whole_numbers_are_classes() -> None:
     users = [0, 1, 1, 2]  # classes of the users' rows, side by side
     for y in (ONE_HOT, ONE_HOT.astype(bool), ONE_HOT.astype(float)):
         read = population_for(Task(nn.Linear(3, 3)), one_hot(y, y))
         assert read.users.fields["y"].tolist() == users
         assert read.test["y"].tolist() == Y.tolist()
+    read = population_for(Task(nn.Linear(3, 3)), one_hot(Y.astype(float), Y.astype(float)))
+    assert (read.users.fields["y"].tolist(), read.test["y"].dtype) == (users, np.int64)
+    halves = Y + np.array([0.5, 0, 0, 0])
     several = ONE_HOT.copy()
     several[0] = [1, 1, 0]
     for people, task in (
@@ -81,6 +84,9 @@ def test_one_hot_targets_are_classes() -> None:
         (one_hot(ONE_HOT, several), Task(nn.Linear(3, 3))),
         (one_hot(ONE_HOT, ONE_HOT), Task(nn.Linear(3, 3), "binary-cross-entropy")),
         (one_hot(ONE_HOT, ONE_HOT), Task(nn.Linear(3, 4))),
+        (one_hot(Y.astype(float), halves), Task(nn.Linear(3, 3))),
+        (one_hot(np.full(4, np.inf), Y.astype(float)), Task(nn.Linear(3, 3))),
+        (one_hot(Y.astype(float), Y.astype(float)), Task(nn.Linear(3, 1), "mse")),
     ):
         assert population_for(task, people) is people
 
