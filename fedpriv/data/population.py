@@ -290,9 +290,8 @@ class Population:
             if one != other:
                 raise DataError(f"held-out columns are {other}, x has {one}; give both alike")
         users = from_arrays(columns, user_ids, owners)
-        test = _held_out(held_out, held_out_users)
-        categories = categories_of(columns["y"])
-        return numbered_population(_called(name, users), users, test, classes, categories)
+        ordered = categories_of(columns["y"])
+        return _with_held_out(name, users, held_out, held_out_users, classes, ordered)
 
     @classmethod
     def from_grouped(
@@ -311,8 +310,7 @@ class Population:
         """
         from fedpriv.data.arrays import from_grouped  # noqa: PLC0415 - it needs the store
 
-        store, test = from_grouped(users), _held_out(held_out, held_out_users)
-        return numbered_population(_called(name, store), store, test, classes)
+        return _with_held_out(name, from_grouped(users), held_out, held_out_users, classes)
 
     @classmethod
     def from_dataset(
@@ -335,8 +333,7 @@ class Population:
         from fedpriv.data.arrays import from_arrays  # noqa: PLC0415 - it needs the store
 
         users = from_arrays(columns_of(dataset, "the dataset"), user_ids, owners)
-        test = _held_out(held_out, held_out_users)
-        return numbered_population(_called(name, users), users, test, classes)
+        return _with_held_out(name, users, held_out, held_out_users, classes)
 
     @classmethod
     def from_frame(
@@ -375,19 +372,27 @@ class Population:
                 "the frame held_out", held_out, rows.inputs, y, user if named else None
             )
         users = from_arrays({"x": rows.x, "y": rows.y}, rows.ids)
-        test = {}
-        if more is not None:
-            test = _held_out((more.x, more.y), more.ids if len(more.ids) else None)
-        return numbered_population(_called(name, users), users, test, classes, rows.categories)
+        apart = None if more is None else (more.x, more.y)
+        owners = more.ids if more is not None and len(more.ids) else None
+        return _with_held_out(name, users, apart, owners, classes, rows.categories)
 
 
-def _held_out(rows: Rows | None, owners: ColumnLike | None) -> dict[str, Array]:
-    """Held-out rows as arrays, with the ids of their users if these are known."""
+def _with_held_out(
+    name: str,
+    users: UserStore,
+    rows: Rows | None,
+    owners: ColumnLike | None,
+    classes: Classes | None,
+    categories: Classes | None = None,
+) -> Population:
+    """A population with held-out rows, and the ids of their users if these are known."""
+    check_types(name=(name, str))
     columns = {} if rows is None else columns_of(rows, "held-out rows")
-    test = {name: to_array(f"held-out field {name!r}", each) for name, each in columns.items()}
+    test = {field: to_array(f"held-out field {field!r}", each) for field, each in columns.items()}
     if owners is not None:
         test[HELD_OUT_USER] = as_id_array(as_numpy(owners))
-    return test
+    called = f"{name}: {users.population} users{sharing(users)}"
+    return numbered_population(called, users, test, classes, categories)
 
 
 def numbered_population(
@@ -408,11 +413,6 @@ def numbered_population(
     if any(column is not users.fields[field] for field, column in fields.items()):
         users = replace(users, fields={**users.fields, **fields})
     return Population(name, users, {**test, **rows}, names, given)
-
-
-def _called(name: str, users: UserStore) -> str:
-    check_types(name=(name, str))
-    return f"{name}: {users.population} users{sharing(users)}"
 
 
 def cut_up(population: Population, rows: int, called: str) -> Population:

@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 from fedpriv.data.columns import Fields
 from fedpriv.data.population import Population
 from fedpriv.engine.arithmetic import generator_apart
-from fedpriv.engine.task import LOSSES, Task, called, cross_entropy, huber, squared_error
+from fedpriv.engine.task import (
+    LOSSES,
+    Task,
+    binary_cross_entropy,
+    called,
+    cross_entropy,
+    huber,
+    squared_error,
+)
 from fedpriv.errors import ModelError
 
 
@@ -42,22 +50,37 @@ def population_for(task: Task, population: Population) -> Population:
     """A population as a task reads it: `rows_for`, and targets of cross-entropy as classes.
 
     They may be one-hot, or whole numbers in floats, in all rows: that is a property of users' data,
-    so this is for simulations. ModelError if the loss is of numbers and the targets were text.
+    so this is for simulations. ModelError if loss or outputs do not fit the population's classes.
     """
-    numbers = task.loss in (squared_error, huber)
-    if numbers and task.targets == "y" and population.classes and not population.classes_given:
-        raise ModelError(
-            f"targets are the classes {list(population.classes)} and the loss is of numbers; use "
-            "cross-entropy, or binary-cross-entropy for two classes"
-        )
     fields, test = population.users.fields, rows_for(task, population.test)
     users = rows_for(task, fields)
+    if population.classes and task.targets == "y":
+        _check_classes(task, population, _outputs(task, users) or ())
     if task.loss is cross_entropy:
         one, other = _with_classes(task, users), _with_classes(task, test) if test else test
         users, test = (users, test) if one is None or other is None else (one, other)
     if all(users[name] is fields[name] for name in fields):
         return population
     return replace(population, users=replace(population.users, fields=users), test=test)
+
+
+def _check_classes(task: Task, population: Population, outputs: tuple[int, ...]) -> None:
+    names = list(population.classes or ())
+    if task.loss in (squared_error, huber) and not population.classes_given:
+        raise ModelError(
+            f"targets are the classes {names} and the loss is of numbers; use cross-entropy, or "
+            "binary-cross-entropy for two classes"
+        )
+    if task.loss is binary_cross_entropy and len(names) > 2:
+        raise ModelError(
+            f"targets are the classes {names} and the loss is binary-cross-entropy, for two; use "
+            "cross-entropy, and a model with a score of each class"
+        )
+    if task.loss is cross_entropy and len(outputs) > 1 and 1 < outputs[1] < len(names):
+        raise ModelError(
+            f"the model returns {outputs[1]} scores and targets are the classes {names}; it must "
+            "return a score of each"
+        )
 
 
 def _with_classes(task: Task, rows: Fields) -> Fields | None:

@@ -91,10 +91,18 @@ def test_one_hot_targets_and_whole_numbers_are_classes() -> None:
         assert population_for(task, people) is people
 
 
-def test_text_is_no_target_of_a_loss_of_numbers() -> None:
-    people = Population.from_arrays(X, ["lo", "hi", "lo", "hi"], Y)
-    with pytest.raises(ModelError, match=r"classes \['hi', 'lo'\] and the loss is of numbers; use"):
-        population_for(Task(nn.Linear(3, 1), "mse"), people)
+@pytest.mark.parametrize(
+    ("outputs", "loss", "message"),
+    [
+        (1, "mse", r"classes \['hi', 'lo', 'mid'\] and the loss is of numbers; use cross-entropy"),
+        (1, "binary-cross-entropy", "the loss is binary-cross-entropy, for two; use cross-entropy"),
+        (2, "cross-entropy", "the model returns 2 scores and targets are the classes"),
+    ],
+)
+def test_classes_that_do_not_fit_the_task_are_refused(outputs, loss, message) -> None:
+    people = Population.from_arrays(X, ["lo", "hi", "lo", "mid"], Y)
+    with pytest.raises(ModelError, match=message):
+        population_for(Task(nn.Linear(3, outputs), loss), people)
 
 
 def test_one_number_of_a_row_is_measured_against_a_list_of_targets(tmp_path: Path) -> None:
