@@ -1,4 +1,4 @@
-"""What the command line offers of the server: `serve`, and `certs` for keys and certificates."""
+"""The server's commands: `serve`, and `certs` for keys and certificates."""
 
 import os
 from datetime import timedelta
@@ -51,7 +51,7 @@ def serve(
     ] = False,
     log_format: Annotated[LogFormat, _option("of the log, on stderr")] = LogFormat.TEXT,
 ) -> None:
-    """Train across the users of nodes that connect; print accuracy beside the ledger's (ε, δ).
+    """Train across the users of nodes that connect; print accuracy next to the ledger's (ε, δ).
 
     Exit code 75: too few nodes agreed to a round for too long; --resume goes on. Exit code 3: the
     audit of the run refutes what its ledger says.

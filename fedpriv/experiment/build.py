@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -60,11 +60,11 @@ from fedpriv.support.importing import (
 from fedpriv.support.logs import one_line
 from fedpriv.training.local import FedRecon
 from fedpriv.training.optimizers import ServerOptimizer, try_out
+from fedpriv.training.post_processing import RunningStatistics
 from fedpriv.training.request import LocalTraining
 from fedpriv.training.rounds import (
     BATCH_NORM_METRIC,
     OnRound,
-    RunningStatistics,
     ServerState,
     TrainingPlan,
     evaluation_run,
@@ -123,18 +123,31 @@ def population_of(config: Config) -> Population:
     return load_population(data.name, data.options)
 
 
+class SharedRoads:
+    """The roads that runs on one population have settled, by model; a seed makes another model."""
+
+    def __init__(self) -> None:
+        self._roads: dict[str | int, tuple[Task | None, dict[Hashable, Road]]] = {}
+
+    def of(self, config: Config, task: Task | None) -> dict[Hashable, Road]:
+        """The roads of the model of a configuration, or of a task that exists."""
+        key = config.model.model_dump_json() if task is None else id(task)
+        return self._roads.setdefault(key, (task, {}))[1]  # a task that is kept keeps its id
+
+
 def on_population(
     config: Config,
     run: str,
     population: Population,
     spent: Sequence[RoundEvent] = (),
     method: Method | None = None,
+    roads: SharedRoads | None = None,
 ) -> tuple[Experiment, InProcessTransport]:
-    """As `simulated`, where the population is loaded already, and perhaps the method made.
+    """As `simulated`, for a population that is loaded already, and perhaps a method that is made.
 
     Every example or microbatch is enrolled by itself where that is the unit of privacy. Where users
-    evaluate the model, part of their examples is kept from training, and what that will be charged
-    counts as spent.
+    evaluate the model, part of their examples is kept from training, and the charges for that count
+    as spent. Runs that share `roads` try the shapes of one model once.
     """
     origin = _origin(method.task) if method else ""
     method = method or method_of(config)
@@ -178,6 +191,7 @@ def on_population(
         timed=config.seed is None,
         cohort=_usual_cohort(experiment.plan.sampling.event()),
         most_rows=_most_rows(mechanism, examples_apart=k is not None),
+        roads={} if roads is None else roads.of(config, method.task if method else None),
     )
 
 
@@ -465,8 +479,8 @@ def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
 def method_of(config: Config) -> Method:
     """How a configuration says that its model is trained."""
     asked = config.federated_evaluation.report if config.federated_evaluation else {}
-    metrics, figures = [*config.metrics.report, *asked], config.evaluation.figures
-    task = build_task(**config.model.task, metrics=metrics, figures=figures)
+    metrics, evaluation = [*config.metrics.report, *asked], dict(config.evaluation)
+    task = build_task(**config.model.task, metrics=metrics, **evaluation)
     how = _personalisation(config)
     return Method(task, config.mechanism(), config.training(), config.server.build(), how)
 
@@ -562,7 +576,7 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
             "options": {
                 "origin": hashlib.sha256(_origin(task).encode()).hexdigest(),
                 "parameters": _digest({**task.parameters(), **task.statistics()}),
-                "figures": sorted(task.figures),
+                "figures": sorted((*task.figures, *task.by)),
             },
             "loss": next((n for n, f in LOSSES.items() if f is task.loss), path_of(task.loss)),
             "inputs": task.inputs,

@@ -29,11 +29,12 @@ from fedpriv.experiment.mechanism import (
     check_private,
     check_unit,
 )
-from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
+from fedpriv.privacy.gaussian_mechanism import Averaging
 from fedpriv.support.checks import plain_numbers
 from fedpriv.support.importing import Choice
 from fedpriv.training.local import ALGORITHMS, COMMON, GRADIENT
 from fedpriv.training.optimizers import SCHEDULES, SERVER_OPTIMIZERS, RateSchedule, ServerOptimizer
+from fedpriv.training.post_processing import AdaptiveClipping
 from fedpriv.training.request import LocalTraining
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -405,7 +406,7 @@ class PrivacySection(Section):
 class ClippedSection(Section):
     """How to clip; per-layer clipping reads `parts` and `split`, joint clipping `scales`."""
 
-    norm: Positive | None = None
+    norm: Annotated[float, Field(gt=0.0)] | None = None
     strategy: Annotated[str, _one_of(_STRATEGY)] = "flat"
     parts: Literal["layer", "tensor"] = "layer"
     split: Literal["equal", "dimension"] | dict[str, float] = "equal"
@@ -483,6 +484,7 @@ class EvaluationSection(Section):
     """
 
     figures: Options = {}
+    by: Annotated[tuple[str, ...], Field(strict=False)] = ()  # fields whose values group the rows
 
 
 class FederatedEvaluationSection(Section):

@@ -37,7 +37,7 @@ from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
 from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import PartialSum
-from fedpriv.report.tables import Column, Table, cohort_text, print_table
+from fedpriv.report.tables import Column, Table, cohort_text, print_table, screen
 from fedpriv.run.run import Run, RunSetup, spent_in
 from fedpriv.run.terminal import carry_out, telling_where
 from fedpriv.support.checks import check_types
@@ -153,7 +153,7 @@ def simulate(
     elif federated_evaluation and mechanism.rounds:
         mechanism = replace(mechanism, noise_multiplier=None)
     method = replace(method, mechanism=mechanism)
-    console = Console(quiet=quiet, markup=False, emoji=False)
+    console = screen(quiet=quiet)
     spent = setup.spent if federated_evaluation else ()
     experiment, transport = on_population(setup.config, setup.run, population, spent, method)
     followed = replace(experiment, on_round=callbacks, trackers=told)
@@ -164,7 +164,7 @@ def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resu
     """Run or resume the experiment of a file in this process, and print how it went."""
     setup = RunSetup.of(file, assignments, out, resume=resume)
     config, population = setup.config, population_of(setup.config)
-    console = Console(markup=False, emoji=False)
+    console = screen()
     experiment, transport = on_population(config, setup.run, population, setup.spent)
     return _run(setup, experiment, transport, console)
 
@@ -240,7 +240,7 @@ def show_allocation(file: Path, assignments: list[str]) -> None:
     name = records_of(population, config.mechanism()).name
     held = spent_in(Path(ledger), name) if ledger else []
     experiment, _ = on_population(config, "plan", population, held)
-    plan, console = experiment.plan, Console(markup=False, emoji=False)
+    plan, console = experiment.plan, screen()
     at_once = plan.sampling.rounds
     charge = f"{at_once} rounds to a charge" if at_once > 1 else "one charge"
     title = f"One round: {len(plan.shares)} vector groups, one sample, {charge}"

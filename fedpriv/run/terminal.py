@@ -289,7 +289,11 @@ def _measured_rows(run: Run, plan: TrainingPlan) -> list[tuple[str, str]]:
     rows = [] if run.accuracy is None else [("accuracy on held-out rows", f"{run.accuracy:.2%}")]
     if run.loss is not None:
         rows.append(("loss on held-out rows", f"{run.loss:.4f}"))
-    rows += [(f"{name} on held-out rows", f"{value:.4g}") for name, value in run.figures.items()]
+    figures: dict[str, list[str]] = {}  # of groups of rows, in one line
+    for name, value in run.figures.items():
+        title, _, group = name.partition(": ")
+        figures.setdefault(title, []).append(f"{group} {value:.4g}".lstrip())
+    rows += [(f"{title} on held-out rows", ", ".join(texts)) for title, texts in figures.items()]
     for name, over in run.held_out_users.items():
         quantiles = ", ".join(f"{over[key]:.3g}" for key in ("q10", "q50", "q90"))
         label = f"{name} of {over['users']:.0f} held-out users"
@@ -333,7 +337,7 @@ def _plan_rows(
     paying = len(paid_events(own))
     paid = f", paid by {paying}" if paying < len(own) else ""
     stopped = "" if run.stop is Stop.ROUNDS else f": stopped, {run.stop}"
-    clipped = f"{clipping.strategy} clipping"
+    clipped = "no clipping" if clipping.norm == math.inf else f"{clipping.strategy} clipping"
     if clipping.groups:
         clipped = f"{len(plan.groups)} vector groups in {len(clipping.groups)} parts"
     adapts = " that adapts" if plan.adaptive else ""

@@ -200,13 +200,13 @@ def test_nothing_is_left_behind(place, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("given", "error", "sentence"),
     [
-        ({}, InvalidValueError, "user_column is None and partitioner None; exactly one"),
+        ({}, InvalidValueError, "user_column is None and partitioner None"),
         ({"user_column": "writer", "partitioner": "IidPartitioner"}, InvalidValueError, "exactly"),
         ({"user_column": "writer", "arguments": {}}, InvalidValueError, "exactly one"),
         ({"user_column": 3}, InvalidValueError, "user_column is 3"),
         ({"partitioner": "IidPartitioner", "arguments": 3}, InvalidValueError, "must be a table"),
-        ({"user_column": "writr"}, DataError, "no column 'writr'; did you mean 'writer'"),
-        ({"user_column": "writer", "columns": "x"}, InvalidValueError, "columns is 'x'; it must"),
+        ({"user_column": "writr"}, DataError, "no column 'writr'"),
+        ({"user_column": "writer", "columns": "x"}, InvalidValueError, "columns is 'x'"),
         ({"user_column": "writer", "columns": {"x": [3]}}, InvalidValueError, "columns is "),
         ({"user_column": "writer", "columns": {"x": []}}, DataError, "'x' is made of no columns"),
         ({"user_column": "writer", "columns": {"x": ["writer"]}}, DataError, "'writer' holds text"),
@@ -261,7 +261,7 @@ def test_ids_in_a_csv_file_are_as_they_are_written(tmp_path):
     [
         (["007", "7"], ["007", "x1"], "^held-out rows name 1 of the enrolled users"),
         (["ann"], ["ann ", "bob"], "^held-out rows name 1 of the enrolled users"),
-        (["1.0", "2"], ["x1"], "^user id number 0 is 1.0; ids must be"),
+        (["1.0", "2"], ["x1"], "^user id number 0 is 1.0"),
         (["1", ""], ["x1"], "^user id '' is empty"),
         (["1", " 1"], ["x1"], "^user ids '1' and ' 1' differ in spaces"),
     ],
@@ -284,9 +284,7 @@ def test_ids_in_a_json_file_that_read_as_times_are_texts(tmp_path):
 
 def test_held_out_rows_of_the_enrolled_are_refused(place):
     files = options(place, test="saved/train", user_column="writer")
-    with pytest.raises(
-        DataError, match=r"^held-out rows name 8 of the enrolled users; they must not"
-    ) as got:
+    with pytest.raises(DataError, match=r"^held-out rows name 8 of the enrolled users") as got:
         load_population("hugging-face", files)
     assert "w0" not in str(got.value)
 

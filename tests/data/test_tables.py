@@ -121,6 +121,12 @@ def test_classes_are_numbered_alike_in_held_out_rows() -> None:
     assert (named.users.fields["y"].tolist(), named.classes) == ([0, 1, 1, 1, 0, 1], ("no", "yes"))
 
 
+def test_held_out_rows_may_have_text_by_which_they_are_grouped() -> None:
+    rows = {"x": X[:2], "site": np.array(["north", "south"])}
+    people = Population.from_arrays(X, TEXTS, IDS, held_out=(rows, ["no", "yes"]))
+    assert people.test["site"].tolist() == ["north", "south"]
+
+
 GAP = np.where(np.arange(12).reshape(6, 2) % 5 == 3, np.nan, X)  # in rows 1 and 4
 
 

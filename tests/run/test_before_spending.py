@@ -193,7 +193,7 @@ class Weighted(SGD):
     [
         (
             {"server": Doubles()},
-            r"^'weight' is float64\[5, 8\] after update of Doubles; it must be float32\[5, 8\]$",
+            r"^'weight' is float64\[5, 8\] after update of Doubles",
         ),
         ({"server": FedAvg(Halving())}, "^the plan has a value of the type Halving, which ca"),
         (
@@ -224,9 +224,7 @@ def test_a_baseline_without_privacy_is_a_mechanism(
 
     assert "rounded" not in baseline(100.0)
     assert "warning: updates are rounded to whole multiples of 0.031, as" in baseline(1e6)
-    with pytest.raises(
-        InvalidValueError, match=r"^the mechanism has no delta; it must be in \(0, "
-    ):
+    with pytest.raises(InvalidValueError, match=r"^the mechanism has no delta"):
         baseline(1.0, None)
 
 
@@ -250,15 +248,15 @@ def test_batch_normalisation_that_nothing_moves_is_warned_of(
 
 
 WRONG: list[tuple[dict[str, object], str]] = [
-    ({"trackers": [3]}, r"trackers\[0\] is of the type int; it must be of the type Tracker"),
-    ({"trackers": [TensorBoard]}, r"trackers\[0\] is of the type ABCMeta; it must be of the"),
+    ({"trackers": [3]}, r"trackers\[0\] is of the type int"),
+    ({"trackers": [TensorBoard]}, r"trackers\[0\] is of the type ABCMeta"),
     (
         {"trackers": TensorBoard()},
-        "trackers is of the type TensorBoard; it must be of the type Seq",
+        "trackers is of the type TensorBoard",
     ),
-    ({"on_round": [3]}, r"on_round\[0\] is of the type int; it must be of the type Callable"),
-    ({"on_round": print}, "on_round is of the type builtin_function_or_method; it must be of"),
-    ({"ledger": 3}, "ledger is of the type int; it must be of the type Path or str or None"),
+    ({"on_round": [3]}, r"on_round\[0\] is of the type int"),
+    ({"on_round": print}, "on_round is of the type builtin_function_or_method"),
+    ({"ledger": 3}, "ledger is of the type int"),
 ]
 
 

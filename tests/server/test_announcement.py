@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-from federation import PARAMETERS, make_plan, open_records
 from safetensors import safe_open
 
 from fedpriv.accounting.accountants import epsilon
@@ -21,7 +20,6 @@ from fedpriv.experiment.config import Config
 from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import ExportedLedger, Ledger, ProposedCharge
 from fedpriv.ledger.participation import Head, ParticipationRecord, record_path
-from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run.folder import RunFolder
@@ -29,6 +27,7 @@ from fedpriv.server import deployment
 from fedpriv.server.collection import prices, welcomes
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.service import Service, status_at_start
+from fedpriv.training.post_processing import AdaptiveClipping
 from fedpriv.training.rounds import (
     Checkpoint,
     RoundResult,
@@ -40,6 +39,7 @@ from fedpriv.training.rounds import (
 from fedpriv.wire import RunState, decode_welcome, encode_welcome
 from tests.opening import open_round
 from tests.server import test_refused_starts as refused_starts
+from tests.training.federation import PARAMETERS, make_plan, open_records
 
 ENROLMENT = Enrolment("5f" * 16, {"silo": ["b", "d"], "one": ["a"], "two": ["c"]})
 CONFIG = Config.model_validate(
