@@ -109,8 +109,8 @@ def _by_user(users: Grouped) -> Iterator[tuple[str, Rows]]:
         yield from users.items()
         return
     if not isinstance(users, Iterable):
-        found = f"users are a {type(users).__name__}"
-        raise DataError(f"{found}; they must be a table of rows by id, or a list of rows")
+        kind = f"users are a {type(users).__name__}"
+        raise DataError(f"{kind}; they must be a table of rows by id, or a list of rows")
     for position, entry in enumerate(users):
         named = isinstance(entry, tuple) and isinstance(entry[0], str | int | np.integer)
         yield cast("tuple[str, Rows]", entry if named else (position, entry))
@@ -119,8 +119,8 @@ def _by_user(users: Grouped) -> Iterator[tuple[str, Rows]]:
 def _check_part(user_id: str, arrays: Mapping[str, Array], others: Mapping[str, Array]) -> None:
     """Raise DataError unless a user's fields fit each other and those of the others."""
     if arrays.keys() != others.keys():
-        found = f"user {user_id!r} has the fields {sorted(arrays)}"
-        raise DataError(f"{found}; others have {sorted(others)}")
+        problem = f"user {user_id!r} has the fields {sorted(arrays)}"
+        raise DataError(f"{problem}; others have {sorted(others)}")
     lengths = {array.shape[:1] for array in arrays.values()}
     if len(lengths) != 1 or () in lengths:
         raise DataError(f"fields of user {user_id!r} have different numbers of rows")

@@ -64,8 +64,8 @@ def columns_of(rows: Rows, what: str = "rows") -> dict[str, ColumnLike]:
     if not isinstance(rows, tuple | list):
         return _columns_of_items(what, rows)
     if len(rows) != 2:
-        found = f"a {type(rows).__name__} of {len(rows)}"
-        raise DataError(f"{what} cannot be read from {found}; give a pair: inputs and targets")
+        kind = f"a {type(rows).__name__} of {len(rows)}"
+        raise DataError(f"{what} cannot be read from {kind}; give a pair: inputs and targets")
     inputs, targets = rows
     named = dict(inputs) if isinstance(inputs, Mapping) else {"x": inputs}
     if "y" in named:
@@ -86,8 +86,8 @@ def _columns_of_items(what: str, dataset: _Dataset) -> dict[str, ColumnLike]:
     names = sorted(items[0]) if items else []
     for number, item in enumerate(items):
         if sorted(item) != names:
-            found = f"item {number} of the dataset has the fields {sorted(item)}"
-            raise DataError(f"{found}; others have {names}")
+            problem = f"item {number} of the dataset has the fields {sorted(item)}"
+            raise DataError(f"{problem}; others have {names}")
     return {name: _stacked(f"field {name!r}", [item[name] for item in items]) for name in names}
 
 
@@ -96,8 +96,8 @@ def _fields_of_item(item: object) -> Mapping[str, object]:
         return item
     if isinstance(item, tuple | list) and len(item) == 2:
         return {"x": item[0], "y": item[1]}
-    found = f"a {type(item).__name__}" + (f" of {len(item)}" if isinstance(item, tuple) else "")
-    raise DataError(f"an item of the dataset is {found}; it must be a pair (x, y) or a dict")
+    kind = f"a {type(item).__name__}" + (f" of {len(item)}" if isinstance(item, tuple) else "")
+    raise DataError(f"an item of the dataset is {kind}; it must be a pair (x, y) or a dict")
 
 
 def _stacked(what: str, values: list[Any]) -> ColumnLike:
@@ -128,49 +128,49 @@ def to_array(what: str, column: ColumnLike) -> Array:
         return matrix(what, columns_by_name(column))
     refuse_masked(what, column)
     try:
-        found = as_numpy(column)
-        if found.dtype.kind in "UT" and not isinstance(column, np.ndarray):
-            found = np.array(column, object)  # or NumPy would have turned numbers into text
+        array = as_numpy(column)
+        if array.dtype.kind in "UT" and not isinstance(column, np.ndarray):
+            array = np.array(column, object)  # NumPy would turn numbers among texts into text
     except (TypeError, ValueError) as error:
         raise DataError(f"{what} cannot be an array: {error}") from error
-    if found.dtype.kind == "O":
-        found = _of_objects(what, found)
-    match found.dtype.kind:
+    if array.dtype.kind == "O":
+        array = _of_objects(what, array)
+    match array.dtype.kind:
         case "f":
-            return found.astype(np.float32, copy=False)
-        case "u" if found.dtype.itemsize > 1:
-            if found.size and found.max() > np.iinfo(np.int64).max:
+            return array.astype(np.float32, copy=False)
+        case "u" if array.dtype.itemsize > 1:
+            if array.size and array.max() > np.iinfo(np.int64).max:
                 raise DataError(f"{what} holds an integer beyond 63 bits; use smaller numbers")
-            return found.astype(np.int64)
+            return array.astype(np.int64)
         case "T":
-            return found.astype(np.str_)
+            return array.astype(np.str_)
         case "M" | "m":
             raise DataError(f"{what} holds times; give numbers, such as days since a public date")
         case kind if kind in "biucUS":
-            return found.astype(found.dtype.newbyteorder("="), copy=False)
-    raise DataError(f"{what} has dtype {found.dtype}; give numbers, or text for classes")
+            return array.astype(array.dtype.newbyteorder("="), copy=False)
+    raise DataError(f"{what} has dtype {array.dtype}; give numbers, or text for classes")
 
 
-def _of_objects(what: str, found: Array) -> Array:
+def _of_objects(what: str, objects: Array) -> Array:
     """Objects as numbers, or as text if all are; DataError if some are missing or neither."""
-    if found.ndim == 0:
-        one = found.item()
-        cure = "its toarray()" if hasattr(one, "toarray") else "an array, a tensor or a list"
-        found_kind = type(one).__name__
-        raise DataError(f"{what} is a {found_kind}; give {cure}, with a value for each row")
-    values = found.ravel().tolist()
-    rows = np.repeat(np.arange(len(found)), len(values) // max(len(found), 1))
-    absent = [_is_missing(value) for value in values]
-    _refuse_missing_rows(what, np.unique(rows[absent]).size, len(found))
+    if objects.ndim == 0:
+        value = objects.item()
+        cure = "its toarray()" if hasattr(value, "toarray") else "an array, a tensor or a list"
+        type_name = type(value).__name__
+        raise DataError(f"{what} is a {type_name}; give {cure}, with a value for each row")
+    values = objects.ravel().tolist()
+    rows = np.repeat(np.arange(len(objects)), len(values) // max(len(objects), 1))
+    missing = [_is_missing(value) for value in values]
+    _refuse_missing_rows(what, np.unique(rows[missing]).size, len(objects))
     if values and all(isinstance(value, _NESTED) for value in values):
         return to_array(what, _stacked(what, values))
     if all(isinstance(value, str) for value in values):
-        return np.array(found.tolist(), np.str_)
+        return np.array(objects.tolist(), np.str_)
     for row, value in zip(rows.tolist(), values, strict=True):
         if not isinstance(value, _NUMBERS):
             kind = type(value).__name__
             raise DataError(f"{what} has a value of the type {kind} in row {row}; give numbers")
-    numbers = np.array(found.tolist())
+    numbers = np.array(objects.tolist())
     if numbers.dtype.kind == "O":
         raise DataError(f"{what} holds an integer beyond 64 bits; use smaller numbers")
     return numbers
@@ -189,14 +189,14 @@ def refuse_masked(what: str, column: object) -> None:
 def refuse_missing(what: str, array: Array) -> None:
     """Raise DataError if numbers are NaN, as those are that a frame lacks."""
     if array.dtype.kind == "f":
-        absent = np.isnan(cast(NDArray[np.floating[Any]], array)).reshape(len(array), -1).any(1)
-        _refuse_missing_rows(what, int(absent.sum()), len(array))
+        missing = np.isnan(cast(NDArray[np.floating[Any]], array)).reshape(len(array), -1).any(1)
+        _refuse_missing_rows(what, int(missing.sum()), len(array))
 
 
-def _refuse_missing_rows(what: str, absent: int, rows: int) -> None:
-    if absent:
+def _refuse_missing_rows(what: str, missing: int, rows: int) -> None:
+    if missing:
         raise DataError(
-            f"{what} has no value (None or NaN) in {absent} of {rows} rows; leave out these rows, "
+            f"{what} has no value (None or NaN) in {missing} of {rows} rows; leave out these rows, "
             "as dropna() of a frame does, or fill them in"
         )
 
@@ -299,20 +299,20 @@ class FrameRows:
     ) -> Self:
         """Read a frame, see `Population.from_frame`; without `user` its users have no names."""
         if not is_frame(frame):
-            found = f"{what} is a {type(frame).__name__}"
-            raise DataError(f"{found}; it must be a table with named columns, as of pandas")
+            kind = f"{what} is a {type(frame).__name__}"
+            raise DataError(f"{kind}; it must be a table with named columns, as of pandas")
         columns = columns_by_name(frame)
-        taken = [*_listed(y), *([] if user is None else [user])]
-        inputs = [name for name in columns if name not in taken] if x is None else x
-        for name in (*_listed(inputs), *taken):
+        others = [*_listed(y), *([] if user is None else [user])]
+        inputs = [name for name in columns if name not in others] if x is None else x
+        for name in (*_listed(inputs), *others):
             if name not in columns:
                 known = known_names(str(name), map(str, columns))
                 raise DataError(f"{what} has no column {name!r}; {known}")
-            if name in taken and name in _listed(inputs):
+            if name in others and name in _listed(inputs):
                 raise DataError(f"column {name!r} is an input and y or user; it must be one")
         ids = np.empty(0, np.int64) if user is None else as_numpy(columns[user])
-        absent = sum(map(_is_missing, ids.tolist()))
-        _refuse_missing_rows(f"column {user!r}, which names users,", absent, len(ids))
+        missing = sum(map(_is_missing, ids.tolist()))
+        _refuse_missing_rows(f"column {user!r}, which names users,", missing, len(ids))
         targets, values = _named(columns, y), _named(columns, inputs)
         if values.ndim == 1:
             values = matrix("x", {name: columns[name] for name in _listed(inputs)})
@@ -330,11 +330,11 @@ class FrameRows:
                 "(0, 1) that leaves a user on each side"
             )
         apart = np.isin(self.ids, np.random.default_rng(seed).permutation(distinct)[:drawn])
-        both = [
+        kept, drawn_rows = (
             replace(self, x=self.x[rows], y=self.y[rows], ids=self.ids[rows])
             for rows in (~apart, apart)
-        ]
-        return both[0], both[1]
+        )
+        return kept, drawn_rows
 
 
 def _listed(names: Hashable | list[Hashable]) -> list[Hashable]:
@@ -380,11 +380,11 @@ def numbered(
     if not texts and all(isinstance(label, str) for label in classes):
         return dict(users), dict(test), names
     place_of = {label: place for place, label in enumerate(classes)}
-    made = [dict(fields) for fields in (users, test)]
-    for fields in made:
+    new_users, new_test = dict(users), dict(test)
+    for fields in (new_users, new_test):
         if "y" in fields:
             fields["y"] = _places("field 'y'", fields["y"], place_of)
-    return made[0], made[1], names
+    return new_users, new_test, names
 
 
 def checked_classes(classes: object) -> tuple[str, ...]:

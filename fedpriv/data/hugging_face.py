@@ -344,8 +344,8 @@ def _fault_of_csv(file: Path) -> str:
         _check_header(file, names)
         for row in rows:
             if row and len(row) != len(names):
-                found = f"line {rows.line_num} has {len(row)} values, line 1 has {len(names)} names"
-                return f"{found}; quote values with commas in them"
+                problem = f"line {rows.line_num} has {len(row)} values, line 1 has {len(names)}"
+                return f"{problem} names; quote values with commas in them"
     return "it is not a table of values between commas"
 
 
@@ -413,15 +413,15 @@ def _classes_of(
     rows: "Dataset", held_out: "Dataset", columns: Sequence[Any]
 ) -> dict[str, Sequence[str]]:
     """Names of the classes in columns that have them; DataError if test numbers them otherwise."""
-    found = dict[str, Sequence[str]]()
+    names = dict[str, Sequence[str]]()
     for column in columns:
         one, other = (getattr(d.features.get(column), "names", None) for d in (rows, held_out))
         if one is not None and other is not None and one != other:
-            odd = f"column {column!r} numbers other classes in test than in train"
-            raise DataError(f"{odd}; both must have the same list of classes")
+            problem = f"column {column!r} numbers other classes in test than in train"
+            raise DataError(f"{problem}; both must have the same list of classes")
         if one is not None:
-            found[column] = one
-    return found
+            names[column] = one
+    return names
 
 
 def _held_out_owners(users: UserStore, held_out: "Dataset", user_column: str) -> Fields:

@@ -364,19 +364,19 @@ class Population:
         """
         from fedpriv.data.arrays import from_arrays  # noqa: PLC0415 - it needs the store
 
-        rows, more = FrameRows.of("the frame", frame, x, y, user), None
+        rows, apart = FrameRows.of("the frame", frame, x, y, user), None
         rows = replace(rows, ids=as_id_array(rows.ids))
         if isinstance(held_out, int | float):
-            rows, more = rows.split(held_out, seed)
+            rows, apart = rows.split(held_out, seed)
         elif held_out is not None:
             named = is_frame(held_out) and user in columns_by_name(held_out)
-            more = FrameRows.of(
+            apart = FrameRows.of(
                 "the frame held_out", held_out, rows.inputs, y, user if named else None
             )
         users = from_arrays({"x": rows.x, "y": rows.y}, rows.ids)
-        apart = None if more is None else (more.x, more.y)
-        owners = more.ids if more is not None and len(more.ids) else None
-        return _with_held_out(name, users, apart, owners, classes, rows.categories)
+        test = None if apart is None else (apart.x, apart.y)
+        owners = apart.ids if apart is not None and len(apart.ids) else None
+        return _with_held_out(name, users, test, owners, classes, rows.categories)
 
 
 def _with_held_out(
@@ -406,9 +406,9 @@ def numbered_population(
 ) -> Population:
     """A population with numbers for labels, see `numbered`, by classes, or else by categories."""
     given = classes is not None
-    told = ROW_OWNERS, HELD_OUT_USER
+    named = ROW_OWNERS, HELD_OUT_USER  # they hold ids
     fields, rows = (
-        {name: column for name, column in columns.items() if name not in told}
+        {name: column for name, column in columns.items() if name not in named}
         for columns in (users.fields, test)
     )
     fields, rows, names = numbered(fields, rows, classes if given else categories)
