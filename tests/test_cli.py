@@ -51,6 +51,7 @@ def test_simulate_writes_the_run_folder(run_folder: Path) -> None:
         "checkpoints",
         "model.safetensors",
         "best.safetensors",
+        "run.json",
     }
     assert (run_folder / "ledger.participation.sqlite").stat().st_mode & 0o777 == 0o600
 
