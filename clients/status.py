@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import grpc
-from rich.console import Console
 from rich.table import Table
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load
+from safetensors import SafetensorError, deserialize, safe_open
 
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.clients.connection import FederationStub, Identity
 from fedpriv.errors import InvalidValueError, UnreachableError, WireError
 from fedpriv.ledger.events import Randomness
 from fedpriv.report.records import SiteRecord, Trouble
-from fedpriv.report.tables import Column, format_epsilon_low, number, print_table
+from fedpriv.report.tables import Column, format_epsilon_low, number, print_table, screen
 from fedpriv.report.tables import Table as Rows
 from fedpriv.support.disk import write_atomically, writing
 from fedpriv.support.logs import expiry, one_line
@@ -62,7 +60,7 @@ def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
     table.add_row("nodes connected", f"{status.nodes_connected} of {status.nodes_enrolled}")
     table.add_row("users enrolled", str(status.users_enrolled))
     # Without markup, because the name of a run may contain brackets.
-    Console(markup=False, emoji=False, highlight=False).print(table)
+    screen(highlight=False).print(table)
 
 
 def save_model(server: str, identity: Identity, out: Path) -> None:
@@ -75,7 +73,7 @@ def save_model(server: str, identity: Identity, out: Path) -> None:
         _check_model(out)
     data = asyncio.run(_ask(server, identity, FederationStub.fetch_model, _MODEL_SECONDS))
     try:
-        load(data)
+        deserialize(data)  # type: ignore[no-untyped-call]
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         header = json.loads(header["release"])
         run, *rounds = str(header["run"]), int(header["round"]), int(header["rounds"])
@@ -142,7 +140,7 @@ def show_sites(folder: Path, *, as_json: bool) -> None:
     if as_json:
         print(run.sites.read_text(encoding="utf-8"))  # noqa: T201
         return
-    console = Console(markup=False, emoji=False, highlight=False)
+    console = screen(highlight=False)
     caption = f"{one_line(str(folder))}, secret: these counts say who took part"
     headings = ("seen", "answers", *_COLUMNS, "cert. ends")
     columns = [Column("site", "long"), *map(Column, headings)]

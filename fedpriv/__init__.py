@@ -7,8 +7,9 @@
     run = fedpriv.simulate(people, task, mechanism, local=fedpriv.SGD(0.5, epochs=1))
     run.epsilon, run.delta, run.accuracy, run.rounds, run.model, run.to_pandas(), run.report()
 
-`simulate`, `compare` and `tune` run experiments; the other names are values that they take or
-return. Names load on first use: importing fedpriv loads neither torch nor numpy.
+`simulate`, `compare` and `tune` run experiments, and `load_model` loads what they released; the
+other names are values that they take or return. Names load on first use: importing fedpriv loads
+neither torch nor numpy.
 """
 
 from importlib import import_module
@@ -48,8 +49,9 @@ if TYPE_CHECKING:
         Tracker,
         WandB,
     )
-    from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
+    from fedpriv.privacy.gaussian_mechanism import Averaging
     from fedpriv.run.compare import Comparison, compare
+    from fedpriv.run.export import load_model
     from fedpriv.run.run import Run
     from fedpriv.run.simulate import simulate
     from fedpriv.run.tune import Tuning, tune
@@ -66,6 +68,7 @@ if TYPE_CHECKING:
         PowerDecay,
         StepDecay,
     )
+    from fedpriv.training.post_processing import AdaptiveClipping
     from fedpriv.training.rounds import RoundResult
 
 __version__ = "0.1.0"
@@ -79,7 +82,7 @@ __all__ = [
     "PolynomialDecay", "Population", "PowerDecay", "RandomAllocation",
     "RoundResult", "Run", "Scaffold", "Separated", "StartedRun", "StepDecay",
     "Task", "TensorBoard", "Tracker", "Tuning", "WandB", "__version__", "compare", "epsilon",
-    "merge_adapters", "simulate", "tune", "with_adapters",
+    "load_model", "merge_adapters", "simulate", "tune", "with_adapters",
 ]
 # fmt: on
 
@@ -97,8 +100,9 @@ _NAMES_IN = {
         "BandedNoise BandedPoisson BufferedNoise EveryUser FixedSize Flat Grouped Joint Mechanism "
         "Part PerLayer Poisson PoissonExamples RandomAllocation Separated"
     ),
-    "privacy.gaussian_mechanism": "AdaptiveClipping Averaging",
+    "privacy.gaussian_mechanism": "Averaging",
     "run.compare": "Comparison compare",
+    "run.export": "load_model",
     "run.run": "Run",
     "run.simulate": "simulate",
     "run.tune": "Tuning tune",
@@ -107,6 +111,7 @@ _NAMES_IN = {
         "CosineDecay ExponentialDecay FedAdagrad FedAdam FedAvg FedAvgM FedYogi PolynomialDecay "
         "PowerDecay StepDecay"
     ),
+    "training.post_processing": "AdaptiveClipping",
     "training.rounds": "RoundResult",
 }
 

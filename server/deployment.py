@@ -17,6 +17,8 @@ from types import FrameType
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
+from fedpriv.engine.released import released_model
+from fedpriv.engine.task import Task
 from fedpriv.errors import (
     DeclinedError,
     FedprivError,
@@ -30,6 +32,7 @@ from fedpriv.experiment.build import Experiment
 from fedpriv.experiment.config import FederationSection
 from fedpriv.ledger import Ledger
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
+from fedpriv.report.tables import screen
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Run, RunSetup
 from fedpriv.run.terminal import carry_out, released_text
@@ -52,7 +55,6 @@ from fedpriv.training.rounds import (
     Stop,
     checkpoints,
     load_checkpoint,
-    released_model,
 )
 from fedpriv.wire import Price, Proposal, RunState
 from fedpriv.wire.naming import Address
@@ -175,17 +177,18 @@ def serve(
     resume: bool,
     insecure: bool,
     leave: bool,
+    keep_going: bool = False,
 ) -> Run:
     """Run or resume an experiment on the nodes that connect, print progress, and return the run.
 
     SIGTERM and SIGINT end the run cleanly: a round that is being collected is charged and
     abandoned, a charged round is released, and a checkpoint is written. A second signal ends the
     process at once. After the run, the server continues to serve ledger and status until it is
-    stopped, unless `leave` is set or too few nodes agreed to a round. RunError: the run failed, but
-    may be resumed; any other FedprivError: the input is wrong.
+    stopped, unless `leave` is set, too few nodes agreed to a round or too few users count.
+    RunError: the run failed, but may be resumed; any other FedprivError: the input is wrong.
     """
     _allow_many_files()
-    setup = RunSetup.of(file, assignments, out, resume=resume)
+    setup = RunSetup.of(file, assignments, out, resume=resume, keep_going=keep_going)
     section = setup.config.federation
     if section is None:
         raise InvalidValueError(f"{file} has no section federation, which `fedpriv serve` needs")
@@ -200,7 +203,7 @@ def serve(
     _check_free(addresses)
     experiment = setup.on_nodes(section, enrolment.population_id, enrolment.user_ids)
     service = _service(experiment, section, enrolment, endpoint)
-    console = Console(markup=False, emoji=False)
+    console = screen()
     with ExitStack() as resources:
         # Many threads add up updates already; threads of BLAS would only compete with them.
         resources.enter_context(threadpool_limits(1, "blas"))
@@ -211,7 +214,7 @@ def serve(
         ended = carry_out(setup, experiment, server.hosted, console, server.follow, clock=None)
         if ended.stop is Stop.DECLINED:
             console.print("the log says why nodes do not agree; --resume goes on with the run")
-        elif not (leave or server.stop_requested.is_set()):
+        elif not (leave or ended.stop.may_go_on):
             console.print("serving ledger and status until stopped")
             server.stop_requested.wait()
     return ended
@@ -234,7 +237,8 @@ class _Server:
         """Start to listen, and return the transport to the nodes that connect."""
         enter, service = self.resources.enter_context, self.service
         service.ledger = enter(Ledger.open(self.setup.ledger)).since  # also after the run
-        service.model = partial(_newest_model, self.setup.folder)
+        # A copy, in which the rounds of this process put no parameters while nodes fetch it.
+        service.model = newest_model(self.setup.folder, experiment.task.apart())
         service.publish(epsilon=records.ledger.epsilon(records.budget))
         service.sites.serves_until(self.endpoint.certificate_end)
         enter(service.sites.kept(self.setup.folder))
@@ -292,23 +296,20 @@ def _service(
     return Service(authentication, welcome_of, status, limits)
 
 
-def _newest_model(folder: RunFolder) -> bytes | None:
-    """Return the file of the newest released model; None before the first release."""
-    paths = checkpoints(folder.checkpoints)
-    if not paths:
-        return None
-    size = folder.metrics.stat().st_size if folder.metrics.exists() else 0
-    return _model_at(folder, paths[-1], size)
+def newest_model(folder: RunFolder, task: Task) -> Callable[[], bytes | None]:
+    """Return a function that gives the file of the newest released model, or None without one."""
 
+    @lru_cache(maxsize=1)
+    def model_at(path: Path, _metrics_size: int) -> bytes | None:  # metrics state its cost
+        state = load_checkpoint(path).state
+        return released_model(task, state, folder.results()) if state.round else None
 
-@lru_cache(maxsize=1)
-def _model_at(folder: RunFolder, path: Path, _metrics_size: int) -> bytes | None:
-    """Return the model of a checkpoint with its cost, which the metrics state, in bytes of a file.
+    def newest() -> bytes | None:
+        paths = checkpoints(folder.checkpoints)
+        size = folder.metrics.stat().st_size if folder.metrics.exists() else 0
+        return model_at(paths[-1], size) if paths else None
 
-    None if no round was released before the checkpoint.
-    """
-    state = load_checkpoint(path).state
-    return released_model(state, folder.results()) if state.round else None
+    return newest
 
 
 def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, rounds: int) -> Run:
@@ -328,7 +329,7 @@ def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, ro
         outcome = run(show)
         publish(epsilon=outcome.epsilon)  # charges may have followed the last round
         _log.info("the run ended: %s", outcome.stop)
-        if outcome.stop not in (Stop.ASKED, Stop.DECLINED):
+        if not outcome.stop.may_go_on:
             state, end = RunState.FINISHED, End.RUN_OVER
         return outcome
     except (FedprivError, OSError) as error:

@@ -5,9 +5,11 @@ must fail. Ends with 1 if an edit survives or tests fail without one, with 2 if 
 """
 
 import argparse
+import ast
 import json
 import os
 import queue
+import re
 import shutil
 import signal
 import subprocess
@@ -15,19 +17,21 @@ import sys
 import tempfile
 import threading
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from time import monotonic
 
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("mutants.toml")
 COPIED = ("clients", "fedpriv", "server", "simulations", "tests", "pyproject.toml")
-ALIASES = {"clients": "fedpriv/clients", "server": "fedpriv/server"}
+PACKAGES = ("clients", "server")  # folders that are installed inside fedpriv
 SECONDS = 120.0  # in which tests that need a few should have failed
 PASSED, FAILED, TIMED_OUT = 0, 1, -1
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 _IMPORTED = """
 import importlib.util, json, os, sys
@@ -44,25 +48,119 @@ class ListError(Exception):
 
 @dataclass(frozen=True)
 class Mutant:
-    """An edit that breaks the guarantee."""
+    """An edit that breaks the guarantee, of one function, class or constant."""
 
     name: str  # what is broken
-    file: str  # relative to the root of the repository
-    find: str  # occurs once in the file
-    replace: str  # what is put in its place
+    place: str  # module:qualified name, as fedpriv.privacy.noise:SeededEntropy.key
+    how: str  # replace, drop or never: see `applied`
+    find: str  # occurs once in the place, whatever the spaces and line breaks in it
+    put: str  # what replaces it; further lines are indented as the line that it is in
     tests: tuple[str, ...]  # targets of pytest that notice
 
+    @property
+    def file(self) -> str:
+        """The file of the place, relative to the root of the repository."""
+        return self.place.partition(":")[0].replace(".", "/") + ".py"
+
     def applied(self, text: str) -> str:
-        """The text of the file with the edit."""
-        if (times := text.count(self.find)) != 1:
-            raise ListError(f"{self.name}: {self.file} has what to find {times} times, not once")
-        return text.replace(self.find, self.replace)
+        """The text of the file with the edit.
+
+        `replace` puts `put` for what is found, `drop` a `pass` for the smallest statement that
+        contains it, and `never` a False for the smallest condition of an `if` that contains it.
+        """
+        source = Source(text)
+        node = source.place(self.place.partition(":")[2])
+        found = [m.span() for m in _pattern(self.find).finditer(text, *source.span(node))]
+        if len(found) != 1:
+            raise ListError(f"{self.name}: {self.place} has {self.find!r} {len(found)} times")
+        match self.how:
+            case "replace":
+                (begin, end), put = found[0], self.put
+            case "drop":
+                statements = [n for n in ast.walk(node) if isinstance(n, ast.stmt)]
+                (begin, end), put = source.around(found[0], statements), "pass"
+            case "never":
+                conditions = [n.test for n in ast.walk(node) if isinstance(n, ast.If)]
+                (begin, end), put = source.around(found[0], conditions), "False"
+            case _:
+                raise ListError(f"{self.name}: {self.how!r} is no kind of edit")
+        line = text[text.rfind("\n", 0, begin) + 1 : begin]
+        indent = line[: len(line) - len(line.lstrip())]
+        return text[:begin] + put.replace("\n", f"\n{indent}") + text[end:]
+
+
+def _pattern(find: str) -> re.Pattern[str]:
+    """Whole words, and what is between them, with any space or none around each."""
+    words = re.findall(r"\w+|\S", find)
+    begin, end = (r"\b" if re.match(r"\w", word) else "" for word in (words[0], words[-1]))
+    return re.compile(begin + r"\s*".join(map(re.escape, words)) + end)
+
+
+class Source:
+    """A file of Python, and where its parts are."""
+
+    def __init__(self, text: str) -> None:
+        self._tree = ast.parse(text)
+        self._lines = text.split("\n")
+        self._begins = [0, *accumulate(len(line) + 1 for line in self._lines)]
+
+    def place(self, name: str) -> ast.AST:
+        """The function, class or constant of a qualified name, unless there are none or several."""
+        nodes: list[ast.AST] = [self._tree]
+        for part in name.split("."):
+            nodes = [inner for node in nodes for inner in _inside(node) if part in _names(inner)]
+        if len(nodes) != 1:
+            raise ListError(f"{name} is defined {len(nodes)} times")
+        return nodes[0]
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        """Where a node begins and ends in the text."""
+        at = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+        begin, end = (self._begins[line - 1] + self._characters(line, col) for line, col in at)
+        return begin, end
+
+    def around(self, span: tuple[int, int], nodes: Sequence[ast.AST]) -> tuple[int, int]:
+        """Where the smallest of the nodes that contain a span begins and ends."""
+        spans = [s for s in map(self.span, nodes) if s[0] <= span[0] and span[1] <= s[1]]
+        if not spans:
+            raise ListError(f"there is no condition around characters {span[0]} to {span[1]}")
+        return min(spans, key=lambda s: s[1] - s[0])
+
+    def _characters(self, line: int, width: int) -> int:
+        return len(self._lines[line - 1].encode()[:width].decode())
+
+
+def _inside(node: ast.AST) -> Iterator[ast.AST]:
+    """Nodes in a node, but for those inside its functions and classes."""
+    for inner in ast.iter_child_nodes(node):
+        yield inner
+        if not isinstance(inner, _DEFINITIONS):
+            yield from _inside(inner)
+
+
+def _names(node: ast.AST) -> set[str]:
+    """What a node defines: a function, a class or constants."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return {node.name}
+        case ast.Assign(targets):
+            return {n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+        case ast.AnnAssign(ast.Name(name)):
+            return {name}
+    return set()
 
 
 def listed(path: Path = LIST) -> list[Mutant]:
-    """The mutants of a list."""
-    rows = tomllib.loads(path.read_text("utf-8"))["mutant"]
-    return [Mutant(**{**row, "tests": tuple(row["tests"])}) for row in rows]
+    """The mutants of a list, which is grouped by place and by tests."""
+    mutants = []
+    for place, groups in tomllib.loads(path.read_text("utf-8")).items():
+        for group in groups:
+            tests = tuple(group.pop("tests"))
+            for name, edit in group.items():
+                pair = edit if isinstance(edit, list) else [*edit.values(), ""]
+                how = "replace" if isinstance(edit, list) else next(iter(edit))
+                mutants.append(Mutant(name, place, how, *pair, tests))
+    return mutants
 
 
 class Processes:
@@ -134,18 +232,16 @@ def _copy(root: Path, copy: Path) -> None:
             shutil.copytree(source, copy / source.name, symlinks=True, ignore=ignored)
         else:
             shutil.copy2(source, copy)
-    for folder, alias in ALIASES.items():
+    for folder in PACKAGES:
         if (copy / folder).exists():
-            (copy / alias).unlink(missing_ok=True)  # of the tree that was copied
-            (copy / alias).symlink_to(copy / folder)
+            alias = copy / "fedpriv" / folder
+            alias.unlink(missing_ok=True)  # of the tree that was copied
+            alias.symlink_to(copy / folder)
 
 
-def _refuse_other_imports(processes: Processes, copy: Path, files: set[str]) -> None:
-    """Raise ListError unless tests import these files from the copy."""
-    modules = {}
-    for file in files:
-        first, *rest = Path(file).with_suffix("").parts
-        modules[".".join([*ALIASES.get(first, first).split("/"), *rest])] = str(copy / file)
+def _refuse_other_imports(processes: Processes, copy: Path, mutants: Sequence[Mutant]) -> None:
+    """Raise ListError unless tests import the mutants' modules from the copy."""
+    modules = {m.place.partition(":")[0]: str(copy / m.file) for m in mutants}
     code, said = processes.run(copy, "-c", _IMPORTED, json.dumps(modules))
     if code != PASSED:
         raise ListError(said.strip())
@@ -196,7 +292,7 @@ def run(root: Path, mutants: Sequence[Mutant], jobs: int) -> int:
                 copy = Path(folder).resolve() / str(number)
                 _copy(root, copy)
                 copies.put(copy)
-            _refuse_other_imports(processes, copy, {mutant.file for mutant in mutants})
+            _refuse_other_imports(processes, copy, mutants)
             targets = sorted({target for mutant in mutants for target in mutant.tests})
             code, said = processes.pytest(copy, targets)
             if code != PASSED:

@@ -119,17 +119,17 @@ def test_what_reads_the_weight_of_an_adapted_layer_reads_that_of_both() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 0}, "the rank of adapters is 0; it must be a whole number from 1"),
+        ({"rank": 0}, "the rank of adapters is 0"),
         ({"rank": "4"}, "the rank of adapters is '4'"),
         (
             {"rank": 10**9},
-            "the rank of adapters is 1000000000; the largest of these layers is",
+            "the rank of adapters is 1000000000",
         ),
-        ({"rank": 4, "alpha": 0.0}, "alpha of adapters is 0.0; it must be positive and finite"),
+        ({"rank": 4, "alpha": 0.0}, "alpha of adapters is 0.0"),
         ({"rank": 4, "alpha": float("inf")}, "alpha of adapters is inf"),
         ({"rank": 4, "alpha": "8"}, "alpha of adapters is '8'"),
         ({"rank": 4, "layers": ["blocks.9.*"]}, r"'blocks.9.\*' matches no linear layer or embed"),
-        ({"rank": 4, "layers": []}, r"layers of adapters is empty; it must name some of \['"),
+        ({"rank": 4, "layers": []}, "layers of adapters is empty"),
     ],
 )
 def test_adapters_that_cannot_be_are_refused(options: dict, message: str) -> None:
@@ -150,7 +150,7 @@ def test_adapters_of_adapters_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 2, "layer": ["*"]}, "has no option 'layer'; did you mean 'layers'"),
+        ({"rank": 2, "layer": ["*"]}, "has no option 'layer'"),
         ({"alpha": 2.0}, "needs the option 'rank'"),
         ({"rank": 2, "layers": 7}, "layers is of the type int"),
     ],
@@ -195,7 +195,7 @@ def test_a_task_that_changes_nothing_keeps_its_model() -> None:
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
-        ({"frozen": ("head.*",)}, r"'head.\*' matches no parameter; they are \['characters.weig"),
+        ({"frozen": ("head.*",)}, r"'head.\*' matches no parameter"),
         ({"trained": ("head.*",)}, r"'head.\*' matches no parameter"),
         ({"frozen": ("*",)}, "frozen leaves nothing of .* to train"),
         ({"trained": ("scores.*",), "frozen": ("scores.*",)}, "frozen leaves nothing of "),
@@ -267,13 +267,13 @@ def test_a_file_trains_adapters_in_groups_of_their_own(tmp_path: Path) -> None:
         queries = ledger.spent()[0].queries
     norms = {query.group: query.clipping_norm for query in queries}
     assert norms == {"B": 0.3, "rest": 0.2, "metrics/contributors": 1.0}
-    # The released file has what was trained, and the model built anew has the rest.
     from safetensors.torch import load_file
 
-    released = load_file(RunFolder(out).model)
-    assert released.keys() == {n for n, p in adapted.named_parameters() if p.requires_grad}
-    missing = adapted.load_state_dict(released, strict=False)
-    assert not missing.unexpected_keys
+    released, public = load_file(RunFolder(out).model), adapted.state_dict()
+    assert released.keys() == public.keys()
+    trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    assert {n for n, t in released.items() if not torch.equal(t, public[n])} == trained
+    adapted.load_state_dict(released)
     whole = merge_adapters(adapted)
     assert not torch.allclose(whole(WORDS), base(WORDS))
 

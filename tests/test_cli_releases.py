@@ -142,11 +142,11 @@ def test_resuming_keeps_the_noise_that_was_calibrated_at_first(file: Path, tmp_p
         (["plan", "--set", "metrics.share=0.95"], "must leave some to the update"),
         (
             ["plan", "--set", "averaging.cap=5"],
-            "averaging has cap 5 and total_weight None; it must have both, a bound on one",
+            "averaging has cap 5 and total_weight None",
         ),
         (
             ["plan", "--set", "averaging.total_weight=9.0"],
-            "averaging has cap None and total_weight 9.0; it must have both",
+            "averaging has cap None and total_weight 9.0",
         ),
         (["plan", "--set", "averaging.floor=2.0"], "floor is 2.0"),
         (["plan", "--set", "clipping.adaptive.quantile=1.5"], "quantile of adaptive clipping is"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedpriv.privacy.clipping_torch import TorchTensors
-from fedpriv.privacy.gaussian_mechanism import CONTROL_PREFIX
+from fedpriv.training.post_processing import CONTROL_PREFIX
 from fedpriv.training.request import LocalStep, LocalTraining
 
 

@@ -157,6 +157,8 @@ class Task:
         frozen: names of parameters, or patterns, that are frozen among these. Where `trained` or
             `frozen` changes what requires gradients, the task has a copy of the model with the
             same numbers.
+        by: fields of the held-out rows, such as a site, or the targets: accuracy, loss and figures
+            are also those of the rows with each of a field's values.
     """
 
     model: nn.Module
@@ -169,11 +171,12 @@ class Task:
     personal: tuple[str, ...] = ()
     trained: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
+    by: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ignore_index", plain_numbers(self.ignore_index))
         self._check_types()
-        for name in ("trained", "frozen"):
+        for name in ("trained", "frozen", "by"):
             patterns = getattr(self, name)
             one = isinstance(patterns, str)
             object.__setattr__(self, name, (patterns,) if one else tuple(patterns))
@@ -186,7 +189,7 @@ class Task:
         model = without_batch_norm(self.model)
         given = dict(self.model.named_parameters())  # copies have no hooks
         for name, tensor in (*given.items(), *self.model.named_buffers()):
-            _check_holds(name, tensor)
+            check_holds(name, tensor)
         object.__setattr__(self, "model", training_only(model, self.trained, self.frozen))
         for name in self.trainable():
             _check_trainable(name, given[name])
@@ -225,6 +228,7 @@ class Task:
             personal=(self.personal, Iterable),
             trained=(self.trained, Iterable),
             frozen=(self.frozen, Iterable),
+            by=(self.by, Iterable),
         )
         for name in (*self.inputs, *self.metrics, *self.figures):
             require(isinstance(name, str), f"a name is {name!r}; it must be of the type str")
@@ -275,7 +279,7 @@ class Task:
         return {
             f"{layer}.{kind}" if layer else kind: tensor.detach().to("cpu").numpy().copy()
             for layer, norm in running_norms(self.model).items()
-            for kind, tensor in norm.named_buffers()
+            for kind, tensor in norm.statistics.items()
         }
 
     def trainable(self) -> TorchTensors:
@@ -361,7 +365,7 @@ def _as_input(column: Tensor) -> Tensor:
     return column.float() if column.dtype == torch.float64 else column
 
 
-def _check_holds(name: str, tensor: Tensor) -> None:
+def check_holds(name: str, tensor: Tensor) -> None:
     """Refuse a parameter or buffer that has no numbers yet."""
     why = "its layer is lazy; call the model on a row first" if is_lazy(tensor) else None
     why = "it is on the device meta; make the model on cpu" if tensor.is_meta else why
@@ -501,7 +505,7 @@ class RunningNorm(nn.Module):
     """A batch normalisation (Ioffe & Szegedy 2015) that is always in evaluation mode.
 
     Output is x̂·weight + bias per channel with x̂ = (x − running_mean)/√(running_var + eps), so that
-    examples do not mix and no buffer changes. Parameters and buffers keep their names.
+    examples do not mix and no buffer changes. Parameters and buffers are those of the layer.
     """
 
     running_mean: Tensor
@@ -509,12 +513,20 @@ class RunningNorm(nn.Module):
 
     def __init__(self, layer: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) -> None:
         super().__init__()
-        if layer.running_mean is None or layer.running_var is None:
+        mean, variance = layer.running_mean, layer.running_var
+        batches = layer.num_batches_tracked
+        if mean is None or variance is None or batches is None:
             raise ModelError("a layer without running statistics cannot normalise with them")
         self.eps = layer.eps
         self.weight, self.bias = layer.weight, layer.bias
-        self.register_buffer("running_mean", layer.running_mean.clone())
-        self.register_buffer("running_var", layer.running_var.clone())
+        self.register_buffer("running_mean", mean.clone())
+        self.register_buffer("running_var", variance.clone())
+        self.register_buffer("num_batches_tracked", batches.clone())
+
+    @property
+    def statistics(self) -> dict[str, Tensor]:
+        """What a private metric may move."""
+        return {"running_mean": self.running_mean, "running_var": self.running_var}
 
     @property
     def channels(self) -> int:

@@ -320,11 +320,30 @@ class Trainer:
         if not self.naming:  # without the text of the error, which may contain the user's data
             _log.warning("a user counts as zero: %s", reason)
         elif sums.dropped is None:
-            user = int(chunk.users[0])
-            for name, column in self.users.examples_of(user).items():
-                if column.dtype.kind == "f" and not np.isfinite(column).all():
-                    reason = f"its field {name!r} holds NaN or infinity"
-            sums.dropped = SimulationOnlyDropped(user, f"{reason}: {error}" if error else reason)
+            sums.dropped = self._dropped(int(chunk.users[0]), reason, error)
+
+    def _dropped(
+        self, user: int, reason: str, error: Exception | None = None
+    ) -> SimulationOnlyDropped:
+        for name, column in self.users.examples_of(user).items():
+            if column.dtype.kind == "f" and not np.isfinite(column).all():
+                reason = f"its field {name!r} holds NaN or infinity"
+        return SimulationOnlyDropped(user, f"{reason}: {error}" if error else reason)
+
+    def simulation_only_flaw(
+        self, request: RoundRequest, user: int
+    ) -> SimulationOnlyDropped | None:
+        """Train a user with rows as a round would, alone, and say why it would count as zero."""
+        chunk = Chunk(np.array([user]))
+        try:
+            if self.device.type != "cpu":
+                self.indices.check(chunk.users)
+            sent = self.sent(request, self.begin(request), chunk)
+        except Exception as error:
+            return self._dropped(user, f"training raised {type(error).__name__}", error)
+        if all(bool(torch.isfinite(update[:1]).all()) for update in sent.values()):
+            return None
+        return self._dropped(user, "its update is not finite")
 
     def moved(
         self,

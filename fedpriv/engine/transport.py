@@ -32,6 +32,7 @@ from fedpriv.training.request import RoundRequest, Transport
 _log = logging.getLogger(__name__)
 
 _CHUNK_MEBIBYTES = 128  # on a CPU, where more memory makes training no faster
+_FIRST, _LOOKED_AT = 8, 64  # users who are looked at before a simulation's first round
 
 
 @dataclass(frozen=True)
@@ -163,13 +164,31 @@ class InProcessTransport(Transport):
         if self.observer is not None:
             self.observer(diagnose_round(request, diagnostics))
 
+    def simulation_only_look(
+        self, request: RoundRequest
+    ) -> tuple[SimulationOnlyDropped | None, ...]:
+        """Train a few users as a round would, and return why each would count as zero, if it would.
+
+        They are spread over all that have rows: 8 or, if one of these counts as zero, 64. What is
+        returned is not private, and no deployment may ask for it.
+        """
+        with_rows = np.flatnonzero(self.users.sizes)
+        size = min(_LOOKED_AT, len(with_rows))
+        some = np.random.default_rng(0).choice(with_rows, size, replace=False).tolist()
+        with computing_with(self._threads), plain_arithmetic(self.device):
+            trainer = self._trainer
+            flaws = [trainer.simulation_only_flaw(request, user) for user in some[:_FIRST]]
+            more = some[_FIRST:] if any(flaws) else []
+            flaws += [trainer.simulation_only_flaw(request, user) for user in more]
+        return tuple(flaws)
+
     def road(self, request: RoundRequest) -> Road:
         """Return how users train in such rounds; ModelError or InvalidValueError if they cannot."""
         expected = self.users.population if self.cohort is None else self.cohort
         local = replace(request.local, learning_rate=1.0)
         round_kind = local, request.measured, bool(request.control), expected, self.most_rows
         machine = self.device, self.chunk_memory, self.activations, self._side_by_side, self.path
-        if (kind := (*round_kind, *machine)) not in self.roads:
+        if (kind := (*round_kind, *machine, self.timed)) not in self.roads:
             if request.measured:
                 check_metrics(self.task, request.measured, request.clipping, blank(self.users))
             with computing_with(self._threads), plain_arithmetic(self.device):

@@ -18,17 +18,18 @@ from rich.console import Console
 from fedpriv import wire
 from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, StoppedError, WireError, WorkerError
-from fedpriv.experiment.build import Experiment, simulated
+from fedpriv.experiment.build import Experiment, refuse_if_few_count, simulated
 from fedpriv.experiment.bundled import experiment_file
 from fedpriv.experiment.config import Count, Section, checked, config_of, parse_toml
 from fedpriv.flower import messages as flower_messages
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.report.records import Trouble
+from fedpriv.report.tables import screen
 from fedpriv.run.run import Follow, Run, RunSetup
 from fedpriv.run.terminal import carry_out, released_text
 from fedpriv.server.collection import RoundTerms, prices, task_of
 from fedpriv.server.enrolment import Hosting
-from fedpriv.support.logs import LogFormat, configure, one_line, trouble
+from fedpriv.support.logs import SIMULATION_ONLY, LogFormat, configure, one_line, trouble
 from fedpriv.training.request import RoundRequest, Transport
 from fedpriv.training.rounds import OnRound
 from fedpriv.wire import federation_pb2 as pb
@@ -94,7 +95,7 @@ class GridTransport(Transport):
 
     def _accepted(self, terms: RoundTerms, worker: str, reply: Message | str) -> PartialSum | None:
         """Return the sum in a reply; None, with a line in the log, if it is not accepted."""
-        name = f"simulation only, not private: {worker}"
+        name = f"{SIMULATION_ONLY}: {worker}"
         if isinstance(reply, str):
             _log.warning("%s counts as zero: %s", name, reply)
             return None
@@ -213,6 +214,8 @@ class GridSimulation:
         experiment, transport = simulated(setup.config, setup.run, setup.spent)
         setup.refuse_examples(experiment.plan, "on workers")
         setup.refuse_other_plan(experiment)
+        if not (setup.resuming or setup.keep_going):
+            refuse_if_few_count(experiment, transport)
         users = transport.users
         if not 1 <= workers <= users.population:
             condition = f"it must be from 1 to {users.population}, the number of users"
@@ -251,6 +254,7 @@ class RunConfig(Section):
     set: str = ""  # assignments "a.b=value", separated by semicolons
     out: str = ""  # empty: a new folder under runs/ where the ServerApp runs
     resume: bool = False
+    keep_going: bool = False  # though too few users count
     workers: Count = 2  # number of SuperNodes among which users are distributed
 
     def setup(self) -> RunSetup:
@@ -259,15 +263,16 @@ class RunConfig(Section):
             raise InvalidValueError("run config: resume is true; out must then be given")
         assignments = [part.strip() for part in self.set.split(";") if part.strip()]
         out = Path(self.out) if self.out else None
+        resume, going = self.resume, self.keep_going
         if "\n" in self.experiment:
             source = "run config: experiment"
             config = config_of(parse_toml(self.experiment, source), source, assignments)
-            return RunSetup.at(config, out, resume=self.resume)
+            return RunSetup.at(config, out, resume=resume, keep_going=going)
         # Flower puts the folder of the app at the front of the import path.
         candidates = (Path(folder) / self.experiment for folder in sys.path)
         file = next((path for path in candidates if path.is_file()), None)
         file = file or experiment_file(Path(self.experiment))
-        return RunSetup.of(file, assignments, out, resume=self.resume)
+        return RunSetup.of(file, assignments, out, resume=resume, keep_going=going)
 
 
 app = ServerApp()
@@ -281,11 +286,11 @@ def main(grid: Grid, context: Context) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # Flower makes several calls a second
     config = checked(RunConfig, context.run_config, "run config")
     setup, stopping = config.setup(), threading.Event()
-    console = Console(markup=False, emoji=False)
+    console = screen()
     console.print(f"folder {setup.folder.path.absolute()}", soft_wrap=True, highlight=False)
     try:
         simulation = GridSimulation.of(setup, config.workers)
-        simulation.run(grid, stopping, console, _log_rounds).check_audit()
+        simulation.run(grid, stopping, console, _log_rounds).check()
     finally:
         stopping.set()
 

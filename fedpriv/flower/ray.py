@@ -65,6 +65,7 @@ def simulate_on_ray(
     workers: int,
     *,
     resume: bool,
+    keep_going: bool = False,
     follow: "Follow | None" = None,
 ) -> "Run":
     """Run a simulation like `fedpriv.run.simulate.run_simulation`, on workers of Ray.
@@ -81,18 +82,19 @@ def simulate_on_ray(
     lock_ray()  # before users are loaded, because their loader may import Ray
     import torch
     from flwr.serverapp import ServerApp
-    from rich.console import Console
 
     from fedpriv.flower.client_app import app as client_app
     from fedpriv.flower.grid import GridSimulation
+    from fedpriv.report.tables import screen
     from fedpriv.run.run import RunSetup
 
-    simulation = GridSimulation.of(RunSetup.of(file, assignments, out, resume=resume), workers)
+    setup = RunSetup.of(file, assignments, out, resume=resume, keep_going=keep_going)
+    simulation = GridSimulation.of(setup, workers)
     server_app, stopping, runs = ServerApp(), threading.Event(), list["Run"]()
 
     @server_app.main()
     def main(grid: "Grid", _context: "Context") -> None:
-        runs.append(simulation.run(grid, stopping, Console(markup=False, emoji=False), follow))
+        runs.append(simulation.run(grid, stopping, screen(), follow))
 
     gpus = torch.cuda.device_count() if simulation.experiment.device.type == "cuda" else 0
     try:

@@ -32,6 +32,7 @@ from fedpriv.accounting.calibration import smallest_noise
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.accounting.selection import TRIAL_BITS, number_of_trials
 from fedpriv.data.population import Population, load_population
+from fedpriv.engine.released import released_model
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import Engine, InProcessTransport
 from fedpriv.errors import InvalidValueError, RunError, known_names
@@ -39,6 +40,7 @@ from fedpriv.evaluation.held_out import evaluate
 from fedpriv.experiment.build import (
     Experiment,
     Method,
+    SharedRoads,
     check_measured,
     on_population,
     records_of,
@@ -76,7 +78,7 @@ from fedpriv.measures.figures import ALWAYS, BETTER
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import FixedSizeSampling, PoissonSampling
-from fedpriv.report.tables import Column, Table, print_table
+from fedpriv.report.tables import Column, Table, print_table, screen
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import RunSetup
 from fedpriv.support.checks import check_types, plain_numbers
@@ -88,7 +90,6 @@ from fedpriv.training.rounds import (
     RoundResult,
     ServerState,
     TrainingPlan,
-    released_model,
     train,
 )
 
@@ -236,7 +237,7 @@ def tune(
     }  # fmt: skip
     privacy = {"ledger": None if ledger is None else str(ledger)}
     sections = {"tune": section, "privacy": privacy, "engine": asdict(engine or Engine())}
-    config = settings_of(name, population, method, seed=seed, **sections)
+    config, roads = settings_of(name, population, method, seed=seed, **sections), SharedRoads()
 
     def prepare(settings: Settings, noise: float | None, run: str) -> Prepared:
         chosen = _applied(method, settings)
@@ -244,13 +245,12 @@ def tune(
         planned = rounds if noise is None else None  # given noise is not made to fit the budget
         mechanism = replace(chosen.mechanism, noise_multiplier=noise, rounds=planned)
         of_trial = config.model_copy(update={"rounds": rounds, "run": None})
-        return on_population(of_trial, run, population, method=replace(chosen, mechanism=mechanism))
+        chosen = replace(chosen, mechanism=mechanism)
+        return on_population(of_trial, run, population, (), chosen, roads)
 
     setup = RunSetup.at(config, Path(out) if out else None, resume=False, home=_HOME)
     table, value_of = config.model_dump(exclude_none=True), partial(_value_of, method)
-    search = _Search(
-        setup, prepare, Console(quiet=quiet, markup=False, emoji=False), value_of, table
-    )
+    search = _Search(setup, prepare, screen(quiet=quiet), value_of, table)
     found = search.on_users() if on == "users" else search.on_public()
     if not found.settings:
         return found
@@ -295,18 +295,18 @@ def tune_file(
     if on == "public" and price_only:
         raise InvalidValueError("--price is given with --on public, which costs nothing")
     data = config.simulated_data if on == "users" else _public_data(config, synthetic=synthetic)
-    population = load_population(data.name, data.options)
+    population, roads = load_population(data.name, data.options), SharedRoads()
 
     def prepare(settings: Settings, noise: float | None, run: str) -> Prepared:
         chosen = parse_config(_with(table, settings) | {"run": run}, source)
         chosen = chosen if noise is None else chosen.with_noise(noise)
-        return on_population(chosen, run, population)
+        return on_population(chosen, run, population, roads=roads)
 
     setup = RunSetup.at(config, out, resume=False, home=_HOME)
     of_values = tables_of(config.mechanism(), config.training(), config.server.build())
     value_of = partial(_at, config.model_dump() | of_values)  # with what options leave out
     kept = {assignment.partition("=")[0].strip() for assignment in assignments}
-    search = _Search(setup, prepare, Console(markup=False, emoji=False), value_of, table, kept)
+    search = _Search(setup, prepare, screen(), value_of, table, kept)
     return search.on_users(price_only=price_only) if on == "users" else search.on_public()
 
 
@@ -471,11 +471,11 @@ class _Search:
         if best is None:
             self._say("no trial ended; the charge stays, and nothing is released")
             return Tuning(folder.path, {}, None, epsilon=price)
-        settings, found, state, last = best
+        settings, found, task, state, last = best
         result = replace(
             last, run=run, epsilon=price, delta=delta, charge=charge, randomness=randomness
         )
-        model = released_model(state, [result])
+        model = released_model(task, state, [result])
         with_room(lambda: write_atomically(folder.model, model))
         about = f"ε = {format_epsilon(price)} at δ = {delta}, the model included"
         return self._told(Tuning(folder.path, settings, found, epsilon=price), about)
@@ -567,7 +567,7 @@ class _Search:
 
     def _best_of(
         self, kinds: Mapping[Any, Trial], score: "_Score", sign: float
-    ) -> tuple[Settings, float, ServerState, RoundResult] | None:
+    ) -> tuple[Settings, float, Task, ServerState, RoundResult] | None:
         """The best of a random number of independent trials; of those with equal scores the first.
 
         Trials are alike, so which of equals is first says nothing. What fails counts as worst: it
@@ -591,7 +591,7 @@ class _Search:
                 except Exception:  # no word of it may leave
                     continue
                 if best is None or sign * found > sign * best[1]:
-                    best = settings, found, state, result
+                    best = settings, found, experiment.task, state, result
         return best
 
     def _print_price(self, event: RoundEvent, budget: PrivacyBudget, price: float) -> None:

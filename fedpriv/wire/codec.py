@@ -168,7 +168,7 @@ class Codec(Generic[Value, Kind]):
 FieldCodecs = Mapping[str, Codec[Any, Any] | FieldCodec]
 
 
-def repeated(inner: Codec[Any, Any] | FieldCodec) -> FieldCodec:
+def list_of(inner: Codec[Any, Any] | FieldCodec) -> FieldCodec:
     """Return the codec of a tuple of inner messages."""
     return FieldCodec(
         lambda vs: [inner.encode(v) for v in vs], lambda ms: tuple(map(inner.decode, ms))

@@ -21,11 +21,12 @@ from fedpriv.errors import InvalidValueError, WireError, known_names
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import event_from, event_text
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
-from fedpriv.privacy.gaussian_mechanism import CONTROL_PREFIX, Metric
+from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, Tensors, VectorGroup
 from fedpriv.privacy.round import PartialSum
 from fedpriv.support.checks import require
 from fedpriv.training.local import ALGORITHMS, COMMON
+from fedpriv.training.post_processing import CONTROL_PREFIX
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import codec, tensors
 from fedpriv.wire import federation_pb2 as pb
@@ -37,7 +38,7 @@ from fedpriv.wire.codec import (
     FieldCodecs,
     Legal,
     below,
-    repeated,
+    list_of,
 )
 from fedpriv.wire.tensors import FLOAT32, INT32, INT64, LAYOUT, MANIFEST, SHAPE, Manifest
 
@@ -469,7 +470,7 @@ _EVENT = FieldCodec(
 PRICE = Codec(Price, pb.Price, "a price", {"event": _EVENT}, {"event": _LONGEST_EVENT})
 _CLIPPING_FIELDS: FieldCodecs = {
     "layout": LAYOUT,
-    "groups": repeated(Codec(VectorGroup, pb.VectorGroup, "a vector group")),
+    "groups": list_of(Codec(VectorGroup, pb.VectorGroup, "a vector group")),
     "indicator": Codec(Indicator, pb.Indicator, "an indicator"),
 }
 CLIPPING = Codec(
@@ -484,7 +485,7 @@ _OFFER_FIELDS: FieldCodecs = {
     "users": _POSITIONS,
     "clipping": CLIPPING,
     "local": LOCAL_TRAINING,
-    "metrics": repeated(METRIC),
+    "metrics": list_of(METRIC),
     "price": PRICE,
     "model": MANIFEST,
 }

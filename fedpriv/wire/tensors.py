@@ -14,7 +14,7 @@ import numpy.typing as npt
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.codec import Codec, FieldCodec, FieldCodecs, at_most, repeated
+from fedpriv.wire.codec import Codec, FieldCodec, FieldCodecs, at_most, list_of
 
 MAX_DIMENSIONS = 32  # of one tensor; NumPy 1 has no more
 MAX_COMPONENTS = 2**30  # of all tensors together
@@ -178,7 +178,7 @@ def _manifest(layout: Layout, dtype: Number, size: int) -> Manifest:
 
 
 SHAPE = FieldCodec(lambda s: pb.Shape(sizes=_checked_sizes(s)), lambda s: _checked_sizes(s.sizes))
-LAYOUT = Codec(Layout, pb.Layout, "a layout", {"shapes": repeated(SHAPE)}, check=_check_components)
+LAYOUT = Codec(Layout, pb.Layout, "a layout", {"shapes": list_of(SHAPE)}, check=_check_components)
 _DECLARED: FieldCodecs = {
     "layout": LAYOUT,
     "dtype": FieldCodec(_ON_WIRE.__getitem__, _dtype_numbered),

@@ -288,12 +288,12 @@ class AccountantConformance(ABC):
 
     @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, 2.0, math.nan])
     def test_illegal_delta_is_named(self, delta: float) -> None:
-        with pytest.raises(InvalidValueError, match=rf"delta is {delta}; it must be in \(0, 1\)"):
+        with pytest.raises(InvalidValueError, match=f"delta is {delta}"):
             self.accountant.epsilon([poisson_gaussian(0.1, 1.0)], delta)
 
     @pytest.mark.parametrize("epsilon", [-0.1, math.inf, math.nan])
     def test_illegal_epsilon_is_named(self, epsilon: float) -> None:
-        with pytest.raises(InvalidValueError, match=rf"epsilon is {epsilon}; it must be finite"):
+        with pytest.raises(InvalidValueError, match=f"epsilon is {epsilon}"):
             self.accountant.delta([poisson_gaussian(0.1, 1.0)], epsilon)
 
     @pytest.mark.parametrize(("field", "value"), [("relation", "replace-two"), ("policy", "fixed")])

@@ -4,13 +4,6 @@ import math
 from itertools import permutations
 
 import pytest
-from accountant_conformance import (
-    FAMILIES,
-    AccountantConformance,
-    Family,
-    IntervalConformance,
-    banded,
-)
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -41,6 +34,13 @@ from fedpriv.ledger.events import (
     LEAST_DELTA,
     NeighbouringRelation,
     RoundEvent,
+)
+from tests.accounting.accountant_conformance import (
+    FAMILIES,
+    AccountantConformance,
+    Family,
+    IntervalConformance,
+    banded,
 )
 
 EVENTS = [poisson_gaussian(0.01, 1.0, 1000), poisson_gaussian(1.0, 40.0, 3)]
@@ -227,9 +227,9 @@ def test_the_assumptions_are_one_grammatical_sentence(name: str, words: str) -> 
 
 
 def test_an_unknown_accountant_is_named() -> None:
-    with pytest.raises(InvalidValueError, match=r"unknown accountant 'clt'; .*pld"):
+    with pytest.raises(InvalidValueError, match="unknown accountant 'clt'"):
         epsilon(EVENTS, 1e-6, "clt")
-    with pytest.raises(InvalidValueError, match=r"unknown accountant 'moments'; .*pld"):
+    with pytest.raises(InvalidValueError, match="unknown accountant 'moments'"):
         delta(EVENTS, 1.0, "moments")
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from pair_conformance import nodes_of
 from scipy.fft import irfft, rfft
 from scipy.integrate import quad
 from scipy.special import ndtr
@@ -24,6 +23,7 @@ from fedpriv.accounting.pld.random_allocation import (
     sum_of_ratios,
 )
 from fedpriv.accounting.round_counts import Direction, Vector
+from tests.accounting.pair_conformance import nodes_of
 
 ALARM = 1e-9
 """Probability of a false alarm of one simulated test."""

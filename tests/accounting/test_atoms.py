@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pair_conformance import delta_of, losses
 
 from fedpriv.accounting.pld.lattice import DiscreteLaw, Lattice, dominated, dominating
 from fedpriv.accounting.round_counts import Direction
+from tests.accounting.pair_conformance import delta_of, losses
 
 outputs = st.lists(
     st.tuples(st.floats(-12.0, 0.0).map(math.exp), st.floats(-6.0, 6.0)), min_size=2, max_size=30

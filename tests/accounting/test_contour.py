@@ -5,12 +5,9 @@ import math
 import tracemalloc
 
 import numpy as np
-import poisson_rounds as pld
 import pytest
-from closed_forms import gaussian_delta, one_round_delta
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from poisson_rounds import tight_delta, tight_epsilon
 
 from fedpriv.accounting.contour import inversion
 from fedpriv.accounting.contour.inversion import (
@@ -21,6 +18,9 @@ from fedpriv.accounting.contour.inversion import (
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.accounting.round_counts import compose
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
+from tests.accounting import poisson_rounds as pld
+from tests.accounting.closed_forms import gaussian_delta, one_round_delta
+from tests.accounting.poisson_rounds import tight_delta, tight_epsilon
 
 ROUNDS = {(0.02, 0.9): 400, (0.005, 1.7): 3_000, (1.0, 25.0): 4}
 
@@ -259,12 +259,12 @@ class TestEdges:
 
     @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan])
     def test_illegal_delta(self, delta):
-        with pytest.raises(InvalidValueError, match=r"delta is .*; it must be in \(0, 1\)"):
+        with pytest.raises(InvalidValueError, match=f"delta is {delta}"):
             epsilon_interval({(0.1, 1.0): 1}, delta)
 
     @pytest.mark.parametrize("epsilon", [-0.1, math.inf, math.nan])
     def test_illegal_epsilon(self, epsilon):
-        with pytest.raises(InvalidValueError, match=r"epsilon is .*; it must be finite"):
+        with pytest.raises(InvalidValueError, match=f"epsilon is {epsilon}"):
             delta_interval({(0.1, 1.0): 1}, epsilon)
 
     @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import math
 import mpmath
 import numpy as np
 import pytest
-from closed_forms import gaussian_delta, poisson_delta
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +29,7 @@ from fedpriv.accounting.contour.inversion import (
     plan_at_epsilon,
 )
 from fedpriv.accounting.round_counts import Direction, arrays
+from tests.accounting.closed_forms import gaussian_delta, poisson_delta
 
 LOG_TAIL = -60.0
 DIRECTIONS = list(Direction)

@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from pair_conformance import nodes_of
 
 from fedpriv.accounting.pld.lattice import DiscreteLaw, Lattice, dominated, dominating
 from fedpriv.accounting.round_counts import Direction
+from tests.accounting.pair_conformance import nodes_of
 
 P = np.array([0.1, 0.5, 1e-9, 0.4 - 1e-9])
 Q = np.array([0.2, 0.5 - 1e-12, 1e-12, 0.3])

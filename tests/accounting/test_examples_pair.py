@@ -9,7 +9,6 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pair_conformance import PairConformance, delta_of
 from scipy.stats import binom, norm
 
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
@@ -18,6 +17,7 @@ from fedpriv.accounting.pld.dominating_pairs import PoissonPair
 from fedpriv.accounting.pld.lattice import Lattice, dominated, dominating
 from fedpriv.accounting.pld.sampled_examples import ExamplesPair, binomial, examples_pair
 from fedpriv.accounting.round_counts import Direction
+from tests.accounting.pair_conformance import PairConformance, delta_of
 
 K = 3
 

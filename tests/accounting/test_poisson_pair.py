@@ -3,12 +3,12 @@
 import mpmath
 import numpy as np
 import pytest
-from closed_forms import poisson_delta
-from pair_conformance import PairConformance, delta_of, losses
 
 from fedpriv.accounting.pld.dominating_pairs import PoissonPair, sample_at
 from fedpriv.accounting.pld.lattice import Lattice, dominated, dominating
 from fedpriv.accounting.round_counts import Direction
+from tests.accounting.closed_forms import poisson_delta
+from tests.accounting.pair_conformance import PairConformance, delta_of, losses
 
 
 class TestPoissonPair(PairConformance):

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pair_conformance import PairConformance
 from scipy.stats import norm
 
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
 from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
 from fedpriv.accounting.pld.dominating_pairs import PoissonPair, ReplacePair
 from fedpriv.accounting.round_counts import Direction
+from tests.accounting.pair_conformance import PairConformance
 
 
 def replace_delta(q: float, z: float, epsilon: float) -> float:

@@ -4,11 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from closed_forms import gaussian_delta
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from poisson_rounds import epsilon_interval as pld_interval
-from poisson_rounds import tight_delta, tight_epsilon
 
 from fedpriv.accounting import poisson_gaussian, separated_gaussian
 from fedpriv.accounting.accountants import epsilon
@@ -20,6 +17,9 @@ from fedpriv.accounting.round_counts import (
     unsampled_noise_multiplier,
 )
 from fedpriv.ledger.events import NeighbouringRelation
+from tests.accounting.closed_forms import gaussian_delta
+from tests.accounting.poisson_rounds import epsilon_interval as pld_interval
+from tests.accounting.poisson_rounds import tight_delta, tight_epsilon
 
 ADD_OR_REMOVE = NeighbouringRelation.ADD_OR_REMOVE_ONE
 

@@ -95,6 +95,6 @@ class TestRefusals:
 
     @pytest.mark.parametrize("target", [0.0, math.nan, math.inf, -1.0])
     def test_illegal_targets(self, target):
-        sentence = f"epsilon is {target}; it must be posit"
+        sentence = f"epsilon is {target}"
         with pytest.raises(InvalidValueError, match=sentence):
             smallest_query_noise(target, 1e-5, self.OTHERS)

@@ -9,10 +9,10 @@ import pytest
 from dp_accounting import rdp as published
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from poisson_rounds import epsilon_interval
 
 from fedpriv.accounting import classical, gaussian
 from fedpriv.errors import InvalidValueError
+from tests.accounting.poisson_rounds import epsilon_interval
 
 RHOS = (1e-6, 1e-3, 0.02, 0.5, 3.0, 40.0, 1e4)
 DELTAS = (1e-300, 1e-30, 1e-9, 1e-5, 0.01, 0.3)
@@ -115,9 +115,9 @@ def test_ends() -> None:
 @pytest.mark.parametrize("rho", [-1.0, math.nan])
 def test_bad_rho_is_refused(rho: float) -> None:
     for convert in (classical.zcdp_epsilon, classical.zcdp_epsilon_bun_steinke):
-        with pytest.raises(InvalidValueError, match=f"rho is {rho}; it must not be negative"):
+        with pytest.raises(InvalidValueError, match=f"rho is {rho}"):
             convert(rho, 0.1)
-        with pytest.raises(InvalidValueError, match=r"delta is 1.0; it must be in \(0, 1\)"):
+        with pytest.raises(InvalidValueError, match=r"delta is 1.0"):
             convert(1.0, 1.0)
     with pytest.raises(InvalidValueError, match=r"sampling_probability is 2.0"):
         classical.zcdp_rho({(2.0, 1.0): 1})

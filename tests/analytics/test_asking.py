@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import open_records
 
 from fedpriv.accounting import poisson_gaussian
 from fedpriv.analytics import Answers, Histogram, Mean, Survey
@@ -22,6 +21,7 @@ from fedpriv.privacy.sampling import (
     Sampling,
 )
 from tests.analytics.people import QUESTIONS, some_people, survey
+from tests.training.federation import open_records
 
 USERS = some_people(40)
 
@@ -48,9 +48,7 @@ def test_all_questions_are_one_charge_and_one_sampling_event(tmp_path: Path) -> 
     assert 0 < cohort.size < 40
     assert [answer.question for answer in answers.answers] == [q.name for q in QUESTIONS]
     assert answers["sum"] is answers.answers[1]
-    with pytest.raises(
-        InvalidValueError, match="the survey has no question 'summ'; did you mean 'sum'"
-    ):
+    with pytest.raises(InvalidValueError, match="the survey has no question 'summ'"):
         _ = answers["summ"]
 
 
@@ -182,9 +180,9 @@ def test_rounds_of_a_run_are_charged_as_such(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("question", "message"),
     [
-        (Mean("m", "ages", 0, 1), "question 'm' asks for column 'ages'; known names: kind, x"),
-        (Mean("m", "kind", 0, 1), r"'kind', which is <U1\[\d+\]; it must hold one number per row"),
-        (Histogram("m", "x", ("a",)), r"which is float64\[\d+\]; it must hold one text per row"),
+        (Mean("m", "ages", 0, 1), "question 'm' asks for column 'ages'"),
+        (Mean("m", "kind", 0, 1), r"'kind', which is <U1\[\d+\]"),
+        (Histogram("m", "x", ("a",)), r"which is float64\[\d+\]"),
     ],
 )
 def test_columns_that_do_not_fit_are_refused_before_anything_is_charged(
@@ -210,7 +208,7 @@ def test_users_that_are_not_the_enrolled_ones_are_refused(tmp_path: Path) -> Non
         ({"questions": ()}, r"the questions are \[\]"),
         ({"questions": QUESTIONS[:1] * 2}, r"the questions are \['mean', 'mean'\]"),
         ({"round": -1}, "round is -1"),
-        ({"round": 1.5}, "round is 1.5; it must be a whole number, 0 or more"),
+        ({"round": 1.5}, "round is 1.5"),
         ({"z": -1.0}, "noise_multiplier is -1.0"),
         ({"shares": {"mean": 1.0}}, "weights and groups differ"),
     ],
@@ -226,7 +224,8 @@ def test_surveys_that_make_no_sense_are_refused(changes: dict[str, object], mess
     ids=lambda sampling: type(sampling).__name__,
 )
 def test_other_cohorts_than_by_coins_are_refused(sampling: Sampling) -> None:
-    with pytest.raises(InvalidValueError, match="it must be of the type PoissonSampling"):
+    kind = type(sampling).__name__
+    with pytest.raises(InvalidValueError, match=f"sampling is of the type {kind}"):
         Survey("run", QUESTIONS, sampling, 1.0)
 
 

@@ -114,9 +114,9 @@ def test_a_single_number_that_comes_twice_is_rounding() -> None:
 
 
 def test_too_few_and_too_many_canaries_are_refused() -> None:
-    with pytest.raises(InvalidValueError, match=r"canaries is 19; it must be at least 20"):
+    with pytest.raises(InvalidValueError, match="canaries is 19"):
         Audit(19)
-    with pytest.raises(InvalidValueError, match=r"canaries is 100001; it must be at most 100000"):
+    with pytest.raises(InvalidValueError, match="canaries is 100001"):
         Audit(100_001)
     assert Audit(20).canaries == 20
     assert Audit(100_000).canaries == 100_000

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from federation import PARAMETERS, make_plan
 from pydantic import ValidationError
 
 from fedpriv.accounting.policies import (
@@ -21,11 +20,7 @@ from fedpriv.ledger.events import NeighbouringRelation
 from fedpriv.privacy.clipping import UNCLIPPED, Clipping, Indicator
 from fedpriv.privacy.correlated_noise import BandedStrategy, BufferedStrategy
 from fedpriv.privacy.draws import RoundAttempt
-from fedpriv.privacy.gaussian_mechanism import (
-    AdaptiveClipping,
-    Averaging,
-    Metric,
-)
+from fedpriv.privacy.gaussian_mechanism import Averaging, Metric
 from fedpriv.privacy.layout import Layout, VectorGroup, equal_split, per_layer
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.sampling import (
@@ -36,6 +31,7 @@ from fedpriv.privacy.sampling import (
     SeparatedSampling,
 )
 from fedpriv.training.local import SGD, Scaffold
+from fedpriv.training.post_processing import AdaptiveClipping
 from fedpriv.training.rounds import initial_state, round_request
 from fedpriv.wire import (
     Price,
@@ -47,6 +43,7 @@ from fedpriv.wire import (
     manifest_of,
     model_of,
 )
+from tests.training.federation import PARAMETERS, make_plan
 from tests.wire.examples import covering, small_offer, small_request
 
 SMALL = small_offer()
@@ -141,10 +138,10 @@ class TestLoading:
             ("largest_clip_norm = 1", "unknown key largest_clip_norm; did you mean "
              "'largest_clipping_norm'?"),
             ("total_epsilon = 1.0", "total_epsilon is 1.0 without a delta"),
-            ("total_epsilon = 0\ndelta = 0.1", "total_epsilon is 0; it must be greater"),
-            ("total_epsilon = inf\ndelta = 0.1", "total_epsilon is inf; it must be a finite"),
-            ("delta = 0.0", "delta is 0.0; it must be greater than or equal to 1e-60"),
-            ("delta = 1.0", "delta is 1.0; it must be less than 1"),
+            ("total_epsilon = 0\ndelta = 0.1", "total_epsilon is 0"),
+            ("total_epsilon = inf\ndelta = 0.1", "total_epsilon is inf"),
+            ("delta = 0.0", "delta is 0.0"),
+            ("delta = 1.0", "delta is 1.0"),
             ("delta = nan", "delta is nan; "),
             ("least_noise_multiplier = -1", "least_noise_multiplier is -1; "),
             ("least_noise_multiplier = nan", "least_noise_multiplier is nan; "),

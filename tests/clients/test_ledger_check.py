@@ -528,9 +528,7 @@ class TestSeries:
         passes.played(1)
         both.take_part("r", 2, 0, PASS)
         passes.charged(2)
-        with pytest.raises(
-            UntrustedLedgerError, match="as part 0 of its event; neither it nor one after"
-        ):
+        with pytest.raises(UntrustedLedgerError, match="as part 0 of its event"):
             both.confirmed(passes.next_offer(3))
 
     def test_what_was_offered_as_a_part_must_be_charged_as_that_part(self, both):
@@ -538,9 +536,7 @@ class TestSeries:
         passes.played(1)
         both.journal.record("people", passes.next_offer(2), NOW)
         charge(both.ledger, "r", 2, event=PASS)
-        with pytest.raises(
-            UntrustedLedgerError, match="as part 1 of its event; neither it nor one after"
-        ):
+        with pytest.raises(UntrustedLedgerError, match="as part 1 of its event"):
             both.confirmed(passes.next_offer(3))
 
     def test_an_attempt_after_an_abandoned_part_may_be_paid_anew(self, both):

@@ -267,55 +267,117 @@ def test_a_round_is_answered_and_the_end_of_the_run_is_the_end(
     assert ", with 1 of the 100 users of the population" in caplog.text
 
 
-def test_what_the_node_does_not_consent_to_is_declined_before_anybody_trains(
-    play: Callable[[Act], None],
-) -> None:
-    async def act(scene: Scene) -> None:
-        consent = scene.consent("least_noise_multiplier = 1.5")
-        async with serving(scene.tiny) as port, scene.joined(port, consent=consent):
-            await scene.tiny.offer()
-            header, data = await scene.tiny.answers.get()
-            noisy = replace(PRICE, event=poisson_gaussian(0.5, 2.0, population=100))
-            await scene.tiny.offer(1, price=noisy)
-            second, _ = await scene.tiny.answers.get()
-        assert "consents to at least 1.5" in header.decline.reason
-        assert data == b""
-        assert second.HasField("sum")
-        assert scene.player.asked.qsize() == 1
-        assert scene.recorded() == [(1, 0)]
-
-    play(act)
+QUIET = replace(PRICE, event=poisson_gaussian(0.5, 2.0, population=100))
+LOUD = replace(PRICE, event=poisson_gaussian(0.5, 0.5, population=100))
+FEWER = replace(PRICE, event=poisson_gaussian(0.5, 1.0, population=99))
 
 
-def test_the_rounds_of_a_day_are_counted(play: Callable[[Act], None]) -> None:
-    async def act(scene: Scene) -> None:
-        consent = scene.consent("most_rounds_per_day = 2")
-        async with serving(scene.tiny) as port, scene.joined(port, consent=consent):
-            kinds = []
-            for number in range(3):
-                await scene.tiny.offer(number)
-                kinds.append((await scene.tiny.answers.get())[0].WhichOneof("what"))
-        assert kinds == ["sum", "sum", "decline"]
+@dataclass(frozen=True)
+class Step:
+    """A proposal, or an offer, and what the node must say to it: "" if it agrees."""
 
-    play(act)
+    kind: str
+    said: str
+    number: int
+    changes: dict[str, object]
+
+
+def propose(said: str, number: int = 0, **changes: object) -> Step:
+    return Step("propose", said, number, changes)
+
+
+def offer(said: str, number: int = 0, **changes: object) -> Step:
+    return Step("offer", said, number, changes)
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("consent", "steps"),
     [
-        ({"price": replace(PRICE, event=poisson_gaussian(0.5, 1.0, population=99))}, "of 99"),
-        ({"local": LocalTraining(0.1, steps=1)}, "local.max_examples is absent"),
+        pytest.param(
+            "least_noise_multiplier = 1.5",
+            [
+                offer("consents to at least 1.5"),
+                offer("", 1, price=QUIET),
+                propose("consents to at least 1.5", id=RoundId("run", 0, 0, 77)),
+                propose("", price=QUIET),
+            ],
+            id="noise",
+        ),
+        pytest.param(
+            "most_rounds_per_day = 2",
+            [offer(""), offer("", 1), offer("at most 2", 2)],
+            id="rounds of a day",
+        ),
+        pytest.param(
+            "most_rounds_per_day = 1",
+            [propose(""), offer(""), propose("", 1), offer("at most 1", 1)],
+            id="a vote does not tell how often users were drawn",
+        ),
+        pytest.param("most_rounds_per_day = 0", [propose("at most 0")], id="no rounds"),
+        pytest.param(
+            # A lying server would else get every user's update for one round's consent.
+            "most_rounds_per_day = 2",
+            [
+                offer(
+                    "" if user < 2 else "at most 2",
+                    id=RoundId("run", 0, 0, user),
+                    users=np.array([user]),
+                )
+                for user in range(25)
+            ],
+            id="one attempt under many nonces",
+        ),
+        pytest.param("", [offer("of 99", price=FEWER)], id="another population"),
+        pytest.param(
+            "",
+            [offer("local.max_examples is absent", local=LocalTraining(0.1, steps=1))],
+            id="work without bounds",
+        ),
+        pytest.param(
+            "least_noise_multiplier = 1.0\nruns = ['run']",
+            [
+                propose(""),
+                offer("consents to at least 1.0", price=LOUD, id=RoundId("run", 0, 0, 1)),
+                offer("the run is 'other'", id=RoundId("other", 0, 0, 2)),
+            ],
+            id="other terms than were agreed to",
+        ),
+        *(
+            pytest.param(consent, [propose(said), offer(said)], id=said or "all names fit")
+            for consent, said in (
+                ("purposes = ['to sell']", "the purpose is 'to heal'"),
+                ("models = ['mlp', 'cnn']", "the model is 'softmax'"),
+                ("runs = ['ru?-*']", "the run is 'run'"),
+                ("purposes = ['to *']\nmodels = ['softmax']\nruns = ['run']", ""),
+            )
+        ),
     ],
 )
-def test_an_offer_that_fits_no_node_is_declined(
-    play: Callable[[Act], None], changes: dict[str, object], reason: str
+def test_a_node_does_what_it_consents_to_and_says_why_it_does_nothing_else(
+    play: Callable[[Act], None], consent: str, steps: list[Step]
 ) -> None:
     async def act(scene: Scene) -> None:
-        async with serving(scene.tiny) as port, scene.joined(port):
-            await scene.tiny.offer(**changes)
-            header, _ = await scene.tiny.answers.get()
-        assert reason in header.decline.reason
-        assert scene.player.asked.empty()
+        tiny, trained = scene.tiny, []
+        tiny.welcome = TinyServer(range(25)).welcome
+        tiny.welcome.welcome.purpose = "to heal"
+        async with serving(tiny) as port, scene.joined(port, consent=scene.consent(consent)):
+            for step in steps:
+                if step.kind == "propose":
+                    await tiny.propose(step.number, **step.changes)
+                    vote = await tiny.votes.get()
+                    said, at = vote.objection, encode_round_id(vote.id)
+                    made = step.changes.get("id", RoundId("run", step.number, 0))
+                    assert at == encode_round_id(made)
+                else:
+                    made = await tiny.offer(step.number, **step.changes)
+                    header, data = await tiny.answers.get()
+                    said = header.decline.reason
+                    assert header.HasField("decline") == bool(step.said) == (not data)
+                    trained += [] if step.said else [(made.id.round, made.id.attempt)]
+                assert step.said in said
+                assert bool(said) == bool(step.said)
+        assert sorted(scene.recorded()) == trained
+        assert scene.player.asked.qsize() == len(trained)
 
     play(act)
 
@@ -466,12 +528,12 @@ def test_an_answer_that_is_refused_is_no_failure(
     play(act)
 
 
-@pytest.mark.parametrize("answer", [None, RuntimeError(SECRET)])
+@pytest.mark.parametrize("answer", [None, ModelError(SECRET)])
 def test_training_that_fails_is_declined(
     play: Callable[[Act], None], caplog: pytest.LogCaptureFixture, answer: Exception | None
 ) -> None:
     async def act(scene: Scene) -> None:
-        scene.player.answer = ModelError(SECRET) if answer else None
+        scene.player.answer = answer
         scene.player.prepare = lambda _: asyncio.sleep(0.0)  # type: ignore[method-assign]
         async with serving(scene.tiny) as port, scene.joined(port):
             await scene.tiny.offer()
@@ -482,28 +544,36 @@ def test_training_that_fails_is_declined(
     assert SECRET not in caplog.text
 
 
-@pytest.mark.parametrize("what", ["chunk", "checksum", "short", "long"])
-def test_a_model_that_is_not_the_declared_one_is_declined(
+@pytest.mark.parametrize("what", ["chunk", "checksum", "short", "long", "over"])
+def test_a_round_whose_model_does_not_arrive_is_declined(
     play: Callable[[Act], None], what: str
 ) -> None:
+    undeclared = "the model did not arrive as it was declared"
+    good = make_offer()[1]
+    model, reason = {
+        "chunk": ([b"\xff"], undeclared),
+        "checksum": ([pb.Chunk(number=0, data=bytes(60), crc32=1)], undeclared),
+        "short": ([], undeclared),
+        "long": ([*good, *good], undeclared),
+        "over": (
+            [(grpc.StatusCode.FAILED_PRECONDITION, "the round is over")],
+            "the model cannot be fetched",
+        ),
+    }[what]
+
     async def act(scene: Scene) -> None:
         tiny = scene.tiny
-        good = make_offer()[1]
-        models: dict[str, list[Said]] = {
-            "chunk": [b"\xff"],
-            "checksum": [pb.Chunk(number=0, data=bytes(60), crc32=1)],
-            "short": [],
-            "long": [*good, *good],
-        }
         async with serving(tiny) as port, scene.joined(port):
             offered, _ = make_offer()
-            tiny.model = models[what]
+            tiny.model = model
             await tiny.script.put(said(offered))
-            header, _ = await tiny.answers.get()
+            declined, _ = await tiny.answers.get()
             await tiny.offer(1)
-            second, _ = await tiny.answers.get()
-        assert header.decline.reason == "the model did not arrive as it was declared"
-        assert second.HasField("sum")
+            header, _ = await tiny.answers.get()
+        assert (declined.id.round, declined.decline.reason) == (0, reason)
+        assert header.HasField("sum")
+        assert header.id.round == 1
+        assert scene.player.asked.qsize() == 1
 
     play(act)
 
@@ -545,24 +615,6 @@ def test_nothing_is_sent_after_the_deadline(
             header, _ = await tiny.answers.get()
         assert header.id.round == 1
         assert tiny.calls["Upload"] == 1
-
-    play(act)
-
-
-def test_a_round_whose_model_cannot_be_fetched_is_declined(play: Callable[[Act], None]) -> None:
-    async def act(scene: Scene) -> None:
-        tiny = scene.tiny
-        async with serving(tiny) as port, scene.joined(port):
-            offered, _ = make_offer()
-            tiny.model = [(grpc.StatusCode.FAILED_PRECONDITION, "the round is over")]
-            await tiny.script.put(said(offered))
-            declined, _ = await tiny.answers.get()
-            await tiny.offer(1)
-            header, _ = await tiny.answers.get()
-        assert declined.id.round == 0
-        assert declined.decline.reason == "the model cannot be fetched"
-        assert header.id.round == 1
-        assert scene.player.asked.qsize() == 1
 
     play(act)
 
@@ -896,38 +948,6 @@ def test_a_ledger_that_cannot_be_priced_is_not_believed(
 # What is said to proposals, and how offers are held to it
 
 
-def test_what_the_node_does_not_consent_to_is_voted_against_before_anyone_is_drawn(
-    play: Callable[[Act], None],
-) -> None:
-    async def act(scene: Scene) -> None:
-        consent = scene.consent("least_noise_multiplier = 1.5")
-        async with serving(scene.tiny) as port, scene.joined(port, consent=consent):
-            await scene.tiny.propose(id=RoundId("run", 0, 0, 77))
-            vote = await scene.tiny.votes.get()
-            assert "consents to at least 1.5" in vote.objection
-            assert vote.id == RoundId("run", 0, 0, 77)
-            noisy = replace(PRICE, event=poisson_gaussian(0.5, 2.0, population=100))
-            await scene.tiny.propose(price=noisy)
-            assert not (await scene.tiny.votes.get()).objection
-
-    play(act)
-
-
-def test_a_vote_does_not_tell_how_often_users_were_drawn(play: Callable[[Act], None]) -> None:
-    async def act(scene: Scene) -> None:
-        consent = scene.consent("most_rounds_per_day = 1")
-        async with serving(scene.tiny) as port, scene.joined(port, consent=consent):
-            kinds = []
-            for number in range(2):
-                await scene.tiny.propose(number)
-                assert not (await scene.tiny.votes.get()).objection
-                await scene.tiny.offer(number)
-                kinds.append((await scene.tiny.answers.get())[0].WhichOneof("what"))
-        assert kinds == ["sum", "decline"]
-
-    play(act)
-
-
 @pytest.mark.parametrize("drawn", [False, True])
 def test_a_vote_does_not_tell_whether_users_were_ever_drawn(
     play: Callable[[Act], None], drawn: bool
@@ -972,85 +992,6 @@ def test_one_vote_waits_for_a_server_that_proposes_and_reads_nothing(
     play(act)
     assert [vote.id.round for vote in waiting] == [19]
     assert caplog.text.count("consents to at least 1.5") == 1
-
-
-def test_a_node_that_gives_no_answers_at_all_says_so_before_the_draw(
-    play: Callable[[Act], None],
-) -> None:
-    async def act(scene: Scene) -> None:
-        consent = scene.consent("most_rounds_per_day = 0")
-        async with serving(scene.tiny) as port, scene.joined(port, consent=consent):
-            await scene.tiny.propose()
-            assert "at most 0" in (await scene.tiny.votes.get()).objection
-
-    play(act)
-
-
-def test_an_offer_of_other_terms_than_were_agreed_to_is_declined(
-    play: Callable[[Act], None],
-) -> None:
-    async def act(scene: Scene) -> None:
-        consent = scene.consent("least_noise_multiplier = 1.0\nruns = ['run']")
-        async with serving(scene.tiny) as port, scene.joined(port, consent=consent):
-            await scene.tiny.propose()
-            assert not (await scene.tiny.votes.get()).objection
-            loud = replace(PRICE, event=poisson_gaussian(0.5, 0.5, population=100))
-            await scene.tiny.offer(price=loud, id=RoundId("run", 0, 0, 1))
-            less, _ = await scene.tiny.answers.get()
-            await scene.tiny.offer(id=RoundId("other", 0, 0, 2))
-            other, _ = await scene.tiny.answers.get()
-        assert "consents to at least 1.0" in less.decline.reason
-        assert "the run is 'other'" in other.decline.reason
-        assert scene.player.asked.empty()
-
-    play(act)
-
-
-@pytest.mark.parametrize(
-    ("text", "objection"),
-    [
-        ("purposes = ['to sell']", "the purpose is 'to heal'"),
-        ("models = ['mlp', 'cnn']", "the model is 'softmax'"),
-        ("runs = ['ru?-*']", "the run is 'run'"),
-        ("purposes = ['to *']\nmodels = ['softmax']\nruns = ['run']", ""),
-    ],
-)
-def test_purpose_model_and_run_are_held_to_the_names_in_the_consent(
-    play: Callable[[Act], None], text: str, objection: str
-) -> None:
-    async def act(scene: Scene) -> None:
-        tiny, consent = scene.tiny, scene.consent(text)
-        tiny.welcome.welcome.purpose = "to heal"
-        async with serving(tiny) as port, scene.joined(port, consent=consent):
-            await tiny.propose()
-            vote = await tiny.votes.get()
-            await tiny.offer()
-            header, _ = await tiny.answers.get()
-        assert vote.objection.startswith(objection)
-        assert bool(vote.objection) == bool(objection) == header.HasField("decline")
-
-    play(act)
-
-
-def test_one_attempt_under_many_nonces_and_for_many_users_counts_each_time(
-    play: Callable[[Act], None],
-) -> None:
-    """A lying server would else get the update of every user of a node for one round's consent."""
-
-    async def act(scene: Scene) -> None:
-        users = range(25)
-        scene.tiny.welcome = TinyServer(users).welcome
-        consent = scene.consent("most_rounds_per_day = 2")
-        async with serving(scene.tiny) as port, scene.joined(port, consent=consent):
-            kinds = []
-            for user in users:
-                at = RoundId("run", 0, 0, user)
-                await scene.tiny.offer(id=at, users=np.array([user], np.int64))
-                kinds.append((await scene.tiny.answers.get())[0].WhichOneof("what"))
-        assert kinds == ["sum"] * 2 + ["decline"] * 23
-        assert scene.player.asked.qsize() == 2
-
-    play(act)
 
 
 def test_an_offer_has_one_sum_even_if_the_node_is_restarted(
@@ -1110,8 +1051,8 @@ def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
         yield opened
 
 
-def charge(ledger: Ledger, number: int) -> None:
-    ledger.charge(ProposedCharge("run", number, 0, Randomness.OPERATING_SYSTEM, EVENT, "0" * 64))
+def charge(ledger: Ledger, number: int, run: str = "run") -> None:
+    ledger.charge(ProposedCharge(run, number, 0, Randomness.OPERATING_SYSTEM, EVENT, "0" * 64))
 
 
 HONEST = replace(PRICE, epsilon_after=1e6)
@@ -1286,32 +1227,18 @@ def test_a_ledger_that_cannot_be_believed_at_the_end_is_an_error_of_once(
     play(act)
 
 
+@pytest.mark.parametrize("run", ["run", "x" * 1024], ids=["a short name", "the longest name"])
 def test_a_second_release_on_one_charge_finds_nobody_to_train(
-    play: Callable[[Act], None], ledger: Ledger
+    play: Callable[[Act], None], ledger: Ledger, run: str
 ) -> None:
     async def act(scene: Scene) -> None:
-        charge(ledger, 0)
-        scene.tiny.ledger = ledger
-        async with serving(scene.tiny) as port, scene.joined(port, verify_ledger=True):
-            await scene.tiny.offer(0, price=HONEST)
-            header, _ = await scene.tiny.answers.get()
-        assert "charged already" in header.decline.reason
-        assert scene.player.asked.empty()
-
-    play(act)
-
-
-def test_no_run_has_so_long_a_name_that_an_objection_cannot_be_said(
-    play: Callable[[Act], None], ledger: Ledger
-) -> None:
-    run = "x" * 1024
-
-    async def act(scene: Scene) -> None:
-        ledger.charge(ProposedCharge(run, 0, 0, Randomness.OPERATING_SYSTEM, EVENT, "0" * 64))
+        charge(ledger, 0, run)
         scene.tiny.ledger = ledger
         async with serving(scene.tiny) as port, scene.joined(port, verify_ledger=True):
             await scene.tiny.offer(0, price=HONEST, id=RoundId(run, 0, 0))
             header, _ = await scene.tiny.answers.get()
         assert header.HasField("decline")
+        assert ("charged already" in header.decline.reason) == (run == "run")
+        assert scene.player.asked.empty()
 
     play(act)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transport_conformance import TransportConformance
 
 from fedpriv.clients.training import NodeTrainer
 from fedpriv.data.population import UserStore
@@ -20,6 +19,7 @@ from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import PartialSum
 from fedpriv.training.request import LocalTraining, RoundRequest, Transport
+from tests.training.transport_conformance import TransportConformance
 
 USERS = 12
 CPU = torch.device("cpu")

@@ -278,7 +278,7 @@ def test_of_one_site_no_two_users_have_one_keyed_id(key: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("text", "mode", "words"),
-    [("ab" * 32, 0o644, "has mode 0644; it must be 0600"), ("ab" * 31, 0o600, "holds no key")],
+    [("ab" * 32, 0o644, "has mode 0644"), ("ab" * 31, 0o600, "holds no key")],
 )
 def test_a_key_that_others_can_read_or_that_is_none_is_refused(
     text: str, mode: int, words: str, tmp_path: Path
@@ -314,5 +314,5 @@ def test_users_who_cannot_be_enrolled_are_found_before(tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match="node 'one' is given twice"):
         enrolment_toml([a, b], [("one", None), ("one", None)], None)
     spaced = write_ids(tmp_path / "c.npz", "x ")
-    with pytest.raises(InvalidValueError, match="is 'x '; an id must be one printable line"):
+    with pytest.raises(InvalidValueError, match="c\\.npz' is 'x '"):
         enrolment_toml([spaced], [("one", None)], None)

@@ -482,12 +482,12 @@ def test_sigkill_of_the_parent_leaves_no_process(mark: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["memory_mebibytes", "seconds", "processes"])
 def test_limits_must_be_positive(name: str) -> None:
-    with pytest.raises(InvalidValueError, match=f"{name} is 0; it must be positive"):
+    with pytest.raises(InvalidValueError, match=f"{name} is 0"):
         HostSettings("users", **{name: 0})
 
 
 def test_a_limit_of_memory_is_one_that_the_system_can_set(runner: asyncio.Runner) -> None:
-    with pytest.raises(InvalidValueError, match=r"is 1099511627776; it must be below 2\^40"):
+    with pytest.raises(InvalidValueError, match="is 1099511627776"):
         HostSettings("users", memory_mebibytes=2**40)
     largest = runner.run(started("users", memory_mebibytes=2**40 - 1))
     runner.run(largest.close())

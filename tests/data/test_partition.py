@@ -178,15 +178,15 @@ def test_shards_are_dealt_equally_often():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: iid(3, 4, 0), "4 users for 3 rows; each needs a row"),
-        (lambda: iid(3, 0, 0), "users is 0; it must be a whole number of at least 1"),
+        (lambda: iid(3, 4, 0), "4 users for 3 rows"),
+        (lambda: iid(3, 0, 0), "users is 0"),
         (lambda: iid(0, 1, 0), "rows is 0"),
         (lambda: iid(3, 2.0, 0), "users is 2.0"),
         (lambda: iid(3, True, 0), "users is True"),
         (lambda: iid(3, 2, -1), "seed is -1"),
         (lambda: iid(3, 2, None), "seed is None"),
         (lambda: dirichlet(np.zeros(3), 4, 1.0, 0), "4 users for 3 rows"),
-        (lambda: dirichlet(np.zeros(3), 2, 0.0, 0), "alpha is 0.0; it must be positive"),
+        (lambda: dirichlet(np.zeros(3), 2, 0.0, 0), "alpha is 0.0"),
         (lambda: dirichlet(np.zeros(3), 2, np.nan, 0), "alpha is nan"),
         (lambda: dirichlet(np.zeros(3), 2, np.inf, 0), "alpha is inf"),
         (lambda: dirichlet(np.zeros(3), 2, "1", 0), "alpha is '1'"),
@@ -226,7 +226,7 @@ def test_partition_takes_ids_and_users_without_rows():
         ([0.0, 1.0, 0.0], None, "integers ≥ 0"),
         ([[0], [1], [2]], None, "integers ≥ 0"),
         ([0, 1], None, r"field 'x' has shape \(3,\)"),
-        ([0, 2, 1], ["a", "b"], "names user 2, but there are 2 ids"),
+        ([0, 2, 1], ["a", "b"], "names user 2"),
         ([0, 0, 1], ["a", "a"], "'a' occurs twice"),
     ],
 )

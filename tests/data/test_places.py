@@ -109,7 +109,7 @@ def test_lists_of_one_owner_each_are_no_sharing() -> None:
         (
             [["a"], ["a", "b"]],
             None,
-            "row 1 belongs to 2 users; with such rows owners must be given",
+            "row 1 belongs to 2 users",
         ),
         (np.array([[1, 2], [3, 3]]), None, "row 0 belongs to 2 users"),
         ([["a"], ["a", "b", "c"]], 2, "row 1 belongs to 3 users; owners is 2, the most"),
@@ -126,7 +126,7 @@ def test_rows_of_several_users_are_refused_unless_owners_bounds_them(
 
 
 def test_owners_is_at_least_one_and_its_field_is_reserved() -> None:
-    with pytest.raises(InvalidValueError, match="owners is 0; it must be a whole number of at lea"):
+    with pytest.raises(InvalidValueError, match="owners is 0"):
         from_arrays({"x": np.arange(1)}, ["a"], owners=0)
     with pytest.raises(DataError, match="a field is named 'row_owners'"):
         from_arrays({ROW_OWNERS: np.arange(1)}, ["a"])
@@ -192,7 +192,7 @@ def test_examples_alone_have_no_owners() -> None:
 def test_a_column_of_a_dataset_may_hold_lists(tmp_path: Path) -> None:
     rows = {"image": [[0.0], [1.0], [2.0]], "label": [0, 1, 0], "who": [["a", "b"], ["b"], ["c"]]}
     dataset = Dataset.from_dict(rows)
-    with pytest.raises(DataError, match="row 0 belongs to 2 users; with such rows owners must be"):
+    with pytest.raises(DataError, match="row 0 belongs to 2 users"):
         from_dataset(dataset, "who")
     store = from_dataset(dataset, "who", owners=2)
     assert store.fields[ROW_OWNERS].tolist() == [["a", "b"], ["b", "b"], ["c", "c"]]
@@ -206,7 +206,7 @@ def test_a_column_of_a_dataset_may_hold_lists(tmp_path: Path) -> None:
     Dataset.from_dict({**rows, "who": [["d"], ["e", "a"], ["f"]]}).save_to_disk(tmp_path / "more")
     with pytest.raises(DataError, match="held-out rows name 1 of the enrolled users"):
         load_population("hugging-face", {**given, "test": str(tmp_path / "more")})
-    with pytest.raises(InvalidValueError, match="owners is 2; without user_column it must be abs"):
+    with pytest.raises(InvalidValueError, match="owners is 2"):
         load_population("hugging-face", {**options, "owners": 2})
 
 

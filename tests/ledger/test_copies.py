@@ -132,7 +132,7 @@ import sys
 from pathlib import Path
 from time import sleep
 import numpy as np
-from test_copies import propose
+from tests.ledger.test_copies import propose
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord, record_path
 

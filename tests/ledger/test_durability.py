@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import cycle
 
-import disk_calls
 import pytest
 
 from fedpriv.accounting.policies import poisson_gaussian
@@ -22,6 +21,7 @@ from fedpriv.ledger.events import Randomness, RoundEvent, SumQueryEvent
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.support.disk import lacks_room
+from tests.ledger import disk_calls
 
 
 def propose(round_number, queries=1):

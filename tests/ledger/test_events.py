@@ -79,7 +79,7 @@ def test_names_given_as_text_are_the_names(event: RoundEvent) -> None:
 
 
 def test_a_policy_given_as_text_is_checked() -> None:
-    with pytest.raises(InvalidValueError, match="examples_per_user is None; "):
+    with pytest.raises(InvalidValueError, match="examples_per_user is None"):
         SamplingEvent("poisson-examples", 0.1, 10, "add-or-remove-one")  # type: ignore[arg-type]
 
 
@@ -88,7 +88,7 @@ def test_a_policy_given_as_text_is_checked() -> None:
     ("value", "found"), [("sh", "'sh'"), (None, "None"), (["user"], "of the type list")]
 )
 def test_other_names_are_refused(name: str, value: object, found: str) -> None:
-    with pytest.raises(InvalidValueError, match=f"{name} is {found}; known names: "):
+    with pytest.raises(InvalidValueError, match=f"{name} is {found}"):
         replace(ONE_OF_EACH[0].sampling, **{name: value})
 
 
@@ -106,23 +106,21 @@ def test_every_pair_that_can_be_constructed_has_an_accountant() -> None:
 @pytest.mark.parametrize("policy", [EVERY_USER, SEPARATED])
 @pytest.mark.parametrize("q", [0.5, math.nextafter(1.0, 0.0)])
 def test_who_always_takes_part_is_not_sampled(policy: SamplingPolicy, q: float) -> None:
-    with pytest.raises(InvalidValueError, match=rf"is {q}; with {policy} sampling it must be 1"):
+    with pytest.raises(InvalidValueError, match=f"is {q}; with {policy} sampling"):
         SamplingEvent(policy, q, 10, ADD_OR_REMOVE, Schedule(5) if policy is SEPARATED else None)
 
 
 @pytest.mark.parametrize("k", [None, 0, -1, 2.0, 10**6 + 1, 10**300])
 def test_sampled_examples_are_at_most_a_whole_number_of_each_user(k: object) -> None:
-    sentence = f"examples_per_user is {k}; .*it must be a whole number"
+    sentence = f"examples_per_user is {k}"
     with pytest.raises(InvalidValueError, match=sentence):
         SamplingEvent(EXAMPLES, 0.1, 10, ADD_OR_REMOVE, examples_per_user=k)  # type: ignore[arg-type]
 
 
 def test_examples_are_sampled_for_users_and_users_for_nobody_else() -> None:
-    with pytest.raises(InvalidValueError, match="unit is 'example'; with poisson-examples sampl"):
+    with pytest.raises(InvalidValueError, match="unit is 'example'"):
         SamplingEvent(EXAMPLES, 0.1, 10, ADD_OR_REMOVE, unit=Unit.EXAMPLE, examples_per_user=2)
-    with pytest.raises(
-        InvalidValueError, match="examples_per_user is 2; poisson sampling is of wh"
-    ):
+    with pytest.raises(InvalidValueError, match="examples_per_user is 2"):
         SamplingEvent(POISSON, 0.1, 10, ADD_OR_REMOVE, examples_per_user=2)
     assert SamplingEvent(EXAMPLES, 0.1, 10, ADD_OR_REMOVE, examples_per_user=2).places == 20
     assert SamplingEvent(POISSON, 0.1, 10, ADD_OR_REMOVE).places == 10
@@ -134,9 +132,9 @@ def test_canaries_are_drawn_beside_users_and_not_expected() -> None:
     assert event.cohort_variance == SamplingEvent(POISSON, 0.1, 10, ADD_OR_REMOVE).cohort_variance
     of_each = SamplingEvent(EXAMPLES, 0.1, 10, ADD_OR_REMOVE, examples_per_user=2, canaries=30)
     assert (of_each.places, of_each.expected_cohort_size) == (80, 2.0)
-    with pytest.raises(InvalidValueError, match="canaries is 1; with fixed-size sampling it must"):
+    with pytest.raises(InvalidValueError, match="canaries is 1"):
         SamplingEvent(FIXED_SIZE, 1.0, 10, REPLACE, canaries=1)
-    with pytest.raises(InvalidValueError, match="canaries is -1; it must be a whole number from 0"):
+    with pytest.raises(InvalidValueError, match="canaries is -1"):
         SamplingEvent(POISSON, 0.1, 10, ADD_OR_REMOVE, canaries=-1)
 
 
@@ -150,7 +148,7 @@ def test_a_fixed_size_is_read_back_from_probability_and_population(
     if population < 2**50:
         assert round(sampling.sampling_probability * population) == size
         between = (size - 0.5) / population
-        with pytest.raises(InvalidValueError, match=r"fixed-size sampling it must be m/N"):
+        with pytest.raises(InvalidValueError, match=r"sampling_probability is .*; with fixed-size"):
             SamplingEvent(FIXED_SIZE, between, population, REPLACE)
 
 
@@ -162,7 +160,7 @@ def test_a_probability_that_is_no_cohort_size_is_refused(q: float) -> None:
 
 @pytest.mark.parametrize(("size", "population"), [(0, 10), (11, 10), (-1, 10), (1.5, 10)])
 def test_a_cohort_fits_into_its_population(size: int, population: int) -> None:
-    sentence = f"cohort_size is {size}; it must be a whole number from 1 to the population of 10"
+    sentence = f"cohort_size is {size}"
     with pytest.raises(InvalidValueError, match=sentence):
         fixed_size_gaussian(size, population, 1.0)
 
@@ -237,7 +235,7 @@ class TestGranularity:
         "step", [0.0, -0.0, -0.5, 3.0, 0.1, math.nan, math.inf, -math.inf, 1.0 + 2**-52, 2.0]
     )
     def test_is_a_power_of_two_up_to_the_clipping_norm(self, step: float) -> None:
-        sentence = f"granularity of group 'u' is {step}; it must be a power of two up to the clippi"
+        sentence = f"granularity of group 'u' is {step}"
         with pytest.raises(InvalidValueError, match=sentence):
             SumQueryEvent("u", 1.5, 2.0, step)
 
@@ -269,29 +267,29 @@ BANDED = banded_poisson_gaussian((1.0, 0.5), 9, 2, 0.25, 2.0, ADD_OR_REMOVE)
 class TestSchedules:
     @pytest.mark.parametrize("rounds", [0, -1, 2.0, "3", True])
     def test_have_rounds(self, rounds):
-        with pytest.raises(InvalidValueError, match=f"has {rounds!r} rounds; it must have a whole"):
+        with pytest.raises(InvalidValueError, match=f"has {rounds!r} rounds"):
             Schedule(rounds)
 
     @pytest.mark.parametrize("name", ["participations", "separation"])
     @pytest.mark.parametrize("value", [0, -1, 8, 1.0])
     def test_have_numbers_up_to_their_rounds(self, name, value):
-        sentence = f"{name} of the schedule is {value}; it must be a whole number from 1 to its 7"
+        sentence = f"{name} of the schedule is {value}"
         with pytest.raises(InvalidValueError, match=sentence):
             Schedule(7, **{name: value})
 
     @pytest.mark.parametrize("event", ONE_OF_EACH[:5])
     def test_are_of_several_rounds(self, event):
-        with pytest.raises(InvalidValueError, match="is of one round and must have none"):
+        with pytest.raises(InvalidValueError, match=f"{event.sampling.policy} sampling is of one"):
             replace(event.sampling, schedule=Schedule(7))
 
     @pytest.mark.parametrize("event", [ONE_OF_EACH[5], SERIES, BANDED])
     def test_are_needed_where_accountants_use_them(self, event):
-        sentence = f"the schedule is None; {event.sampling.policy} sampling must have one"
+        sentence = f"the schedule is None; {event.sampling.policy}"
         with pytest.raises(InvalidValueError, match=sentence):
             replace(event.sampling, schedule=None)
 
     def test_say_nothing_of_distances_where_these_are_random(self):
-        with pytest.raises(InvalidValueError, match="separation of the schedule is 3; with "):
+        with pytest.raises(InvalidValueError, match="separation of the schedule is 3"):
             replace(ONE_OF_EACH[5].sampling, schedule=Schedule(8, 1, 3))
 
     @given(st.integers(1, 10**6), st.data())
@@ -300,7 +298,7 @@ class TestSchedules:
         sampling = random_allocation_gaussian(n, k, 1.0).sampling
         assert sampling.sampling_probability == k / n
         between = math.nextafter(k / n, 0.0)
-        with pytest.raises(InvalidValueError, match=f"sampling it must be k/n, {k / n}"):
+        with pytest.raises(InvalidValueError, match=f"k/n, {k / n}"):
             replace(sampling, sampling_probability=between)
 
     @pytest.mark.parametrize("participations", [4, 6])
@@ -318,7 +316,7 @@ class TestStrategies:
 
     @pytest.mark.parametrize("strategy", [(), (0.5,) * 10])
     def test_are_no_longer_than_the_series(self, strategy):
-        sentence = f"has {len(strategy)} coefficients; it must have from 1 to the 9 of"
+        sentence = f"has {len(strategy)} coefficients"
         with pytest.raises(InvalidValueError, match=sentence):
             replace(SERIES, strategy=strategy)
 
@@ -331,7 +329,7 @@ class TestStrategies:
         "strategy", [(0.0, 1.0), (-1.0,), (math.nan,), (1.0, math.inf), (1.0, math.nan)]
     )
     def test_begin_with_a_positive_coefficient_and_are_finite(self, strategy):
-        with pytest.raises(InvalidValueError, match="its first coefficient must be positive and a"):
+        with pytest.raises(InvalidValueError, match="the strategy begins with "):
             replace(SERIES, strategy=strategy)
 
     @pytest.mark.parametrize("kind", [np.float16, np.float32, Fraction, np.longdouble])
@@ -349,9 +347,9 @@ class TestStrategies:
     @pytest.mark.parametrize(
         ("strategy", "sentence"),
         [
-            ("1.0", "a coefficient of the strategy is '1'; it must be a number"),
-            ((1.0, None), "a coefficient of the strategy is None; it must be a number"),
-            (1.0, "strategy is of the type float; it must be of the type Iterable"),
+            ("1.0", "a coefficient of the strategy is '1'"),
+            ((1.0, None), "a coefficient of the strategy is None"),
+            (1.0, "strategy is of the type float"),
             ((10**400,), "a coefficient of the strategy is a whole number of 1329 bits"),
         ],
     )

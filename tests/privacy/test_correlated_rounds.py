@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import open_records
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -26,6 +25,7 @@ from fedpriv.privacy.sampling import (
     Sampling,
     SeparatedSampling,
 )
+from tests.training.federation import open_records
 
 N, B, USERS, WIDE = 10, 4, 9, 4000
 BANDED = BandedStrategy((1.0, 0.5, 0.375, 0.25))

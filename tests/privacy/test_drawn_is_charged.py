@@ -13,7 +13,6 @@ from types import FrameType
 
 import numpy as np
 import pytest
-from federation import open_records
 
 import fedpriv
 from fedpriv.errors import BudgetExceededError, ModelError
@@ -30,6 +29,7 @@ from fedpriv.privacy.round import (
     release,
 )
 from fedpriv.privacy.sampling import PoissonSampling, RandomAllocationSampling
+from tests.training.federation import open_records
 
 FILES = __file__, str(Path(fedpriv.__file__).parent)  # the steps of which count
 LAYOUT, SEEDED = Layout(("w",), ((3,),)), SeededEntropy(3)

@@ -250,7 +250,7 @@ def test_the_mechanism_charges_what_it_releases() -> None:
 
 
 def test_a_bad_weight_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="weight is -1; it must not be negative"):
+    with pytest.raises(InvalidValueError, match="weight is -1"):
         floored(1.0).noised_average(np.zeros(2, np.int64), SYSTEM, "test", -1)
 
 

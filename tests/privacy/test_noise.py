@@ -597,7 +597,7 @@ def test_noise_far_below_a_step_is_zero(stddev: float) -> None:
     [-1.0, -5e-324, math.nan, math.inf, -math.inf, math.nextafter(LARGEST_STDDEV, math.inf)],
 )
 def test_a_stddev_that_is_none_is_refused(stddev: float) -> None:
-    with pytest.raises(InvalidValueError, match=r"stddev is .* steps; it must be from 0 to 2\^40"):
+    with pytest.raises(InvalidValueError, match=r"stddev is .* steps"):
         rounded_gaussian(KEY, 4, stddev)
 
 

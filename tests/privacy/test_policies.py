@@ -148,7 +148,7 @@ def test_coins_of_users_do_not_depend_on_canaries():
 
 
 def test_a_fixed_size_has_no_room_for_canaries():
-    with pytest.raises(InvalidValueError, match="canaries is 5; with fixed-size sampling it must"):
+    with pytest.raises(InvalidValueError, match="canaries is 5"):
         CanarySampling(FixedSizeSampling(12, 4), 5)
 
 
@@ -341,7 +341,7 @@ class TestSeparated(SamplingConformance):
             SeparatedSampling(10, rounds, b)
 
     def test_each_group_needs_a_user(self):
-        with pytest.raises(InvalidValueError, match=r"separation is 11; .*population of 10"):
+        with pytest.raises(InvalidValueError, match="separation is 11"):
             SeparatedSampling(10, 20, 11)
 
 

@@ -14,7 +14,6 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from federation import open_records
 
 from fedpriv.errors import BudgetExceededError, InvalidValueError, LedgerError
 from fedpriv.ledger import Charge, Ledger, ProposedCharge, Randomness
@@ -33,6 +32,7 @@ from fedpriv.privacy.round import (
     release,
 )
 from fedpriv.privacy.sampling import PoissonSampling
+from tests.training.federation import open_records
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = Layout(("a.w", "b.w"), ((3,), (2,)))

@@ -297,7 +297,7 @@ class TestExamples:
         )
         assert policy.event() == expected
         assert (policy.unit, policy.drawn) == (Unit.USER, Unit.EXAMPLE)
-        with pytest.raises(InvalidValueError, match="unit is 'example'; with poisson-examples"):
+        with pytest.raises(InvalidValueError, match="unit is 'example'"):
             replace(policy, unit=Unit.EXAMPLE)
 
     def test_are_averaged_over_public_constants(self):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import open_records
 
 from fedpriv.errors import BudgetExceededError, LedgerError
 from fedpriv.ledger import Charge, ExportedLedger, Ledger, ProposedCharge
@@ -28,6 +27,7 @@ from fedpriv.privacy.sampling import (
     Sampling,
     SeparatedSampling,
 )
+from tests.training.federation import open_records
 
 LAYOUT = Layout(("a.w", "b.w"), ((3,), (2,)))
 GROUPS = per_layer(LAYOUT, layers(LAYOUT), equal_split(layers(LAYOUT), 1.0))

@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from federation import LAYOUT
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -12,6 +11,7 @@ from hypothesis.extra import numpy as hnp
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import flat, layers, per_layer
 from fedpriv.privacy.round import PartialSum, add_up
+from tests.training.federation import LAYOUT
 
 CLIPPING = Clipping(LAYOUT, flat(LAYOUT, 1.0))
 D = LAYOUT.dimension

@@ -60,7 +60,8 @@ def start(folder: Path, x: np.ndarray, y: np.ndarray, noise: float = 2.0, **othe
 
 
 def test_held_out_labels_that_the_model_cannot_give_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="cannot be evaluated on the held-out rows: Target 5"):
+    message = "held-out rows go from 0 to 5 and the model gives 5 scores.*: give the model 6 scores"
+    with pytest.raises(ModelError, match=message):
         start(tmp_path / "run", X, Y)
     assert list(tmp_path.iterdir()) == []
     start(tmp_path / "run", X[:20], Y[:20])
@@ -193,7 +194,7 @@ class Weighted(SGD):
     [
         (
             {"server": Doubles()},
-            r"^'weight' is float64\[5, 8\] after update of Doubles; it must be float32\[5, 8\]$",
+            r"^'weight' is float64\[5, 8\] after update of Doubles",
         ),
         ({"server": FedAvg(Halving())}, "^the plan has a value of the type Halving, which ca"),
         (
@@ -224,9 +225,7 @@ def test_a_baseline_without_privacy_is_a_mechanism(
 
     assert "rounded" not in baseline(100.0)
     assert "warning: updates are rounded to whole multiples of 0.031, as" in baseline(1e6)
-    with pytest.raises(
-        InvalidValueError, match=r"^the mechanism has no delta; it must be in \(0, "
-    ):
+    with pytest.raises(InvalidValueError, match=r"^the mechanism has no delta"):
         baseline(1.0, None)
 
 
@@ -250,15 +249,15 @@ def test_batch_normalisation_that_nothing_moves_is_warned_of(
 
 
 WRONG: list[tuple[dict[str, object], str]] = [
-    ({"trackers": [3]}, r"trackers\[0\] is of the type int; it must be of the type Tracker"),
-    ({"trackers": [TensorBoard]}, r"trackers\[0\] is of the type ABCMeta; it must be of the"),
+    ({"trackers": [3]}, r"trackers\[0\] is of the type int"),
+    ({"trackers": [TensorBoard]}, r"trackers\[0\] is of the type ABCMeta"),
     (
         {"trackers": TensorBoard()},
-        "trackers is of the type TensorBoard; it must be of the type Seq",
+        "trackers is of the type TensorBoard",
     ),
-    ({"on_round": [3]}, r"on_round\[0\] is of the type int; it must be of the type Callable"),
-    ({"on_round": print}, "on_round is of the type builtin_function_or_method; it must be of"),
-    ({"ledger": 3}, "ledger is of the type int; it must be of the type Path or str or None"),
+    ({"on_round": [3]}, r"on_round\[0\] is of the type int"),
+    ({"on_round": print}, "on_round is of the type builtin_function_or_method"),
+    ({"ledger": 3}, "ledger is of the type int"),
 ]
 
 

@@ -107,7 +107,7 @@ def test_a_study_goes_on_only_where_its_caller_says_that_nothing_changed(
 ) -> None:
     before, after = CHANGED[what]
     found = study(tmp_path, {"a": before})
-    with pytest.raises(InvalidValueError, match="holds a study already; resume=True goes on with"):
+    with pytest.raises(InvalidValueError, match="holds a study already"):
         study(tmp_path, {"a": after})
     assert study(tmp_path, {"a": before}, resume=True).runs == found.runs
     if what in TOLD:
@@ -156,6 +156,22 @@ def test_an_arm_of_which_nothing_would_be_measured_is_refused_before_any_run(
     tmp_path: Path,
 ) -> None:
     personal = {"task": task(nn.Linear(3, 3), personal=("1.*",))}
-    with pytest.raises(InvalidValueError, match=r"arm 'own': .*so nothing would be measured; pers"):
+    with pytest.raises(InvalidValueError, match=r"arm 'own': .*so nothing would be measured"):
         study(tmp_path / "study", {"one": {}, "own": personal})
     assert not (tmp_path / "study").exists()
+
+
+def test_runs_that_train_one_task_settle_its_road_once(tmp_path, caplog) -> None:
+    """Another task has a road of its own, though its layers are alike."""
+    caplog.set_level("INFO", logger="fedpriv.engine.transport")
+    slower = {"local": fedpriv.SGD(0.1, epochs=1)}
+    study(tmp_path / "one", {"a": {}, "b": slower}, seeds=2)
+    assert caplog.text.count("users train") == 1
+    study(tmp_path / "two", {"a": {"task": task()}, "b": {"task": task(), **slower}}, seeds=2)
+    assert caplog.text.count("users train") == 3
+
+
+def test_tasks_of_seeds_have_roads_of_their_own(tmp_path, caplog) -> None:
+    caplog.set_level("INFO", logger="fedpriv.engine.transport")
+    study(tmp_path, {"a": {"task": lambda _seed: task()}, "b": {}}, seeds=2)
+    assert caplog.text.count("users train") == 3

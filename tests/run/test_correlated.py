@@ -99,22 +99,22 @@ def test_a_plan_keeps_the_strategy_that_was_found(tmp_path: Path) -> None:
     [
         (["sampling={}"], "noise is correlated and sampling is poisson"),
         *(
-            ([f"noise.options={{bands = {bands}}}"], f"bands is {said}; it must be a whole number")
+            ([f"noise.options={{bands = {bands}}}"], f"bands is {said}")
             for bands, said in ((40, 40), (0, 0), (1.5, 1.5), ("true", True), ("'two'", "'two'"))
         ),
         *(
             ([f"noise.options={{coefficients = {given}}}"], "coefficients of the noise is")
             for given in ("1.0", "['a']", "'a'")
         ),
-        (["noise.options={momentum = 'a'}"], "momentum is 'a'; it must be in [0, 1)"),
+        (["noise.options={momentum = 'a'}"], "momentum is 'a'"),
         (
             ["noise.options={objective = 3}"],
-            "objective is of the type int; known names: largest, mean",
+            "objective is of the type int",
         ),
-        (["noise.options={coefficients = [1.0, 0.3]}"], "coefficient 1 is 0.3; it must be a whole"),
+        (["noise.options={coefficients = [1.0, 0.3]}"], "coefficient 1 is 0.3"),
         (
             ["noise.options={objective = 'worst'}"],
-            "objective is 'worst'; known names: largest, mean",
+            "objective is 'worst'",
         ),
         (["noise.options={buffers = 2}"], "noise.correlation 'banded' has no option 'buffers'"),
         (["sampling.options={rounds = 12, separation = 13}"], "separation of the schedule is 13"),
@@ -122,18 +122,18 @@ def test_a_plan_keeps_the_strategy_that_was_found(tmp_path: Path) -> None:
         (["sampling.options={rounds = '12', separation = 4}"], "the schedule has '12' rounds"),
         (["sampling.options={rounds = 12}"], "sampling.policy 'separated' needs the option"),
         (["clipping.adaptive={}"], "clipping norms adapt"),
-        (["privacy.sampling_probability=0.5"], "sampling_probability is 0.5; it must be absent"),
+        (["privacy.sampling_probability=0.5"], "sampling_probability is 0.5"),
         (
             ["noise.correlation=buffered", "noise.options={decays = [1.0], weights = [0.1]}"],
-            "a decay is 1.0; it must be in [0, 1)",
+            "a decay is 1.0",
         ),
         (
             ["noise.correlation=buffered", "noise.options={decays = 'a', weights = 'b'}"],
-            "decays of the noise is 'a'; it must be a list of numbers",
+            "decays of the noise is 'a'",
         ),
         (
             ["noise.correlation=buffered", "noise.options={buffers = 1.5}"],
-            "buffers is 1.5; it must be a whole number from 1 to 8",
+            "buffers is 1.5",
         ),
     ],
 )

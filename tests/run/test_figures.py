@@ -202,10 +202,10 @@ def test_figures_are_named_in_a_file(tmp_path: Path) -> None:
     ("setting", "sentence"),
     [
         ('evaluation.figures.area="acu"', "figure 'area' is 'acu', which is unknown"),
-        ("evaluation.figures.area=3", "figure 'area' is 3; it must be a name, a table"),
+        ("evaluation.figures.area=3", "figure 'area' is 3"),
         ('evaluation.figures.area="rmse"', "figure 'area' cannot be computed on the held-out rows"),
         ('evaluation.figures.loss="auc"', "figure 'loss' is measured in any case"),
-        ('evaluation.figure.a="auc"', "unknown key evaluation.figure; did you mean 'figures'"),
+        ('evaluation.figure.a="auc"', "unknown key evaluation.figure"),
         ("model.inputs=[]", "inputs are (); there must be at least one"),
         ('model.inputs="z"', "the data have no field 'z'"),
     ],
@@ -250,7 +250,7 @@ def test_a_comparison_has_figures_of_each_arm(
 def test_users_of_held_out_rows_may_not_be_enrolled() -> None:
     owners = OWNERS.astype("U20")
     owners[3] = "person 7"
-    with pytest.raises(DataError, match="held-out rows name 1 of the enrolled users; they must"):
+    with pytest.raises(DataError, match="held-out rows name 1 of the enrolled users"):
         people(owners)
     fields = {**people().users.fields, HELD_OUT_USER: np.arange(200)}
     users = replace(people().users, fields=fields)
@@ -258,5 +258,5 @@ def test_users_of_held_out_rows_may_not_be_enrolled() -> None:
         replace(people(), users=users)
     with pytest.raises(DataError, match="test fields have"):
         people(OWNERS[:30])
-    with pytest.raises(DataError, match="ids must be all strings or all integers"):
+    with pytest.raises(DataError, match=r"user id number 0 is 1.0"):
         people(np.ones(40))

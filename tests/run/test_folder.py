@@ -95,7 +95,7 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     folder.create()
     folder.plan.write_text("")
     for _ in range(2):
-        with pytest.raises(InvalidValueError, match="holds a run already; resume it, unless"):
+        with pytest.raises(InvalidValueError, match="holds a run already"):
             folder.create()
         folder.model.write_bytes(b"")  # as a run that was stopped leaves it too
 

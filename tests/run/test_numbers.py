@@ -130,60 +130,60 @@ def test_adapters_and_figures_take_numbers_of_numpy() -> None:
     model = with_adapters(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), TWO, HALF)
     assert [p.shape[0] for n, p in model.named_parameters() if "lora_A" in n] == [2, 2]
     Task(model, figures={"top": {"figure": "top-k", "k": TWO}})
-    with pytest.raises(ModelError, match="the rank of adapters is True; it must be a whole"):
+    with pytest.raises(ModelError, match="the rank of adapters is True"):
         with_adapters(model, True)
 
 
 REFUSED: list[tuple[Callable[[], object], str]] = [
-    (lambda: SGD(0.5, epochs=np.float32(2)), "epochs is 2.0; it must be a whole number"),
-    (lambda: SGD(0.5, epochs=np.int64(0)), "epochs is 0; it must be a whole number"),
-    (lambda: SGD(np.float32(np.nan), epochs=1), "learning_rate is nan; it must be positive"),
+    (lambda: SGD(0.5, epochs=np.float32(2)), "epochs is 2.0"),
+    (lambda: SGD(0.5, epochs=np.int64(0)), "epochs is 0"),
+    (lambda: SGD(np.float32(np.nan), epochs=1), "learning_rate is nan"),
     (
         lambda: FedRecon(0.5, steps=2, personal_steps=1.0, personal_rate=0.5),
-        "personal_steps is 1.0 of 2 steps; it must be a whole number from 1 to steps - 1",
+        "personal_steps is 1.0 of 2 steps",
     ),
     (lambda: FedRecon(0.5, steps=1, personal_steps=1, personal_rate=0.5), "is 1 of 1 steps"),
-    (lambda: Engine(processes=0), "processes is 0; it must be at least 1"),
-    (lambda: Engine(chunk_mebibytes=1.5), "chunk_mebibytes is 1.5; it must be a whole number"),
+    (lambda: Engine(processes=0), "processes is 0"),
+    (lambda: Engine(chunk_mebibytes=1.5), "chunk_mebibytes is 1.5"),
     (lambda: Engine("gpu"), "device is 'gpu', which torch does not find here"),
     (lambda: Engine("cpu", activations="tf32"), "activations is 'tf32'; "),
-    (lambda: FederatedEvaluation("4"), "noise_multiplier is '4'; it must be positive"),
-    (lambda: FederatedEvaluation(4.0, every=0), "every is 0; it must be a whole number"),
-    (lambda: FederatedEvaluation(4.0, held_out=1.0), r"held_out is 1.0; it must be in \[0, 1\)"),
-    (lambda: poisson_gaussian(0.5, 1.0, count=1.5), "count is 1.5; it must be a whole number"),
-    (lambda: Averaging(cap="8", total_weight=9.0), "cap is '8'; it must be a whole number or None"),
-    (lambda: Averaging(floor=[0.5]), r"floor is \[0.5\]; it must be a number or None"),
-    (lambda: AdaptiveClipping(None), "quantile is None; it must be a number"),
-    (lambda: Audit(math.nan), "canaries is nan; it must be a whole number"),
-    (lambda: Personalisation(0.1), "local is of the type float; it must be of the type LocalTr"),
-    (lambda: Flat(True), "the clipping norm is True; it must be positive and finite"),
-    (lambda: Flat(HUGE), "norm is a whole number of 1329 bits; it must be within ±1.8e"),
+    (lambda: FederatedEvaluation("4"), "noise_multiplier is '4'"),
+    (lambda: FederatedEvaluation(4.0, every=0), "every is 0"),
+    (lambda: FederatedEvaluation(4.0, held_out=1.0), r"held_out is 1.0"),
+    (lambda: poisson_gaussian(0.5, 1.0, count=1.5), "count is 1.5"),
+    (lambda: Averaging(cap="8", total_weight=9.0), "cap is '8'"),
+    (lambda: Averaging(floor=[0.5]), r"floor is \[0.5\]"),
+    (lambda: AdaptiveClipping(None), "quantile is None"),
+    (lambda: Audit(math.nan), "canaries is nan"),
+    (lambda: Personalisation(0.1), "local is of the type float"),
+    (lambda: Flat(True), "the clipping norm is True"),
+    (lambda: Flat(HUGE), "norm is a whole number of 1329 bits"),
     (lambda: PerLayer(0.5, split={"a": HUGE}), "a is a whole number of 1329 bits"),
     (lambda: SGD(0.5, epochs=1, momentum=HUGE), "momentum is a whole number of 1329 bits"),
     (lambda: AdamW(0.5, epochs=1, weight_decay=-HUGE), "weight_decay is a whole number of"),
     (lambda: FedAdam(HUGE), "learning_rate is a whole number of 1329 bits"),
     (lambda: PolynomialDecay(HUGE, 0.0, 2), "start is a whole number of 1329 bits"),
-    (lambda: metric("loss", bound=HUGE), "bound is a whole number of 1329 bits; it must be within"),
+    (lambda: metric("loss", bound=HUGE), "bound is a whole number of 1329 bits"),
     (lambda: metric("update-norms:update", thresholds=[0.5, HUGE]), "thresholds is a whole number"),
     (lambda: dirichlet(np.arange(4), 2, HUGE, 0), "alpha is a whole number of 1329 bits"),
-    (lambda: PerLayer(0.5, "layers"), "parts is 'layers'; it must be 'layer' or 'tensor'"),
-    (lambda: PerLayer(0.5, split=3), "split is 3; it must be 'equal' or 'dimension' or a positive"),
+    (lambda: PerLayer(0.5, "layers"), "parts is 'layers'"),
+    (lambda: PerLayer(0.5, split=3), "split is 3"),
     (lambda: PerLayer(0.5, split={"a": "b"}), "split is .* or a positive number for each part"),
     (lambda: Joint(0.5, {"a": 0}), "scales is .* it must be 'dimension' or a positive number for"),
     (
         lambda: Mechanism.poisson(allocation="equal"),
-        "allocation is 'equal'; it must be 'proportional' or 'dimension' or a positive number for",
+        "allocation is 'equal'",
     ),
-    (lambda: Mechanism(Poisson(0.5), Flat(0.5), "2"), "noise_multiplier is '2'; it must be a numb"),
-    (lambda: Mechanism.poisson(unit=None), "unit is None; known names: example, microbatch, user"),
+    (lambda: Mechanism(Poisson(0.5), Flat(0.5), "2"), "noise_multiplier is '2'"),
+    (lambda: Mechanism.poisson(unit=None), "unit is None"),
     (lambda: Mechanism.poisson(metrics="accuracy"), "metrics are 'accuracy'; they must be a list"),
     (
         lambda: NOISELESS.calibrate(epsilon=2.0, delta=None),
-        r"delta is None; it must be in \(0, 1\)",
+        "delta is None",
     ),
     (lambda: NOISELESS.calibrate(epsilon=2.0, delta=1e-3, spent=[1]), "an event in spent is of"),
     (lambda: Task(nn.Linear(4, 2), frozen=[0]), "a pattern of names is of the type int"),
-    (lambda: Task(nn.Linear(4, 2), figures=["auc"]), "figures is of the type list; it must be"),
+    (lambda: Task(nn.Linear(4, 2), figures=["auc"]), "figures is of the type list"),
     (lambda: Task(nn.Linear(4, 2), ignore_index="pad"), "ignore_index is of the type str"),
 ]
 
@@ -203,5 +203,5 @@ def test_seeds_of_a_study_may_be_numbers_of_numpy(tmp_path: Path) -> None:
         out = tmp_path / str(number)
         study = compare(people, task, mechanism, {"one": {}}, seeds=seeds, out=out, quiet=True)
         assert study.arms[0].seeds == (0, 1)
-    with pytest.raises(InvalidValueError, match="seeds is of the type float; it must be of the"):
+    with pytest.raises(InvalidValueError, match="seeds is of the type float"):
         compare(people, task, mechanism, {"one": {}}, seeds=2.0, out=tmp_path / "2", quiet=True)

@@ -162,14 +162,14 @@ def test_a_run_that_goes_on_is_the_uninterrupted_one(
     ("settings", "sentence"),
     [
         (("sampling.policy=fixed-size",), "needs the option 'cohort_size'"),
-        ((FIXED[0], "sampling.options={cohort_size=31}"), "cohort_size is 31; it must be a whole"),
-        ((FIXED[0], "sampling.options={cohort_size=0}"), "cohort_size is 0; it must"),
-        ((FIXED[0], "sampling.options={cohort_size=2.5}"), "cohort_size is 2.5; it must"),
-        ((FIXED[0], 'sampling.options={cohort_size="x"}'), "cohort_size is 'x'; it must be a who"),
-        ((FIXED[0], "sampling.options={cohort_size=true}"), "cohort_size is True; it must be a wh"),
+        ((FIXED[0], "sampling.options={cohort_size=31}"), "cohort_size is 31"),
+        ((FIXED[0], "sampling.options={cohort_size=0}"), "cohort_size is 0"),
+        ((FIXED[0], "sampling.options={cohort_size=2.5}"), "cohort_size is 2.5"),
+        ((FIXED[0], 'sampling.options={cohort_size="x"}'), "cohort_size is 'x'"),
+        ((FIXED[0], "sampling.options={cohort_size=true}"), "cohort_size is True"),
         ((FIXED[0], "sampling.options={size=3}"), "has no option 'size'"),
         ((*FIXED, "privacy.sampling_probability=0.3"), "sampling_probability is 0.3; it"),
-        ((*ALLOCATION, "privacy.sampling_probability=0.3"), "sampling_probability is 0.3; it must"),
+        ((*ALLOCATION, "privacy.sampling_probability=0.3"), "sampling_probability is 0.3"),
         ((ALLOCATION[0],), "needs the option 'rounds'"),
         ((ALLOCATION[0], "sampling.options={rounds=0}"), "the schedule has 0 rounds"),
         ((ALLOCATION[0], "sampling.options={rounds=2.5}"), "the schedule has 2.5 rounds"),
@@ -177,17 +177,17 @@ def test_a_run_that_goes_on_is_the_uninterrupted_one(
         ((ALLOCATION[0], "sampling.options={rounds=true}"), "the schedule has True rounds"),
         (
             ("sampling.policy=poisson-within-bands", "sampling.options={probability=0.4}"),
-            "sampling.options has probability 0.4; it must be given as privacy.sampling_probabil",
+            "sampling.options has probability 0.4",
         ),
         (
             (ALLOCATION[0], "sampling.options={rounds=3,participations=4}"),
-            "participations of the schedule is 4; it must be a whole number from 1 to its 3 rounds",
+            "participations of the schedule is 4",
         ),
         (
             (ALLOCATION[0], 'sampling.options={rounds=3,participations="all"}'),
             "participations of the schedule is 'all'",
         ),
-        ((*EVERY_USER, 'sampling.options={relation="swap"}'), "relation is 'swap'; known names"),
+        ((*EVERY_USER, 'sampling.options={relation="swap"}'), "relation is 'swap'"),
         ((*EVERY_USER, "sampling.options={relation=3}"), "relation is of the type int"),
         ((*ALLOCATION, "clipping.adaptive={}"), "clipping norms adapt and random-allocation"),
         (("privacy.sampling_probability=0.0",), "sampling_probability"),
@@ -313,7 +313,7 @@ class TestPolicies:
         assert made["RandomAllocation"] < made["Poisson"]
 
     def test_fixed_sizes_need_the_number_of_users(self) -> None:
-        with pytest.raises(InvalidValueError, match=r"users is None; calibrate\(users=N\)"):
+        with pytest.raises(InvalidValueError, match="users is None"):
             Mechanism(fedpriv.FixedSize(5), fedpriv.Flat(1.0)).calibrate(
                 epsilon=1.0, delta=1e-3, rounds=3
             )

@@ -44,7 +44,7 @@ def test_nodes_are_not_asked_for_training_that_they_do_not_know(tmp_path: Path) 
     assignments = ["local.algorithm=mine:SignSGD"]
     setup = RunSetup.of(FEDERATION, assignments, tmp_path / "run", resume=False)
     assert setup.config.federation is not None
-    with pytest.raises(InvalidValueError, match=r"is 'mine:SignSGD'; on nodes it must be one of"):
+    with pytest.raises(InvalidValueError, match="is 'mine:SignSGD'"):
         setup.on_nodes(setup.config.federation, "people", ["a", "b"])
 
 
@@ -54,7 +54,7 @@ def test_nodes_are_not_asked_for_work_without_bound(tmp_path: Path) -> None:
     experiment.write_text("\n".join(kept))
     setup = RunSetup.of(experiment, [], tmp_path / "run", resume=False)
     assert setup.config.federation is not None
-    with pytest.raises(InvalidValueError, match=r"local\.max_examples is absent; on nodes it"):
+    with pytest.raises(InvalidValueError, match=r"local\.max_examples is absent"):
         setup.on_nodes(setup.config.federation, "people", ["a", "b"])
     assert list(tmp_path.iterdir()) == [experiment]
 

@@ -480,7 +480,7 @@ def test_a_file_needs_no_local_training_for_examples(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("assignments", "message"),
     [
-        (["privacy.unit=row"], r"unit is 'row'; known names: example, microbatch, user"),
+        (["privacy.unit=row"], "unit is 'row'"),
         (["privacy.unit=microbatch"], "microbatch is None and unit is 'microbatch'"),
         (["privacy.microbatch=4"], "microbatch is 4 and unit is 'example'"),
         (["privacy.unit=microbatch", "privacy.microbatch=0"], "privacy.microbatch is 0"),
@@ -520,11 +520,9 @@ def test_nodes_and_workers_have_users_alone(tmp_path: Path) -> None:
     change = ["privacy.unit=example", "local={learning_rate=1.0,steps=1}"]
     setup = RunSetup.of(SIMULATIONS / "federation.toml", change, tmp_path / "run", resume=False)
     assert setup.config.federation is not None
-    with pytest.raises(
-        InvalidValueError, match="'example'; on nodes it must be 'user', since only"
-    ):
+    with pytest.raises(InvalidValueError, match=r"privacy.unit is 'example'; on nodes"):
         setup.on_nodes(setup.config.federation, "people", ["a", "b"])
-    with pytest.raises(InvalidValueError, match="'example'; on workers it must be 'user'"):
+    with pytest.raises(InvalidValueError, match=r"privacy.unit is 'example'; on workers"):
         setup.refuse_true_figures("on workers")
     assert list(tmp_path.iterdir()) == []
 
@@ -536,9 +534,7 @@ def test_python_refuses_what_a_file_does(tmp_path: Path) -> None:
         fedpriv.Mechanism.poisson(0.5, fedpriv.Flat(1.0), unit="rows")
     with pytest.raises(InvalidValueError, match="microbatch is None and unit is 'microbatch'"):
         fedpriv.Mechanism.poisson(0.5, fedpriv.Flat(1.0), unit="microbatch")
-    with pytest.raises(
-        InvalidValueError, match="microbatch is 0; it must be a whole number of at least 1"
-    ):
+    with pytest.raises(InvalidValueError, match="microbatch is 0"):
         fedpriv.Mechanism.poisson(0.5, fedpriv.Flat(1.0), unit="microbatch", microbatch=0)
     assert not (tmp_path / "a").exists()
 

@@ -267,14 +267,14 @@ def test_a_file_names_the_policy_and_is_run_again(tmp_path: Path) -> None:
     ("assignments", "message"),
     [
         (["sampling.options={}"], "no value for option 'examples_per_user'|examples_per_user"),
-        (["sampling.options.examples_per_user=0"], "examples_per_user is 0; it must be a whole"),
-        (["sampling.options.total_examples='a'"], "total_examples is 'a'; it must be above 0 and"),
+        (["sampling.options.examples_per_user=0"], "examples_per_user is 0"),
+        (["sampling.options.total_examples='a'"], "total_examples is 'a'"),
         (
             ["averaging.floor=0.5"],
             "are averaged with weights or a floor; if examples are drawn",
         ),
-        (["sampling.options.total_examples=900"], "total_examples is 900; it must be above 0 and"),
-        (["privacy.unit=example"], "unit is 'example'; with poisson-examples sampling it must be"),
+        (["sampling.options.total_examples=900"], "total_examples is 900"),
+        (["privacy.unit=example"], "unit is 'example'"),
         (
             ["local={learning_rate=1.0,epochs=2}"],
             "local.epochs is 2 and sampling.policy is 'poisson-examples'; only users train",
@@ -312,9 +312,7 @@ def test_nodes_have_whole_users_alone(tmp_path: Path) -> None:
     ]
     setup = RunSetup.of(SIMULATIONS / "federation.toml", change, tmp_path / "run", resume=False)
     assert setup.config.federation is not None
-    with pytest.raises(
-        InvalidValueError, match="is 'poisson-examples'; on nodes it must be 'poisson'"
-    ):
+    with pytest.raises(InvalidValueError, match="is 'poisson-examples'"):
         setup.on_nodes(setup.config.federation, "people", ["a", "b"])
 
 
@@ -335,9 +333,7 @@ def test_nodes_and_workers_have_whole_users_whatever_the_policy_is_called(tmp_pa
 def test_python_refuses_what_a_file_does(tmp_path: Path) -> None:
     with pytest.raises(InvalidValueError, match=r"local\.epochs is 2 and sampling\.policy"):
         run(population(), private(), tmp_path / "a", local=fedpriv.SGD(1.0, epochs=2))
-    with pytest.raises(
-        InvalidValueError, match=r"total_examples is 5\.0; without examples_per_user"
-    ):
+    with pytest.raises(InvalidValueError, match=r"total_examples is 5\.0"):
         fedpriv.Mechanism.poisson(0.5, fedpriv.Flat(1.0), total_examples=5.0)
     assert not (tmp_path / "a").exists()
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
-from federation import LAYOUT, PARAMETERS, make_plan, rounds_spent
 
 from fedpriv.ledger.events import PrivacyBudget
 from fedpriv.ledger.ledger import Ledger
@@ -25,6 +24,7 @@ from fedpriv.server.service import TransferLimits
 from fedpriv.support.logs import LogFormat, configure
 from fedpriv.training.rounds import initial_state, run_round
 from tests.server.loopback import PATIENCE, POPULATION_ID, RemoteSite, site
+from tests.training.federation import LAYOUT, PARAMETERS, make_plan, rounds_spent
 
 Users = Mapping[str, Sequence[str]]
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from federation import PARAMETERS, constant_update, make_plan, open_records
 
 from fedpriv import server, wire
 from fedpriv.ledger.events import NeighbouringRelation
@@ -18,6 +17,7 @@ from fedpriv.training.request import RoundRequest
 from fedpriv.training.rounds import initial_state, run_round
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.loopback import PATIENCE, clipped, nodes, site
+from tests.training.federation import PARAMETERS, constant_update, make_plan, open_records
 
 FILES = tuple(str(Path(each.__file__).parent) for each in (server, wire))
 COLLECT = GrpcTransport.collect.__code__

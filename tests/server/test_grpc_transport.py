@@ -11,7 +11,6 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from transport_conformance import TransportConformance
 
 from fedpriv import wire
 from fedpriv.clients.training import Host
@@ -45,6 +44,7 @@ from tests.server.loopback import (
     summed,
     until,
 )
+from tests.training.transport_conformance import TransportConformance
 
 PARAMETERS = {"w": np.ones((300, 1000), np.float32), "b": np.zeros(7, np.float32)}
 LAYOUT = Layout.of(PARAMETERS)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import PARAMETERS, make_plan
 
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.clients.connection import Backoff, FederationStub, identity_of
@@ -27,6 +26,7 @@ from fedpriv.training.rounds import initial_state
 from fedpriv.wire import RoundId, RoundOffer, TaskDescription, Welcome
 from tests.opening import open_round
 from tests.server.loopback import Site, site
+from tests.training.federation import PARAMETERS, make_plan
 from tests.wire.examples import small_offer
 
 DELTA = 1e-5

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import PARAMETERS, FakeTransport, constant_update, make_plan
 
 from fedpriv import wire
 from fedpriv.accounting.accountants import accountant_named
@@ -40,6 +39,7 @@ from fedpriv.training.request import RoundRequest, Transport
 from fedpriv.training.rounds import ServerState, Stop, TrainingPlan, initial_state, train
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.loopback import PATIENCE, POPULATION_ID, Answering, Site, clipped, nodes, site
+from tests.training.federation import PARAMETERS, FakeTransport, constant_update, make_plan
 
 USERS = {"silo": [str(user) for user in range(6)], "one": ["6"], "two": ["7", "8"]}
 N, ROUNDS, STOPPED_IN, DELTA = 9, 7, 5, 1e-2

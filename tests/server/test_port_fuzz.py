@@ -16,7 +16,6 @@ from threading import Event
 
 import numpy as np
 import pytest
-from federation import LAYOUT
 from google.protobuf.message import Message
 
 from fedpriv import wire
@@ -38,6 +37,7 @@ from tests.server.hostile_nodes import (
     uploaded,
 )
 from tests.server.loopback import TestNode, clipped, until
+from tests.training.federation import LAYOUT
 from tests.wire.test_fuzz import disturbed, mutated
 
 HOSTILE = [f"hostile {number}" for number in range(16)]

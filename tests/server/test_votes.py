@@ -12,7 +12,6 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-from federation import LAYOUT, PARAMETERS, make_plan, open_records
 
 from fedpriv import wire
 from fedpriv.accounting.policies import poisson_gaussian
@@ -39,6 +38,7 @@ from tests.server.loopback import (
     site,
     until,
 )
+from tests.training.federation import LAYOUT, PARAMETERS, make_plan, open_records
 
 USERS = {"a": ["0", "1"], "b": ["2"], "c": ["3"]}
 

@@ -35,7 +35,7 @@ def test_axes_cross_and_their_values_become_assignments(tmp_path: Path) -> None:
 
 def test_a_misspelt_key_is_told_from_axes(tmp_path: Path) -> None:
     file = study_file(tmp_path, axis={"clipping.norm": [1.0]})
-    with pytest.raises(InvalidValueError, match=r"unknown key axis; did you mean 'axes'\?"):
+    with pytest.raises(InvalidValueError, match="unknown key axis"):
         load_study(file)
 
 
@@ -138,7 +138,7 @@ def test_committed_studies_are_valid(path: Path) -> None:
             {"axes": {"clipping.norm": [[1]]}},
             "axis 'clipping.norm' has the level 'norm-[1]'; names are of",
         ),
-        ({"axes": {"q": 3}}, "axis 'q' is 3; it must be a table"),
+        ({"axes": {"q": 3}}, "axis 'q' is 3"),
         ({"axes": {"a": {"x": [], "y": ["rounds=2"]}}}, "arms 'x' and 'y' are alike"),
         ({"arms": [{"name": "a"}, {"name": "a"}], "axes": None}, "arms hold 'a' more than once"),
         ({"seeds": [1, 2, 1]}, "seeds hold 1 more than once"),
@@ -151,8 +151,8 @@ def test_committed_studies_are_valid(path: Path) -> None:
         ({"target": {"epsilon": [1.0, 1.0], "delta": 0.1}}, "target.epsilon hold 1.0 more than"),
         ({"target": {"epsilon": -1.0, "delta": 0.1}}, "target.epsilon is -1.0"),
         ({"target": None}, "key target is absent"),
-        ({"baseline": "flatt"}, "baseline is 'flatt', which is not an arm; did you mean 'flat'?"),
-        ({"baselin": "flat"}, "unknown key baselin; did you mean 'baseline'?"),
+        ({"baseline": "flatt"}, "baseline is 'flatt', which is not an arm"),
+        ({"baselin": "flat"}, "unknown key baselin"),
         ({"base": "nowhere.toml"}, "nowhere.toml cannot be read"),
         ({"axes": {"privacy.epsilon": [2.0]}}, "sets privacy.epsilon; the study's target"),
         ({"axes": {"p": {"x": ["privacy={delta=0.5}"]}}}, "sets privacy.epsilon"),

@@ -66,7 +66,7 @@ def anything(**given: int) -> int:
 def test_options_are_those_of_the_signature() -> None:
     for function, names in [(options, ["first"]), (options, ["second", "first"]), (anything, "ab")]:
         check_options("it", function, names, ModelError)
-    with pytest.raises(ModelError, match="it has no option 'secnd'; did you mean 'second'"):
+    with pytest.raises(ModelError, match="it has no option 'secnd'"):
         check_options("it", options, ["first", "secnd"], ModelError)
     with pytest.raises(InvalidValueError, match="it needs the number 'first'"):
         check_options("it", options, [], InvalidValueError, noun="number")

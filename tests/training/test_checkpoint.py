@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import CONSTANT, PARAMETERS, make_plan, open_records
 
 from fedpriv.errors import CheckpointError
 from fedpriv.ledger.ledger import Head
@@ -21,6 +20,7 @@ from fedpriv.training.rounds import (
     save_checkpoint,
     train,
 )
+from tests.training.federation import CONSTANT, PARAMETERS, make_plan, open_records
 
 OPTIMIZERS = [FedAvg(), FedAvgM(), FedYogi()]
 

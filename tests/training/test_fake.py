@@ -1,10 +1,10 @@
 import numpy as np
-from federation import LAYOUT, PARAMETERS, FakeTransport
-from transport_conformance import TransportConformance
 
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import flat
 from fedpriv.training.request import LocalTraining, RoundRequest
+from tests.training.federation import LAYOUT, PARAMETERS, FakeTransport
+from tests.training.transport_conformance import TransportConformance
 
 USERS = 7
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from federation import CONSTANT, PARAMETERS, FakeTransport, make_plan, open_records
 
 from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import PartialSum
@@ -13,6 +12,7 @@ from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training import rounds
 from fedpriv.training.request import RoundRequest
 from fedpriv.training.rounds import RoundResult, ServerState, Stop, initial_state, train
+from tests.training.federation import CONSTANT, PARAMETERS, FakeTransport, make_plan, open_records
 
 
 def run_to_the_end(generator) -> tuple[list[tuple[ServerState, RoundResult]], Stop]:

@@ -132,11 +132,11 @@ def each(made: Callable[[np.ndarray], object]) -> Callable[[Parameters], Mapping
     [
         (
             Own(each(lambda p: p.astype(np.float64))),
-            r"^'w' is float64\[3, 2\] after update of Own; it must be float32\[3, 2\]$",
+            r"^'w' is float64\[3, 2\] after update of Own",
         ),
-        (Own(each(lambda p: p[:1])), r"^'w' is float32\[1, 2\] after update of Own; it must be fl"),
-        (Own(each(torch.from_numpy)), "^'w' is Tensor after update of Own; it must be float32"),
-        (Own(lambda p: {"w": p["w"]}), r"^'b' is absent after update of Own; it must be float32"),
+        (Own(each(lambda p: p[:1])), r"^'w' is float32\[1, 2\] after update of Own"),
+        (Own(each(torch.from_numpy)), "^'w' is Tensor after update of Own"),
+        (Own(lambda p: {"w": p["w"]}), r"^'b' is absent after update of Own"),
         (Own(lambda p: {**p, "z": p["b"]}), r"^'z' is float32\[2\] after .* it must be absent$"),
         (Own(lambda p: list(p.values())), "^update of Own must return a pair: parameters by name"),
         (Own(lambda p: p, whole=True), "^update of Own must return a pair: parameters by name"),

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import LAYOUT, PARAMETERS, FakeTransport, make_plan, open_records
 
 from fedpriv.accounting.round_counts import compose
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging, Metric
+from fedpriv.privacy.gaussian_mechanism import Averaging, Metric
 from fedpriv.privacy.layout import equal_split, flat, layers, per_layer
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import Release
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg
+from fedpriv.training.post_processing import AdaptiveClipping
 from fedpriv.training.request import RoundRequest
 from fedpriv.training.rounds import (
     Checkpoint,
@@ -27,6 +27,7 @@ from fedpriv.training.rounds import (
     save_checkpoint,
     train,
 )
+from tests.training.federation import LAYOUT, PARAMETERS, FakeTransport, make_plan, open_records
 
 METRIC = Metric("position", centre=0.5, radius=0.5)
 USERS = 400

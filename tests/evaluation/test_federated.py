@@ -365,7 +365,7 @@ def test_a_file_asks_for_it(tmp_path: Path) -> None:
         ),
         (
             ["{noise_multiplier=5.0, report={'update-norms:update'={thresholds=[1]}}}"],
-            "metric 'update-norms:update' is of updates; it must be of examples",
+            "metric 'update-norms:update' is of updates",
         ),
         (
             ["{noise_multiplier=0.5}"],
