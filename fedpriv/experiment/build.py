@@ -13,10 +13,12 @@ import torch
 
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.audit import Audit, check_auditable
+from fedpriv.data.columns import Fields
 from fedpriv.data.places import in_places, refuse_shared
-from fedpriv.data.population import Fields, Population, cut_up, load_population
+from fedpriv.data.population import Population, cut_up, load_population
 from fedpriv.engine.adapters import with_adapters
 from fedpriv.engine.measuring import check_metrics
+from fedpriv.engine.reading import population_for, rows_for
 from fedpriv.engine.released import check_can_be_released, sha256_of
 from fedpriv.engine.roads import Road
 from fedpriv.engine.task import LOSSES, HeldOut, Task, running_norms
@@ -148,10 +150,11 @@ def on_population(
     evaluate the model, part of their examples is kept from training, and the charges for that count
     as spent. Runs that share `roads` try the shapes of one model once.
     """
-    mechanism = method.mechanism if method else config.mechanism()
-    population, evaluation = records_of(population, mechanism), None
+    origin = _origin(method.task) if method else ""
+    method = method or method_of(config)
+    mechanism, evaluation = method.mechanism, None
+    population = population_for(method.task, records_of(population, mechanism))
     if config.federated_evaluation is not None:
-        method = method or method_of(config)
         evaluation, population = _evaluation(
             config, config.federated_evaluation, run, population, method
         )
@@ -166,7 +169,7 @@ def on_population(
             )
     engine, name, users = config.engine, population.name, population.users.population
     few = few_rows(population)
-    experiment = build(config, run, name, users, population.test, spent, method, few)
+    experiment = build(config, run, name, users, population.test, spent, method, few, origin)
     if evaluation is not None:
         # A run that is resumed keeps the same examples from training.
         kept = f"{experiment.plan.description} held_out={evaluation.asked.held_out}"
@@ -326,19 +329,19 @@ def build(
     spent: Sequence[RoundEvent] = (),
     method: Method | None = None,
     few: Fields | None = None,
+    origin: str = "",
 ) -> Experiment:
     """Calibrate the noise if asked to, and check that all parts of a run fit together.
 
-    With a `method`, the configuration decides rounds, seed, engine, output and callbacks only.
+    With a `method`, the configuration decides rounds, seed, engine, output and callbacks only, but
+    for one without an `origin`, which was made of it.
     `population` and, if the configuration has none, `run` are the names in the ledger, and `users`
     are N. The task is tried on a few rows, by default held-out ones; without any, nodes alone check
     it, and there may be no metrics. A mechanism without noise is calibrated so that all rounds stay
     within its budget beside what was `spent`.
     """
-    if method:
-        origin = _origin(method.task)
-    else:
-        method, origin = method_of(config), repr(config.model)
+    method, origin = method or method_of(config), origin or repr(config.model)
+    held_out = rows_for(method.task, held_out)
     _check_personal(method)
     device, mechanism = device_named(config.engine.device), method.mechanism
     if few is None:
