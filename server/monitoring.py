@@ -128,7 +128,7 @@ class Monitor:
         """Yield the current numbers; called by the registry of prometheus-client.
 
         The library's own Counter and Gauge would show 0 for a number that was never set, and the
-        time at which each counter began, which depends on the cohort.
+        time at which each counter began, which may depend on the cohort.
         """
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415
 

@@ -1,7 +1,7 @@
-"""A released model: as a module, and as a file of safetensors that holds its whole state_dict.
+"""Released models, as modules and as files of safetensors with the whole state_dict.
 
-A tensor with several names, such as an embedding that is also a head, is in the file once, under
-the name that comes first in alphabetical order, which `safetensors.torch.load_model` expects.
+The file holds a tensor with several names, such as an embedding that is also a head, once. It is
+under the alphabetically first name, as `safetensors.torch.load_model` expects.
 """
 
 import copy
@@ -22,42 +22,53 @@ from fedpriv.errors import DataError, ModelError
 from fedpriv.privacy.layout import Tensors
 from fedpriv.training.rounds import RoundResult, ServerState
 
-_TOLD = ("run", "rounds", "epsilon", "delta", "unit", "relation", "randomness")  # of the last round
+_RESULT_KEYS = (
+    "run",
+    "rounds",
+    "epsilon",
+    "delta",
+    "unit",
+    "relation",
+    "randomness",
+)  # of the last round
 
 
 def released(task: Task, moved: Tensors) -> nn.Module:
-    """A copy of a task's model in evaluation mode, with tensors that rounds released, by name."""
+    """Return a copy of a task's model in evaluation mode, with the tensors that rounds released."""
     model = copy.deepcopy(task.model).eval()
-    held = _named(model)
+    tensors = _named(model)
     for name, array in moved.items():
-        held[name].data = torch.tensor(array).to(held[name])
+        tensors[name].data = torch.tensor(array).to(tensors[name])
     return model
 
 
 def released_model(task: Task, state: ServerState, results: Iterable[RoundResult]) -> bytes:
-    """The model of a state as a file of safetensors; its metadata say what it cost.
+    """Return the model of a state as a file of safetensors, with its cost in the metadata.
 
-    Under the key "release" they are a JSON object: `round`, and of its result `run`, `rounds`,
-    `epsilon` ("Infinity" without noise), `delta`, `unit`, `relation` and `randomness`; `tied`, the
-    name in the file of each name that is left out; and `frozen`, with `names` of the tensors that
-    no round or user moves, and `sha256`, their `sha256_of`.
+    The metadata have one key, "release", with a JSON object of: `round`; `run`, `rounds`, `epsilon`
+    ("Infinity" without noise), `delta`, `unit`, `relation` and `randomness` of the round's result;
+    `tied`, from each omitted name to the name in the file; and `frozen`, with `names` of the
+    tensors that neither rounds nor users change, and `sha256`, their `sha256_of`.
     """
-    told: dict[str, object] = {"round": state.round}
+    release: dict[str, object] = {"round": state.round}
     for result in results:
         if result.round == state.round:
-            told |= {key: getattr(result, key) for key in _TOLD}
-            if math.isinf(result.epsilon):  # JSON has no such number
-                told["epsilon"] = "Infinity"
-    tensors, told["tied"] = _each_once(released(task, state.model))
+            release |= {key: getattr(result, key) for key in _RESULT_KEYS}
+            if math.isinf(result.epsilon):  # not a number in JSON
+                release["epsilon"] = "Infinity"
+    tensors, release["tied"] = _deduplicated(released(task, state.model))
     frozen = frozen_of(task)
-    told["frozen"] = {"names": [*frozen], "sha256": sha256_of(frozen)}
-    apart = {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
-    # One key: safetensors writes several in any order, and equal runs have equal files.
-    return save(apart, {"release": json.dumps(told)})
+    release["frozen"] = {"names": [*frozen], "sha256": sha256_of(frozen)}
+    copies = {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
+    # One key, since safetensors writes several in any order, and equal runs must have equal files.
+    return save(copies, {"release": json.dumps(release)})
 
 
 def read_released(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    """All tensors of a released model by every name, those that are tied too, and its metadata."""
+    """Return the tensors of a released model by all names, including tied ones, and its metadata.
+
+    DataError: the file cannot be read, or is not a released model.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             text = (file.metadata() or {}).get("release")
@@ -73,18 +84,18 @@ def read_released(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
 
 
 def frozen_of(task: Task) -> dict[str, Tensor]:
-    """The tensors of a task's model that no round or user moves, by their names in the file."""
-    held, (tensors, _) = _named(task.model), _each_once(task.model)
-    moved = {id(held[name]) for name in (*task.trainable(), *task.statistics())}
-    return {name: tensor for name, tensor in tensors.items() if id(tensor) not in moved}
+    """Return the tensors of a model that neither rounds nor users change, by names in the file."""
+    named, (tensors, _) = _named(task.model), _deduplicated(task.model)
+    changing = {id(named[name]) for name in (*task.trainable(), *task.statistics())}
+    return {name: tensor for name, tensor in tensors.items() if id(tensor) not in changing}
 
 
 def check_can_be_released(task: Task) -> None:
     """Raise ModelError unless a file can hold the whole state_dict of the task's model."""
-    held, (tensors, _) = _named(task.model), _each_once(task.model)
-    kept = {id(tensor) for tensor in tensors.values()}
+    named, (tensors, _) = _named(task.model), _deduplicated(task.model)
+    in_file = {id(tensor) for tensor in tensors.values()}
     for name in task.trainable():
-        if id(held[name]) not in kept:
+        if id(named[name]) not in in_file:
             raise ModelError(
                 f"parameter {name!r} is trained and absent from the model's state_dict, so that no "
                 "file could hold it; the state_dict must have all parameters as they are"
@@ -102,7 +113,7 @@ def check_can_be_released(task: Task) -> None:
 
 
 def sha256_of(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 of tensors, with their names, types and shapes."""
+    """Return the SHA-256 of tensors with their names, dtypes and shapes, in hexadecimal."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu()
@@ -113,22 +124,22 @@ def sha256_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def state_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers themselves of a model's state_dict, by every name."""
-    own = {id(tensor) for tensor in _named(model).values()}
-    state = model.state_dict(keep_vars=True)  # else they would be other objects
-    return {name: tensor for name, tensor in state.items() if id(tensor) in own}
+    """Return the parameters and buffers of a model's state_dict, not copies, by all names."""
+    members = {id(tensor) for tensor in _named(model).values()}
+    state = model.state_dict(keep_vars=True)  # otherwise these would be different objects
+    return {name: tensor for name, tensor in state.items() if id(tensor) in members}
 
 
-def _each_once(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a state_dict, each under its first name; and the first of each other name."""
-    kept, tied, first_names = dict[str, Tensor](), dict[str, str](), dict[int, str]()
+def _deduplicated(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a state_dict by their first names, and other name → first name."""
+    unique, tied, first_names = dict[str, Tensor](), dict[str, str](), dict[int, str]()
     for name, tensor in sorted(state_tensors(model).items()):
         first = first_names.setdefault(id(tensor), name)
         if first == name:
-            kept[name] = tensor
+            unique[name] = tensor
         else:
             tied[name] = first
-    return kept, tied
+    return unique, tied
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:

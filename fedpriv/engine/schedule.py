@@ -94,11 +94,6 @@ class Schedule:
         starts = np.pad(starts, (0, empty), constant_values=blank)
         return cls(local, width, slices, words, starts, counts, among)
 
-    @property
-    def steps(self) -> Integers:
-        """Number of steps of each lane, [L]."""
-        return steps_of(self.counts, self.local)
-
     def rows(self, first: int, steps: int, lanes: int) -> tuple[Integers, npt.NDArray[np.bool_]]:
         """Return rows of the first l lanes in some steps, and which count, [l, T·K, W] each.
 

@@ -333,7 +333,10 @@ class Trainer:
     def simulation_only_flaw(
         self, request: RoundRequest, user: int
     ) -> SimulationOnlyDropped | None:
-        """Train a user with rows as a round would, alone, and say why it would count as zero."""
+        """Train a user alone, as a round would; return why the user would count as zero, or None.
+
+        The user must have rows.
+        """
         chunk = Chunk(np.array([user]))
         try:
             if self.device.type != "cpu":

@@ -32,7 +32,7 @@ from fedpriv.training.request import RoundRequest, Transport
 _log = logging.getLogger(__name__)
 
 _CHUNK_MEBIBYTES = 128  # on a CPU, where more memory makes training no faster
-_FIRST, _LOOKED_AT = 8, 64  # users who are looked at before a simulation's first round
+_SMALL_SAMPLE, _LARGE_SAMPLE = 8, 64  # users who are tried before a simulation's first round
 
 
 @dataclass(frozen=True)
@@ -167,19 +167,19 @@ class InProcessTransport(Transport):
     def simulation_only_look(
         self, request: RoundRequest
     ) -> tuple[SimulationOnlyDropped | None, ...]:
-        """Train a few users as a round would, and return why each would count as zero, if it would.
+        """Train some users as a round would; return why each would count as zero, or None.
 
-        They are spread over all that have rows: 8 or, if one of these counts as zero, 64. What is
-        returned is not private, and no deployment may ask for it.
+        They are a random sample of all users with rows: 8 users, or 64 if one of these 8 counts as
+        zero. The result is not private, and deployments must not use this.
         """
         with_rows = np.flatnonzero(self.users.sizes)
-        size = min(_LOOKED_AT, len(with_rows))
-        some = np.random.default_rng(0).choice(with_rows, size, replace=False).tolist()
+        size = min(_LARGE_SAMPLE, len(with_rows))
+        sample = np.random.default_rng(0).choice(with_rows, size, replace=False).tolist()
         with computing_with(self._threads), plain_arithmetic(self.device):
             trainer = self._trainer
-            flaws = [trainer.simulation_only_flaw(request, user) for user in some[:_FIRST]]
-            more = some[_FIRST:] if any(flaws) else []
-            flaws += [trainer.simulation_only_flaw(request, user) for user in more]
+            flaws = [trainer.simulation_only_flaw(request, user) for user in sample[:_SMALL_SAMPLE]]
+            rest = sample[_SMALL_SAMPLE:] if any(flaws) else []
+            flaws += [trainer.simulation_only_flaw(request, user) for user in rest]
         return tuple(flaws)
 
     def road(self, request: RoundRequest) -> Road:

@@ -441,19 +441,9 @@ def _local_training(algorithm: str, options: tuple[float, ...], **common: Any) -
     return kind(**common)
 
 
-def _encode_event(event: RoundEvent) -> str:
-    text = event_text(event)
-    _check_marks(text)
-    return text
-
-
-def _decode_event(text: str) -> RoundEvent:
-    _check_marks(text)
-    return event_from(text)
-
-
-def _check_marks(text: str) -> None:
+def _checked_marks(text: str) -> str:
     codec.at_most("commas and brackets in an event", sum(map(text.count, ",[{")), _MOST_MARKS)
+    return text
 
 
 _JSON = FieldCodec(_encode_options, _decode_options)
@@ -474,8 +464,10 @@ _LEDGER_REQUEST = Codec(LedgerRequest, pb.LedgerRequest, "a request for the ledg
 encode_ledger_request, decode_ledger_request = _LEDGER_REQUEST.encode, _LEDGER_REQUEST.decode
 _ROUND_ID = Codec(RoundId, pb.RoundId, "the name of a round")
 encode_round_id, decode_round_id = _ROUND_ID.encode, _ROUND_ID.decode
-_PRICE_FIELDS: FieldCodecs = {"event": FieldCodec(_encode_event, _decode_event)}
-PRICE = Codec(Price, pb.Price, "a price", _PRICE_FIELDS, {"event": _LONGEST_EVENT})
+_EVENT = FieldCodec(
+    lambda event: _checked_marks(event_text(event)), lambda text: event_from(_checked_marks(text))
+)
+PRICE = Codec(Price, pb.Price, "a price", {"event": _EVENT}, {"event": _LONGEST_EVENT})
 _CLIPPING_FIELDS: FieldCodecs = {
     "layout": LAYOUT,
     "groups": list_of(Codec(VectorGroup, pb.VectorGroup, "a vector group")),

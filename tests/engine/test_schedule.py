@@ -16,6 +16,7 @@ from fedpriv.engine.schedule import (
     mask_words,
     random_words,
     rows_in_order,
+    steps_of,
 )
 from fedpriv.training.request import LocalTraining
 
@@ -64,14 +65,15 @@ def test_users_in_lanes_train_on_the_batches_that_they_have_alone(
     sizes: list[int], local: LocalTraining, width: int, beyond: int, first: int
 ) -> None:
     schedule, users = scheduled(sizes, local, width, beyond)
-    lanes, steps, slices = len(sizes) + beyond, int(schedule.steps.max()) + 1, schedule.slices
+    steps_of_lane = steps_of(schedule.counts, local)
+    lanes, steps, slices = len(sizes) + beyond, int(steps_of_lane.max()) + 1, schedule.slices
     rows, real = schedule.rows(0, steps, lanes)
     assert rows.shape == real.shape == (lanes, steps * slices, width)
     apart = [each.reshape(lanes, steps, slices, width) for each in (rows, real)]
     measured = schedule.in_order(0, max(sizes))
     for lane, user in enumerate(users):
         batches, (_, start, size) = alone(user, local), user
-        assert schedule.steps[lane] == len(batches)
+        assert steps_of_lane[lane] == len(batches)
         batches += [NONE] * (steps - len(batches))
         for *step, batch in zip(apart[0][lane], apart[1][lane], batches, strict=True):
             assert_is_step(*step, batch, range(start, start + size))
