@@ -23,12 +23,12 @@ NodeName = Annotated[str | None, _option("name of the node, with --insecure")]
 IdKey = Annotated[
     Path | None, _option("file of a key; users' ids are keyed hashes of the ids in the data")
 ]
-_LINES_PER_MINUTE = 120  # of each level, whatever a server makes a node log
+_LINES_PER_MINUTE = 120  # of each level, so that a server cannot flood a node's log
 _USERS = "users' data: a folder, a file or package.module:function"
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands to a command line."""
+    """Add the commands of this module to a command line."""
     for command in (join, status, model, enrol, id_key):
         app.command(rich_help_panel="Deploy")(command)
 
@@ -100,7 +100,7 @@ def status(
     """Show where a run stands: ask its server as a node, or read its sites as the operator.
 
     A node learns the round, ε spent and left, and how many nodes are connected. What each site did
-    is secret, and lies in the run's folder.
+    is secret, and stored in the run's folder.
     """
     if (folder is None) == (server is None):
         raise InvalidValueError("exactly one of FOLDER and --server must be given")
@@ -146,21 +146,21 @@ def enrol(
     id_key: IdKey = None,
 ) -> None:
     """Check the ids of users, and print the tables to put into the server's enrolment."""
-    given = len(certificates or ()), len(node or ())
-    if given not in ((len(data), 0), (0, len(data))):
+    counts = len(certificates or ()), len(node or ())
+    if counts not in ((len(data), 0), (0, len(data))):
         raise InvalidValueError(
-            f"{len(data)} DATA, {given[0]} --certificates and {given[1]} --node are given; give "
+            f"{len(data)} DATA, {counts[0]} --certificates and {counts[1]} --node are given; give "
             "one --certificates, or one --node, for each DATA"
         )
     from fedpriv.clients.users import enrolment_toml
     from fedpriv.wire.naming import check_node_name
 
-    named: list[tuple[str, str | None]] = [(check_node_name(name), None) for name in node or ()]
+    nodes: list[tuple[str, str | None]] = [(check_node_name(name), None) for name in node or ()]
     if certificates:
         from fedpriv.clients.connection import enrolled_as
 
-        named = [enrolled_as(folder) for folder in certificates]
-    typer.echo(enrolment_toml(data, named, id_key), nl=False)
+        nodes = [enrolled_as(folder) for folder in certificates]
+    typer.echo(enrolment_toml(data, nodes, id_key), nl=False)
 
 
 def id_key(file: Annotated[Path, typer.Argument(help="the file to write")]) -> None:

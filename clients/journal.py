@@ -1,4 +1,4 @@
-"""What a node remembers: the answers it gave, and the ledgers it was shown."""
+"""A node's journal, which remembers its answers and the heads of ledgers that it has verified."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +56,7 @@ INSERT INTO answers VALUES (
     :population_name, :digest, :run, :round, :attempt, :event, :part, :at
 )
 """
-# Once for all rounds that have it: with a strategy it is as long as the run.
+# Stored once for all rounds that share it: an event with a strategy is as long as the run.
 _RECORD_EVENT = "INSERT OR IGNORE INTO events VALUES (:event, :text)"
 _TAKEN_PART = """
 SELECT DISTINCT run, round, attempt, event, part FROM answers WHERE population_name = ?
@@ -71,18 +71,18 @@ WHERE excluded.count > ledgers.count
 
 @dataclass(frozen=True)
 class TakenPart:
-    """What was offered of an attempt at a round that the node took part in."""
+    """An offer of an attempt at a round in which the node took part."""
 
     run: str
     round: int
     attempt: int
-    event: RoundEvent  # as which the round was to be charged
-    part: int  # which round of the event it was, from 0
+    event: RoundEvent  # to be charged
+    part: int  # index of the round in its event, from 0
 
 
 @dataclass(frozen=True)
 class RoundSeries:
-    """An event of several rounds, by the attempt with which it was charged, or is to be."""
+    """An event of several rounds, identified by the attempt that pays for it."""
 
     run: str
     round: int
@@ -92,27 +92,27 @@ class RoundSeries:
 
 @dataclass(frozen=True)
 class Remembered:
-    """What a node remembers of a population at some moment."""
+    """A node's memory of a population at one moment."""
 
-    ledger_id: str | None  # of its ledger, if a head of one was remembered
+    ledger_id: str | None  # of the population's ledger, if a head of it was remembered
     head: Head | None  # the newest that was verified
-    taken_part: tuple[TakenPart, ...]  # of an attempt several, if its offers differed in them
+    taken_part: tuple[TakenPart, ...]  # several for one attempt if its offers differed
 
 
 class Journal:
-    """A SQLite file of a node, made if there is none, with mode 0600.
+    """A SQLite file of a node, created with mode 0600 if it is absent.
 
-    It says when users of the node were drawn and, of a series of rounds that is under way, which:
-    keep it as secret as their data.
+    It reveals when users of the node were drawn and, during a series of rounds, which users. Keep
+    it as secret as their data.
 
     Guarantees:
-        * what is recorded or remembered is durable (fsync) when the call returns;
-        * each offer is recorded once; of one attempt, two that differ in users, nonce or anything
-          else but the time that is left are two;
-        * a population has one ledger, from its first charge or the node's first answer on, and the
-          remembered head of a ledger never goes back.
+        * every record is durable (fsync) when the call returns;
+        * each offer is recorded once; two offers of one attempt are distinct if they differ in
+          anything except the remaining time;
+        * a population has one ledger from its first charge or the node's first answer on, and the
+          remembered head of a ledger never moves backwards.
 
-    Every method raises InvalidValueError if the file cannot be used, from any thread.
+    Methods may be called from any thread. All raise InvalidValueError if the file is unusable.
     """
 
     def __init__(self, path: Path) -> None:
@@ -126,10 +126,10 @@ class Journal:
         now: datetime,
         objection: Callable[[], str | None] = lambda: None,
     ) -> str | None:
-        """Record that an offer is answered, and return None, unless there is an objection.
+        """Record that an offer is answered, unless `objection` returns a sentence; return it.
 
-        It is asked for, and what it reads of the journal holds, until the answer is recorded. If
-        there is one, or this raises, the node must not answer.
+        `objection` is called in the same transaction, so the journal cannot change in between. If
+        the result is not None, or this raises, the node must not answer.
         """
         text, part = event_text(offer.price.event), offer.price.part
         event = hashlib.sha256(text.encode()).digest()
@@ -141,89 +141,93 @@ class Journal:
         return why
 
     def populations(self) -> frozenset[str]:
-        """Names of the populations of which anything is remembered."""
-        named = "UNION SELECT population_name FROM"
-        rows = self._read(f"SELECT name FROM populations {named} answers {named} ledgers")
+        """Return the names of all populations in the journal."""
+        union = "UNION SELECT population_name FROM"
+        rows = self._read(f"SELECT name FROM populations {union} answers {union} ledgers")
         return frozenset(str(name) for (name,) in rows)
 
     def remember_population(self, name: str) -> None:
-        """Keep that the node takes part in this population."""
+        """Record that the node takes part in this population."""
         if name not in self.populations():
             with _refusing(), self._database.transaction():
                 self._database.write("INSERT OR IGNORE INTO populations VALUES (?)", (name,))
 
     def answered(self, population_name: str, offer: RoundOffer) -> bool:
-        """Whether this offer was recorded."""
+        """Return whether this offer was recorded."""
         sql = "SELECT 1 FROM answers WHERE population_name = ? AND digest = ?"
         return bool(self._read(sql, population_name, _digest_of(offer)))
 
     def answers_since(self, moment: datetime) -> int:
-        """How many offers were recorded at this moment or later, of all populations."""
+        """Return how many offers of all populations were recorded at this moment or later.
+
+        InvalidValueError: the moment has no time zone.
+        """
         (row,) = self._read("SELECT count(*) FROM answers WHERE at >= ?", _text(moment))
         return int(row[0])
 
     def admit(
         self, population_name: str, series: RoundSeries, part: int, users: NDArray[np.int64]
     ) -> bool:
-        """Record whom a part of a series asks, unless its schedule does not allow it; whether so.
+        """Record the users asked in a part of a series; return False if its schedule forbids it.
 
-        Each user is a number that stays the same whatever the server says.
-        A user may be asked again in the same part, as after a stop of the server. Other series of
-        the run are forgotten at the second part of this one, which is charged by then.
+        `users` are numbers that identify users independently of the server. A user may be asked
+        again in the same part, for instance after the server was stopped. The second part of a
+        series, which is charged by then, deletes the records of all other series of the run.
         """
         of_run, key = (population_name, series.run), (series.round, series.attempt)
         where = "WHERE population_name = ? AND run = ? AND (round, attempt)"
         with _refusing(), self._database.transaction():
             if part:
                 self._database.write(f"DELETE FROM asked {where} <> (?, ?)", (*of_run, *key))
-            before: dict[int, list[NDArray[np.int64]]] = {}
-            known = f"SELECT part, users FROM asked {where} = (?, ?) AND part <> ?"
-            for other, there in self._database.read(known, (*of_run, *key, part)):
-                before.setdefault(other, []).append(np.frombuffer(there, "<i8"))
-            times, schedule = np.ones(users.size, np.int64), series.schedule
-            for other, there in before.items():
-                again = np.isin(users, np.concatenate(there))
-                times += again
-                if again.any() and abs(other - part) < schedule.separation:
+            asked: dict[int, list[NDArray[np.int64]]] = {}  # by part
+            query = f"SELECT part, users FROM asked {where} = (?, ?) AND part <> ?"
+            for other, blob in self._database.read(query, (*of_run, *key, part)):
+                asked.setdefault(other, []).append(np.frombuffer(blob, "<i8"))
+            participations, schedule = np.ones(users.size, np.int64), series.schedule
+            for other, vectors in asked.items():
+                repeated = np.isin(users, np.concatenate(vectors))
+                participations += repeated
+                if repeated.any() and abs(other - part) < schedule.separation:
                     return False
-            if times.max(initial=0) > schedule.participations:
+            if participations.max(initial=0) > schedule.participations:
                 return False
             row = (*of_run, *key, part, users.astype("<i8").tobytes())
             self._database.write("INSERT OR IGNORE INTO asked VALUES (?, ?, ?, ?, ?, ?)", row)
             return True
 
     def remembered(self, population_name: str) -> Remembered:
-        """All that is remembered of a population now; what it took part in by run and round."""
-        ledger_id, head = self._ledger_of(population_name)
-        rows = self._read(_TAKEN_PART, population_name)  # first: their events are there by now
+        """Return the node's memory of a population now, participations sorted by run and round."""
+        sql = "SELECT ledger_id, count, hash FROM ledgers WHERE population_name = ?"
+        ledgers = self._read(sql, population_name)
+        rows = self._read(_TAKEN_PART, population_name)  # before `events`, which contains theirs
         texts = self._read("SELECT digest, text FROM events")
         events = {digest: event_from(text) for digest, text in texts}
         taken_part = tuple(
             TakenPart(run, number, attempt, events[event], part)
             for run, number, attempt, event, part in rows
         )
-        if head is not None and head.count == 0 and not taken_part:
-            return Remembered(None, None, ())  # a plan that was changed begins another ledger
-        return Remembered(ledger_id, head, taken_part)
+        if not ledgers:
+            return Remembered(None, None, taken_part)
+        ledger_id, *head = ledgers[0]
+        if not head[0] and not taken_part:  # if the plan changes, a new ledger may replace it
+            return Remembered(None, None, ())
+        return Remembered(ledger_id, Head(*head), taken_part)
 
     def remember_head(self, ledger_id: str, population_name: str, head: Head) -> None:
-        """Keep the newest verified head of a ledger; that of fewer charges changes nothing."""
+        """Remember a verified head of a ledger, unless a newer one is known.
+
+        InvalidValueError: the population has another ledger.
+        """
         names = {"ledger_id": ledger_id, "population_name": population_name}
         with _refusing(), self._database.transaction():
-            known = self.remembered(population_name).ledger_id
-            if known not in (None, ledger_id):
-                found = f"population {population_name!r} has the ledger {known}"
-                raise InvalidValueError(f"{found}, not {ledger_id}")
-            if known is None:
-                forget = "DELETE FROM ledgers WHERE population_name = ?"
-                self._database.write(forget, (population_name,))
+            former = self.remembered(population_name).ledger_id
+            if former not in (None, ledger_id):
+                other = f"population {population_name!r} has the ledger {former}"
+                raise InvalidValueError(f"{other}, not {ledger_id}")
+            if former is None:
+                delete = "DELETE FROM ledgers WHERE population_name = ?"
+                self._database.write(delete, (population_name,))
             self._database.write(_REMEMBER, names | vars(head))
-
-    def _ledger_of(self, population_name: str) -> tuple[str | None, Head | None]:
-        """Id and head of the ledger of a population, if a head of one was remembered."""
-        sql = "SELECT ledger_id, count, hash FROM ledgers WHERE population_name = ?"
-        rows = self._read(sql, population_name)
-        return (str(rows[0][0]), Head(*rows[0][1:])) if rows else (None, None)
 
     def __enter__(self) -> Self:
         return self
@@ -238,7 +242,7 @@ class Journal:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """A broken journal must not be taken for a broken ledger."""
+    """Turn LedgerError into InvalidValueError: the journal is unusable, not the server's ledger."""
     try:
         yield
     except LedgerError as error:
@@ -246,7 +250,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _digest_of(offer: RoundOffer) -> bytes:
-    """SHA-256 of all that is offered; the model itself is sent once for each answer."""
+    """Return the SHA-256 of an offer without its remaining time and without the model."""
     message = encode_offer(replace(offer, seconds=1.0))
     return hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
 

@@ -1,8 +1,8 @@
-"""Whether a node takes part in an offered round: its own limits, and what the ledger tells it.
+"""A node's decision to take part in an offered round, from its consent and the server's ledger.
 
-Verifying catches a ledger that was set back, rewritten or replaced, a round that went on without a
-charge or with another than was offered, and an ε that is understated. It cannot catch a server that
-lies about its noise, nor one that keeps two ledgers and shows each node its own.
+The check detects a ledger that was set back, rewritten or replaced, a round without a charge or
+with a charge that differs from its offer, and an understated ε. It cannot detect a server that lies
+about its noise, or shows different ledgers to different nodes.
 """
 
 import asyncio
@@ -37,38 +37,43 @@ from fedpriv.ledger.events import NeighbouringRelation, Randomness, RoundEvent, 
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, SeriesBook, paid_events
 from fedpriv.wire import Proposal, RoundId, RoundOffer, Terms, Welcome
 
-# Raised when a ledger cannot be believed.
+# Errors for a ledger that cannot be believed.
 DISBELIEF = (UntrustedLedgerError, LedgerError, WireError)
-_ROUNDING = 1e-9  # relative difference by which the same noise may be computed in two ways
-_UNDERSTATED = 1e-6  # relative
+_ROUNDING = 1e-9  # relative error of noise multipliers that were computed in different ways
+_UNDERSTATED = 1e-6  # relative error of ε that is accepted
 _DAY = timedelta(days=1)
 _LONGEST_CHECK_SECONDS = 120.0
 _log = logging.getLogger(__name__)
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Examined:
-    """A ledger that kept its promises so far."""
+    """A ledger that has passed `examine`."""
 
     ledger: ExportedLedger
     delta: float
-    # At delta, of all its charges, by the accountant `tight`; inf also where one was seeded.
+    # Of all charges, at delta, by the accountant `tight`; inf also if a charge was seeded.
     epsilon: float
-    relation: NeighbouringRelation  # under which all its charges are priced
+    relation: NeighbouringRelation  # under which all charges are priced
 
 
-def examine(ledger: ExportedLedger, welcome: Welcome, known: Remembered, delta: float) -> Examined:
-    """Check that a ledger is the one that the node knew before it asked and only grew; price it."""
+def examine(
+    ledger: ExportedLedger, welcome: Welcome, history: Remembered, delta: float
+) -> Examined:
+    """Check that a ledger continues the one that the node remembers; return it with its ε.
+
+    UntrustedLedgerError: the ledger is of another population, was replaced, set back or rewritten,
+    or cannot be priced.
+    """
     name = welcome.population_name
     if ledger.population != name:
         raise UntrustedLedgerError(f"the ledger is not of population {name!r}")
-    if known.ledger_id not in (None, ledger.ledger_id):
+    if history.ledger_id not in (None, ledger.ledger_id):
         now = f"and now has {ledger.ledger_id}: what was spent before is not in it"
-        raise UntrustedLedgerError(f"population {name!r} had the ledger {known.ledger_id}, {now}")
-    head = known.head
-    if head is not None and not ledger.contains(head):
-        raise _set_back(head)
+        raise UntrustedLedgerError(f"population {name!r} had the ledger {history.ledger_id}, {now}")
+    if history.head is not None and not ledger.contains(history.head):
+        raise _set_back(history.head)
     loss = _loss(ledger.rows, delta)
     return Examined(ledger, delta, _unless_seeded(ledger.rows, loss), loss.relation)
 
@@ -80,67 +85,68 @@ def _set_back(head: Head) -> UntrustedLedgerError:
     )
 
 
-def confirm(examined: Examined, known: Remembered, offer: Terms | None = None) -> None:
-    """Check that the server charged each round it went on from, and does not understate its offer.
+def confirm(examined: Examined, history: Remembered, offer: Terms | None = None) -> None:
+    """Raise UntrustedLedgerError if the server omitted a charge, or understates its offer's price.
 
-    A run has gone on from a round when a later one of it was charged, or offered to this node.
+    A round is closed when a later round of its run was charged, or was offered to this node. For
+    each run of which the node was offered a round, the following must hold:
 
-    * Every round that a run has gone on from was charged, whether or not users of the node were in
-      it, in each run that the node was offered a round of.
-    * Of an attempt that the node took part in, the round was charged by this attempt, or a later
-      one where it was abandoned, as that part of such an event as was offered, or by a later one as
-      a new event of that kind, with its q and its z: who charges less understates ε.
-    * A round that is offered as a part of an event that was charged before is the next part of the
-      last one that its run has charged.
-    * The ε that is offered is not below the least that the charges which the offer counts and the
-      offered round can cost at its δ; among them are all that this run made before this attempt.
+    * Every closed round was charged, whether or not it included users of the node.
+    * If the node took part in an attempt at a closed round, the round was charged by this attempt
+      or a later one, which replaced it, as the same part of the offered event. A later attempt may
+      instead have charged a new event of the same kind, q and z. A server that charges less
+      understates ε.
+    * A round that is offered as part of an event that is already charged is the next part of the
+      event that its run has charged last.
+    * The offer counts all charges that its run made before this attempt. The ε that it states is
+      not below the least possible cost, at its δ, of the counted charges and the offered round.
 
-    The last round of a run can only be checked when another follows: one that the budget did not
-    admit, or that was given up, has no charge, and rightly so. What such rounds tell a dishonest
-    server is bounded by `Consent.most_rounds_per_day` alone. What other runs charged after the
-    offer was made is not in the ε that it says, but in `price_with`, by which the node decides.
+    The last round of a run can be checked only when another follows, because a round has no charge
+    if the budget did not admit it or it was given up. `Consent.most_rounds_per_day` alone bounds
+    what a dishonest server learns from such rounds. Charges that other runs make after the offer
+    are not part of its ε, but they are part of `price_with`, by which the node decides.
     """
     charges: dict[tuple[str, int], list[ChargedRow]] = {}
     for row in examined.ledger.rows:
         charges.setdefault((row.run, row.round), []).append(row)
-    taken = known.taken_part
-    offered = [(part.run, part.round) for part in taken]
+    offered = [(part.run, part.round) for part in history.taken_part]
     if offer is not None:
         offered.append((offer.id.run, offer.id.round))
-    reached: dict[str, int] = {}
+    newest: dict[str, int] = {}  # number of the newest round by run
     for run, number in (*charges, *offered):
-        reached[run] = max(number, reached.get(run, 0))
+        newest[run] = max(number, newest.get(run, 0))
     for run in dict.fromkeys(run for run, _ in offered):
-        # Ends at the first gap, so there are no more steps than charges.
-        for number in range(1, reached[run]):
+        # This ends at the first gap, so it takes at most one step per charge.
+        for number in range(1, newest[run]):
             if (run, number) not in charges:
                 raise UntrustedLedgerError(
                     f"round {number} of run {run!r} went on without a charge"
                 )
     attempts: dict[tuple[str, int, int], list[TakenPart]] = {}
-    for part in taken:
+    for part in history.taken_part:
         attempts.setdefault((part.run, part.round, part.attempt), []).append(part)
     for (run, number, attempt), parts in attempts.items():
         rows = charges.get((run, number), [])
-        # Where the offers of an attempt differed, the node has agreed to each.
-        charged = any(_fits(row, each) for row in rows for each in parts)
-        if number < reached[run] and not charged:
-            event, which = parts[-1].event, parts[-1].part
+        # If the offers of an attempt differed, the node has agreed to each of them.
+        charged = any(_fits(row, part) for row in rows for part in parts)
+        if number < newest[run] and not charged:
+            event, index = parts[-1].event, parts[-1].part
             raise UntrustedLedgerError(
                 f"attempt {attempt} at round {number} of run {run!r} was offered with "
                 f"{event.sampling.text}, N = {event.sampling.population}, "
-                f"z = {event.noise_multiplier}, as part {which} of its event; neither it nor one "
+                f"z = {event.noise_multiplier}, as part {index} of its event; neither it nor one "
                 "after it was charged so"
             )
     if offer is not None:
-        _check_offered_part(examined, offer)
+        if offer.price.part:  # it costs nothing more, so it must be paid and unused
+            _paid(examined.ledger.rows, offer)
         _check_offered_epsilon(examined, offer)
 
 
 def charged_already(examined: Examined, offer: Terms) -> str | None:
-    """Why an offer comes after its charge, in one sentence, or None.
+    """Return that the attempt of an offer, or a later one, is charged, in one sentence, or None.
 
-    If the node is not merely late, the server would release twice on one charge.
+    Either the node is late, or the server would release twice on one charge.
     """
     if len(_before(examined.ledger.rows, offer)) == len(examined.ledger.rows):
         return None
@@ -149,64 +155,65 @@ def charged_already(examined: Examined, offer: Terms) -> str | None:
 
 
 def price_with(examined: Examined, offer: Terms) -> float:
-    """ε at the examined δ of all charges and the offered round, by the accountant `tight`."""
+    """Return ε of all charges and the offered round, at the examined δ, by the accountant `tight`.
+
+    It is infinite if a charge was seeded. UntrustedLedgerError: the charges cannot be priced.
+    """
     rows = examined.ledger.rows
     return _unless_seeded(rows, _loss_with(rows, offer, examined.delta))
 
 
 def _unless_seeded(rows: Iterable[ChargedRow], loss: PrivacyLoss) -> float:
-    """ε against those who may know the seed of a charge."""
     return math.inf if weakest_randomness(rows) is Randomness.SEEDED else loss.epsilon
 
 
 def _fits(row: ChargedRow, part: TakenPart) -> bool:
-    """Whether a charge of the round is by this attempt or a later one, and as it was offered."""
+    """Return whether a charge pays for an offer: by the same attempt or a later one, as offered."""
     charged, offered = row.event, part.event
-    # A server that lost what it had begun, as by a restore, pays for a later attempt anew.
-    anew = row.pays and row.attempt > part.attempt
+    # A server that lost its progress, for instance by a restore, pays for a later attempt anew.
+    pays_anew = row.pays and row.attempt > part.attempt
     return (
         row.attempt >= part.attempt
-        and (row.part == part.part or anew)
+        and (row.part == part.part or pays_anew)
         and _kind(charged) == _kind(offered)
         and math.isclose(charged.noise_multiplier, offered.noise_multiplier, rel_tol=_ROUNDING)
     )
 
 
 def _kind(event: RoundEvent) -> tuple[object, ...]:
-    """All that decides what an event costs, but z."""
-    of = event.sampling
-    drawn = (
-        of.policy,
-        of.sampling_probability,
-        of.relation,
-        of.population,
-        of.schedule,
-        of.unit,
-        of.examples_per_user,
+    """Return everything that determines the cost of an event, except z."""
+    sampling = event.sampling
+    return (
+        sampling.policy,
+        sampling.sampling_probability,
+        sampling.relation,
+        sampling.population,
+        sampling.schedule,
+        sampling.unit,
+        sampling.examples_per_user,
+        event.strategy,
+        event.selection,
     )
-    return *drawn, event.strategy, event.selection
-
-
-def _check_offered_part(examined: Examined, offer: Terms) -> None:
-    """A part after the first costs nothing more, so it must be one that was paid and not used."""
-    if offer.price.part:
-        _paid(examined.ledger.rows, offer)
 
 
 def _paid(rows: Sequence[ChargedRow], offer: Terms) -> ChargedRow:
-    """The charge of the event that a round is a later part of."""
-    price, at = offer.price, offer.id
-    found = SeriesBook(_before(rows, offer)).last_of(at.run)
-    if found is None or (found.charge.event, found.part) != (price.event, price.part):
-        said = f"round {at.round} of run {at.run!r} is offered as part {price.part} of an event"
+    """Return the charge that paid for the offered later part of an event.
+
+    UntrustedLedgerError: there is none, or the part was used before.
+    """
+    price, round_id = offer.price, offer.id
+    series = SeriesBook(_before(rows, offer)).last_of(round_id.run)
+    if series is None or (series.charge.event, series.part) != (price.event, price.part):
+        offered = f"round {round_id.round} of run {round_id.run!r} is offered as part {price.part}"
         raise UntrustedLedgerError(
-            f"{said} that was charged before; no such part is left in the ledger"
+            f"{offered} of an event that was charged before; no such part is left in the ledger"
         )
-    return found.charge
+    return series.charge
 
 
 def _check_offered_epsilon(examined: Examined, offer: Terms) -> None:
-    said, delta, least = offer.price.epsilon_after, offer.price.delta, float("inf")
+    """Raise UntrustedLedgerError if the offer omits charges of its run or understates ε."""
+    stated, delta, least = offer.price.epsilon_after, offer.price.delta, float("inf")
     counted, rows = offer.price.charges, examined.ledger.rows
     if counted > len(rows):
         raise UntrustedLedgerError(
@@ -215,24 +222,26 @@ def _check_offered_epsilon(examined: Examined, offer: Terms) -> None:
     for row in _before(rows, offer)[counted:]:
         if row.run == offer.id.run:
             raise UntrustedLedgerError(f"the offer counts {counted} charges and leaves out {row}")
-    # No finite ε holds at δ = 0, where there is a Gaussian; ε only grows where δ is smaller.
+    # At δ = 0, the Gaussian mechanism has no finite ε. A smaller δ only increases ε.
     if delta > 0.0:
         least = _loss_with(rows[:counted], offer, max(delta, events.LEAST_DELTA)).epsilon_low
-    if not said >= least * (1.0 - _UNDERSTATED):
+    if not stated >= least * (1.0 - _UNDERSTATED):
         cost = f"charges and offer cost at least {least}"
-        raise UntrustedLedgerError(f"the server says ε = {said} at δ = {delta}, but {cost}")
+        raise UntrustedLedgerError(f"the server says ε = {stated} at δ = {delta}, but {cost}")
 
 
 def _before(rows: Sequence[ChargedRow], offer: Terms) -> Sequence[ChargedRow]:
-    at = offer.id
+    """Return the charges before the first one of the offered attempt or a later attempt."""
+    attempt = offer.id
     for number, row in enumerate(rows):
-        if (row.run, row.round) == (at.run, at.round) and row.attempt >= at.attempt:
+        same_round = (row.run, row.round) == (attempt.run, attempt.round)
+        if same_round and row.attempt >= attempt.attempt:
             return rows[:number]
     return rows
 
 
 def _loss_with(rows: Iterable[ChargedRow], offer: Terms, delta: float) -> PrivacyLoss:
-    # What belongs to an event that was charged before costs nothing more.
+    # A later part of an event was paid with the first.
     more = [offer.price.event] if offer.price.part == 0 else []
     return _loss(rows, delta, *more)
 
@@ -242,10 +251,10 @@ def _loss(rows: Iterable[ChargedRow], delta: float, *more: RoundEvent) -> Privac
         loss = priced(events.merge_equal([*paid_events(rows), *more]), delta)
     except UnsupportedEventError as error:
         raise UntrustedLedgerError(f"what the ledger charges has no ε: {error}") from error
-    except InvalidValueError:  # of the node's δ
+    except InvalidValueError:  # the node's own δ is wrong
         raise
     except (ArithmeticError, IndexError, ValueError, MemoryError) as error:
-        # Events may be as extreme as whoever wrote them likes.
+        # A dishonest server may write arbitrarily extreme events.
         raise UntrustedLedgerError(
             f"what the ledger charges has no ε: {type(error).__name__}"
         ) from error
@@ -256,26 +265,26 @@ def _loss(rows: Iterable[ChargedRow], delta: float, *more: RoundEvent) -> Privac
     return loss
 
 
-def _in_daemon(work: Callable[[], Found]) -> Future[Found]:
-    """Work in a thread that an interpreter that ends does not wait for."""
-    found = Future[Found]()
-    found.set_running_or_notify_cancel()  # from here on nobody can cancel it
+def _in_daemon(work: Callable[[], Result]) -> Future[Result]:
+    """Run `work` in a daemon thread, for which the interpreter does not wait at its end."""
+    future = Future[Result]()
+    future.set_running_or_notify_cancel()  # so that it cannot be cancelled
 
     def run() -> None:
         try:
-            found.set_result(work())
+            future.set_result(work())
         except BaseException as error:
-            found.set_exception(error)
+            future.set_exception(error)
 
     threading.Thread(target=run, name="ledger check", daemon=True).start()
-    return found
+    return future
 
 
 @dataclass
 class LedgerVerifier:
-    """Fetches what is new in the server's ledger, and checks all of it.
+    """Fetches new records of the server's ledger, and checks the whole ledger.
 
-    What was verified before is kept in memory, so a node asks for the whole ledger once.
+    The verified ledger is kept in memory, so the node fetches each record once.
     """
 
     server: FederationStub
@@ -287,11 +296,14 @@ class LedgerVerifier:
     async def examined(
         self, welcome: Welcome, delta: float, offer: Terms | None = None
     ) -> Examined:
-        """The ledger as it is now; raises one of DISBELIEF, or what `within_time` raises."""
+        """Fetch and check the ledger, also against an offer; one of DISBELIEF if it is not honest.
+
+        InvalidValueError as for `within_time`; AioRpcError if the ledger cannot be fetched.
+        """
         name, old = welcome.population_name, self._verified
-        # Before asking: by what another process of the node remembers later, this may look old.
-        known = self.journal.remembered(name)
-        if old is not None and (old.population != name or known.head is None):
+        # Before the call: another process of the node may remember a newer head meanwhile.
+        history = self.journal.remembered(name)
+        if old is not None and (old.population != name or history.head is None):
             old = None
         lines = await persist(
             lambda: self.server.fetch_ledger(None if old is None else old.head), self.backoff
@@ -299,22 +311,22 @@ class LedgerVerifier:
         if lines is None:
             raise _set_back(old.head) if old else UntrustedLedgerError("the server sends no ledger")
 
-        def checked() -> Examined:
-            found = examine(ExportedLedger.read(lines, old), welcome, known, delta)
-            self.journal.remember_head(found.ledger.ledger_id, name, found.ledger.head)
-            confirm(found, known, offer)
-            return found
+        def check() -> Examined:
+            examined = examine(ExportedLedger.read(lines, old), welcome, history, delta)
+            self.journal.remember_head(examined.ledger.ledger_id, name, examined.ledger.head)
+            confirm(examined, history, offer)
+            return examined
 
-        found = await self.within_time(checked)
-        self._verified = found.ledger
-        return found
+        examined = await self.within_time(check)
+        self._verified = examined.ledger
+        return examined
 
-    async def within_time(self, check: Callable[[], Found]) -> Found:
-        """What a check of the ledger finds; InvalidValueError if it takes too long.
+    async def within_time(self, check: Callable[[], Result]) -> Result:
+        """Return the result of a check of the ledger; InvalidValueError if it takes too long.
 
-        It takes seconds for a long ledger, in which the connection must stay alive, and may take
-        hours for one that was made for that. There is one at a time, and none holds up the end of
-        the node.
+        A check of a long ledger takes seconds, and the event loop must keep the connection alive
+        meanwhile; a malicious ledger could take hours. Checks run one at a time, and do not delay
+        the end of the node.
         """
         try:
             async with asyncio.timeout(_LONGEST_CHECK_SECONDS):
@@ -327,59 +339,67 @@ class LedgerVerifier:
             raise InvalidValueError(f"the ledger takes more than {seconds} to check") from error
 
     def series_of(self, offer: RoundOffer) -> RoundSeries | None:
-        """The series that an offer belongs to which was checked before; None: it is one round.
+        """Return the series of an offer that was checked before; None if its event is one round.
 
-        UntrustedLedgerError where it would be the part of a series that is not in the ledger.
+        UntrustedLedgerError: it is a later part of a series that is not in the ledger.
         """
-        schedule, at = offer.price.event.sampling.schedule, offer.id
+        schedule = offer.price.event.sampling.schedule
         if schedule is None:
             return None
-        first: ChargedRow | RoundId = at
+        first: ChargedRow | RoundId = offer.id
         if offer.price.part:
             first = _paid(() if self._verified is None else self._verified.rows, offer)
-        return RoundSeries(at.run, first.round, first.attempt, schedule)
+        return RoundSeries(offer.id.run, first.round, first.attempt, schedule)
 
 
 @dataclass(eq=False)
 class OfferPolicy:
-    """What a node asks of a round; without the ledger, the server's word on ε counts.
+    """Decides whether a node takes part; without a verifier, it believes the server's ε.
 
     Guarantees:
-        * An offer is held to all that the proposal of its round was held to: it has the same terms
-          in the same connection and is the first since the node agreed, or all is checked again.
-        * One journal is of one population, unless the consent names those that it may be of.
-        * No more sums are agreed to in a day than the consent says, whatever other processes of the
-          node agree to.
-        * With the ledger, no user is in more rounds of a series than was charged, or sooner again,
-          whatever position a welcome gives it.
-        * What is said to a proposal of an honest server depends on no user, draw or earlier answer.
+        * An offer passes all checks of proposals. They are repeated, unless the offer has the same
+          terms in the same connection, and is the first since the node agreed to the proposal.
+        * A journal belongs to one population, unless the consent names several.
+        * The node sends no more sums in a day than the consent allows, even if several processes of
+          the node run at once.
+        * With a verifier, no user takes part in more rounds of a series than were charged, or again
+          too soon, no matter which positions the server assigns to users.
+        * The vote on a proposal of an honest server does not depend on users, draws or earlier
+          answers.
     """
 
     journal: Journal
     consent: Consent
     verifier: LedgerVerifier | None
-    id_digests: NDArray[np.int64]  # of the node's users, the k-th of whom has its k-th position
+    id_digests: NDArray[np.int64]  # of the node's users, in the order of their positions
     _agreed: tuple[Welcome, Proposal] | None = None
     _checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def objection_to_proposal(self, welcome: Welcome, proposal: Proposal) -> str | None:
-        """Why the node does not agree, in one sentence that says nothing of users, or None."""
+        """Return why the node votes against a proposal, in one sentence about no user, or None.
+
+        InvalidValueError: the journal or the ledger cannot be checked; AioRpcError: it cannot be
+        fetched.
+        """
         async with self._checking:
             self._agreed = None
             if objection := await self._objection_to_terms(welcome, proposal):
                 return objection
-            # Now, and not when users are drawn: of which populations it has a part is not secret.
+            # Before users are drawn: which populations the node belongs to is not secret.
             self.journal.remember_population(welcome.population_name)
             self._agreed = (welcome, Proposal.of(proposal, proposal.price))
-        # Were no answer ever left for a day, rounds without this node would be charged in vain.
+        # A node that consents to no sum at all must not make up the least number of nodes.
         return self.consent.objection_today(0)
 
     async def objection(self, welcome: Welcome, offer: RoundOffer) -> str | None:
-        """Why the node does not take part, in one sentence that says nothing of users, or None."""
+        """Return why the node declines an offer, in one sentence about no user, or None.
+
+        Errors as for `objection_to_proposal`.
+        """
         async with self._checking:
             agreed, self._agreed = self._agreed, None
-            known = agreed == (welcome, Proposal.of(offer, offer.price))
-            if not known and (objection := await self._objection_to_terms(welcome, offer)):
+            checked = agreed == (welcome, Proposal.of(offer, offer.price))
+            if not checked and (objection := await self._objection_to_terms(welcome, offer)):
                 return objection
         if unfit := misfit(welcome, offer):
             return unfit
@@ -389,23 +409,23 @@ class OfferPolicy:
         return self._objection_at(now, welcome) or self._objection_to_users(welcome, offer)
 
     def record(self, welcome: Welcome, offer: RoundOffer) -> str | None:
-        """Record that an offer is answered with a sum, or say why it must not be."""
+        """Record that an offer is answered with a sum; return why it must not be, or None."""
         now, name = datetime.now(UTC), welcome.population_name
         return self.journal.record(name, offer, now, partial(self._objection_at, now, welcome))
 
     def _objection_at(self, now: datetime, welcome: Welcome) -> str | None:
-        """Why the node gives no sum now, by all that it has given."""
+        """Return why the node sends no sum now, given the sums it has sent, or None."""
         today = self.journal.answers_since(now - _DAY)
         return self._objection_to_population(welcome) or self.consent.objection_today(today)
 
     def _objection_to_population(self, welcome: Welcome) -> str | None:
-        known = self.journal.populations()
-        return self.consent.objection_to_population(welcome.population_name, known)
+        names = self.journal.populations()
+        return self.consent.objection_to_population(welcome.population_name, names)
 
     def _objection_to_users(self, welcome: Welcome, offer: RoundOffer) -> str | None:
-        """Why a series cannot ask these users, after which nobody is asked more than was charged.
+        """Record that a series asks these users; return why it must not, or None.
 
-        This part of what was charged a node can see for itself, and need not believe.
+        So the node checks for itself that no user takes part more often than was charged.
         """
         try:
             series = None if self.verifier is None else self.verifier.series_of(offer)
@@ -415,9 +435,9 @@ class OfferPolicy:
         if series is None:
             return None
         name, part = welcome.population_name, offer.price.part
-        # Not positions: a dishonest server would give a user another one in each connection.
-        asked = self.id_digests[np.searchsorted(welcome.users, offer.users)]
-        if self.journal.admit(name, series, part, asked):
+        # Not positions: a dishonest server could give users other positions in each connection.
+        users = self.id_digests[np.searchsorted(welcome.users, offer.users)]
+        if self.journal.admit(name, series, part, users):
             return None
         _log.error("the server asks users more often than it has charged: %s", series)
         return "users would take part more often, or sooner again, than the event says"
@@ -441,21 +461,20 @@ class OfferPolicy:
             except DISBELIEF as error:
                 _log.error("the ledger cannot be believed: %.400s", error)
                 return "the ledger cannot be believed"
-            of = epsilon, examined.delta, offer.price.event.sampling.relation
-            _log.info("after this round ε would be %.6g at δ = %g, for %s neighbours", *of)
+            price = epsilon, examined.delta, offer.price.event.sampling.relation
+            _log.info("after this round ε would be %.6g at δ = %g, for %s neighbours", *price)
         return self.consent.objection(offer, epsilon)
 
     async def report(self, welcome: Welcome) -> None:
-        """Check the ledger, if the node does, and log what it has come to."""
+        """Check the ledger and log its ε, if there is a verifier; errors as `examined`."""
         if self.verifier is None:
             return
         if other := self._objection_to_population(welcome):
             _log.warning("the ledger is not read: %s", other)
             return
-        # The server ends a call for the ledger when the node makes another.
+        # One call at a time: the server ends a call for the ledger when the node makes another.
         async with self._checking:
-            found = await self.verifier.examined(
-                welcome, self.consent.delta_for(welcome.population)
-            )
-        held = len(found.ledger.rows), found.epsilon, found.delta, found.relation
-        _log.info("the ledger holds %d charges: ε = %.6g at δ = %g, for %s neighbours", *held)
+            delta = self.consent.delta_for(welcome.population)
+            examined = await self.verifier.examined(welcome, delta)
+        content = len(examined.ledger.rows), examined.epsilon, examined.delta, examined.relation
+        _log.info("the ledger holds %d charges: ε = %.6g at δ = %g, for %s neighbours", *content)

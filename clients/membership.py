@@ -1,4 +1,4 @@
-"""What `fedpriv join` does: bring a node's users to a server and answer its offers until stopped.
+"""`fedpriv join`: connect a node and its users to a server, and answer offers until stopped.
 
 `Membership` keeps a node connected, and `OfferHandler` answers one offer.
 """
@@ -29,62 +29,62 @@ from fedpriv.support.logs import expiry, trouble
 from fedpriv.wire import Decline, Hello, Proposal, Receipt, RoundOffer, Terms, Vote, Welcome
 from fedpriv.wire.naming import NEWER
 
-# Codes of calls of which only the node can mend the cause: its name, or its version. Another
-# enrolment mends the rest, and a server that was started with a wrong one must not lose its nodes.
-_FINAL = "INVALID_ARGUMENT UNIMPLEMENTED"
+# Codes of failed calls that only the node can repair, as its name or version is wrong. A changed
+# enrolment repairs all others, so a server that starts with a wrong one must not lose its nodes.
+_FINAL = ("INVALID_ARGUMENT", "UNIMPLEMENTED")
 _SERVER = "the server"
 _DAY_SECONDS = 86_400.0
-_LAST_LOOK_SECONDS = 60.0
-_LEAST_MARGIN = 0.05  # of the time that an offer leaves, for the upload
+_LAST_CHECK_SECONDS = 60.0
+_LEAST_MARGIN = 0.05  # share of an offer's time that is reserved for the upload
 _LONGEST_REASON = 400  # characters; a reason may hold the name of a run
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """How a node takes part."""
+    """Settings of a node."""
 
     server: str  # HOST:PORT
     host: HostSettings
     certificates: Path | None = None  # folder with ca.pem, node.pem and node.key; or give `node`
     node: str | None = None  # name, for plain text on loopback
-    consent: Path | None = None  # TOML file with the node's limits; None: it has none
-    verify_ledger: bool = False  # read and check the server's ledger
+    consent: Path | None = None  # TOML file with the node's limits; None: no limits
+    verify_ledger: bool = False  # whether to read and check the server's ledger
     state: Path | None = None  # folder of the node's journal; None: in the user's state folder
-    trusted: tuple[str, ...] = ()  # import paths of code that the server may have the node run
-    once: bool = False  # leave when the run is over, instead of waiting for another
+    trusted: tuple[str, ...] = ()  # import paths of code that the server may make the node run
+    once: bool = False  # whether to leave when the run is over, instead of waiting for another
     backoff: Backoff = Backoff()  # noqa: RUF009 - frozen, so sharing it is safe
 
 
 def join(settings: NodeSettings) -> None:
-    """Take part until the run is over, if `once`, or until SIGTERM or SIGINT; in the main thread.
+    """Take part until SIGTERM or SIGINT, or with `once` until the run is over; in the main thread.
 
     Guarantees:
-        * a signal ends it by an ordinary return, with no process left and nothing half-written;
+        * after a signal it returns normally, with no process left and no file half-written;
         * this process neither imports torch nor holds users' data;
         * a lost connection never ends it.
 
-    It raises a FedprivError for settings or users that cannot be used, a server that speaks another
-    protocol or refuses the node's name, another process that goes on speaking for the node, and,
-    with `once`, for a ledger that cannot be believed at the end. A server that refuses the node for
-    another reason, or names a task that the node cannot or must not run, is tried again.
+    FedprivError: settings or users are unusable, the server speaks another protocol or refuses the
+    node's name, another process repeatedly connects as the same node, or, with `once`, the ledger
+    cannot be believed at the end. If the server refuses the node for another reason, or names a
+    task that the node cannot or must not run, the node tries again.
     """
 
     async def until_stopped() -> None:
-        taking_part = asyncio.create_task(take_part(settings))
+        task = asyncio.create_task(take_part(settings))
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, taking_part.cancel)
-        await asyncio.wait([taking_part])
-        if taking_part.cancelled():
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        await asyncio.wait([task])
+        if task.cancelled():
             _log.info("stopped")
         else:
-            taking_part.result()
+            task.result()
 
     asyncio.run(until_stopped())
 
 
 async def take_part(settings: NodeSettings) -> None:
-    """As `join`, on a running event loop, until its task is cancelled."""
+    """Take part like `join`, in a running event loop, until the task is cancelled."""
     identity, backoff = identity_of(settings.certificates, settings.node), settings.backoff
     consent = Consent() if settings.consent is None else Consent.load(settings.consent)
     folder = _state_folder(settings.state, identity.node)
@@ -102,12 +102,11 @@ async def take_part(settings: NodeSettings) -> None:
                 await worker.close()
 
 
-def _state_folder(given: Path | None, node: str) -> Path:
-    """The folder of a node's journal, open to its owner only.
+def _state_folder(folder: Path | None, node: str) -> Path:
+    """Create the folder of a node's journal, with access for its owner only, and return it.
 
-    By default it is fedpriv/NODE in $XDG_STATE_HOME or ~/.local/state (XDG Base Directory 0.8).
+    The default is fedpriv/NODE in $XDG_STATE_HOME or ~/.local/state (XDG Base Directory 0.8).
     """
-    folder = given
     if folder is None:
         home = Path(os.environ.get("XDG_STATE_HOME", ""))
         try:
@@ -124,16 +123,16 @@ def _state_folder(given: Path | None, node: str) -> Path:
 
 
 def _task_key(welcome: Welcome) -> tuple[object, ...]:
-    """All that decides whether a task is built, and which."""
+    """Return the parts of a welcome that determine whether a task is built, and which."""
     return welcome.task, welcome.users.tobytes(), welcome.purpose
 
 
 class _CannotTakePartError(Exception):
-    """The node cannot do, or must not do, what a server welcomes it to."""
+    """The node cannot or must not run the task of the server."""
 
 
 class LatestTask:
-    """Runs the latest task it was given; the next call raises what a task has raised."""
+    """Runs the latest task only; if a task raises, the next call raises the same error."""
 
     def __init__(self) -> None:
         self._key: object = None
@@ -145,13 +144,13 @@ class LatestTask:
         return self._task is None or self._task.done()
 
     async def begin(self, key: object, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Begin a task after the end of an older one; one of the same key goes on instead."""
+        """Stop an older task and begin this one, unless one with the same key is running."""
         if self.idle or key != self._key:
             await self.stop()
             self._key, self._task = key, asyncio.create_task(work())
 
     async def stop(self) -> None:
-        """Cancel what is running, and wait for its end."""
+        """Cancel the running task, and wait for its end."""
         if (task := self._task) is not None:
             task.cancel()
             await asyncio.wait([task])
@@ -162,14 +161,14 @@ class LatestTask:
 
 @dataclass(frozen=True)
 class OfferHandler:
-    """How a node answers offers.
+    """Votes on proposals and answers offers.
 
     Guarantees:
-        * No training begins before the offer was found acceptable, and no sum is sent before its
-          offer is in the journal. No offer has two sums, whatever else is lost or restarted.
-        * A lost connection is retried until the deadline of the offer, not longer.
-        * Nothing that the server sends, and no failure of training, raises here.
-        * What is said to the server and logged says nothing of users.
+        * Training begins only after the offer was accepted, and a sum is sent only after its offer
+          was recorded in the journal. No offer is answered with two sums, even after a restart.
+        * After a lost connection, calls are repeated until the deadline of the offer.
+        * No message of the server, and no failure of training, raises an exception here.
+        * Messages to the server and lines of the log reveal nothing about users.
     """
 
     server: FederationStub
@@ -178,7 +177,7 @@ class OfferHandler:
     backoff: Backoff
 
     async def vote(self, welcome: Welcome, proposal: Proposal) -> Vote:
-        """Whether the node agrees to a round, whatever its users and earlier answers are."""
+        """Return the node's vote on a round; it does not depend on users or earlier answers."""
         try:
             objection = await self.policy.objection_to_proposal(welcome, proposal)
             if objection is None:
@@ -195,33 +194,33 @@ class OfferHandler:
 
     async def answer(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
         """Answer an offer by its deadline, on the event loop's clock, and log the outcome."""
-        what, loop = f"round {offer.id.round} of run {offer.id.run!r}", asyncio.get_running_loop()
+        name, loop = f"round {offer.id.round} of run {offer.id.run!r}", asyncio.get_running_loop()
         began = loop.time()
         try:
             async with asyncio.timeout_at(deadline):
                 answer = await self._answer(welcome, offer, deadline)
                 receipt = await self._send(offer, answer)
-                if not receipt.accepted:  # or the server would wait for another until the deadline
+                if not receipt.accepted:  # so that the server does not wait for another answer
                     await self._send(offer, Decline("the answer was refused"))
         except asyncio.CancelledError:
-            _log.info("%s: left unfinished", what)
+            _log.info("%s: left unfinished", name)
             raise
         except TimeoutError:
-            _log.warning("%s: not answered, its deadline has passed", what)
+            _log.warning("%s: not answered, its deadline has passed", name)
         except grpc.aio.AioRpcError as error:
-            _log.warning("%s: not answered: %s (%r)", what, error.code().name, error.details())
+            _log.warning("%s: not answered: %s (%r)", name, error.code().name, error.details())
         except WireError as error:
-            _log.warning("%s: not answered: %s", what, error)
+            _log.warning("%s: not answered: %s", name, error)
         else:
             if not receipt.accepted:
-                _log.warning("%s: the server refuses the answer: %r", what, receipt.reason)
+                _log.warning("%s: the server refuses the answer: %r", name, receipt.reason)
             elif isinstance(answer, Decline):
-                _log.info("%s: declined: %s", what, answer.reason)
+                _log.info("%s: declined: %s", name, answer.reason)
             else:
-                _log.info("%s: answered after %.1f s", what, loop.time() - began)
+                _log.info("%s: answered after %.1f s", name, loop.time() - began)
                 if answer.users and not answer.total.any():
                     why = "all updates of the users are NaN, infinite or zero; look at their data"
-                    _log.warning("%s: %s", what, why)
+                    _log.warning("%s: %s", name, why)
 
     async def _send(self, offer: RoundOffer, answer: PartialSum | Decline) -> Receipt:
         return await persist(lambda: self.server.upload(offer.id, answer), self.backoff)
@@ -233,8 +232,8 @@ class OfferHandler:
             if objection := await self.policy.objection(welcome, offer):
                 return Decline(objection[:_LONGEST_REASON])
             answer = await self._trained(offer, deadline)
-            if isinstance(answer, PartialSum) and (late := self.policy.record(welcome, offer)):
-                return Decline(late[:_LONGEST_REASON])
+            if isinstance(answer, PartialSum) and (objection := self.policy.record(welcome, offer)):
+                return Decline(objection[:_LONGEST_REASON])
         except InvalidValueError as error:
             _log.error("the offer cannot be checked or recorded: %.400s", error)
             return Decline("the node cannot check or record the offer")
@@ -248,37 +247,37 @@ class OfferHandler:
             _log.error("the model did not arrive as it was declared: %s", error)
             return Decline("the model did not arrive as it was declared")
         except grpc.aio.AioRpcError as error:
-            # Without an answer, the round would last until its deadline.
+            # An answer is needed, or the round would last until its deadline.
             _log.error("the model cannot be fetched: %s (%r)", error.code().name, error.details())
             return Decline("the model cannot be fetched")
         now = asyncio.get_running_loop().time()
-        # A sum has up to twice the bytes of the model, and uploads are often the slower way.
+        # A sum has up to twice the bytes of the model, and uploads are often slower than downloads.
         margin = max(4.0 * (now - began), _LEAST_MARGIN * (deadline - began))
         seconds = max(0.5 * (deadline - now), deadline - now - margin)
         try:
             request = offer.request(tensors)
             del tensors
-            trained = await self.worker.train(request, seconds)
+            partial_sum = await self.worker.train(request, seconds)
         except FedprivError as error:
-            # Its text may hold users' data.
+            # The text of the error may contain users' data.
             _log.error("training failed: %s", type(error).__name__)
-            trained = None
-        return Decline("training failed") if trained is None else trained
+            partial_sum = None
+        return Decline("training failed") if partial_sum is None else partial_sum
 
 
 class Membership:
     """One node at one server.
 
     Guarantees:
-        * The latest offer is answered; work on an older one is abandoned for it. Work goes on while
-          the connection is lost, and when the same is offered again.
-        * Of the code that the server names, only what is trusted is run. No task is built for a
-          purpose, or with a model, that the node does not consent to; it votes against each round.
-        * However much the server proposes and reads nothing, one vote waits for it.
-        * A node that lost its connection comes back, waiting as the back-off says, anew after each
-          welcome; not so if a newer connection of the node ends two of its own in a row.
-        * A certificate that ends within 30 days, its own or the server's, is warned of at once and
-          daily.
+        * The latest offer is answered, and work on older ones is abandoned. Work continues while
+          the connection is lost, and if the same offer arrives again.
+        * Only trusted code that the server names is run. If the node does not consent to a purpose
+          or model, no task is built, and the node votes against each round.
+        * At most one vote waits to be sent, even if the server sends proposals and reads no votes.
+        * After a lost connection, the node connects again with exponential back-off, which each
+          welcome resets; unless newer connections of the node end two of its own in a row.
+        * If the certificate of the node or the server expires within 30 days, a warning is logged
+          at once and daily.
     """
 
     def __init__(
@@ -290,16 +289,16 @@ class Membership:
     ) -> None:
         self._settings, self._hello, self._handler = settings, hello, handler
         self._work, self._voting = LatestTask(), LatestTask()
-        self._ends: dict[str, datetime] = {}  # of certificates
+        self._certificate_ends: dict[str, datetime] = {}  # of the node and the server
         if certificate_end is not None:
-            self._ends[hello.node] = certificate_end
+            self._certificate_ends[hello.node] = certificate_end
         self._prepared: Welcome | None = None
         self._trouble = ""  # why the node is not connected; empty: it is
-        self._objection = ""  # to the last round that was proposed
-        self._replaced = 0  # connections in a row that a newer one of the node has ended
+        self._objection = ""  # to the last proposed round
+        self._replaced = 0  # successive connections that a newer one of the node has ended
 
     async def last(self) -> None:
-        """Take part until the run is over, if `once`, or forever; raises what `join` raises."""
+        """Take part forever, or with `once` until the run is over; errors as for `join`."""
         failures, backoff = 0, self._settings.backoff
         warning = asyncio.create_task(self._warn_daily())
         try:
@@ -318,16 +317,16 @@ class Membership:
 
     async def _warn_daily(self) -> None:
         while True:
-            for whose in self._ends:
-                self._warn_of_end(whose)
+            for owner in self._certificate_ends:
+                self._warn_of_end(owner)
             await asyncio.sleep(_DAY_SECONDS)
 
-    def _warn_of_end(self, whose: str) -> None:
-        if why := expiry(self._ends[whose], datetime.now(UTC)):
-            trouble(_log, whose, "certificate", why)
+    def _warn_of_end(self, owner: str) -> None:
+        if why := expiry(self._certificate_ends[owner], datetime.now(UTC)):
+            trouble(_log, owner, "certificate", why)
 
     async def _connection(self) -> tuple[bool, bool]:
-        """Stay connected; whether the server had welcomed, and whether the run is over."""
+        """Stay connected; return whether the node was welcomed, and whether the run is over."""
         welcomed, votes = False, asyncio.Queue[Vote]()
         replaced, self._replaced = self._replaced, 0
         try:
@@ -353,13 +352,13 @@ class Membership:
             await self._voting.stop()  # its vote belongs to this connection
         return welcomed, True
 
-    async def _begin(self, welcome: Welcome, said: Terms, votes: "asyncio.Queue[Vote]") -> None:
-        if isinstance(said, Proposal):
-            await self._voting.begin(said.id, partial(self._vote, welcome, said, votes))
+    async def _begin(self, welcome: Welcome, terms: Terms, votes: "asyncio.Queue[Vote]") -> None:
+        if isinstance(terms, Proposal):
+            await self._voting.begin(terms.id, partial(self._vote, welcome, terms, votes))
         else:
-            deadline = asyncio.get_running_loop().time() + said.seconds
-            answer = partial(self._handler.answer, welcome, said, deadline)
-            await self._work.begin(said.id, answer)
+            deadline = asyncio.get_running_loop().time() + terms.seconds
+            answer = partial(self._handler.answer, welcome, terms, deadline)
+            await self._work.begin(terms.id, answer)
 
     async def _vote(
         self, welcome: Welcome, proposal: Proposal, votes: "asyncio.Queue[Vote]"
@@ -367,15 +366,15 @@ class Membership:
         vote = await self._handler.vote(welcome, proposal)
         if vote.objection:
             level = logging.DEBUG if vote.objection == self._objection else logging.INFO
-            what = vote.id.round, vote.id.run, vote.objection
-            _log.log(level, "round %d of run %r: not agreed to: %s", *what)
+            details = vote.id.round, vote.id.run, vote.objection
+            _log.log(level, "round %d of run %r: not agreed to: %s", *details)
         self._objection = vote.objection
-        while not votes.empty():  # of a round that is over; a server may read none of them
+        while not votes.empty():  # older votes, which the server has not read
             votes.get_nowait()
         votes.put_nowait(vote)
 
     def _warn(self, trouble: str) -> None:
-        """Log why the node does not take part, once as long as the reason is the same."""
+        """Log why the node does not take part; as a warning only if the reason is new."""
         _log.log(logging.DEBUG if trouble == self._trouble else logging.WARNING, trouble)
         self._trouble = trouble
 
@@ -384,9 +383,9 @@ class Membership:
         code, details = error.code(), error.details() or ""
         if code is grpc.StatusCode.ABORTED and NEWER in details:
             self._replaced = replaced + 1
-            if replaced:  # the first may be one that had the node's certificate before
+            if replaced:  # the first may be by a process that had the node's certificate before
                 raise WireError(f"another process speaks for node {node!r} at {server}") from error
-        if code.name in _FINAL.split():
+        if code.name in _FINAL:
             raise WireError(f"{server} refuses node {node!r}: {details[:400]!r}") from error
 
     async def _welcomed(self, welcome: Welcome) -> None:
@@ -403,12 +402,12 @@ class Membership:
             else:
                 await self._build(welcome)
         self._prepared = welcome
-        where = f"{self._hello.node} to {self._settings.server}"
-        hosted = f"{worker.loaded.users} of the {welcome.population} users of the population"
-        _log.info("connected as %s, with %s", where, hosted)
+        names = f"{self._hello.node} to {self._settings.server}"
+        users = f"{worker.loaded.users} of the {welcome.population} users of the population"
+        _log.info("connected as %s, with %s", names, users)
         end = datetime.fromtimestamp(welcome.certificate_end, UTC)
-        if welcome.certificate_end and end != self._ends.get(_SERVER):
-            self._ends[_SERVER] = end
+        if welcome.certificate_end and end != self._certificate_ends.get(_SERVER):
+            self._certificate_ends[_SERVER] = end
             self._warn_of_end(_SERVER)
         if self._settings.verify_ledger and self._work.idle:
             await self._work.begin(None, partial(self._report, welcome))
@@ -435,10 +434,10 @@ class Membership:
         _log.info("the run is over")
         if self._prepared is None or not self._settings.verify_ledger:
             return
-        # A node that leaves fails if the ledger cannot be believed; one that stays logs it.
+        # If the ledger cannot be believed, a node that leaves fails, and one that stays logs it.
         report = self._handler.policy.report if self._settings.once else self._report
         try:
-            async with asyncio.timeout(_LAST_LOOK_SECONDS):
+            async with asyncio.timeout(_LAST_CHECK_SECONDS):
                 await report(self._prepared)
         except TimeoutError:
             _log.warning("the ledger cannot be fetched: the server does not answer")

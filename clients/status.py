@@ -1,4 +1,4 @@
-"""`fedpriv status` and `fedpriv model`: where a federation stands, and the model it released."""
+"""`fedpriv status` and `fedpriv model`: the status of a federation, and its released model."""
 
 import asyncio
 import json
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import grpc
-from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load
@@ -19,7 +18,7 @@ from fedpriv.clients.connection import FederationStub, Identity
 from fedpriv.errors import InvalidValueError, UnreachableError, WireError
 from fedpriv.ledger.events import Randomness
 from fedpriv.report.records import SiteRecord, Trouble
-from fedpriv.report.tables import Column, format_epsilon_low, number, print_table
+from fedpriv.report.tables import Column, format_epsilon_low, number, print_table, screen
 from fedpriv.report.tables import Table as Rows
 from fedpriv.support.disk import write_atomically, writing
 from fedpriv.support.logs import expiry, one_line
@@ -28,42 +27,49 @@ from fedpriv.wire.codec import MAX_NAME
 _PATIENCE_SECONDS = 10.0
 _MODEL_SECONDS = 600.0
 _SILENT = timedelta(minutes=2)  # a server writes its table every minute
-# What reading the header of a model may raise.
+# Errors that reading the header of a model may raise.
 _NO_MODEL = SafetensorError, ValueError, KeyError, TypeError, OverflowError, RecursionError
-_COUNTED = {  # heading: what is counted there
+_COLUMNS = {  # heading: troubles that the column counts
     "declined": (Trouble.UNWILLING, Trouble.DECLINED),
     "refused": (Trouble.REFUSED, Trouble.CALL, Trouble.ENROLMENT),
     "late": (Trouble.LATE,),
     "NaN": (Trouble.NOT_FINITE,),
     "part": (Trouble.UNFINISHED,),
 }
-Told = TypeVar("Told")
+Result = TypeVar("Result")
 
 
 def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
-    """Ask a server and print what it says, of which only the form is checked."""
-    found = asyncio.run(_ask(server, identity, FederationStub.status, _PATIENCE_SECONDS))
+    """Print the status that a server reports; only its form is checked.
+
+    UnreachableError: the server does not answer; WireError: it refuses, or its answer is malformed.
+    """
+    status = asyncio.run(_ask(server, identity, FederationStub.status, _PATIENCE_SECONDS))
     if as_json:
-        spent, limit = number(found.epsilon), number(found.epsilon_limit)
-        fields = vars(found) | {"epsilon": spent, "epsilon_limit": limit}
+        spent, limit = number(status.epsilon), number(status.epsilon_limit)
+        fields = vars(status) | {"epsilon": spent, "epsilon_limit": limit}
         print(json.dumps(fields, indent=2, allow_nan=False))  # noqa: T201
         return
     left = "no limit"
-    if not math.isinf(limit := found.epsilon_limit):
-        left = f"{format_epsilon_low(limit - found.epsilon) or '0.000'} of {limit:g}"
-    table = Table(title=one_line(found.run), show_header=False)
-    table.add_row("state", str(found.state))
-    table.add_row("round", f"{found.round} of {found.rounds}")
-    table.add_row("ε spent", f"{format_epsilon(found.epsilon)} at δ = {found.delta}")
+    if not math.isinf(limit := status.epsilon_limit):
+        left = f"{format_epsilon_low(limit - status.epsilon) or '0.000'} of {limit:g}"
+    table = Table(title=one_line(status.run), show_header=False)
+    table.add_row("state", str(status.state))
+    table.add_row("round", f"{status.round} of {status.rounds}")
+    table.add_row("ε spent", f"{format_epsilon(status.epsilon)} at δ = {status.delta}")
     table.add_row("ε left", left)
-    table.add_row("nodes connected", f"{found.nodes_connected} of {found.nodes_enrolled}")
-    table.add_row("users enrolled", str(found.users_enrolled))
-    # The name of a run is not markup, whatever brackets it contains.
-    Console(markup=False, emoji=False, highlight=False).print(table)
+    table.add_row("nodes connected", f"{status.nodes_connected} of {status.nodes_enrolled}")
+    table.add_row("users enrolled", str(status.users_enrolled))
+    # Without markup, because the name of a run may contain brackets.
+    screen(highlight=False).print(table)
 
 
 def save_model(server: str, identity: Identity, out: Path) -> None:
-    """Fetch the newest released model, replace a file of one by it, and print what it cost."""
+    """Fetch the newest released model into a file, and print its round and its cost.
+
+    InvalidValueError: the file exists and is not a model, or cannot be written. UnreachableError
+    and WireError as for `show_status`.
+    """
     if out.exists():
         _check_model(out)
     data = asyncio.run(_ask(server, identity, FederationStub.fetch_model, _MODEL_SECONDS))
@@ -102,9 +108,10 @@ def _check_model(path: Path) -> None:
 async def _ask(
     server: str,
     identity: Identity,
-    call: Callable[[FederationStub], Awaitable[Told]],
+    call: Callable[[FederationStub], Awaitable[Result]],
     seconds: float,
-) -> Told:
+) -> Result:
+    """Return the result of a call; UnreachableError or WireError if it fails."""
     try:
         async with FederationStub.open(server, identity) as stub, asyncio.timeout(seconds):
             return await call(stub)
@@ -112,18 +119,21 @@ async def _ask(
         sentence = f"{server} does not answer within {seconds:g} seconds"
         raise UnreachableError(sentence) from error
     except grpc.aio.AioRpcError as error:
-        # Its words are another machine's.
+        # The details come from another machine.
         details, code = one_line(error.details() or "")[:400], error.code()
         if code is grpc.StatusCode.UNAVAILABLE:
             raise UnreachableError(f"{server} cannot be reached: {details}") from error
-        if code is grpc.StatusCode.FAILED_PRECONDITION:  # it has nothing to give yet
+        if code is grpc.StatusCode.FAILED_PRECONDITION:  # no model was released yet
             raise UnreachableError(f"{server} answers: {details}") from error
         raise WireError(f"{server} refuses, {code.name}: {details}") from error
 
 
 def show_sites(folder: Path, *, as_json: bool) -> None:
-    """Print how each site of a run does, and what went wrong last at each; for the operator."""
-    from fedpriv.run.folder import RunFolder  # noqa: PLC0415 - slow to load; no node needs it
+    """Print the state of each site of a run, and its latest troubles, for the operator.
+
+    DataError: the run's folder has no readable table of sites.
+    """
+    from fedpriv.run.folder import RunFolder  # noqa: PLC0415 - slow to load; nodes do not need it
 
     run = RunFolder(folder)
     table = run.read_sites()
@@ -131,9 +141,9 @@ def show_sites(folder: Path, *, as_json: bool) -> None:
     if as_json:
         print(run.sites.read_text(encoding="utf-8"))  # noqa: T201
         return
-    console = Console(markup=False, emoji=False, highlight=False)
+    console = screen(highlight=False)
     caption = f"{one_line(str(folder))}, secret: these counts say who took part"
-    headings = ("seen", "answers", *_COUNTED, "cert. ends")
+    headings = ("seen", "answers", *_COLUMNS, "cert. ends")
     columns = [Column("site", "long"), *map(Column, headings)]
     now = datetime.now(UTC)
     silent = now - table.written
@@ -156,7 +166,7 @@ def _row(name: str, site: SiteRecord, now: datetime, connected: str) -> list[str
     seen = connected if site.connected else "never"
     if site.last_seen is not None and not site.connected:
         seen = _ago(now - site.last_seen)
-    counts = [sum(site.troubles.get(w, 0) for w in what) for what in _COUNTED.values()]
+    counts = [sum(site.troubles.get(t, 0) for t in troubles) for troubles in _COLUMNS.values()]
     numbers = [str(count or "") for count in (site.answered, *counts)]
     return [name, seen, *numbers, _day(site.certificate_end)]
 

@@ -1,7 +1,6 @@
-"""The training side of a node: it holds the users' data and the model, and trains.
+"""The training side of a node, which holds the users' data and the model, and trains.
 
-It runs in the process of `answer_messages`; at a worker of a simulation on Ray, in that of the
-ClientApp.
+It runs in the process of `answer_messages`, or, in a simulation on Ray, in a worker's ClientApp.
 """
 
 import hashlib
@@ -38,39 +37,45 @@ from fedpriv.experiment.build import build_task
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, Tensors, flat
 from fedpriv.privacy.round import PartialSum, merge_sums
+from fedpriv.support.logs import silenced
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import Proposal, Welcome, digest_of
 
 _MEBIBYTE = 2**20
-# What torch and its compiler take when they are first used, and each of torch's threads.
+# Memory of torch and its compiler at their first use, and of each of torch's threads.
 _LOADING_MEBIBYTES, _THREAD_MEBIBYTES = 1024, 160
 
 
 @dataclass(frozen=True)
 class Host:
-    """The users of a node, before it is known what they train."""
+    """The users of a node, before it has a task."""
 
     users: UserStore
     settings: HostSettings
 
     @classmethod
     def of(cls, settings: HostSettings) -> "Host":
-        """Load the users; InvalidValueError if this machine lacks the device or activations."""
+        """Load the users; InvalidValueError if this machine lacks the device or activations.
+
+        DataError: the users cannot be loaded.
+        """
         machine_of(settings)
         return cls(hosted_users(settings.users, settings.id_key), settings)
 
     @property
     def loaded(self) -> Loaded:
-        """Which users there are."""
+        """Number and digests of the users."""
         ids = sorted(self.users.id_of(user) for user in range(self.users.population))
         digests = (hashlib.sha256(user.encode()).digest()[:8] for user in ids)
         return Loaded(len(ids), digest_of(ids), b"".join(digests))
 
     def trainer(self, welcome: Welcome) -> "NodeTrainer":
-        """Build the task and refuse one that cannot train, without touching the users' data."""
+        """Build the task of a welcome, and test it without the users' data.
+
+        A FedprivError: the task cannot be built or trained, or the server has enrolled other users.
+        """
         hosted = enrolled_positions(self.users, welcome.users)
-        named, settings = welcome.task, self.settings
-        task = build_task(**vars(named))
+        settings, task = self.settings, build_task(**vars(welcome.task))
         blank = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in self.users.fields.items()}
         check_task(task, blank)
         device, activations = machine_of(settings)
@@ -83,37 +88,37 @@ class Host:
             activations=activations,
             processes=settings.processes,
             limited=True,
-            timed=False,  # or nodes could differ by rounding
+            timed=False,  # otherwise nodes could differ by rounding
         )
-        one = UserStore(blank, np.array([0, 1]))
-        _warm_up(replace(transport, users=one, hosted=None))
+        single = UserStore(blank, np.array([0, 1]))
+        _warm_up(replace(transport, users=single, hosted=None))
         return NodeTrainer(transport)
 
 
 def machine_of(settings: HostSettings) -> tuple[torch.device, Activations]:
-    """What to compute with; InvalidValueError if this machine lacks it."""
+    """Return the device and activations; InvalidValueError if this machine lacks them."""
     device = device_named(settings.device)
     return device, activations_named(settings.activations, device)
 
 
 def _warm_up(transport: InProcessTransport) -> None:
-    """Train one user, so that what torch loads and reserves comes before the limit of memory."""
+    """Train one user, so that torch loads and reserves memory before the limit is set."""
     parameters = transport.task.parameters()
     layout = Layout.of(parameters)
     clipping, local = Clipping(layout, flat(layout, 1.0)), LocalTraining(1.0, steps=2)
     request = RoundRequest("", 0, 0, parameters, clipping, local, np.arange(1), bytes(32))
-    torch.ones(2**20).sum()  # large enough for all threads
+    torch.ones(2**20).sum()  # large enough to start all threads
     list(transport.collect(request))
 
 
 @dataclass(frozen=True)
 class NodeTrainer:
-    """Trains users of a node for rounds of one task, and clips each of their updates.
+    """Trains users of a node for rounds of one task, and clips each update.
 
-    The server can only check the norm of a partial sum against the number of users in it.
+    Clipping must happen here, since the server can only check the norm of a sum of updates.
     """
 
-    transport: InProcessTransport  # without an observer; `hosted` says which users it has
+    transport: InProcessTransport  # without an observer; `hosted` are the positions of its users
 
     def __post_init__(self) -> None:
         if self.transport.observer is not None or self.transport.on_dropped is not None:
@@ -121,42 +126,43 @@ class NodeTrainer:
             raise InvalidValueError(sentence)
 
     def learn(self, proposal: Proposal) -> Learnt:
-        """Settle how users of such rounds train; ModelError or InvalidValueError if they cannot."""
-        task, local, users = self.transport.task, proposal.local, np.empty(0, np.int64)
-        parameters, statistics = task.parameters(), task.statistics()
-        asked = RoundRequest(
+        """Decide how users train in such rounds; ModelError or InvalidValueError if they cannot."""
+        task, local = self.transport.task, proposal.local
+        parameters = task.parameters()
+        request = RoundRequest(
             run="",
             round=0,
             attempt=0,
             parameters=parameters,
             clipping=proposal.clipping,
             local=local,
-            users=users,
+            users=np.empty(0, np.int64),
             local_key=bytes(32),
             metrics=proposal.metrics,
-            statistics=statistics,
+            statistics=task.statistics(),
             control=parameters if local.control else {},
         )
-        self.transport.prepare(asked)
+        self.transport.prepare(request)
         return Learnt(pickle.dumps(self.transport.roads))
 
     def recall(self, learnt: Learnt) -> None:
-        """Know what another process has learnt of the same task."""
+        """Adopt the decisions that another process made for the same task."""
         if learnt.roads:
             self.transport.roads.update(pickle.loads(learnt.roads))
 
     def answer(self, request: RoundRequest, seconds: float | None = None) -> PartialSum:
-        """The sum of clipped contributions of the node's users of a round, with an empty `node`.
+        """Return the sum of clipped contributions of the request's users, with an empty `node`.
 
-        `seconds`: of each user; one who takes longer counts as zero, where processes can be forked.
+        A user who takes longer than `seconds` counts as zero, if processes can be forked.
         """
         sums = (ready.partial for ready in self.ready(request, seconds))
         return merge_sums("", sums, request.clipping.layout.dimension)
 
     def ready(self, request: RoundRequest, seconds: float | None = None) -> Iterator[Ready]:
-        """Train the node's users of a round, as `answer` does; say chunk by chunk which are done.
+        """Train the request's users like `answer`; yield the users and sum of each chunk.
 
-        MemoryError or RuntimeError: the process can no longer train.
+        InvalidValueError: the request's tensors do not fit the task. MemoryError or RuntimeError:
+        the process can no longer train.
         """
         task = self.transport.task
         _check_shapes("parameters", request.parameters, task.parameters())
@@ -164,26 +170,27 @@ class NodeTrainer:
         _check_shapes("control variates", request.control, control)
         if request.statistics:
             _check_shapes("running statistics", request.statistics, task.statistics())
-        # The log of a node's only user would say that it was drawn.
-        with _unlogged() if self.transport.users.population == 1 else nullcontext():
+        # If the node has one user, a log would reveal that it was drawn.
+        only_user = self.transport.users.population == 1
+        with silenced(logging.CRITICAL) if only_user else nullcontext():
             for users, partial in self.transport.by_chunk(request, seconds):
                 if self.transport.device.type == "cuda":
-                    # A kernel that failed for one user has broken the process for all: this raises.
+                    # Raises if a kernel failed for one user, which breaks the process for all.
                     torch.cuda.synchronize(self.transport.device)
                 yield Ready(users, partial)
 
 
-def _check_shapes(what: str, given: Tensors, legal: Tensors) -> None:
-    found, wanted = ({(n, t.shape) for n, t in tensors.items()} for tensors in (given, legal))
-    if odd := sorted({name for name, _ in found ^ wanted}):
-        unlike = f"{what} {odd} of the round are missing, unknown or of another shape"
+def _check_shapes(what: str, tensors: Tensors, expected: Tensors) -> None:
+    received, wanted = ({(n, t.shape) for n, t in ts.items()} for ts in (tensors, expected))
+    if differing := sorted({name for name, _ in received ^ wanted}):
+        unlike = f"{what} {differing} of the round are missing, unknown or of another shape"
         raise InvalidValueError(f"{unlike}; legal are those of the task")
 
 
 def answer_messages(channel: BufferedRWPair) -> None:
-    """Answer the messages of `fedpriv.clients.worker` until the other end is closed, an EOFError.
+    """Answer the messages of `fedpriv.clients.worker`; EOFError when the other end is closed.
 
-    The text of anything else that is raised may hold users' data.
+    The text of any other exception may contain users' data.
     """
     host: Host | None = None
     trainer: NodeTrainer | None = None
@@ -216,7 +223,7 @@ def answer_messages(channel: BufferedRWPair) -> None:
 
 
 def _plain(error: FedprivError) -> FedprivError:
-    """The error as one of `fedpriv.errors`, which the other process can read without imports."""
+    """Return an error of `fedpriv.errors`, which the other process can unpickle without torch."""
     for kind in type(error).__mro__:
         if issubclass(kind, FedprivError) and kind.__module__ == errors.__name__:
             return kind(str(error))
@@ -224,21 +231,10 @@ def _plain(error: FedprivError) -> FedprivError:
 
 
 @contextmanager
-def _unlogged() -> Iterator[None]:
-    logger = logging.getLogger("fedpriv")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
-@contextmanager
 def _limited(settings: HostSettings) -> Iterator[None]:
-    """Limit address space while a model is built, and set the limit anew from what it has taken."""
+    """Limit address space while a model is built; then set the limit relative to its memory."""
     mebibytes = settings.memory_mebibytes
-    # CUDA reserves as many addresses as it likes when it is first used.
+    # CUDA reserves an arbitrary amount of address space at its first use.
     if mebibytes is None or machine_of(settings)[0].type != "cpu":
         _limit(None)
     else:
@@ -250,9 +246,12 @@ def _limited(settings: HostSettings) -> Iterator[None]:
 
 
 def _limit(mebibytes: int | None) -> None:
-    """Let this process take so much address space besides what it has; None: any."""
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    soft = most
+    """Limit the address space of this process to its present one and so much more; None: no limit.
+
+    InvalidValueError: there is a limit, and the system is not Linux.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft = hard
     if mebibytes is not None:
         try:
             pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
@@ -260,5 +259,5 @@ def _limit(mebibytes: int | None) -> None:
             reason = "memory_mebibytes is given; only Linux can limit it"
             raise InvalidValueError(reason) from error
         limit = pages * resource.getpagesize() + mebibytes * _MEBIBYTE
-        soft = limit if most == resource.RLIM_INFINITY else min(limit, most)
-    resource.setrlimit(resource.RLIMIT_AS, (soft, most))
+        soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -1,9 +1,9 @@
 """The users that a node hosts: their data, and the ids by which they are enrolled.
 
-With a key that the sites share and the server lacks, the id of a user is HMAC-SHA256 (RFC 2104) of
-an identifier that several sites know, such as an insurance number: `keyed_id`. A person at two
-sites then has one id, which an enrolment refuses at the second, and the sites need not show each
-other or the server who their users are.
+If the sites share a key, which the server must not have, a user's id is the HMAC-SHA256 (RFC 2104)
+of an identifier that several sites know, such as an insurance number: `keyed_id`. A person at two
+sites then has one id, so an enrolment refuses the second. Neither the sites nor the server learn
+who the users of another site are.
 """
 
 import hmac
@@ -33,17 +33,17 @@ _KEY = re.compile(r"[0-9a-f]{64}\n?")
 
 
 def load_users(source: str) -> UserStore:
-    """Read the users that a node hosts.
+    """Read the users that a node hosts; DataError if that is not possible.
 
-    Nothing is unpickled. No error holds a user's data, but one may name a user, and a fedpriv error
-    of a function passes as it is: they are for the node's operator alone.
+    No data are unpickled. Errors contain no user's data, but may name a user, and a FedprivError of
+    a function passes unchanged; only the node's operator should see them.
 
-    The source is what exists of the first three, or else a function:
-        * a folder saved by `UserStore.save`; its fields are mapped, not read;
-        * a folder with one file ID.npz per user, holding the fields; a user may have zero rows;
-        * one .npz file, holding the fields and `user_id`, the id of each row's user, in any order;
-        * "package.module:function" of a function without arguments that returns a `UserStore`, or a
-          `Population`, whose users are taken. Naming a function runs it.
+    The source is one of:
+        * a folder saved by `UserStore.save`; its fields are mapped into memory, not read;
+        * a folder with a file ID.npz of fields for each user, who may have zero rows;
+        * an .npz file of fields and `user_id`, the id of each row's user, in any order;
+        * if no such file exists, "package.module:function". The function is called without
+          arguments and returns a `UserStore`, or a `Population` whose users are used.
     """
     path = Path(source)
     try:
@@ -53,18 +53,18 @@ def load_users(source: str) -> UserStore:
         raise DataError(f"users {source!r} cannot be read: {error.strerror}") from error
     if ":" in source:
         return _from_function(source)
-    legal = "a folder, an .npz file and package.module:function"
-    raise DataError(f"users {source!r} do not exist; legal are {legal}")
+    choices = "a folder, an .npz file and package.module:function"
+    raise DataError(f"users {source!r} do not exist; legal are {choices}")
 
 
 def _from_files(path: Path) -> UserStore:
-    one = None if path.is_dir() else read_npz(path)
+    fields = None if path.is_dir() else read_npz(path)
     try:
-        if one is not None:
-            if _IDS not in one:
+        if fields is not None:
+            if _IDS not in fields:
                 raise DataError(f"there is no field {_IDS!r}, the id of each row's user")
-            ids = one.pop(_IDS)
-            return from_arrays(one, ids)
+            ids = fields.pop(_IDS)
+            return from_arrays(fields, ids)
         files = sorted(path.iterdir())
         for file in files:
             if file.suffix != ".npz" or not file.is_file():
@@ -79,23 +79,24 @@ def _from_function(path: str) -> UserStore:
     function = import_function(what, path, DataError)
     try:
         loaded = call_imported(what, function, {}, DataError)
-    except (OSError, MemoryError) as error:  # its text may hold users' data
+    except (OSError, MemoryError) as error:  # the text of the error may contain users' data
         raise DataError(f"{what} cannot be made: {raised_at(error)}") from error
     users = loaded.users if isinstance(loaded, Population) else loaded
     if not isinstance(users, UserStore):
-        found = f"{path} returned a {type(users).__name__}"
-        raise DataError(f"{found}; it must return a UserStore or a Population")
+        returned = f"{path} returned a {type(users).__name__}"
+        raise DataError(f"{returned}; it must return a UserStore or a Population")
     return users
 
 
 def enrolled_positions(store: UserStore, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where in the enrolled population each user of a store is: int64 [N].
+    """Return the position in the enrolled population of each user of a store, int64 [N].
 
-    The store's k-th user, ids sorted by code points, is at the k-th of the positions.
+    `positions` are those of the users in the order of their ids, sorted by code points.
+    InvalidValueError: their number is not that of the users.
     """
     if len(positions) != store.population:
-        found = f"there are {len(positions)} positions for {store.population} users"
-        raise InvalidValueError(f"{found}; the users enrolled at a node must be those it holds")
+        counts = f"there are {len(positions)} positions for {store.population} users"
+        raise InvalidValueError(f"{counts}; the users enrolled at a node must be those it holds")
     ids = [store.id_of(user) for user in range(store.population)]
     enrolled = np.empty(store.population, np.int64)
     enrolled[sorted(range(len(ids)), key=ids.__getitem__)] = positions
@@ -103,7 +104,10 @@ def enrolled_positions(store: UserStore, positions: NDArray[np.int64]) -> NDArra
 
 
 def make_id_key(path: Path) -> None:
-    """Write a random key of 32 bytes to a new file, mode 0600; an old one is never replaced."""
+    """Write a random key of 32 bytes to a new file with mode 0600.
+
+    InvalidValueError: the file exists or cannot be written.
+    """
     with writing(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
@@ -111,7 +115,7 @@ def make_id_key(path: Path) -> None:
 
 
 def _id_key(path: Path) -> bytes:
-    """The key in a file, which no other user of the machine may be able to read."""
+    """Return the key in a file; InvalidValueError if there is none, or others can read it."""
     try:
         mode, text = path.stat().st_mode, path.read_text(encoding="ascii", errors="replace")
     except OSError as error:
@@ -124,9 +128,10 @@ def _id_key(path: Path) -> bytes:
 
 
 def keyed_id(identifier: str, key: bytes) -> str:
-    """HMAC-SHA256 of an identifier's UTF-8, 64 hexadecimal digits.
+    """Return the HMAC-SHA256 of an identifier, as 64 hexadecimal digits.
 
-    First it is brought into Unicode's form NFC, trimmed of spaces at its ends, and its case folded.
+    The identifier is first trimmed, case-folded and normalised to NFC, then encoded as UTF-8.
+    InvalidValueError: it is empty or not one printable line.
     """
     folded = unicodedata.normalize("NFC", plain_id(identifier).casefold())
     folded = check_user_id(folded, "an identifier")
@@ -134,7 +139,11 @@ def keyed_id(identifier: str, key: bytes) -> str:
 
 
 def hosted_users(source: str, id_key: Path | None) -> UserStore:
-    """The users of `load_users`, under their keyed ids if the file of a key is given."""
+    """Return the users of `load_users`, with keyed ids if the file of a key is given.
+
+    DataError: the users cannot be read, have no ids, or two of their identifiers are equivalent.
+    InvalidValueError: the key or an identifier is invalid.
+    """
     if id_key is None:
         return load_users(source)
     key, users = _id_key(id_key), load_users(source)
@@ -144,22 +153,22 @@ def hosted_users(source: str, id_key: Path | None) -> UserStore:
     for identifier in map(str, users.user_ids):
         other = identifier_of.setdefault(keyed_id(identifier, key), identifier)
         if other != identifier:
-            alike = f"users {other!r} and {identifier!r} of {source!r} have one identifier"
-            raise DataError(f"{alike} but for case, spaces or Unicode form; each must occur once")
+            pair = f"users {other!r} and {identifier!r} of {source!r} have one identifier"
+            raise DataError(f"{pair} but for case, spaces or Unicode form; each must occur once")
     return replace(users, user_ids=[*identifier_of])
 
 
 def enrolment_toml(
     sources: Sequence[str], nodes: Sequence[tuple[str, str | None]], id_key: Path | None
 ) -> str:
-    """What to put into the server's enrolment for the nodes that host the users of these sources.
+    """Return the tables of the server's enrolment for nodes that host the users of these sources.
 
-    Of each node the name is given, and the fingerprint of its certificate if it has one. A
-    FedprivError says which id is illegal, or which user is in two of the sources.
+    `nodes` holds the name of each node, and the fingerprint of its certificate if it has one.
+    FedprivError: an id is invalid, or a user is in two of the sources.
     """
     tables: dict[str, dict[str, object]] = {}
     counts = ""
-    found: dict[str, str] = {}
+    source_of: dict[str, str] = {}  # by id, in the form that `plain_id` returns
     for source, (node, fingerprint) in zip(sources, nodes, strict=True):
         if node in tables:
             raise InvalidValueError(f"node {node!r} is given twice; each of the data is of its own")
@@ -167,16 +176,16 @@ def enrolment_toml(
         ids = [users.id_of(user) for user in range(users.population)]
         for user in ids:
             check_user_id(user, f"a user of {source!r}")
-        if shared := [user for user in ids if plain_id(user) in found]:
-            first = f"{shared[0]!r} is in {source!r} and in {found[plain_id(shared[0])]!r}"
+        if shared := [user for user in ids if plain_id(user) in source_of]:
+            first = f"{shared[0]!r} is in {source!r} and in {source_of[plain_id(shared[0])]!r}"
             raise DataError(
                 f"{first}, as one of {len(shared)} users of both; each must be enrolled once"
             )
-        found |= dict.fromkeys(map(plain_id, ids), source)
+        source_of |= dict.fromkeys(map(plain_id, ids), source)
         tables[node] = {"users": sorted(ids)}
-        idle = np.count_nonzero(users.sizes == 0)
+        empty = np.count_nonzero(users.sizes == 0)
         counts += (
-            f"# {node}: users {len(ids)}, of whom without examples {idle}; examples {users.rows}\n"
+            f"# {node}: users {len(ids)}, of whom without examples {empty}; examples {users.rows}\n"
         )
         if fingerprint is not None:
             tables[node]["certificate"] = fingerprint

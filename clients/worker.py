@@ -1,4 +1,4 @@
-"""A node's training process, and what it and the main process say to each other.
+"""A node's training process, and the messages between it and the main process.
 
 The main process never imports torch; the training process holds the users' data and the model.
 
@@ -7,11 +7,12 @@ The main process never imports torch; the training process holds the users' data
 | `HostSettings` | `Loaded`                                                                       |
 | `Welcome`      | None: the task can be trained                                                  |
 | `Proposal`     | `Learnt`: users can train as such a round asks                                 |
-| `Learnt`       | None: what was learnt by a process that has ended need not be learnt again     |
-| `Timed`        | `Ready`, any number of them; then None: all of the node's users of it are done |
+| `Learnt`       | None: the process has adopted the decisions of an earlier process              |
+| `Timed`        | `Ready`, any number of them; then None: all users of the request are done      |
 | `OneByOne`     | the same, one for each user in order                                           |
 
-A `FedprivError` is an answer too, and the last one. Any other failure ends the training process.
+A `FedprivError` may take the place of any answer, and is the last one. Any other failure ends the
+training process.
 """
 
 import asyncio
@@ -51,17 +52,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HostSettings:
-    """Which users a node hosts, and how it trains them."""
+    """The users that a node hosts, and the resources for training them.
 
-    users: str  # as `fedpriv.clients.users.load_users` reads it
-    device: str = "auto"  # as `fedpriv.engine.transport.device_named` reads it
-    # Address space for training, besides what each process has taken once data and model are
-    # loaded, and on a CPU for building the model (Linux); None: no limit.
+    InvalidValueError: a number is out of range.
+    """
+
+    users: str  # for `fedpriv.clients.users.load_users`
+    device: str = "auto"  # for `fedpriv.engine.transport.device_named`
+    # Address space of each process for training, in addition to data and model, and on a CPU for
+    # building the model (Linux); None: no limit.
     memory_mebibytes: int | None = None
-    seconds: float | None = None  # longest for one round; None: until its deadline
-    activations: str = "float32"  # of the model while users train
-    processes: int | None = None  # that train side by side; None: one for each thread
-    id_key: Path | None = None  # file of the key of the users' ids; None: the ids of the data
+    seconds: float | None = None  # the longest training of a round; None: until its deadline
+    activations: str = "float32"  # of the model during training
+    processes: int | None = None  # number that train in parallel; None: one for each thread
+    id_key: Path | None = None  # file of the key for the users' ids; None: ids as in the data
 
     def __post_init__(self) -> None:
         for name in ("memory_mebibytes", "seconds", "processes"):
@@ -69,7 +73,7 @@ class HostSettings:
             if number is not None and not number > 0:
                 raise InvalidValueError(f"{name} is {number}; it must be positive")
         if self.memory_mebibytes is not None and self.memory_mebibytes >= 2**40:
-            # The system has no numbers for limits that are much larger.
+            # The system cannot represent limits that are much larger.
             raise InvalidValueError(
                 f"memory_mebibytes is {self.memory_mebibytes}; it must be below 2^40"
             )
@@ -77,9 +81,9 @@ class HostSettings:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Which users a training process holds, at least one."""
+    """The users that a training process holds."""
 
-    users: int
+    users: int  # number of users, at least one
     users_sha256: bytes  # `fedpriv.wire.digest_of` of their ids
     # The first 8 bytes of SHA-256 of each user's id, ids sorted by code points. They identify
     # users; positions do not, since the server assigns them.
@@ -88,51 +92,51 @@ class Loaded:
 
 @dataclass(frozen=True)
 class Ready:
-    """Users of a round who are done, or failed: their positions, and their sum."""
+    """Users of a round who have been trained or have failed."""
 
-    users: npt.NDArray[np.int64]
-    partial: PartialSum
+    users: npt.NDArray[np.int64]  # positions
+    partial: PartialSum  # sum of their updates
 
 
 @dataclass(frozen=True)
 class Learnt:
-    """How users train, as `fedpriv.engine.transport` settles it; packed, for torch is in it."""
+    """The decisions of `fedpriv.engine.transport` on how users train."""
 
-    roads: bytes
+    roads: bytes  # pickled, as unpickling imports torch
 
 
 @dataclass(frozen=True)
 class Timed:
-    """Train the users of a request; one who takes longer than its seconds counts as zero."""
+    """Train the users of a request; a user who takes longer than `seconds` counts as zero."""
 
-    request: RoundRequest  # the node has all of its users
-    seconds: float  # of each user
+    request: RoundRequest  # to users of the node only
+    seconds: float  # per user
 
 
 @dataclass(frozen=True)
 class OneByOne:
-    """Train the users of a request one after the other; the node has all of them."""
+    """Train the users of a request one after the other."""
 
-    request: RoundRequest
+    request: RoundRequest  # to users of the node only
 
 
 def share_of(seconds: float, users: int) -> float:
-    """How many of a node's seconds for a round each of its drawn users may take.
+    """Return how long each drawn user of a node may train, given the node's time for a round.
 
-    They go together, and those whose chunk takes too long go again, one by one: both, and what it
-    takes to fork processes anew, end within half of the time.
+    Users train together. Those whose chunk takes too long train again, one by one. Both, including
+    the time to fork processes, end within half of the node's time.
     """
     return max(0.0, seconds) / (6 * max(1, users))
 
 
 def send(channel: BufferedRWPair, value: object) -> None:
-    """Send a value to a trusted process; arrays in it are not copied."""
+    """Send a value to a trusted process, without copying its arrays."""
     pickle.dump(value, channel, protocol=5)
     channel.flush()
 
 
 def receive(channel: BufferedRWPair) -> object:
-    """Receive what a trusted process sent; EOFError if it has closed its end."""
+    """Return the next value from a trusted process; EOFError if it has closed its end."""
     try:
         value: object = pickle.load(channel)
     except pickle.UnpicklingError as error:
@@ -144,35 +148,35 @@ class Process:
     """A spawned process that answers messages, one message at a time.
 
     Guarantees:
-        * It ends with the process that made it, even by SIGKILL; on Linux also with the thread.
-        * SIGINT and SIGTERM do not reach it: a terminal sends them to all processes of a group.
-        * It writes nothing about what ended it, since such a text may hold users' data.
-        * A message that is cancelled or has no answer is its last: it is killed at once.
-        * After `gone` nothing is left of it; processes that it forked are about to end.
+        * It ends with its parent, even if that is killed; on Linux also with the parent's thread.
+        * It ignores SIGINT and SIGTERM, which a terminal sends to all processes of a group.
+        * It does not print the error that ended it, since the text may contain users' data.
+        * If a message is cancelled or gets no answer, the process is killed at once.
+        * After `gone` it no longer exists, and processes that it forked are about to end.
     """
 
     def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
+        self._socket, child_socket = socket.socketpair()
         self._channel = self._socket.makefile("rwb")
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=_enter, args=(theirs, os.getpid()))
-        # A thread of its own, which may wait for a process that hangs.
+        self._process = context.Process(target=_enter, args=(child_socket, os.getpid()))
+        # A separate thread, because it may wait for a process that hangs.
         self._thread = ThreadPoolExecutor(1, "training")
         self._gone: Future[None] | None = None
-        with theirs, _blocked_signals():
+        with child_socket, _blocked_signals():
             self._process.start()
-        # Otherwise an interpreter that ends would wait for the process.
+        # Otherwise the interpreter would wait for the process at its end.
         atexit.register(self._process.kill)
 
     @property
     def alive(self) -> bool:
-        """Whether it runs and was not told to end."""
+        """Whether the process is running and has not been killed."""
         return self._gone is None and self._process.is_alive()
 
     async def ask(self, message: object) -> object:
-        """Send a message and wait for its first answer; ChildProcessError if the process has ended.
+        """Send a message and return its first answer; ChildProcessError if the process has ended.
 
-        An answer that is a FedprivError is raised.
+        If the answer is a FedprivError, it is raised.
         """
 
         def exchange() -> object:
@@ -182,7 +186,7 @@ class Process:
         return await self._answer(exchange)
 
     async def listen(self) -> object:
-        """Wait for the next answer to a message that has several; raises what `ask` raises."""
+        """Return the next answer to a message that has several; errors as for `ask`."""
         return await self._answer(lambda: receive(self._channel))
 
     async def _answer(self, exchange: Callable[[], object]) -> object:
@@ -201,11 +205,11 @@ class Process:
         return answer
 
     def kill(self) -> None:
-        """End the process at once; a call after the first does nothing."""
+        """End the process at once; idempotent."""
         if self._gone is None:
             atexit.unregister(self._process.kill)
             self._process.kill()
-            with suppress(OSError):  # wakes the thread, even if another process holds the other end
+            with suppress(OSError):  # wakes the thread, even if a fork holds the other end open
                 self._socket.shutdown(socket.SHUT_RDWR)
             self._gone = self._thread.submit(self._reap)
             self._thread.shutdown(wait=False)
@@ -217,15 +221,15 @@ class Process:
 
     def _reap(self) -> None:
         self._process.join()
-        with suppress(OSError):  # part of a message may be left to send
+        with suppress(OSError):  # part of a message may be unsent
             self._channel.close()
         self._socket.close()
 
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """Keep signals from a process that is started inside, until it ignores them itself."""
-    resource_tracker.ensure_running()  # otherwise it is started inside, and unblocks them
+    """Block signals for a process that is started within, until it ignores them itself."""
+    resource_tracker.ensure_running()  # otherwise it would start within, and unblock them
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_PARENT)
     try:
         yield
@@ -238,40 +242,40 @@ def _enter(channel: socket.socket, parent: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it ended before this call
+        if os.getppid() != parent:  # the parent ended before this call
             os._exit(0)
     threading.Thread(target=_exit_after_parent, daemon=True).start()
-    # Only this process may load torch.
+    # Imported here, since only this process may load torch.
     from fedpriv.clients.training import answer_messages  # noqa: PLC0415
 
     try:
         answer_messages(channel.makefile("rwb"))
     except EOFError:  # the parent has ended
         sys.exit(0)
-    except BaseException:  # a traceback may hold users' data
+    except BaseException:  # without a traceback, which may contain users' data
         sys.exit(1)
 
 
 def _exit_after_parent() -> None:
     if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()  # ends with a pipe that only the parent holds
+        parent.join()  # returns when a pipe closes that only the parent holds
         os._exit(0)
 
 
 class Worker:
-    """Trains the users of a node in a process that may fail.
+    """Trains the users of a node in another process, which may fail.
 
     Guarantees:
-        * This process neither imports torch nor holds users' data; a model that is sent to the
-          other is not copied here.
+        * This process neither imports torch nor holds users' data. It sends a model to the other
+          process without copying it.
         * A user whose training raises, hangs, takes too much memory or ends the process counts as
-          zero; the node's other users are answered for, as far as time allows.
-        * A call that is cancelled kills a process that trains, at once. A process that has ended,
-          whatever the reason, is started and prepared again by the next call.
-        * After `close`, and after the end of this process even by SIGKILL, there is no other.
-        * Nothing that is logged says who was drawn, or holds users' data.
+          zero. The node's other users are trained, as far as time allows.
+        * If a call is cancelled, a process that trains is killed at once. If a process has ended,
+          for any reason, the next call starts and prepares a new one.
+        * After `close`, and when this process ends, even by SIGKILL, no other process remains.
+        * The log contains no users' data, and does not reveal who was drawn.
 
-    One call at a time; start it in the thread of an event loop that lives as long as it does.
+    Calls must not overlap. The event loop whose thread starts a worker must outlive it.
     """
 
     def __init__(self, settings: HostSettings, process: Process, loaded: Loaded) -> None:
@@ -279,14 +283,14 @@ class Worker:
         self._settings, self._process = settings, process
         self._welcome: Welcome | None = None
         self._learnt = Learnt(b"")
-        self._kinds = set[Hashable]()  # of rounds that this was learnt of
+        self._kinds = set[Hashable]()  # of rounds that `_learnt` covers
         self._learning: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[None] | None = None
         self._turn, self._busy, self._closed = asyncio.Lock(), False, False
 
     @classmethod
     async def start(cls, settings: HostSettings) -> "Worker":
-        """Start a process and load the users; raises DataError or InvalidValueError."""
+        """Start a process and load the users; DataError or InvalidValueError if that fails."""
         process = Process()
         try:
             return cls(settings, process, await _load(process, settings))
@@ -296,7 +300,7 @@ class Worker:
             raise
 
     async def prepare(self, welcome: Welcome) -> None:
-        """Build the task that the node is welcomed to; ModelError if it takes over ten minutes."""
+        """Build the task of a welcome; ModelError if it takes over ten minutes."""
         async with self._alone():
             self._welcome, self._learnt = None, Learnt(b"")
             self._kinds.clear()
@@ -304,28 +308,29 @@ class Worker:
             self._welcome = welcome
 
     async def learn(self, proposal: Proposal) -> None:
-        """Settle how users of such rounds train, before any is drawn; ModelError if they cannot.
+        """Decide how users train in such rounds, before any is drawn; ModelError if they cannot.
 
-        It waits for users who train, and goes on if the call is cancelled.
+        This waits until users have been trained, and continues if the call is cancelled.
         """
         kind = replace(proposal.local, learning_rate=1.0), proposal.metrics
-        while (before := self._learning) is not None:
-            # Of an earlier call, whatever became of it: it may have been given up.
-            await asyncio.gather(asyncio.shield(before), return_exceptions=True)
-            if self._learning is before:
+        while (earlier := self._learning) is not None:
+            # An earlier call, which may have been cancelled or have failed.
+            await asyncio.gather(asyncio.shield(earlier), return_exceptions=True)
+            if self._learning is earlier:
                 self._learning = None
         if kind not in self._kinds:
             self._learning = asyncio.create_task(self._learn(kind, proposal))
             await asyncio.shield(self._learning)
 
     async def train(self, request: RoundRequest, seconds: float) -> PartialSum | None:
-        """Train those users of a request that the node has; their sum, with an empty `node`.
+        """Train the node's users of a request; return their sum, with an empty `node`.
 
-        Users who are done count, whatever happens to the others. Each of n users may take
-        `seconds` / 6n; then none is late because of others. Where users train in forks of the
-        process, one who takes longer ends its fork. Elsewhere, and if the process ends, the others
-        are trained one by one after half of the time, each within an equal share of what is left.
-        None if no training ended well within `seconds` and the limit of the settings.
+        Users who are done count, no matter what happens to the others. Each of n users may take
+        `seconds` / 6n, so that none is late because of others. If users train in forks of the
+        process, a fork ends when its user takes longer. Otherwise, and if the process ends, the
+        remaining users are trained one by one after half of the time, each within an equal share of
+        the remaining time. The result is None if no training succeeded within `seconds` and the
+        limit of the settings. InvalidValueError: `prepare` was not called, or another call runs.
         """
         longest = self._settings.seconds
         seconds = seconds if longest is None else min(seconds, longest)
@@ -336,11 +341,11 @@ class Worker:
                     raise InvalidValueError("no task is prepared; call prepare first")
                 users = np.intersect1d(request.users, self._welcome.users)
                 return await self._trained(replace(request, users=users), deadline)
-        except TimeoutError:  # while it was learnt how users train
+        except TimeoutError:  # `learn` was still running
             return None
 
     async def close(self) -> None:
-        """End the process; a call after the first does nothing."""
+        """End the process; idempotent."""
         self._closed = True
         for task in (self._learning, self._starting):
             if task is not None:
@@ -358,48 +363,49 @@ class Worker:
             self._kinds.add(kind)
 
     async def _trained(self, request: RoundRequest, deadline: float) -> PartialSum | None:
-        nothing = PartialSum("", 0, np.zeros(request.clipping.layout.dimension, np.int64), 0)
+        zero = PartialSum("", 0, np.zeros(request.clipping.layout.dimension, np.int64), 0)
         waiting, together, total = request.users, len(request.users) != 1, None
         loop = asyncio.get_running_loop()
         left = deadline - loop.time()
-        each, half = share_of(left, len(request.users)), loop.time() + left / 2.0
+        per_user, half = share_of(left, len(request.users)), loop.time() + left / 2.0
         while True:
             try:
                 async with asyncio.timeout_at(deadline):
                     process = await self._ready()
             except TimeoutError:
                 return total
-            asked = replace(request, users=waiting)
-            answer = process.ask(Timed(asked, each) if together else OneByOne(asked))
+            rest = replace(request, users=waiting)
+            answer = process.ask(Timed(rest, per_user) if together else OneByOne(rest))
             try:
                 while True:
                     share = (deadline - loop.time()) / max(1, len(waiting))
                     async with asyncio.timeout_at(half if together else loop.time() + share):
                         ready = await answer
                     if not isinstance(ready, Ready):
-                        return total or nothing
+                        return total or zero
                     waiting = np.setdiff1d(waiting, ready.users)
-                    total = _added(total or nothing, ready.partial)
+                    total = _added(total or zero, ready.partial)
                     answer = process.listen()
             except (ChildProcessError, TimeoutError, WorkerError):
-                failed = "training users together failed; the others are trained one by one"
+                failure = "training users together failed; the others are trained one by one"
                 if not together:
                     waiting = waiting[1:]
-                    failed = "a user counts as zero: it ended the process or took too long"
-                if len(request.users) > 1:  # of a single user it would say that it was drawn
-                    _log.warning(failed)
+                    failure = "a user counts as zero: it ended the process or took too long"
+                if len(request.users) > 1:  # for a single user, it would reveal that it was drawn
+                    _log.warning(failure)
             if waiting.size == 0:
                 return total
             together = False
 
     async def _ready(self) -> Process:
+        """Return the process, which is started again if it has ended."""
         if self._closed:
             raise InvalidValueError("the worker is closed")
         if self._starting is None and not self._process.alive:
             self._starting = asyncio.create_task(self._start_again())
         if (starting := self._starting) is not None:
             try:
-                await asyncio.shield(starting)  # it goes on for the next call if this is cancelled
+                await asyncio.shield(starting)  # if cancelled, the start continues for later calls
             finally:
                 if starting.done():
                     self._starting = None
@@ -411,8 +417,8 @@ class Worker:
         self._process = Process()
         try:
             if await _load(self._process, self._settings) != self.loaded:
-                other = f"users {self._settings.users!r} are other users than at the start"
-                raise DataError(f"{other}; a node must be stopped before its users change")
+                changed = f"users {self._settings.users!r} are other users than at the start"
+                raise DataError(f"{changed}; a node must be stopped before its users change")
             if self._welcome is not None:
                 await _prepare(self._process, self._welcome)
                 await self._process.ask(self._learnt)
@@ -422,7 +428,7 @@ class Worker:
 
     @asynccontextmanager
     async def _alone(self, deadline: float | None = None) -> AsyncIterator[None]:
-        """Nothing else is asked of the process; TimeoutError if it learns until the deadline."""
+        """Use the process exclusively; TimeoutError if `learn` runs until the deadline."""
         if self._busy:
             raise InvalidValueError("the worker is busy; it takes one call at a time")
         self._busy = True
@@ -450,7 +456,7 @@ async def _prepare(process: Process, welcome: Welcome) -> None:
 
 
 async def _within_reason(process: Process, message: object, what: str) -> object:
-    """The answer to a message that readies for training; ModelError says `what` has failed."""
+    """Return the answer to a message that prepares training; ModelError if it fails."""
     try:
         async with asyncio.timeout(_LONGEST_PREPARATION_SECONDS):
             return await process.ask(message)
@@ -461,7 +467,7 @@ async def _within_reason(process: Process, message: object, what: str) -> object
         raise ModelError(f"{what}: it takes more than {seconds}") from error
 
 
-def _added(total: PartialSum, one: PartialSum) -> PartialSum:
-    """The sum of two, in the memory of the first."""
-    np.add(total.total, one.total, out=total.total)
-    return PartialSum("", total.users + one.users, total.total, total.weight + one.weight)
+def _added(total: PartialSum, more: PartialSum) -> PartialSum:
+    """Return the sum of two, in the memory of the first."""
+    np.add(total.total, more.total, out=total.total)
+    return PartialSum("", total.users + more.users, total.total, total.weight + more.weight)

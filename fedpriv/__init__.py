@@ -48,7 +48,7 @@ if TYPE_CHECKING:
         Tracker,
         WandB,
     )
-    from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
+    from fedpriv.privacy.gaussian_mechanism import Averaging
     from fedpriv.run.compare import Comparison, compare
     from fedpriv.run.run import Run
     from fedpriv.run.simulate import simulate
@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         PowerDecay,
         StepDecay,
     )
+    from fedpriv.training.post_processing import AdaptiveClipping
     from fedpriv.training.rounds import RoundResult
 
 __version__ = "0.1.0"
@@ -97,7 +98,7 @@ _NAMES_IN = {
         "BandedNoise BandedPoisson BufferedNoise EveryUser FixedSize Flat Grouped Joint Mechanism "
         "Part PerLayer Poisson PoissonExamples RandomAllocation Separated"
     ),
-    "privacy.gaussian_mechanism": "AdaptiveClipping Averaging",
+    "privacy.gaussian_mechanism": "Averaging",
     "run.compare": "Comparison compare",
     "run.run": "Run",
     "run.simulate": "simulate",
@@ -107,6 +108,7 @@ _NAMES_IN = {
         "CosineDecay ExponentialDecay FedAdagrad FedAdam FedAvg FedAvgM FedYogi PolynomialDecay "
         "PowerDecay StepDecay"
     ),
+    "training.post_processing": "AdaptiveClipping",
     "training.rounds": "RoundResult",
 }
 

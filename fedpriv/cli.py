@@ -22,6 +22,7 @@ from fedpriv.errors import (
     InvalidValueError,
     RefutedError,
     RunError,
+    TooFewUsersError,
     UnreachableError,
     UnsupportedEventError,
     sentence_of,
@@ -66,6 +67,7 @@ Assignments = Annotated[
 ]
 OutFolder = Annotated[Path | None, _option("folder of the run", "--out", default="runs/NAME-…")]
 Resume = Annotated[bool, _option("go on with the run in --out, or start it there", "--resume")]
+KeepGoing = Annotated[bool, _option("go on though too few users count", "--keep-going")]
 AsJson = Annotated[bool, _option("print one JSON object", "--json")]
 LedgerPath = Annotated[
     Path, typer.Argument(help="the ledger file, or the folder of its run", callback=_ledger_of)
@@ -228,25 +230,28 @@ def simulate(
     assignments: Assignments = None,
     out: OutFolder = None,
     resume: Resume = False,
+    keep_going: KeepGoing = False,
     engine: Annotated[Literal["in-process", "flower"], _option("where to train")] = "in-process",
     workers: Annotated[int | None, _option("of the engine flower", min=1, default="2")] = None,
 ) -> None:
     """Train across simulated users, and print accuracy beside the (ε, δ) of the ledger.
 
-    Exit code 3: the audit of the run refutes what its ledger says.
+    Exit code 3: the audit of the run refutes what its ledger says. Exit code 4: the run ended since
+    too few users count.
     """
     if resume and out is None:
         raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
+    given = file, assignments or [], out
     if engine == "flower":
         (simulate_on_ray,) = entry_points(group="fedpriv.engines", name="ray")
-        run = simulate_on_ray.load()(file, assignments or [], out, workers or 2, resume=resume)
-        run.check_audit()
+        on_ray = simulate_on_ray.load()
+        on_ray(*given, workers or 2, resume=resume, keep_going=keep_going).check()
         return
     if workers is not None:
         raise InvalidValueError(f"--workers is {workers}; only --engine flower has workers")
     from fedpriv.run.simulate import run_simulation
 
-    run_simulation(file, assignments or [], out, resume=resume).check_audit()
+    run_simulation(*given, resume=resume, keep_going=keep_going).check()
 
 
 @app.command(rich_help_panel=_TRAIN)
@@ -385,7 +390,7 @@ def main() -> None:
     """Run the command line; bad input is one sentence and exit code 2.
 
     What may pass by itself is one sentence and exit code 1, such as a full disk; code 3 is for a
-    run whose audit refutes its ledger.
+    run whose audit refutes its ledger, and 4 for one that ended since too few users count.
     """
     # Models and populations named package.module:function may lie in the working folder.
     with suppress(FileNotFoundError):  # it may have been removed
@@ -410,6 +415,8 @@ def main() -> None:
 def _exit_code(error: FedprivError | OSError) -> int:
     if isinstance(error, RefutedError):
         return 3
+    if isinstance(error, TooFewUsersError):
+        return 4
     passes = isinstance(error, RunError | UnreachableError) or lacks_room(error)
     return 1 if passes else 2
 

@@ -42,6 +42,10 @@ class RefutedError(FedprivError):
     """A run's releases contradict its ledger."""
 
 
+class TooFewUsersError(FedprivError):
+    """Far fewer users count than are expected; what was charged stays charged."""
+
+
 class CheckpointError(FedprivError):
     """A checkpoint does not fit the plan or the ledger it is resumed with."""
 

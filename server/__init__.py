@@ -1,8 +1,8 @@
-"""The server of a deployment: enrolled nodes, and the rounds that it asks of them over gRPC.
+"""The server of a deployment: it runs rounds on enrolled nodes over gRPC.
 
-Read `deployment` first: `fedpriv serve` as a whole. Below it, `enrolment` and `certificates` say
-which users and nodes there are, `authentication` who is calling, `traffic` which connections are
-shut, `collection` and `service` what happens during a round, `monitoring` what an operator sees.
+Read `deployment` first, which is `fedpriv serve` as a whole. `enrolment` and `certificates` define
+users and nodes, `authentication` identifies callers, `traffic` shuts connections that send too
+much, `collection` and `service` carry out a round, and `monitoring` informs the operator.
 """
 
 if __name__ != "fedpriv.server":

@@ -1,7 +1,7 @@
-"""Who is calling: where the server listens, how callers are known there, and what each may do.
+"""Authentication: where the server listens, how it identifies callers, and what they may do.
 
-An interceptor reads nothing of a call, and lets it reach no handler, before its node is known; it
-also bounds how often a node may call, and how many calls it may have open.
+An interceptor identifies the calling node before any part of a call is read or handled. It also
+bounds how often a node may call, and how many calls it may have open.
 """
 
 import asyncio
@@ -26,38 +26,41 @@ from fedpriv.errors import FedprivError, InvalidValueError, WireError
 from fedpriv.experiment.config import FederationSection
 from fedpriv.report.records import Trouble
 from fedpriv.server.certificates import load_ca, load_certificate
-from fedpriv.server.enrolment import (
-    MALFORMED,
-    CertificateError,
-    EnrolledCertificates,
-    Enrolment,
-)
+from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
 from fedpriv.server.monitoring import SERVER, STRANGER, Monitor, Sites
 from fedpriv.server.traffic import Peer, Traffic, peer_of
-from fedpriv.wire.naming import NODE_KEY, Address, check_key, check_node_name, read_key
+from fedpriv.wire.naming import (
+    MALFORMED,
+    NODE_KEY,
+    Address,
+    check_key,
+    check_node_name,
+    read_file,
+    read_key,
+)
 
 _log = logging.getLogger(__name__)
-NODE: ContextVar[str] = ContextVar("NODE")  # the node that the handler of a call speaks with
+NODE: ContextVar[str] = ContextVar("NODE")  # the node whose call is being handled
 _TOO_LONG = "it took too long, the node began another, or the round is over"
 _UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 _FAILED = "the server failed; its log says why"
 _FLOOD = "callers that are not known call too often"
-_STRANGERS = ""  # who shares a rate limit without being a node
-_OPEN_CALLS = 16  # of one node; it needs two or three, and some that are lost without a word
-# How long a flood waits for its refusals, and how many of them wait: a peer that goes on as soon as
-# it is refused makes far fewer calls.
+_STRANGERS = ""  # the name under which all unidentified callers share one rate limit
+_OPEN_CALLS = 16  # per node; it needs two or three, and connections lost silently leave some open
+# How long, and for how many calls at once, a refusal is delayed once strangers call too often. A
+# peer that calls again as soon as it is refused then makes far fewer calls.
 _HELD_SECONDS, _MOST_HELD = 10.0, 2048
-_REQUEST_SECONDS = 20.0  # for a request that is one small message
+_REQUEST_SECONDS = 20.0  # for a request of one small message
 
 Context: TypeAlias = grpc.aio.ServicerContext
-# What gRPC calls: takes the messages of a request as bytes, and the call's context.
+# The function that gRPC calls, with the messages of a request as bytes, and the call's context.
 RpcMethod = Callable[[AsyncIterable[bytes], Context], Awaitable[object]]
-# Names the node behind a call, or raises UnknownPeerError.
+# Returns the name of the calling node, or raises UnknownPeerError.
 Identify = Callable[[Context], str]
 
 
 class RefusedCallError(Exception):
-    """Ends a call with a status and one sentence, which the caller is told."""
+    """Ends a call with a status and one sentence, both of which are sent to the caller."""
 
     def __init__(self, code: grpc.StatusCode, sentence: str) -> None:
         super().__init__(sentence)
@@ -65,7 +68,10 @@ class RefusedCallError(Exception):
 
 
 class UnknownPeerError(RefusedCallError):
-    """The caller may not call, or may no longer; `what` and `why` are for the operator."""
+    """The caller is not identified, or is no longer admitted.
+
+    `what` and `why` go to the operator only; the caller receives `sentence`.
+    """
 
     def __init__(
         self,
@@ -80,7 +86,7 @@ class UnknownPeerError(RefusedCallError):
 
 
 def by_certificate(certificates: EnrolledCertificates) -> Identify:
-    """The node at which the certificate of the TLS connection is enrolled, as of now."""
+    """Return a function that identifies the node at which the TLS certificate is enrolled now."""
 
     def identify(context: Context) -> str:
         try:
@@ -91,7 +97,7 @@ def by_certificate(certificates: EnrolledCertificates) -> Identify:
             why = f"{sentence}, {error.subject}" if error.subject else sentence
             raise UnknownPeerError(_UNAUTHENTICATED, sentence, node, why=why) from error
         except InvalidValueError as error:
-            # Only the operator can mend the file, and only the operator should know its path.
+            # Only the operator can repair the file, and only the operator should see its path.
             code, sentence = grpc.StatusCode.UNAVAILABLE, "the server cannot read its enrolment now"
             why = f"all calls are refused: {error}"
             raise UnknownPeerError(code, sentence, SERVER, Trouble.ENROLMENT, why) from error
@@ -100,13 +106,16 @@ def by_certificate(certificates: EnrolledCertificates) -> Identify:
 
 
 def certificate_end(context: Context) -> datetime | None:
-    """When the certificate of a caller that was identified ends; None in plain text."""
+    """Return when the certificate of an identified caller expires; None in plain text."""
     pem, *_ = context.auth_context().get("x509_pem_cert") or [b""]
     return x509.load_pem_x509_certificate(pem).not_valid_after_utc if pem else None
 
 
 def by_declaration(context: Context) -> str:
-    """The node that the caller claims to be: for plain text on one machine."""
+    """Return the node that the caller claims to be; for plain text on one machine.
+
+    UnknownPeerError: the call names no node, several, or an invalid name.
+    """
     names = [value for key, value in context.invocation_metadata() or () if key == NODE_KEY]
     try:
         if len(names) != 1:
@@ -118,19 +127,20 @@ def by_declaration(context: Context) -> str:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """An address, and how callers are known there."""
+    """An address, and how the server identifies the callers that connect to it."""
 
     address: Address
-    credentials: grpc.ServerCredentials | None  # of TLS; None: plain text
+    credentials: grpc.ServerCredentials | None  # for TLS; None: plain text
     identify: Identify
-    certificate_end: datetime | None = None
+    certificate_end: datetime | None = None  # of the server's certificate
 
 
 def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
-    """The endpoint that a configuration describes.
+    """Return the endpoint that a configuration describes.
 
-    With `insecure` it speaks plain text, where a node is believed to be the one it says: on
-    loopback only. Otherwise certificates must be there and usable, and some enrolled.
+    With `insecure`, the endpoint speaks plain text and believes the name that a node states; it
+    must be a loopback address. Otherwise the server's certificates must be usable, and the
+    certificate of at least one node must be enrolled. InvalidValueError if a condition fails.
     """
     address = Address.parse(section.address, "federation.address")
     if insecure:
@@ -149,28 +159,24 @@ def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
             f"{section.enrolment} enrols no certificate; each node's table must have the key "
             "certificate, with the fingerprint that `fedpriv certs sign` prints"
         )
-    shown = load_certificate(Path(section.certificates) / "server.pem")
-    end = shown.not_valid_after_utc
+    end = load_certificate(Path(section.certificates) / "server.pem").not_valid_after_utc
     return Endpoint(address, credentials, by_certificate(certificates), end)
 
 
 def tls_credentials(folder: Path) -> grpc.ServerCredentials:
-    """Credentials that show the server's certificate and demand one of every peer.
+    """Return credentials that present the server's certificate and require one from every peer.
 
-    It warns of a certificate that is not of the authority beside it: nodes that trust that one
-    alone cannot connect.
+    InvalidValueError: a file is missing or malformed, the key does not fit the certificate, or the
+    certificate is not for a server. If the authority in the same folder did not issue the
+    certificate, a warning is logged, because nodes that trust only that authority cannot connect.
     """
     authority = load_ca(folder / "ca.pem")
+    ca, certificate = read_file(folder / "ca.pem"), read_file(folder / "server.pem")
+    key, loaded = read_key(folder / "server.key"), load_certificate(folder / "server.pem")
+    check_key(folder / "server.key", key, loaded)
+    _check_for_servers(folder / "server.pem", loaded)
     try:
-        ca, certificate = ((folder / name).read_bytes() for name in ("ca.pem", "server.pem"))
-        key = read_key(folder / "server.key")
-    except OSError as error:
-        raise InvalidValueError(f"{error.filename} cannot be read: {error.strerror}") from error
-    shown = load_certificate(folder / "server.pem")
-    check_key(folder / "server.key", key, shown)
-    _check_for_servers(folder / "server.pem", shown)
-    try:
-        shown.verify_directly_issued_by(authority)
+        loaded.verify_directly_issued_by(authority)
     except (*MALFORMED, InvalidSignature):
         _log.warning(
             "%s is not issued by ca.pem beside it: nodes that trust that one cannot connect",
@@ -180,11 +186,11 @@ def tls_credentials(folder: Path) -> grpc.ServerCredentials:
 
 
 def _check_for_servers(path: Path, certificate: x509.Certificate) -> None:
-    """Refuse the certificate of a node, which no node would take for a server's."""
+    """Refuse a node's certificate, which other nodes would not accept as a server's."""
     try:
         usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     except x509.ExtensionNotFound:
-        return  # for anything
+        return  # valid for any usage
     if not {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE} & {*usage}:
         raise InvalidValueError(
             f"{path} is not a certificate for a server (extended key usage serverAuth); "
@@ -193,47 +199,46 @@ def _check_for_servers(path: Path, certificate: x509.Certificate) -> None:
 
 
 class RateLimit:
-    """A token bucket per node: `per_minute` calls at once, and as many again in every minute.
+    """A token bucket per node that holds `per_minute` calls and refills within a minute.
 
-    Nodes are those of an enrolment, and all other callers together are one more, so the number of
-    buckets is bounded.
+    Only enrolled nodes have buckets, and all other callers share one, so their number is bounded.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = monotonic) -> None:
-        self._most, self._clock = float(per_minute), clock
-        self._left: dict[str, tuple[float, float]] = {}
+        self._capacity, self._clock = float(per_minute), clock
+        self._buckets: dict[str, tuple[float, float]] = {}  # calls left, and when that was computed
 
     def admits(self, node: str) -> bool:
-        """Whether the node may call now; if so, the call is counted."""
+        """Return whether the node may call now; if so, the call is counted."""
         now = self._clock()
-        left, since = self._left.get(node, (self._most, now))
-        left = min(self._most, left + (now - since) * self._most / 60.0)
+        left, since = self._buckets.get(node, (self._capacity, now))
+        left = min(self._capacity, left + (now - since) * self._capacity / 60.0)
         admitted = left >= 1.0
-        self._left[node] = (left - 1.0 if admitted else left, now)
+        self._buckets[node] = (left - 1.0 if admitted else left, now)
         return admitted
 
     def grant(self, node: str, calls: int) -> None:
-        """Do not count so many calls, for which the server has asked."""
-        if node in self._left:
-            left, since = self._left[node]
-            self._left[node] = (min(self._most, left + calls), since)
+        """Let the node make extra calls that the server has asked for."""
+        if node in self._buckets:
+            left, since = self._buckets[node]
+            self._buckets[node] = (min(self._capacity, left + calls), since)
 
 
 @dataclass(eq=False)
 class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Checks the caller of every method of every service, then sets `NODE` and hands over.
+    """Checks the caller of every method of every service, then sets `NODE` and calls the handler.
 
-    gRPC reads a request that is one message before any of our code runs, and holds what came of it
-    however long it is said to be. So to gRPC all requests are streams, which only we read.
+    If a request is one message, gRPC reads it before any of our code runs, and buffers as many
+    bytes as the message claims to have. So all requests are streams to gRPC, which our code reads.
 
     Guarantees:
-        * No handler is entered, and nothing of a request is read, for a caller whose certificate
-          is expired, not enrolled or struck off, whose node is not enrolled, who calls too often,
+        * No handler is called, and no byte of a request is read, if the caller's certificate has
+          expired, is not enrolled or was struck off, if its node is not enrolled, calls too often
           or has too many calls open.
-        * However many calls a node leaves open, their number and their memory are bounded.
-        * Callers that are not known, once they call too often, learn so after a pause.
-        * What a handler refuses, cannot parse, waits too long for or fails at ends its call with a
-          status; of a failure, the caller is told nothing more.
+        * The number and the memory of the calls that a node leaves open are bounded.
+        * Unidentified callers that call too often are refused after a delay.
+        * If a handler refuses a call, cannot parse it, times out or fails, the call ends with a
+          status. In case of a failure, the caller learns no more than that.
     """
 
     identify: Identify
@@ -242,18 +247,18 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
     monitor: Monitor
     traffic: Traffic = field(default_factory=Traffic)
     _open: Counter[str] = field(default_factory=Counter)
-    _held: int = 0  # refusals
-    _ended: float = field(default_factory=monotonic)
+    _held: int = 0  # refusals that are delayed now
+    _last_end: float = field(default_factory=monotonic)  # when the last call ended
 
     def __post_init__(self) -> None:
         self.sites = Sites(self.enrolment.hosting, self.monitor)
 
     def idle_seconds(self) -> float:
-        """Seconds since the last call ended; 0 while one is open."""
-        return 0.0 if self._open else monotonic() - self._ended
+        """Return the seconds since the last call ended; 0 while a call is open."""
+        return 0.0 if self._open else monotonic() - self._last_end
 
     def known(self, context: Context) -> str:
-        """The node that calls; UnknownPeerError if it may not take part, or may no longer."""
+        """Return the calling node; UnknownPeerError, which the operator sees, if there is none."""
         try:
             return self.identify(context)
         except UnknownPeerError as error:
@@ -262,7 +267,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
             raise
 
     def check(self, context: Context) -> None:
-        """UnknownPeerError unless the caller of a call that was let in is its node still."""
+        """Raise UnknownPeerError unless an admitted caller still identifies as the same node."""
         if self.known(context) != (node := NODE.get()):
             sentence = "the certificate is enrolled at another node now"
             raise UnknownPeerError(_UNAUTHENTICATED, sentence, node)
@@ -272,15 +277,14 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler | None:
-        """The handler of a method, behind the check; to gRPC it takes a stream of bytes."""
+        """Return a handler that checks the caller first; its request is a stream of bytes."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
         checked = self._checked(handler, str(handler_call_details.method).rpartition("/")[2])
-        streams = handler.response_streaming
-        kind = "stream_stream" if streams else "stream_unary"
-        made = getattr(grpc, f"{kind}_rpc_method_handler")
-        return made(checked, None, handler.response_serializer)
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(checked, None, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(checked, None, handler.response_serializer)
 
     def _checked(self, handler: grpc.RpcMethodHandler, name: str) -> RpcMethod:
         method = (handler.unary_unary or handler.unary_stream) or (
@@ -297,8 +301,8 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
                     peer = peer_of(context.peer())
                     self.traffic.called(peer)
                     if handler.response_streaming:
-                        # Sent with the first message instead, a node that does not read it could
-                        # not be sent a status.
+                        # If these came with the first message, a node that does not read that
+                        # message could not be sent a status.
                         await context.send_initial_metadata(())
                     request = self._messages(messages, peer, handler.request_deserializer)
                     if handler.request_streaming:
@@ -312,22 +316,22 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
                     refused = grpc.StatusCode.DEADLINE_EXCEEDED, _TOO_LONG
                 except (grpc.aio.InternalError, grpc.aio.AbortError):
                     raise
-                except Exception as error:  # gRPC would tell the caller all of it, paths too
-                    told = f": {error}" if isinstance(error, FedprivError) else ""
-                    _log.exception("a call of %s failed%s", name, told)
+                except Exception as error:  # gRPC would send the caller its text, with paths
+                    sentence = f": {error}" if isinstance(error, FedprivError) else ""
+                    _log.exception("a call of %s failed%s", name, sentence)
                     refused = grpc.StatusCode.INTERNAL, _FAILED
                 await _abort(context, *refused)
                 return None
             except grpc.aio.InternalError as error:
-                # The connection is lost; gRPC would log a traceback of any other error than this.
+                # The connection is lost; gRPC logs a traceback of every error except this one.
                 raise asyncio.CancelledError from error
             finally:
                 if node is not None:
-                    self._ended = monotonic()
+                    self._last_end = monotonic()
                     self._open[node] -= 1
                     if not self._open[node]:
                         del self._open[node]
-                    self.monitor.handled(name, self._ended - began)
+                    self.monitor.handled(name, self._last_end - began)
 
         return checked
 
@@ -337,14 +341,14 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         peer: Peer,
         parse: Callable[[bytes], object] | None,
     ) -> AsyncGenerator[object, None]:
-        # Neither read to its end nor closed, a stream would be kept until Python's collector runs.
+        # Unless it is closed, a stream that is not read to its end lives until garbage collection.
         async with aclosing(aiter(messages)) as received:  # type: ignore[type-var]
             async for message in received:
                 self.traffic.read(peer, len(message))
                 yield message if parse is None else parse(message)
 
     async def _held_back(self, error: RefusedCallError) -> tuple[grpc.StatusCode, str]:
-        """How a call is refused, after a pause if it is one of a flood."""
+        """Return the status and sentence of a refusal, after a delay if strangers flood us."""
         if not isinstance(error, UnknownPeerError) or self.rates.admits(_STRANGERS):
             return error.code, str(error)
         if self._held < _MOST_HELD:
@@ -356,23 +360,25 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         return grpc.StatusCode.RESOURCE_EXHAUSTED, _FLOOD
 
     def _admitted(self, context: Context) -> str:
+        """Return the calling node if it may make this call; RefusedCallError otherwise."""
         code, node = grpc.StatusCode, self.known(context)
         if node not in self.enrolment.users:
             self.monitor.add("refused_calls", 1, "enrolment")
             self.sites.trouble(STRANGER, Trouble.CALL, f"node {node!r} is not enrolled")
             raise RefusedCallError(code.PERMISSION_DENIED, "the node is not enrolled")
-        busy = f"the node has {_OPEN_CALLS} calls open" if self._open[node] >= _OPEN_CALLS else None
         if not self.rates.admits(node):
-            busy = "the node calls too often"
-        if busy:
-            self.monitor.add("refused_calls", 1, "rate")
-            self.sites.trouble(node, Trouble.CALL, busy)
-            raise RefusedCallError(code.RESOURCE_EXHAUSTED, busy)
-        return node
+            excess = "the node calls too often"
+        elif self._open[node] >= _OPEN_CALLS:
+            excess = f"the node has {_OPEN_CALLS} calls open"
+        else:
+            return node
+        self.monitor.add("refused_calls", 1, "rate")
+        self.sites.trouble(node, Trouble.CALL, excess)
+        raise RefusedCallError(code.RESOURCE_EXHAUSTED, excess)
 
 
 async def _only(request: AsyncGenerator[object, None]) -> object:
-    """The one message of a request."""
+    """Return the only message of a request; WireError if there is none."""
     async with aclosing(request), asyncio.timeout(_REQUEST_SECONDS):
         async for message in request:
             return message
@@ -383,6 +389,6 @@ async def _abort(context: Context, code: grpc.StatusCode, sentence: str) -> None
     try:
         await context.abort(code, sentence)
     except grpc.aio.AbortError as error:
-        # gRPC keeps it and raises it again. With a traceback it would keep the call too, and its
-        # stream, of which a connection may have few, until Python's collector runs.
+        # gRPC keeps this error and raises it again. Its traceback would keep the call alive until
+        # garbage collection, and with it a stream, while a connection may have only a few.
         error.with_traceback(None)

@@ -4,8 +4,8 @@
     FOLDER/server/       ca.pem server.pem server.key
     FOLDER/nodes/NAME/   node.key node.csr, made at the node; ca.pem node.pem, from the authority
 
-One folder per machine, open to its owner only. All files are PEM, and each is replaced atomically;
-a key is never readable by others, not even while it is written.
+Each machine has one folder, which only its owner may open. All files are PEM and are replaced
+atomically. Other users can never read a key, not even while it is written.
 """
 
 import ipaddress
@@ -24,9 +24,9 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.enrolment import MALFORMED, fingerprint_of
+from fedpriv.server.enrolment import fingerprint_of
 from fedpriv.support.disk import sync, write_atomically, writing
-from fedpriv.wire.naming import NODE_URI, check_node_name, read_key
+from fedpriv.wire.naming import MALFORMED, NODE_URI, check_node_name, read_file, read_key
 
 YEAR = timedelta(days=365)
 _AUTHORITY_LIFETIME = 10 * YEAR
@@ -42,12 +42,11 @@ _HOST = re.compile(rf"(?=.{{1,253}}$)(?!(.*\.)?[0-9]+$){_LABEL}(\.{_LABEL})*")
 
 
 def load_ca(path: Path) -> x509.Certificate:
-    """Read the certificate of an authority, and refuse any other."""
+    """Return the certificate of an authority; InvalidValueError if the file holds anything else."""
+    pem = read_file(path)
     try:
-        ca = x509.load_pem_x509_certificate(path.read_bytes())
+        ca = x509.load_pem_x509_certificate(pem)
         constraints = ca.extensions.get_extension_for_class(x509.BasicConstraints).value
-    except OSError as error:
-        raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
     except (x509.ExtensionNotFound, *MALFORMED) as error:
         raise InvalidValueError(f"{path} is not an authority's certificate") from error
     if not constraints.ca:
@@ -56,77 +55,75 @@ def load_ca(path: Path) -> x509.Certificate:
 
 
 def load_certificate(path: Path) -> x509.Certificate:
-    """Read a certificate."""
+    """Return the certificate in a file; InvalidValueError if there is none."""
+    pem = read_file(path)
     try:
-        return x509.load_pem_x509_certificate(path.read_bytes())
-    except OSError as error:
-        raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
+        return x509.load_pem_x509_certificate(pem)
     except MALFORMED as error:
         raise InvalidValueError(f"{path} is not a certificate") from error
 
 
 class Issued(NamedTuple):
-    """A node's new certificate: the node, the folder it is in, and what to enrol."""
+    """A node's new certificate."""
 
     node: str
-    folder: Path
-    fingerprint: str
-
-
-class _Authority(NamedTuple):
-    certificate: x509.Certificate
-    key: ec.EllipticCurvePrivateKey
+    folder: Path  # which contains the certificate
+    fingerprint: str  # to be enrolled at the server
 
 
 _PublicKey = ec.EllipticCurvePublicKey | rsa.RSAPublicKey
 
 
 def init(folder: Path, hosts: Sequence[str]) -> None:
-    """Make an authority for ten years, and the server's certificate.
+    """Create an authority that is valid for ten years, and the server's certificate.
 
-    The hosts are DNS names and IP addresses under which nodes reach the server. A folder that holds
-    an authority is refused.
+    The hosts are DNS names and IP addresses under which nodes reach the server. InvalidValueError:
+    a host is invalid, the folder already holds an authority, or it cannot be written.
     """
     _alternatives_of(hosts)
     path = folder / "authority"
     if path.exists():
         more = "it is kept, and `fedpriv certs server` issues the server another certificate"
         raise InvalidValueError(f"an authority is already in {path}; {more}")
-    # What a killed command left has signed nothing, and is replaced.
-    begun = folder / "authority.new"
+    # An incomplete authority, left by a killed command, has signed nothing and is replaced.
+    draft = folder / "authority.new"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(begun, ignore_errors=True)
-        begun.mkdir(mode=0o700)
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(mode=0o700)
     except OSError as error:
         raise InvalidValueError(f"{path} cannot be made: {error.strerror}") from error
-    # Two authorities must not share a name, or messages could not tell them apart.
+    # The name is unique, so that messages distinguish two authorities.
     name, begin = f"fedpriv authority {secrets.token_hex(4)}", datetime.now(UTC) - _CLOCK_SKEW
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = _signed(name, key.public_key(), key, None, begin, _AUTHORITY_LIFETIME)
-    _write_key(begun / "ca.key", key)
-    _write_certificate(begun, "ca", certificate, certificate)
+    _write_key(draft / "ca.key", key)
+    _write_certificate(draft, "ca", certificate, certificate)
     with writing(path):
-        begun.rename(path)
+        draft.rename(path)
         sync(folder)
     issue_server(folder, hosts)
 
 
 def issue_server(folder: Path, hosts: Sequence[str]) -> None:
-    """Give the server a new key and certificate (serverAuth), in place of those it has."""
-    alternatives, authority = _alternatives_of(hosts), _opened(folder)
+    """Replace the server's key and certificate (serverAuth); the certificate lasts for a year.
+
+    InvalidValueError: a host is invalid, or the folder holds no usable authority.
+    """
+    alternatives, (ca, signer) = _alternatives_of(hosts), _load_authority(folder)
     begin, usage = datetime.now(UTC) - _CLOCK_SKEW, ExtendedKeyUsageOID.SERVER_AUTH
-    key, (ca, signer) = ec.generate_private_key(ec.SECP256R1()), authority
-    given = "fedpriv server", key.public_key(), signer, ca, begin, YEAR + _CLOCK_SKEW
-    certificate = _signed(*given, usage, alternatives)
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject, lifetime = ("fedpriv server", key.public_key()), YEAR + _CLOCK_SKEW
+    certificate = _signed(*subject, signer, ca, begin, lifetime, usage, alternatives)
     _write_key(folder / "server" / "server.key", key)
     _write_certificate(folder / "server", "server", certificate, ca)
 
 
 def request(folder: Path, node: str) -> Path:
-    """Make a node's key, at the node, and the request for an authority to sign; its path.
+    """Create a node's key and a request for the authority to sign; return the request's path.
 
-    The key is on the curve P-256 and never replaces another, which may be in use.
+    This is done at the node. The key is on the curve P-256. It never replaces a key, which may be
+    in use: InvalidValueError if there is one.
     """
     bundle = folder / "nodes" / check_node_name(node)
     if (bundle / "node.key").exists():
@@ -142,15 +139,16 @@ def request(folder: Path, node: str) -> Path:
 def sign(
     folder: Path, path: Path, *, begin: datetime | None = None, lifetime: timedelta = YEAR
 ) -> Issued:
-    """Give the node of a request a certificate (clientAuth, `fedpriv:node:NAME`).
+    """Issue a certificate (clientAuth, `fedpriv:node:NAME`) for the node that made a request.
 
-    Of the request only the key and the common name, which is the node's name, are taken over. It
-    replaces the node's certificate in the folder. The server knows the node by whichever
-    certificate is enrolled: an older one stays good until its fingerprint is struck off. The new
-    one is valid from `begin` on, which has a time zone, by default at once; it must not outlive the
-    authority.
+    The certificate takes only the key and the common name, which is the node's name, from the
+    request, and replaces the node's certificate in the folder. The server accepts the certificate
+    that is enrolled, so an older one remains usable until its fingerprint is removed. The new
+    certificate is valid from `begin`, which needs a time zone and is now by default, and must
+    expire before the authority. InvalidValueError: the request, the authority or the validity is
+    unusable.
     """
-    (node, key), (ca, signer) = _requested(path), _opened(folder)
+    (node, key), (ca, signer) = _load_request(path), _load_authority(folder)
     begin = datetime.now(UTC) - _CLOCK_SKEW if begin is None else begin
     uri = x509.UniformResourceIdentifier(NODE_URI + quote(node))
     usage, bundle = ExtendedKeyUsageOID.CLIENT_AUTH, folder / "nodes" / node
@@ -162,58 +160,53 @@ def sign(
 def issue(
     folder: Path, node: str, *, begin: datetime | None = None, lifetime: timedelta = YEAR
 ) -> Issued:
-    """Request and sign in one folder, with a new key, where node and authority are one machine."""
+    """Request and sign with a new key, if the node and the authority are on one machine."""
     (folder / "nodes" / check_node_name(node) / "node.key").unlink(missing_ok=True)
     return sign(folder, request(folder, node), begin=begin, lifetime=lifetime)
 
 
-def _requested(path: Path) -> tuple[str, _PublicKey]:
-    """Name and key of a request; InvalidValueError unless it is of a node with a sound key."""
+def _load_request(path: Path) -> tuple[str, _PublicKey]:
+    """Return a request's node name and key; InvalidValueError if the name or key is unusable."""
+    pem = read_file(path)
     try:
-        found = x509.load_pem_x509_csr(path.read_bytes())
-        key, valid = found.public_key(), found.is_signature_valid
-        names = [
-            str(each.value) for each in found.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-        ]
-    except OSError as error:
-        raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
+        csr = x509.load_pem_x509_csr(pem)
+        key, valid = csr.public_key(), csr.is_signature_valid
+        names = csr.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     except MALFORMED as error:
         raise InvalidValueError(f"{path} is not a certificate signing request") from error
     if not valid:
         raise InvalidValueError(f"{path} is not signed with the key that it is about")
-    if not _is_sound(key):
-        legal = f"P-256, P-384 and RSA of at least {_LEAST_RSA_BITS} bits"
-        raise InvalidValueError(f"the key of {path} is of another kind than are legal: {legal}")
+    if not _is_strong(key):
+        choices = f"P-256, P-384 and RSA of at least {_LEAST_RSA_BITS} bits"
+        raise InvalidValueError(f"the key of {path} is of another kind than are legal: {choices}")
     if len(names) != 1:
         raise InvalidValueError(f"{path} has {len(names)} common names; it must have the node's")
     try:
-        return check_node_name(names[0]), key
+        return check_node_name(str(names[0].value)), key
     except InvalidValueError as error:
         raise InvalidValueError(f"{path}: {error}") from error
 
 
-def _is_sound(key: object) -> TypeGuard[_PublicKey]:
+def _is_strong(key: object) -> TypeGuard[_PublicKey]:
     if isinstance(key, rsa.RSAPublicKey):
         return key.key_size >= _LEAST_RSA_BITS
     return isinstance(key, ec.EllipticCurvePublicKey) and key.curve.name in _CURVES
 
 
-def _opened(folder: Path) -> _Authority:
+def _load_authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     path = folder / "authority"
     try:
-        content = read_key(path / "ca.key")
-    except OSError as error:
-        raise InvalidValueError(
-            f"{folder} holds no authority: {path / 'ca.key'} cannot be read: {error.strerror}"
-        ) from error
-    ca = load_ca(path / "ca.pem")
+        read_file(path / "ca.key")
+    except InvalidValueError as error:
+        raise InvalidValueError(f"{folder} holds no authority: {error}") from error
+    pem, ca = read_key(path / "ca.key"), load_ca(path / "ca.pem")
     try:
-        key = serialization.load_pem_private_key(content, None)
+        key = serialization.load_pem_private_key(pem, None)
     except MALFORMED as error:
         raise InvalidValueError(f"{path / 'ca.key'} is not a private key in PEM") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
         raise InvalidValueError(f"{path / 'ca.key'} is not the key of {path / 'ca.pem'}")
-    return _Authority(ca, key)
+    return ca, key
 
 
 def _signed(
@@ -226,7 +219,7 @@ def _signed(
     usage: ObjectIdentifier | None = None,
     alternatives: Sequence[x509.GeneralName] = (),
 ) -> x509.Certificate:
-    """A certificate for a key; an authority's own is signed by itself, and has no `ca`."""
+    """Return a certificate for a key; without `ca`, that of an authority, which signs it itself."""
     authority = ca is None
     subject = issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     if ca is not None:
@@ -253,8 +246,8 @@ def _check_validity(begin: datetime, lifetime: timedelta, last: datetime) -> Non
     if begin.tzinfo is None:
         raise InvalidValueError(f"the validity begins at {begin}; it must have a time zone")
     if not timedelta(0) < lifetime <= last - begin:
-        legal = f"it must be positive and end before the authority's, at {last}"
-        raise InvalidValueError(f"the lifetime is {lifetime}; {legal}")
+        condition = f"it must be positive and end before the authority's, at {last}"
+        raise InvalidValueError(f"the lifetime is {lifetime}; {condition}")
 
 
 def _alternatives_of(hosts: Sequence[str]) -> list[x509.GeneralName]:
@@ -272,7 +265,7 @@ def _alternatives_of(hosts: Sequence[str]) -> list[x509.GeneralName]:
     return alternatives
 
 
-def _made(folder: Path) -> None:
+def _make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
 
@@ -280,7 +273,7 @@ def _made(folder: Path) -> None:
 def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
     pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     with writing(path):
-        _made(path.parent)
+        _make_private(path.parent)
         private = key.private_bytes(pem, pkcs8, serialization.NoEncryption())
         write_atomically(path, private, 0o600)
 
@@ -290,6 +283,6 @@ def _write_certificate(
 ) -> None:
     pem = serialization.Encoding.PEM
     with writing(folder / f"{name}.pem"):
-        _made(folder)
+        _make_private(folder)
         write_atomically(folder / "ca.pem", ca.public_bytes(pem))
         write_atomically(folder / f"{name}.pem", certificate.public_bytes(pem))

@@ -1,4 +1,4 @@
-"""One attempt at a round: what nodes are told and asked, until when, and whose answer counts."""
+"""One attempt at a round: offers to nodes, votes, deadlines, and the answers that are accepted."""
 
 import asyncio
 import queue
@@ -30,7 +30,7 @@ _NOT_AWAITED = "the server is not waiting for an answer of this node"
 
 
 def task_of(config: Config) -> wire.TaskDescription:
-    """The task by name, for nodes to build."""
+    """Return the description from which nodes build the task."""
     metrics = tuple(own_metrics(config.metrics.report))
     return wire.TaskDescription(**config.model.task, metrics=metrics)
 
@@ -38,9 +38,10 @@ def task_of(config: Config) -> wire.TaskDescription:
 def welcomes(
     config: Config, enrolment: Enrolment, certificate_end: datetime | None = None
 ) -> Callable[[str], wire.Welcome]:
-    """What to tell each node when it connects; the end of the server's certificate, if it has one.
+    """Return a function from a node's name to the welcome that it receives when it connects.
 
-    gRPC does not show a node the server's certificate, and nodes are to warn of its end too.
+    The welcome states when the server's certificate ends, if it has one, because gRPC does not show
+    nodes that certificate, and nodes warn when it is about to end.
     """
     task, name, population = task_of(config), enrolment.population_id, enrolment.population
     purpose = config.federation.purpose if config.federation else ""
@@ -53,16 +54,16 @@ def welcomes(
 def prices(
     plan: TrainingPlan, records: PrivacyRecords, randomness: Randomness
 ) -> Callable[[RoundRequest], wire.Price]:
-    """What a round costs; to be called in the thread that opened the records."""
+    """Return a function that prices a round; call it in the thread that opened the records."""
     seeded = randomness is Randomness.SEEDED
 
     def price_of(request: RoundRequest) -> wire.Price:
         norms = tuple(g.clipping_norm for g in request.clipping.groups[: len(plan.groups)])
         event, budget = plan.mechanism_at(norms).event, records.budget
-        paid = records.open_series(event, plan.run)
+        series = records.open_series(event, plan.run)
         charges = records.ledger.head.count  # before ε: another run may charge in between
-        epsilon = records.ledger.epsilon(budget, event if paid is None else None)
-        part = 0 if paid is None else paid[0].part
+        epsilon = records.ledger.epsilon(budget, event if series is None else None)
+        part = 0 if series is None else series[0].part
         return wire.Price(event, part, epsilon, budget.delta, charges, seeded)
 
     return price_of
@@ -70,29 +71,29 @@ def prices(
 
 @dataclass(frozen=True, eq=False)
 class RoundTerms:
-    """Which attempt at a round nodes are asked to answer, and what an answer may hold."""
+    """One attempt at a round, as nodes are asked to answer it, and the limits of an answer."""
 
-    offer: wire.RoundOffer  # to no node yet
+    offer: wire.RoundOffer  # to all drawn users; `offer_to` selects those of a node
     model: Tensors
     expected: Layout  # of sums
-    drawn: Mapping[str, Positions]  # by node, the users that were drawn there; secret
+    drawn: Mapping[str, Positions]  # node → its drawn users; secret
     deadline: float  # on the clock of `time.monotonic`
 
     @classmethod
     def of(cls, request: RoundRequest, hosting: Hosting, price: wire.Price, seconds: float) -> Self:
-        """The terms of a request to the nodes that host its users, under a new nonce."""
+        """Return the terms of a request, under a new nonce, with a deadline in `seconds`."""
         model, nonce = wire.model_of(request), secrets.randbits(64)
         offer = wire.RoundOffer.of(request, seconds, price, wire.manifest_of(model), nonce)
         expected, drawn = wire.layout_of_sums(request.clipping), hosting.drawn(request.users)
         return cls(offer, model, expected, drawn, monotonic() + seconds)
 
     def offer_to(self, node: str) -> wire.RoundOffer | None:
-        """What to ask a node of drawn users now; None after the deadline."""
+        """Return the offer to send now to a node with drawn users; None after the deadline."""
         left, users = self.deadline - monotonic(), self.drawn[node].copy()
         return replace(self.offer, seconds=left, users=users) if left > 0.0 else None
 
     def misfit(self, node: str, answer: wire.RoundAnswer) -> str | None:
-        """Why an answer of a node cannot count, in one sentence, or None."""
+        """Return why an answer of a node cannot be accepted, in one sentence, or None."""
         if answer.id != self.offer.id:
             return "the answer is to another round or attempt than the one that is collected"
         if node not in self.drawn:
@@ -103,9 +104,9 @@ class RoundTerms:
         return None
 
     def check_sum(self, partial: PartialSum) -> None:
-        """Raise WireError for a sum that no users can have contributed.
+        """Raise WireError for a sum that its users cannot have contributed.
 
-        `add_up` would count it as zero, but neither the node nor the operator would learn of it.
+        `add_up` would count such a sum as zero too, but would not inform node and operator.
         """
         clipping, users, weight = self.offer.clipping, partial.users, partial.weight
         if weight > users * clipping.weight_cap:
@@ -114,7 +115,7 @@ class RoundTerms:
             raise WireError("the sum is longer than its users can make it, each clipped")
 
     def flaw(self, partial: PartialSum) -> tuple[Trouble, str] | None:
-        """What the operator should know of a sum that counts, and why."""
+        """Return a trouble with an accepted sum, and its explanation, for the operator; or None."""
         if partial.users and not partial.total.any():
             return Trouble.NOT_FINITE, "all updates of its users are NaN, infinite or zero"
         if partial.users < self.drawn[partial.node].size:
@@ -123,7 +124,7 @@ class RoundTerms:
 
 
 class End(StrEnum):
-    """Why a connection is over."""
+    """Reasons for which the server ends a connection."""
 
     RUN_OVER = "the run is over"
     SHUTTING_DOWN = "the server is shutting down"
@@ -131,58 +132,58 @@ class End(StrEnum):
 
 
 class Connection:
-    """One open `Connect` call; of what it is told, only the newest waits, or the end."""
+    """One open `Connect` call, with at most one message that waits to be sent: the newest."""
 
     def __init__(self) -> None:
-        self.votes_due = 0  # to proposals that were sent
-        self._told = asyncio.Event()
-        self._next: wire.RoundOffer | Ballot | End | None = None
+        self.votes_due = 0  # number of proposals that were sent and not voted on
+        self._ready = asyncio.Event()
+        self._message: wire.RoundOffer | Ballot | End | None = None
 
-    def tell(self, what: "wire.RoundOffer | Ballot | End") -> None:
-        """Tell the node of a round or the end; after an end, which stays, nothing else."""
-        if not isinstance(self._next, End):
-            self._next = what
-        self._told.set()
+    def tell(self, message: "wire.RoundOffer | Ballot | End") -> None:
+        """Send the node a message instead of any that still waits; an end is never replaced."""
+        if not isinstance(self._message, End):
+            self._message = message
+        self._ready.set()
 
     async def next(self, seconds: float) -> "wire.RoundOffer | Ballot | End | None":
-        """What to tell the node next; None if there is nothing within these seconds."""
+        """Return the next message for the node; None if there is none within these seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._told.wait()
-            if not isinstance(self._next, End):
-                self._told.clear()
-            return self._next
+                await self._ready.wait()
+            if not isinstance(self._message, End):
+                self._ready.clear()
+            return self._message
         return None
 
 
 class Connections:
-    """Which nodes are connected; at most one connection per node. For the event loop alone.
+    """The connections of nodes, at most one per node; used in the event loop only.
 
-    `changed` is called whenever a node came or went.
+    `changed` is called whenever a node connects or disconnects.
     """
 
     def __init__(self, changed: Callable[[], None], clock: Callable[[], float] = monotonic) -> None:
         self._changed, self._clock = changed, clock
         self._began = clock()
         self._open: dict[str, Connection] = {}
-        self._left: dict[str, float] = {}
-        self._over: End | None = None
+        self._left: dict[str, float] = {}  # when each node disconnected
+        self._end: End | None = None  # set by `end_all`
 
     def __len__(self) -> int:
         return len(self._open)
 
     def connect(self, node: str) -> Connection:
-        """A new connection of a node, which ends an older one."""
+        """Return a new connection of a node, which ends an older one."""
         if node in self._open:
             self._open[node].tell(End.NEWER)
         connection = self._open[node] = Connection()
-        if self._over is not None:
-            connection.tell(self._over)
+        if self._end is not None:
+            connection.tell(self._end)
         self._changed()
         return connection
 
     def disconnect(self, node: str, connection: Connection) -> None:
-        """A connection is over; nothing happens if a newer one took its place."""
+        """Remove a connection; does nothing if a newer one has replaced it."""
         if self._open.get(node) is connection:
             del self._open[node]
             self._left[node] = self._clock()
@@ -194,61 +195,65 @@ class Connections:
         return tuple(self._open)
 
     def of(self, node: str) -> Connection | None:
-        """The connection of a node, if it has one."""
+        """Return the connection of a node, if it has one."""
         return self._open.get(node)
 
     def away_since(self, node: str) -> float | None:
-        """When the node left, or the server started if it never came; None if it is connected."""
+        """Return when the node left, or when the server started if it never came.
+
+        None if the node is connected.
+        """
         return None if node in self._open else self._left.get(node, self._began)
 
     def end_all(self, why: End) -> None:
-        """End all connections, and every one that is still to come."""
-        self._over = why
+        """End all present and future connections."""
+        self._end = why
         for connection in self._open.values():
             connection.tell(why)
 
 
 class Ballot:
-    """Votes of nodes on a proposal, which is made before the cohort is drawn. For the event loop.
+    """Votes of nodes on a proposal, made before the cohort is drawn; used in the event loop only.
 
-    Votes follow from nodes' settings and the public ledger, so whether a round begins says nothing
-    of users. An enrolled user of a node that does not agree is drawn like any other: the node is
-    offered the round, and its users count as zero if it declines. Cohort, denominator, noise and
-    charge are as if it had agreed, and zero is within every bound on what a user contributes.
+    Votes depend on nodes' settings and the public ledger, so whether a round begins reveals nothing
+    about users. Users of a node that does not agree are drawn like all others: the node is offered
+    the round, and its users count as zero if it declines. Cohort, denominator, noise and charge are
+    the same as if it had agreed, and zero satisfies every bound on a user's contribution.
     """
 
     def __init__(self, terms: wire.Proposal) -> None:
-        self.terms = terms  # without a nonce
+        self.terms = terms  # without the nonce
         self._id = replace(terms.id, nonce=secrets.randbits(64))
         proposal = wire.encode_proposal(replace(terms, id=self._id))
         self.message = pb.FromServer(proposal=proposal)  # to all nodes
         self._objections: dict[str, str] = {}
 
     def count(self, node: str, vote: wire.Vote) -> None:
-        """Count the newest vote of a node; one on another proposal does not count."""
+        """Record the newest vote of a node, unless it is on another proposal."""
         if vote.id == self._id:
             self._objections[node] = vote.objection
 
     def forget(self, node: str) -> None:
-        """A node is asked anew, or for the first time."""
+        """Discard the vote of a node, which is asked again."""
         self._objections.pop(node, None)
 
     def agrees(self, node: str) -> bool | None:
-        """What a node said; None if it has said nothing yet."""
+        """Return whether a node agrees; None if it has not voted."""
         objection = self._objections.get(node)
         return None if objection is None else not objection
 
 
 class Collection:
-    """Answers of a cohort's nodes, each counted once, until the deadline.
+    """Collects the answers of a cohort's nodes, one per node, until the deadline.
 
-    For the event loop, except `results` and `taken`, which another thread uses.
+    Used in the event loop, except `results` and `taken`, which another thread uses.
 
     Guarantees:
-        * A node's answer counts once, whatever it sends again and in whatever order; a node
-          whose users were not drawn, and another round or attempt, is refused.
-        * No more sums are in memory than may be transferred at once, whoever cancels a call.
-        * Nothing counts after the end.
+        * One answer of a node is accepted, no matter what else it sends in which order. Answers
+          from nodes without drawn users, and to other rounds or attempts, are refused.
+        * Memory holds at most as many sums as may be transferred at once, even if calls are
+          cancelled.
+        * No answer is accepted after the end.
     """
 
     def __init__(
@@ -259,21 +264,23 @@ class Collection:
         self.results: queue.SimpleQueue[PartialSum | None] = queue.SimpleQueue()
         self._taken, self._loop = asyncio.Semaphore(0), asyncio.get_running_loop()
         self._waiting, self._over = dict.fromkeys(self.terms.drawn), False
-        self._counted = set[str]()  # nodes with a sum
+        self._accepted = set[str]()  # nodes whose sum was accepted
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        """Nodes that are asked and have not answered."""
+        """Nodes with drawn users that have not answered."""
         return tuple(self._waiting)
 
+    def _awaits(self, node: str) -> bool:
+        return node in self._waiting and not self._over
+
     def offer_to(self, node: str) -> wire.RoundOffer | None:
-        """What to ask a node now; None if it is not asked, or has answered."""
-        asked = node in self._waiting and not self._over
-        return self.terms.offer_to(node) if asked else None
+        """Return the offer to send to a node now; None if no answer of it is awaited."""
+        return self.terms.offer_to(node) if self._awaits(node) else None
 
     @property
     def over(self) -> bool:
-        """Whether nothing counts any more."""
+        """Whether the collection has ended."""
         return self._over
 
     @cached_property
@@ -282,30 +289,30 @@ class Collection:
         return [chunk.SerializeToString() for chunk in wire.chunks(wire.pieces(self.terms.model))]
 
     def refusal(self, node: str, answer: wire.RoundAnswer) -> str | None:
-        """Why an answer cannot count, in one sentence; None if it can."""
-        late = _NOT_AWAITED if node not in self._waiting or self._over else None
+        """Return why an answer cannot be accepted, in one sentence, or None."""
+        late = None if self._awaits(node) else _NOT_AWAITED
         return self.terms.misfit(node, answer) or late
 
     def counts_already(self, node: str, answer: wire.RoundAnswer) -> bool:
-        """Whether a node sends its answer again, of which a sum counts."""
-        return node in self._counted and self.terms.misfit(node, answer) is None
+        """Return whether this repeats an answer whose sum was accepted."""
+        return node in self._accepted and self.terms.misfit(node, answer) is None
 
     def settle(self, node: str, partial: PartialSum | None) -> bool:
-        """Count what a node sent, or that it sends nothing; False if it came too late.
+        """Accept a node's sum, or None for a node without one; return False if it is too late.
 
-        `until_taken` must be awaited after each sum that counts.
+        After each accepted sum, `until_taken` must be awaited.
         """
-        if node not in self._waiting or self._over:
+        if not self._awaits(node):
             return False
         del self._waiting[node]
         self.changed.set()
         if partial is not None:
-            self._counted.add(node)
+            self._accepted.add(node)
             self.results.put(partial)
         return True
 
     async def until_taken(self) -> None:
-        """Wait until a sum was taken; who is cancelled meanwhile waits all the same."""
+        """Wait until the other thread has taken a sum, even if this task is cancelled meanwhile."""
         taking = asyncio.ensure_future(self._taken.acquire())
         try:
             await asyncio.shield(taking)
@@ -314,29 +321,29 @@ class Collection:
             raise
 
     def taken(self) -> None:
-        """The other thread has added what it last read from `results`."""
+        """Report, from the other thread, that it has added the sum it last read from `results`."""
         self._loop.call_soon_threadsafe(self._taken.release)
 
     def seconds_left(self, connections: Connections, absent: float, *, fixed: bool) -> float:
-        """How long to wait if nothing changes; 0 if the round can end.
+        """Return how long to wait if nothing changes, in seconds; 0 if the round can end.
 
-        A node that is not connected is waited for `absent` seconds; if `fixed`, the deadline is
-        waited for whatever happens.
+        The round waits for a disconnected node for `absent` seconds. If `fixed`, it always lasts
+        until the deadline.
         """
-        end, away = self.terms.deadline, [connections.away_since(node) for node in self._waiting]
-        gone = [since for since in away if since is not None]
-        if not fixed and len(gone) == len(away):
-            end = min(end, max(gone) + absent) if gone else 0.0
+        end, since = self.terms.deadline, [connections.away_since(node) for node in self._waiting]
+        departures = [time for time in since if time is not None]
+        if not fixed and len(departures) == len(since):
+            end = min(end, max(departures) + absent) if departures else 0.0
         return max(0.0, end - monotonic())
 
     def finish(self) -> None:
-        """Count nothing more; idempotent."""
+        """Accept no more answers; idempotent."""
         if not self._over:
             self._over = True
             self.results.put(None)
 
     def abandon(self) -> None:
-        """Finish, and drop what no thread will take any more."""
+        """Finish, and drop the sums that were not taken."""
         self.finish()
         while not self.results.empty():
             if self.results.get() is not None:

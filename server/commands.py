@@ -1,4 +1,4 @@
-"""What the command line offers of the server: `serve`, and `certs` for keys and certificates."""
+"""The server's commands: `serve`, and `certs` for keys and certificates."""
 
 import os
 from datetime import timedelta
@@ -43,6 +43,9 @@ def serve(
     resume: Annotated[
         bool, _option("go on with the run in --out, or start it there", "--resume")
     ] = False,
+    keep_going: Annotated[
+        bool, _option("go on though too few users count", "--keep-going")
+    ] = False,
     insecure: Annotated[
         bool, _option("plain text without certificates; on loopback only", "--insecure")
     ] = False,
@@ -51,10 +54,11 @@ def serve(
     ] = False,
     log_format: Annotated[LogFormat, _option("of the log, on stderr")] = LogFormat.TEXT,
 ) -> None:
-    """Train across the users of nodes that connect; print accuracy beside the ledger's (ε, δ).
+    """Train across the users of nodes that connect; print accuracy next to the ledger's (ε, δ).
 
     Exit code 75: too few nodes agreed to a round for too long; --resume goes on. Exit code 3: the
-    audit of the run refutes what its ledger says.
+    audit of the run refutes what its ledger says. Exit code 4: the run ended since too few users
+    count.
     """
     if resume and out is None:
         raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
@@ -62,10 +66,11 @@ def serve(
     from fedpriv.server.deployment import serve as run
     from fedpriv.training.rounds import Stop
 
-    ended = run(file, assignments or [], out, resume=resume, insecure=insecure, leave=leave)
+    how = {"resume": resume, "keep_going": keep_going, "insecure": insecure, "leave": leave}
+    ended = run(file, assignments or [], out, **how)
     if ended.stop is Stop.DECLINED:
         raise typer.Exit(os.EX_TEMPFAIL)
-    ended.check_audit()
+    ended.check()
 
 
 @_certs.command()

@@ -30,6 +30,7 @@ from fedpriv.experiment.build import Experiment
 from fedpriv.experiment.config import FederationSection
 from fedpriv.ledger import Ledger
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
+from fedpriv.report.tables import screen
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Run, RunSetup
 from fedpriv.run.terminal import carry_out, released_text
@@ -58,23 +59,23 @@ from fedpriv.wire import Price, Proposal, RunState
 from fedpriv.wire.naming import Address
 
 _log = logging.getLogger(__name__)
-_FAREWELL_SECONDS = 10.0  # the longest wait for nodes that read the ledger once more
-_IDLE_SECONDS = 1.0  # without a call, after which the wait is over
-_FIRST_PAUSE_SECONDS = 5.0  # for votes; it doubles each time
+_FAREWELL_SECONDS = 10.0  # the longest wait for nodes that read the ledger after the run
+_IDLE_SECONDS = 1.0  # the wait ends after so long without a call
+_FIRST_PAUSE_SECONDS = 5.0  # for votes; doubled each time
 _LONGEST_PAUSE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, eq=False)
 class GrpcTransport(Transport):
-    """Asks nodes that are connected, from the thread of the training loop."""
+    """Carries out rounds on connected nodes, from the thread of the training loop."""
 
     listener: Listener
     price_of: Callable[[RoundRequest], Price]
-    section: FederationSection  # how long nodes are waited for; the rest does not count here
+    section: FederationSection  # only the times to wait, and `least_nodes`, are used
     _stopping: threading.Event = field(default_factory=threading.Event)
 
     def stop(self) -> None:
-        """Abandon the round that is collected, and every later one; safe in a signal handler."""
+        """Abandon the present round and all later ones; safe in a signal handler."""
         self._stopping.set()
         self.listener.loop.call_soon_threadsafe(self._wake)
 
@@ -87,29 +88,30 @@ class GrpcTransport(Transport):
     def prepare(self, request: RoundRequest) -> None:
         """Propose the round to all connected nodes until `least_nodes` of them agree.
 
-        They are asked again after pauses that grow. DeclinedError: enough were connected, but they
-        did not agree within `patience_seconds`. StoppedError: `stop` was called.
+        Nodes that do not agree are asked again, after growing pauses. DeclinedError: enough nodes
+        were connected, but too few agreed within `patience_seconds`. StoppedError: `stop` was
+        called.
         """
         service, least = self.listener.service, self.section.least_nodes
         left, pause = self.section.patience_seconds, _FIRST_PAUSE_SECONDS / 2.0
         while True:
             if len(service.connections) < least:
                 _log.info("waiting for %d nodes; %d connected", least, len(service.connections))
-            self._await(lambda: len(service.connections))
+            self._wait_for_least(lambda: len(service.connections))
             terms = Proposal.of(request, self.price_of(request))
             self.listener.call(partial(service.propose, terms))
             pause = min(2.0 * pause, _LONGEST_PAUSE_SECONDS, left)
-            if self._await(lambda: service.willing, pause):
+            if self._wait_for_least(lambda: service.willing, pause):
                 return
             left -= pause
             agreed = self.listener.call(lambda: service.willing)
-            found = f"{agreed} of the {least} required nodes agree to round {request.round}"
+            result = f"{agreed} of the {least} required nodes agree to round {request.round}"
             if left <= 0.0:
-                raise DeclinedError(f"{found}; it was not begun, and nothing is charged for it")
-            _log.warning("%s; they are asked again, for %.0f more seconds at most", found, left)
+                raise DeclinedError(f"{result}; it was not begun, and nothing is charged for it")
+            _log.warning("%s; they are asked again, for %.0f more seconds at most", result, left)
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
-        """Yield what each node sends in time; StoppedError once `stop` was called."""
+        """Yield the sum of each node that answers in time; StoppedError after `stop`."""
         price, listener, contributions = self.price_of(request), self.listener, 0
         collection = listener.call(lambda: self._open(request, price))
         watch = asyncio.run_coroutine_threadsafe(self._watch(collection), listener.loop)
@@ -124,11 +126,11 @@ class GrpcTransport(Transport):
         if self._stopping.is_set():
             raise StoppedError("the server was asked to stop; nothing of the round is released")
         if collection.terms.drawn and not contributions:
-            # That nobody answered depends on who was drawn, so to release nothing would release it.
+            # Whether anybody answers depends on who was drawn, so it must not stop the release.
             _log.warning("no drawn user contributed to round %d; it is charged", request.round)
 
-    def _await(self, count: Callable[[], int], seconds: float | None = None) -> bool:
-        """Whether there are enough nodes, or come to be within some seconds."""
+    def _wait_for_least(self, count: Callable[[], int], seconds: float | None = None) -> bool:
+        """Wait until `count`, in the event loop, reaches `least_nodes`; False after `seconds`."""
         service, least = self.listener.service, self.section.least_nodes
 
         async def enough() -> bool:
@@ -139,10 +141,10 @@ class GrpcTransport(Transport):
                         await service.arrivals.wait()
             return count() >= least
 
-        found = asyncio.run_coroutine_threadsafe(enough(), self.listener.loop).result()
+        reached = asyncio.run_coroutine_threadsafe(enough(), self.listener.loop).result()
         if self._stopping.is_set():
             raise StoppedError("the server was asked to stop; no cohort was drawn")
-        return found
+        return reached
 
     def _open(self, request: RoundRequest, price: Price) -> Collection:
         service = self.listener.service
@@ -174,17 +176,18 @@ def serve(
     resume: bool,
     insecure: bool,
     leave: bool,
+    keep_going: bool = False,
 ) -> Run:
-    """Run or resume an experiment on the nodes that connect, and print how it went.
+    """Run or resume an experiment on the nodes that connect, print progress, and return the run.
 
-    SIGTERM and SIGINT end it cleanly: a round that is collected is charged and abandoned, one that
-    is charged is released, and a checkpoint is written. A second one ends it at once. Unless
-    told to leave, it goes on serving ledger and status after the run, except where too few nodes
-    agreed to a round. RunError: the run cannot go on, but may be resumed; any other FedprivError:
-    something is wrong with the input.
+    SIGTERM and SIGINT end the run cleanly: a round that is being collected is charged and
+    abandoned, a charged round is released, and a checkpoint is written. A second signal ends the
+    process at once. After the run, the server continues to serve ledger and status until it is
+    stopped, unless `leave` is set, too few nodes agreed to a round or too few users count.
+    RunError: the run failed, but may be resumed; any other FedprivError: the input is wrong.
     """
     _allow_many_files()
-    setup = RunSetup.of(file, assignments, out, resume=resume)
+    setup = RunSetup.of(file, assignments, out, resume=resume, keep_going=keep_going)
     section = setup.config.federation
     if section is None:
         raise InvalidValueError(f"{file} has no section federation, which `fedpriv serve` needs")
@@ -199,53 +202,54 @@ def serve(
     _check_free(addresses)
     experiment = setup.on_nodes(section, enrolment.population_id, enrolment.user_ids)
     service = _service(experiment, section, enrolment, endpoint)
-    console = Console(markup=False, emoji=False)
-    with ExitStack() as opened:
-        # Updates are added up in many threads already; more would only wait for each other.
-        opened.enter_context(threadpool_limits(1, "blas"))
-        if at := addresses.get("federation.metrics_address"):
-            opened.enter_context(service.authentication.monitor.served(at.host, at.port))
-        server = _Server(setup, section, service, endpoint, console, opened)
+    console = screen()
+    with ExitStack() as resources:
+        # Many threads add up updates already; threads of BLAS would only compete with them.
+        resources.enter_context(threadpool_limits(1, "blas"))
+        if metrics := addresses.get("federation.metrics_address"):
+            monitor = service.authentication.monitor
+            resources.enter_context(monitor.served(metrics.host, metrics.port))
+        server = _Server(setup, section, service, endpoint, console, resources)
         ended = carry_out(setup, experiment, server.hosted, console, server.follow, clock=None)
         if ended.stop is Stop.DECLINED:
             console.print("the log says why nodes do not agree; --resume goes on with the run")
-        elif not (leave or server.asked.is_set()):
+        elif not (leave or ended.stop.may_go_on):
             console.print("serving ledger and status until stopped")
-            server.asked.wait()
+            server.stop_requested.wait()
     return ended
 
 
 @dataclass(frozen=True, eq=False)
 class _Server:
-    """Where the nodes of a run connect, from its first round until what was opened is closed."""
+    """The server of one run; it listens from the first round until `resources` are closed."""
 
     setup: RunSetup
     section: FederationSection
     service: Service
     endpoint: Endpoint
     console: Console
-    opened: ExitStack
-    asked: threading.Event = field(default_factory=threading.Event)  # to stop
-    _started: list[Listener] = field(default_factory=list)
+    resources: ExitStack
+    stop_requested: threading.Event = field(default_factory=threading.Event)
+    _listeners: list[Listener] = field(default_factory=list)  # one, after `hosted`
 
     def hosted(self, experiment: Experiment, records: PrivacyRecords) -> Transport:
-        """Listen, and ask the nodes that connect."""
-        enter, service = self.opened.enter_context, self.service
+        """Start to listen, and return the transport to the nodes that connect."""
+        enter, service = self.resources.enter_context, self.service
         service.ledger = enter(Ledger.open(self.setup.ledger)).since  # also after the run
         service.model = partial(_newest_model, self.setup.folder)
         service.publish(epsilon=records.ledger.epsilon(records.budget))
         service.sites.serves_until(self.endpoint.certificate_end)
         enter(service.sites.kept(self.setup.folder))
         listener = enter(listening(service, self.endpoint.address, self.endpoint.credentials))
-        self._started.append(listener)
+        self._listeners.append(listener)
         price_of = prices(experiment.plan, records, experiment.entropy.randomness)
         transport = GrpcTransport(listener, price_of, self.section)
-        enter(_stop_signals(self.asked, transport.stop))
+        enter(_stop_signals(self.stop_requested, transport.stop))
         return transport
 
     def follow(self, experiment: Experiment, first: int, run: Callable[[OnRound], Run]) -> Run:
-        """Say where the server listens, and run."""
-        (listener,), enrolment, plan = self._started, self.service.enrolment, experiment.plan
+        """Print where the server listens, and run."""
+        (listener,), enrolment, plan = self._listeners, self.service.enrolment, experiment.plan
         self.console.print(
             f"{plan.run}: listening on {listener.address}, "
             f"{len(enrolment.nodes)} nodes and {enrolment.population} users are enrolled, "
@@ -257,21 +261,21 @@ class _Server:
 
 
 def _allow_many_files() -> None:
-    """Let this process have as many open files, and so connections, as the system allows it."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # where "no limit" is not a number that can be set
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    """Raise the limit on open files, and so on connections, to the most that the system allows."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # some systems do not accept "no limit" as a number
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _check_free(addresses: Mapping[str, Address]) -> None:
-    """Refuse addresses that cannot all be listened on at once, before anything is made."""
-    with ExitStack() as held:
+    """Raise InvalidValueError unless the server can listen on all addresses at once."""
+    with ExitStack() as sockets:
         for key, address in addresses.items():
             try:
-                found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-                family, *_, where = found[0]
-                held.enter_context(socket.create_server(where, family=family))
-            except (OSError, UnicodeError) as error:  # no label of a host has over 63 characters
+                candidates = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+                family, *_, name = candidates[0]
+                sockets.enter_context(socket.create_server(name, family=family))
+            except (OSError, UnicodeError) as error:  # UnicodeError: a label over 63 characters
                 sentence = f"{key} is {address}, where the server cannot listen: {reason_of(error)}"
                 raise InvalidValueError(sentence) from error
 
@@ -279,7 +283,7 @@ def _check_free(addresses: Mapping[str, Address]) -> None:
 def _service(
     experiment: Experiment, section: FederationSection, enrolment: Enrolment, endpoint: Endpoint
 ) -> Service:
-    """What nodes call, without a ledger yet; WireError if they could not be told of the run."""
+    """Return the service, without a ledger yet; WireError if a message to nodes is too large."""
     welcome_of = welcomes(experiment.config, enrolment, endpoint.certificate_end)
     memory = section.transfer_mebibytes * 2**20
     dimension = experiment.plan.mechanism.clipping.layout.dimension
@@ -291,25 +295,26 @@ def _service(
 
 
 def _newest_model(folder: RunFolder) -> bytes | None:
-    found = checkpoints(folder.checkpoints)
-    if not found:
+    """Return the file of the newest released model; None before the first release."""
+    paths = checkpoints(folder.checkpoints)
+    if not paths:
         return None
-    told = folder.metrics.stat().st_size if folder.metrics.exists() else 0
-    return _model_at(folder, found[-1], told)
+    size = folder.metrics.stat().st_size if folder.metrics.exists() else 0
+    return _model_at(folder, paths[-1], size)
 
 
 @lru_cache(maxsize=1)
-def _model_at(folder: RunFolder, path: Path, _told: int) -> bytes | None:
-    """What a checkpoint holds of the model, at so many bytes of metrics, which say what it cost.
+def _model_at(folder: RunFolder, path: Path, _metrics_size: int) -> bytes | None:
+    """Return the model of a checkpoint with its cost, which the metrics state, in bytes of a file.
 
-    None if no round was released before it.
+    None if no round was released before the checkpoint.
     """
     state = load_checkpoint(path).state
     return released_model(state, folder.results()) if state.round else None
 
 
 def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, rounds: int) -> Run:
-    """Run the rounds and publish each; then tell nodes that the run is over, or the server."""
+    """Run the rounds and publish each; then tell nodes that the run or the server has ended."""
     service = listener.service
 
     def publish(**changes: object) -> None:
@@ -323,9 +328,9 @@ def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, ro
     state, end = RunState.STOPPED, End.SHUTTING_DOWN
     try:
         outcome = run(show)
-        publish(epsilon=outcome.epsilon)  # it may have paid for more than its last round
+        publish(epsilon=outcome.epsilon)  # charges may have followed the last round
         _log.info("the run ended: %s", outcome.stop)
-        if outcome.stop not in (Stop.ASKED, Stop.DECLINED):
+        if not outcome.stop.may_go_on:
             state, end = RunState.FINISHED, End.RUN_OVER
         return outcome
     except (FedprivError, OSError) as error:
@@ -341,22 +346,25 @@ def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, ro
 
 
 @contextmanager
-def _stop_signals(asked: threading.Event, stop: Callable[[], None]) -> Iterator[None]:
-    """Set `asked` and call `stop` at the first SIGTERM or SIGINT; a second has its old effect."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+def _stop_signals(stop_requested: threading.Event, stop: Callable[[], None]) -> Iterator[None]:
+    """Set `stop_requested` and call `stop` at the first SIGTERM or SIGINT.
 
-    def put_back() -> None:
-        for number, handler in before.items():
+    The previous handlers are restored at this signal, and at the end of the context.
+    """
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def restore() -> None:
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
     def handle(_number: int, _frame: FrameType | None) -> None:
-        put_back()
-        asked.set()
+        restore()
+        stop_requested.set()
         stop()
 
-    for number in before:
+    for number in previous:
         signal.signal(number, handle)
     try:
         yield
     finally:
-        put_back()
+        restore()

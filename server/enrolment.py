@@ -1,4 +1,4 @@
-"""Enrolment: which users there are, at which node each is, and which certificate the node has."""
+"""Enrolment: the users of a population, the node that hosts each, and the nodes' certificates."""
 
 import re
 import secrets
@@ -12,7 +12,6 @@ from typing import Annotated, Self
 
 import numpy as np
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from numpy.typing import NDArray
 from pydantic import AfterValidator, model_validator
@@ -21,25 +20,17 @@ from pydantic_core import PydanticCustomError
 from fedpriv.data.population import plain_id
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.experiment.config import Section, checked, read_toml
-from fedpriv.wire.naming import check_node_name, check_user_id
+from fedpriv.wire.naming import MALFORMED, check_node_name, check_user_id
 
 Positions = NDArray[np.int64]  # users, as ascending positions in the population
-# What cryptography raises for a certificate or key that cannot be parsed.
-MALFORMED = (
-    ValueError,
-    TypeError,
-    UnsupportedAlgorithm,
-    x509.DuplicateExtension,
-    x509.InvalidVersion,
-)
 _ID = re.compile("[0-9a-f]{32}")
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
 _LONGEST_SUBJECT = 200  # characters
-_SETTLED_NANOSECONDS = 2_000_000_000
+_SETTLED_NANOSECONDS = 2_000_000_000  # age from which a file's times are trusted
 
 
 def fingerprint_of(certificate: x509.Certificate) -> str:
-    """SHA-256 of a certificate in DER, as 64 lower-case hexadecimal digits."""
+    """Return the SHA-256 of a certificate in DER, as 64 lower-case hexadecimal digits."""
     return certificate.fingerprint(hashes.SHA256()).hex()
 
 
@@ -48,19 +39,19 @@ class Hosting:
     """Which node hosts which users."""
 
     nodes: Sequence[str]
-    numbers: Positions  # [N] for each position of the population, the number of its node in `nodes`
-    alone: frozenset[str]  # nodes with one user, which no log may name
+    numbers: Positions  # [N] index in `nodes` of the node of each user, by position
+    alone: frozenset[str]  # nodes with one user, which logs must not name
 
     def drawn(self, users: Positions) -> dict[str, Positions]:
-        """The drawn users by node; only nodes that have some."""
+        """Return the drawn users of each node that hosts any; positions, ascending."""
         numbers = self.numbers[users]
         order = np.argsort(numbers, kind="stable")
-        found, starts = np.unique(numbers[order], return_index=True)
+        present, starts = np.unique(numbers[order], return_index=True)
         parts = np.split(users[order], starts[1:])
-        return {self.nodes[n]: part for n, part in zip(found.tolist(), parts, strict=False)}
+        return {self.nodes[n]: part for n, part in zip(present.tolist(), parts, strict=False)}
 
     def log_name(self, node: str) -> str:
-        """How a log names a node, without naming a user."""
+        """Return a name for logs, which does not identify a user."""
         return "a node of one user" if node in self.alone else node
 
 
@@ -69,16 +60,16 @@ class Enrolment:
     """The users of a population, each at one node.
 
     Guarantees:
-        * `user_ids[i]` is at position i, the ids sorted by code points: the order of the file
-          changes no position.
+        * `user_ids[i]` is the user at position i. The ids are sorted by code points, so positions
+          do not depend on the order in the file.
         * Each user has one position and one node. An id that occurs twice is refused, at one node
-          or at two, in whichever form of Unicode: the updates of one user at two nodes would each
-          be clipped, the user would count twice, and the privacy statement would be void.
-        * repr shows numbers, never an id.
+          or at two, in equal or different Unicode forms. Otherwise the user's updates at each node
+          would be clipped separately, which would void the privacy statement.
+        * repr shows numbers, but no ids.
 
-    The population's id names it in the ledger: 32 lower-case hexadecimal digits, drawn at random
-    when the users were enrolled. The ledger is public, and against a digest of the users' ids,
-    guesses of who is enrolled could be tested.
+    The ledger refers to the population by its id, 32 lower-case hexadecimal digits that were drawn
+    at random when the users were enrolled. The id is not a digest of the users' ids, because the
+    ledger is public: such a digest would let readers test guesses of who is enrolled.
     """
 
     population_id: str
@@ -86,8 +77,8 @@ class Enrolment:
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.population_id):
-            legal = "it must be 32 lower-case hexadecimal digits, drawn at random"
-            raise InvalidValueError(f"population is {self.population_id!r}; {legal}")
+            condition = "it must be 32 lower-case hexadecimal digits, drawn at random"
+            raise InvalidValueError(f"population is {self.population_id!r}; {condition}")
         if not self.users:
             raise InvalidValueError("nodes: there is none; there must be at least one")
         users = {node: tuple(self.users[node]) for node in sorted(self.users)}
@@ -113,10 +104,14 @@ class Enrolment:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read an enrolment from TOML; docs/identity.md has the format."""
-        table = _read(path)
+        """Read an enrolment from TOML in the format of docs/identity.md.
+
+        InvalidValueError: the file cannot be read, or its content is invalid.
+        """
+        content = _read(path)
+        users = {name: node.users for name, node in content.nodes.items()}
         try:
-            return cls(table.population, {node: own.users for node, own in table.nodes.items()})
+            return cls(content.population, users)
         except InvalidValueError as error:
             raise InvalidValueError(f"{path}: {error}") from error
 
@@ -132,24 +127,27 @@ class Enrolment:
 
     @cached_property
     def user_ids(self) -> tuple[str, ...]:
-        """Ids of all users, sorted by code points: `user_ids[i]` is at position i."""
+        """Ids of all users, sorted by code points; `user_ids[i]` is the user at position i."""
         return tuple(sorted(user for ids in self.users.values() for user in ids))
 
     def check_least(self, nodes: int) -> None:
-        """Raise InvalidValueError if a round that needs so many nodes could never begin."""
-        if nodes > (most := len(self.nodes)):
-            legal = f"it must be at most {most}, the number of enrolled nodes"
-            raise InvalidValueError(f"federation.least_nodes is {nodes}; {legal}")
+        """Raise InvalidValueError if fewer nodes are enrolled than a round needs."""
+        if nodes > len(self.nodes):
+            condition = f"it must be at most {len(self.nodes)}, the number of enrolled nodes"
+            raise InvalidValueError(f"federation.least_nodes is {nodes}; {condition}")
 
     def users_of(self, node: str) -> Positions:
-        """Positions of a node's users in the population; read-only."""
+        """Return the positions of a node's users, ascending, read-only; InvalidValueError if none.
+
+        The error names no other node.
+        """
         if node not in self._positions:
-            raise InvalidValueError(f"node {node!r} is not enrolled")  # and no other node is named
+            raise InvalidValueError(f"node {node!r} is not enrolled")
         return self._positions[node]
 
     @cached_property
     def hosting(self) -> Hosting:
-        """Which node hosts which positions."""
+        """The node that hosts each position."""
         number_of = {user: n for n, ids in enumerate(self.users.values()) for user in ids}
         numbers = np.array([number_of[user] for user in self.user_ids], np.int64)
         alone = frozenset(node for node, ids in self.users.items() if len(ids) == 1)
@@ -158,15 +156,15 @@ class Enrolment:
     @cached_property
     def _positions(self) -> dict[str, Positions]:
         positions = self.hosting.drawn(np.arange(self.population))
-        for own in positions.values():
-            own.flags.writeable = False
+        for users in positions.values():
+            users.flags.writeable = False
         return positions
 
 
 class CertificateError(FedprivError):
-    """A certificate does not identify a node now.
+    """A certificate does not identify a node at present.
 
-    `node` is the one at which it is or was enrolled, and `subject` says what else is known of it.
+    `node` is the node at which it is or was enrolled, if any; `subject` describes it in logs.
     """
 
     def __init__(self, sentence: str, node: str | None = None, subject: str = "") -> None:
@@ -178,30 +176,31 @@ class EnrolledCertificates:
     """The certificates that identify nodes, read again whenever the enrolment file changes.
 
     Guarantees:
-        * A certificate that is struck off the file is refused from the next call on.
-        * A file that cannot be read lets no certificate pass.
+        * A certificate that is removed from the file is refused from the next call on.
+        * While the file cannot be read, every certificate is refused.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._stamp: tuple[int, ...] | None = None
         self._nodes: dict[str, str] = {}
-        self._ever: dict[str, str] = {}  # also those struck off since the server started
+        self._history: dict[str, str] = {}  # includes certificates that were removed later
 
     def nodes(self) -> Mapping[str, str]:
-        """Fingerprint → node, as the file is now; InvalidValueError if it cannot be used."""
+        """Return fingerprint → node from the current file; InvalidValueError if it is unusable."""
         stamp = _stamp_of(self.path)
         if stamp is None or stamp != self._stamp:
-            self._stamp = None  # until all of it has been read
+            self._stamp = None  # in case the file cannot be read
             self._nodes = _read(self.path).certificates
             self._stamp = stamp
-            self._ever |= self._nodes
+            self._history |= self._nodes
         return self._nodes
 
     def node_of(self, certificate_pem: bytes, now: datetime) -> str:
-        """Node at which a certificate is enrolled; TLS has proven that the peer has its key.
+        """Return the node at which a certificate is enrolled; TLS has checked the peer's key.
 
         CertificateError: it cannot be parsed, is not enrolled, or is not valid at `now`.
+        InvalidValueError: the enrolment file cannot be used.
         """
         try:
             certificate = x509.load_pem_x509_certificate(certificate_pem)
@@ -213,7 +212,7 @@ class EnrolledCertificates:
         if node is None:
             sentence = "it is not enrolled, or was struck off the enrolment"
             raise CertificateError(
-                sentence, self._ever.get(fingerprint), f"{subject} {fingerprint}"
+                sentence, self._history.get(fingerprint), f"{subject} {fingerprint}"
             )
         begin, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
         if not begin <= now <= end:
@@ -222,15 +221,15 @@ class EnrolledCertificates:
 
 
 def _stamp_of(path: Path) -> tuple[int, ...] | None:
-    """A value that differs once the file has changed; None where that cannot be told."""
+    """Return a value that differs after every change of the file; None if changes may be missed."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    # Two changes within one tick of the file system's clock leave equal times. A time that is to
-    # come is of a clock that was set back since.
-    settled = abs(time.time_ns() - found.st_ctime_ns) >= _SETTLED_NANOSECONDS
-    return (found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns) if settled else None
+    # Two changes within one tick of the file system's clock have equal times. If a time lies in the
+    # future, the clock has been set back since.
+    settled = abs(time.time_ns() - status.st_ctime_ns) >= _SETTLED_NANOSECONDS
+    return (status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns) if settled else None
 
 
 def _fingerprint(text: str) -> str:
@@ -252,20 +251,22 @@ class _EnrolmentFile(Section):
 
     @property
     def certificates(self) -> dict[str, str]:
-        """Fingerprint → node of the nodes that have a certificate."""
-        return {own.certificate: node for node, own in self.nodes.items() if own.certificate}
+        """Fingerprint → name of each node that has a certificate."""
+        nodes = self.nodes.items()
+        return {node.certificate: name for name, node in nodes if node.certificate}
 
     @model_validator(mode="after")
-    def _each_has_its_own(self) -> Self:
-        found: dict[str, str] = {}
-        for node, own in self.nodes.items():
-            if own.certificate and (other := found.setdefault(own.certificate, node)) != node:
-                shared = f"nodes.{node}.certificate is that of node {other!r}"
+    def _check_distinct(self) -> Self:
+        first: dict[str, str] = {}
+        for name, node in self.nodes.items():
+            if node.certificate and (other := first.setdefault(node.certificate, name)) != name:
+                shared = f"nodes.{name}.certificate is that of node {other!r}"
                 raise ValueError(f"{shared}; each must have its own")
         return self
 
 
 def _read(path: Path) -> _EnrolmentFile:
+    """Return the content of an enrolment file; InvalidValueError if it is unreadable or invalid."""
     table = read_toml(path)
     if "population" not in table:
         raise InvalidValueError(

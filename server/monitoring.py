@@ -1,4 +1,4 @@
-"""What the operator sees of a server: numbers for Prometheus, and how each site does."""
+"""Monitoring for the operator of a server: numbers for Prometheus, and the state of each site."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 SERVER = "the server"
 STRANGER = "a caller that is not enrolled"
-# No line names a node of one user with these: it would say that the user was drawn.
-# All nodes vote on a round, whoever is drawn; so that may name any.
-_OF_NO_ROUND = {Trouble.UNWILLING, Trouble.ENROLMENT, Trouble.AWAY, Trouble.CERTIFICATE}
-_AWAY = timedelta(minutes=10)  # after which a node that is not connected is worth a line
+# Troubles that do not depend on the cohort: all nodes vote on a round, no matter who is drawn.
+# With any other trouble, a line that named a node of one user would reveal that it was drawn.
+_INDEPENDENT_OF_COHORT = {Trouble.UNWILLING, Trouble.ENROLMENT, Trouble.AWAY, Trouble.CERTIFICATE}
+_AWAY = timedelta(minutes=10)  # a node that is disconnected for so long is logged
 _DAY, _MINUTE, _SECOND = timedelta(days=1), timedelta(minutes=1), 1.0
 _SMOOTHING = 0.1  # weight of the newest call in a method's mean
 _OPERATOR_ONLY = "They grow with the size of cohorts, which is secret: for the operator only."
 _TROUBLES = "What went wrong, by node; nodes of one user together. For the operator only."
-_SHOWN = {  # name: kind, help, and names of labels
+_METRICS = {  # name: kind, help, and names of labels
     "nodes_connected": ("gauge", "Nodes that are connected.", ""),
     "node_connected": ("gauge", "1 if the node is connected.", "node"),
     "certificate_end": ("gauge", "When a certificate ends, in seconds since 1970.", "node"),
@@ -45,62 +45,64 @@ _SHOWN = {  # name: kind, help, and names of labels
 
 
 class Monitor:
-    """Numbers about a server, which Prometheus reads where they are served.
+    """Numbers about a server, which Prometheus reads over HTTP.
 
     Guarantees:
-        * None counts offers, answers that count, or calls: in a round their number is the size of
-          the cohort. So calls have a mean duration and no histogram, which would count them.
-        * Bytes grow with the size of a cohort nevertheless, and what goes wrong in a round at a
-          node of several users, which are counted by node, says that one of them was drawn; no
-          number says which. An operator who must find a broken site among many needs these
-          numbers, and learns as much from the log. Therefore all are served on loopback unless
-          configured otherwise: a reader is trusted as the operator is.
-        * Of a node of one user it is shown only whether it is connected and when its certificate
-          ends, which do not depend on who is drawn.
-        * Its methods may be called from any thread, and are cheap.
+        * No number counts offers, accepted answers, or calls, because a round has as many as its
+          cohort has nodes. So calls have a mean duration; a histogram would count them.
+        * Two kinds of numbers do depend on cohorts. Bytes grow with the cohort. Troubles are
+          counted by node, and a trouble in a round at a node of several users reveals that one of
+          them was drawn, but not which. The operator needs both to find a broken site, and the log
+          reveals as much. So numbers are served on loopback unless configured otherwise: readers
+          are trusted like the operator.
+        * For a node of one user, the numbers show only whether it is connected and when its
+          certificate ends, which do not depend on who is drawn.
+        * Methods may be called from any thread, and are cheap.
 
-    What has not been set is not shown: an unknown ε is not 0.
+    A number is shown only after it was set: an unknown ε is not shown as 0.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
-        # By name, and by the values of its labels.
-        self._numbers: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in _SHOWN}
+        # By name, then by the values of the labels.
+        self._numbers: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in _METRICS}
         for reason in ("identity", "enrolment", "rate"):
             self.set("refused_calls", 0.0, reason)
         for name in ("received_bytes", "sent_bytes"):
             self.set(name, 0.0)
 
     def set(self, name: str, number: float, *labels: str) -> None:
-        """Set a number of `_SHOWN`."""
+        """Set a number of `_METRICS`, with the values of its labels."""
         with self._lock:
             self._numbers[name][labels] = number
 
     def add(self, name: str, count: int, *labels: str) -> None:
-        """Add to one of the counters."""
+        """Increase a counter of `_METRICS`, with the values of its labels."""
         with self._lock:
             numbers = self._numbers[name]
             numbers[labels] = numbers.get(labels, 0.0) + count
 
     def progress(self, state: RunState, newest_round: int, epsilon: float) -> None:
-        """Set what the server does, the number of the newest round, and the ε spent."""
+        """Set the state of the server, the number of the newest round, and the ε spent."""
         self.set("round", newest_round)
         self.set("epsilon", epsilon)
         with self._lock:
-            self._numbers["state"] = {(known,): float(known is state) for known in RunState}
+            self._numbers["state"] = {(other,): float(other is state) for other in RunState}
 
     def handled(self, method: str, seconds: float) -> None:
-        """Take the duration of a call into the mean of its method."""
+        """Update the mean duration of a method's calls."""
         with self._lock:
             means = self._numbers["call_seconds"]
-            before = means.get((method,), seconds)
-            means[method,] = before + _SMOOTHING * (seconds - before)
+            mean = means.get((method,), seconds)
+            means[method,] = mean + _SMOOTHING * (seconds - mean)
 
     @contextmanager
     def served(self, host: str, port: int) -> Iterator[int]:
-        """Serve the numbers over HTTP until the block is left; yields the port in use.
+        """Serve the numbers over HTTP within the context; yields the port in use.
 
-        Port 0 takes a free one. Beyond loopback, all who reach it see what grows with cohorts.
+        Port 0 selects a free one. If the host is not loopback, everyone who can reach it sees
+        numbers that grow with cohorts. InvalidValueError: prometheus-client is not installed, or
+        the port cannot be used.
         """
         try:
             from prometheus_client import CollectorRegistry, start_http_server  # noqa: PLC0415
@@ -123,31 +125,34 @@ class Monitor:
             thread.join()
 
     def collect(self) -> "Iterator[Metric]":
-        """The current numbers; a registry of prometheus-client calls this."""
+        """Yield the current numbers; called by the registry of prometheus-client.
+
+        The library's own Counter and Gauge would show 0 for a number that was never set, and the
+        time at which each counter began, which depends on the cohort.
+        """
         from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415
 
         families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-        with self._lock:
-            numbers = {name: dict(labelled) for name, labelled in self._numbers.items()}
-        for name, (kind, words, labels) in _SHOWN.items():
-            family = families[kind](f"fedpriv_{name}", words, labels=labels.split())
-            for values, number in numbers[name].items():
-                family.add_metric(values, number)
+        for name, (kind, description, labels) in _METRICS.items():
+            family = families[kind](f"fedpriv_{name}", description, labels=labels.split())
+            with self._lock:
+                for values, number in self._numbers[name].items():
+                    family.add_metric(values, number)
             yield family
 
 
 class Sites:
-    """How each node of a server does, and one line when something goes wrong at one.
+    """The state of each node of a server; troubles are counted and logged.
 
     Guarantees:
-        * No line and no number of the monitor names a node of one user with what happens in a
-          round. The table names all nodes and counts their answers: it is secret, lies in the run's
-          folder readable by its owner only, and no call of a node returns any of it.
-        * Of each kind of trouble at a node there is at most one line a minute; of certificates and
-          of nodes that are away, one a day.
-        * A table that cannot be written ends no run.
+        * No line of the log and no number of the monitor connects a node of one user with events
+          of a round. The table names all nodes and counts their answers, so it is secret: it is in
+          the run's folder, readable by its owner only, and nodes cannot request it.
+        * Each kind of trouble at a node is logged at most once a minute; certificates that expire
+          and absent nodes, once a day.
+        * If the table cannot be written, the run continues.
 
-    Told of by the event loop alone; `kept` looks in a thread of its own, and changes no site.
+    Only the event loop may change sites; the thread of `kept` reads them.
     """
 
     def __init__(
@@ -158,65 +163,68 @@ class Sites:
     ) -> None:
         self._hosting, self._monitor, self._now = hosting, monitor, now
         self._began, self._changed = now(), False
-        self._end: datetime | None = None  # of the server's certificate
+        self._certificate_end: datetime | None = None  # of the server
         self._sites = dict.fromkeys(hosting.nodes, SiteRecord())
-        self._said: dict[tuple[str, Trouble], datetime] = {}
+        self._logged: dict[tuple[str, Trouble], datetime] = {}  # the last line of each kind
 
     def came(self, node: str, certificate_end: datetime | None) -> None:
-        """A node has connected, with a certificate that ends then."""
-        end = certificate_end
-        self._update(node, connected=True, last_seen=self._now(), certificate_end=end)
+        """Record that a node has connected, and when its certificate ends."""
+        self._update(node, connected=True, last_seen=self._now(), certificate_end=certificate_end)
         self._monitor.set("node_connected", 1.0, node)
-        if end is not None:
-            self._monitor.set("certificate_end", end.timestamp(), node)
-        self._said.pop((node, Trouble.AWAY), None)
+        if certificate_end is not None:
+            self._monitor.set("certificate_end", certificate_end.timestamp(), node)
+        self._logged.pop((node, Trouble.AWAY), None)
 
     def left(self, node: str) -> None:
-        """A node has no connection any more."""
+        """Record that a node has disconnected."""
         self._update(node, connected=False, last_seen=self._now())
         self._monitor.set("node_connected", 0.0, node)
 
     def answered(self, node: str) -> None:
-        """A node has answered a round, and its answer counts."""
+        """Record that an answer of a node was accepted."""
         self._update(node, answered=self._sites[node].answered + 1)
 
     def serves_until(self, certificate_end: datetime | None) -> None:
-        """The server's own certificate ends then."""
-        self._end = certificate_end
+        """Record when the server's own certificate ends."""
+        self._certificate_end = certificate_end
         if certificate_end is not None:
             self._monitor.set("certificate_end", certificate_end.timestamp(), SERVER)
 
     def trouble(self, node: str, what: Trouble, why: str) -> None:
-        """Something went wrong at a node, or at SERVER or a STRANGER: count it, and say it."""
-        why, name = one_line(why), self._name(node, what)
+        """Count and log a trouble at a node, at SERVER or at a STRANGER."""
+        name = node if what in _INDEPENDENT_OF_COHORT else self._hosting.log_name(node)
+        why = one_line(why)
         if (site := self._sites.get(node)) is not None:
             counts = {**site.troubles, what: site.troubles.get(what, 0) + 1}
             last = {**site.last, what: Happening(self._now(), why)}
             self._update(node, troubles=counts, last=last)
         self._monitor.add("troubles", 1, name, what)
-        self._say(name, what, why, _MINUTE)
+        self._log_at_most_every(_MINUTE, name, what, why)
 
     def look(self) -> None:
-        """Say which nodes have been away for long, and which certificates are about to end."""
+        """Log nodes that have been disconnected for long, and certificates that end soon."""
         now = self._now()
-        ends = {SERVER: self._end}
+        ends = {SERVER: self._certificate_end}
         for node, site in self._sites.items():
             ends[node] = site.certificate_end
             since = max(site.last_seen or self._began, self._began)
             if not site.connected and now - since >= _AWAY:
-                words = f"not connected since {since:%Y-%m-%d %H:%M UTC}"
-                self._say(node, Trouble.AWAY, words, _DAY)
+                why = f"not connected since {since:%Y-%m-%d %H:%M UTC}"
+                self._log_at_most_every(_DAY, node, Trouble.AWAY, why)
         for name, end in ends.items():
-            if end is not None and (why := expiry(end, now)):
-                self._say(name, Trouble.CERTIFICATE, why, _DAY)
+            if end is not None and (notice := expiry(end, now)):
+                self._log_at_most_every(_DAY, name, Trouble.CERTIFICATE, notice)
 
     def table(self) -> SiteTable:
-        """How all nodes do now."""
-        return SiteTable(self._now(), self._end, dict(self._sites))
+        """Return the present state of all nodes."""
+        return SiteTable(self._now(), self._certificate_end, dict(self._sites))
 
     @contextmanager
     def kept(self, folder: RunFolder) -> Iterator[None]:
-        """Look each second, and keep the table in a run's folder; go on with the one there."""
+        """Within the context, call `look` each second and write the table to a run's folder.
+
+        A table that the folder already holds is continued.
+        """
         self._resume(folder)
         self._changed, over = True, Event()
         keeper = Thread(target=self._keep, args=(folder, over), name="fedpriv sites")
@@ -231,12 +239,12 @@ class Sites:
         if not folder.sites.exists():
             return
         try:
-            before = folder.read_sites().sites
+            saved = folder.read_sites().sites
         except DataError as error:
             _log.warning("%s; its counts begin anew", error)
             return
-        for node in self._sites.keys() & before.keys():
-            self._sites[node] = replace(before[node], connected=False)
+        for node in self._sites.keys() & saved.keys():
+            self._sites[node] = replace(saved[node], connected=False)
 
     def _keep(self, folder: RunFolder, over: Event) -> None:
         written, failed = self._began - _MINUTE, False
@@ -247,22 +255,18 @@ class Sites:
             self._changed, written = False, self._now()
             try:
                 folder.write_sites(self.table())
+                failed = False
             except OSError as error:
                 if not failed:
                     _log.warning("the table of sites cannot be written: %s", error)
                 failed = True
-            else:
-                failed = False
 
     def _update(self, node: str, **changes: object) -> None:
         self._sites[node] = replace(self._sites[node], **changes)  # type: ignore[arg-type]
         self._changed = True
 
-    def _name(self, node: str, what: Trouble) -> str:
-        return node if what in _OF_NO_ROUND else self._hosting.log_name(node)
-
-    def _say(self, name: str, what: Trouble, why: str, pause: timedelta) -> None:
-        now, before = self._now(), self._said.get((name, what))
-        if before is None or abs(now - before) >= pause:  # a clock may be set back
-            self._said[name, what] = now
+    def _log_at_most_every(self, pause: timedelta, name: str, what: Trouble, why: str) -> None:
+        now, last = self._now(), self._logged.get((name, what))
+        if last is None or abs(now - last) >= pause:  # a clock may be set back
+            self._logged[name, what] = now
             trouble(_log, name, what, why)

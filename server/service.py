@@ -1,4 +1,4 @@
-"""The service that nodes call, and the gRPC server that carries it, on an event loop of its own."""
+"""The service that nodes call, and its gRPC server, which runs in an event loop of its own."""
 
 import asyncio
 import logging
@@ -46,14 +46,14 @@ _log = logging.getLogger(__name__)
 _LONGEST_REASON = 400  # characters
 _OVER = "the round is over"
 _HEALTH = "grpc.health.v1.Health"
-_NUMBER = re.compile(r"[\d.]+")  # what may differ between equal objections to two rounds
+_NUMBER = re.compile(r"[\d.]+")  # may differ between the same objection to two rounds
 _SMALL = 8192  # bytes of a message without tensors
-_BYTES_PER_COMPONENT = 12  # of a sum: 32 bits as it came, and 64 as it is added
-_DOWNLOADS = 16  # at once; each holds a chunk or two
-_MODELS = 2  # each holds a model
-_CALLS_TO_VOTE, _CALLS_TO_ANSWER = 1, 3  # for the ledger; and for model and sum
-_SHARE_OF_A_PART = 0.25  # of the time of a transfer: who reads nothing must not keep its place
-_RECHECK_SECONDS = 5.0  # after which an idle connection of a node struck off has ended
+_BYTES_PER_COMPONENT = 12  # of a sum: 32 bits as received, and 64 as added
+_DOWNLOADS = 16  # at once; each holds a chunk or two in memory
+_MODELS = 2  # at once; each holds a model in memory
+_CALLS_TO_VOTE, _CALLS_TO_ANSWER = 1, 3  # to fetch the ledger; also the model, and to send the sum
+_SHARE_OF_A_PART = 0.25  # of a transfer's time, so that a node that reads nothing frees its place
+_RECHECK_SECONDS = 5.0  # the connection of a node whose certificate is removed ends within this
 _GRACE_SECONDS = 5.0
 _WATCH_SECONDS = 2.0
 OPTIONS: Sequence[tuple[str, int]] = (
@@ -62,62 +62,62 @@ OPTIONS: Sequence[tuple[str, int]] = (
     *wire.UNCOMPRESSED,
     ("grpc.max_metadata_size", 8192),
     ("grpc.max_concurrent_streams", 8),  # of one connection
-    # What a node may send before it is read; without a bound, memory grows with nodes.
+    # How much a node may send before it is read; without a bound, memory grows with nodes.
     ("grpc.http2.lookahead_bytes", 2**16),
     ("grpc.http2.bdp_probe", 0),
-    # A peer that vanished without a word is noticed after the first of these and the minute that
-    # gRPC waits for the answer to a ping; on a slow uplink, that answer waits behind an update.
+    # A peer that vanished silently is noticed after the first of these and the minute that gRPC
+    # waits for the answer to a ping; on a slow uplink, that answer is queued behind an update.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Nodes may ping as well, but not flood.
+    # Nodes may ping too, but not too often.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 3),
     ("grpc.server_handshake_timeout_ms", 10_000),
-    ("grpc.max_connection_idle_ms", 60_000),  # of one without calls
+    ("grpc.max_connection_idle_ms", 60_000),  # of a connection without calls
     ("grpc.so_reuseport", 0),  # two servers on one port would each see half of the nodes
 )
-_MOST_CONNECTIONS = 8192  # of any peers; one that says nothing takes about 50 KiB for 10 seconds
-_OTHER_FILES = 256  # that stay free for the run's own files, and for all else
+_MOST_CONNECTIONS = 8192  # of any peers; a silent one takes about 50 KiB for 10 seconds
+_OTHER_FILES = 256  # reserved for the run's own files and everything else
 Kind = TypeVar("Kind", bound=Message)
 Result = TypeVar("Result")
 Sent_co = TypeVar("Sent_co", bound=Message, covariant=True)
 
 
 class CallMessages(Protocol[Sent_co]):
-    """The messages of a call, as gRPC hands them over."""
+    """The messages of a call, as gRPC passes them to a handler."""
 
     def __aiter__(self) -> AsyncGenerator[Sent_co, None]: ...
 
 
 def status_at_start(plan: TrainingPlan, budget: PrivacyBudget, enrolment: Enrolment) -> wire.Status:
-    """Where a run stands before its ledger is read; WireError if that cannot be sent."""
+    """Return the status of a run before its ledger is read; WireError if it cannot be sent."""
     nodes, users = len(enrolment.nodes), enrolment.population
     price = 0.0, budget.epsilon, budget.delta
     return wire.Status(plan.run, 0, plan.rounds, *price, nodes, 0, users, wire.RunState.WAITING)
 
 
 def most_connections() -> int:
-    """How many connections a port may have, so that this process can still open files."""
+    """Return how many connections a port may have so that this process can still open files."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # A name may have two addresses, and gRPC counts the connections of each.
+    # A host name may have two addresses, and gRPC counts the connections of each separately.
     return max(1, min(_MOST_CONNECTIONS, (files - _OTHER_FILES) // 2))
 
 
 def check_connections(nodes: int) -> None:
-    """Raise InvalidValueError if so many nodes could not be connected at once."""
-    if nodes > (most := most_connections()):
+    """Raise InvalidValueError if this many nodes could not be connected at once."""
+    if nodes > (limit := most_connections()):
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         raise InvalidValueError(
-            f"{nodes} nodes are enrolled; the server takes {most} connections where a process may "
+            f"{nodes} nodes are enrolled; the server takes {limit} connections where a process may "
             f"have {files} open files (ulimit -n, or LimitNOFILE= of systemd)"
         )
 
 
 class Transfers:
-    """Bounds how many transfers there are at once and how long each takes; one per node.
+    """Bounds the number of simultaneous transfers, and the duration of each; one per node.
 
-    For the event loop alone. The seconds of a transfer do not count its wait for a place.
+    Used in the event loop only. The duration of a transfer does not include its wait for a place.
     """
 
     def __init__(self, places: int, seconds: float) -> None:
@@ -126,11 +126,11 @@ class Transfers:
 
     @asynccontextmanager
     async def newest(self, node: str, until: float | None = None) -> AsyncIterator[asyncio.Timeout]:
-        """End an older transfer of the node, and go on until a newer one comes.
+        """End an older transfer of the node, and continue until a newer one begins.
 
-        A node that lost its connection and came back must not wait for what is left of the old one.
-        Yields what `excuse` takes.
-        TimeoutError: a newer one came, `time.monotonic` is at `until`, or `end_all` was called.
+        So a node that reconnects does not wait for the transfer of its lost connection. Yields the
+        argument of `excuse`. TimeoutError: a newer transfer began, `time.monotonic` has reached
+        `until`, or `end_all` was called.
         """
         async with asyncio.timeout_at(until) as limit:
             if node in self._limits:
@@ -144,66 +144,65 @@ class Transfers:
 
     @asynccontextmanager
     async def turn(self, node: str, until: float | None = None) -> AsyncIterator[None]:
-        """As `newest`; also wait for a place, and hold it for `seconds` at most."""
+        """Like `newest`, but also wait for a place, and keep it for `seconds` at most."""
         async with self.newest(node, until), self.places, asyncio.timeout(self._seconds):
             yield
 
     def excuse(self, node: str, limit: asyncio.Timeout) -> None:
-        """Let the node's transfer, from which this is called, finish whatever happens."""
+        """Let the calling transfer of a node finish: nothing ends it any more."""
         limit.reschedule(None)
-        if self._limits.get(node) is limit:  # a newer one may have come just now
+        if self._limits.get(node) is limit:  # a newer one may have begun just now
             del self._limits[node]
 
     def end_all(self) -> None:
-        """End all transfers that are not excused, and those that wait for a place."""
+        """End all transfers that are not excused, including those that wait for a place."""
         for limit in self._limits.values():
             _end(limit)
 
 
 def _end(limit: asyncio.Timeout) -> None:
     if not limit.expired():
-        limit.reschedule(0.0)  # a time that has passed: at once
+        limit.reschedule(0.0)  # a time in the past
 
 
 @dataclass(frozen=True)
 class TransferLimits:
-    """Bounds of what is under way at once."""
+    """Bounds on transfers."""
 
     uploads: int  # sums in memory at once
     seconds: float  # how long one transfer may take
 
     @classmethod
     def within(cls, memory: int, dimension: int, seconds: float) -> Self:
-        """As many uploads of `dimension` components as fit into `memory` bytes, at least one."""
-        one = _BYTES_PER_COMPONENT * dimension + wire.CHUNK_BYTES
-        return cls(max(1, memory // one), seconds)
+        """Allow as many uploads of `dimension` components as fit into `memory` bytes, or one."""
+        upload_bytes = _BYTES_PER_COMPONENT * dimension + wire.CHUNK_BYTES
+        return cls(max(1, memory // upload_bytes), seconds)
 
 
 @dataclass(eq=False)
 class Service:
-    """Handlers of the six methods, and of the health check; `NODE` says which node calls.
+    """Handlers of the six methods and the health check; `NODE` is the calling node.
 
-    To make one raises WireError for a welcome that cannot be sent. A WireError or TimeoutError of a
-    handler ends its call, see `Authentication`.
+    The constructor raises WireError for a welcome that cannot be sent. If a handler raises
+    WireError or TimeoutError, its call ends (see `Authentication`).
 
     Guarantees:
-        * What a node sends ends at most its own call, and moves nothing but its own part of the
-          sum.
-        * A node whose certificate is struck off is offered nothing and counts for nothing from
-          then on, whatever it has open.
-        * A node that does not read what it is sent, or does not send, ends no later than
-          `limits.seconds` after its turn came, and with the round; one that does not read a part of
-          a transfer, after a quarter of that.
+        * A node's messages can end only its own calls, and change only its own part of the sum.
+        * Once the certificate of a node is removed from the enrolment, the node receives no offers
+          and its answers are refused, even in calls that are already open.
+        * The transfer of a node that stops reading or sending ends when the round does, and at most
+          `limits.seconds` after it got a place. If the node does not read one part of a transfer,
+          it ends after a quarter of that time.
     """
 
     authentication: Authentication
     welcome_of: Callable[[str], wire.Welcome]
     status: wire.Status
     limits: TransferLimits
-    # `Ledger.since` of the public ledger; it and what it returns are called in threads.
+    # `Ledger.since` of the public ledger; called, and its result iterated, in threads.
     ledger: Callable[[Head | None], tuple[int, Iterator[str]] | None] = lambda _: None
     collection: Collection | None = None
-    # The file of the newest model, None before the first release; called in a thread.
+    # Returns the file of the newest model, None before the first release; called in a thread.
     model: Callable[[], bytes | None] = lambda: None
     ballot: Ballot | None = None
 
@@ -216,10 +215,9 @@ class Service:
         self._downloads = Transfers(_DOWNLOADS, seconds)
         self._ledgers = Transfers(_DOWNLOADS, seconds)
         self._models = Transfers(_MODELS, seconds)
-        self._objections: dict[str, str] = {}  # of nodes whose newest vote was one
-        # Made once, or the event loop would sort and encode all users of a node at each hello.
-        enrolled = self.enrolment.users.items()
-        self._digests = {node: wire.digest_of(users) for node, users in enrolled}
+        self._objections: dict[str, str] = {}  # without numbers; empty if the node agreed
+        # Computed once, or the event loop would sort and encode all users of a node at each hello.
+        self._digests = {n: wire.digest_of(users) for n, users in self.enrolment.users.items()}
         self._welcomes = {
             node: pb.FromServer(welcome=wire.encode_welcome(self.welcome_of(node)))
             for node in self._digests
@@ -232,30 +230,30 @@ class Service:
             self.collection.changed.set()
 
     def publish(self, **changes: object) -> None:
-        """Change the status that `get_status` returns from now on."""
+        """Change the status that `get_status` returns."""
         self.status = replace(self.status, **changes)  # type: ignore[arg-type]
         self._monitor.progress(self.status.state, self.status.round, self.status.epsilon)
 
     def propose(self, terms: wire.Proposal) -> None:
-        """Ask all connected nodes to vote; of those that were asked the same, who do not agree."""
+        """Ask all connected nodes to vote; if the terms are unchanged, only those that objected."""
         if self.ballot is None or self.ballot.terms != terms:
             self.ballot = Ballot(terms)
-            asked = self.connections.nodes
+            voters = self.connections.nodes
         else:
-            asked = tuple(n for n in self.connections.nodes if self.ballot.agrees(n) is False)
-        for node in asked:
+            voters = tuple(n for n in self.connections.nodes if self.ballot.agrees(n) is False)
+        for node in voters:
             if connection := self.connections.of(node):
                 connection.tell(self.ballot)
                 self.authentication.rates.grant(node, _CALLS_TO_VOTE)
 
     @property
     def willing(self) -> int:
-        """How many connected nodes agree to what is proposed."""
+        """Number of connected nodes that agree to the proposal."""
         ballot = self.ballot
         return sum(ballot.agrees(node) is True for node in self.connections.nodes) if ballot else 0
 
     def open_round(self, collection: Collection) -> None:
-        """Collect a round, and offer it to the nodes that are connected and asked."""
+        """Begin to collect a round, and offer it to the connected nodes with drawn users."""
         self.collection, self.ballot = collection, None
         self.publish(round=collection.terms.offer.id.round, state=wire.RunState.COLLECTING)
         for node in collection.waiting:
@@ -264,27 +262,27 @@ class Service:
                 self.authentication.rates.grant(node, _CALLS_TO_ANSWER)
 
     def missed(self, collection: Collection) -> None:
-        """Say whose answers a round that has come to its end lacks."""
+        """Report the nodes that have not answered by the end of a round."""
         for node in collection.waiting:
-            there = self.connections.of(node) is not None
-            why = "no answer by the end of the round" if there else "not connected in the round"
+            connected = self.connections.of(node) is not None
+            why = "no answer by the end of the round" if connected else "not connected in the round"
             self.sites.trouble(node, Trouble.LATE, why)
 
     def close_round(self, collection: Collection) -> None:
-        """Drop a round and all transfers that belong to it."""
+        """End a round and all its transfers."""
         collection.abandon()
         self.collection = None
         self._downloads.end_all()
         self._uploads.end_all()
         self.publish(state=wire.RunState.RELEASING)
 
-    async def connect(self, said: CallMessages[pb.FromNode], context: Context) -> None:
-        """Welcome a node, then let it vote on rounds, and offer them, until its connection ends."""
-        async with aclosing(aiter(said)) as messages:
+    async def connect(self, requests: CallMessages[pb.FromNode], context: Context) -> None:
+        """Welcome a node, then exchange proposals, votes and offers until the connection ends."""
+        async with aclosing(aiter(requests)) as messages:
             node = NODE.get()
             async with asyncio.timeout(self.limits.seconds):
                 self._check_hello(node, (await anext(messages, pb.FromNode())).hello)
-            self.authentication.check(context)  # or it would end the connection of the node
+            self.authentication.check(context)  # before this connection replaces another
             connection = self.connections.connect(node)
             self.sites.came(node, certificate_end(context))
             _log.info("connected: %s", node)
@@ -302,29 +300,29 @@ class Service:
     async def _tell(
         self, node: str, connection: Connection, votes: asyncio.Task[None], context: Context
     ) -> None:
-        async def say(message: pb.FromServer) -> None:
-            async with asyncio.timeout(self.limits.seconds):  # for a node that does not read it
+        async def send(message: pb.FromServer) -> None:
+            async with asyncio.timeout(self.limits.seconds):  # in case the node does not read
                 await context.write(message)
 
-        await say(self._welcomes[node])
+        await send(self._welcomes[node])
         if self.collection is not None and (offer := self.collection.offer_to(node)):
             connection.tell(offer)
         elif self.ballot is not None:
             self.ballot.forget(node)
             connection.tell(self.ballot)
-        while (what := await connection.next(_RECHECK_SECONDS)) is not End.RUN_OVER:
-            if isinstance(what, End):
-                newer, code = what is End.NEWER, grpc.StatusCode
-                raise RefusedCallError(code.ABORTED if newer else code.UNAVAILABLE, str(what))
+        while (message := await connection.next(_RECHECK_SECONDS)) is not End.RUN_OVER:
+            if isinstance(message, End):
+                newer, code = message is End.NEWER, grpc.StatusCode
+                raise RefusedCallError(code.ABORTED if newer else code.UNAVAILABLE, str(message))
             self.authentication.check(context)
             if votes.done():
-                votes.result()  # a vote that was refused ends the connection
-            match what:
+                votes.result()  # raises if a vote was refused, which ends the connection
+            match message:
                 case Ballot():
                     connection.votes_due += 1
-                    await say(what.message)
+                    await send(message.message)
                 case wire.RoundOffer():
-                    await say(pb.FromServer(offer=wire.encode_offer(what)))
+                    await send(pb.FromServer(offer=wire.encode_offer(message)))
 
     async def _take_votes(
         self,
@@ -345,7 +343,7 @@ class Service:
             self._report(node, vote)
 
     def _report(self, node: str, vote: wire.Vote) -> None:
-        """Log an objection once, however often it is said; all nodes vote, so it may name any."""
+        """Log each objection once. All nodes vote, so the line may name a node of one user."""
         gist = _NUMBER.sub("", vote.objection)
         if gist and gist != self._objections.get(node):
             self.sites.trouble(node, Trouble.UNWILLING, vote.objection)
@@ -364,10 +362,10 @@ class Service:
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
 
     async def download(self, request: pb.RoundId, context: Context) -> None:
-        """Send the model of the round to a node that is asked."""
+        """Send the model of the round to a node whose answer is awaited."""
         node, collection = NODE.get(), self.collection
-        at = wire.decode_round_id(request)
-        if collection is None or at != collection.terms.offer.id or node not in collection.waiting:
+        id_ = wire.decode_round_id(request)
+        if collection is None or id_ != collection.terms.offer.id or node not in collection.waiting:
             sentence = "the node is not asked in this round, or the round is over"
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
         async with self._downloads.turn(node, collection.terms.deadline):
@@ -376,28 +374,28 @@ class Service:
                 self._monitor.add("sent_bytes", len(chunk))
 
     async def upload(self, parts: CallMessages[pb.UploadPart], context: Context) -> pb.Receipt:
-        """Take a node's answer to the round that is collected, or say why it does not count.
+        """Receive a node's answer to the present round; return a receipt, with a reason to refuse.
 
-        A malformed answer settles the node: it counts as zero at once. A transfer that took too
-        long does not; the node may send again until the deadline.
+        A malformed answer is final: the node's users count as zero. After a transfer that took too
+        long, the node may send again until the deadline.
         """
         node, collection = NODE.get(), self.collection
         if collection is None:
             return wire.encode_receipt(wire.Receipt(accepted=False, reason="no round is collected"))
-        # Neither read to its end nor closed, it would be kept until Python's collector runs, and
-        # with it its stream, of which a connection may have few.
+        # Unless it is closed, a stream that is not read to its end lives until garbage collection,
+        # and a connection may have only a few streams.
         async with aclosing(aiter(parts)) as received:
             try:
                 refusal = await self._refusal(node, received, collection, context)
             except TimeoutError:
                 refusal = "it took too long, the node sent another, or the round is over"
             except WireError as error:
-                # A stream whose connection broke looks like one that ended; then this fails.
+                # A stream whose connection broke looks like one that ended; then this call fails.
                 await context.send_initial_metadata(())
                 self.authentication.check(context)
                 collection.settle(node, None)
                 refusal = str(error)[:_LONGEST_REASON]
-        if refusal and not collection.over:  # or it is late, which `missed` says
+        if refusal and not collection.over:  # otherwise `missed` reports the node as late
             self.sites.trouble(node, Trouble.REFUSED, refusal)
         return wire.encode_receipt(wire.Receipt(accepted=not refusal, reason=refusal))
 
@@ -408,11 +406,13 @@ class Service:
         collection: Collection,
         context: Context,
     ) -> str:
-        """Take an answer; why it does not count, or nothing."""
+        """Receive an answer; return why it is not accepted, or "" if it is."""
         async with self._uploads.newest(node, collection.terms.deadline) as limit:
             header = await anext(parts, pb.UploadPart())
             answer = wire.decode_answer(header.answer, collection.terms.expected)
-            if collection.counts_already(node, answer):  # its connection broke before the receipt
+            if collection.counts_already(
+                node, answer
+            ):  # sent again, as no receipt reached the node
                 return ""
             if reason := collection.refusal(node, answer):
                 return reason
@@ -426,7 +426,7 @@ class Service:
                 async with asyncio.timeout(self.limits.seconds):
                     received = self._received(node, answer.content, parts, collection.terms)
                     partial_sum, flaw = await received
-                self._uploads.excuse(node, limit)  # what is left to do takes no time of the node
+                self._uploads.excuse(node, limit)  # from here on, nothing waits for the node
                 self.authentication.check(context)
                 if not collection.settle(node, partial_sum):
                     return _OVER
@@ -443,9 +443,10 @@ class Service:
         parts: AsyncIterator[pb.UploadPart],
         terms: RoundTerms,
     ) -> tuple[PartialSum, tuple[Trouble, str] | None]:
+        """Receive and check the sum of an answer; return it and its flaw, if any."""
         receiver = Receiver(content.tensors)
         async for part in parts:
-            receiver.add(part.chunk)  # waking a thread would cost as much
+            receiver.add(part.chunk)  # here, since waking a thread would take as long
         self._monitor.add("received_bytes", content.tensors.size)
 
         def finished() -> tuple[PartialSum, tuple[Trouble, str] | None]:
@@ -458,28 +459,28 @@ class Service:
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            await asyncio.gather(work, return_exceptions=True)  # it holds memory until it ends
+            await asyncio.gather(work, return_exceptions=True)  # the thread holds memory until then
             raise
 
     async def fetch_ledger(self, request: pb.LedgerRequest, context: Context) -> None:
-        """Send what the public ledger has after a head, about a chunk at a time."""
-        asked = wire.decode_ledger_request(request)
-        known = Head(asked.count, asked.hash) if asked.hash else None
+        """Send the records of the public ledger after a head, in chunks."""
+        decoded = wire.decode_ledger_request(request)
+        head = Head(decoded.count, decoded.hash) if decoded.hash else None
         async with self._ledgers.turn(NODE.get()):
-            found = await asyncio.to_thread(self.ledger, known)
-            if found is None:
+            records = await asyncio.to_thread(self.ledger, head)
+            if records is None:
                 why = "the node knows a head that the ledger never had"
                 self.sites.trouble(NODE.get(), Trouble.LEDGER, why)
                 await self._send(pb.LedgerPart(unknown=True), context)
                 return
-            size, texts = found
+            size, texts = records
             await self._send(pb.LedgerPart(size=size), context)
             chunks = wire.chunks(map(str.encode, texts))
             while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
                 await self._send(pb.LedgerPart(chunk=chunk), context)
 
     async def fetch_model(self, _request: pb.ModelRequest, context: Context) -> None:
-        """Send the newest model that was released and checkpointed; who took part is secret."""
+        """Send the newest released model that has a checkpoint, to any node, drawn or not."""
         async with self._models.turn(NODE.get()):
             if (model := await asyncio.to_thread(self.model)) is None:
                 sentence = "no round was released yet"
@@ -489,7 +490,7 @@ class Service:
                 await self._send(pb.ModelPart(chunk=chunk), context)
 
     async def _send(self, part: Message | bytes, context: Context) -> None:
-        """Send a part of a transfer to a node that is enrolled still and reads on."""
+        """Send a part of a transfer to a node that is still enrolled; TimeoutError if not read."""
         self.authentication.check(context)
         async with asyncio.timeout(_SHARE_OF_A_PART * self.limits.seconds):
             await context.write(part)
@@ -501,7 +502,7 @@ class Service:
     async def check_health(
         self, request: health_pb2.HealthCheckRequest, _context: Context
     ) -> health_pb2.HealthCheckResponse:
-        """That the server serves: once it stops, it takes no calls."""
+        """Return that the server serves; once it stops, it accepts no calls."""
         if request.service not in ("", SERVICE):
             raise RefusedCallError(grpc.StatusCode.NOT_FOUND, "the server has no such service")
         return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
@@ -509,10 +510,10 @@ class Service:
 
 @dataclass(frozen=True)
 class Listener:
-    """A running server; the port of its address is the one in use."""
+    """A running server."""
 
-    address: Address
-    service: Service  # for the event loop alone
+    address: Address  # with the port in use
+    service: Service  # used in the event loop only
     loop: asyncio.AbstractEventLoop
 
     def call(self, function: Callable[[], Result]) -> Result:
@@ -528,26 +529,30 @@ class Listener:
 def listening(
     service: Service, address: Address, credentials: grpc.ServerCredentials | None
 ) -> Iterator[Listener]:
-    """Serve in a thread until the block is left; without credentials of TLS, in plain text."""
+    """Serve in a thread within the context; without credentials, in plain text.
+
+    InvalidValueError: the server cannot listen on the address.
+    """
     started, stop = Future[Listener](), threading.Event()
     bind = partial(_bind, service, credentials)
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
         try:
-            server, at = await bind(address)
+            server, bound = await bind(address)
         except BaseException as error:
             started.set_exception(error)
             return
-        started.set_result(Listener(at, service, loop))
+        started.set_result(Listener(bound, service, loop))
+        traffic = service.authentication.traffic
         stopping = loop.run_in_executor(None, stop.wait)
-        bounding = loop.run_in_executor(None, service.authentication.traffic.bound, at.port, stop)
+        bounding = loop.run_in_executor(None, traffic.bound, bound.port, stop)
         while not (await asyncio.wait({stopping}, timeout=_WATCH_SECONDS))[0]:
-            if not await _accepts(at):
-                _log.error("gRPC stopped listening on %s; the server listens again", at)
-                await server.stop(None)  # the nodes' calls end, and they connect again
+            if not await _accepts(bound):
+                _log.error("gRPC stopped listening on %s; the server listens again", bound)
+                await server.stop(None)  # ends all calls; nodes connect again
                 try:
-                    server, at = await bind(at)
+                    server, bound = await bind(bound)
                 except InvalidValueError as error:
                     _log.error("%s; the server will try again", error)
         service.connections.end_all(End.SHUTTING_DOWN)
@@ -584,22 +589,25 @@ async def _bind(
 
 
 async def _accepts(address: Address) -> bool:
-    """Whether the port takes connections; grpcio 1.85 stops at a method name that is not UTF-8."""
+    """Return whether the port accepts connections.
+
+    grpcio 1.85 stops listening after a call of a method whose name is not UTF-8.
+    """
     try:
         async with asyncio.timeout(_WATCH_SECONDS):
             _, writer = await asyncio.open_connection(address.host, address.port)
     except ConnectionRefusedError:
         return False
     except (OSError, TimeoutError):
-        return True  # an overloaded machine or a lack of descriptors is no reason to start anew
+        return True  # an overloaded machine or a lack of descriptors is no reason to restart
     writer.close()
     return True
 
 
 def _generic_handlers(service: Service) -> Sequence[grpc.GenericRpcHandler]:
-    """The methods of federation.proto, and the Check of gRPC's health service.
+    """Return handlers of the methods of federation.proto, and of Check in gRPC's health service.
 
-    Messages are parsed in our own code: gRPC would log a traceback for each malformed request.
+    Our own code parses messages, because gRPC would log a traceback for each malformed request.
     """
 
     def reading(
@@ -613,19 +621,19 @@ def _generic_handlers(service: Service) -> Sequence[grpc.GenericRpcHandler]:
     def serialised(message: Message) -> bytes:
         return bytes(message.SerializeToString())
 
-    # WireError where they are read
-    part = partial(parse, pb.UploadPart, most=SERVER_RECEIVES_BYTES)
-    said = partial(parse, pb.FromNode, most=_SMALL)
+    # Both raise WireError while a handler reads the stream.
+    read_part = partial(parse, pb.UploadPart, most=SERVER_RECEIVES_BYTES)
+    read_message = partial(parse, pb.FromNode, most=_SMALL)
     stream = grpc.unary_stream_rpc_method_handler
-    one = grpc.unary_unary_rpc_method_handler
+    unary = grpc.unary_unary_rpc_method_handler
     methods = {
-        "Connect": grpc.stream_stream_rpc_method_handler(service.connect, said, serialised),
-        "Download": stream(reading(pb.RoundId, service.download)),  # writes what is serialised
-        "Upload": grpc.stream_unary_rpc_method_handler(service.upload, part, serialised),
+        "Connect": grpc.stream_stream_rpc_method_handler(service.connect, read_message, serialised),
+        "Download": stream(reading(pb.RoundId, service.download)),  # sends serialised chunks
+        "Upload": grpc.stream_unary_rpc_method_handler(service.upload, read_part, serialised),
         "FetchLedger": stream(reading(pb.LedgerRequest, service.fetch_ledger), None, serialised),
         "FetchModel": stream(reading(pb.ModelRequest, service.fetch_model), None, serialised),
-        "GetStatus": one(reading(pb.StatusRequest, service.get_status), None, serialised),
+        "GetStatus": unary(reading(pb.StatusRequest, service.get_status), None, serialised),
     }
-    check = one(reading(health_pb2.HealthCheckRequest, service.check_health), None, serialised)
-    made = grpc.method_handlers_generic_handler
-    return made(SERVICE, methods), made(_HEALTH, {"Check": check})
+    check = unary(reading(health_pb2.HealthCheckRequest, service.check_health), None, serialised)
+    handlers = grpc.method_handlers_generic_handler
+    return handlers(SERVICE, methods), handlers(_HEALTH, {"Check": check})

@@ -137,36 +137,35 @@ def described(baseline: Baseline, config: Config) -> str:
 
 
 HEAD = """# Baselines
-A simple model on each data set: a figure to compare yours with, not a record. The page is made by
+Results of a simple model on each data set, for comparison with yours; they are not records.
 
     FEDPRIV_DATA=/path/to/folder python -m simulations.baselines
 
-from [the data sets](data.md#data-sets-of-papers) in that folder, and from
+makes this page from [the data sets](data.md#data-sets-of-papers) in that folder, and
 [baselines.json](../simulations/results/baselines.json), which has the settings and ε of each run.
 `--only TASK` runs one task again.
 
-| task | what is predicted | users | model | δ | ε = 2 | ε = 8 | without noise | guess |
+| task | prediction | users | model | δ | ε = 2 | ε = 8 | without noise | guess |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 FOOT = """
-* **Users** are whole people, or roles of plays; ε and δ are user-level. Held-out rows are of people
-  who are no users, but for Shakespeare, where they are other lines of the same roles, and DIGITS,
-  whose writers are unknown and whose users were dealt at random.
+* **Users** are whole people, or roles of plays; ε and δ are user-level. Held-out rows belong to
+  people who are not users, with two exceptions: for Shakespeare they are other lines of the same
+  roles, and for DIGITS the writers are unknown and images were dealt to users at random.
 * **Scores** are accuracies on the held-out rows after the last round, mean and standard deviation
-  of {seeds} seeds, which vary cohorts and noise. Parkinsons is a regression: its scores are root
-  mean squared errors in points of the scale UPDRS, and less is better. For patients it has not
-  seen, the linear model is no better than a guess, with noise or without.
-* **Without noise** is the same training with the same clipping.
-* **Guess** is one answer for everybody: the users' commonest label, or their mean. It is not
-  private.
-* Each run is priced alone. Settings were chosen by a few tries on other seeds, on the same users,
-  which is not in the price.
+  of {seeds} seeds, which vary cohorts and noise. For Parkinsons, a regression, they are root mean
+  squared errors in points of the scale UPDRS: less is better. On unseen patients the linear model
+  is no better than a guess, with noise or without.
+* **Without noise**: the same training with the same clipping.
+* **Guess**: the users' most common label, or their mean, for everybody. It is not private.
+* Each run is priced alone. The price does not include the few tries on other seeds, on the same
+  users, that chose the settings.
 
 ## Few users
-The noise on an average of N users is proportional to 1/N, whatever each of them has recorded, so
-HAR and Parkinsons lose most to it. More people would help; more recordings of each would not. Where
-one party holds all the data, it can protect [each example](units.md) instead, which says much less
-about a person.
+The noise on an average of N users is proportional to 1/N, however much data a user has, so HAR and
+Parkinsons lose most. More people would help; more recordings of each person would not. A party
+that holds all the data can protect [each example](units.md) instead, which says much less about a
+person.
 """
 
 

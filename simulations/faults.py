@@ -5,7 +5,7 @@ have been released; then the fault is provoked, and the run goes on for a few ro
 can. What is printed is a table in Markdown: the warnings, the errors and the last sentences of all
 processes since the fault, and what became of the run.
 
-    python -m simulations.faults --out docs/faults.md
+    python -m simulations.faults --out simulations/results/faults.md
     python -m simulations.faults "certificate struck off" "port taken"
 """
 
@@ -61,11 +61,11 @@ _PATIENCE = 30.0  # seconds, after which a run is stopped that does not go on
 _START_SECONDS = 120.0  # the longest start
 _LINES = 2  # of one program in the table
 _PAGE = """# What an operator sees of each fault
-[Deployment](deploy.md) says what each line means and what to do. Each fault was provoked in a
-federation of a server and two nodes on one machine, after two releases. The second column has the
-last warnings and errors of each process since then, at most two. That a node is late or that no
-connection can be made is left out where there are others. The third column is what became of the
-run; each release was charged once unless it says otherwise. Made by
+[Deployment](../../docs/deploy.md) says what each line means and what to do. Each fault was
+provoked in a federation of a server and two nodes on one machine, after two releases. The second
+column has at most the last two warnings and errors of each process since then. It leaves out late
+nodes and failed connections if there are other lines. The third column says how the run went on;
+each release was charged once unless it says otherwise. Made by
 
     {command}
 
@@ -537,7 +537,7 @@ def main() -> None:
             rows.append("| " + " | ".join((name, *found)) + " |")
             print(rows[-1], flush=True)
     if given.out:
-        command = "python -m simulations.faults --out docs/faults.md"
+        command = "python -m simulations.faults --out simulations/results/faults.md"
         given.out.write_text(_PAGE.format(command=command) + "\n".join(rows) + "\n", "utf-8")
 
 

@@ -25,7 +25,7 @@ MOST = {
     "public names that stand in two modules": 7,
     "names of modules that stand twice": 2,
     "words of README": 820,
-    "words of docs": 39_200,
+    "words of docs": 38_000,
 }
 _COMMANDS = {"cli", "commands"}  # modules whose functions are named as users type them
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

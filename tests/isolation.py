@@ -20,7 +20,7 @@ from fedpriv.engine.adapters import with_adapters
 from fedpriv.engine.task import Task, cross_entropy, running_norms
 from fedpriv.experiment.models import build_model
 from fedpriv.measures.metrics import metric
-from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging, Metric
+from fedpriv.privacy.gaussian_mechanism import Averaging, Metric
 from fedpriv.privacy.layout import (
     Layout,
     VectorGroup,
@@ -35,8 +35,9 @@ from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import add_up
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.local import SGD, AdamW, FedRecon, Scaffold
+from fedpriv.training.post_processing import AdaptiveClipping, RunningStatistics
 from fedpriv.training.request import LocalTraining, RoundRequest, Transport
-from fedpriv.training.rounds import RunningStatistics, TrainingPlan, initial_state
+from fedpriv.training.rounds import TrainingPlan, initial_state
 from tests.opening import open_round
 
 CLASSES, SIDE, WORDS, LENGTH = 4, 6, 9, 5

@@ -40,6 +40,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_simulate_writes_the_run_folder(run_folder: Path) -> None:
     names = {path.name for path in run_folder.iterdir()}
     assert names == {
+        ".gitignore",
         "plan.toml",
         "plan.sha256",
         "ledger.sqlite",

@@ -434,7 +434,7 @@ def passed_on(
         (handler,) = logging.getLogger().handlers
         found = [arguments, named, type(handler.formatter).__name__]
         told.append(json.loads(json.dumps(found, default=plain_of)))
-        return SimpleNamespace(stop=None, check_audit=lambda: None)
+        return SimpleNamespace(stop=None, check=lambda: None)
 
     monkeypatch.setattr(called, say)
     logging.getLogger().handlers.clear()
@@ -451,15 +451,15 @@ def test_serve_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     serve = "fedpriv.server.deployment.serve"
     positional, named, formatter = passed_on(monkeypatch, serve, "serve", "f.toml")
     assert positional == ["f.toml", [], None]
-    assert named == {"resume": False, "insecure": False, "leave": False}
+    assert named == dict.fromkeys(("resume", "keep_going", "insecure", "leave"), False)
     assert formatter == "TextFormatter"
     options = ["--set", "a=1", "--set", "b=2", "--out", "o", "--log-format", "json"]
-    flags = ["--resume", "--insecure", "--exit"]
+    flags = ["--resume", "--keep-going", "--insecure", "--exit"]
     positional, named, formatter = passed_on(
         monkeypatch, serve, "serve", "f.toml", *options, *flags
     )
     assert positional == ["f.toml", ["a=1", "b=2"], "o"]
-    assert named == {"resume": True, "insecure": True, "leave": True}
+    assert named == dict.fromkeys(("resume", "keep_going", "insecure", "leave"), True)
     assert formatter == "JsonFormatter"
 
 

@@ -1,21 +1,21 @@
-"""Accountants: what events cost, as ε at a δ. Reads events of the ledger, knows no mechanism.
+"""Accountants: the cost of events as ε at a δ. Reads events of the ledger, knows no mechanism.
 
 >>> from fedpriv.accounting import epsilon, poisson_gaussian
 >>> spent = epsilon([poisson_gaussian(q=0.01, noise_multiplier=4.0, count=10_000)], delta=1e-5)
 >>> round(spent.low, 6), round(spent.up, 6)
 (0.946867, 0.946867)
 
-`accountants` says what an accountant is, lists them, and chooses how events are priced: as one
-Gaussian in closed form (`gaussian`), along a contour (`contour`) or by FFT (`pld`), from the pairs
-that docs/accounting.md lists by policy; `round_counts` counts rounds by setting. Moments (`rdp`),
-zCDP and the CLT (`classical`) are for comparison. `policies` makes events, `factorisation` finds
-strategies of correlated noise, `fdp` says what a test can tell from events, `calibration` turns a
+`accountants` defines and lists accountants, and chooses how to price events: as one Gaussian in
+closed form (`gaussian`), along a contour (`contour`) or by FFT (`pld`), from the pairs that
+docs/accounting.md lists by policy; `round_counts` counts rounds by setting. Moments (`rdp`), zCDP
+and the CLT (`classical`) are for comparison. `policies` makes events, `factorisation` finds
+strategies of correlated noise, `fdp` bounds the power of tests on releases, `calibration` turns a
 budget into a setting, `pricing` prices ledgers.
 
-A **setting** is (q, z), z the noise per sensitivity; a **pair** is (P, Q), two distributions that
-dominate an event on two neighbours; a **loss** is log(dP/dQ), and a **tilt** of it a weight e^{cL};
-an **interval** is two ends that hold the truth. docs/accounting.md says which parts of an interval
-are proved, and which are margins that tests support.
+A **setting** is (q, z), where z is the noise per sensitivity. A **pair** is (P, Q), two
+distributions that dominate an event on two neighbours. A **loss** is log(dP/dQ), and its **tilt** a
+weight e^{cL}. An **interval** has two ends, with the truth between them. docs/accounting.md says
+which parts of an interval are proved, and which are margins that tests support.
 """
 
 from fedpriv.accounting.accountants import (

@@ -1,8 +1,9 @@
-"""From a privacy budget to the noise, the rounds, the sampling or the queries that it allows.
+"""The noise, rounds, sampling or queries that a privacy budget allows.
 
-The budget is ε = target_epsilon > 0 at δ in [1e-60, 1), by an accountant of `ACCOUNTANTS`. The
-accountant always prices a result within it. `InvalidValueError` says what is out of range, or that
-nothing, or everything, stays within; `UnsupportedEventError` that an event has no analysis.
+The budget is ε = target_epsilon > 0 at δ in [1e-60, 1), by an accountant of `ACCOUNTANTS`, which
+always prices a result within it. Functions raise `InvalidValueError` if an argument is out of
+range, or if nothing or everything stays within the budget, and `UnsupportedEventError` if the
+accountant cannot analyse an event.
 """
 
 import math
@@ -38,9 +39,9 @@ def smallest_noise(
     events_of: Callable[[float], Iterable[RoundEvent]],
     accountant: str = "tight",
 ) -> float:
-    """The smallest noise multiplier, from 0.05 on, whose events stay within (ε, δ).
+    """Return the smallest noise multiplier, from 0.05 on, whose events stay within (ε, δ).
 
-    One that is smaller by a thousandth is priced above ε, unless the result is 0.05.
+    A multiplier smaller by a thousandth is priced above ε, unless the result is 0.05.
 
     >>> from fedpriv.ledger.events import NeighbouringRelation
     >>> from fedpriv.accounting.policies import every_user_gaussian
@@ -51,8 +52,8 @@ def smallest_noise(
     price = _price(target_epsilon, delta, events_of, accountant)
     z = last_within(price, target_epsilon, 1.0, _MOST_NOISE, _LEAST_NOISE)
     if z is None:
-        why = f"no noise multiplier up to {_MOST_NOISE:g} stays within it"
-        raise _beyond(target_epsilon, delta, why)
+        problem = f"no noise multiplier up to {_MOST_NOISE:g} stays within it"
+        raise _budget_error(target_epsilon, delta, problem)
     return z
 
 
@@ -63,7 +64,7 @@ def calibrate_noise_multiplier(
     sampling_probability: float,
     accountant: str = "tight",
 ) -> float:
-    """`smallest_noise` of equal Poisson-sampled rounds, one user added or removed."""
+    """Return the `smallest_noise` of Poisson-sampled rounds when one user is added or removed."""
     events = partial(poisson_gaussian, sampling_probability, count=rounds)
     return smallest_noise(target_epsilon, delta, lambda z: [events(z)], accountant)
 
@@ -75,9 +76,10 @@ def largest_number(
     most: int,
     accountant: str = "tight",
 ) -> int:
-    """The largest number, of rounds, passes or users in a cohort, that stays within (ε, δ), or 0.
+    """Return the largest number up to `most` whose events stay within (ε, δ), or 0.
 
-    One more is priced above ε, unless the result is `most`.
+    It may count rounds, passes, or users in a cohort. One more is priced above ε, unless the result
+    is `most`.
     """
     require(1 <= most <= _MOST_USERS, f"most is {most}; it must be from 1 to 2⁵³")
     price = _price(target_epsilon, delta, lambda number: events_of(int(number)), accountant)
@@ -90,29 +92,33 @@ def largest_probability(
     events_of: Callable[[float], Iterable[RoundEvent]],
     accountant: str = "tight",
 ) -> float:
-    """The largest sampling probability within (ε, δ); one that is larger by a thousandth is not."""
+    """Return the largest sampling probability whose events stay within (ε, δ).
+
+    A probability larger by a thousandth is priced above ε.
+    """
     price = _price(target_epsilon, delta, events_of, accountant)
     q = last_within(price, target_epsilon, 1.0, _LEAST_PROBABILITY, 1.0)
     if q is None:
-        why = f"no sampling probability from {_LEAST_PROBABILITY:g} on stays within it"
-        raise _beyond(target_epsilon, delta, why)
+        problem = f"no sampling probability from {_LEAST_PROBABILITY:g} on stays within it"
+        raise _budget_error(target_epsilon, delta, problem)
     if q == 1.0:
-        raise _beyond(target_epsilon, delta, "every sampling probability up to 1 stays within it")
+        problem = "every sampling probability up to 1 stays within it"
+        raise _budget_error(target_epsilon, delta, problem)
     return q
 
 
 def smallest_query_noise(
     target_epsilon: float, delta: float, others: RoundEvent, accountant: str = "tight"
 ) -> float:
-    """The smallest z_g = σ/S of one more sum query, given the other queries of the round.
+    """Return the smallest z_g = σ/S of one more sum query, given the other queries of the round.
 
     Queries over one cohort add up to one with 1/z² = Σ_g 1/z_g² (McMahan et al. 2018, equation
     (1)), so the query's share of the round is (z/z_g)².
     """
-    alone = _price(target_epsilon, delta, lambda _: [others], accountant)(1.0)
-    if alone > target_epsilon:
-        why = f"the other queries of the round alone cost {alone}, which leaves nothing for one"
-        raise _beyond(target_epsilon, delta, f"{why} more")
+    cost = _price(target_epsilon, delta, lambda _: [others], accountant)(1.0)
+    if cost > target_epsilon:
+        problem = f"the other queries of the round alone cost {cost}, which leaves nothing for one"
+        raise _budget_error(target_epsilon, delta, f"{problem} more")
     return smallest_noise(target_epsilon, delta, lambda z: [_joined(others, z)], accountant)
 
 
@@ -126,16 +132,15 @@ def _price(
     events_of: Callable[[float], Iterable[RoundEvent]],
     accountant: str,
 ) -> Callable[[float], float]:
-    """ε of a setting; +inf if no finite ε holds."""
-    finite = "it must be positive and finite"
-    legal = isinstance(target_epsilon, Real) and 0.0 < target_epsilon < math.inf
-    require(legal, f"epsilon is {target_epsilon!r}; {finite}")
+    """Return the function from settings to ε, which is ∞ if no finite ε is proven."""
+    in_range = isinstance(target_epsilon, Real) and 0.0 < target_epsilon < math.inf
+    require(in_range, f"epsilon is {target_epsilon!r}; it must be positive and finite")
     pricing = accountant_named(accountant)
     return lambda setting: pricing.epsilon(events_of(setting), delta).epsilon
 
 
-def _beyond(target_epsilon: float, delta: float, why: str) -> InvalidValueError:
-    return InvalidValueError(f"epsilon is {target_epsilon} at delta {delta}; {why}")
+def _budget_error(target_epsilon: float, delta: float, problem: str) -> InvalidValueError:
+    return InvalidValueError(f"epsilon is {target_epsilon} at delta {delta}; {problem}")
 
 
 def last_within(
@@ -147,47 +152,50 @@ def last_within(
     *,
     whole: bool = False,
 ) -> float | None:
-    """The positive setting nearest to `boldest` whose price is at most the target.
+    """Return the positive setting nearest to `boldest` whose price is at most the target.
 
-    The price of some setting beyond it by less than a thousandth, or with `whole` of the next whole
-    number, is above the target, unless the result is `boldest`. None if not even `safest` fits.
+    Some setting that is bolder by less than a thousandth, or by one if `whole`, is priced above the
+    target, unless the result is `boldest`. None if not even `safest` is within the target.
     """
 
     def excess(setting: float) -> float:
-        """log(price / target) within ±40, below 0 if and only if it is within the target."""
-        found = price(setting)
-        size = abs(math.log(found) - math.log(target)) if found > 0.0 else _FAR
-        return math.copysign(min(max(size, _NEAR), _FAR), -1.0 if found <= target else 1.0)
+        """Return log(price / target) within ±40, below 0 if and only if price ≤ target."""
+        cost = price(setting)
+        size = abs(math.log(cost) - math.log(target)) if cost > 0.0 else _FAR
+        return math.copysign(min(max(size, _NEAR), _FAR), -1.0 if cost <= target else 1.0)
 
-    here = there = (start, excess(start))
-    end = boldest if here[1] < 0.0 else safest
+    last = following = (start, excess(start))
+    end = boldest if last[1] < 0.0 else safest
     factor = 2.0 if end > start else 0.5
-    while (there[1] < 0.0) == (here[1] < 0.0):
-        here = there
-        if here[0] == end:
-            return end if here[1] < 0.0 else None
-        ahead = (min if end > start else max)(here[0] * factor, end)
-        there, factor = (ahead, excess(ahead)), factor * factor
-    inside, outside = (here, there) if here[1] < 0.0 else (there, here)
+    while (following[1] < 0.0) == (last[1] < 0.0):
+        last = following
+        if last[0] == end:
+            return end if last[1] < 0.0 else None
+        setting = (min if end > start else max)(last[0] * factor, end)
+        following, factor = (setting, excess(setting)), factor * factor
+    inside, outside = (last, following) if last[1] < 0.0 else (following, last)
     for number in count(1):
         (a, below), (b, above) = inside, outside
         if abs(a - b) <= 1.0 if whole else max(a, b) <= _PRECISION * min(a, b):
             break
-        # The secant in logarithms, and now and then the middle.
+        # The secant in logarithms, and every fourth time the middle.
         share = below / (below - above) if number % _BISECT_EVERY else 0.5
         setting = _between(a, b, a * (b / a) ** share, whole=whole)
-        found = setting, excess(setting)
-        inside, outside = (found, outside) if found[1] < 0.0 else (inside, found)
+        trial = setting, excess(setting)
+        inside, outside = (trial, outside) if trial[1] < 0.0 else (inside, trial)
     return inside[0]
 
 
 def _between(a: float, b: float, guess: float, *, whole: bool) -> float:
-    """A step beyond the guess, towards the farther end, which moves that end next to the edge."""
+    """Return a setting slightly past the guess, towards the farther end.
+
+    The root is then likely between the nearer end and this setting, which replaces the farther end.
+    """
     low, high = min(a, b), max(a, b)
     upwards = high / guess > guess / low
     if whole:
-        ahead = float(math.ceil(guess) if upwards else math.floor(guess))
-        return min(max(ahead, low + 1.0), high - 1.0)
+        rounded = float(math.ceil(guess) if upwards else math.floor(guess))
+        return min(max(rounded, low + 1.0), high - 1.0)
     nudged = guess * _NUDGE if upwards else guess / _NUDGE
     return nudged if low < nudged < high else math.sqrt(low) * math.sqrt(high)
 
@@ -196,13 +204,13 @@ def _between(a: float, b: float, guess: float, *, whole: bool) -> float:
 class Plan:
     """Equal rounds that stay within a privacy budget."""
 
-    found: str  # name of the setting that was not given, or "share"
+    found: str  # name of the computed setting, or "share"
     rounds: int
     sampling: SamplingEvent
-    noise_multiplier: float  # z of the round, without the one more query
+    noise_multiplier: float  # z of the round, without the additional query
     target_epsilon: float
     loss: PrivacyLoss  # of the rounds at δ; `loss.epsilon` ≤ `target_epsilon`
-    share: float | None = None  # ω of one more sum query per round, the largest; None: not asked
+    share: float | None = None  # the largest ω of an additional sum query; None if `found` is other
     share_noise_multiplier: float | None = None  # its noise over its clipping norm
 
     @property
@@ -223,23 +231,22 @@ def plan_within(
     accountant: str = "tight",
     same_as: str | None = None,
 ) -> Plan:
-    """The smallest noise, the most rounds, the largest sampling or share within (ε, δ).
+    """Return the smallest noise, the most rounds, or the largest sampling or share within (ε, δ).
 
     Of rounds T ≥ 1, sampling probability q in (0, 1] and noise multiplier z > 0, give two to find
-    the third, or all three to find the share that one more sum query of every round may have. q may
-    be left out where every user takes part. Fixed-size sampling, of q·N users, needs the population
-    N; policies of whole passes have no plan.
+    the third, or all three to find the largest share of an additional sum query in every round. q
+    may be left out if every user takes part. Fixed-size sampling, of q·N users, needs the
+    population N; policies of whole passes have no plan.
 
-    With `same_as` and no target, ε is what that accountant says of all three, and the noise found
-    spends it by `accountant` (Bu et al. 2020, equations (3.3) and (3.4)).
+    With `same_as` and no target, ε is the price of all three by that accountant, and the result is
+    the noise that spends it by `accountant` (Bu et al. 2020, equations (3.3) and (3.4)).
     """
-    users = _cohorts_from(policy, population)
-    rounds_legal = f"it must be from 1 to {_MOST_ROUNDS}"
-    require(rounds is None or 1 <= rounds <= _MOST_ROUNDS, f"rounds is {rounds}; {rounds_legal}")
-
-    noise_legal = "it must be positive and finite, as no ε holds without noise"
-    z_fits = noise_multiplier is None or 0.0 < noise_multiplier < math.inf
-    require(z_fits, f"noise_multiplier is {noise_multiplier}; {noise_legal}")
+    users = _fixed_size_population(policy, population)
+    in_range = rounds is None or 1 <= rounds <= _MOST_ROUNDS
+    require(in_range, f"rounds is {rounds}; it must be from 1 to {_MOST_ROUNDS}")
+    limit = "it must be positive and finite, as no ε holds without noise"
+    in_range = noise_multiplier is None or 0.0 < noise_multiplier < math.inf
+    require(in_range, f"noise_multiplier is {noise_multiplier}; {limit}")
 
     def events(n: int, q: float, z: float) -> list[RoundEvent]:
         sampling = SamplingEvent(policy, q, users or 1, relation)
@@ -250,49 +257,48 @@ def plan_within(
         q = q or 1.0
     if target_epsilon is None:
         if same_as is None or n is None or q is None or z is None:
-            needed = "same_as, and the rounds, sampling probability and noise that it prices"
-            raise InvalidValueError(f"epsilon is absent; {needed}, must then be given")
+            missing = "same_as, and the rounds, sampling probability and noise that it prices"
+            raise InvalidValueError(f"epsilon is absent; {missing}, must then be given")
         target_epsilon = epsilon(events(n, q, z), delta, same_as).epsilon
-        nothing = f"by {same_as} these rounds cost ε = 0 at delta {delta}"
-        require(target_epsilon > 0.0, f"{nothing}; there must be an ε that less noise can spend")
+        problem = f"by {same_as} these rounds cost ε = 0 at delta {delta}"
+        require(target_epsilon > 0.0, f"{problem}; there must be an ε that less noise can spend")
         z = None
     elif same_as is not None:
-        raise InvalidValueError(
-            f"same_as is {same_as!r} and epsilon is {target_epsilon}; one of the two must be absent"
-        )
+        both = f"same_as is {same_as!r} and epsilon is {target_epsilon}"
+        raise InvalidValueError(f"{both}; one of the two must be absent")
     budget = target_epsilon, delta
-    found = "share"
+    name = "share"
     if n is not None and q is not None and z is None:
-        found, z = "noise_multiplier", smallest_noise(*budget, partial(events, n, q), accountant)
+        name, z = "noise_multiplier", smallest_noise(*budget, partial(events, n, q), accountant)
     elif n is not None and q is None and z is not None:
-        found = "sampling_probability"
+        name = "sampling_probability"
         q = _largest_sampling(budget, partial(events, n, z=z), users, accountant)
     elif n is None and q is not None and z is not None:
-        found, n = "rounds", _most_rounds(budget, partial(events, q=q, z=z), accountant)
+        name, n = "rounds", _most_rounds(budget, partial(events, q=q, z=z), accountant)
     elif n is None or q is None or z is None:
         raise InvalidValueError(
             "give two of rounds, sampling probability and noise multiplier, to find the third, or "
             "all three, to find the share of one more query"
         )
     (event,), share, z_g = events(n, q, z), None, None
-    if found == "share":
+    if name == "share":
         z_g = smallest_query_noise(*budget, event, accountant)
         event = _joined(event, z_g)
         share = (event.noise_multiplier / z_g) ** 2
     loss = epsilon([event], delta, accountant)
-    return Plan(found, n, event.sampling, z, target_epsilon, loss, share, z_g)
+    return Plan(name, n, event.sampling, z, target_epsilon, loss, share, z_g)
 
 
-def _cohorts_from(policy: SamplingPolicy, population: int | None) -> int | None:
-    """The number of users that cohorts of a fixed size are drawn from, if they are."""
-    legal = (SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER, SamplingPolicy.FIXED_SIZE)
-    require(policy in legal, f"{policy} sampling is of whole passes; legal is: {', '.join(legal)}")
+def _fixed_size_population(policy: SamplingPolicy, population: int | None) -> int | None:
+    """Return the population for cohorts of a fixed size, and None for other policies."""
+    plans = (SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER, SamplingPolicy.FIXED_SIZE)
+    require(policy in plans, f"{policy} sampling is of whole passes; legal is: {', '.join(plans)}")
     if policy is not SamplingPolicy.FIXED_SIZE:
         return None
     missing = "fixed-size sampling has no population; it must be given, and the cohort is q·N"
     require(population is not None, missing)
-    fits = isinstance(population, int) and 1 <= population <= _MOST_USERS
-    require(fits, f"population is {population}; it must be from 1 to 2⁵³")
+    in_range = isinstance(population, int) and 1 <= population <= _MOST_USERS
+    require(in_range, f"population is {population}; it must be from 1 to 2⁵³")
     return population
 
 
@@ -302,12 +308,12 @@ def _largest_sampling(
     users: int | None,
     accountant: str,
 ) -> float:
-    """The largest q, or the largest m/N of a given number of users."""
+    """Return the largest q, or the largest m/N of N = `users`."""
     if users is None:
         return largest_probability(*budget, events_of, accountant)
     size = largest_number(*budget, lambda m: events_of(m / users), users, accountant)
     if size == 0:
-        raise _beyond(*budget, "not even a cohort of one user stays within it")
+        raise _budget_error(*budget, "not even a cohort of one user stays within it")
     return size / users
 
 
@@ -316,7 +322,7 @@ def _most_rounds(
 ) -> int:
     rounds = largest_number(*budget, events_of, _MOST_ROUNDS + 1, accountant)
     if rounds == 0:
-        raise _beyond(*budget, "not even one round stays within it")
+        raise _budget_error(*budget, "not even one round stays within it")
     if rounds > _MOST_ROUNDS:
-        raise _beyond(*budget, f"more than {_MOST_ROUNDS} rounds stay within it")
+        raise _budget_error(*budget, f"more than {_MOST_ROUNDS} rounds stay within it")
     return rounds

@@ -1,17 +1,17 @@
-"""Strategies that correlate the noise of a series of rounds, optimised for models made of its sums.
+"""Strategies for correlated noise over a series of rounds, optimised for the models' errors.
 
-With X the sums of n rounds, C⁻¹(C·X + Z) is released, and the models of SGD are A times that: their
-noise is A·C⁻¹·Z. At a given price the noise Z grows with the sensitivity of C, so that the error is
+If X are the sums of n rounds, C⁻¹(C·X + Z) is released, and the models of SGD are A times that, so
+their noise is A·C⁻¹·Z. At a given price the noise Z is proportional to the sensitivity of C, so the
+error is
 
     sens(C)·‖row of A·C⁻¹‖   (Denisov et al. 2022; Choquette-Choo et al. 2023, arXiv 2306.08153).
 
 **Every strategy is private at the noise it is charged with:** the accountant computes the
-sensitivity in its price from the coefficients (`round_counts.strategy_sensitivity`) and takes
-nothing from here. What is found here changes the error alone: a search that fails costs accuracy,
-never privacy.
+sensitivity in its price from the coefficients (`round_counts.strategy_sensitivity`) and uses
+nothing of this module. A search that fails costs accuracy, never privacy.
 
-All matrices are lower triangular Toeplitz, so that products and inverses are those of power series,
-by FFT: an objective and its gradient take O(n·log n).
+All matrices are lower triangular Toeplitz, so products and inverses are those of power series, by
+FFT: an objective and its gradient take O(n·log n).
 """
 
 import math
@@ -29,27 +29,27 @@ from fedpriv.ledger.events import Schedule
 from fedpriv.support.checks import is_whole, require
 
 GRID = 2.0**-20
-"""Bands are multiples of this, for noise in whole numbers."""
-_FASTEST = 0.5  # 1 − θ of the fastest buffer that a search starts from
-_MOST_LOGIT = math.log(2.0**24)  # keeps θ in [2⁻²⁴, 1 − 2⁻²⁴], about
+"""Bands are multiples of this, so that noise can be drawn in whole numbers."""
+_FASTEST = 0.5  # 1 − θ of the fastest buffer at the start of a search
+_MOST_LOGIT = math.log(2.0**24)  # keeps θ in about [2⁻²⁴, 1 − 2⁻²⁴]
 _STEPS = 3000  # evaluations of an objective
-_UNIT = 0.01  # of coefficients: a search begins with a step of one unit
-_FAR = 1e3  # logarithm of an error that is none
+_UNIT = 0.01  # of coefficients: the first step of a search has about this size
+_FAR = 1e3  # replaces the logarithm of an error that overflows
 
 
 class Objective(StrEnum):
-    """Which error of the n models is small."""
+    """The error of the n models to minimise."""
 
     MEAN = "mean"  # root mean square over rounds
-    LARGEST = "largest"  # that of the worst round, which is the last
+    LARGEST = "largest"  # of the worst round, which is the last
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is made of the sums x: model t is Σ_{s ≤ t} γ^s·Σ_{r ≤ s} β^{s−r}·x_r.
+    """The models as functions of the sums x: model t is Σ_{s ≤ t} γ^s·Σ_{r ≤ s} β^{s−r}·x_r.
 
-    That is SGD with momentum β and a learning rate that falls by the factor γ each round; prefix
-    sums without both.
+    That is SGD with momentum β and a learning rate that decreases by the factor γ each round. With
+    the defaults, models are prefix sums.
     """
 
     momentum: float = 0.0  # β in [0, 1)
@@ -57,8 +57,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         beta, gamma = self.momentum, self.decay
-        number = isinstance(beta, int | float)
-        require(number and 0.0 <= beta < 1.0, f"momentum is {beta!r}; it must be in [0, 1)")
+        is_number = isinstance(beta, int | float)
+        require(is_number and 0.0 <= beta < 1.0, f"momentum is {beta!r}; it must be in [0, 1)")
         require(0.0 < gamma <= 1.0, f"decay is {gamma}; it must be in (0, 1]")
 
 
@@ -67,39 +67,39 @@ PREFIX_SUMS = Workload()
 
 @dataclass(frozen=True)
 class Errors:
-    """Standard deviations of the noise in each coordinate of the models, or ratios of such."""
+    """Standard deviations of the noise in each coordinate of the models, or ratios of them."""
 
     mean: float  # root mean square over rounds
     largest: float  # over rounds
 
 
 class Buffers(NamedTuple):
-    """A strategy c_0 = 1, c_j = Σ_i w_i·θ_i^{j−1}, for a generator that keeps d buffers (BLT).
+    """A strategy c_0 = 1, c_j = Σ_i w_i·θ_i^{j−1}, for a noise generator with d buffers (BLT).
 
-    Coefficients are ≥ 0 and never increase, so that their sensitivity is exact (Dvijotham et al.
-    2024, arXiv 2404.16706; McMahan et al. 2024, arXiv 2408.08868).
+    Coefficients are ≥ 0 and never increase, so their sensitivity is exact (Dvijotham et al. 2024,
+    arXiv 2404.16706; McMahan et al. 2024, arXiv 2408.08868).
     """
 
-    decays: tuple[float, ...]  # [d] θ in [0, 1), falling
-    weights: tuple[float, ...]  # [d] w ≥ 0, of sum at most 1
+    decays: tuple[float, ...]  # [d] θ in [0, 1), decreasing
+    weights: tuple[float, ...]  # [d] w ≥ 0, with a sum of at most 1
 
     def coefficients(self, rounds: int) -> tuple[float, ...]:
-        """The strategy of a series of n rounds, n long, right to a few ulps."""
+        """Return the n coefficients for a series of n rounds, accurate to a few ulps."""
         powers = np.array(self.decays)[:, None] ** np.arange(rounds - 1)
-        found = np.append(1.0, np.array(self.weights) @ powers)
-        # Where θ is near 1, rounding could make a coefficient larger than the one before.
-        return tuple(np.minimum.accumulate(found).tolist())
+        c = np.append(1.0, np.array(self.weights) @ powers)
+        # If θ is near 1, rounding could make a coefficient larger than the one before.
+        return tuple(np.minimum.accumulate(c).tolist())
 
 
 def noise_errors(
     strategy: tuple[float, ...], rounds: int, workload: Workload = PREFIX_SUMS
 ) -> Errors:
-    """Errors of the models in units of the standard deviation of Z: norms of the rows of A·C⁻¹."""
+    """Return errors of the models in standard deviations of Z: norms of the rows of A·C⁻¹."""
     c = np.zeros(rounds)
     c[: len(strategy)] = strategy[:rounds]
     gamma = workload.decay
     column, _ = _noise_column(_inverse(c), workload)
-    # Row t of A·C⁻¹ is (γ^t·u_0, …, γ^0·u_t) backwards.
+    # Row t of A·C⁻¹ is (γ^t·u_0, …, γ^0·u_t) in reverse order.
     squares = _product(column**2, np.power(gamma, 2.0 * np.arange(rounds)))
     return Errors(math.sqrt(squares.mean()), math.sqrt(squares.max()))
 
@@ -107,25 +107,27 @@ def noise_errors(
 def errors(
     strategy: tuple[float, ...], schedule: Schedule, workload: Workload = PREFIX_SUMS
 ) -> Errors:
-    """Errors of the models in clipping norms, at noise of one sensitivity: that of μ = 1 (GDP).
+    """Return errors of the models in clipping norms, if a series is μ-GDP with μ = 1.
 
-    Noise of a series that costs μ multiplies them by 1/μ.
+    Its noise has the standard deviation of one sensitivity. For another μ errors are 1/μ times as
+    large.
 
     >>> round(errors((1.0,), Schedule(rounds=100)).largest, 9)
     10.0
     """
     sizes = schedule.rounds, schedule.participations, schedule.separation
     sensitivity = strategy_sensitivity(strategy, *sizes)
-    found = noise_errors(strategy, schedule.rounds, workload)
-    return Errors(sensitivity * found.mean, sensitivity * found.largest)
+    noise = noise_errors(strategy, schedule.rounds, workload)
+    return Errors(sensitivity * noise.mean, sensitivity * noise.largest)
 
 
 def relative_errors(
     strategy: tuple[float, ...], schedule: Schedule, workload: Workload = PREFIX_SUMS
 ) -> Errors:
-    """Errors over those of independent noise at the same price; below 1 is better."""
-    found, fresh = errors(strategy, schedule, workload), errors((1.0,), schedule, workload)
-    return Errors(found.mean / fresh.mean, found.largest / fresh.largest)
+    """Return errors relative to those of independent noise at the same price."""
+    correlated = errors(strategy, schedule, workload)
+    independent = errors((1.0,), schedule, workload)
+    return Errors(correlated.mean / independent.mean, correlated.largest / independent.largest)
 
 
 def optimal_bands(
@@ -134,33 +136,33 @@ def optimal_bands(
     objective: Objective = Objective.MEAN,
     workload: Workload = PREFIX_SUMS,
 ) -> tuple[float, ...]:
-    """The best strategy of at most p bands, rounded to multiples of 2⁻²⁰; deterministic.
+    """Return the best strategy of at most p = `bands` bands, rounded to multiples of 2⁻²⁰.
 
-    p is b unless it is given, or n for one participation. More than b bands are searched for from
-    those of p = b, so that they never make the error larger.
+    The default p is b, or n for one participation. A search for more than b bands starts from those
+    of p = b, so it never increases the error. Deterministic.
 
     >>> plan = Schedule(rounds=500, participations=5, separation=100)
     >>> round(relative_errors(optimal_bands(plan), plan).mean, 3)
     0.194
     """
     n = schedule.rounds
-    apart = n if _fitting(schedule) == 1 else schedule.separation
-    p = apart if bands is None else bands
-    legal = f"it must be a whole number from 1 to the {n} rounds of the schedule"
-    require(is_whole(p, n), f"bands is {p!r}; {legal}")
+    separation = n if _fitting(schedule) == 1 else schedule.separation
+    p = separation if bands is None else bands
+    limit = f"it must be a whole number from 1 to the {n} rounds of the schedule"
+    require(is_whole(p, n), f"bands is {p!r}; {limit}")
     loss = _loss_of(schedule, objective, workload)
-    # Where a user's columns do not meet, the sensitivity is right for all signs.
-    _, free = _minimised(_in_units(loss, _UNIT), _square_root(min(p, apart)) / _UNIT)
-    c = free / free[0]
-    if p > apart or not decreasing(tuple(c.tolist())):
+    # A user's columns do not overlap, so the sensitivity is exact for coefficients of any sign.
+    _, c = _minimised(_in_units(loss, _UNIT), _square_root(min(p, separation)) / _UNIT)
+    c = c / c[0]
+    if p > separation or not decreasing(tuple(c.tolist())):
         c = _decreasing_bands(loss, np.append(c, np.zeros(p - len(c))))
     return rounded_bands(tuple(c.tolist()))
 
 
 def rounded_bands(strategy: tuple[float, ...]) -> tuple[float, ...]:
-    """A strategy that never increases, divided by c_0, to the nearest multiples of 2⁻²⁰.
+    """Return a strategy that never increases, divided by c_0 and rounded to multiples of 2⁻²⁰.
 
-    Rounding keeps the order, so that the sensitivity stays exact. Zeros at the end are left out.
+    Rounding keeps the order, so the sensitivity stays exact. Zeros at the end are left out.
     """
     c = np.rint(np.array(strategy) / strategy[0] / GRID) * GRID
     return tuple(c[: np.flatnonzero(c)[-1] + 1].tolist())
@@ -172,26 +174,27 @@ def optimal_buffers(
     objective: Objective = Objective.MEAN,
     workload: Workload = PREFIX_SUMS,
 ) -> Buffers:
-    """The best strategy of at most d buffers, 1 to 8, that a search finds; deterministic.
+    """Return the best strategy of at most d = `buffers` buffers, 1 to 8, that a search finds.
+
+    Deterministic.
 
     >>> plan = Schedule(rounds=500, participations=5, separation=100)
     >>> round(relative_errors(optimal_buffers(plan).coefficients(500), plan).mean, 3)
     0.202
     """
     n, k, b = schedule.rounds, _fitting(schedule), schedule.separation
-    legal = "it must be a whole number from 1 to 8"
-    require(is_whole(buffers, 8), f"buffers is {buffers!r}; {legal}")
+    require(is_whole(buffers, 8), f"buffers is {buffers!r}; it must be a whole number from 1 to 8")
     loss = _loss_of(schedule, objective, workload)
     if n == 1:
         return Buffers((0.0,), (0.0,))
     slowest = dict.fromkeys([1.0 / n, 1.0 / math.sqrt(n * b), 1.0 / b] if k > 1 else [1.0 / n])
-    found = [_search_buffers(loss, n, buffers, gap) for gap in slowest]
-    _, best = min(found, key=lambda each: each[0])
+    optima = [_search_buffers(loss, n, buffers, gap) for gap in slowest]
+    _, best = min(optima, key=lambda optimum: optimum[0])
     return best
 
 
 def _fitting(schedule: Schedule) -> int:
-    """How many participations fit into the rounds."""
+    """Return the number of participations that fit into the rounds."""
     return min(schedule.participations, 1 + (schedule.rounds - 1) // schedule.separation)
 
 
@@ -199,14 +202,14 @@ LossAndGradient = Callable[[Vector], tuple[float, Vector]]
 
 
 def _loss_of(schedule: Schedule, objective: Objective, workload: Workload) -> LossAndGradient:
-    """log of the squared error by coefficients, at most n, with its gradient."""
+    """Return the function from at most n coefficients to log(error²) and its gradient."""
     n, k, b = schedule.rounds, _fitting(schedule), schedule.separation
     gamma = workload.decay
-    constant = gamma == 1.0 or objective is Objective.MEAN
-    legal = "it must be 1 where the largest error is to be small"
-    require(constant, f"decay of the workload is {gamma}; {legal}")
+    limit = "it must be 1 where the largest error is to be small"
+    is_legal = gamma == 1.0 or objective is Objective.MEAN
+    require(is_legal, f"decay of the workload is {gamma}; {limit}")
     weights = np.ones(n)
-    if objective is Objective.MEAN:  # u_r is in n − r columns of A·C⁻¹, times γ^j in column j
+    if objective is Objective.MEAN:  # A·C⁻¹ has u_r in n − r columns, times γ^j in column j
         weights = np.cumsum(gamma ** (2.0 * np.arange(n)))[::-1] / n
 
     def loss(c: Vector) -> tuple[float, Vector]:
@@ -214,7 +217,7 @@ def _loss_of(schedule: Schedule, objective: Objective, workload: Workload) -> Lo
         column, noise = _noise_column(inverse, workload)
         square = float(column**2 @ weights)
         by_noise = gamma ** np.arange(n) * np.cumsum((2 * column * weights)[::-1])[::-1]
-        # noise = C⁻¹m, so that its derivative by c_l is −C⁻¹ times it, l rows lower.
+        # noise = C⁻¹m, so its derivative by c_l is −C⁻¹·noise, shifted down by l rows.
         adjoint = _product(inverse, by_noise[::-1])
         by_error = -_product(adjoint, noise)[::-1][: len(c)]
         sensitivity, by_sensitivity = _square_sensitivity(c, n, k, b)
@@ -225,7 +228,10 @@ def _loss_of(schedule: Schedule, objective: Objective, workload: Workload) -> Lo
 
 
 def _noise_column(inverse: Vector, workload: Workload) -> tuple[Vector, Vector]:
-    """u and y: A·C⁻¹ is u_{t−j}·γ^j in row t, column j; u = Σ_{r ≤ t} γ^r·y_r, y = C⁻¹·(β^r)."""
+    """Return u, where A·C⁻¹ has u_{t−j}·γ^j in row t, column j, and y = C⁻¹·(β^r)_r.
+
+    They satisfy u_t = Σ_{r ≤ t} γ^r·y_r.
+    """
     powers = np.arange(len(inverse), dtype=np.float64)
     noise = inverse
     if workload.momentum > 0.0:
@@ -234,13 +240,13 @@ def _noise_column(inverse: Vector, workload: Workload) -> tuple[Vector, Vector]:
 
 
 def _square_sensitivity(c: Vector, n: int, k: int, b: int) -> tuple[float, Vector]:
-    """‖Σ_{j < k} C[:, j·b]‖² and its gradient; the sensitivity of c ≥ 0 that never increases.
+    """Return ‖Σ_{j < k} C[:, j·b]‖² and its gradient.
 
-    And of any c whose columns that are b apart do not meet.
+    It is the squared sensitivity if c ≥ 0 never increases, or columns b apart do not overlap.
     """
 
     def windows(rows: Vector) -> Vector:
-        """Sums of k successive rows, up to each."""
+        """Return for each row the sum of the k rows up to it."""
         total = np.cumsum(rows, axis=0)
         total[k:] -= total[:-k].copy()
         return total
@@ -253,9 +259,12 @@ def _square_sensitivity(c: Vector, n: int, k: int, b: int) -> tuple[float, Vecto
 
 
 def _decreasing_bands(loss: LossAndGradient, start: Vector) -> Vector:
-    """Bands that never increase, from the nearest such to a start, by their decreases ≥ 0."""
-    near = np.maximum(scipy.optimize.isotonic_regression(start, increasing=False).x, 0.0)
-    unit = -np.diff(_square_root(len(start)), append=0.0)  # makes all decreases about as large
+    """Return bands that never increase, by a search over their decreases ≥ 0.
+
+    It begins at the bands of this kind that are nearest to `start`.
+    """
+    nearest = np.maximum(scipy.optimize.isotonic_regression(start, increasing=False).x, 0.0)
+    unit = -np.diff(_square_root(len(start)), append=0.0)  # gives decreases similar sizes
 
     def bands(decreases: Vector) -> Vector:
         return np.cumsum((unit * decreases)[::-1])[::-1]
@@ -264,7 +273,7 @@ def _decreasing_bands(loss: LossAndGradient, start: Vector) -> Vector:
         value, gradient = loss(bands(decreases))
         return value, unit * np.cumsum(gradient)
 
-    first = -np.diff(near, append=0.0) / unit
+    first = -np.diff(nearest, append=0.0) / unit
     _, decreases = _minimised(of_decreases, first, [(0.0, None)] * len(start))
     return np.asarray(np.minimum.accumulate(bands(decreases)))
 
@@ -272,21 +281,24 @@ def _decreasing_bands(loss: LossAndGradient, start: Vector) -> Vector:
 def _search_buffers(
     loss: LossAndGradient, n: int, buffers: int, slowest: float
 ) -> tuple[float, Buffers]:
-    """A local optimum: logits of θ, and logarithms of w over 1 − Σ w, which keeps Σ w below 1."""
+    """Return the loss and the buffers of a local optimum.
+
+    The search is over logits of θ and over log(w/(1 − Σ w)), which keeps Σ w below 1.
+    """
     gaps = np.geomspace(_FASTEST, min(slowest, _FASTEST), buffers)
-    first = (1.0 - gaps) ** np.arange(n - 1)[:, None]
-    w, _ = scipy.optimize.nnls(first, _square_root(n)[1:])
+    powers = (1.0 - gaps) ** np.arange(n - 1)[:, None]
+    w, _ = scipy.optimize.nnls(powers, _square_root(n)[1:])
     w = np.maximum(w, 1e-4)
     w *= min(1.0, 0.9 / w.sum())
     start = np.append(np.log((1.0 - gaps) / gaps), np.log(w / (1.0 - w.sum())))
 
-    def parts(x: Vector) -> tuple[Vector, Vector]:
-        above = np.exp(x[buffers:] - max(0.0, x[buffers:].max()))
-        rest = math.exp(-max(0.0, x[buffers:].max()))
-        return 1.0 / (1.0 + np.exp(-x[:buffers])), above / (rest + above.sum())
+    def decays_and_weights(x: Vector) -> tuple[Vector, Vector]:
+        largest = max(0.0, x[buffers:].max())
+        weights, rest = np.exp(x[buffers:] - largest), math.exp(-largest)
+        return 1.0 / (1.0 + np.exp(-x[:buffers])), weights / (rest + weights.sum())
 
-    def of_parts(x: Vector) -> tuple[float, Vector]:
-        theta, w = parts(x)
+    def of_parameters(x: Vector) -> tuple[float, Vector]:
+        theta, w = decays_and_weights(x)
         powers = theta[:, None] ** np.arange(n - 1)
         value, gradient = loss(np.append(1.0, w @ powers))
         by_w = powers @ gradient[1:]
@@ -294,8 +306,8 @@ def _search_buffers(
         return value, np.append(by_theta * theta * (1.0 - theta), w * (by_w - w @ by_w))
 
     bounds = [(-_MOST_LOGIT, _MOST_LOGIT)] * buffers + [(-50.0, 50.0)] * buffers
-    value, x = _minimised(of_parts, start, bounds)
-    theta, w = parts(x)
+    value, x = _minimised(of_parameters, start, bounds)
+    theta, w = decays_and_weights(x)
     order = np.argsort(-theta, kind="stable")
     w *= min(1.0, (1.0 - 2.0**-50) / math.fsum(w))
     return value, Buffers(tuple(theta[order].tolist()), tuple(w[order].tolist()))
@@ -314,41 +326,41 @@ def _minimised(
     start: Vector,
     bounds: Sequence[tuple[float | None, float | None]] | None = None,
 ) -> tuple[float, Vector]:
-    """The least loss found, and where."""
+    """Return the smallest loss of a local search, and its argument."""
 
     def finite(x: Vector) -> tuple[float, Vector]:
-        # Where an inverse overflows, or the first coefficient is 0, the search turns back.
+        # If an inverse overflows or the first coefficient is 0, a large loss turns the search back.
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             value, gradient = loss(x)
         if math.isfinite(value) and np.isfinite(gradient).all():
             return value, gradient
         return _FAR, np.zeros(len(x))
 
-    found = scipy.optimize.minimize(
+    minimum = scipy.optimize.minimize(
         finite, start, jac=True, method="L-BFGS-B", bounds=bounds,
         options={"maxiter": _STEPS, "maxfun": _STEPS, "maxcor": 30, "ftol": 1e-14, "gtol": 1e-10},
     )  # fmt: skip
-    return float(found.fun), np.asarray(found.x)
+    return float(minimum.fun), np.asarray(minimum.x)
 
 
 def _square_root(length: int) -> Vector:
-    """binom(2j, j)/4^j, whose matrix is the square root of that of prefix sums.
+    """Return binom(2j, j)/4^j, the coefficients of the square root of the matrix of prefix sums.
 
-    The best for the largest error of one participation (Fichtenberger, Henzinger & Upadhyay 2023;
-    Dvijotham et al. 2024), and where searches start.
+    They are optimal for the largest error of one participation (Fichtenberger, Henzinger & Upadhyay
+    2023; Dvijotham et al. 2024), and the start of searches.
     """
     j = np.arange(1, length)
     return np.append(1.0, np.cumprod((2 * j - 1) / (2 * j)))
 
 
 def _product(a: Vector, b: Vector) -> Vector:
-    """The first coefficients of the product of two power series, as many as both have."""
+    """Return the product of two power series of n coefficients, to n coefficients."""
     size = fft.next_fast_len(2 * len(a) - 1, real=True)
     return np.asarray(fft.irfft(fft.rfft(a, size) * fft.rfft(b, size), size)[: len(a)])
 
 
 def _inverse(c: Vector) -> Vector:
-    """The first coefficients of 1/c, as many as c has, by Newton's x ← x·(2 − c·x)."""
+    """Return the power series 1/c to as many coefficients as c has, by Newton's x ← x·(2 − c·x)."""
     x = np.array([1.0 / c[0]])
     while len(x) < len(c):
         length = min(2 * len(x), len(c))

@@ -1,4 +1,4 @@
-"""f-DP: how well releases can be told apart, by trade-off functions (Dong, Roth & Su 2019).
+"""f-DP: trade-off functions of tests on releases (Dong, Roth & Su 2019).
 
 A test guesses from all releases whether one given user took part. Its type I error α is the
 probability of a false alarm, its type II error that of a miss. Releases are f-DP if no test has a
@@ -6,9 +6,10 @@ type II error below f(α). They are
 
 * (ε, δ)-DP if and only if they are f_{ε,δ}-DP, and (ε, δ)-DP for all pairs of a set if and only if
   sup f_{ε,δ}-DP (Proposition 2.11). So upper ends of δ at a few ε give a lower bound of the truth;
-* μ-GDP if they are G_μ-DP: as hard to tell apart as N(0, 1) and N(μ, 1). Unsampled rounds are, with
-  μ² = Σ 1/z². Sampled ones only tend to a G_μ (Bu et al. 2020, Section 3.1), and are μ-GDP for no
-  less than without sampling: δ(ε) ≥ q^T·δ'(ε + T·log(1/q)), with δ' of T unsampled rounds.
+* μ-GDP if they are G_μ-DP: as hard to distinguish as N(0, 1) and N(μ, 1). This holds for unsampled
+  rounds with μ² = Σ 1/z². Sampled rounds only converge to a G_μ (Bu et al. 2020, Section 3.1), and
+  the least μ for which they are μ-GDP is that without sampling: δ(ε) ≥ q^T·δ'(ε + T·log(1/q)),
+  where δ' belongs to T unsampled rounds.
 """
 
 import math
@@ -26,51 +27,51 @@ from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, merge_equal
 from fedpriv.support.checks import require
 
-_PAIRS, _LEAST_DELTA = 64, 1e-6  # (ε, δ), evenly spaced up to ε at the least δ: right to ~0.001
-_ROUNDING = 2.0**-50  # of the few operations of f_{ε,δ}, whose parts that count are at most 1
+_PAIRS, _LEAST_DELTA = 64, 1e-6  # (ε, δ) evenly spaced up to ε at the least δ: accurate to ~0.001
+_ROUNDING = 2.0**-50  # of the few operations of f_{ε,δ}, whose relevant parts are at most 1
 
 
 @dataclass(frozen=True)
 class TradeOff:
-    """How badly any test must do that tells from all releases whether one user took part."""
+    """A bound on every test that guesses from all releases whether one user took part."""
 
-    accountant: str  # whose δ by ε this is
-    relation: NeighbouringRelation  # which two populations are to be told apart
-    bound: Bound  # of an estimate, all is one; else errors are at least, powers at most as stated
-    pairs: tuple[tuple[float, float], ...]  # (ε, δ(ε)), ε growing from 0; all hold at once
-    mu: float | None  # of the Gaussian that the releases are, or tend to; None: none is known
-    is_gdp: bool  # whether they are μ-GDP, exactly so if every user takes part; else CLT's estimate
+    accountant: str  # that computed δ by ε
+    relation: NeighbouringRelation  # of the two populations to distinguish
+    bound: Bound  # of an estimate, all is one; else errors are lower, and powers upper bounds
+    pairs: tuple[tuple[float, float], ...]  # (ε, δ(ε)), ε increasing from 0; all hold at once
+    mu: float | None  # of the Gaussian that the releases are, or converge to; None if unknown
+    is_gdp: bool  # whether they are exactly μ-GDP, as if every user takes part; else μ is the CLT's
 
     def type_two(self, type_one: ArrayLike) -> Vector:
-        """The type II error of any test is at least this, at type I errors in [0, 1], any shape."""
+        """Return the least type II error of any test at type I errors in [0, 1], of any shape."""
         bounds = [trade_off_of_bound(type_one, *pair) for pair in self.pairs]
         return np.asarray(np.maximum(np.max(bounds, axis=0) - _ROUNDING, 0.0))
 
     def power(self, type_one: ArrayLike) -> Vector:
-        """A user who took part is found with at most this probability, at that of false alarms."""
+        """Return the largest probability to detect a user who took part, at type I errors."""
         return 1.0 - self.type_two(type_one)
 
     @property
     def advantage(self) -> float:
-        """How far the power of any test is above its type I error, at most: δ at ε = 0."""
+        """The largest difference between power and type I error of any test: δ at ε = 0."""
         return self.pairs[0][1]
 
 
 def trade_off(events: Iterable[RoundEvent], accountant: str = "tight") -> TradeOff:
-    """The trade-off function of a ledger's or plan's events, in any order, by one of `ACCOUNTANTS`.
+    """Return the trade-off function of events, in any order, by one of `ACCOUNTANTS`.
 
-    Raises as `epsilon`.
+    Raises the errors of `accountants.epsilon`.
 
     >>> from fedpriv.accounting.policies import poisson_gaussian
-    >>> found = trade_off([poisson_gaussian(q=256 / 60_000, noise_multiplier=1.3, count=3515)])
-    >>> round(found.mu, 2), bool(found.power(0.05) < 0.09)
+    >>> f = trade_off([poisson_gaussian(q=256 / 60_000, noise_multiplier=1.3, count=3515)])
+    >>> round(f.mu, 2), bool(f.power(0.05) < 0.09)
     (0.23, True)
     """
     pricing, merged = accountant_named(accountant), merge_equal(events)
     loss = pricing.epsilon(merged, _LEAST_DELTA)
-    farthest = loss.epsilon if math.isfinite(loss.epsilon) else 0.0
-    epsilons = sorted({float(x) for x in np.linspace(0.0, farthest, _PAIRS)})
-    pairs = tuple((each, pricing.delta(merged, each)) for each in epsilons)
+    largest = loss.epsilon if math.isfinite(loss.epsilon) else 0.0
+    epsilons = sorted({float(x) for x in np.linspace(0.0, largest, _PAIRS)})
+    pairs = tuple((epsilon, pricing.delta(merged, epsilon)) for epsilon in epsilons)
     try:
         rounds = gaussian_rounds(merged, "gdp")
     except UnsupportedEventError:
@@ -80,20 +81,20 @@ def trade_off(events: Iterable[RoundEvent], accountant: str = "tight") -> TradeO
 
 
 def gaussian_trade_off(type_one: ArrayLike, mu: float) -> Vector:
-    """G_μ(α) = Φ(Φ⁻¹(1 − α) − μ): least type II error of any test between N(0, 1) and N(μ, 1)."""
+    """Return G_μ(α) = Φ(Φ⁻¹(1 − α) − μ), the least type II error between N(0, 1) and N(μ, 1)."""
     require(0.0 <= mu < math.inf, f"mu is {mu}; it must be finite and not negative")
     return np.asarray(ndtr(-ndtri(_errors(type_one)) - mu))
 
 
 def trade_off_of_bound(type_one: ArrayLike, epsilon: float, delta: float) -> Vector:
-    """f(α) = max{0, 1 − δ − e^ε·α, e^−ε·(1 − δ − α)}: least type II error under (ε, δ)-DP.
+    """Return f(α) = max{0, 1 − δ − e^ε·α, e^−ε·(1 − δ − α)} at type I errors α of any shape.
 
-    Bu et al. 2020, equation (2.1), at type I errors α of any shape.
+    It is the least type II error under (ε, δ)-DP (Bu et al. 2020, equation (2.1)).
     """
     require(epsilon >= 0.0, f"epsilon is {epsilon}; it must not be negative")
     require(0.0 <= delta <= 1.0, f"delta is {delta}; it must be in [0, 1]")
     errors = _errors(type_one)
-    with np.errstate(over="ignore", invalid="ignore"):  # ∞·0 is where α = 0
+    with np.errstate(over="ignore", invalid="ignore"):  # ∞·0 at α = 0
         steep = 1 - delta - np.where(errors > 0.0, np.exp(epsilon) * errors, 0.0)
     flat = np.exp(-epsilon) * (1 - delta - errors)
     return np.asarray(np.maximum(0.0, np.maximum(steep, flat)))

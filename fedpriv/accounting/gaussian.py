@@ -5,8 +5,8 @@ With μ = 1/z, a = ε/μ − μ/2 and b = ε/μ + μ/2 the mechanism is (ε, δ)
     δ ≥ Φ(−a) − e^ε·Φ(−b) = φ(a)·(R(a) − R(b)),    R(x) = Φ(−x)/φ(x),
 
 because e^ε·φ(b) = φ(a). Mills' ratio R is a scaled complementary error function, so nothing
-underflows. Here z ≥ 0 is noise_stddev per sensitivity (∞ releases nothing), ε ≥ 0 is finite and δ
-in (0, 1); a value out of range raises `InvalidValueError`.
+underflows. Here z ≥ 0 is noise_stddev per sensitivity (with ∞ nothing is released), ε ≥ 0 is finite
+and δ in (0, 1); a value out of range raises `InvalidValueError`.
 """
 
 import math
@@ -18,11 +18,11 @@ from fedpriv.accounting.round_counts import Ends, Vector, check_any_delta, check
 from fedpriv.support.checks import require
 
 _ULP = 2.0**-52
-_MARGIN = 1e-12  # added to log δ: ten times the rounding errors tests find, not a proved bound
+_MARGIN = 1e-12  # added to log δ: ten times the rounding errors in tests, not a proved bound
 _WIDTH = 2e-11  # twice the error of ε relative to 1 + ε, and of δ relative to δ
-# Below the one, ε is above the largest float; above the other, z is taken for it.
+# A smaller z has an ε above the largest float; a larger z is replaced by the latter.
 _LEAST_NOISE, _MOST_NOISE = 1e-150, 1e302
-_LARGEST_LOG_DELTA = -1e-9  # a δ closer to 1 is taken for this one: there δ hardly moves with ε
+_LARGEST_LOG_DELTA = -1e-9  # replaces a δ closer to 1, where δ hardly depends on ε
 _LARGEST_A = 1e3
 _NEWTON_STEPS = 100
 _LOG_SQRT_TAU = math.log(2 * math.pi) / 2
@@ -31,7 +31,7 @@ _SERIES = (-2027025.0, 135135.0, -10395.0, 945.0, -105.0, 15.0, -3.0, 1.0, 0.0)
 
 
 def log_delta(epsilon: float, noise_multiplier: float) -> float:
-    """log δ, rounded up by about 1e-12, at most 0; −∞ only for z = ∞, never below about −5e5."""
+    """Return log δ ≤ 0, rounded up by about 1e-12; −∞ for z = ∞, and else at least about −5e5."""
     check_epsilon(epsilon)
     _check_noise(noise_multiplier)
     if noise_multiplier < _LEAST_NOISE:
@@ -41,25 +41,27 @@ def log_delta(epsilon: float, noise_multiplier: float) -> float:
     z = min(noise_multiplier, _MOST_NOISE)
     mu = 1.0 / z
     scaled = min(epsilon * z, 1e300)
-    # A smaller a is a larger δ: this covers the rounding of a itself.
+    # A smaller a has a larger δ, so this covers the rounding of a.
     a = scaled - mu / 2 - 4 * _ULP * (scaled + mu / 2)
     value, _ = _log_delta(np.array([min(max(a, -mu / 2), _LARGEST_A)]), np.array([mu]))
     return min(0.0, float(value[0]) * (1 - 4 * _ULP) + _MARGIN)
 
 
 def delta(epsilon: float, noise_multiplier: float) -> float:
-    """Least δ for which the Gaussian mechanism is (ε, δ)-DP, never below the truth.
+    """Return the least δ for which the Gaussian mechanism is (ε, δ)-DP, never below the truth.
 
-    At most 1e-11 of itself above for z in [0.05, 1e6], δ ≥ 1e-300; 1 for z = 0, 0 only for z = ∞.
+    For z in [0.05, 1e6] and δ ≥ 1e-300 the relative error is at most 1e-11. It is 1 for z = 0, and
+    0 only for z = ∞.
     """
     log = log_delta(epsilon, noise_multiplier)
     return 0.0 if math.isinf(log) else max(math.exp(log), math.ulp(0.0))
 
 
 def epsilon(delta: float, noise_multiplier: float) -> float:
-    """Least ε ≥ 0 for which the Gaussian mechanism is (ε, δ)-DP, never below the truth.
+    """Return the least ε ≥ 0 for which the Gaussian mechanism is (ε, δ)-DP, never below the truth.
 
-    At most 1e-11·(1 + ε) above for δ ≤ 0.5; ∞ only for z = 0 and above the largest float.
+    For δ ≤ 0.5 the error is at most 1e-11·(1 + ε). It is ∞ only for z = 0 or above the largest
+    float.
     """
     check_any_delta(delta)
     _check_noise(noise_multiplier)
@@ -71,34 +73,34 @@ def epsilon(delta: float, noise_multiplier: float) -> float:
     least = -mu / 2
     goal = min(math.log(delta), _LARGEST_LOG_DELTA) * (1 + 4 * _ULP) - _MARGIN
     a = np.maximum(-ndtri_exp(goal), least)
-    # log δ is a concave function of a, a convolution of log-concave functions, so every step of
-    # Newton's method ends on the safe side of the root: each iterate is a bound.
+    # log δ is a concave function of a, since δ is a convolution of log-concave functions. So every
+    # step of Newton's method ends on the safe side of the root: each iterate is a bound.
     for _ in range(_NEWTON_STEPS):
         value, slope = _log_delta(a, mu)
         following = np.maximum(a + (value - goal) / slope, least)
-        settled = np.abs(following - a) <= 1e-14 * (1 + np.abs(a))
+        converged = np.abs(following - a) <= 1e-14 * (1 + np.abs(a))
         a = following
-        if settled[0]:
+        if converged[0]:
             break
     rounding = 4 * _ULP * mu * (np.abs(a) + mu / 2)
-    found = np.where(a > least, np.maximum(mu * (a + mu / 2), 0.0) + rounding, 0.0)
-    return float(found[0])
+    result = np.where(a > least, np.maximum(mu * (a + mu / 2), 0.0) + rounding, 0.0)
+    return float(result[0])
 
 
 def epsilon_interval(delta: float, noise_multiplier: float) -> Ends:
-    """`epsilon`, and a number that is surely below it, for z known to 2⁻⁵⁰ of itself."""
+    """Return a lower bound of ε, and `epsilon`, if z has a relative error of at most 2⁻⁵⁰."""
     if noise_multiplier == 0.0:
         return math.inf, math.inf
     up = epsilon(delta, noise_multiplier * (1 - 4 * _ULP))
     if math.log(delta) > 2 * _LARGEST_LOG_DELTA:
         return 0.0, up
-    # Near δ = 1 the margin of log δ moves ε by more than the width.
+    # Near δ = 1 the margin of log δ moves ε by more than _WIDTH.
     low = epsilon(delta * (1 + 4 * _MARGIN), noise_multiplier)
     return max(0.0, low - _WIDTH * (1 + low)), up
 
 
 def delta_interval(epsilon: float, noise_multiplier: float) -> Ends:
-    """`delta`, and a number that is surely below it, for z known to 2⁻⁵⁰ of itself."""
+    """Return a lower bound of δ, and `delta`, if z has a relative error of at most 2⁻⁵⁰."""
     if noise_multiplier == 0.0:
         return 0.0, 1.0
     low = delta(epsilon * (1 + _WIDTH), noise_multiplier * (1 + _WIDTH)) * (1 - _WIDTH)
@@ -110,27 +112,27 @@ def _check_noise(z: float) -> None:
 
 
 def _log_delta(a: Vector, mu: Vector) -> tuple[Vector, Vector]:
-    """[n] log δ and −d(log δ)/da for a ≥ −μ/2, μ > 0."""
+    """Return log δ and −d(log δ)/da for a ≥ −μ/2 and μ > 0: [n] each."""
     b = a + mu
     density = np.exp(-np.square(a) / 2 - _LOG_SQRT_TAU)
-    near = mu <= 1
-    left = (a < 0) & ~near
-    gap = np.where(near, _mills_gap(a, mu), _mills(np.maximum(a, 0)) - _mills(b))
-    mass = np.where(left, ndtr(-a) - density * _mills(b), 1.0)
-    value = np.where(left, np.log(mass), np.log(gap) - np.square(a) / 2 - _LOG_SQRT_TAU)
-    return value, mu * _mills(b) * np.where(left, density / mass, 1 / gap)
+    is_small = mu <= 1
+    is_left = (a < 0) & ~is_small
+    gap = np.where(is_small, _mills_gap(a, mu), _mills(np.maximum(a, 0)) - _mills(b))
+    mass = np.where(is_left, ndtr(-a) - density * _mills(b), 1.0)
+    value = np.where(is_left, np.log(mass), np.log(gap) - np.square(a) / 2 - _LOG_SQRT_TAU)
+    return value, mu * _mills(b) * np.where(is_left, density / mass, 1 / gap)
 
 
 def _mills(x: Vector) -> Vector:
-    """Mills' ratio R(x) = Φ(−x)/φ(x) for x > −1."""
+    """Return Mills' ratio R(x) = Φ(−x)/φ(x) for x > −1."""
     return math.sqrt(math.pi / 2) * erfcx(x / math.sqrt(2))
 
 
 def _mills_gap(a: Vector, mu: Vector) -> Vector:
-    """R(a) − R(a + μ) for μ ≤ 1 without cancellation, the integral of −R'(x) = 1 − x·R(x)."""
+    """Return R(a) − R(a + μ) for μ ≤ 1, without cancellation as the integral of 1 − x·R(x)."""
     width = np.minimum(mu, 1.0)[:, None] / 2
     x = np.maximum(a, -1.0)[:, None] + width * (1 + _NODES)
-    # From x = 30 on the difference loses digits and its asymptotic series has them all.
+    # From x = 30 on the difference loses digits, and the asymptotic series is exact.
     series = np.polyval(_SERIES, 1 / np.square(np.maximum(x, 30.0)))
-    fall = np.where(x < 30.0, 1 - x * _mills(x), series)
-    return (width * fall) @ _WEIGHTS
+    slope = np.where(x < 30.0, 1 - x * _mills(x), series)
+    return (width * slope) @ _WEIGHTS

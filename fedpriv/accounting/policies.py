@@ -1,9 +1,9 @@
 """Events of one vector group under each sampling policy and relation.
 
-Everywhere z = `noise_multiplier` ≥ 0 is noise_stddev over the clipping norm of the sum that is
-released in one round, whatever the relation and the number of rounds. `count` (or `passes`) is how
-often the whole event happens, at least 1, `population` the number N of enrolled users. A number out
-of range raises `InvalidValueError`.
+Throughout, z = `noise_multiplier` ≥ 0 is the noise_stddev of the sum released in one round, divided
+by the clipping norm, for every relation and number of rounds. `count` (or `passes`) ≥ 1 says how
+often the whole event happens; `population` is the number N of enrolled users. Each function returns
+the event, and raises `InvalidValueError` if a number is out of range.
 """
 
 from fedpriv.ledger.events import (
@@ -22,7 +22,7 @@ _ADD_OR_REMOVE, _REPLACE = NeighbouringRelation
 def poisson_gaussian(
     q: float, noise_multiplier: float, count: int = 1, population: int = 1
 ) -> RoundEvent:
-    """Event of rounds of the Poisson-subsampled Gaussian mechanism, one user added or removed.
+    """Return the event of Poisson-sampled rounds when one user is added or removed.
 
     >>> poisson_gaussian(q=0.01, noise_multiplier=4.0, count=10_000).noise_multiplier
     4.0
@@ -34,7 +34,7 @@ def poisson_gaussian(
 def poisson_replace_gaussian(
     q: float, noise_multiplier: float, count: int = 1, population: int = 1
 ) -> RoundEvent:
-    """Event of rounds as `poisson_gaussian`, under replace-one."""
+    """Return the event of Poisson-sampled rounds when one user is replaced."""
     sampling = SamplingEvent(SamplingPolicy.POISSON, q, population, _REPLACE)
     return _one_group(sampling, noise_multiplier, count)
 
@@ -42,7 +42,7 @@ def poisson_replace_gaussian(
 def poisson_examples_gaussian(
     q: float, examples_per_user: int, noise_multiplier: float, count: int = 1, population: int = 1
 ) -> RoundEvent:
-    """Event of rounds in which examples are drawn and clipped, one user added or removed.
+    """Return the event of rounds that draw and clip examples, when one user is added or removed.
 
     Each of a user's examples, at most k = `examples_per_user` ≤ 10⁶ of them, joins with
     probability q; z is relative to the clipping norm of an example.
@@ -60,7 +60,7 @@ def poisson_examples_gaussian(
 def every_user_gaussian(
     noise_multiplier: float, relation: NeighbouringRelation, count: int = 1, population: int = 1
 ) -> RoundEvent:
-    """Event of rounds that each release the sum over all enrolled users plus noise."""
+    """Return the event of rounds with all enrolled users."""
     sampling = SamplingEvent(SamplingPolicy.EVERY_USER, 1.0, population, relation)
     return _one_group(sampling, noise_multiplier, count)
 
@@ -68,12 +68,15 @@ def every_user_gaussian(
 def fixed_size_gaussian(
     cohort_size: int, population: int, noise_multiplier: float, count: int = 1
 ) -> RoundEvent:
-    """Event of rounds on m of N users, drawn afresh without replacement, under replace-one."""
+    """Return the event of rounds on m of N users, drawn without replacement, when one is replaced.
+
+    Each round draws a new cohort of m = `cohort_size` users.
+    """
     cohort_size, population = plain_numbers((cohort_size, population))
-    legal = "it must be a whole number of at least 1"
-    require(is_whole(population), f"population is {population!r}; {legal}")
-    legal = f"it must be a whole number from 1 to the population of {population}"
-    require(is_whole(cohort_size, population), f"cohort_size is {cohort_size!r}; {legal}")
+    limit = "it must be a whole number of at least 1"
+    require(is_whole(population), f"population is {population!r}; {limit}")
+    limit = f"it must be a whole number from 1 to the population of {population}"
+    require(is_whole(cohort_size, population), f"cohort_size is {cohort_size!r}; {limit}")
     policy, q = SamplingPolicy.FIXED_SIZE, cohort_size / population
     return _one_group(SamplingEvent(policy, q, population, _REPLACE), noise_multiplier, count)
 
@@ -81,7 +84,7 @@ def fixed_size_gaussian(
 def random_allocation_gaussian(
     rounds: int, participations: int, noise_multiplier: float, passes: int = 1, population: int = 1
 ) -> RoundEvent:
-    """Event of passes in which each user is in k random rounds of n, under add-or-remove.
+    """Return the event of passes with each user in k random rounds of n, under add-or-remove.
 
     >>> random_allocation_gaussian(100, 2, noise_multiplier=1.0).sampling.sampling_probability
     0.02
@@ -102,12 +105,13 @@ def separated_gaussian(
     count: int = 1,
     population: int = 1,
 ) -> RoundEvent:
-    """Event of series of rounds whose noise is correlated (DP-FTRL).
+    """Return the event of series of rounds with correlated noise (DP-FTRL).
 
-    With X the n sums of a series, what is released is X + C⁻¹Z = C⁻¹(C·X + Z), where the rows of Z
-    are fresh noise of standard deviation z clipping norms; a user is in at most k of the rounds,
-    any two at least b apart. `strategy` is (c_0, c_1, …), at most n long, the first column of the
-    lower triangular Toeplitz matrix C: c_0 > 0, missing ones are 0, and (1,) is fresh noise.
+    If X are the n sums of a series, the release is X + C⁻¹Z = C⁻¹(C·X + Z), where the rows of Z are
+    independent noise of standard deviation z clipping norms. A user is in at most k of the rounds,
+    any two at least b apart. `strategy` is (c_0, c_1, …), at most n coefficients: the first column
+    of the lower triangular Toeplitz matrix C, with c_0 > 0 and zeros for missing ones. (1,) is
+    independent noise.
     """
     schedule = Schedule(rounds, participations, separation)
     sampling = SamplingEvent(SamplingPolicy.SEPARATED, 1.0, population, relation, schedule)
@@ -124,10 +128,10 @@ def banded_poisson_gaussian(
     count: int = 1,
     population: int = 1,
 ) -> RoundEvent:
-    """Event of series as `separated_gaussian`, of Poisson rounds of b groups that take turns.
+    """Return the event of series of Poisson rounds of b groups that take turns.
 
-    Round t is of group t mod b, each of whose users is in it with probability q; users are put into
-    groups whatever their data. The strategy has at most b coefficients.
+    Noise is correlated as in `separated_gaussian`, by at most b coefficients. Users are assigned to
+    groups independently of their data. Each user of group t mod b is in round t with probability q.
 
     >>> from fedpriv.ledger.events import NeighbouringRelation
     >>> relation = NeighbouringRelation.ADD_OR_REMOVE_ONE
@@ -136,8 +140,8 @@ def banded_poisson_gaussian(
     Schedule(rounds=100, participations=13, separation=8)
     """
     rounds, groups = Schedule(rounds).rounds, plain_numbers(groups)
-    legal = f"it must be a whole number from 1 to the {rounds} rounds"
-    require(is_whole(groups, rounds), f"groups is {groups!r}; {legal}")
+    limit = f"it must be a whole number from 1 to the {rounds} rounds"
+    require(is_whole(groups, rounds), f"groups is {groups!r}; {limit}")
     schedule = Schedule(rounds, -(-rounds // groups), groups)
     sampling = SamplingEvent(SamplingPolicy.BANDED_POISSON, q, population, relation, schedule)
     return _one_group(sampling, noise_multiplier, count, strategy)

@@ -1,8 +1,8 @@
-"""What ledgers cost: for each run, each ledger and all together, and as curves.
+"""The cost of ledgers: of each run, of each ledger and of all together, and as curves.
 
-Accountants without an analysis of some events are left out, and say why; if none has one, the first
-refusal is raised. `InvalidValueError` says what is out of range or missing, `LedgerError` which
-ledger cannot be opened or verified.
+Accountants that cannot analyse some events are left out, with the reason; if no accountant can, the
+first reason is raised as an `UnsupportedEventError`. Functions raise `InvalidValueError` if a value
+is out of range or missing, and `LedgerError` if a ledger cannot be opened or verified.
 """
 
 import math
@@ -25,12 +25,13 @@ from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import Randomness, RoundEvent, merge_equal
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, is_export, paid_events
+from fedpriv.support.checks import require
 
 _POINTS = 30  # of a curve
 
 
 class Arithmetic(StrEnum):
-    """Over which numbers sums and noise are."""
+    """The kind of numbers in which sums and noise are computed."""
 
     EXACT = "exact"
     FLOATING_POINT = "floating-point noise"
@@ -38,7 +39,7 @@ class Arithmetic(StrEnum):
 
 @dataclass(frozen=True)
 class LedgerContent:
-    """A ledger that was read and verified, at one moment."""
+    """The content of a ledger that was read and verified, at one moment."""
 
     path: Path
     ledger_id: str
@@ -47,11 +48,11 @@ class LedgerContent:
 
     @property
     def events(self) -> list[RoundEvent]:
-        """What was charged, in order; of a series of rounds one event."""
+        """The charged events, in order; one event for a series of rounds."""
         return paid_events(self.charges)
 
     def runs(self) -> dict[str, list[ChargedRow]]:
-        """Charges by run, in the order of the runs' first ones."""
+        """Return the charges by run, in the order of their first charges."""
         runs: dict[str, list[ChargedRow]] = {}
         for row in self.charges:
             runs.setdefault(row.run, []).append(row)
@@ -65,33 +66,33 @@ class Releases:
     ledger: str | None  # its path; None: all ledgers
     run: str | None  # its name; None: all runs
     events: tuple[RoundEvent, ...]  # equal ones merged
-    rounds: int  # how many are in the ledgers, repeated attempts included
+    rounds: int  # number in the ledgers, with repeated attempts
 
     @classmethod
     def of(cls, ledger: str | None, run: str | None, charges: Sequence[ChargedRow]) -> Self:
-        """What charges paid for, and how many rounds they are of."""
+        """Return the releases that charges paid for."""
         return cls(ledger, run, merge_equal(paid_events(charges)), len(charges))
 
 
 @dataclass(frozen=True)
 class PricedReleases:
-    """What one accountant says of some releases: ε and δ, one given and the other found."""
+    """The price of releases by one accountant: ε and δ, one given and the other computed."""
 
     releases: Releases
     epsilon: float
     delta: float
-    loss: PrivacyLoss  # in the accountant's own words; its ε is the one above unless ε was given
+    loss: PrivacyLoss  # the accountant's full statement; it has another (ε, δ) if ε was given
 
 
 @dataclass(frozen=True)
 class Spending:
-    """What each run, each ledger and all ledgers cost, by each accountant that can tell."""
+    """The price of each run, each ledger and all ledgers, by each accountant with an analysis."""
 
     ledgers: tuple[LedgerContent, ...]
     prices: tuple[PricedReleases, ...]
-    refusals: tuple[str, ...]  # why accountants could not price some of these
-    delta: float | None  # at which ε was found; None if ε was given
-    epsilon: float | None  # at which δ was found; None if δ was given
+    refusals: tuple[str, ...]  # reasons of accountants without an analysis
+    delta: float | None  # at which ε is computed; None if ε was given
+    epsilon: float | None  # at which δ is computed; None if δ was given
 
     @property
     def randomness(self) -> Randomness:
@@ -100,12 +101,12 @@ class Spending:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """Exact if that of all charges is."""
+        """Exact if the arithmetic of all charges is."""
         return weakest_arithmetic(row for ledger in self.ledgers for row in ledger.charges)
 
 
 def read_ledger(path: Path) -> LedgerContent:
-    """Read and verify a ledger, or an export of one."""
+    """Read, verify and return a ledger, or an export of one."""
     if is_export(path):
         exported = ExportedLedger.load(path)
         return LedgerContent(path, exported.ledger_id, exported.population, exported.rows)
@@ -116,68 +117,65 @@ def read_ledger(path: Path) -> LedgerContent:
 
 
 def read_ledgers(paths: Sequence[Path]) -> tuple[LedgerContent, ...]:
-    """Read and verify ledgers, or exports of them, all different."""
-    found: dict[str, LedgerContent] = {}
+    """Read, verify and return ledgers, or exports of them; InvalidValueError if two are one."""
+    by_id: dict[str, LedgerContent] = {}
     for path in paths:
         content = read_ledger(path)
-        if content.ledger_id in found:
+        if content.ledger_id in by_id:
             raise InvalidValueError(
-                f"{found[content.ledger_id].path} and {path} are one ledger, {content.ledger_id}; "
+                f"{by_id[content.ledger_id].path} and {path} are one ledger, {content.ledger_id}; "
                 "each ledger must be given once"
             )
-        found[content.ledger_id] = content
-    return tuple(found.values())
+        by_id[content.ledger_id] = content
+    return tuple(by_id.values())
 
 
 def price(
     paths: Sequence[Path], delta: float | None, epsilon: float | None, accountant: str
 ) -> Spending:
-    """Price ledgers, their runs and their total, by one accountant or "all"."""
-    if delta is not None and epsilon is not None:
-        raise InvalidValueError(
-            f"delta is {delta} and epsilon is {epsilon}; only one can be given, to find the other"
-        )
+    """Price ledgers, their runs and their total, by one accountant or "all".
+
+    δ is given to compute ε, or ε to compute δ; without both, δ is `default_delta`.
+    """
+    limit = "only one can be given, to find the other"
+    is_single = delta is None or epsilon is None
+    require(is_single, f"delta is {delta} and epsilon is {epsilon}; {limit}")
     accountants = [*ACCOUNTANTS.values()] if accountant == "all" else [accountant_named(accountant)]
     ledgers = read_ledgers(paths)
-    if not any(ledger.charges for ledger in ledgers):
-        named = ", ".join(str(ledger.path) for ledger in ledgers)
-        raise InvalidValueError(
-            f"ledger {named} has no charge; nothing was released, and there is nothing to price"
-        )
+    names = ", ".join(str(ledger.path) for ledger in ledgers)
+    problem = "nothing was released, and there is nothing to price"
+    require(any(row.charges for row in ledgers), f"ledger {names} has no charge; {problem}")
     if delta is None and epsilon is None:
         delta = default_delta(ledgers)
 
     prices, refusals = list[PricedReleases](), dict[str, None]()
     for releases in _all_releases(ledgers):
-        # Where ε is given, only the words of a loss are used, which are the same at any δ.
-        losses, refused = _losses(accountants, releases.events, 0.5 if delta is None else delta)
-        refusals |= dict.fromkeys(map(str, refused))
+        # If ε is given, only the words of a loss are used, which are the same at any δ.
+        losses, errors = _losses(accountants, releases.events, 0.5 if delta is None else delta)
+        refusals |= dict.fromkeys(map(str, errors))
         for loss in losses:
-            at, held = loss.epsilon, loss.delta
-            if epsilon is not None:
-                at, held = (
-                    epsilon,
-                    accountant_named(loss.accountant).delta(releases.events, epsilon),
-                )
-            prices.append(PricedReleases(releases, at, held, loss))
+            if epsilon is None:
+                prices.append(PricedReleases(releases, loss.epsilon, loss.delta, loss))
+                continue
+            delta_at = accountant_named(loss.accountant).delta(releases.events, epsilon)
+            prices.append(PricedReleases(releases, epsilon, delta_at, loss))
     return Spending(ledgers, tuple(prices), tuple(refusals), delta, epsilon)
 
 
 def default_delta(ledgers: Iterable[LedgerContent]) -> float:
-    """Largest power of ten below 1/N.
+    """Return the largest power of ten below 1/N for the users of all ledgers together.
 
-    N is how many users the ledgers can hold together: populations of one name are taken to be the
-    same users, others to have none in common.
+    Populations with the same name are assumed to be the same users, and others to be disjoint.
     """
     enrolled: dict[str, int] = {}
     for ledger in ledgers:
-        here = max((row.event.sampling.population for row in ledger.charges), default=0)
-        enrolled[ledger.population] = max(enrolled.get(ledger.population, 0), here)
+        users = max((row.event.sampling.population for row in ledger.charges), default=0)
+        enrolled[ledger.population] = max(enrolled.get(ledger.population, 0), users)
     return delta_for_population(sum(enrolled.values()))
 
 
 def delta_for_population(users: int) -> float:
-    """Largest power of ten below one over the number of users; without any, that of one.
+    """Return the largest power of ten below 1/N for N = max(1, `users`).
 
     >>> delta_for_population(999), delta_for_population(1000)
     (0.001, 0.0001)
@@ -186,36 +184,36 @@ def delta_for_population(users: int) -> float:
 
 
 def weakest_arithmetic(charges: Iterable[ChargedRow]) -> Arithmetic:
-    """Exact if every sum query of all charges is over whole numbers of steps."""
+    """Return exact arithmetic if every sum query of all charges adds whole numbers of steps."""
     queries = (query for row in charges for query in row.event.queries)
     exact = all(query.granularity is not None for query in queries)
     return Arithmetic.EXACT if exact else Arithmetic.FLOATING_POINT
 
 
 def weakest_randomness(charges: Iterable[ChargedRow]) -> Randomness:
-    """The weakest source of randomness of all charges."""
+    """Return the weakest source of randomness of all charges."""
     seeded = any(row.randomness is Randomness.SEEDED for row in charges)
     return Randomness.SEEDED if seeded else Randomness.OPERATING_SYSTEM
 
 
 def _all_releases(ledgers: Sequence[LedgerContent]) -> list[Releases]:
-    """Each run, each ledger of several runs or of none, and all ledgers if there are several."""
-    found = []
+    """Return those of runs, of ledgers without exactly one run, and of all of several ledgers."""
+    releases = []
     for ledger in ledgers:
         runs, path = ledger.runs(), str(ledger.path)
-        found += [Releases.of(path, run, charges) for run, charges in runs.items()]
+        releases += [Releases.of(path, run, charges) for run, charges in runs.items()]
         if len(runs) != 1:
-            found.append(Releases.of(path, None, ledger.charges))
+            releases.append(Releases.of(path, None, ledger.charges))
     if len(ledgers) > 1:
-        everything = [row for ledger in ledgers for row in ledger.charges]
-        found.append(Releases.of(None, None, everything))
-    return found
+        charges = [row for ledger in ledgers for row in ledger.charges]
+        releases.append(Releases.of(None, None, charges))
+    return releases
 
 
 def _losses(
     accountants: Iterable[Accountant], events: Sequence[RoundEvent], delta: float
 ) -> tuple[list[PrivacyLoss], list[UnsupportedEventError]]:
-    """What accountants say, at least one of them, and why the others do not."""
+    """Return losses by accountants with an analysis, at least one, and errors of the others."""
     losses, refusals = list[PrivacyLoss](), list[UnsupportedEventError]()
     for accountant in accountants:
         try:
@@ -229,55 +227,53 @@ def _losses(
 
 @dataclass(frozen=True)
 class EpsilonCurve:
-    """ε at one δ by number of rounds, by one accountant."""
+    """ε at one δ by number of rounds, from one accountant."""
 
     accountant: str
     bound: Bound
     delta: float
-    # [n] number of charges, growing; repeated attempts count. A series costs all from its first on.
+    # [n] numbers of charges, increasing, with repeated attempts. A series is priced at its first.
     rounds: tuple[int, ...]
-    epsilon_low: tuple[float, ...]  # [n] lower ends of ε, 0 where there is none
-    epsilon: tuple[float, ...]  # [n] inf where none is proven
+    epsilon_low: tuple[float, ...]  # [n] lower ends of ε, or 0
+    epsilon: tuple[float, ...]  # [n] inf if none is proven
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a ledger costs by rounds, and what that means for a test."""
+    """The cost of a ledger by rounds, and its trade-off function."""
 
-    epsilon: float  # finite, by the first accountant that has a bound, as is the trade-off
+    epsilon: float  # finite, from the first accountant with a bound; so is the trade-off
     delta: float
     by_rounds: tuple[EpsilonCurve, ...]  # one for each accountant
     trade_off: TradeOff
 
 
 def cost_of(ledger: LedgerContent, delta: float) -> Cost:
-    """ε by rounds, at up to 30 points for each accountant that can tell, and the trade-off."""
-    losses, basis = _finite_losses(ledger, delta)
-    by_rounds = tuple(_epsilon_curve(ledger, each) for each in losses)
-    return Cost(basis.epsilon, delta, by_rounds, trade_off(ledger.events, basis.accountant))
+    """Return ε by rounds, at up to 30 points for each accountant, and the trade-off function.
 
-
-def _finite_losses(ledger: LedgerContent, delta: float) -> tuple[list[PrivacyLoss], PrivacyLoss]:
-    """What the whole ledger costs, by each accountant that can tell; the first bound is finite."""
+    InvalidValueError if the ledger has no charge or its ε is infinite; UnsupportedEventError if no
+    accountant with a bound has an analysis.
+    """
     if not ledger.charges:
         raise InvalidValueError(f"ledger {ledger.path} has no charge; a curve needs at least one")
-    losses, refusals = _losses(ACCOUNTANTS.values(), merge_equal(ledger.events), delta)
+    losses, errors = _losses(ACCOUNTANTS.values(), merge_equal(ledger.events), delta)
     basis = next((loss for loss in losses if loss.bound is not Bound.ESTIMATE), None)
     if basis is None:
-        raise refusals[0]
+        raise errors[0]
     if math.isinf(basis.epsilon):
         raise InvalidValueError(
             f"ε of ledger {ledger.path} at delta {delta} is infinite, as a round has too little "
             "noise or delta is too small; a curve needs a finite one"
         )
-    return losses, basis
+    by_rounds = tuple(_epsilon_curve(ledger, loss) for loss in losses)
+    return Cost(basis.epsilon, delta, by_rounds, trade_off(ledger.events, basis.accountant))
 
 
-def _epsilon_curve(ledger: LedgerContent, whole: PrivacyLoss) -> EpsilonCurve:
-    accountant, charges = accountant_named(whole.accountant), ledger.charges
+def _epsilon_curve(ledger: LedgerContent, total: PrivacyLoss) -> EpsilonCurve:
+    accountant, charges = accountant_named(total.accountant), ledger.charges
     rounds = tuple(int(n) for n in np.unique(np.linspace(1, len(charges), _POINTS).round()))
-    events, paid = ledger.events, [sum(row.pays for row in charges[:n]) for n in rounds]
-    priced = {n: accountant.epsilon(merge_equal(events[:n]), whole.delta) for n in {*paid}}
-    losses = [priced[n] for n in paid]
+    events, counts = ledger.events, [sum(row.pays for row in charges[:n]) for n in rounds]
+    prices = {n: accountant.epsilon(merge_equal(events[:n]), total.delta) for n in {*counts}}
+    losses = [prices[n] for n in counts]
     lows, ups = tuple(loss.epsilon_low for loss in losses), tuple(loss.epsilon for loss in losses)
-    return EpsilonCurve(whole.accountant, whole.bound, whole.delta, rounds, lows, ups)
+    return EpsilonCurve(total.accountant, total.bound, total.delta, rounds, lows, ups)

@@ -1,9 +1,9 @@
 """Rényi differential privacy (RDP), the moments accountant of the Poisson-subsampled Gaussian.
 
-The RDP of one round at order α is log E_Q[(1 + u)^α]/(α − 1), u = q·(r − 1), with r the density of
-N(1, z²) over that of Q = N(0, z²); removing a user is never better than adding one (Mironov, Talwar
-& Zhang 2019, Theorem 5). As E_Q[u] = 0, E_Q[(1 + u)^α] − 1 = E_Q[(1 + u)^α − 1 − α·u], of which no
-terms cancel, so the tiniest q keeps its relative accuracy.
+The RDP of one round at order α is log E_Q[(1 + u)^α]/(α − 1), u = q·(r − 1), where r is the density
+of N(1, z²) over that of Q = N(0, z²). Adding a user never costs more than removing one (Mironov,
+Talwar & Zhang 2019, Theorem 5). Since E_Q[u] = 0, E_Q[(1 + u)^α] − 1 = E_Q[(1 + u)^α − 1 − α·u].
+The terms of the latter do not cancel, so the result has a small relative error for the tiniest q.
 """
 
 import math
@@ -22,26 +22,27 @@ DEFAULT_ORDERS: tuple[float, ...] = (
     *map(float, range(8, 64)),
     *sorted({float(round(a)) for a in np.geomspace(64, 16384, 64)}),
 )
-"""Dense where ε is large (near 1), sparse up to where q is tiny (thousands)."""
+"""Dense near 1, for a large ε; sparse up to thousands, for a tiny q."""
 
-_GROUPS = 64  # different rounds that are computed; more are grouped
+_GROUPS = 64  # largest number of different rounds; more are grouped
 _SLACK = 1e-10
-"""Relative error allowed to an RDP, and added: ten times what tests find, not a proved bound."""
-_ROUNDING = 2.0**-50  # of logarithms, relative to what they are sums of
+"""Relative error of an RDP, which is added: ten times that in tests, not a proved bound."""
+_ROUNDING = 2.0**-50  # of logarithms, relative to their summands
 _MOST_EPSILON = 1e290
-_LARGEST_FRACTIONAL = 256.0  # larger orders get the RDP of the next integer one
-_LEAST_NOISE, _MOST_NOISE = 0.05, 1e100  # more noise is taken to be this, whose square is a number
-_RANGE = 14.0  # standard deviations beyond its peaks up to which an integrand is followed
-_NEGLIGIBLE = 1e-140  # a z below this one has RDPs near the largest float: ∞
+_LARGEST_FRACTIONAL = 256.0  # larger orders get the RDP of the next integer
+_LEAST_NOISE, _MOST_NOISE = 0.05, 1e100  # a larger z is replaced by 1e100, whose square is finite
+_RANGE = 14.0  # standard deviations beyond the peaks at which an integral ends
+_NEGLIGIBLE = 1e-140  # a smaller z has RDPs near the largest float: ∞
 
 
 def subsampled_gaussian_rdp(q: float, noise_multiplier: float, orders: Sequence[float]) -> Vector:
-    """[orders] RDP of one round of the Poisson-subsampled Gaussian, add or remove one user.
+    """Return the RDP of one Poisson-sampled round when one user is added or removed: [orders].
 
-    At most a part in 10⁹ above the exact value; ∞ without noise. q = 1 is the Gaussian mechanism,
-    α/(2z²) (Mironov 2017, Corollary 3). An integer order is a sum of α − 1 positive terms (Mironov,
-    Talwar & Zhang 2019, Section 3.3), a fractional one an integral; below z = 0.05, and above order
-    256, it gets the RDP of the next integer order.
+    It is above the exact value by at most a part in 10⁹, and ∞ without noise. For q = 1 it is that
+    of the Gaussian mechanism, α/(2z²) (Mironov 2017, Corollary 3). For an integer order it is a sum
+    of α − 1 positive terms (Mironov, Talwar & Zhang 2019, Section 3.3), for a fractional one an
+    integral. For z < 0.05 or an order above 256, a fractional order gets the RDP of the next
+    integer.
     """
     alpha = np.asarray(orders, dtype=np.float64)
     if noise_multiplier < _NEGLIGIBLE:
@@ -54,9 +55,10 @@ def subsampled_gaussian_rdp(q: float, noise_multiplier: float, orders: Sequence[
 
 
 def composed_rdp(rounds: Rounds, orders: Sequence[float]) -> Vector:
-    """[orders] RDP of all rounds together, the sum of theirs (Mironov 2017, Proposition 1).
+    """Return the RDP of all rounds together, the sum of theirs (Mironov 2017, Proposition 1).
 
-    Where many differ, that of fewer different ones which cost at least as much.
+    Many different rounds are replaced by fewer ones that cost at least as much. The result has the
+    shape [orders].
     """
     if all(z > 0.0 for _, z in rounds):
         rounds, _ = grouped(rounds, _GROUPS)
@@ -67,9 +69,9 @@ def composed_rdp(rounds: Rounds, orders: Sequence[float]) -> Vector:
 
 
 def epsilon_from_rdp(orders: Sequence[float], rdp: Vector, delta: float) -> float:
-    """ε ≥ 0 at which (α, rdp) at the best order implies (ε, δ)-DP.
+    """Return the ε ≥ 0 for which (α, rdp) at the best order implies (ε, δ)-DP.
 
-    min_α rdp + log((α − 1)/α) − (log δ + log α)/(α − 1) (Canonne, Kamath & Steinke 2020,
+    It is min_α rdp + log((α − 1)/α) − (log δ + log α)/(α − 1) (Canonne, Kamath & Steinke 2020,
     Proposition 12; Balle et al. 2020, Theorem 21).
     """
     alpha = np.asarray(orders, dtype=np.float64)
@@ -78,12 +80,13 @@ def epsilon_from_rdp(orders: Sequence[float], rdp: Vector, delta: float) -> floa
 
 
 def delta_from_rdp(orders: Sequence[float], rdp: Vector, epsilon: float) -> float:
-    """δ in [1e-60, 1] at which (α, rdp) at the best order implies (ε, δ)-DP.
+    """Return the δ in [1e-60, 1] for which (α, rdp) at the best order implies (ε, δ)-DP.
 
-    min_α e^{(α − 1)(rdp − ε)}/(α − 1)·(1 − 1/α)^α (Canonne, Kamath & Steinke 2020, Proposition 12).
+    It is min_α e^{(α − 1)(rdp − ε)}/(α − 1)·(1 − 1/α)^α (Canonne, Kamath & Steinke 2020,
+    Proposition 12).
     """
     alpha = np.asarray(orders, dtype=np.float64)
-    # Products of a larger ε overflow, and what holds at this one holds at that.
+    # Products of a larger ε overflow; a δ for a smaller ε holds for it too.
     epsilon = min(epsilon, _MOST_EPSILON)
     logs = (alpha - 1) * (rdp - epsilon) - np.log(alpha - 1) + alpha * np.log1p(-1 / alpha)
     return max(LEAST_DELTA, math.exp(min(0.0, float(logs.min()))))
@@ -91,17 +94,17 @@ def delta_from_rdp(orders: Sequence[float], rdp: Vector, epsilon: float) -> floa
 
 @lru_cache(maxsize=1 << 15)
 def _log_moment(q: float, z: float, alpha: float) -> float:
-    """log E_Q[(1 + u)^α], or more."""
+    """Return an upper bound of log E_Q[(1 + u)^α]."""
     if alpha.is_integer():
         return _log_integer_moment(q, z, int(alpha))
     if z < _LEAST_NOISE or alpha > _LARGEST_FRACTIONAL:
-        following = math.ceil(alpha)
-        return _log_integer_moment(q, z, following) * (alpha - 1) / (following - 1)
+        integer = math.ceil(alpha)
+        return _log_integer_moment(q, z, integer) * (alpha - 1) / (integer - 1)
     return _log_fractional_moment(q, z, alpha)
 
 
 def _log_integer_moment(q: float, z: float, alpha: int) -> float:
-    """log(1 + Σ_k C(α, k)·(1 − q)^{α−k}·q^k·(e^{k(k − 1)/(2z²)} − 1)), k = 2, …, α."""
+    """Return log(1 + Σ_{k=2}^α C(α, k)·(1 − q)^{α−k}·q^k·(e^{k(k − 1)/(2z²)} − 1))."""
     k = np.arange(2, alpha + 1)
     growth = k * (k - 1) / (2 * z**2)
     coins = (alpha - k) * math.log1p(-q) + k * math.log(q)
@@ -110,16 +113,16 @@ def _log_integer_moment(q: float, z: float, alpha: int) -> float:
 
 
 def _log_binomials(alpha: int) -> Vector:
-    """log C(α, j) for j = 2, …, α, rounded up: factorials of large orders cancel."""
-    j, most = np.arange(2, alpha + 1), gammaln(alpha + 1) * (1 + 2 * _ROUNDING)
-    return np.asarray(most - gammaln(j + 1) - gammaln(alpha - j + 1))
+    """Return log C(α, j) for j = 2, …, α, rounded up, since factorials of large orders cancel."""
+    j, log_factorial = np.arange(2, alpha + 1), gammaln(alpha + 1) * (1 + 2 * _ROUNDING)
+    return np.asarray(log_factorial - gammaln(j + 1) - gammaln(alpha - j + 1))
 
 
 def _log_fractional_moment(q: float, z: float, alpha: float) -> float:
-    """log E_Q[(1 + u)^α] by the trapezoidal rule.
+    """Return log E_Q[(1 + u)^α] by the trapezoidal rule.
 
     The integrand is analytic up to the branch points at a distance πz² from the real line, so the
-    rule's error falls like e^{−2π²z²/dx} and e^{−2π²z²/dx²}; with this dx both are below 1e-16.
+    rule's error decreases like e^{−2π²z²/dx} and e^{−2π²z²/dx²}; with this dx both are below 1e-16.
     """
     dx = min(0.5 * z**2, 0.7 * z)
     x = np.arange(-_RANGE * z, alpha + _RANGE * z, dx)
@@ -131,7 +134,7 @@ def _log_fractional_moment(q: float, z: float, alpha: float) -> float:
 
 
 def _log_excess(u: Vector, log_one_plus_u: Vector, a: float) -> Vector:
-    """log((1 + u)^{1+a} − 1 − (1 + a)·u), of a number ≥ 0, for u > −1 and a > 0."""
+    """Return log((1 + u)^{1+a} − 1 − (1 + a)·u) for u > −1 and a > 0; its argument is ≥ 0."""
     power = a * log_one_plus_u
     middle = (1 + u) * np.expm1(np.minimum(power, 200.0)) - a * u
     series, term = np.zeros_like(u), (1 + a) * np.where(np.abs(u) < 1.0, u, 0.0)
@@ -144,6 +147,6 @@ def _log_excess(u: Vector, log_one_plus_u: Vector, a: float) -> Vector:
 
 
 def _log_one_plus_sum(log_terms: Vector) -> float:
-    """log(1 + Σ e^{log_terms}), accurate where the sum is tiny and where it is huge."""
+    """Return log(1 + Σ e^{log_terms}), accurate for tiny and for huge sums."""
     largest = log_terms.max()
     return float(np.logaddexp(0.0, largest + np.log(np.exp(log_terms - largest).sum())))

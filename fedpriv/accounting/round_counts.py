@@ -1,37 +1,38 @@
-"""Events counted as rounds by (q, z), and rounds moved outward into few groups where many differ.
+"""Events counted as rounds by (q, z), and many different rounds replaced by few groups.
 
 q is the sampling probability and z the noise_stddev per **sensitivity**: accountants of one policy
-depend on nothing else, but for the schedule of a pass.
+depend on nothing else, except for the schedule of a pass.
 
-A round with (q', z'), q' ≥ q and z' ≤ z, costs at least as much as one with (q, z): more noise on
-its output, and replacing the output by noise with probability 1 − q/q', turn its pair of output
-distributions into that of the other, and post-processing never costs. So moving every round to the
-corner (largest q, smallest z) of its group gives an upper bound of ε, and moving it to the opposite
-corner a lower one, in both directions and under adaptive composition. The same holds for all
-sampling policies, whose pairs have the same form, and for sampled examples (`sampled_examples`).
+A round with (q', z'), q' ≥ q and z' ≤ z, costs at least as much as one with (q, z): additional
+noise on its output, and noise instead of the output with probability 1 − q/q', turn its pair of
+output distributions into that of the other, and post-processing never costs. So moving every round
+to the corner (largest q, smallest z) of its group gives an upper bound of ε, and moving it to the
+opposite corner a lower one, in both directions and under adaptive composition. The same holds for
+all sampling policies, whose pairs have the same form, and for sampled examples
+(`sampled_examples`).
 
-A separated series of n rounds adds noise C⁻¹Z that is correlated over rounds, Z being fresh. It is
-a Gaussian mechanism on C·X, where X are the sums of the rounds, and costs no more if later rounds
-depend on earlier releases (Denisov et al. 2022, Theorem 2.1, for lower triangular C). One user
-changes row i of X, for each round i it takes part in, by a vector u_i of at most one clipping norm,
-so C·X by
+A separated series of n rounds adds noise C⁻¹Z that is correlated over rounds, where Z is
+independent noise. It is a Gaussian mechanism on C·X, where X are the sums of the rounds, and costs
+no more if later rounds depend on earlier releases (Denisov et al. 2022, Theorem 2.1, for lower
+triangular C). One user changes row i of X, for each of its rounds i, by a vector u_i of at most one
+clipping norm, so it changes C·X by
 
     ‖Σ_i C[:, i]·u_iᵀ‖² = Σ_ij G_ij·⟨u_i, u_j⟩ ≤ Σ_ij |G_ij|,   G = CᵀC,
 
-with sums over its rounds. Equal u_i reach the bound where G has no negative entry.
+with sums over its rounds. Equal u_i reach the bound if G has no negative entry.
 
-A series of Poisson rounds within bands has b groups of users and p ≤ b coefficients, so that the
-rows of C·X that a user's rounds j₁ < j₂ < … may change do not meet: row j + l has c_l·u_j, l < p.
-Fix what the other users do, their coins included, and everything released before row j. Then u_j is
-fixed; what others add to later rows follows from the releases before each, alike on both
-neighbours, and can be subtracted; so rows j to j + p − 1 show ξ·c⊗u_j + Z with the user's coin ξ,
-against Z without the user, or against ξ·c⊗u'_j + Z. That is a Poisson-sampled Gaussian round of
-sensitivity ‖c‖, whose pair dominates. The rounds of one user compose adaptively, and others' coins,
-fixed here, are drawn alike on both neighbours (joint convexity). So a series costs as much as k
-rounds (q, z/‖c‖), of which the last has only the coefficients that fit (Choquette-Choo et al. 2023,
-arXiv 2306.08153, Theorem 4). Group 0 has the most rounds and rows, and reaches the price where all
-others contribute nothing and u_j is always the same: it is exact, for coefficients of any sign. A
-user that is replaced stays in its group; one that is added joins one whatever its data.
+A series of Poisson rounds within bands has b groups of users and p ≤ b coefficients. So the rows of
+C·X that depend on a user's rounds j₁ < j₂ < … do not overlap: row j + l has c_l·u_j, l < p. Fix the
+other users' behaviour, with their coins, and all releases before row j. Then u_j is fixed. The
+others' terms in later rows are functions of earlier releases, the same for both neighbours, and can
+be subtracted. So rows j to j + p − 1 show ξ·c⊗u_j + Z with the user's coin ξ, against Z without the
+user, or against ξ·c⊗u'_j + Z. That is a Poisson-sampled Gaussian round of sensitivity ‖c‖, whose
+pair dominates. The rounds of one user compose adaptively, and the others' coins, fixed here, have
+the same law for both neighbours (joint convexity). So a series costs as much as k rounds
+(q, z/‖c‖), except that the last has only the coefficients that fit (Choquette-Choo et al. 2023,
+arXiv 2306.08153, Theorem 4). Group 0 has the most rounds and rows, and reaches this price if all
+others contribute nothing and u_j is constant: the price is exact, for coefficients of any sign. A
+replaced user stays in its group, and an added user joins a group independently of its data.
 """
 
 import heapq
@@ -53,27 +54,27 @@ Vector = NDArray[np.float64]
 Rounds = Mapping[tuple[float, float], int]
 """Number of rounds by (sampling probability q, noise multiplier z)."""
 
-Ends = tuple[float, float]  # of an interval that holds the truth
+Ends = tuple[float, float]  # of an interval that contains the truth
 
-_SAME = 2.0**-36  # relative difference of noise multipliers that is rounding
-_FINE = 5e-4  # groups need not tell apart rounds whose variances differ by less, relatively
+_SAME = 2.0**-36  # relative difference of noise multipliers that counts as rounding
+_FINE = 5e-4  # relative difference of variances within a group that needs no split
 _ULPS = 2.0**-50
 
 
 class Direction(IntEnum):
-    """Which of the two neighbours the mechanism ran on; the value is the sign of the loss."""
+    """The neighbour that the mechanism ran on; the value is the sign of the loss."""
 
-    REMOVE = 1  # on the population with the user; the other neighbour is without
-    ADD = -1  # on the population without the user; the other neighbour is with
+    REMOVE = 1  # the population with the user
+    ADD = -1  # the population without the user
 
 
 def compose(events: Iterable[RoundEvent]) -> dict[tuple[float, float], int]:
-    """Count events by (q, z), in order of both, so that results do not depend on their order.
+    """Count events by (q, z), and return the counts in order of both, whatever the events' order.
 
-    The sensitivity is 1 clipping norm where one user is added or removed and 2 where one is
-    replaced, times that of the strategy of a series. Noise multipliers that differ by less than a
-    part in 2³⁶ count as the smallest of them: where clipping norms move, the last digits of σ/S do,
-    though it is meant to stay.
+    The sensitivity is 1 clipping norm if one user is added or removed, and 2 if one is replaced,
+    times that of the strategy of a series. Noise multipliers that differ by less than a part in 2³⁶
+    count as the smallest of them: with adaptive clipping norms a constant σ/S is rounded
+    differently in each round.
 
     >>> from fedpriv.accounting.policies import poisson_gaussian
     >>> compose([poisson_gaussian(0.5, 2.0), poisson_gaussian(0.5, 2.0, count=3)])
@@ -95,38 +96,38 @@ def compose(events: Iterable[RoundEvent]) -> dict[tuple[float, float], int]:
 
 
 def _sensitivities(event: RoundEvent) -> Iterator[tuple[float, int]]:
-    """What one event is as rounds that compose: their sensitivity in clipping norms, how many."""
+    """Yield the rounds that one event consists of: sensitivities in clipping norms, and counts."""
     sampling, schedule, strategy = event.sampling, event.sampling.schedule, event.strategy
-    moved = sampling.relation.sensitivity
+    distance = sampling.relation.sensitivity
     if schedule is None or sampling.policy not in WITH_STRATEGY:
-        yield moved, 1
+        yield distance, 1
     elif sampling.policy is SamplingPolicy.SEPARATED:
-        yield moved * strategy_sensitivity(strategy, *astuple(schedule)), 1
+        yield distance * strategy_sensitivity(strategy, *astuple(schedule)), 1
     else:
-        left = schedule.rounds - (schedule.participations - 1) * schedule.separation
+        rest = schedule.rounds - (schedule.participations - 1) * schedule.separation
         if schedule.participations > 1:
-            whole = strategy_sensitivity(strategy, schedule.rounds, 1, 1)
-            yield moved * whole, schedule.participations - 1
-        yield moved * strategy_sensitivity(strategy[:left], left, 1, 1), 1
+            full = strategy_sensitivity(strategy, schedule.rounds, 1, 1)
+            yield distance * full, schedule.participations - 1
+        yield distance * strategy_sensitivity(strategy[:rest], rest, 1, 1), 1
 
 
 @lru_cache(maxsize=256)
 def strategy_sensitivity(
     strategy: tuple[float, ...], rounds: int, participations: int, separation: int
 ) -> float:
-    """Sensitivity in clipping norms of C·X, where a user is in at most k rounds, b apart.
+    """Return the sensitivity in clipping norms of C·X for users in at most k rounds, b apart.
 
-    * Coefficients c, the first column of C, that are ≥ 0 and never increase have the exact value,
-      that of the rounds 1, 1 + b, 1 + 2b, … (Kalinin & Lampert 2024, Theorem 2); (1,) has √k.
-    * So have those of at most b coefficients, where a user's rounds do not meet: ‖c‖·√k, as far as
-      its last round has all coefficients in the series, and an upper bound elsewhere.
-    * Others have an upper bound: rounds that are m participations apart meet with at most the
-      largest of Σ_l |c_l|·|c_{l+d}| for d ≥ m·b.
+    * If the coefficients c, the first column of C, are ≥ 0 and never increase, it is exact: that of
+      the rounds 1, 1 + b, 1 + 2b, … (Kalinin & Lampert 2024, Theorem 2); √k for (1,).
+    * If there are at most b coefficients, a user's rounds do not overlap, and it is ‖c‖·√k. This is
+      exact if the series has all coefficients of the user's last round; else it is an upper bound.
+    * Otherwise it is an upper bound: the overlap of rounds that are m participations apart is at
+      most the largest of Σ_l |c_l|·|c_{l+d}| for d ≥ m·b.
 
-    It grows in k and n, falls in b, scales with the strategy, and is rounded up.
+    It increases with k and n, decreases with b, scales with the strategy, and is rounded up.
     """
     fitting = min(participations, 1 + (rounds - 1) // separation)
-    # In units of the largest, so that squares neither overflow nor vanish.
+    # In units of the largest coefficient, so that squares neither overflow nor underflow.
     unit = max(map(abs, strategy))
     c = np.abs(strategy) / unit
     square = _first_rounds if decreasing(strategy) else _any_rounds
@@ -136,25 +137,25 @@ def strategy_sensitivity(
 
 
 def decreasing(strategy: tuple[float, ...]) -> bool:
-    """Whether coefficients never increase and stay ≥ 0."""
+    """Return whether coefficients are ≥ 0 and never increase."""
     return all(a >= b for a, b in zip(strategy, (*strategy[1:], 0.0), strict=True))
 
 
 def _first_rounds(c: Vector, rounds: int, participations: int, separation: int) -> float:
-    """‖Σ_i C[:, i]‖² over the rounds i = 1, 1 + b, …: k of them, which fit into n."""
+    """Return ‖Σ_i C[:, i]‖² over the k rounds i = 1, 1 + b, …, which fit into n."""
     width = min(separation, len(c))
     blocks = np.pad(c, (0, -len(c) % width)).reshape(-1, width)
     # Each further participation only repeats a period of b rounds.
     repeated = max(0, participations - len(blocks))
     period = blocks.sum(axis=0)
-    left = participations - repeated
-    length = min(rounds - repeated * separation, len(c) + (left - 1) * separation)
-    column = _shifted_sum(np.pad(c, (0, length))[:length], left, separation)
+    rest = participations - repeated
+    length = min(rounds - repeated * separation, len(c) + (rest - 1) * separation)
+    column = _shifted_sum(np.pad(c, (0, length))[:length], rest, separation)
     return float(column @ column) + repeated * float(period @ period)
 
 
 def _shifted_sum(c: Vector, count: int, separation: int) -> Vector:
-    """Σ_{j < count} of c shifted by j·b to the right and cut off, by doubling the count."""
+    """Return Σ_{j < count} of c shifted right by j·b and truncated, by doubling the count."""
     total, power = np.zeros_like(c), c.copy()
     shift, step = 0, separation
     for bit in reversed(f"{count:b}"):
@@ -167,28 +168,28 @@ def _shifted_sum(c: Vector, count: int, separation: int) -> Vector:
 
 
 def _any_rounds(c: Vector, _rounds: int, participations: int, separation: int) -> float:
-    """An upper bound on Σ_ij |G_ij| over any k rounds that are at least b apart."""
-    meeting = np.correlate(c, c, "full")[len(c) - 1 :]
-    largest = np.maximum.accumulate(meeting[::-1])[::-1]
-    apart = np.arange(1, 1 + min(participations - 1, (len(c) - 1) // separation))
-    pairs = float((participations - apart) @ largest[apart * separation])
-    return participations * float(meeting[0]) + 2.0 * pairs
+    """Return an upper bound of Σ_ij |G_ij| over any k rounds that are at least b apart."""
+    overlaps = np.correlate(c, c, "full")[len(c) - 1 :]
+    largest = np.maximum.accumulate(overlaps[::-1])[::-1]
+    gaps = np.arange(1, 1 + min(participations - 1, (len(c) - 1) // separation))
+    pairs = float((participations - gaps) @ largest[gaps * separation])
+    return participations * float(overlaps[0]) + 2.0 * pairs
 
 
 def check_any_delta(delta: float) -> None:
-    """Raise InvalidValueError unless δ is in (0, 1), however small; see `events.check_delta`."""
+    """Raise InvalidValueError unless δ is in (0, 1); `events.check_delta` has a larger minimum."""
     require(0.0 < delta < 1.0, f"delta is {delta}; it must be in (0, 1)")
 
 
 def check_epsilon(epsilon: float) -> None:
     """Raise InvalidValueError unless ε is finite and not negative."""
-    number, legal = plain_numbers(epsilon, "epsilon"), "it must be finite and not negative"
-    proper = isinstance(number, int | float) and 0.0 <= number < math.inf
-    require(proper, f"epsilon is {epsilon!r}; {legal}")
+    number = plain_numbers(epsilon, "epsilon")
+    in_range = isinstance(number, int | float) and 0.0 <= number < math.inf
+    require(in_range, f"epsilon is {epsilon!r}; it must be finite and not negative")
 
 
 def check_rounds(rounds: Rounds) -> None:
-    """Refuse rounds unless every q is in (0, 1], z finite and ≥ 0 and count ≥ 1."""
+    """Raise InvalidValueError unless every q is in (0, 1], every z finite and ≥ 0, counts ≥ 1."""
     for (q, z), count in rounds.items():
         if not 0.0 < q <= 1.0:
             raise InvalidValueError(f"sampling_probability is {q}; it must be in (0, 1]")
@@ -199,16 +200,17 @@ def check_rounds(rounds: Rounds) -> None:
 
 
 def arrays(rounds: Rounds) -> tuple[Vector, Vector, Vector]:
-    """[n] q, z and counts."""
+    """Return q, z and counts: [n] each."""
     settings = np.array(list(rounds), dtype=np.float64).reshape(-1, 2)
     return settings[:, 0], settings[:, 1], np.array(list(rounds.values()), dtype=np.float64)
 
 
 def unsampled_noise_multiplier(rounds: Rounds) -> float:
-    """The z of the one Gaussian mechanism that the rounds are together if all users take part.
+    """Return the z of the Gaussian mechanism that the rounds form together without sampling.
 
-    1/z² = Σ count/zᵢ² (Dong, Roth & Su 2019, Section 3): exact for q = 1, and else an upper bound,
-    as sampling never costs. ∞ for no round, 0 without noise, else right to 2⁻⁵⁰ of itself.
+    1/z² = Σ count/zᵢ² (Dong, Roth & Su 2019, Section 3). Its cost is exact for q = 1, and else an
+    upper bound, since sampling never costs. It is ∞ for no round, 0 if a round has no noise, and
+    else has a relative error of at most 2⁻⁵⁰.
     """
     check_rounds(rounds)
     least = min((z for _, z in rounds), default=math.inf)
@@ -218,7 +220,10 @@ def unsampled_noise_multiplier(rounds: Rounds) -> float:
 
 
 def folded(rounds: Rounds) -> Rounds:
-    """The rounds with those of q = 1 as m equal ones of √m times the noise of all, rounded down."""
+    """Return rounds in which those with q = 1 are replaced by m equal ones.
+
+    Together they have the noise of all of them, rounded down: each has √m times that.
+    """
     everybody = {(q, z): n for (q, z), n in rounds.items() if q == 1.0}
     if len(everybody) < 2:
         return rounds
@@ -231,23 +236,23 @@ def folded(rounds: Rounds) -> Rounds:
 
 
 def grouped(rounds: Rounds, most: int) -> tuple[Rounds, Rounds]:
-    """Rounds that cost at least, and rounds that cost at most as much, in up to `most` groups."""
+    """Return rounds that cost at least as much, and at most as much, in up to `most` groups."""
     if len(rounds) <= most:
         return rounds, rounds
     q, z, counts = arrays(rounds)
     above: dict[tuple[float, float], int] = {}
     below: dict[tuple[float, float], int] = {}
-    for inside in _boxes(q, z, counts, most):
-        count = int(counts[inside].sum())
-        worst = float(q[inside].max()), float(z[inside].min())
-        best = float(q[inside].min()), float(z[inside].max())
+    for members in _boxes(q, z, counts, most):
+        count = int(counts[members].sum())
+        worst = float(q[members].max()), float(z[members].min())
+        best = float(q[members].min()), float(z[members].max())
         above[worst] = above.get(worst, 0) + count
         below[best] = below.get(best, 0) + count
     return above, below
 
 
 def _boxes(q: Vector, z: Vector, counts: Vector, most: int) -> list[NDArray[np.int64]]:
-    """The members of each group; boxes are split where that tells most of their variance apart.
+    """Return the members of each group; boxes with the most variance inside are split first.
 
     The variance of the likelihood ratio of one round is q²·(e^{1/z²} − 1), a product: axes are the
     logarithms of its factors.
@@ -255,19 +260,19 @@ def _boxes(q: Vector, z: Vector, counts: Vector, most: int) -> list[NDArray[np.i
     square = np.clip(z**-2.0, 1e-300, 600.0)
     axes = np.stack([2 * np.log(q), square + np.log(-np.expm1(-square))])
 
-    def box(inside: NDArray[np.int64]) -> tuple[float, int, int, NDArray[np.int64]]:
-        """Minus what a split gains, the first member (to break ties), the axis, the members."""
-        low, high = axes[:, inside].min(axis=1), axes[:, inside].max(axis=1)
-        shares = np.expm1(low - high)  # minus what a split along each axis may gain
-        gain = shares.sum() * counts[inside].sum() * math.exp(min(high.sum(), 600.0))
-        narrow = (high - low).max() <= _FINE
-        return 0.0 if narrow else float(gain), int(inside[0]), int(shares.argmin()), inside
+    def box(members: NDArray[np.int64]) -> tuple[float, int, int, NDArray[np.int64]]:
+        """Return minus the gain of a split, the first member (for ties), the axis, the members."""
+        low, high = axes[:, members].min(axis=1), axes[:, members].max(axis=1)
+        shares = np.expm1(low - high)  # minus the gain of a split along each axis
+        gain = shares.sum() * counts[members].sum() * math.exp(min(high.sum(), 600.0))
+        is_narrow = (high - low).max() <= _FINE
+        return 0.0 if is_narrow else float(gain), int(members[0]), int(shares.argmin()), members
 
     boxes = [box(np.arange(len(q)))]
     while len(boxes) < most and boxes[0][0] < 0.0:
-        _, _, axis, inside = heapq.heappop(boxes)
-        values = axes[axis, inside]
-        upper = values > (values.min() + values.max()) / 2
-        for part in (inside[upper], inside[~upper]):
-            heapq.heappush(boxes, box(part))
-    return [inside for *_, inside in boxes]
+        _, _, axis, members = heapq.heappop(boxes)
+        values = axes[axis, members]
+        is_upper = values > (values.min() + values.max()) / 2
+        for half in (members[is_upper], members[~is_upper]):
+            heapq.heappush(boxes, box(half))
+    return [members for *_, members in boxes]

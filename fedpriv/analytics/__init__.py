@@ -1,7 +1,7 @@
 """Questions about the users, answered with user-level privacy and without training.
 
-What a round of training is to a model, a survey is to questions: one cohort, one Gaussian sum query
-over a vector group per question, one charge in the ledger before anything is released. No torch.
+A survey is one round: one cohort, one Gaussian sum query with a vector group for each question, and
+one charge in the ledger before anything is released. This package does not import torch.
 """
 
 from fedpriv.analytics.components import PrincipalComponents, SecondMoments

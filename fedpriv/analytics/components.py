@@ -1,4 +1,4 @@
-"""Principal components of users' records: a question, and what is read off its answer."""
+"""Principal components of users' records: a question, and the directions in its answer."""
 
 import math
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from fedpriv.privacy.clipping import FloatMatrix, IntegerVector
 from fedpriv.privacy.layout import FloatVector
 from fedpriv.privacy.outer_products import CLIPPING_NORM, SHRINK, outer_product_sum
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.support.checks import is_whole
+from fedpriv.support.checks import is_whole, require
 
-_MOST_INPUTS = 4096  # a matrix of 128 MiB
+_MOST_INPUTS = 4096  # for which a matrix takes 128 MiB
 
 
 @dataclass(frozen=True)
 class SecondMoments(Question):
-    """The mean over all enrolled users of x xᵀ, x being a record divided by its length: [D, D].
+    """The mean over all enrolled users of x xᵀ, for records x divided by their lengths: [D, D].
 
-    A record is a row of D numbers in any shape, such as an image. Zeros, and a row with NaN or
-    infinity, are no record. A user contributes the mean of the outer products of its n records, and
-    zero if it has none (Abadi et al. 2016, section 4, where each record is a user). The answer is a
-    symmetric matrix; it is unbiased but for the rounding of records, in steps of 0.0002·√n. Noise
-    is as large in every direction: beside the diagonal it is √½ of that on it.
-    `PrincipalComponents.of` reads off the directions.
+    A record is a row of D numbers in any shape, such as an image. Rows of zeros and rows with NaN
+    or infinity do not count. A user contributes the mean of the outer products of its n records,
+    and zero if it has none (Abadi et al. 2016, section 4, where each record is a user). The answer
+    is a symmetric matrix. It is unbiased except for the rounding of records, in steps of
+    0.0002·√n. The noise is isotropic: off the diagonal it is √½ times that on the diagonal.
+    `PrincipalComponents.of` returns the directions.
     """
 
     inputs: int  # D, from 1 to 4096
@@ -37,49 +37,49 @@ class SecondMoments(Question):
 
     @property
     def width(self) -> int:
-        """A record has D numbers."""
+        """Length D of a record."""
         return self.inputs
 
     @property
     def clipping_norm(self) -> float:
-        """1: the Frobenius norm of x xᵀ, and the most that of a mean of such."""
+        """The Frobenius norm of x xᵀ, 1, which bounds that of a mean of such matrices."""
         return CLIPPING_NORM
 
     @property
     def dimension(self) -> int:
-        """D(D + 1)/2: the matrix is symmetric."""
+        """D(D + 1)/2, the free numbers of a symmetric matrix."""
         return self.inputs * (self.inputs + 1) // 2
 
     def numbers(self, values: IntegerVector) -> IntegerVector:
-        """The records alone: outer products are added up without being written down."""
+        """Return the size of the records; outer products are never stored one by one."""
         return values * self.inputs
 
-    def total(self, held: UserValues) -> IntegerVector:
-        """Sum of users' mean outer products, each within norm 1: [d]."""
-        return outer_product_sum(*self._scaled(held))
+    def total(self, users: UserValues) -> IntegerVector:
+        """Return the sum of users' mean outer products, each within norm 1: [d]."""
+        return outer_product_sum(*self._scaled(users))
 
-    def _scaled(self, held: UserValues) -> tuple[FloatMatrix, IntegerVector]:
-        """Records of length 1/√n, n being how many a user has, and which are whose."""
-        largest = np.abs(held.values).max(axis=1, initial=0.0)
-        counted = np.isfinite(largest) & (largest > 0.0)
-        counts = held.sums(counted)
-        of_user = np.repeat(counts, np.diff(held.offsets))[counted]
-        # Divided by the largest number first, squares neither overflow nor vanish.
-        rows = held.values[counted] / largest[counted, np.newaxis]
+    def _scaled(self, users: UserValues) -> tuple[FloatMatrix, IntegerVector]:
+        """Return users' records [R, D], of length 1/√n if a user has n, and offsets [U + 1]."""
+        largest = np.abs(users.values).max(axis=1, initial=0.0)
+        is_record = np.isfinite(largest) & (largest > 0.0)
+        counts = users.sums(is_record)
+        of_user = np.repeat(counts, np.diff(users.offsets))[is_record]
+        # The division by the largest number keeps squares from overflow and underflow.
+        rows = users.values[is_record] / largest[is_record, np.newaxis]
         rows /= np.sqrt(np.vecdot(rows, rows) * of_user)[:, np.newaxis]
         return rows, np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
-        """The matrix in the average."""
+        """Return the matrix that the average encodes."""
         value = self._matrix(average[: self.inputs], average[self.inputs :])
         noise = self._matrix(np.full(self.inputs, stddev), stddev)
-        # Of a user's matrix M, M_ij² ≤ M_ii·M_jj ≤ M_ii, as no M_jj is above 1.
-        most = np.clip(np.diag(value + 2.0 * noise), 0.0, 1.0)
-        spread = sampling_spread(sampling) * np.sqrt(np.minimum(most, most[:, np.newaxis]))
+        # A user's matrix M has M_ij² ≤ M_ii·M_jj ≤ M_ii, since M_jj ≤ 1.
+        limit = np.clip(np.diag(value + 2.0 * noise), 0.0, 1.0)
+        spread = sampling_spread(sampling) * np.sqrt(np.minimum(limit, limit[:, np.newaxis]))
         return self.normal_answer(value, noise, spread)
 
     def _matrix(self, diagonal: FloatVector, above: FloatVector | float) -> FloatMatrix:
-        """The symmetric matrix whose contribution these two parts are: [D, D]."""
+        """Return the symmetric matrix [D, D] that a contribution of these two parts encodes."""
         matrix = np.zeros((self.inputs, self.inputs))
         matrix[np.triu_indices(self.inputs, 1)] = above / (math.sqrt(2.0) * SHRINK)
         matrix += matrix.T
@@ -91,19 +91,20 @@ class SecondMoments(Question):
 class PrincipalComponents:
     """Directions in which records vary most around zero, from released second moments alone.
 
-    By Weyl's inequality noise moves no eigenvalue further than its own norm, `noise_norm` on
-    average. A direction whose moment is not well above that says little about the records.
+    By Weyl's inequality the noise moves no eigenvalue further than its norm, which is `noise_norm`
+    on average. A direction whose moment is not well above it is mostly noise.
     """
 
     directions: FloatMatrix  # [D, k], orthonormal columns, the largest moment first
-    moments: FloatVector  # [k], eigenvalues: mean square of unit records along each
-    noise_norm: float  # of the noise, in units of the moments
+    moments: FloatVector  # [k], eigenvalues: mean square of unit records along each direction
+    noise_norm: float  # expected spectral norm of the noise, in units of the moments
 
     @classmethod
     def of(cls, answer: Answer, components: int) -> Self:
-        """The first k components of an answer to `SecondMoments`; any k costs the same.
+        """Return the first k = `components` components of an answer to `SecondMoments`.
 
-        They are post-processing: as many may be tried as one likes.
+        This is post-processing: more components, or further calls, cost no privacy.
+        InvalidValueError if the answer is no square matrix or k is not from 1 to D.
         """
         matrix = answer.value
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
@@ -111,13 +112,11 @@ class PrincipalComponents:
                 f"the answer to {answer.question!r} has shape {list(matrix.shape)}; it must be a "
                 "square matrix, as SecondMoments gives it"
             )
-        if not 1 <= components <= len(matrix):
-            raise InvalidValueError(
-                f"components is {components}; it must be from 1 to {len(matrix)}, the inputs"
-            )
+        limit = f"it must be from 1 to {len(matrix)}, the inputs"
+        require(1 <= components <= len(matrix), f"components is {components}; {limit}")
         moments, directions = np.linalg.eigh(matrix)
-        # Noise of s on the diagonal and s/√2 beside it: a Gaussian orthogonal ensemble, whose norm
+        # Noise of s on the diagonal and s/√2 off it is a Gaussian orthogonal ensemble, whose norm
         # is about √(2D)·s for large D.
         noise_norm = math.sqrt(2.0 * len(matrix)) * float(answer.noise_stddev[0, 0])
-        chosen = slice(None, -components - 1, -1)
-        return cls(np.ascontiguousarray(directions[:, chosen]), moments[chosen], noise_norm)
+        largest = slice(None, -components - 1, -1)
+        return cls(np.ascontiguousarray(directions[:, largest]), moments[largest], noise_norm)

@@ -1,8 +1,8 @@
-"""The questions of a survey: what a user contributes to each, and what a release answers.
+"""The questions of a survey: the contribution of a user, and the answer in a release.
 
-Each is about one quantity: a column of the users' data, or a function of one user's fields. To add
-a question, derive a frozen dataclass from `VectorQuestion`, or from `Question` if the vectors of
-users are too long to be written down one by one.
+A question is about one quantity: a column of the users' data, or a function of one user's fields.
+To add a question, derive a frozen dataclass from `VectorQuestion`, or from `Question` if the
+vectors of users are too long to store one by one.
 """
 
 import logging
@@ -27,99 +27,98 @@ from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.support.checks import hold_plain_numbers
 
 _log = logging.getLogger(__name__)
-_WIDTH = 2.0  # standard deviations to either side of an interval: 95.4% of a normal law
+_WIDTH = 2.0  # half the width of intervals in standard deviations: 95.4% of a normal law
 _MOST_THRESHOLDS = 4096
 _MOST_CHARACTERS = 1024
-# Begins a line of the log for each user of a cohort that fails: their number is no release.
+# Prefix of the log's line for each user of a cohort that fails; the number of lines is not private.
 ZEROED = "simulation only, not private: a user counts as zero"
 
 Values: TypeAlias = npt.NDArray[Any]  # numbers or texts
-Scalar: TypeAlias = type[np.float64] | type[np.str_]  # which of the two
+Scalar: TypeAlias = type[np.float64] | type[np.str_]  # the type of one of them
 QuantityFunction: TypeAlias = Callable[[Mapping[str, Values]], object]
-"""From the fields of one user, name → array [rows, …], to values; it must look at nothing else."""
+"""Maps the fields of one user, name → array [rows, …], to values; it must use nothing else."""
 
 
 @dataclass(frozen=True, eq=False)
 class UserValues:
-    """What U users hold of one quantity; user u has values[offsets[u] : offsets[u + 1]]."""
+    """The values of one quantity for U users; user u has values[offsets[u] : offsets[u + 1]]."""
 
-    values: Values  # [R] float64, or strings; [R, width] where a question has a width
+    values: Values  # [R] float64 or strings; [R, width] if the question has a width
     offsets: npt.NDArray[np.int64]  # [U + 1]
 
     def sums(self, weights: Values) -> FloatVector:
-        """Sum over each user's values of a number per value: [R] → [U]."""
+        """Return the sum of each user's weights: [R] → [U]."""
         columns = np.zeros(len(weights), np.int64)
         return np.asarray(self.spread(weights, columns, 1).toarray())[:, 0]
 
     def spread(self, weights: Values, columns: npt.NDArray[np.int64], width: int) -> csr_array:
-        """Each user's weights added up by column: [R] weights and columns → sparse [U, width]."""
+        """Return sums of each user's weights by column: weights and columns [R] → [U, width]."""
         shape = (len(self.offsets) - 1, width)
         return csr_array((weights.astype(np.float64), columns, self.offsets), shape)
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """The answer to one question; all of it was released.
+    """The answer to one question; all fields are released.
 
-    About 95 of 100 releases have low ≤ answer without noise and sampling ≤ high: both account for
-    the noise, and for the cohort standing for all users.
+    About 95 of 100 intervals [low, high] contain the answer over all users without noise: they
+    account for the noise and for the sampling of the cohort.
     """
 
     question: str
     value: FloatVector  # noised, of the question's shape
-    noise_stddev: FloatVector  # in each component, in units of the value
+    noise_stddev: FloatVector  # of each component, in units of the value
     low: FloatVector
     high: FloatVector
 
 
 @dataclass(frozen=True)
 class Question(ABC):
-    """A vector of each user, of which the sum over the cohort is noised and turned into an answer.
+    """Defines a vector of each user; the noised sum over a cohort becomes an answer.
 
     Every question keeps these promises:
 
-    * what a user contributes has an L2 norm of at most `clipping_norm`, whatever it holds;
-    * a user without a value that counts contributes the zero vector, and so does NaN;
+    * a user's vector has an L2 norm of at most `clipping_norm`, whatever the user's data;
+    * a user without a value that counts contributes the zero vector, and so does a vector with NaN;
     * the answer is a function of the released average and of public numbers alone.
 
-    A `VectorQuestion` need not clip, nor keep users apart: that is done for it. Another must, in
-    its `total`.
+    A `VectorQuestion` gets the first two from its base class. Any other question must clip in
+    `total`, and keep one user's data from affecting another's vector.
     """
 
     name: str  # of the question, and of its vector group in the ledger
-    # The quantity: a column of the users' store, or a function of one user.
-    of: str | QuantityFunction
+    of: str | QuantityFunction  # the quantity: a column of the store, or a function of one user
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
         if not self.name or not self.name.isprintable():
-            legal = "a name must be printable and not empty"
-            raise InvalidValueError(f"a question is named {self.name!r}; {legal}")
+            limit = "a name must be printable and not empty"
+            raise InvalidValueError(f"a question is named {self.name!r}; {limit}")
         if not isinstance(self.of, str) and not callable(self.of):
-            legal = "it must be a column's name or a function of one user's fields"
-            raise InvalidValueError(f"question {self.name!r} asks for {self.of!r}; {legal}")
+            limit = "it must be a column's name or a function of one user's fields"
+            raise InvalidValueError(f"question {self.name!r} asks for {self.of!r}; {limit}")
         self._check()
-        _ = self.group  # a norm to which nothing can be clipped is refused here
+        _ = self.group  # checks the norm
 
     def _check(self) -> None:  # noqa: B027 - most questions have nothing to add
-        """Refuse the fields of a subclass that are out of range."""
+        """Raise InvalidValueError if a field of the subclass is out of range."""
 
-    def _refusal(self, found: str) -> InvalidValueError:
-        return InvalidValueError(f"question {self.name!r} has {found}")
+    def _refusal(self, problem: str) -> InvalidValueError:
+        return InvalidValueError(f"question {self.name!r} has {problem}")
 
     @property
     def scalar(self) -> Scalar:
-        """Whether the quantity is numbers, or texts."""
+        """The type of the quantity: numbers or texts."""
         return np.float64
 
     @property
     def characters(self) -> int:
-        """The length to which texts are cut, since one user's could take the memory of all."""
+        """The length at which texts are cut, so that one user cannot exhaust the memory."""
         return _MOST_CHARACTERS
 
     @property
     def width(self) -> int | None:
-        """How many numbers a value consists of, where it is not one number or text."""
+        """Number of numbers in a value; None if a value is one number or text."""
         return None
 
     @property
@@ -139,78 +138,82 @@ class Question(ABC):
 
     @abstractmethod
     def numbers(self, values: IntegerVector) -> IntegerVector:
-        """How many numbers `total` holds at a time for users with so many values: [U] → [U]."""
+        """Return how many numbers `total` stores for users with these numbers of values, [U]."""
 
     @abstractmethod
-    def total(self, held: UserValues) -> IntegerVector:
-        """Sum of users' vectors, each clipped by itself, in steps of the group: [d]."""
+    def total(self, users: UserValues) -> IntegerVector:
+        """Return the sum of users' vectors, each clipped by itself, in steps of the group: [d]."""
 
     @abstractmethod
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
-        """Turn a release into an answer: post-processing.
+        """Return the answer in a release; this is post-processing.
 
-        The average [d] is the noised sum of the cohort's vectors, divided by qN; `stddev` is that
-        of the noise in each of its components.
+        `average` [d] is the noised sum of the cohort's vectors, divided by qN; `stddev` is the
+        standard deviation of the noise in each component of it.
         """
 
     def normal_answer(
         self, value: FloatVector, noise_stddev: FloatVector | float, spread: FloatVector | float
     ) -> Answer:
-        """Answer whose errors are about normal, from the noise and from sampling (at most)."""
+        """Return an answer with about normal errors.
+
+        `noise_stddev` is the standard deviation due to the noise, and `spread` a bound on that due
+        to sampling.
+        """
         noise = np.full(value.shape, noise_stddev)
         half = _WIDTH * np.hypot(noise, spread)
         return Answer(self.name, value, noise, np.asarray(value - half), np.asarray(value + half))
 
 
 class VectorQuestion(Question):
-    """A question for which the vector of each user is written down and clipped.
+    """A question that stores the vector of each user, and clips it.
 
-    Users are asked one by one, so that the vector of one cannot depend on what others hold; nothing
-    must be kept from one to the next.
+    `contributions` is called for one user at a time, so that no user's vector depends on others'
+    data; it must keep nothing between calls.
     """
 
     @property
     def dimension(self) -> int:
-        """Length d of a user's vector, found from a user without values.
+        """Length d of a user's vector: that of a user without values.
 
-        InvalidValueError if that user's is not one row of numbers.
+        InvalidValueError if its contributions are not one row of numbers.
         """
         shape = (0,) if self.width is None else (0, self.width)
         blank = UserValues(np.empty(shape, self.scalar), np.zeros(2, np.int64))
         try:
-            found = np.asarray(self.contributions(blank))
+            vectors = np.asarray(self.contributions(blank))
         except Exception as error:
             raise self._refusal(
                 f"contributions that raise {type(error).__name__} of a user without values; they "
                 "must be zeros [1, d]"
             ) from error
-        if found.dtype.kind not in "biuf" or found.ndim != 2 or len(found) != 1:
+        if vectors.dtype.kind not in "biuf" or vectors.ndim != 2 or len(vectors) != 1:
             raise self._refusal(
-                f"contributions {found.dtype}{list(found.shape)} of a user without values; they "
-                "must be numbers [1, d]"
+                f"contributions {vectors.dtype}{list(vectors.shape)} of a user without values; "
+                "they must be numbers [1, d]"
             )
-        return len(found[0])
+        return len(vectors[0])
 
     def numbers(self, values: IntegerVector) -> IntegerVector:
-        """A vector for each user, beside its values."""
+        """Return how many numbers are stored for each user: its values and its vector."""
         return values + self.dimension
 
-    def total(self, held: UserValues) -> IntegerVector:
-        """Sum of users' vectors, each asked for and clipped by itself, in steps of the group: [d].
+    def total(self, users: UserValues) -> IntegerVector:
+        """Return the sum of users' vectors, each computed and clipped by itself, in steps: [d].
 
-        Nothing raises: a user whose vector does, or is not d numbers, contributes zero.
+        A user whose vector raises an error or is not d numbers contributes zero.
         """
-        vectors = np.zeros((len(held.offsets) - 1, self.dimension))
-        for vector, (begin, end) in zip(vectors, pairwise(held.offsets.tolist()), strict=True):
-            alone = UserValues(held.values[begin:end].copy(), np.array([0, end - begin]))
+        vectors = np.zeros((len(users.offsets) - 1, self.dimension))
+        for vector, (begin, end) in zip(vectors, pairwise(users.offsets.tolist()), strict=True):
+            alone = UserValues(users.values[begin:end].copy(), np.array([0, end - begin]))
             try:
-                found = np.asarray(self.contributions(alone), np.float64)
-                if found.shape == (1, vector.size):
-                    vector[:] = found[0]
+                contribution = np.asarray(self.contributions(alone), np.float64)
+                if contribution.shape == (1, vector.size):
+                    vector[:] = contribution[0]
                     continue
-                reason = f"the shape {list(found.shape)}"
+                reason = f"the shape {list(contribution.shape)}"
             except Exception as error:  # a failing user counts as zero, whatever the failure
-                reason = type(error).__name__  # its text may hold the user's data
+                reason = type(error).__name__  # the message may hold the user's data
             _log.warning("%s: question %r gave %s", ZEROED, self.name, reason)
         return self._clipped_sum(vectors)
 
@@ -220,23 +223,23 @@ class VectorQuestion(Question):
         return total
 
     @abstractmethod
-    def contributions(self, held: UserValues) -> FloatMatrix:
-        """Vectors of users, before they are clipped: [users, d]; `total` asks for one user's."""
+    def contributions(self, users: UserValues) -> FloatMatrix:
+        """Return users' vectors before clipping, [users, d]; `total` passes one user at a time."""
 
 
 class _AtOnce(VectorQuestion):
-    """A question of this module: rows of its contributions are known not to depend on others."""
+    """A question of this module, whose contributions keep users apart and are computed at once."""
 
-    def total(self, held: UserValues) -> IntegerVector:
-        """Sum of users' vectors, all made at once, in steps of the group: [d]."""
-        return self._clipped_sum(self.contributions(held))
+    def total(self, users: UserValues) -> IntegerVector:
+        """Return the sum of users' clipped vectors, in steps of the group: [d]."""
+        return self._clipped_sum(self.contributions(users))
 
 
 def sampling_spread(sampling: PoissonSampling) -> float:
-    """Standard deviation of an average over the expected cohort, per unit that each user has.
+    """Return the standard deviation that sampling adds to an average of contributions of size 1.
 
-    The average (1/(qN))·Σ_{i in cohort} c_i varies with the cohort by (1 − q)/(q·N²)·Σ c_i² around
-    the average over all users, which is at most this, squared, times max c_i².
+    The average (1/(qN))·Σ_{i in cohort} c_i has the variance (1 − q)/(q·N²)·Σ c_i² around the
+    average over all users, which is at most the square of the result times max c_i².
     """
     return math.sqrt((1.0 - sampling.sampling_probability) / sampling.expected_cohort_size)
 
@@ -245,50 +248,51 @@ def sampling_spread(sampling: PoissonSampling) -> float:
 class Histogram(_AtOnce):
     """Values of all enrolled users, counted by category.
 
-    A user contributes its counts, scaled down to the clipping norm if they are longer. Where users
-    have one value each, 1 is enough, and the answer is unbiased; where they have more, long users
-    count for less than they hold. The answer has shape [K], in the order of the categories; noise
-    can make a count negative.
+    A user contributes its vector of counts, clipped to the clipping norm. If users have one value
+    each, a norm of 1 suffices and the answer is unbiased; otherwise users with many values are
+    counted too low. The answer has shape [K], in the order of the categories; noise can make a
+    count negative.
     """
 
-    categories: Sequence[int] | Sequence[str]  # K different ones; other values are not counted
+    categories: Sequence[int] | Sequence[str]  # K different ones; other values do not count
     clipping_norm: float = 1.0  # S > 0, in values
 
     def _check(self) -> None:
-        given = np.asarray(self.categories)
-        # NumPy makes texts of numbers that stand beside texts.
-        alike = given.dtype.kind in "iuU" and given.tolist() == list(self.categories)
-        object.__setattr__(self, "categories", tuple(given.tolist()))
-        if not alike or not given.size or np.unique(self._given).size < given.size:
-            legal = "they must be different, all integers or all strings, and at least one"
-            raise self._refusal(f"the categories {self.categories}; {legal}")
+        array = np.asarray(self.categories)
+        # NumPy converts numbers next to texts to texts.
+        uniform = array.dtype.kind in "iuU" and array.tolist() == list(self.categories)
+        object.__setattr__(self, "categories", tuple(array.tolist()))
+        if not uniform or not array.size or np.unique(self._array).size < array.size:
+            limit = "they must be different, all integers or all strings, and at least one"
+            raise self._refusal(f"the categories {self.categories}; {limit}")
 
     @property
     def scalar(self) -> Scalar:
-        """Texts, if the categories are."""
+        """The type of the categories."""
         return np.str_ if isinstance(self.categories[0], str) else np.float64
 
     @property
     def characters(self) -> int:
-        """One more than the longest category, so that a text that is cut is none of them."""
+        """One more than the longest category, so that a text cut here equals none of them."""
         return max(len(str(category)) for category in self.categories) + 1
 
     @property
-    def _given(self) -> Values:
+    def _array(self) -> Values:
         return np.asarray(self.categories, dtype=self.scalar)
 
-    def contributions(self, held: UserValues) -> FloatMatrix:
-        """Counts of users' values: [users, K]."""
-        given, order = self._given, np.argsort(self._given)
-        columns = order[np.searchsorted(given, held.values, sorter=order).clip(max=given.size - 1)]
-        counted = given[columns] == held.values
-        return np.asarray(held.spread(counted, columns, given.size).toarray())
+    def contributions(self, users: UserValues) -> FloatMatrix:
+        """Return the counts of users' values: [users, K]."""
+        categories, order = self._array, np.argsort(self._array)
+        places = np.searchsorted(categories, users.values, sorter=order)
+        columns = order[places.clip(max=categories.size - 1)]
+        matches = categories[columns] == users.values
+        return np.asarray(users.spread(matches, columns, categories.size).toarray())
 
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
-        """The counts: N times the average."""
+        """Return the counts: N times the average."""
         users = float(sampling.population)
         value, noise = users * average, users * stddev
-        # A user's count c is from 0 to S, so all c² together are at most S times the sum of c.
+        # A user's count c is from 0 to S, so the sum of all c² is at most S times the sum of c.
         squares = self.clipping_norm * np.maximum(value + _WIDTH * noise, 0.0)
         spread = sampling_spread(sampling) * np.sqrt(users * squares)
         return self.normal_answer(value, noise, spread)
@@ -298,16 +302,15 @@ class Histogram(_AtOnce):
 class Distribution(_AtOnce):
     """The share of all enrolled users whose value is at or below each threshold.
 
-    The m thresholds are finite and rise. A user with several values counts as equal parts of each;
-    one without a finite value counts as above all thresholds. The answer has shape [m] and is
-    unbiased, hence at times outside [0, 1] or falling.
+    The m thresholds are finite and increasing. Each of a user's n values counts as 1/n; a user
+    without a finite value counts as above all thresholds. The answer has shape [m]. It is unbiased,
+    so it may leave [0, 1] or decrease.
 
-    The curve is the running sum A·h of the histogram h of the bins between thresholds. Noising h
-    and adding up would leave noise that grows as √m. Instead, users contribute their column of the
+    The curve is the running sum A·h of the histogram h of the bins between thresholds. The running
+    sum of a noised h would have noise that grows as √m. Instead, users contribute columns of the
     square root R of A (R·R = A, lower triangular Toeplitz), and the server multiplies the noised
-    sum by R once more. The noise of each share is then less than 1.07 + ln(m)/π times that of a
-    single count, 2.4 times for m = 64 (Fichtenberger, Henzinger and Upadhyay 2023,
-    arXiv:2202.11205).
+    sum by R. The noise of each share is then less than 1.07 + ln(m)/π times that of a single count,
+    2.4 times for m = 64 (Fichtenberger, Henzinger and Upadhyay 2023, arXiv:2202.11205).
     """
 
     thresholds: Sequence[float]
@@ -315,14 +318,14 @@ class Distribution(_AtOnce):
     def _check(self) -> None:
         object.__setattr__(self, "thresholds", tuple(map(float, self.thresholds)))
         points = np.asarray(self.thresholds)
-        rises = bool(np.all(points[1:] > points[:-1]) and np.all(np.isfinite(points)))
-        if not (1 <= points.size <= _MOST_THRESHOLDS and rises):
-            legal = f"1 to {_MOST_THRESHOLDS} finite ones, each above the one before"
-            raise self._refusal(f"{points.size} thresholds; there must be {legal}")
+        increasing = bool(np.all(points[1:] > points[:-1]) and np.all(np.isfinite(points)))
+        if not (1 <= points.size <= _MOST_THRESHOLDS and increasing):
+            limit = f"1 to {_MOST_THRESHOLDS} finite ones, each above the one before"
+            raise self._refusal(f"{points.size} thresholds; there must be {limit}")
 
     @cached_property
     def _coefficients(self) -> FloatVector:
-        """First column of R: the power series of (1 − x)^(−1/2), as A's is that of 1/(1 − x)."""
+        """First column of R: the power series of (1 − x)^(−1/2), since A has that of 1/(1 − x)."""
         k = np.arange(1.0, len(self.thresholds))
         return np.cumprod(np.concatenate([np.ones(1), (2.0 * k - 1.0) / (2.0 * k)]))
 
@@ -332,39 +335,38 @@ class Distribution(_AtOnce):
 
     @property
     def clipping_norm(self) -> float:
-        """Norm of the longest column of R, the first; parts of several columns are no longer."""
+        """Norm of the first column of R, the longest; averages of columns are no longer."""
         return float(np.linalg.norm(self._coefficients))
 
-    def contributions(self, held: UserValues) -> FloatMatrix:
-        """Columns of R that belong to users' bins: [users, m]."""
-        known = np.isfinite(held.values)
+    def contributions(self, users: UserValues) -> FloatMatrix:
+        """Return averages of the columns of R for the bins of users' values: [users, m]."""
+        finite = np.isfinite(users.values)
         # NaN is sorted above all thresholds, where the column is zero.
-        columns = np.searchsorted(self.thresholds, held.values)
+        columns = np.searchsorted(self.thresholds, users.values)
         root = np.vstack([self._root.T, np.zeros(len(self.thresholds))])
-        parts = held.spread(known, columns, len(root)) @ root
-        return np.asarray(parts / np.maximum(held.sums(known), 1.0)[:, np.newaxis])
+        sums = users.spread(finite, columns, len(root)) @ root
+        return np.asarray(sums / np.maximum(users.sums(finite), 1.0)[:, np.newaxis])
 
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
-        """The curve: R times the average. Row i of R has the first i + 1 coefficients."""
+        """Return the curve: R times the average. Row i of R has the first i + 1 coefficients."""
         value = self._root @ average
         noise = stddev * np.sqrt(np.cumsum(self._coefficients**2))
-        # A user's part of each share is from 0 to 1, and so no less than its square.
-        most = np.clip(value + _WIDTH * noise, 0.0, 1.0)
-        return self.normal_answer(value, noise, sampling_spread(sampling) * np.sqrt(most))
+        # A user's term in each share is from 0 to 1, so its square is no larger.
+        limit = np.clip(value + _WIDTH * noise, 0.0, 1.0)
+        return self.normal_answer(value, noise, sampling_spread(sampling) * np.sqrt(limit))
 
 
 @dataclass(frozen=True)
 class Quantiles(_AtOnce):
-    """Quantiles over all enrolled users: the least threshold with a share p of them at or below.
+    """Quantiles over all enrolled users: the smallest threshold with a share p at or below it.
 
-    All are read off one released `Distribution`, made rising by least squares; so ten quantiles
-    cost as much as one. Where the curve stays below p, the last threshold is given.
+    All are computed from one released `Distribution`, made increasing by least squares; so ten
+    quantiles cost as much as one. If the curve stays below p, the quantile is the last threshold.
 
-    Error: the share of users at or below the value, and the share below it on the grid of
-    thresholds, bracket p up to the noise of the curve at these two places. Noise moves the value
-    far where few users are: `low` and `high` hold for each quantile by itself. The answer has shape
-    [k]; its noise_stddev is a quarter of the interval that noise alone makes, 0 where that falls on
-    one threshold.
+    Error: the share of users at or below the value, and the share at or below the threshold before
+    it, bracket p up to the noise of the curve at these two places. Where few users are, noise moves
+    the value far. `low` and `high` hold for each quantile by itself. The answer has shape [k]. Its
+    noise_stddev is a quarter of the interval due to noise alone; 0 if that is a single threshold.
     """
 
     thresholds: Sequence[float]
@@ -374,8 +376,8 @@ class Quantiles(_AtOnce):
         object.__setattr__(self, "thresholds", self._curve.thresholds)
         object.__setattr__(self, "probabilities", tuple(map(float, self.probabilities)))
         if not self.probabilities or not all(0.0 < p < 1.0 for p in self.probabilities):
-            legal = "there must be one or more, each in (0, 1)"
-            raise self._refusal(f"the probabilities {self.probabilities}; {legal}")
+            limit = "there must be one or more, each in (0, 1)"
+            raise self._refusal(f"the probabilities {self.probabilities}; {limit}")
 
     @cached_property
     def _curve(self) -> Distribution:
@@ -383,37 +385,38 @@ class Quantiles(_AtOnce):
 
     @property
     def clipping_norm(self) -> float:
-        """That of the curve."""
+        """The norm of the curve."""
         return self._curve.clipping_norm
 
-    def contributions(self, held: UserValues) -> FloatMatrix:
-        """Those to the curve: [users, m]."""
-        return self._curve.contributions(held)
+    def contributions(self, users: UserValues) -> FloatMatrix:
+        """Return the contributions to the curve: [users, m]."""
+        return self._curve.contributions(users)
 
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
-        """Where the released curve reaches each probability."""
+        """Return the thresholds at which the released curve reaches the probabilities."""
         curve = self._curve.answer(average, stddev, sampling)
         levels, points = np.array(self.probabilities), np.array(self.thresholds)
-        reached = np.searchsorted(
-            np.asarray(scipy.optimize.isotonic_regression(curve.value).x), levels
+        increasing = np.asarray(scipy.optimize.isotonic_regression(curve.value).x)
+        places = (
+            np.searchsorted(increasing, levels),
+            *crossings(curve.value, _WIDTH * curve.noise_stddev, levels),
+            *crossings(curve.value, curve.high - curve.value, levels),
         )
-        of_noise = crossings(curve.value, _WIDTH * curve.noise_stddev, levels)
-        of_both = crossings(curve.value, curve.high - curve.value, levels)
-        value, earliest, latest, low, high = (
-            points[np.minimum(places, points.size - 1)] for places in (reached, *of_noise, *of_both)
+        value, noise_low, noise_high, low, high = (
+            points[np.minimum(place, points.size - 1)] for place in places
         )
-        spread = latest / (2.0 * _WIDTH) - earliest / (2.0 * _WIDTH)
-        return Answer(self.name, value, spread, low, high)
+        stddev_of_noise = noise_high / (2.0 * _WIDTH) - noise_low / (2.0 * _WIDTH)
+        return Answer(self.name, value, stddev_of_noise, low, high)
 
 
 def crossings(
     curve: FloatVector, margin: FloatVector, levels: FloatVector
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The first and the last place [k] where a rising curve [m] may reach each level [k].
+    """Return the first and last places [k] at which an increasing curve may reach levels [k].
 
-    The curve is known up to errors of the margin [m]. If the true curve first reaches level p at
-    place t, then a result after t takes an error below −margin at t, and one before t takes an
-    error of margin or more at t − 1. The place is m where the curve stays below.
+    `curve` [m] differs from the true one by up to `margin` [m]. If the true curve first reaches
+    level p at place t, then a first place above t needs an error below −margin at t, and a last
+    place below t an error of margin or more at t − 1. The place is m if the curve stays below.
     """
     reached = curve + margin >= levels[:, np.newaxis]
     below = curve - margin < levels[:, np.newaxis]
@@ -431,8 +434,8 @@ class _Ranged(_AtOnce):
 
     def _check(self) -> None:
         if not -math.inf < self.low < self.high < math.inf:
-            legal = "low must be below high and both finite"
-            raise self._refusal(f"low {self.low} and high {self.high}; {legal}")
+            limit = "low must be below high and both finite"
+            raise self._refusal(f"low {self.low} and high {self.high}; {limit}")
 
     @property
     def _centre(self) -> float:
@@ -442,20 +445,20 @@ class _Ranged(_AtOnce):
     def _radius(self) -> float:
         return max(self.high - self._centre, self._centre - self.low)
 
-    def _deviations(self, held: UserValues) -> FloatVector:
-        """Mean over each user's finite values, clipped, minus the centre; 0 without one: [U]."""
-        known = np.isfinite(held.values)
-        clipped = np.clip(np.where(known, held.values, self._centre), self.low, self.high)
-        return held.sums(clipped - self._centre) / np.maximum(held.sums(known), 1.0)
+    def _deviations(self, users: UserValues) -> FloatVector:
+        """Return means of users' finite clipped values minus the centre, [U]; 0 without a value."""
+        finite = np.isfinite(users.values)
+        clipped = np.clip(np.where(finite, users.values, self._centre), self.low, self.high)
+        return users.sums(clipped - self._centre) / np.maximum(users.sums(finite), 1.0)
 
 
 @dataclass(frozen=True)
 class Mean(_Ranged):
     """The mean over all enrolled users of their values, each clipped to [low, high].
 
-    A user contributes its value minus the middle of the range, and without a value counts as one
-    there. The denominator is the constant qN, never a noisy count of those who have a value: the
-    answer, of shape (), is unbiased, which a ratio is not. A narrow range has little noise.
+    A user contributes its value minus the centre of the range; a user without a value counts as at
+    the centre. The denominator is the constant qN and not a noisy count of users with a value, so
+    the answer, of shape (), is unbiased, unlike a ratio. A narrow range needs little noise.
     """
 
     @property
@@ -463,12 +466,12 @@ class Mean(_Ranged):
         """Half the range."""
         return self._radius
 
-    def contributions(self, held: UserValues) -> FloatMatrix:
-        """Values minus the centre: [users, 1]."""
-        return self._deviations(held)[:, np.newaxis]
+    def contributions(self, users: UserValues) -> FloatMatrix:
+        """Return values minus the centre: [users, 1]."""
+        return self._deviations(users)[:, np.newaxis]
 
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
-        """The mean: the centre and the average deviation from it."""
+        """Return the mean: the centre plus the average deviation from it."""
         value = self._centre + average.reshape(())
         return self.normal_answer(value, stddev, self._radius * sampling_spread(sampling))
 
@@ -477,8 +480,8 @@ class Mean(_Ranged):
 class Sum(_Ranged):
     """The sum over all enrolled users of their totals, each clipped to [low, high].
 
-    Of a column or function of zeros and ones with low = 0 and high = 1 it is a count of users. The
-    answer has shape () and is unbiased; a user without a value adds nothing.
+    For a quantity of zeros and ones with low = 0 and high = 1 it counts users. The answer has shape
+    () and is unbiased; a user without a value adds nothing.
     """
 
     @property
@@ -486,14 +489,14 @@ class Sum(_Ranged):
         """The larger of |low| and |high|."""
         return max(abs(self.low), abs(self.high))
 
-    def contributions(self, held: UserValues) -> FloatMatrix:
-        """Totals of users: [users, 1]."""
-        known = np.isfinite(held.values)
-        totals = np.clip(held.sums(np.where(known, held.values, 0.0)), self.low, self.high)
-        return np.where(held.sums(known) > 0.0, totals, 0.0)[:, np.newaxis]
+    def contributions(self, users: UserValues) -> FloatMatrix:
+        """Return totals of users: [users, 1]."""
+        finite = np.isfinite(users.values)
+        totals = np.clip(users.sums(np.where(finite, users.values, 0.0)), self.low, self.high)
+        return np.where(users.sums(finite) > 0.0, totals, 0.0)[:, np.newaxis]
 
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
-        """The sum: N times the average."""
+        """Return the sum: N times the average."""
         users = float(sampling.population)
         spread = users * self.clipping_norm * sampling_spread(sampling)
         return self.normal_answer(users * average.reshape(()), users * stddev, spread)
@@ -503,34 +506,34 @@ class Sum(_Ranged):
 class Variance(_Ranged):
     """The variance over all users of their values, clipped to [low, high]: mean square − mean².
 
-    A user contributes (t, t²), t being its value in units of half the range from the centre, and
-    without a value counts as one there. The answer has shape () and is unbiased, hence at times
-    negative. It is not linear in the release: noise_stddev takes the released mean for the true
-    one, and the interval the cohort's part of the error to first order.
+    A user contributes (t, t²), where t is the distance of its value from the centre in units of
+    half the range; t is 0 for a user without a value. The answer has shape () and is unbiased, so
+    it may be negative. It is not linear in the release: noise_stddev is computed at the released
+    mean, and the interval takes the error of sampling to first order.
     """
 
     @property
     def clipping_norm(self) -> float:
-        """√2, without a unit, as |t| ≤ 1."""
+        """√2, without a unit, since |t| ≤ 1."""
         return math.sqrt(2.0)
 
-    def contributions(self, held: UserValues) -> FloatMatrix:
-        """Scaled values and their squares: [users, 2]."""
-        scaled = self._deviations(held) / self._radius
+    def contributions(self, users: UserValues) -> FloatMatrix:
+        """Return scaled values and their squares: [users, 2]."""
+        scaled = self._deviations(users) / self._radius
         return np.stack([scaled, scaled * scaled], axis=1)
 
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
-        """The variance, freed of what the noise and the cohort add to the squared mean.
+        """Return the variance, corrected for what noise and sampling add to the squared mean.
 
-        With averages a of t and b of t², E[a²] is the squared mean plus σ² of the noise plus
-        (1 − q)/(qN) times the mean square, of which b is an unbiased estimate.
+        With averages a of t and b of t², E[a²] is the squared mean, plus the variance of the noise,
+        plus (1 − q)/(qN) times the mean square, and b is an unbiased estimate of the mean square.
         """
         first, second = average.tolist()
         spread, unit = sampling_spread(sampling), self._radius**2
-        grown = 1.0 + spread**2
-        variance = second * grown - first**2 + stddev**2
-        # Var(a²) of a = m + e is 4m²σ² + 2σ⁴ for normal e.
-        of_noise = math.hypot(stddev * grown, 2.0 * first * stddev, math.sqrt(2.0) * stddev**2)
+        factor = 1.0 + spread**2
+        variance = second * factor - first**2 + stddev**2
+        # Var((m + e)²) = 4m²σ² + 2σ⁴ for normal noise e of standard deviation σ.
+        noise = math.hypot(stddev * factor, 2.0 * first * stddev, math.sqrt(2.0) * stddev**2)
         # One user moves b − a² by t² − 2at to first order, with |t| ≤ 1.
-        of_cohort = spread * (1.0 + 2.0 * abs(first))
-        return self.normal_answer(np.asarray(unit * variance), unit * of_noise, unit * of_cohort)
+        sampling_error = spread * (1.0 + 2.0 * abs(first))
+        return self.normal_answer(np.asarray(unit * variance), unit * noise, unit * sampling_error)

@@ -1,16 +1,16 @@
-"""Every run can audit itself: canaries beside its users, and what its releases say of them.
+"""Audits of a run by itself: it adds canaries to its users and measures what releases reveal.
 
-An accountant proves what a correct program would leak; an audit measures what this one leaked.
+An accountant bounds the leakage of a correct program; an audit measures that of a real run.
 Read in this order:
 
-1. `canaries`: who they are, how they move, and what is measured of a release; `canary_transport`
-   puts them beside users, and is the only module here that imports torch;
-2. `likelihood`: how surely a canary is there, given all that was measured;
+1. `canaries`: who they are, how they move, and the measurement of a release; `canary_transport`
+   adds them to the users, and is the only module here that imports torch;
+2. `likelihood`: the evidence that a canary is included, from all measurements;
 3. `one_run`: what guesses about canaries prove;
-4. `verdict`: what is concluded, and two tests of the noise that need no canaries.
+4. `verdict`: the conclusion, and two tests of the noise that need no canaries.
 
-Nothing here is needed for the guarantee, and nothing here can weaken it: canaries are users whose
-data are invented, and all the rest follows from what was released.
+The guarantee does not depend on an audit, and an audit cannot weaken it: canaries are users with
+invented data, and everything else is computed from releases.
 """
 
 from fedpriv.audit.canaries import Canaries, Measurement, Past, measure

@@ -1,19 +1,18 @@
-"""Canaries: invented users of known update, of whom a secret coin each says whether they are there.
+"""Canaries: invented users with known updates, each included in the run or not by a secret coin.
 
-A canary that is there is drawn, clipped, added up and noised like a user. In each round it moves
-along a unit vector of its own, which a key determines: ten times as far as clipping allows, in each
-vector group of the update. One that is not there is drawn too, and contributes zero.
+An included canary is drawn, clipped, added up and noised like a user. In each round it moves along
+its own unit vector, which a key determines: ten times as far as clipping allows, in each vector
+group of the update. An excluded canary is drawn too, and contributes zero.
 
-The directions of a group of d numbers are the rows of orthonormal matrices H·diag(±1), with random
-signs of their own for each d of them. H is made of Hadamard matrices along its diagonal, of which
-each has a power of two of rows: that of each binary digit of d. So of d canaries no two disturb
-each other, how far a release goes along all directions is found without making any, and a direction
-is made in a few operations when its canary is drawn.
+The directions of a group of d numbers are the rows of orthonormal matrices H·diag(±1), with fresh
+random signs for every d directions. H is block diagonal; its blocks are Hadamard matrices, and
+their sizes are the powers of two that add up to d. So no two of d canaries interfere, the
+projections of a release on all directions are computed without storing a direction, and a direction
+takes a few operations when its canary is drawn.
 
-Directions change from round to round, by random signs at least. What the users of a round have in
-common lies along some direction, which would hide a canary with a similar one if it were the same
-in all rounds; so it becomes noise that averages out. For the same reason the model does not move
-along any canary.
+Directions change from round to round, at least by random signs. The common part of the users'
+updates could hide a canary with a similar direction in all rounds; with changing directions it
+becomes noise that averages out. For the same reason the model does not move along any canary.
 """
 
 import hmac
@@ -36,8 +35,8 @@ Float32Vector = npt.NDArray[np.float32]
 Float32Matrix = npt.NDArray[np.float32]
 Positions = npt.NDArray[np.int64]
 
-_NUMBERS = 2**20  # of directions, at a time
-_PROBED = 512  # numbers of a release, at most
+_NUMBERS = 2**20  # of the vectors that are projected at a time
+_PROBE_NUMBERS = 512  # at most
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,8 @@ class Directions:
     """Unit vectors of d numbers, one for each of m canaries: functions of a key.
 
     Guarantees: each has length 1, and those of canaries b·d, …, b·d + d − 1 are orthogonal for
-    every b, up to rounding. A direction is along one piece of the numbers, of half of them mostly.
+    every b, up to rounding. A direction is zero outside one block of H, which mostly has half or
+    more of the d numbers.
     """
 
     key: bytes = field(repr=False)
@@ -53,7 +53,7 @@ class Directions:
     dimension: int  # d
 
     def rows(self, canaries: Positions, span: slice = slice(None)) -> Float32Matrix:
-        """Numbers of a span of the directions of some canaries: [c, numbers of the span]."""
+        """Return a span of the directions of some canaries: [c, numbers of the span]."""
         start, stop, _ = span.indices(self.dimension)
         directions = np.zeros((len(canaries), stop - start), np.float32)
         for direction, canary in zip(directions, canaries.tolist(), strict=True):
@@ -63,82 +63,83 @@ class Directions:
             if first >= last:
                 continue
             left, right = _hadamard_factors(piece.stop - piece.start)
-            one, other = divmod(row - piece.start, len(right))
-            # Only those rows of the matrix [left, right] that hold numbers of the span.
             width, skipped = len(right), first - piece.start
-            held = slice(skipped // width, -(-(last - piece.start) // width))
-            numbers = (left[one, held, np.newaxis] * right[other]).ravel()
+            left_row, right_row = divmod(row - piece.start, width)
+            # The direction is a matrix [left, right]; only its rows that overlap the span are made.
+            overlap = slice(skipped // width, -(-(last - piece.start) // width))
+            numbers = (left[left_row, overlap, np.newaxis] * right[right_row]).ravel()
             numbers = numbers[skipped % width :][: last - first]
             direction[first - start : last - start] = numbers * self._signs[block, first:last]
         return directions
 
     def along(self, vector: FloatVector) -> FloatVector:
-        """How far a vector [d] goes along each direction: [m]."""
-        found, at_once = list[Float32Matrix](), max(1, _NUMBERS // self.dimension)
+        """Return the projections of a vector [d] on all directions: [m]."""
+        projections, at_once = list[Float32Matrix](), max(1, _NUMBERS // self.dimension)
         for first in range(0, len(self._signs), at_once):
             signed = np.multiply(self._signs[first : first + at_once], vector, dtype=np.float32)
             for piece in self._pieces:
                 left, right = _hadamard_factors(piece.stop - piece.start)
                 square = signed[:, piece].reshape(-1, len(left), len(right))
                 signed[:, piece] = (left @ square @ right).reshape(len(signed), -1)
-            found.append(signed)
-        return np.concatenate(found).ravel()[: self.canaries].astype(np.float64)
+            projections.append(signed)
+        return np.concatenate(projections).ravel()[: self.canaries].astype(np.float64)
 
     @cached_property
     def _pieces(self) -> tuple[slice, ...]:
-        """Powers of two that add up to d, the largest first, as slices of its numbers."""
-        powers = (1 << each for each in reversed(range(self.dimension.bit_length())))
+        """Blocks of H, as slices of the d numbers: powers of two, the largest first."""
+        powers = (1 << digit for digit in reversed(range(self.dimension.bit_length())))
         sizes = [power for power in powers if self.dimension & power]
         ends = accumulate(sizes)
         return tuple(slice(end - size, end) for size, end in zip(sizes, ends, strict=True))
 
     @cached_property
     def _signs(self) -> Float32Matrix:
-        """Random signs of each block: [blocks, d]."""
-        blocks, each = -(-self.canaries // self.dimension), -(-self.dimension // 64)
-        drawn = words(self.key, blocks * each)
-        return _signs(drawn).reshape(blocks, -1)[:, : self.dimension]
+        """Random signs of each block of d canaries: [blocks, d]."""
+        blocks, block_words = -(-self.canaries // self.dimension), -(-self.dimension // 64)
+        signs = _signs(words(self.key, blocks * block_words))
+        return signs.reshape(blocks, -1)[:, : self.dimension]
 
 
 @cache
 def _hadamard_factors(size: int) -> tuple[Float32Matrix, Float32Matrix]:
-    """Two symmetric orthonormal matrices: their Kronecker product is Hadamard's over √size."""
+    """Return two matrices whose Kronecker product is the Hadamard matrix, divided by √size."""
     power = size.bit_length() - 1
     sides = (1 << power // 2, 1 << power - power // 2)
     left, right = ((hadamard(side) / math.sqrt(side)).astype(np.float32) for side in sides)
     return left, right
 
 
-def _signs(drawn: npt.NDArray[np.uint64]) -> Float32Vector:
-    """64 signs of each word."""
-    bits = np.unpackbits(drawn.view(np.uint8))
+def _signs(random_words: npt.NDArray[np.uint64]) -> Float32Vector:
+    """Return 64 signs for each word."""
+    bits = np.unpackbits(random_words.view(np.uint8))
     return np.multiply(bits, 2.0, dtype=np.float32) - np.float32(1.0)
 
 
 @dataclass(frozen=True)
 class Canaries:
-    """The canaries of a run: who is there, and where each of them goes in each round."""
+    """The canaries of a run: which of them are included, and their directions in each round."""
 
     count: int  # m
     key: bytes = field(repr=False)  # 32 secret bytes
-    # Whether directions stay the same but for a sign, as noise that is correlated over rounds asks.
+    # Whether a direction stays the same in all rounds except for its sign; noise that is correlated
+    # over rounds requires it.
     steady: bool = False
 
     @cached_property
     def included(self) -> Flags:
-        """Who is there: a fair coin each, [m]."""
+        """Whether each canary is included, by fair coins: [m]."""
         return self._coins("included") > 0.0
 
     def signs(self, round_number: int, attempt: int) -> FloatVector:
-        """Which way along its direction each canary goes in a round: ±1 [m]."""
+        """Return the signs of the canaries' moves along their directions in a round: ±1 [m]."""
         return self._coins(f"signs/{round_number}/{attempt}").astype(np.float64)
 
     def directions(
         self, group: VectorGroup, dimension: int, round_number: int, attempt: int
     ) -> Directions:
-        """The directions of a vector group in a round."""
-        of = "" if self.steady else f"/{round_number}/{attempt}"
-        return Directions(self._key(f"directions/{group.name}{of}"), self.count, dimension)
+        """Return the directions of a vector group of d = `dimension` numbers in a round."""
+        suffix = "" if self.steady else f"/{round_number}/{attempt}"
+        return Directions(self._key(f"directions/{group.name}{suffix}"), self.count, dimension)
 
     def _coins(self, purpose: str) -> Float32Vector:
         return _signs(words(self._key(purpose), -(-self.count // 64)))[: self.count]
@@ -148,9 +149,9 @@ class Canaries:
 
 
 def audited_groups(clipping: Clipping) -> Iterator[VectorGroup]:
-    """The vector groups in which canaries move: of the update, and of control variates.
+    """Yield the vector groups in which canaries move: of the update, and of control variates.
 
-    Metrics and counts are mostly single numbers, along which all users of a round go together.
+    Metrics and counts are mostly single numbers, along which all users of a round move together.
     """
     for group in clipping.sent:
         if not group.tensors[0].startswith(METRIC_PREFIX):
@@ -159,41 +160,41 @@ def audited_groups(clipping: Clipping) -> Iterator[VectorGroup]:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What an audit reads from one release: nothing but a function of it and of the canaries."""
+    """Measurements of one release: functions of the release and the canaries alone."""
 
     round: int  # from 1
     attempt: int
-    part: int  # of its event, from 0
-    # How far the release goes along each canary's move, in units of what a canary that was drawn
-    # adds to it: [m].
+    part: int  # place of the round in its event, from 0
+    # Projections of the release on the canaries' moves, in units of the term that an included
+    # canary adds to the release when it is drawn: [m].
     scores: FloatVector
-    energy: float  # Σ_g ‖R_g‖²/σ_g² of the sums R_g that were released
-    dimension: int  # how many numbers that adds up
-    probe: FloatVector  # some of the numbers R_g/σ_g, always the same ones
-    drawn: Flags | None = None  # which canaries were, where that is no secret: [m]
+    energy: float  # Σ_g ‖R_g‖²/σ_g² of the released sums R_g
+    dimension: int  # the number of squares in this sum
+    probe: FloatVector  # the numbers R_g/σ_g at fixed places
+    drawn: Flags | None = None  # whether each canary was drawn, if that is no secret: [m]
 
 
 @dataclass(frozen=True)
 class Past:
-    """Sums of all releases so far, over the standard deviations of their noise, by vector group."""
+    """Sums of all releases so far, in units of the standard deviation of noise, by vector group."""
 
     releases: int = 0
     sums: Mapping[str, FloatVector] = field(default_factory=dict)
 
     def removed_from(self, name: str, release: FloatVector) -> FloatVector:
-        """A release [d] of a group without what it has in common with those before.
+        """Return a release [d] of a group without the common direction of earlier releases.
 
-        Their sum has the squared length t²·h² + t·d if t users' sums of length h go one way, each
-        beside unit noise; the latter is no direction of theirs.
+        If t users' sums have length h and the same direction, each with unit noise, the sum of t
+        releases has the squared length t²·h² + t·d. The second term, due to noise, is discounted.
         """
         before = self.sums.get(name)
-        if before is None or not (length := float(before @ before)):
+        if before is None or not (squared_length := float(before @ before)):
             return release
-        share = max(0.0, 1.0 - self.releases * len(before) / length)
-        return release - before * (share * float(release @ before) / length)
+        share = max(0.0, 1.0 - self.releases * len(before) / squared_length)
+        return release - before * (share * float(release @ before) / squared_length)
 
     def with_release(self, name: str, release: FloatVector) -> FloatVector:
-        """The sum of a group with one more release."""
+        """Return the sum of a group with one more release."""
         before = self.sums.get(name)
         return release if before is None else before + release
 
@@ -205,12 +206,13 @@ def measure(
     at: tuple[int, int, int],
     past: Past,
 ) -> tuple[Measurement, Past]:
-    """Measure a release [D] at a round, attempt and part of its event.
+    """Measure a release [D] at a round, attempt and part of its event, given the past releases.
 
-    In units of its noise, group g of the release is ±u_g·S_g/σ_g for a canary that was drawn, with
-    its direction u_g, beside noise and the users' own sum, which have the variance v_g along any
-    direction. The score adds up projections on u_g with the weights (S_g/σ_g)/v_g, by which it is
-    1 for a canary that was drawn, 0 for others, and varies least. With noise alone that is z².
+    In units of its noise, group g of a release contains ±u_g·S_g/σ_g for an included canary that
+    was drawn, with its direction u_g. Noise and the users' sum have the variance v_g along any
+    direction. The score adds up projections on u_g with weights proportional to (S_g/σ_g)/v_g. They
+    give the least variance, z² with noise alone, at a mean of 1 for such a canary and 0 for others.
+    Returns the measurement, and the past with this release.
     """
     clipping, query = mechanism.clipping, mechanism.query
     layout, (number, attempt, part) = clipping.layout, at
@@ -222,22 +224,20 @@ def measure(
     released = average * clipping.spread(query.divisors) / clipping.steps * unit
     scores, squared, sums = np.zeros(canaries.count), 0.0, dict[str, FloatVector]()
     for group in audited_groups(clipping):
-        found = np.concatenate([released[layout.slices[tensor]] for tensor in group.tensors])
-        sums[group.name] = past.with_release(group.name, found)
-        found, ratio = (
-            past.removed_from(group.name, found),
-            group.clipping_norm / stddevs[group.name],
-        )
-        weight = ratio / max(1.0, float(found @ found) / len(found))
-        scores += weight * canaries.directions(group, len(found), number, attempt).along(found)
+        vector = np.concatenate([released[layout.slices[tensor]] for tensor in group.tensors])
+        sums[group.name] = past.with_release(group.name, vector)
+        vector = past.removed_from(group.name, vector)
+        ratio = group.clipping_norm / stddevs[group.name]
+        weight = ratio / max(1.0, float(vector @ vector) / len(vector))
+        scores += weight * canaries.directions(group, len(vector), number, attempt).along(vector)
         squared += ratio * weight
-    measured = Measurement(
+    measurement = Measurement(
         round=number,
         attempt=attempt,
         part=part,
         scores=scores * canaries.signs(number, attempt) / squared,
         energy=float(released @ released),
         dimension=released.size,
-        probe=released[:: -(-released.size // _PROBED)],
+        probe=released[:: -(-released.size // _PROBE_NUMBERS)],
     )
-    return measured, Past(past.releases + 1, sums)
+    return measurement, Past(past.releases + 1, sums)

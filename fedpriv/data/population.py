@@ -209,19 +209,20 @@ class Population:
 
     def _check_test(self) -> None:
         owners = self.test.get(HELD_OUT_USER)
-        fields = {name: array for name, array in self.test.items() if name != HELD_OUT_USER}
         enrolled = {name: field for name, field in self.users.fields.items() if name != ROW_OWNERS}
-        if fields.keys() != enrolled.keys():
-            names = sorted(enrolled)
-            raise DataError(f"test rows have the fields {sorted(fields)}; users have {names}")
+        if not self.test.keys() >= enrolled.keys():  # they may have more, by which to group them
+            fields, names = sorted(self.test.keys() - {HELD_OUT_USER}), sorted(enrolled)
+            raise DataError(
+                f"test rows have the fields {fields}; they must have those of users, {names}"
+            )
         for name, array in self.test.items():
             check_types(**{f"test field {name!r}": (array, np.ndarray)})
             refuse_masked(f"test field {name!r}", array)
         if owners is not None:
             ids, users = self.users.user_ids, self.users.population
             check_not_enrolled(owners, range(users) if ids is None else ids)
-        for name, array in fields.items():
-            check_like(f"test field {name!r}", array, "the users' is", self.users.fields[name])
+        for name, column in enrolled.items():
+            check_like(f"test field {name!r}", self.test[name], "the users' is", column)
         counts = {len(array) for array in self.test.values()}
         if len(counts) != 1 or 0 in counts:
             raise DataError(f"test fields have {sorted(counts)} rows; they must agree, above 0")
@@ -242,7 +243,8 @@ class Population:
 
         All columns are arrays, tensors or nested lists, [rows, ...]; ids are all strings or all
         integers, else DataError. `held_out` has inputs and targets of rows that belong to no user;
-        without it, nothing but private metrics says how good a model is.
+        without it, nothing but private metrics says how good a model is. Its inputs may be columns
+        by name, among them columns that users lack, for `Task.by`.
         The name is public, as it goes into the ledger; the number of users is appended. Several
         inputs are columns by name, for a task with these names as `inputs`. With the ids of the
         users of held-out rows, none of whom may be enrolled, models are also measured by user.

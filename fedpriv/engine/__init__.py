@@ -1,4 +1,8 @@
-"""Local training of many users at once in torch, behind the in-process transport."""
+"""Local training of many users in torch, for the in-process transport.
+
+Read `transport` first. `roads` decides whether users train alone (`alone`) or together
+(`side_by_side`, `lanes`, `products`), and `trainer` sums their contributions.
+"""
 
 from fedpriv.engine.measuring import SimulationOnlyDiagnostics, check_metrics
 from fedpriv.engine.task import Task

@@ -1,12 +1,11 @@
-"""Low-rank adapters (Hu et al. 2021, "LoRA", arXiv:2106.09685): few numbers to train of a layer.
+"""Low-rank adapters (Hu et al. 2021, "LoRA", arXiv:2106.09685), which train few numbers per layer.
 
 A frozen layer with weights W [out, in] is corrected by a trained product of two small matrices,
 
     y = W x + b + (alpha/r)·B A x,    A [r, in] random, B [out, r] zero at first,
 
-so that r·(in + out) numbers travel, are clipped and noised in place of in·out. A and B are ordinary
-parameters, `lora_A.weight` and `lora_B.weight` of their layer; `engine.layers.BatchedAdapted`
-trains those of linear layers for many users at once.
+so r·(in + out) numbers are sent, clipped and noised instead of in·out. A and B are ordinary
+parameters, `lora_A.weight` and `lora_B.weight` of their layer.
 """
 
 import copy
@@ -25,9 +24,9 @@ class Adapted(nn.Module):
     """A layer and its adapter: `base`, a `torch.nn.Linear` or `torch.nn.Embedding`, and a product.
 
     Attributes:
-        base: the layer itself; its parameters keep their names below it.
-        lora_A: from inputs, or words, to r numbers.
-        lora_B: from these to the layer's outputs, without bias.
+        base: the original layer; its parameters have their old names below `base`.
+        lora_A: maps inputs, or words, to r numbers.
+        lora_B: maps these to the layer's outputs, without bias.
         scale: alpha/r.
     """
 
@@ -46,22 +45,22 @@ class Adapted(nn.Module):
             part.to(base.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Inputs [B, …, in], or words [B, …], to outputs [B, …, out]."""
-        # Scaled where it is narrow, and added where it lies: the rest is memory going to and fro.
+        """Map inputs [B, …, in], or words [B, …], to outputs [B, …, out]."""
+        # Scaling the narrow tensor, and adding in place, saves memory traffic.
         outputs: Tensor = self.lora_B(self.scale * self.lora_A(x))
         outputs += self.base(x)
         return outputs
 
     @property
     def weight(self) -> Tensor:
-        """What the base's weights would be without adapter: of the same shape."""
+        """Weights of an equivalent layer without adapter, of the same shape as the base's."""
         a, b = self.lora_A.weight, self.lora_B.weight
         change = b @ a if isinstance(self.base, nn.Linear) else a @ b.mT
         return self.base.weight + self.scale * change
 
     @property
     def bias(self) -> Tensor | None:
-        """That of the base."""
+        """Bias of the base."""
         return self.base.bias if isinstance(self.base, nn.Linear) else None
 
 
@@ -73,18 +72,18 @@ def with_adapters(
     *,
     seed: int = 0,
 ) -> nn.Module:
-    """A copy of a model with `Adapted` layers, of which adapters alone require gradients.
+    """Return a copy of a model with `Adapted` layers, in which only adapters require gradients.
 
-    It gives the same outputs as the model. What else is to be trained, a head for instance, is
-    named by `Task(trained=["*lora_*", "head.*"])`.
+    Its outputs are those of the model. To train other parameters too, such as those of a head, name
+    them in the task: `Task(trained=["*lora_*", "head.*"])`.
 
     >>> model = with_adapters(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), 2, layers=["0"])
     >>> [name for name, p in model.named_parameters() if p.requires_grad]
     ['0.lora_A.weight', '0.lora_B.weight']
 
     Args:
-        model: stays as it is.
-        rank: r, at least 1, and at most what the weights of one of the layers can have.
+        model: is not changed.
+        rank: r, from 1 to the largest rank that the weights of one of the layers can have.
         alpha: positive; by default r, so that the product is not scaled.
         layers: names, or patterns, of layers of type `torch.nn.Linear` and `torch.nn.Embedding`; by
             default all. An embedding must have no `max_norm`.
@@ -104,36 +103,38 @@ def with_adapters(
         raise ModelError(f"alpha of adapters is {alpha!r}; it must be positive and finite")
     if any(isinstance(layer, Adapted) for layer in model.modules()):
         raise ModelError("the model has adapters already; merge_adapters puts them into its layers")
-    # Not of a subclass, whose forward may do something else with its weights.
-    known = {
+    # Without subclasses, whose `forward` may use the weights differently.
+    adaptable = {
         name: layer
         for name, layer in model.named_modules()
         if type(layer) is nn.Linear or (type(layer) is nn.Embedding and layer.max_norm is None)
     }
-    if not known:
+    if not adaptable:
         raise ModelError("the model has no linear layer or embedding to adapt")
-    named = matching(layers, known, "linear layer or embedding")
-    if not named:
-        raise ModelError(f"layers of adapters is empty; it must name some of {[*known]}")
-    most = max(min(known[name].weight.shape) for name in named)
-    if rank > most:
-        raise ModelError(f"the rank of adapters is {rank}; the largest of these layers is {most}")
+    names = matching(layers, adaptable, "linear layer or embedding")
+    if not names:
+        raise ModelError(f"layers of adapters is empty; it must name some of {[*adaptable]}")
+    largest = max(min(adaptable[name].weight.shape) for name in names)
+    if rank > largest:
+        raise ModelError(
+            f"the rank of adapters is {rank}; the largest of these layers is {largest}"
+        )
     memo: dict[int, object] = {}
     with generator_apart(seed):
-        for name in named:
-            base = copy.deepcopy(known[name], memo)
-            memo[id(known[name])] = Adapted(base, rank, alpha)
-    found = copy.deepcopy(model, memo)
-    for name, parameter in found.named_parameters():
+        for name in names:
+            base = copy.deepcopy(adaptable[name], memo)
+            memo[id(adaptable[name])] = Adapted(base, rank, alpha)
+    adapted = copy.deepcopy(model, memo)
+    for name, parameter in adapted.named_parameters():
         parameter.requires_grad_(".lora_" in f".{name}")
-    return found
+    return adapted
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """A copy of a model with plain layers in place of `Adapted` ones, whose weights are theirs.
+    """Return a copy of a model in which plain layers with merged weights replace `Adapted` ones.
 
-    It gives the outputs of the model up to rounding, has the names of the model before
-    `with_adapters`, and costs no more to evaluate.
+    Its outputs are those of the model up to rounding, and its parameters have the names from before
+    `with_adapters`.
     """
     check_types(model=(model, nn.Module))
     memo: dict[int, object] = {}

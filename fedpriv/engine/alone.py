@@ -1,7 +1,7 @@
-"""Users alone: one after another, in plain torch, each on its own batches.
+"""Training users alone: one after another, in plain torch, each on its own batches.
 
-Nothing of another user is in any tensor, so a model may do what it likes with a user's rows. What
-it keeps of one user is put back before the next: all its tensors, and all that its modules hold.
+No tensor holds data of two users, so a model may compute anything from a user's rows. Between
+users, all tensors of the model and all attributes of its modules are restored.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,43 +23,44 @@ from fedpriv.engine.task import Inputs, RoundParameters, Task, outputs_of
 from fedpriv.privacy.clipping_torch import BatchedTensor, Updates
 from fedpriv.training.request import LocalTraining
 
-# Multiplications in the time in which a step changes a weight in memory, and how many weights a
-# layer has at least for Python not to take longer.
+# How many multiplications take as long as the update of one weight in a step, and the least number
+# of weights of a layer for which the time in Python pays.
 _TOUCHES, _LARGE = 40, 2**18
 
 
 class _Linear(nn.Linear):
-    """A linear layer that can learn from few rows without touching its weights."""
+    """A linear layer that can learn from few rows without updating its weights."""
 
     learning: LowRank | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[…, in] → […, out]."""
+        """Map […, in] to […, out]."""
         if self.learning is not None:
             return self.learning(x)
         return functional.linear(x, self.weight, self.bias)
 
 
 class AloneModel:
-    """A copy of a task's model, which one user after another makes its own."""
+    """A copy of a task's model that trains one user after another."""
 
     def __init__(self, task: Task, device: torch.device, x: Inputs, y: Tensor) -> None:
-        """It is called for two rows, to know how often it calls its layers and what else."""
+        """Call the model with two rows, to count the calls of its layers and detect `_bounds`."""
         model = trained_copy(task.model, device)
         names = {id(p): name for name, p in model.named_parameters()}
-        held = [p for m in model.modules() for p in m._parameters.values() if p is not None]
-        self._layers = dict[str, _Linear]()  # that can learn without weights
+        all_parameters = [p for m in model.modules() for p in m._parameters.values()]
+        self._layers = dict[str, _Linear]()  # layers that can learn without weights
         self._keys = dict[str, list[str]]()  # names of their parameters
         for name, layer in model.named_modules():
-            own = [*layer.parameters(recurse=False)]
-            alone = all(sum(p is other for other in held) == 1 and p.requires_grad for p in own)
-            if type(layer) is nn.Linear and alone:
+            parameters = [*layer.parameters(recurse=False)]
+            unshared = all(sum(p is q for q in all_parameters) == 1 for p in parameters)
+            trained = all(p.requires_grad for p in parameters)
+            if type(layer) is nn.Linear and unshared and trained:
                 layer.__class__ = _Linear
                 self._layers[name] = cast(_Linear, layer)
-                self._keys[name] = [names[id(p)] for p in own]
+                self._keys[name] = [names[id(p)] for p in parameters]
         self._trained = [name for name, p in model.named_parameters() if p.requires_grad]
         self._kept = KeptModel(model, [*names.values(), *dict(model.named_buffers())])
-        self._rows = dict[str, int]()  # of an example that go through each of the layers
+        self._rows = dict[str, int]()  # rows that go through each layer, per example
         self._bounds, self._bounded = WithinBounds(), True
         for name, layer in self._layers.items():
             layer.register_forward_pre_hook(partial(self._count, name))
@@ -68,18 +69,18 @@ class AloneModel:
             self._bounded = self._bounds.needed
         self._kept.put_back()
 
-    def _count(self, name: str, _: nn.Module, given: tuple[Tensor]) -> None:
-        rows = given[0].numel() // given[0].shape[-1]
+    def _count(self, name: str, _: nn.Module, inputs: tuple[Tensor]) -> None:
+        rows = inputs[0].numel() // inputs[0].shape[-1]
         self._rows[name] = self._rows.get(name, 0) + -(-rows // 2)
 
     @contextmanager
     def begun(
         self, start: RoundParameters, lean: Mapping[str, LowRank], *, training: bool
     ) -> Iterator[nn.Module]:
-        """The model as every user finds it; layers of these names learn without weights."""
-        model, without = self._kept.model, self._without(lean)
-        given = {**start.parameters, **start.constants}
-        self._kept.copy_from(given, (name for name in self._kept.tensors if name not in without))
+        """Yield the model at the start of a round; the layers in `lean` learn without weights."""
+        model, unused = self._kept.model, self._keys_of(lean)
+        tensors = {**start.parameters, **start.constants}
+        self._kept.copy_from(tensors, (name for name in self._kept.tensors if name not in unused))
         try:
             for name, learning in lean.items():
                 self._layers[name].learning = learning
@@ -89,24 +90,28 @@ class AloneModel:
         finally:
             self._kept.put_back()
 
-    def _without(self, lean: Mapping[str, LowRank]) -> set[str]:
-        """Names of the parameters that are not touched where these layers learn without them."""
+    def _keys_of(self, lean: Mapping[str, LowRank]) -> set[str]:
+        """Return the names of the parameters of these layers."""
         return {key for name in lean for key in self._keys[name]}
 
     def lean(
         self, start: RoundParameters, local: LocalTraining, counts: Integers, steps: int
     ) -> dict[str, LowRank]:
-        """Layers that cost less without weights, for so many steps on so many rows, [1]."""
+        """Return the layers for which learning without weights is faster, for one user.
+
+        The user has `counts` rows, [1], and takes so many steps.
+        """
         if not is_plain(local):
             return {}
-        found, examples = {}, steps * int(largest_batch(counts, local)[0])
+        layers, examples = {}, steps * int(largest_batch(counts, local)[0])
         for name, layer in self._layers.items():
             n, i, o = examples * self._rows.get(name, 0), layer.in_features, layer.out_features
-            # All rows with each other, and into the sum, against weights that each step changes.
+            # Products of all pairs of rows, and of the sum, against a change of all weights by
+            # every step.
             if i * o >= _LARGE and 0 < n * n * (i + o) + n * i * o <= _TOUCHES * steps * i * o:
                 weight, *bias = (start.parameters[key] for key in self._keys[name])
-                found[name] = LowRank(weight, bias[0] if bias else None, 1, n, local.rate)
-        return found
+                layers[name] = LowRank(weight, bias[0] if bias else None, 1, n, local.rate)
+        return layers
 
     def moved(
         self,
@@ -118,27 +123,27 @@ class AloneModel:
         lean: Mapping[str, LowRank],
         steps: int,
     ) -> Updates:
-        """How far one user moves in so many steps on these batches: [1, *shape] by name.
+        """Return how far one user moves in these steps on these batches, [1, *shape] by name.
 
-        Also in personal parameters, and in control variates where the algorithm has some.
+        This includes personal parameters, and the control variates of an algorithm that has them.
         """
         with self.begun(start, lean, training=True) as model:
-            without = self._without(lean)
-            own = {n: self._kept.tensors[n] for n in self._trained if n not in without}
-            begun = {name: start.parameters[name] for name in own}
-            memory = [self._kept.numbers[name] for name in own]
-            descent = Descent(begun, local, start.control, start.personal)
-            leaves = [*own.values(), *(layer.probe for layer in lean.values())]
+            unused = self._keys_of(lean)
+            trained = {n: self._kept.tensors[n] for n in self._trained if n not in unused}
+            initial = {name: start.parameters[name] for name in trained}
+            memory = [self._kept.numbers[name] for name in trained]
+            descent = Descent(initial, local, start.control, start.personal)
+            leaves = [*trained.values(), *(layer.probe for layer in lean.values())]
             for step, (x, y) in enumerate(batches):
                 total, count = task.summed_loss(outputs_of(model, x, activations), y)
                 mean = total * torch.reciprocal(count).to(total)
-                found = torch.autograd.grad(mean, leaves, materialize_grads=True)
-                descent.step_of_one(memory, found[: len(own)])
+                gradients = torch.autograd.grad(mean, leaves, materialize_grads=True)
+                descent.step_of_one(memory, gradients[: len(trained)])
                 for layer in lean.values():
                     layer.end_step()
                 if step + 1 < steps:
                     descent.put_into(memory)
-        learnt: dict[str, BatchedTensor] = {**descent.moved()}
+        updates: dict[str, BatchedTensor] = {**descent.moved()}
         for name, layer in lean.items():
-            learnt |= zip(self._keys[name], layer.updates(), strict=True)
-        return {name: learnt.pop(name) for name in start.parameters} | learnt
+            updates |= zip(self._keys[name], layer.updates(), strict=True)
+        return {name: updates.pop(name) for name in start.parameters} | updates

@@ -1,10 +1,10 @@
-"""The arithmetic in which users train, whatever the caller has set, and what they draw from."""
+"""The arithmetic and the random generators for training, independent of the caller's settings."""
 
 import hashlib
 import pickle
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, cast, get_args
@@ -15,112 +15,108 @@ import torch
 from fedpriv.errors import InvalidValueError
 
 Activations = Literal["float32", "tf32", "bfloat16"]
-"""Under "bfloat16" layers multiply numbers of 8 significant bits, as under `torch.autocast`, while
-users train. Under "tf32", which only a GPU knows, products of float32 round their factors to 11.
-Parameters, losses, updates, their sums and all metrics stay float32."""
+"""With "bfloat16", layers multiply numbers of 8 significant bits during training, as under
+`torch.autocast`. With "tf32", which only GPUs support, products of float32 round their factors to
+11 bits. Parameters, losses, updates, their sums and all metrics remain float32."""
 
-# Held while torch's process-wide switches are as one thread needs them and models hold its users'
-# parameters; and while a thread forks, so that no child starts with those of another thread.
+# Held while torch's process-wide settings and the models' parameters belong to one thread; also
+# while a thread forks, so that no child process inherits those of another thread.
 ARITHMETIC_LOCK = threading.RLock()
 
 _SMALLEST = torch.finfo(torch.float32).tiny
-_PER_THREAD = 2**15  # torch gives a thread no fewer numbers
+_PER_THREAD = 2**15  # the least numbers that torch gives to a thread
 
 
 def activations_named(name: object, device: torch.device) -> Activations:
-    """Activations of a name, if the device knows them; another is an `InvalidValueError`."""
-    known = [each for each in get_args(Activations) if each != "tf32" or device.type != "cpu"]
-    if name not in known:
+    """Return the activations with this name; InvalidValueError if the device lacks them."""
+    names = [a for a in get_args(Activations) if a != "tf32" or device.type != "cpu"]
+    if name not in names:
         raise InvalidValueError(
-            f"activations is {name!r}; legal on {device.type} are {', '.join(known)}"
+            f"activations is {name!r}; legal on {device.type} are {', '.join(names)}"
         )
     return cast(Activations, name)
 
 
+# A function that changes a setting, the value for training, and the caller's value.
+_Setting = tuple[Callable[[Any], object], object, object]
+
+
 @contextmanager
-def tf32(*, allowed: bool) -> Iterator[None]:
-    """Whether GPUs may round the factors of products of float32; convolutions do unless told."""
+def _temporarily(settings: Sequence[_Setting]) -> Iterator[None]:
+    """Apply settings within the context, and restore the caller's values."""
+    try:
+        for put, value, _ in settings:
+            put(value)
+        yield
+    finally:
+        for put, _, previous in settings:
+            put(previous)
+
+
+def tf32(*, allowed: bool) -> AbstractContextManager[None]:
+    """Set whether GPUs may round the factors of float32 products; convolutions do by default."""
     backends: Any = torch.backends
     products, cudnn, mkldnn = backends.cuda.matmul, backends.cudnn, backends.mkldnn
-    libraries: list[Any] = [products, cudnn]  # of torch before 2.9
+    libraries: list[Any] = [products, cudnn]  # before torch 2.9
     name, value = "allow_tf32", cast(Any, allowed)
     if hasattr(products, "fp32_precision"):
-        libraries = [b for each in (cudnn, mkldnn) for b in (each.conv, each.rnn)]
-        libraries += products, mkldnn.matmul
+        libraries = [cudnn.conv, cudnn.rnn, mkldnn.conv, mkldnn.rnn, products, mkldnn.matmul]
         name, value = "fp32_precision", "tf32" if allowed else "ieee"
-    before = [getattr(each, name) for each in libraries]
-    for each in libraries:
-        setattr(each, name, value)
-    try:
-        yield
-    finally:
-        for each, own in zip(libraries, before, strict=True):
-            setattr(each, name, own)
-
-
-@contextmanager
-def _for_now(put: Callable[[Any], object], *, now: object, own: object) -> Iterator[None]:
-    """Put a value in the place of the caller's own."""
-    put(now)
-    try:
-        yield
-    finally:
-        put(own)
+    return _temporarily(
+        [(partial(setattr, library, name), value, getattr(library, name)) for library in libraries]
+    )
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Have streams and kernels be of this GPU, if there are several."""
+    """Make a GPU the current one, for streams and kernels."""
     on_gpu = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.cuda.device(device) if on_gpu else nullcontext()
 
 
-@contextmanager
-def _in_one_order(device: torch.device) -> Iterator[None]:
-    """Have a GPU add numbers up in the same order each time, where torch knows how.
+def _plain_settings(device: torch.device) -> list[_Setting]:
+    """Return the settings under which results depend only on the dtypes and the device.
 
-    By default it does not: gradients of an embedding are summed by atomic additions where there
-    are many words, for one. Where torch has no deterministic algorithm it warns, and trials find
-    what differs.
+    By default, a GPU does not add numbers in the same order each time: for instance, it sums
+    gradients of an embedding with many words by atomic additions. If torch has no deterministic
+    algorithm, it warns, and trials find the differences.
     """
-    if device.type != "cuda":
-        yield
-        return
-    memory: Any = torch.utils.deterministic
-    put, own = torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode()
-    fill = partial(setattr, memory, "fill_uninitialized_memory")  # which would take time
-    with (
-        _for_now(put, now="warn", own=own),
-        _for_now(fill, now=False, own=memory.fill_uninitialized_memory),
-    ):
-        yield
+    cudnn, attention = torch.backends.cudnn, torch.backends.mha
+    settings: list[_Setting] = [
+        # The dtype of literals in a model's code.
+        (torch.set_default_dtype, torch.float32, torch.get_default_dtype()),
+        # A GPU must use the same convolution each time, not the one measured to be fastest.
+        (partial(setattr, cudnn, "benchmark"), False, cudnn.benchmark),
+        (partial(setattr, cudnn, "deterministic"), True, cudnn.deterministic),
+        # In evaluation, torch uses another attention if all masks of a batch are equal.
+        (attention.set_fastpath_enabled, False, attention.get_fastpath_enabled()),
+    ]
+    if device.type == "cuda":
+        mode, memory = torch.get_deterministic_debug_mode(), cast(Any, torch.utils.deterministic)
+        fill = partial(setattr, memory, "fill_uninitialized_memory")  # which would take time
+        settings.append((torch.set_deterministic_debug_mode, "warn", mode))
+        settings.append((fill, False, memory.fill_uninitialized_memory))
+    return settings
 
 
 @contextmanager
 def plain_arithmetic(device: torch.device) -> Iterator[None]:
-    """Compute as the numbers' types say, whatever the caller has set; one thread at a time."""
-    # As the processor's flag says, which torch and NumPy share in a thread.
+    """Compute exactly as the dtypes say, with gradients, for any settings of the caller.
+
+    Only one thread at a time can be within the context.
+    """
+    # The processor's flag, which torch and NumPy share in a thread.
     flushed = bool(np.float32(_SMALLEST) / np.float32(2.0) == 0.0)
     torch.set_flush_denormal(False)
-    cudnn, attention = torch.backends.cudnn, torch.backends.mha
     try:
         with (
             ARITHMETIC_LOCK,
             torch.inference_mode(mode=False),
             torch.enable_grad(),
-            # What torch makes of numbers that a model writes down.
-            _for_now(torch.set_default_dtype, now=torch.float32, own=torch.get_default_dtype()),
             torch.autocast("cpu", enabled=False),
             torch.autocast(device.type, enabled=False),
             _current(device),
-            _in_one_order(device),
+            _temporarily(_plain_settings(device)),
             tf32(allowed=False),
-            # A GPU convolves in the same way each time, and not in the one that was fastest once.
-            _for_now(partial(setattr, cudnn, "benchmark"), now=False, own=cudnn.benchmark),
-            _for_now(partial(setattr, cudnn, "deterministic"), now=True, own=cudnn.deterministic),
-            # torch has another for evaluation, which it takes if all masks of a batch are alike.
-            _for_now(
-                attention.set_fastpath_enabled, now=False, own=attention.get_fastpath_enabled()
-            ),
         ):
             yield
     finally:
@@ -128,7 +124,7 @@ def plain_arithmetic(device: torch.device) -> Iterator[None]:
 
 
 def refuse_flushing_threads() -> None:
-    """Refuse threads of torch that flush subnormal numbers: users' bits would depend on them."""
+    """Raise InvalidValueError if torch's threads flush subnormal numbers, which changes results."""
     halves = torch.full((torch.get_num_threads() * _PER_THREAD,), _SMALLEST) / 2
     if not bool(halves.all()):
         raise InvalidValueError(
@@ -139,9 +135,9 @@ def refuse_flushing_threads() -> None:
 
 @contextmanager
 def generator_apart(seed: int | None = None) -> Iterator[None]:
-    """Draw from torch's generator, or from one of a seed, and leave it as it was.
+    """Restore torch's generator after the context; with a seed, reset it within.
 
-    All threads share it, so they take turns.
+    All threads share the generator, so they take turns.
     """
     with ARITHMETIC_LOCK, torch.random.fork_rng(devices=[]):
         if seed is not None:
@@ -151,7 +147,7 @@ def generator_apart(seed: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def generators_apart(device: torch.device) -> Iterator[None]:
-    """Leave the generators of torch, NumPy and Python, which models may draw from, as they were."""
+    """Restore the generators of torch, NumPy and Python, which models may use, at the end."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
@@ -162,18 +158,18 @@ def generators_apart(device: torch.device) -> Iterator[None]:
 
 
 def own_generators() -> bytes:
-    """The states of all generators on the CPU that models may draw from."""
-    drawn = torch.random.get_rng_state().numpy().tobytes()
-    return drawn + pickle.dumps((random.getstate(), np.random.get_state()))
+    """Return the states of all generators on the CPU that models may use."""
+    torch_state = torch.random.get_rng_state().numpy().tobytes()
+    return torch_state + pickle.dumps((random.getstate(), np.random.get_state()))
 
 
 def seed_generators(local_key: bytes, user: int, device: torch.device) -> None:
-    """Have all generators give what a user draws in a round, by the round's key."""
-    own = hashlib.sha256(local_key + user.to_bytes(8, "little")).digest()
-    seed = int.from_bytes(own[:8], "little") >> 1
+    """Seed all generators for a user in a round, from the round's key."""
+    digest = hashlib.sha256(local_key + user.to_bytes(8, "little")).digest()
+    seed = int.from_bytes(digest[:8], "little") >> 1
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
-    # Not `torch.manual_seed`, which formats the stack for each kind of device that is absent.
+    # Not `torch.manual_seed`, which formats the stack for each kind of absent device.
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed_all(seed)
@@ -181,7 +177,7 @@ def seed_generators(local_key: bytes, user: int, device: torch.device) -> None:
 
 @contextmanager
 def seeded(local_key: bytes, user: int, device: torch.device) -> Iterator[None]:
-    """Draw what a user draws in a round, and leave all generators as they were."""
+    """Seed all generators for a user in a round, and restore them after the context."""
     with generators_apart(device):
         seed_generators(local_key, user, device)
         yield

@@ -1,7 +1,7 @@
-"""Functions of torch that reach beyond what they are given, and how they are kept from it.
+"""Safe variants of functions of torch that can access memory beyond their arguments.
 
-torch does not check all that it is told: some of its functions read or write where other data may
-lie, such as those of the users before.
+torch does not check all arguments: some functions can read or write memory that holds other data,
+such as those of earlier users.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -30,13 +30,13 @@ _BEYOND = _CTC | _SAMPLING | _BAGS | _SPARSE | {torch.segment_reduce, torch.lina
 
 
 class WithinBounds(TorchFunctionMode):
-    """A mode in which functions of torch that can read or write beyond their arguments do not.
+    """A mode in which functions of torch cannot read or write memory beyond their arguments.
 
-    Labels of `ctc_loss` that are no class raise, and so do offsets of `embedding_bag` that fall or
-    lie beyond its words, indices beyond a sparse tensor, and `segment_reduce` with offsets, which
-    nothing checks. `grid_sample` gives NaN for positions that are not finite, so that their user
-    counts as zero. On a CPU `lstsq` would begin with pivots from memory that nobody has written to;
-    it takes another algorithm.
+    ModelError: a label of `ctc_loss` is not a class, offsets of `embedding_bag` decrease or exceed
+    its words, or `segment_reduce` is called with offsets, which cannot be checked. torch itself
+    checks indices of sparse tensors. `grid_sample` returns NaN for positions that are not finite,
+    so that their user counts as zero. On a CPU, the default algorithm of `lstsq` reads
+    uninitialised pivots, so another one is used.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class WithinBounds(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """What torch calls in place of each of its functions."""
+        """Called by torch instead of each of its functions."""
         kwargs = dict(kwargs or {})
         if function not in _BEYOND:
             return function(*args, **kwargs)
@@ -74,33 +74,34 @@ class WithinBounds(TorchFunctionMode):
             kwargs["driver"] = "gelsd" if matrix.device.type == "cpu" else None
         if function not in _SAMPLING:
             return function(*args, **kwargs)
-        given = dict(zip(("input", "grid"), args, strict=False)) | kwargs
-        finite = given["grid"].isfinite()
-        given["grid"] = torch.where(finite, given["grid"], 0.0)
-        found = function(given.pop("input"), given.pop("grid"), *args[2:], **given)
-        return torch.where(finite.all(-1).unsqueeze(1), found, torch.nan)
+        named = dict(zip(("input", "grid"), args, strict=False)) | kwargs
+        grid = named.pop("grid")
+        finite = grid.isfinite()
+        grid = torch.where(finite, grid, 0.0)
+        samples = function(named.pop("input"), grid, *args[2:], **named)
+        return torch.where(finite.all(-1).unsqueeze(1), samples, torch.nan)
 
 
 def _check_labels(
     log_probs: Tensor,
     targets: Tensor,
-    input_lengths: Any,  # noqa: ARG001 - which torch checks
+    input_lengths: Any,  # noqa: ARG001 - checked by torch
     target_lengths: Any,
     **_: object,
 ) -> None:
     classes = log_probs.shape[-1]
-    illegal = (targets < 0) | (targets >= classes)
+    invalid = (targets < 0) | (targets >= classes)
     if targets.dim() == 2:  # padding at the end of a row is not read
         places = torch.arange(targets.shape[1], device=targets.device)
         lengths = torch.as_tensor(target_lengths, device=targets.device)
-        illegal = illegal & (places < lengths[:, None])
-    if illegal.any():
+        invalid = invalid & (places < lengths[:, None])
+    if invalid.any():
         raise ModelError(f"a label of ctc_loss is none of its {classes} classes")
 
 
 def _check_offsets(input: Tensor, offsets: Tensor | None = None, **_: object) -> None:  # noqa: A002
     if offsets is None:
         return
-    falls = bool((offsets[1:] < offsets[:-1]).any())
-    if falls or (len(offsets) and not 0 <= int(offsets[0]) <= int(offsets[-1]) <= len(input)):
+    decrease = bool((offsets[1:] < offsets[:-1]).any())
+    if decrease or (len(offsets) and not 0 <= int(offsets[0]) <= int(offsets[-1]) <= len(input)):
         raise ModelError(f"offsets of embedding_bag fall, or lie beyond its {len(input)} words")

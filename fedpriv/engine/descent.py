@@ -1,6 +1,6 @@
-"""From gradients to updates: the steps of local training, for one user or for many side by side.
+"""The steps of local training, from gradients to updates, for one user or many side by side.
 
-What a step does with a gradient is up to the `direction` of the round's `LocalTraining`.
+The `direction` of the round's `LocalTraining` turns gradients into steps.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from fedpriv.privacy.clipping_torch import TorchTensors
-from fedpriv.privacy.gaussian_mechanism import CONTROL_PREFIX
+from fedpriv.training.post_processing import CONTROL_PREFIX
 from fedpriv.training.request import LocalStep, LocalTraining
 
 
 def is_plain(local: LocalTraining) -> bool:
-    """Whether a step goes against the gradient by the learning rate, and no more."""
-    own = type(local).direction is LocalTraining.direction and local.control is None
-    return own and not local.momentum and not local.proximal
+    """Return whether a step is the negative gradient times the learning rate, and nothing else."""
+    plain_direction = type(local).direction is LocalTraining.direction and local.control is None
+    return plain_direction and not local.momentum and not local.proximal
 
 
 class Descent:
-    """How far L users have moved from the same parameters, which are never written to."""
+    """The displacements of L users from common parameters, which are never overwritten."""
 
     def __init__(
         self,
@@ -30,13 +30,13 @@ class Descent:
         personal: Collection[str] = (),
     ) -> None:
         self.displacement: TorchTensors = {}  # [L, *shape]; empty before the first step
-        self._memory: dict[str, tuple[Tensor, ...]] = {}  # [L, *shape] each
+        self._memory: dict[str, tuple[Tensor, ...]] = {}  # of the algorithm, [L, *shape] each
         self._start, self._local, self._control = start, local, control or {}
         self._personal, self._parameters = personal, TorchTensors()
         self._rate, self._steps, self._plain = local.rate, 0, is_plain(local)
 
     def parameters(self, users: int) -> TorchTensors:
-        """Parameters of the first l users, [l, *shape], in memory that the next call overwrites."""
+        """Return parameters of the first l users, [l, *shape]; the next call overwrites them."""
         if not self.displacement:
             return same_for_all(self._start, users)
         if not self._parameters:
@@ -48,70 +48,70 @@ class Descent:
     def step(
         self, parameters: Mapping[str, Tensor], gradients: TorchTensors, active: Tensor | None
     ) -> None:
-        """Take a step along gradients [l, *shape] at these parameters; in the first, l is L.
+        """Take a step with the gradients [l, *shape] at these parameters; l is L in the first step.
 
-        Active says which users take it, [l]; None: all do.
+        `active` [l] marks the users who take the step; None: all do.
         """
-        ways = self._ways(parameters, gradients)
+        moves = self._moves(parameters, gradients)
         if active is not None:
-            ways = {
-                name: torch.where(active.view(-1, *[1] * (way.dim() - 1)), way, 0.0)
-                for name, way in ways.items()
+            moves = {
+                name: torch.where(active.view(-1, *[1] * (move.dim() - 1)), move, 0.0)
+                for name, move in moves.items()
             }
         self._steps += 1
         if not self.displacement:
-            self.displacement = ways
+            self.displacement = moves
             return
-        for name, way in ways.items():
-            self.displacement[name][: len(way)].add_(way)
+        for name, move in moves.items():
+            self.displacement[name][: len(move)].add_(move)
 
     def step_of_one(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Take a step of the only user, with tensors [*shape] in the order of the start."""
         if self._plain and self.displacement:
-            moved = [each[0] for each in self.displacement.values()]
-            torch._foreach_add_(moved, [*gradients], alpha=-self._rate)
+            displacement = [tensor[0] for tensor in self.displacement.values()]
+            torch._foreach_add_(displacement, [*gradients], alpha=-self._rate)
             return
-        own, ways = (
+        batched_parameters, batched_gradients = (
             {name: tensor[None] for name, tensor in zip(self._start, tensors, strict=True)}
             for tensors in (parameters, gradients)
         )
-        self.step(own, ways, None)
+        self.step(batched_parameters, batched_gradients, None)
 
     def put_into(self, memory: Sequence[Tensor]) -> None:
         """Write the parameters of the only user to tensors [*shape]."""
         moved = self.displacement.values()
-        for own, start, way in zip(memory, self._start.values(), moved, strict=True):
-            torch.add(start, way[0], out=own)
+        for tensor, start, displacement in zip(memory, self._start.values(), moved, strict=True):
+            torch.add(start, displacement[0], out=tensor)
 
-    def _ways(self, parameters: Mapping[str, Tensor], gradients: TorchTensors) -> TorchTensors:
-        """How far users go, [l, *shape]."""
+    def _moves(self, parameters: Mapping[str, Tensor], gradients: TorchTensors) -> TorchTensors:
+        """Return the changes of parameters in a step, [l, *shape], and update the memory."""
         if self._plain:
             return {name: gradient * -self._rate for name, gradient in gradients.items()}
-        found, local = {}, self._local
+        moves, local = {}, self._local
         for name, gradient in gradients.items():
             users, moved = len(gradient), self.displacement.get(name)
             if moved is not None and local.proximal:
                 gradient = (moved[:users] * local.proximal).add_(gradient)  # noqa: PLW2901
             if name not in self._memory:
-                kept = tuple(torch.zeros_like(gradient) for _ in range(local.memories))
-                self._memory[name] = kept
-            memory = tuple(held[:users] for held in self._memory[name])
+                zeros = tuple(torch.zeros_like(gradient) for _ in range(local.memories))
+                self._memory[name] = zeros
+            memory = tuple(tensor[:users] for tensor in self._memory[name])
             control = self._control.get(name, gradient.new_zeros(()))
-            own = parameters[name], memory, control, name in self._personal
-            direction, after = local.direction(LocalStep(self._steps, gradient, *own))
-            for held, new in zip(memory, after, strict=True):
-                held.copy_(new)
-            found[name] = direction * -self._rate
-        return found
+            state = parameters[name], memory, control, name in self._personal
+            direction, after = local.direction(LocalStep(self._steps, gradient, *state))
+            for tensor, new in zip(memory, after, strict=True):
+                tensor.copy_(new)
+            moves[name] = direction * -self._rate
+        return moves
 
     def moved(self) -> TorchTensors:
-        """All displacements, and the changes of control variates."""
+        """Return all displacements, and the changes of control variates, [L, *shape] by name."""
         changes = {CONTROL_PREFIX + name: self._memory[name][0] for name in self._control}
         return {**self.displacement, **changes}
 
 
 def same_for_all(parameters: TorchTensors, users: int) -> TorchTensors:
-    """Parameters of l users that share one copy, which a stride of 0 shows."""
+    """Return parameters of l users, [l, *shape], that share one copy by a stride of 0."""
     return {
         name: p.as_strided((users, *p.shape), (0, *p.stride())) for name, p in parameters.items()
     }

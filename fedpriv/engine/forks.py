@@ -1,6 +1,6 @@
-"""Processes that train side by side: forks of this one, which share its data and model.
+"""Processes that train in parallel: forks of this process, which share its data and model.
 
-Threads of one process would wait for Python's lock, the longer the smaller a model is.
+Threads of one process would wait for Python's lock, and most of all with small models.
 """
 
 import ctypes
@@ -39,11 +39,11 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
 
 def can_fork() -> bool:
-    """Whether processes can be forked here, and train.
+    """Return whether this process can be forked, and forks can train.
 
-    macOS has libraries that break when they are. A daemon may not fork, as the workers of
-    `multiprocessing.Pool` are. And where torch finds a GPU it has a thread for each from the first
-    gradient on, whatever that was computed on, and no fork of its process computes another.
+    Libraries of macOS break in forks. Daemons, such as the workers of `multiprocessing.Pool`, must
+    not fork. If there are GPUs, torch starts a thread for each at the first gradient on any device,
+    and after that, forks cannot compute gradients.
     """
     daemon = multiprocessing.current_process().daemon
     return sys.platform == "linux" and not daemon and torch.cuda.device_count() == 0
@@ -51,23 +51,23 @@ def can_fork() -> bool:
 
 @contextmanager
 def computing_with(threads: int) -> Iterator[None]:
-    """Let torch compute with so many threads and NumPy with one: they decide how sums round."""
-    before = torch.get_num_threads()
+    """Use `threads` threads of torch and one of NumPy, because their number affects rounding."""
+    previous = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         with one_blas_thread():
             yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(previous)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a fork is asked: to train chunks."""
+    """A message to a fork, with chunks to train."""
 
-    request: bytes  # packed, without its users
+    request: bytes  # pickled, without its users
     chunks: Sequence[Chunk]
-    one_by_one: bool  # whether each chunk is answered; or all of them together
+    one_by_one: bool  # whether to answer each chunk separately
 
 
 class Fork:
@@ -75,54 +75,55 @@ class Fork:
 
     def __init__(self, trainer: Trainer) -> None:
         context = multiprocessing.get_context("fork")
-        self.connection, its = context.Pipe()
-        self._process = context.Process(target=_serve, args=(trainer, its), daemon=True)
+        self.connection, child_connection = context.Pipe()
+        arguments = trainer, child_connection
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
         with warnings.catch_warnings(), ARITHMETIC_LOCK:
-            # Locks that a thread holds at this moment stay locked; torch's, NumPy's and Python's
-            # own are made anew, and training takes no other but the one that is held here.
+            # Locks that other threads hold now remain locked in the fork. torch, NumPy and Python
+            # renew theirs, and apart from these, training takes only the lock that is held here.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
-        its.close()
+        child_connection.close()
         self.end = weakref.finalize(self, _end, os.getpid(), self._process, self.connection)
 
     def ask(self, work: Work) -> None:
-        """Begin with chunks; WorkerError if it has ended."""
+        """Start to train chunks; WorkerError if the fork has ended."""
         try:
             self.connection.send(work)
         except OSError as error:
             raise WorkerError("a process that trains users has ended") from error
 
     def answer(self) -> tuple[int, ChunkSum]:
-        """How many of the chunks are done with this sum; WorkerError if it has ended."""
+        """Return a number of chunks and their sum; WorkerError if the fork has ended."""
         try:
-            records, number, found = self.connection.recv()
+            records, number, result = self.connection.recv()
         except (EOFError, OSError) as error:
             raise WorkerError("a process that trains users has ended") from error
         for record in records:
             logging.getLogger(record.name).handle(record)
-        if isinstance(found, Exception):
-            raise WorkerError(f"a process that trains users raised {found}") from found
-        return number, found
+        if isinstance(result, Exception):
+            raise WorkerError(f"a process that trains users raised {result}") from result
+        return number, result
 
 
 def _serve(trainer: Trainer, connection: Connection) -> None:
-    """Train what is asked until the other end is closed."""
+    """Train chunks on request until the other end is closed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    # Files and sockets of the parent would stay locked or open after its end.
-    kept = sorted((2, connection.fileno(), parent.sentinel, os.sysconf("SC_OPEN_MAX")))
-    for before, after in itertools.pairwise(kept):
-        os.closerange(before + 1, after)
+    # Close the parent's files and sockets, which would remain open or locked after its end.
+    needed = sorted((2, connection.fileno(), parent.sentinel, os.sysconf("SC_OPEN_MAX")))
+    for lower, upper in itertools.pairwise(needed):
+        os.closerange(lower + 1, upper)
 
-    def end_with_parent() -> None:  # whatever this process is doing
+    def end_with_parent() -> None:
         wait([parent.sentinel])
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that asked decides what to do then
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides whether this process ends
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _keep_memory()
-    gc.freeze()  # or collections would look at all that was inherited, again and again
+    gc.freeze()  # or each garbage collection would visit all inherited objects
     logged = _LogRecords()
     with computing_with(1), suppress(EOFError, OSError):
         while True:
@@ -134,37 +135,37 @@ def _serve(trainer: Trainer, connection: Connection) -> None:
 
 
 def _answers(trainer: Trainer, work: Work) -> Iterator[tuple[int, ChunkSum | Exception]]:
-    """Numbers of chunks and their sums; an error ends them."""
+    """Yield numbers of chunks and their sums; or an error, which is the last."""
     try:
         request: RoundRequest = pickle.loads(work.request)
         parts = [[chunk] for chunk in work.chunks] if work.one_by_one else [work.chunks]
         for chunks in parts:
             yield len(chunks), trainer.sum_of(request, chunks)
-    except Exception as error:  # not of a user's training, which is caught there
+    except Exception as error:  # not from the training of a user, which `sum_of` handles
         yield 0, error
 
 
 def _packed(records: list[logging.LogRecord], number: int, answer: ChunkSum | Exception) -> bytes:
-    """What is logged and answered, without what cannot be brought to another process."""
-    instead = WorkerError(type(answer).__name__)
-    for kept, sent in itertools.product((answer, instead), (records, [])):
+    """Pickle log records and an answer, without those that cannot be pickled."""
+    replacement = WorkerError(type(answer).__name__)
+    for content, sent in itertools.product((answer, replacement), (records, [])):
         with suppress(Exception):
-            message = pickle.dumps((sent, number, kept), protocol=5)
-            if sent or isinstance(kept, Exception):
-                pickle.loads(message)  # may fail where packing did not
+            message = pickle.dumps((sent, number, content), protocol=5)
+            if sent or isinstance(content, Exception):
+                pickle.loads(message)  # may fail although pickling did not
             return message
     raise AssertionError("an error of a worker can be packed")
 
 
 def _keep_memory() -> None:
-    """Keep what is freed for the next chunk: fresh pages cost as much as a layer's arithmetic."""
-    with suppress(OSError, AttributeError):  # glibc alone has these settings
+    """Keep freed memory for the next chunk: fresh pages cost as much time as a layer does."""
+    with suppress(OSError, AttributeError):  # only glibc has these settings
         for setting, size in ((_TRIM_THRESHOLD, 2**31 - 1), (_MMAP_THRESHOLD, 2**30)):
             ctypes.CDLL(None).mallopt(setting, size)
 
 
 class _LogRecords(logging.Handler):
-    """Keeps all that this process logs for the other one, which knows how to show it."""
+    """Collects the log records of this process, for the parent to handle."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,57 +176,58 @@ class _LogRecords(logging.Handler):
         root.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record, but not the text of an exception, which may hold users' data."""
+        """Keep a record without the text of an exception, which may contain users' data."""
         try:
             record.msg = record.getMessage()
-        except Exception:  # of a model, whose users must not fail for it
+        except Exception:  # a model's faulty logging must not make its users fail
             record.msg = "a message that cannot be formatted"
         record.args = record.exc_info = record.exc_text = None
         self.records.append(record)
 
 
 def _end(owner: int, process: multiprocessing.process.BaseProcess, connection: Connection) -> None:
-    if os.getpid() == owner:  # and not one of the others, which have a copy of this
+    if os.getpid() == owner:  # and not in another fork, which has a copy of this finalizer
         connection.close()
-        process.kill()  # it has nothing to finish
+        process.kill()
         process.join()
 
 
 @dataclass
 class _Shift:
-    """A fork, the chunks that it has not answered yet, and until when it must answer the next."""
+    """A fork and the chunks that it has not answered yet."""
 
     fork: Fork
     waiting: deque[Chunk]
     one_by_one: bool
-    deadline: float = float("inf")
+    deadline: float = float("inf")  # for the next answer, on the clock of `time.monotonic`
 
 
 class Crew:
     """Forks that train the chunks of a round.
 
-    Where one ends or takes longer than its users may, its users go on one by one in another, and
-    those who end that one, too, contribute zero. So each costs itself its place, and nobody else.
+    If a fork ends or exceeds the time of its users, its users continue one by one in another fork,
+    and a user who ends that one too contributes zero. So a user can harm only themselves.
     """
 
     def __init__(
         self, forks: list[Fork], trainer: Trainer, request: RoundRequest, limit: float | None
     ) -> None:
-        """`forks` are replaced where they end. Each user may take `limit` seconds, if given."""
+        """Forks that end are replaced in `forks`. A user may take `limit` seconds; None: any."""
         self._forks, self._trainer, self._limit = forks, trainer, limit
         self._packed = pickle.dumps(replace(request, users=request.users[:0]), protocol=5)
         self._dimension = request.clipping.layout.dimension
 
     def sums(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Integers, ChunkSum]]:
-        """Users and their sums, as they are done."""
+        """Yield users and their sums as they are done."""
+        parts = shared_out(chunks, len(self._forks))
         shifts = [
-            self._begun(fork, some, one_by_one=self._limit is not None)
-            for fork, some in zip(self._forks, shared_out(chunks, len(self._forks)), strict=True)
-            if some
+            self._begun(fork, part, one_by_one=self._limit is not None)
+            for fork, part in zip(self._forks, parts, strict=True)
+            if part
         ]
         while shifts:
-            first = min(shift.deadline for shift in shifts)
-            left = None if first == float("inf") else max(0.0, first - time.monotonic())
+            deadline = min(shift.deadline for shift in shifts)
+            left = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
             ready = wait([shift.fork.connection for shift in shifts], left)
             for shift in shifts:
                 if shift.fork.connection in ready:
@@ -238,64 +240,61 @@ class Crew:
         work = Work(self._packed, chunks, one_by_one)
         try:
             fork.ask(work)
-        except WorkerError:  # it was killed while it rested
-            fork = self._another(fork)
+        except WorkerError:  # it was killed while it was idle
+            fork = self._replaced(fork)
             fork.ask(work)
         shift = _Shift(fork, deque(chunks), one_by_one)
-        self._expect(shift)
+        self._set_deadline(shift)
         return shift
 
-    def _expect(self, shift: _Shift) -> None:
+    def _set_deadline(self, shift: _Shift) -> None:
         if self._limit is not None and shift.waiting:
             users = len(shift.waiting[0].users)
             shift.deadline = time.monotonic() + users * self._limit
 
     def _answered(self, shift: _Shift) -> Iterator[tuple[Integers, ChunkSum]]:
         try:
-            number, found = shift.fork.answer()
+            number, chunk_sum = shift.fork.answer()
         except WorkerError:
             yield from self._ended(shift)
             return
         done = [shift.waiting.popleft() for _ in range(number)]
-        self._expect(shift)
-        yield np.concatenate([chunk.users for chunk in done]), found
+        self._set_deadline(shift)
+        yield np.concatenate([chunk.users for chunk in done]), chunk_sum
 
     def _ended(self, shift: _Shift) -> Iterator[tuple[Integers, ChunkSum]]:
-        """Go on in another fork with one user at a time; one who was alone contributes zero."""
+        """Continue in another fork with one user at a time; a user who was alone counts as zero."""
         shift.fork.end()
         if shift.one_by_one and len(shift.waiting[0].users) == 1:
-            lost = shift.waiting.popleft()
+            users = shift.waiting.popleft().users
             if not self._trainer.naming:
                 _log.warning("a user counts as zero: it ended the process that trains users")
-            nothing = PartialSum(str(lost.users[0]), 0, np.zeros(self._dimension, np.int64), 0)
+            zero = PartialSum(str(users[0]), 0, np.zeros(self._dimension, np.int64), 0)
             reason = "it ended the process that trained it"
-            yield (
-                lost.users,
-                ChunkSum(nothing, (), SimulationOnlyDropped(int(lost.users[0]), reason)),
-            )
+            yield users, ChunkSum(zero, (), SimulationOnlyDropped(int(users[0]), reason))
         chunks = [
             replace(chunk, users=user)
             for chunk in shift.waiting
             for user in np.split(chunk.users, len(chunk.users))
         ]
-        shift.fork = self._another(shift.fork)
+        shift.fork = self._replaced(shift.fork)
         shift.waiting, shift.one_by_one = deque(chunks), True
         if chunks:
             shift.fork.ask(Work(self._packed, chunks, one_by_one=True))
-            self._expect(shift)
+            self._set_deadline(shift)
 
-    def _another(self, ended: Fork) -> Fork:
-        another = Fork(self._trainer)
-        self._forks[self._forks.index(ended)] = another
-        return another
+    def _replaced(self, ended: Fork) -> Fork:
+        fork = Fork(self._trainer)
+        self._forks[self._forks.index(ended)] = fork
+        return fork
 
 
 def shared_out(chunks: Sequence[Chunk], parts: int) -> list[list[Chunk]]:
-    """Chunks in so many parts of about the same cost, those that cost most first."""
-    found: list[list[Chunk]] = [[] for _ in range(parts)]
+    """Split chunks, the most expensive first, into `parts` lists of similar cost."""
+    shares: list[list[Chunk]] = [[] for _ in range(parts)]
     costs = [0] * parts
     for chunk in chunks:
-        least = costs.index(min(costs))
-        found[least].append(chunk)
-        costs[least] += chunk.cost
-    return found
+        cheapest = costs.index(min(costs))
+        shares[cheapest].append(chunk)
+        costs[cheapest] += chunk.cost
+    return shares

@@ -1,12 +1,12 @@
-"""What is done with a chunk, as CUDA graphs.
+"""The training of chunks on a GPU as CUDA graphs.
 
-In one shape it is the same sequence of kernels for every chunk of users, and many of them take less
-time than Python takes to launch them. So the first chunk of a shape is computed as on any device,
-the second is captured, and from then on the graph is replayed, which launches its kernels together.
-A graph makes the sum of a chunk if it is to be clipped as in the round before, and else what users
-learn. They are the same kernels, so a user gets the same to the last bit. That random users learn
-the same is checked by `engine.roads`, which compares what they get in the first chunks of a
-shape; that sums are the same is tested (`tests/engine/test_gpu.py`).
+Chunks of one shape run the same sequence of kernels, and Python takes longer to launch many of them
+than they take to run. So the first chunk of a shape is computed as on any device, the second is
+captured as a graph, and later ones replay the graph, which launches its kernels together. A graph
+computes the sum of a chunk if the clipping is that of the previous round, and otherwise the updates
+of users. Its kernels are the same, so its results are equal to the last bit. `engine.roads` checks
+this for the updates of random users in the first chunks of a shape, and `tests/engine/test_gpu.py`
+for sums.
 """
 
 import logging
@@ -23,35 +23,36 @@ from fedpriv.training.request import LocalTraining
 _log = logging.getLogger(__name__)
 
 Compute = Callable[[RoundParameters, TorchTensors], Updates]
-"""What comes of a start and of what a chunk is made of, with kernels in one order."""
+"""Computes updates from the start of a round and the tensors of a chunk, always the same way."""
 
 
 class Graphs:
     """Computes chunks on a GPU, and captures the computation of each shape as a graph.
 
-    Settings of the local algorithm are constants of a graph, so graphs last as long as they do.
+    The settings of the local algorithm are constants of a graph, so graphs are dropped when these
+    change.
     """
 
     def __init__(self, device: torch.device, constants: TorchTensors, memory: int) -> None:
-        """`constants` are never written to; graphs are dropped if less than `memory` is free."""
+        """`constants` are never overwritten; graphs are dropped if less than `memory` is free."""
         self._device, self._constants, self._memory = device, constants, memory
         self._local: LocalTraining | None = None
-        self._clipping: Clipping | None = None  # of the last round
-        self.steady = False  # whether it is that of the round before
+        self._clipping: Clipping | None = None  # of the present round
+        self.steady = False  # whether the clipping is that of the previous round
         self._seen: set[Hashable] = set()  # shapes in which users have trained
         self._captured: dict[Hashable, _Graph | None] = {}  # None: it cannot be captured
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool: Any = None  # of memory, shared by all graphs: none is replayed during another
+        self._pool: Any = None  # memory shared by all graphs, as they are never replayed at once
 
     def begin(self, clipping: Clipping) -> None:
-        """Begin a round. Graphs of sums serve only rounds that clip as the last one did."""
+        """Begin a round. Graphs of sums serve only while the clipping remains the same."""
         steady = clipping == self._clipping
         if self.steady and not steady:
             self.clear()
         self._clipping, self.steady = clipping, steady
 
     def may_capture(self, shape: Hashable) -> bool:
-        """Whether capturing this shape has not failed yet."""
+        """Return whether capturing this shape has not failed before."""
         return self._captured.get(shape, shape) is not None
 
     def computed(
@@ -62,9 +63,9 @@ class Graphs:
         start: RoundParameters,
         given: TorchTensors,
     ) -> Updates:
-        """What `compute` returns, in memory that the next call overwrites.
+        """Return the result of `compute`, in memory that the next call overwrites.
 
-        It must do the same with every chunk of a shape, as long as `local` is the same.
+        `compute` must run the same kernels for every chunk of a shape while `local` is the same.
         """
         if local != self._local:
             self.clear()
@@ -80,7 +81,7 @@ class Graphs:
         return compute(start, given) if graph is None else graph.replayed(start, given)
 
     def clear(self) -> None:
-        """Forget what was captured, and free its memory."""
+        """Drop all graphs, and free their memory."""
         self._seen.clear()
         self._drop()
 
@@ -101,9 +102,9 @@ class Graphs:
         try:
             # This also makes the present stream current again if a capture fails.
             with torch.cuda.stream(torch.cuda.current_stream(self._device)):
-                where = self._stream, self._pool
-                graph = _Graph(compute, start, given, self._constants, *where)
-        except Exception as error:  # a model may do what cannot be captured
+                memory = self._stream, self._pool
+                graph = _Graph(compute, start, given, self._constants, *memory)
+        except Exception as error:  # a model may do things that cannot be captured
             _log.info("a shape is not captured: %s", type(error).__name__)
             return None
         self._pool = graph.pool
@@ -111,7 +112,7 @@ class Graphs:
 
 
 class _Graph:
-    """The captured computation of one shape, on what its input buffers hold."""
+    """The captured computation of one shape, on buffers for its inputs."""
 
     def __init__(
         self,
@@ -130,34 +131,34 @@ class _Graph:
             {n: t.clone() for n, t in start.control.items()},
             start.personal,
         )
-        self._held = start  # whose numbers `_start` has
+        self._copied = start  # the start whose numbers `_start` has
         self._given = {name: tensor.clone() for name, tensor in given.items()}
-        # Once before capturing, so that libraries have prepared what they need on the stream.
+        # Once before the capture, so that libraries have initialised themselves on the stream.
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             compute(self._start, self._given)
         self._graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile.
         with torch.cuda.graph(self._graph, pool, stream, capture_error_mode="thread_local"):
-            self._found = compute(self._start, self._given)
+            self._updates = compute(self._start, self._given)
 
     @property
     def pool(self) -> Any:
-        """Its memory, which graphs can share that are never replayed at the same time."""
+        """Memory of the graph, which graphs that are never replayed at once can share."""
         return self._graph.pool()
 
     def replayed(self, start: RoundParameters, given: TorchTensors) -> Updates:
-        """What this start and what is given lead to."""
-        changed = [(self._given, given)]
-        if start is not self._held:
-            self._held = start
-            changed += [
+        """Return the updates for these inputs, in memory that the next call overwrites."""
+        copies = [(self._given, given)]
+        if start is not self._copied:
+            self._copied = start
+            copies += [
                 (self._start.parameters, start.parameters),
                 (self._start.control, start.control),
                 (self._changing, start.constants),
             ]
-        for own, others in changed:
-            for name, tensor in own.items():
-                tensor.copy_(others[name])
+        for buffers, tensors in copies:
+            for name, buffer in buffers.items():
+                buffer.copy_(tensors[name])
         self._graph.replay()
-        return self._found
+        return self._updates

@@ -1,4 +1,4 @@
-"""A model that one user after another finds as the round begins: what it keeps is put back."""
+"""A model that can be restored to its state at the start of a round, for one user after another."""
 
 import copy
 import types
@@ -14,11 +14,11 @@ _FIXED = (
     type(None), bool, int, float, complex, str, bytes, type, types.FunctionType,
     types.BuiltinFunctionType, torch.Size, torch.dtype, torch.device, nn.Module,
 )  # fmt: skip
-"""Types of what cannot be changed where it is, or is put back by itself."""
+"""Types of values that are immutable, or are restored separately."""
 
 
 def trained_copy(model: nn.Module, device: torch.device) -> nn.Module:
-    """A copy on a device; what is trained of it is float32, as users send it."""
+    """Return a copy of a model on a device, with trained parameters in float32."""
     copied = copy.deepcopy(model).to(device)
     for parameter in copied.parameters():
         if parameter.requires_grad:
@@ -27,22 +27,22 @@ def trained_copy(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 class KeptModel:
-    """A model whose tensors have numbers of their own, and all that its modules hold."""
+    """A model, with the initial state of its tensors and of all attributes of its modules."""
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
-        """`names` are of the parameters and buffers that are put back."""
+        """`names` are the parameters and buffers to restore."""
         self.model = model
         named: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.tensors = {name: named[name] for name in names}
         self.numbers = {name: tensor.detach() for name, tensor in self.tensors.items()}
         self._trained = {name: tensor.requires_grad for name, tensor in self.tensors.items()}
-        memo = {id(each): each for each in (*named.values(), *model.modules())}
-        self._held = [_Held(module, memo) for module in model.modules()]
+        memo = {id(part): part for part in (*named.values(), *model.modules())}
+        self._attributes = [_Attributes(module, memo) for module in model.modules()]
 
     def put_back(self) -> None:
-        """Have each module hold what it held, and each tensor be where it was."""
-        for held in self._held:
-            held.put_back()
+        """Restore the attributes of all modules, and the storage of all tensors."""
+        for attributes in self._attributes:
+            attributes.put_back()
         for name, tensor in self.tensors.items():
             numbers = self.numbers[name]
             if tensor.data_ptr() != numbers.data_ptr() or tensor.shape != numbers.shape:
@@ -52,16 +52,15 @@ class KeptModel:
             if tensor.requires_grad != self._trained[name]:
                 tensor.requires_grad_(self._trained[name])
 
-    def copy_from(self, given: TorchTensors, names: Iterable[str]) -> None:
-        """Give tensors these numbers."""
-        chosen = [*names]
-        if chosen:
-            own = [self.numbers[name] for name in chosen]
-            torch._foreach_copy_(own, [given[name] for name in chosen])
+    def copy_from(self, values: TorchTensors, names: Iterable[str]) -> None:
+        """Overwrite the tensors of these names."""
+        if names := [*names]:
+            targets = [self.numbers[name] for name in names]
+            torch._foreach_copy_(targets, [values[name] for name in names])
 
 
-class _Held:
-    """What a module holds."""
+class _Attributes:
+    """The attributes of a module."""
 
     def __init__(self, module: nn.Module, memo: Mapping[int, object]) -> None:
         self._module, self._memo = module, memo
@@ -75,20 +74,20 @@ class _Held:
             ):
                 self._tables[name] = value.copy()
             else:
-                self._others[name] = self._apart(value)
+                self._others[name] = self._copied(value)
 
     def put_back(self) -> None:
-        """Have the module hold the same again."""
-        held = self._module.__dict__
-        held.clear()
-        held |= self._fixed
-        held |= {name: table.copy() for name, table in self._tables.items()}
-        held |= {name: self._apart(value) for name, value in self._others.items()}
+        """Restore the attributes."""
+        attributes = self._module.__dict__
+        attributes.clear()
+        attributes |= self._fixed
+        attributes |= {name: table.copy() for name, table in self._tables.items()}
+        attributes |= {name: self._copied(value) for name, value in self._others.items()}
 
     def _is_fixed(self, value: object) -> bool:
         return isinstance(value, _FIXED) or id(value) in self._memo
 
-    def _apart(self, value: object) -> object:
+    def _copied(self, value: object) -> object:
         return copy.deepcopy(value, dict(self._memo))
 
 

@@ -1,14 +1,15 @@
-"""Users side by side: functions of torch, each known to keep them apart.
+"""Users side by side: functions of torch that are known to keep users apart.
 
-Under `Lanes` a model computes with two kinds of tensors. `Rows` are the examples of l users, one
-user after another, and what is computed from them row by row. `Weights` are parameters of which
-each user has its own. A function of torch that is given one of them must be in the table at the
-end, which says how it is done for all users. Any other raises a `MixingError`, and then users train
-alone. Nothing in the table looks at what a row holds, so a row decides nothing for others.
+Under `Lanes`, a model computes with two kinds of tensors. `Rows` are the examples of l users, one
+user after another, and all results computed from them row by row. `Weights` are parameters that
+each user has separately. A function of torch with such an argument must be in the table at the end,
+which defines how it is computed for all users. Any other function raises `MixingError`, and then
+users train alone. No rule of the table depends on the content of a row, so a row has no influence
+on others.
 
-So what becomes of a row is a function of that row and of its user's weights, whatever the model
-does. Only rounding is left: which instructions compute a number may depend on its place, which
-`engine.roads` tries.
+Therefore the result for a row is a function of that row and its user's weights, for any model,
+except for rounding: the instructions that compute a number may depend on its place. `engine.roads`
+tests that.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,13 +32,13 @@ Options = Mapping[str, Any]
 
 
 class MixingError(ModelError):
-    """A function of torch is not known to keep users apart, so that they cannot go side by side."""
+    """A function of torch is not known to keep users apart, so they cannot train side by side."""
 
 
 class Rows(Tensor):
-    """What is computed row by row from examples of l users, [l·W, …].
+    """Examples of l users, or results computed from them row by row, [l·W, …].
 
-    Where its axes were permuted, the rows are along another axis than the first, `axis`.
+    If the axes were permuted, the rows are along `axis` instead of the first axis.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -45,16 +46,17 @@ class Rows(Tensor):
 
 
 class Weights(Tensor):
-    """A parameter [*shape] of which each of l users has its own."""
+    """A parameter [*shape] that each of l users has separately."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     own: Tensor  # [l, *shape]
-    learning: LowRank | None  # what is in the place of a layer's weights, if it has none
+    learning: LowRank | None  # replaces the weights of a layer that learns without them
 
     @staticmethod
     def of(own: Tensor) -> "Weights":
-        """The weights of users, [l, *shape]."""
-        # Of the shape of one user's, and of no use to functions that do not know them.
+        """Wrap the weights of l users, [l, *shape]."""
+        # A tensor with the shape of one user's weights, but without their numbers, so that it is
+        # useless to functions outside the table.
         weights = own.new_zeros(()).expand(own.shape[1:]).as_subclass(Weights)
         weights.own, weights.learning = own, None
         return weights
@@ -62,7 +64,7 @@ class Weights(Tensor):
 
 @dataclass(frozen=True)
 class Call:
-    """A function of torch and what it is given."""
+    """A function of torch and its arguments."""
 
     function: Callable[..., Any]
     name: str
@@ -72,68 +74,68 @@ class Call:
     @property
     def tensors(self) -> Iterator[Tensor]:
         """All tensors among the arguments, and in lists among them."""
-        for each in chain(self.args, self.options.values()):
-            if isinstance(each, Tensor):
-                yield each
-            elif isinstance(each, list | tuple):
-                yield from (t for t in each if isinstance(t, Tensor))
+        for argument in chain(self.args, self.options.values()):
+            if isinstance(argument, Tensor):
+                yield argument
+            elif isinstance(argument, list | tuple):
+                yield from (t for t in argument if isinstance(t, Tensor))
 
     @property
     def numbers(self) -> list[int]:
-        """All arguments but the first, as numbers or as one list of them."""
+        """All arguments except the first, which are numbers or one list of numbers."""
         rest = self.args[1:]
         numbers = rest[0] if len(rest) == 1 and isinstance(rest[0], list | tuple) else rest
         self.need(not self.options and all(type(number) is int for number in numbers))
         return list(numbers)
 
     def given(self, *names: str) -> list[Any]:
-        """Arguments by name, of which the first may stand in this order; None if absent."""
+        """Return the arguments with these names, which is also their order; None if absent."""
         named = {**dict(zip(names, self.args, strict=False)), **self.options}
         return [named.get(name) for name in names]
 
-    def need(self, known: bool) -> None:  # noqa: FBT001
-        """Raise MixingError unless the function is known to keep users apart as it is called."""
-        if not known:
+    def need(self, condition: bool) -> None:  # noqa: FBT001
+        """Raise MixingError unless a condition holds under which the call keeps users apart."""
+        if not condition:
             raise MixingError(f"{self.name}, used like this, is not known to keep users apart")
 
     def changed(self, change: Callable[[Any], Any]) -> Any:
-        """What torch gives for other arguments."""
+        """Return torch's result for changed arguments."""
         named = {name: change(value) for name, value in self.options.items()}
         return self.function(*map(change, self.args), **named)
 
     def as_rows(self) -> Any:
-        """What torch gives, as rows."""
+        """Return torch's result as rows."""
         return _as_rows(self.function(*self.args, **self.options))
 
 
 @dataclass(frozen=True)
 class Done:
-    """A call and what it gave."""
+    """A call and its result."""
 
     call: Call
-    found: Any
+    result: Any
 
 
-def _as_rows(found: Any) -> Any:
-    """Tensors of which each entry of the first axis is of that row."""
-    if isinstance(found, tuple | list):
-        return type(found)([_as_rows(each) for each in found])
-    return found.as_subclass(Rows)
+def _as_rows(result: Any) -> Any:
+    """Mark tensors, or those of a sequence, as rows along the first axis."""
+    if isinstance(result, tuple | list):
+        return type(result)([_as_rows(part) for part in result])
+    return result.as_subclass(Rows)
 
 
 _OF_SHAPES = ("aten::new_", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::empty")
 
 
 class Derived(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A mode that knows what was computed from some tensors, in whatever way."""
+    """A mode that tracks all tensors that were computed from some initial ones, in any way."""
 
     def __init__(self, *tensors: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
 
     @classmethod
-    def _should_skip_dynamo(cls) -> bool:  # or torch would import its compiler
-        return False
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch would import its compiler
 
     def __contains__(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._storages
@@ -145,14 +147,15 @@ class Derived(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Arguments = (),
         kwargs: Options | None = None,
     ) -> Any:
-        """What torch calls for each operation."""
-        found, options = function(*args, **(kwargs or {})), kwargs or {}
-        given = [t for t in tree_leaves((args, options)) if isinstance(t, Tensor)]
-        if any(t in self for t in given) and not function._schema.name.startswith(_OF_SHAPES):
-            for t in tree_leaves(found):
+        """Called by torch for each operation."""
+        options = kwargs or {}
+        result = function(*args, **options)
+        inputs = [t for t in tree_leaves((args, options)) if isinstance(t, Tensor)]
+        if any(t in self for t in inputs) and not function._schema.name.startswith(_OF_SHAPES):
+            for t in tree_leaves(result):
                 if isinstance(t, Tensor):
                     self._storages[t.untyped_storage()._cdata] = t.untyped_storage()
-        return found
+        return result
 
 
 class Lanes(TorchFunctionMode):
@@ -165,10 +168,10 @@ class Lanes(TorchFunctionMode):
         calls: "list[Done] | None" = None,
         derived: "Derived | None" = None,
     ) -> None:
-        """`words` gives a random word of each user, int64 [l]: masks of dropout follow from it.
+        """`words` returns a random word of each user, int64 [l], for masks of dropout.
 
-        All that is done with rows and weights is appended to `calls`, if it is given. Other tensors
-        that are `derived` from them are refused.
+        All calls with rows and weights are appended to `calls`, if it is given. Other tensors that
+        are `derived` from them are refused.
         """
         super().__init__()
         self.users, self._words, self._drawn, self._calls = users, words, 0, calls
@@ -181,7 +184,7 @@ class Lanes(TorchFunctionMode):
         args: Arguments = (),
         kwargs: Options | None = None,
     ) -> Any:
-        """What torch calls in place of each of its functions."""
+        """Called by torch instead of each of its functions."""
         call = Call(function, _name_of(function), args, kwargs or {})
         if not any(isinstance(t, Rows | Weights) for t in call.tensors):
             return function(*args, **call.options)
@@ -191,41 +194,41 @@ class Lanes(TorchFunctionMode):
         turned = any(isinstance(t, Rows) and t.axis for t in call.tensors)
         rule = (_TURNED_RULES if turned else _RULES).get(call.name)
         call.need(rule is not None and call.options.get("out") is None)
-        found = cast(Rule, rule)(self, call)
+        result = cast(Rule, rule)(self, call)
         if self._calls is not None:
-            self._calls.append(Done(call, found))
-        return found
+            self._calls.append(Done(call, result))
+        return result
 
     def mask(self, shape: torch.Size, p: float) -> Tensor:
-        """Zeros with probability p, rounded to 2⁻³², and 1/(1 − p) elsewhere, by users' words."""
+        """Draw zeros with probability p, rounded to 2⁻³², and 1/(1 − p) elsewhere, [*shape]."""
         if self._words is None:
             raise MixingError("there are no random words for dropout")
         count = shape.numel() // self.users
-        bits = random_words(self._words(), self._drawn, -(-count // 2))  # of two numbers each
+        bits = random_words(self._words(), self._drawn, -(-count // 2))  # each serves two numbers
         self._drawn += bits.shape[1]
-        kept = bits.view(torch.int32)[:, :count] >= round(p * 2.0**32) - 2**31
-        return kept.reshape(shape) * (1.0 / (1.0 - p))
+        retained = bits.view(torch.int32)[:, :count] >= round(p * 2.0**32) - 2**31
+        return retained.reshape(shape) * (1.0 / (1.0 - p))
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    """Name of a function, whether it writes to its argument or not; of an attribute, its own."""
+    """Return the name of a function, without the mark of in-place variants, or of an attribute."""
     name = str(getattr(function, "__name__", function))
     if name == "__get__":
         return str(function.__self__.__name__)  # type: ignore[attr-defined]
     return name if name.endswith("__") else name.rstrip("_")
 
 
-# Rules: what is done for all users, if the function, as it is called, does it with each by itself.
+# A rule computes the result for all users, or raises MixingError if the call may mix users.
 Rule = Callable[[Lanes, Call], Any]
 
 
 def _public(_: Lanes, call: Call) -> Any:
-    """Shapes and types."""
+    """Rule for functions that return only shapes and types."""
     return call.function(*call.args, **call.options)
 
 
 def _pointwise(lanes: Lanes, call: Call) -> Any:
-    """Number by number: rows with rows, with users' weights, and with what all rows share."""
+    """Rule for elementwise functions of rows, users' weights, and tensors that all rows share."""
     tensors = [*call.tensors]
     rows = [t for t in tensors if isinstance(t, Rows)]
     weights = [t for t in tensors if isinstance(t, Weights)]
@@ -235,13 +238,13 @@ def _pointwise(lanes: Lanes, call: Call) -> Any:
     call.need(all(t.dim() == axes for t in rows or weights))
     name = getattr(call.function, "__name__", "")
     if name.startswith("__i") or (name.endswith("_") and not name.endswith("__")):
-        call.need(isinstance(call.args[0], Rows))  # it writes to it
+        call.need(isinstance(call.args[0], Rows))  # which the function overwrites
     if not weights:
-        found = call.function(*call.args, **call.options)
-        call.need(isinstance(found, Tensor))  # and no places, as of torch.where with one argument
-        return _as_rows(found)
+        result = call.function(*call.args, **call.options)
+        call.need(isinstance(result, Tensor))  # not indices, as from torch.where of one argument
+        return _as_rows(result)
     if not rows:
-        return Weights.of(call.changed(lambda each: getattr(each, "own", each)))
+        return Weights.of(call.changed(lambda argument: getattr(argument, "own", argument)))
 
     def by_user(value: Any) -> Any:
         if isinstance(value, Rows):
@@ -250,20 +253,20 @@ def _pointwise(lanes: Lanes, call: Call) -> Any:
             return _over_rows(value, axes)
         return value[:1] if isinstance(value, Tensor) and value.dim() == axes else value
 
-    found = call.changed(by_user)
-    call.need(found.shape[:2] == by_user(rows[0]).shape[:2])
-    return _as_rows(found.flatten(0, 1))
+    result = call.changed(by_user)
+    call.need(result.shape[:2] == by_user(rows[0]).shape[:2])
+    return _as_rows(result.flatten(0, 1))
 
 
 def _is_shared(constant: Tensor, axes: int) -> bool:
-    """Whether all rows, which have so many axes, meet the same numbers."""
+    """Return whether a tensor is the same for all rows, which have `axes` axes."""
     if constant.dim() != axes:
         return constant.dim() < axes
     return len(constant) == 1 or constant.stride(0) == 0
 
 
 def _over_rows(weights: Weights, axes: int) -> Tensor:
-    """Weights as what is broadcast over rows of so many axes, [l, W, …]."""
+    """Return weights in a shape that is broadcast over rows [l, W, …], which have `axes` axes."""
     shape = weights.own.shape[1:]
     if len(shape) == axes and shape[0] == 1:
         shape = shape[1:]
@@ -273,13 +276,16 @@ def _over_rows(weights: Weights, axes: int) -> Tensor:
 
 
 def _along(place: int = 1, default: int | None = None) -> Rule:
-    """Along axes, none of them that of rows; they are the argument at a place, or `dim`."""
+    """Return the rule for functions along axes other than that of rows.
+
+    The axes are the argument at `place`, or `dim`.
+    """
 
     def rule(_: Lanes, call: Call) -> Any:
         tensors = [*call.tensors]
         axes = tensors[0].dim() + (call.name in ("stack", "unsqueeze"))
-        named = call.args[place] if len(call.args) > place else call.options.get("dim", default)
-        dims = named if isinstance(named, list | tuple) else [named]
+        dim = call.args[place] if len(call.args) > place else call.options.get("dim", default)
+        dims = dim if isinstance(dim, list | tuple) else [dim]
         call.need(len(dims) > 0 and all(type(dim) is int and dim % axes for dim in dims))
         call.need(all(isinstance(t, Rows) and t.dim() == tensors[0].dim() for t in tensors))
         return call.as_rows()
@@ -294,7 +300,7 @@ def _flipped(_: Lanes, call: Call) -> Any:
 
 
 def _each_row(axes: int) -> Rule:
-    """What torch does with each row by itself, if it has so many axes with that of rows."""
+    """Return the rule for functions that torch applies to each row, if there are enough axes."""
 
     def rule(_: Lanes, call: Call) -> Any:
         x = call.args[0]
@@ -306,7 +312,7 @@ def _each_row(axes: int) -> Rule:
 
 
 def _loss(_: Lanes, call: Call) -> Any:
-    """A loss of each row."""
+    """Rule for losses of each row."""
     x, y = call.given("input", "target")
     call.need(isinstance(x, Rows) and isinstance(y, Rows) and x.dim() >= y.dim())
     call.need(not any(isinstance(t, Rows | Weights) for t in [*call.tensors][2:]))
@@ -320,9 +326,9 @@ def _reshaped(_: Lanes, call: Call) -> Any:
     x, shape = call.args[0], call.numbers
     if isinstance(x, Weights):
         return Weights.of(x.own.reshape(len(x.own), *shape))
-    found = x.reshape(shape)
-    call.need(found.dim() > 0 and len(found) == len(x))
-    return _as_rows(found)
+    result = x.reshape(shape)
+    call.need(result.dim() > 0 and len(result) == len(x))
+    return _as_rows(result)
 
 
 def _flattened(_: Lanes, call: Call) -> Any:
@@ -340,10 +346,10 @@ def _permuted(_: Lanes, call: Call) -> Any:
 def _transposed(_: Lanes, call: Call) -> Any:
     x = call.args[0]
     call.need(call.name != "T" or x.dim() <= 2)
-    one, other = (dim % x.dim() for dim in call.numbers or (-2, -1))
+    first, second = (dim % x.dim() for dim in call.numbers or (-2, -1))
     if isinstance(x, Weights):
-        return Weights.of(x.own.transpose(one + 1, other + 1))
-    swapped = {one: other, other: one}
+        return Weights.of(x.own.transpose(first + 1, second + 1))
+    swapped = {first: second, second: first}
     return _turned(call.as_rows(), swapped.get(x.axis, x.axis))
 
 
@@ -352,13 +358,14 @@ def _turned(rows: Rows, axis: int) -> Rows:
     return rows
 
 
-def _taken_apart(_: Lanes, call: Call) -> Any:
-    """Parts along the first axis of rows that are along another."""
+def _selected(_: Lanes, call: Call) -> Any:
+    """Rule for selecting along the first axis, when rows are along another."""
     x, number = call.args[0], [*call.args[1:], *call.options.values(), 0][0]
     call.need(type(number) is int and (call.name == "__getitem__" or number == 0))
-    found = call.as_rows()
-    parts = [_turned(part, x.axis - 1) for part in (found if isinstance(found, tuple) else [found])]
-    return tuple(parts) if isinstance(found, tuple) else parts[0]
+    result = call.as_rows()
+    if isinstance(result, tuple):
+        return tuple(_turned(part, x.axis - 1) for part in result)
+    return _turned(result, x.axis - 1)
 
 
 def _expanded(_: Lanes, call: Call) -> Any:
@@ -380,16 +387,16 @@ def _indexed(_: Lanes, call: Call) -> Any:
     call.need(all(p is None or p is ... or type(p) is int or type(p) is slice for p in places))
     if isinstance(x, Weights):
         return Weights.of(x.own[(slice(None), *places)])
-    taken = sum(p is not None and p is not ... for p in places)
-    call.need(places[0] == slice(None) or (places[0] is ... and taken < x.dim()))
+    indexed = sum(p is not None and p is not ... for p in places)
+    call.need(places[0] == slice(None) or (places[0] is ... and indexed < x.dim()))
     return call.as_rows()
 
 
 def _filled(_: Lanes, call: Call) -> Any:
-    """A new tensor of one number, of rows if its first axis is as long as that of the rows."""
-    made, rows = call.function(*call.args, **call.options), len(call.args[0])
-    of_rows = isinstance(call.args[0], Rows) and made.dim() and len(made) == rows
-    return _as_rows(made) if of_rows else made
+    """Rule for new tensors of one number, which are rows if they have as many as the argument."""
+    result, rows = call.function(*call.args, **call.options), len(call.args[0])
+    are_rows = isinstance(call.args[0], Rows) and result.dim() and len(result) == rows
+    return _as_rows(result) if are_rows else result
 
 
 def _padded(_: Lanes, call: Call) -> Any:
@@ -424,19 +431,19 @@ def _linear(lanes: Lanes, call: Call) -> Any:
 def _multiplied(
     lanes: Lanes, call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Any:
-    """Rows times weights [out, in], with a bias [out] or without; users may share either."""
+    """Multiply rows by weights [out, in], and add a bias [out] if any; users may share either."""
     call.need(isinstance(x, Rows) and weight.dim() == 2)
     rows = x.reshape(lanes.users, -1, x.shape[-1])
     if bias is None or isinstance(bias, Weights) == isinstance(weight, Weights):
-        y = multiplied(rows, _of_users(weight), None if bias is None else _of_users(bias))
+        y = multiplied(rows, _with_users(weight), None if bias is None else _with_users(bias))
     else:
-        y = multiplied(rows, _of_users(weight), None)
-        y = y + (_over_rows(bias, 2) if isinstance(bias, Weights) else _of_users(bias))
+        y = multiplied(rows, _with_users(weight), None)
+        y = y + (_over_rows(bias, 2) if isinstance(bias, Weights) else _with_users(bias))
     return _as_rows(y.view(*x.shape[:-1], -1))
 
 
-def _of_users(parameter: Tensor) -> Tensor:
-    """A parameter with an axis of users; one that they share has a stride of 0 there."""
+def _with_users(parameter: Tensor) -> Tensor:
+    """Return a parameter with an axis of users, which has a stride of 0 if users share it."""
     if isinstance(parameter, Weights):
         return parameter.own
     if isinstance(parameter, Rows):
@@ -450,22 +457,23 @@ def _product(lanes: Lanes, call: Call) -> Any:
         call.need(left.shape[:-2] == right.shape[:-2] and left.dim() >= 3)
         return _as_rows(paired(left, right))
     call.need(right.dim() == 2)
-    turned = Weights.of(right.own.mT) if isinstance(right, Weights) else right.mT
-    return _multiplied(lanes, call, left, turned)
+    transposed = Weights.of(right.own.mT) if isinstance(right, Weights) else right.mT
+    return _multiplied(lanes, call, left, transposed)
 
 
 def _window_of(call: Call) -> Window:
-    """What a convolution of images, or of lines, looks at; MixingError if it is of another kind."""
+    """Return the window of a convolution of images or lines; MixingError for any other kind."""
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
     x, weight, _, *sizes, groups = call.given(*names)
     axes = weight.dim() - 2
     call.need(isinstance(x, Rows) and x.dim() == axes + 2 and groups in (None, 1))
     call.need(not isinstance(sizes[1], str))
 
-    def both(given: Any, default: int) -> tuple[int, ...]:
-        given = default if given is None else given
-        each = [*given] if isinstance(given, list | tuple) else [given]
-        return (*[default] * (2 - axes), *(each * axes if len(each) == 1 else each))
+    def both(value: Any, default: int) -> tuple[int, ...]:
+        """Return a size for (height, width)."""
+        value = default if value is None else value
+        values = [*value] if isinstance(value, list | tuple) else [value]
+        return (*[default] * (2 - axes), *(values * axes if len(values) == 1 else values))
 
     kernel = (1,) * (2 - axes) + tuple(weight.shape[2:])
     stride, padding, dilation = map(both, sizes, (1, 0, 1))
@@ -476,11 +484,11 @@ def _convolved(_: Lanes, call: Call) -> Any:
     x, weight, bias = call.given("input", "weight", "bias")
     window, lines = _window_of(call), weight.dim() == 3
     call.need(bias is None or isinstance(bias, Weights) == isinstance(weight, Weights))
-    images, own = x, _of_users(weight)
+    images, weights = x, _with_users(weight)
     if lines:
-        images, own = x.unsqueeze(2), own.unsqueeze(3)
-    biases = None if bias is None else _of_users(bias)
-    y = convolved(images.permute(0, 2, 3, 1), own, biases, window).permute(0, 3, 1, 2)
+        images, weights = x.unsqueeze(2), weights.unsqueeze(3)
+    biases = None if bias is None else _with_users(bias)
+    y = convolved(images.permute(0, 2, 3, 1), weights, biases, window).permute(0, 3, 1, 2)
     return _as_rows(y.squeeze(2) if lines else y)
 
 
@@ -491,48 +499,48 @@ def _looked_up(lanes: Lanes, call: Call) -> Any:
     call.need(not words.is_floating_point() and not isinstance(weight, Rows))
     if not isinstance(weight, Weights):
         return call.as_rows()
-    own = weight.own
-    alike = words.dim() > 1 and words.stride(0) == 0
-    if alike or not isinstance(words, Rows):  # places, which are the same in all rows
+    weights = weight.own
+    equal = words.dim() > 1 and words.stride(0) == 0
+    if equal or not isinstance(words, Rows):  # the same words in all rows, for instance positions
         call.need(padding is None)
-        return Weights.of(own[:, words[:1] if alike else words])
-    # Unlike sums of offsets and numbers, neither way reaches into another user's slice.
+        return Weights.of(weights[:, words[:1] if equal else words])
+    # Neither of these can reach into another user's weights, unlike an index with offsets.
     places = words.reshape(lanes.users, -1)
-    if own.device.type == "cpu":
-        y = own.gather(1, places.unsqueeze(-1).expand(-1, -1, own.shape[2]))
-    else:  # a GPU would add up gradients of that in another order each time
-        y = own[torch.arange(lanes.users, device=own.device)[:, None], places]
-    y = y.view(*words.shape, own.shape[2])
+    if weights.device.type == "cpu":
+        y = weights.gather(1, places.unsqueeze(-1).expand(-1, -1, weights.shape[2]))
+    else:  # on a GPU, `gather` would add gradients in a different order each time
+        y = weights[torch.arange(lanes.users, device=weights.device)[:, None], places]
+    y = y.view(*words.shape, weights.shape[2])
     if padding is not None:
-        y = torch.where((words == padding % own.shape[1])[..., None], y.detach(), y)
+        y = torch.where((words == padding % weights.shape[1])[..., None], y.detach(), y)
     return _as_rows(y)
 
 
 def _normalised(*parameters: str) -> Rule:
-    """A normalisation of each row, then weight and bias, or what there is of them."""
+    """Return the rule for normalisations of each row, with weight and bias if there are any."""
 
     def rule(lanes: Lanes, call: Call) -> Any:
         x, _, *affine = call.given("input", "shape", *parameters)
         call.need(isinstance(x, Rows) and x.dim() >= 2)
         call.need(call.name == "group_norm" or len(call.given("input", "shape")[1]) < x.dim())
-        y = call.changed(lambda each: None if any(each is p for p in affine) else each)
+        y = call.changed(lambda value: None if any(value is p for p in affine) else value)
         for parameter, name in zip(affine, ("mul", "add"), strict=False):
             if parameter is not None:
                 if call.name == "group_norm":
                     parameter = _channels(parameter, x.dim())  # noqa: PLW2901
-                given = _as_rows(y), parameter
-                y = _pointwise(lanes, Call(getattr(torch, name), name, given, {}))
+                operands = _as_rows(y), parameter
+                y = _pointwise(lanes, Call(getattr(torch, name), name, operands, {}))
         return _as_rows(y)
 
     return rule
 
 
 def _channels(parameter: Tensor, axes: int) -> Tensor:
-    """A parameter [channels] as it is broadcast over rows whose second axis is of channels."""
+    """Return a parameter [channels] in a shape that is broadcast over rows [l·W, channels, …]."""
     shape = (-1, *[1] * (axes - 2))
     if isinstance(parameter, Weights):
         return Weights.of(parameter.own.reshape(len(parameter.own), *shape))
-    return _of_users(parameter)[0].reshape(shape)
+    return _with_users(parameter)[0].reshape(shape)
 
 
 def _rectified(lanes: Lanes, call: Call) -> Any:
@@ -543,7 +551,7 @@ def _rectified(lanes: Lanes, call: Call) -> Any:
     return _as_rows(torch.where(x > 0, x, below))
 
 
-def _attended(_: Lanes, call: Call) -> Any:
+def _attention(_: Lanes, call: Call) -> Any:
     query, key, value, mask, p = call.given("query", "key", "value", "attn_mask", "dropout_p")
     axes = query.dim()
     call.need(axes >= 3 and not p)
@@ -556,7 +564,7 @@ def _attended(_: Lanes, call: Call) -> Any:
 
 
 _OF_CLASSES = ("cross_entropy", "class_losses", "nll_loss")
-_NUMBER_BY_NUMBER = """
+_ELEMENTWISE = """
     abs absolute acos add addcdiv addcmul asin atan atan2 bitwise_and bitwise_not bitwise_or
     bitwise_xor bool ceil celu clamp clamp_max clamp_min clip clone contiguous copysign cos cosh
     data detach div divide double elu eq erf erfc erfinv exp exp2 expm1 float floor floor_divide
@@ -572,13 +580,13 @@ _NUMBER_BY_NUMBER = """
     __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __add__ __sub__ __mul__ __truediv__ __div__
     __floordiv__ __mod__ __pow__
 """
-_ROUNDED_OTHERWISE = """
+_ROUNDED_DIFFERENTLY = """
     acos asin atan atan2 celu cos cosh elu erf erfc erfinv exp exp2 expm1 gelu lgamma log log10
     log1p log2 logaddexp logit log_sigmoid mish pow selu sigmoid silu sin sinc sinh softplus tan
     tanh tanhshrink xlogy __pow__ __rpow__
 """
-ROUNDED = frozenset(_ROUNDED_OTHERWISE.split())
-"""Functions of numbers that are rounded in one way or another by different instructions."""
+ROUNDED = frozenset(_ROUNDED_DIFFERENTLY.split())
+"""Elementwise functions whose rounding depends on the instructions that compute them."""
 _SHAPES_AND_TYPES = """
     shape size dim ndim ndimension numel nelement dtype device layout requires_grad is_leaf is_cuda
     is_floating_point is_complex is_sparse is_quantized is_contiguous element_size stride itemsize
@@ -590,7 +598,7 @@ _ALONG_ONE = """
     var
 """
 _RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(_NUMBER_BY_NUMBER.split(), _pointwise),
+    **dict.fromkeys(_ELEMENTWISE.split(), _pointwise),
     **dict.fromkeys(_SHAPES_AND_TYPES.split(), _public),
     **dict.fromkeys(_ALONG_ONE.split(), _along()),
     "flip": _flipped,
@@ -621,7 +629,7 @@ _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("layer_norm", "group_norm"), _normalised("weight", "bias")),
     "rms_norm": _normalised("weight"),
     "prelu": _rectified,
-    "scaled_dot_product_attention": _attended,
+    "scaled_dot_product_attention": _attention,
     **{f"{kind}_loss": _loss for kind in ("nll", "mse", "l1", "smooth_l1", "huber")},
     **{f"binary_cross_entropy{kind}": _loss for kind in ("", "_with_logits")},
     **dict.fromkeys(("cross_entropy", "class_losses"), _loss),
@@ -630,6 +638,6 @@ _TURNED_RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_SHAPES_AND_TYPES.split(), _public),
     "permute": _permuted,
     **dict.fromkeys(("transpose", "swapaxes", "swapdims"), _transposed),
-    **dict.fromkeys(("unbind", "__getitem__"), _taken_apart),
+    **dict.fromkeys(("unbind", "__getitem__"), _selected),
 }
-"""Rules for rows that are along another axis than the first."""
+"""Rules for rows along an axis other than the first."""

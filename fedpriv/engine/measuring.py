@@ -1,12 +1,12 @@
-"""Metrics that users report beside their updates, and what only a simulation may know.
+"""Metrics that users report together with their updates, and figures for simulations only.
 
 All metrics are measured at the round's initial parameters, in evaluation mode, on all of a user's
-examples that count, `max_examples` of them at most, however often it trains on each; loss, accuracy
-and own metrics on those of its targets that the task does not ignore. A user without examples
-contributes nothing, and so does one for whom a metric raises or is not finite; it then does not
-contribute an update either.
+examples that count (at most `max_examples`), once each. Loss, accuracy and the task's own metrics
+ignore the targets that the task ignores. A user contributes nothing, neither metrics nor an update,
+without examples or if a metric raises or is not finite.
 
-`SimulationOnlyDiagnostics` are true figures, which are not private: they never enter a partial sum.
+`SimulationOnlyDiagnostics` are exact figures, which are not private: they never enter a partial
+sum.
 """
 
 import math
@@ -32,8 +32,8 @@ from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, METRIC_PREFIX, Metr
 from fedpriv.privacy.layout import Layout, VectorGroup, layers, per_layer
 from fedpriv.training.request import RoundRequest
 
-_ROWS = 2_000  # of one user that are measured at once
-_ROUNDING = 1.0 + 2.0**-20  # of float32: a metric at its bound is not clipped
+_ROWS = 2_000  # rows of one user that are measured at once
+_ROUNDING = 1.0 + 2.0**-20  # error of float32, so that a metric at its bound is not clipped
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Measuring:
 
     task: Task
     model: nn.Module
-    run: Callable[[Inputs], Tensor]  # its outputs, whose hooks see what its layers are given
+    run: Callable[[Inputs], Tensor]  # calls the model, including hooks of its layers
 
     def seen(self, x: Inputs, y: Tensor) -> Seen:
-        """Evaluate rows, [n, …]."""
+        """Evaluate rows [n, …]."""
         moments: dict[str, list[Tensor]] = {}
         with ExitStack() as hooks:
             for name, norm in running_norms(self.model).items():
@@ -55,14 +55,14 @@ class Measuring:
 
 
 def _record_moments(calls: list[Tensor], layer: nn.Module, inputs: tuple[Tensor]) -> None:
-    """Per example the means of x̂ over positions, then those of x̂² − 1: [n, 2·channels]."""
+    """Append the means over positions of x̂ and x̂² − 1 per example, [n, 2·channels]."""
     x = cast(RunningNorm, layer).standardised(inputs[0])
     x = x.reshape(*x.shape[:2], -1)
     calls.append(torch.cat([x.mean(2), x.square().mean(2) - 1.0], 1))
 
 
 Blocks = Iterable[tuple[Seen, Tensor]]
-"""Rows of L users, the same number of each, one user after another, and which count, [L, n]."""
+"""Rows of L users, n of each, one user after another, and which rows count, [L, n]."""
 
 
 def user_metrics(
@@ -72,20 +72,21 @@ def user_metrics(
     updates: Updates,
     groups: Sequence[VectorGroup],
 ) -> TorchTensors:
-    """What users report beside updates: name of tensor → value − centre, float32 [L, *shape]."""
+    """Return the metrics of L users: name of tensor → value − centre, float32 [L, *shape]."""
     sums = {m: sums_of(m, task.metrics) for m in metrics}
-    apart = {m for m in metrics if m.name in task.metrics}
-    values = _measured(blocks, {m: each for m, each in sums.items() if each}, apart)
-    for one in metrics:
-        if one not in values:
-            of = [group for group in groups if group.name == group_of(one.name)]
-            (norms,) = group_norms(updates, of).values()
-            values[one] = torch.stack([norms <= each for each in one.options], 1).double()
+    own = {m for m in metrics if m.name in task.metrics}
+    values = _measured(blocks, {m: of_rows for m, of_rows in sums.items() if of_rows}, own)
+    for metric in metrics:
+        if metric not in values:
+            measured = [group for group in groups if group.name == group_of(metric.name)]
+            (norms,) = group_norms(updates, measured).values()
+            below = [norms <= threshold for threshold in metric.options]
+            values[metric] = torch.stack(below, 1).double()
     return {m.tensor: (values[m] - m.centre).float() for m in metrics}
 
 
 def group_norms(updates: Updates, groups: Sequence[VectorGroup]) -> TorchTensors:
-    """L2 norm of each user's scaled part of each group before clipping: float64 [C] by group."""
+    """Return the L2 norm of each user's scaled part of each group before clipping, [L] by group."""
     names = [tensor for group in groups for tensor in group.tensors]
     layout = Layout(tuple(names), tuple(tuple(updates[name].shape[1:]) for name in names))
     norms: dict[str, list[Tensor]] = {group.name: [] for group in groups}
@@ -96,7 +97,7 @@ def group_norms(updates: Updates, groups: Sequence[VectorGroup]) -> TorchTensors
                 for tensor, scale in zip(group.tensors, group.scales, strict=True)
             ]
             norms[group.name].append(torch.linalg.vector_norm(torch.stack(parts), dim=0))
-    return {name: torch.cat(some) for name, some in norms.items()}
+    return {name: torch.cat(parts) for name, parts in norms.items()}
 
 
 Key = TypeVar("Key")
@@ -104,17 +105,18 @@ Key = TypeVar("Key")
 
 @torch.no_grad()
 def _measured(
-    blocks: Blocks, sums: Mapping[Key, Sums], apart: Collection[Key] = ()
+    blocks: Blocks, sums: Mapping[Key, Sums], own: Collection[Key] = ()
 ) -> dict[Key, Tensor]:
-    """What is computed from rows of each user: float64 [L, *shape] each.
+    """Return the values of these sums for each user, float64 [L, *shape] each.
 
-    Those `apart` are the task's own functions, which may mix the rows that they are given.
+    Keys in `own` belong to the task's own functions, which see the rows of one user at a time,
+    because they may mix them.
     """
     totals = dict[Key, Tensor]()
     for seen, exists in blocks if sums else ():
-        for key, each in sums.items():
-            parts = _by_user(seen, len(exists)) if key in apart else [seen]
-            rows = torch.cat([each.of_rows(part) for part in parts])
+        for key, measure in sums.items():
+            parts = _by_user(seen, len(exists)) if key in own else [seen]
+            rows = torch.cat([measure.of_rows(part) for part in parts])
             rows = torch.where(exists.reshape(-1, 1), rows, 0.0).view(*exists.shape, -1).sum(1)
             totals[key] = totals[key] + rows if key in totals else rows
     return {key: sums[key].finish(total) for key, total in totals.items()}
@@ -124,9 +126,9 @@ def _measured(
 def mean_metric(
     measuring: Measuring, fields: Mapping[str, npt.NDArray[np.generic]], metric: Metric
 ) -> npt.NDArray[np.float64]:
-    """A metric of the examples of one user: [1, *shape], or [0, *shape] if there are none.
+    """Return a metric of the examples of one user, [1, *shape], or [0, *shape] without examples.
 
-    An `InvalidValueError` says that it is of updates.
+    InvalidValueError: it is a metric of updates.
     """
     task, sums = measuring.task, sums_of(metric, measuring.task.metrics)
     if sums is None:
@@ -138,14 +140,14 @@ def mean_metric(
             x, y = task.given({name: torch.tensor(fields[name][rows]) for name in task.fields})
             yield measuring.seen(x, y), torch.ones((1, len(y)), dtype=torch.bool)
 
-    found = _measured(blocks(), {metric: sums})
-    return found[metric].numpy() if found else np.empty((0, *metric.shape))
+    values = _measured(blocks(), {metric: sums})
+    return values[metric].numpy() if values else np.empty((0, *metric.shape))
 
 
 def _by_user(seen: Seen, users: int) -> Iterator[Seen]:
-    """Rows of each of the users."""
-    parts = (t.chunk(users) for t in seen[:4])
-    yield from (Seen(*each) for each in zip(*parts, strict=True))
+    """Yield the rows of each user."""
+    tensors = (t.chunk(users) for t in seen[:4])
+    yield from (Seen(*parts) for parts in zip(*tensors, strict=True))
 
 
 def check_metrics(
@@ -154,77 +156,79 @@ def check_metrics(
     clipping: Clipping,
     examples: Mapping[str, npt.NDArray[np.generic]],
 ) -> None:
-    """Refuse metrics that cannot be computed on a row of public or blank data."""
-    # Two rows: a function that averages over them is found out.
+    """Raise InvalidValueError or ModelError for metrics that fail on a row of public or blank data.
+
+    They are computed on two equal rows, which detects functions that average over rows.
+    """
     rows = {field: np.repeat(examples[field][:1], 2, axis=0) for field in task.fields}
     x, y = task.given({field: torch.from_numpy(column) for field, column in rows.items()})
     shapes = dict(zip(clipping.layout.names, clipping.layout.shapes, strict=True))
     measuring = Measuring(task, task.model, partial(called, task.model, {}))
-    for one in metrics:
-        if shapes.get(one.tensor) != one.shape:
+    for metric in metrics:
+        if shapes.get(metric.tensor) != metric.shape:
             raise InvalidValueError(
-                f"metric {one.name!r} has shape {one.shape}; contributions have "
-                f"{shapes.get(one.tensor, 'no place')} for it"
+                f"metric {metric.name!r} has shape {metric.shape}; contributions have "
+                f"{shapes.get(metric.tensor, 'no place')} for it"
             )
-        sums = sums_of(one, task.metrics)
+        sums = sums_of(metric, task.metrics)
         if sums is None:
-            _check_update_norms(one, clipping)
+            _check_update_norms(metric, clipping)
             continue
         try:
             with torch.no_grad(), generator_apart():
-                found = sums.finish(sums.of_rows(measuring.seen(x, y)))  # of a user a row
+                values = sums.finish(sums.of_rows(measuring.seen(x, y)))  # for two users
         except FedprivError:
             raise
         except Exception as error:
-            raise ModelError(f"metric {one.name!r} cannot be computed: {error}") from error
-        if found.shape != (2, *one.shape):
+            raise ModelError(f"metric {metric.name!r} cannot be computed: {error}") from error
+        if values.shape != (2, *metric.shape):
             raise InvalidValueError(
-                f"metric {one.name!r} gives shape {list(found.shape)} for 2 users; it must be "
-                f"{[2, *one.shape]}"
+                f"metric {metric.name!r} gives shape {list(values.shape)} for 2 users; it must be "
+                f"{[2, *metric.shape]}"
             )
 
 
-def _check_update_norms(one: Metric, clipping: Clipping) -> None:
-    if one.shape != (len(one.options),):
+def _check_update_norms(metric: Metric, clipping: Clipping) -> None:
+    if metric.shape != (len(metric.options),):
         raise InvalidValueError(
-            f"metric {one.name!r} has shape {one.shape} for {len(one.options)} thresholds; it "
-            "must have one component for each"
+            f"metric {metric.name!r} has shape {metric.shape} for {len(metric.options)} "
+            "thresholds; it must have one component for each"
         )
-    group = group_of(one.name)
-    known = [g.name for g in clipping.sent if not g.name.startswith(METRIC_PREFIX)]
-    if group not in known:
+    group = group_of(metric.name)
+    names = [g.name for g in clipping.sent if not g.name.startswith(METRIC_PREFIX)]
+    if group not in names:
         raise InvalidValueError(
-            f"metric {one.name!r} is of vector group {group!r}; {known_names(group, known)}"
+            f"metric {metric.name!r} is of vector group {group!r}; {known_names(group, names)}"
         )
 
 
 @dataclass(frozen=True)
 class SimulationOnlyDiagnostics:
-    """True figures of one round. Publishing one breaks the guarantee of the users in it.
+    """Exact figures of one round. Publishing one breaks the guarantee of the users in the round.
 
-    Averages are over the users that contributed: those with examples for whom nothing raised and
-    all is finite. They are NaN if there were none. Norms are before clipping.
+    Averages are over the users who contributed: those with examples for whom nothing raised and all
+    numbers are finite. They are NaN if there were none. Norms are those before clipping.
     """
 
     round: int  # from 0
     attempt: int  # from 0
-    simulation_only_cohort_size: int  # users that were drawn
-    simulation_only_contributors: int  # users that contributed
-    # By vector group that users send, metrics included: the fraction of users that were clipped.
+    simulation_only_cohort_size: int  # number of drawn users
+    simulation_only_contributors: int  # number of users who contributed
+    # The fraction of users who were clipped, by vector group, metrics included.
     simulation_only_clipped: Mapping[str, float]
-    # Average of users' mean losses at the round's parameters, in evaluation mode, without a bound.
+    # Average of users' mean losses at the round's parameters, in evaluation mode, unbounded.
     simulation_only_train_loss: float
-    # By these groups: the average of users' norms, in the units of the clipping norm.
+    # Average of users' norms, in the units of the clipping norm, by the same groups.
     simulation_only_group_norms: Mapping[str, float]
-    # By layer: the average L2 norm of users' updates of its tensors, in the model's units.
+    # Average L2 norm of users' updates of a layer, in the model's units, by layer.
     simulation_only_update_norms: Mapping[str, float]
 
 
 def diagnose_users(blocks: Blocks, tensors: Updates, request: RoundRequest) -> Tensor:
-    """A row of figures for each user, [L, k], from what it sends before clipping: float64.
+    """Return a row of figures for each user, float64 [L, k], from its contribution before clipping.
 
-    Columns: whether it contributes; mean loss; per group whether it was clipped; norms of groups;
-    norms of layers.
+    Columns: whether it contributes; mean loss; for each group, whether it was clipped; norms of
+    groups; norms of layers.
     """
     groups = _clipped_groups(request)
     norms = torch.stack([*group_norms(tensors, groups).values()], 1)
@@ -239,14 +243,14 @@ def diagnose_users(blocks: Blocks, tensors: Updates, request: RoundRequest) -> T
 def diagnose_round(
     request: RoundRequest, chunks: Sequence[npt.NDArray[np.float64]]
 ) -> SimulationOnlyDiagnostics:
-    """Diagnostics of a round from those of its chunks."""
+    """Return the diagnostics of a round from the figures of its chunks, [n, k] each."""
     groups = [group.name for group in _clipped_groups(request)]
     by_layer = [layer.name for layer in _layers_of(request)]
     users = np.concatenate([np.empty((0, 2 + 2 * len(groups) + len(by_layer))), *chunks])
     rows = users[users[:, 0] > 0.0, 1:]
-    # Exact sums, whatever chunks users were in.
-    known = [column[~np.isnan(column)] for column in rows.T]  # no loss where no target counts
-    averages = [math.fsum(some) / len(some) if len(some) else math.nan for some in known]
+    # Exact sums do not depend on the users' chunks. The loss is NaN if no target counts.
+    columns = [column[~np.isnan(column)] for column in rows.T]
+    averages = [math.fsum(column) / len(column) if len(column) else math.nan for column in columns]
     (loss,), clipped, norms, lengths = np.split(averages, np.cumsum([1, *[len(groups)] * 2]))
     return SimulationOnlyDiagnostics(
         round=request.round,
@@ -261,12 +265,12 @@ def diagnose_round(
 
 
 def _clipped_groups(request: RoundRequest) -> list[VectorGroup]:
-    """Groups that may be clipped: that a user contributes is always 1."""
+    """Return the groups that may be clipped, without that of contributors, which is always 1."""
     return [group for group in request.clipping.sent if group != CONTRIBUTORS.group]
 
 
 def _layers_of(request: RoundRequest) -> tuple[VectorGroup, ...]:
-    """The layers of the model as groups, in the model's units."""
+    """Return the layers of the model as groups, in the model's units."""
     layout = Layout.of(request.parameters)
     parts = layers(layout)
     return per_layer(layout, parts, dict.fromkeys(parts, 1.0))

@@ -1,13 +1,13 @@
-"""Which road users take, alone or side by side, and in which shapes.
+"""The choice of a road: whether users train alone or side by side, and in which shapes.
 
-Both are settled on public facts alone: the plan, the model, the machine, and the number of users
-who are expected. It happens once, before a cohort is drawn, on random rows that are always the
-same; no user's data are read.
+The choice depends only on public facts: the plan, the model, the machine and the expected number of
+users. It is made once, before a cohort is drawn, with random rows that are always the same, and
+without users' data.
 
-Side by side, what a user gets is a function of its own rows, whatever the model does
-(`engine.lanes`), but for rounding: the instructions that compute a number may depend on its place.
-So the shapes are tried: random users must get the same bits in other places, and in each of the
-smaller shapes. If not, users go alone.
+Side by side, a user's update is a function of the user's own rows for any model (`engine.lanes`),
+except for rounding: the instructions that compute a number may depend on its place. So the shapes
+are tried: random users must get the same bits in other places, and in each smaller shape.
+Otherwise, users train alone.
 """
 
 import hashlib
@@ -34,39 +34,39 @@ from fedpriv.training.request import LocalTraining, RoundRequest
 _log = logging.getLogger(__name__)
 
 Path = Literal["auto", "alone", "together"]
-"""Whether users go alone, or side by side, or whichever is faster."""
+"""Whether users train alone, or side by side, or the faster way of these."""
 
-_WIDEST = 64  # rows of a slice; a batch of more is several slices
-_UNBOUNDED = 16  # rows of a slice where batches are all that a user has, however many
-_MOST_SLICES = 64  # of a batch; a user who needs more goes alone
-_BUSY, _FEW_LANES = 2**23, 160  # numbers in a slice of all lanes that keep a CPU busy, and lanes
-_FEW_NUMBERS, _MANY_LANES = 2**21, 2048  # the same of tiny models, of which most is Python
-_BUSY_DEVICE, _DEVICE_LANES = 20_000_000, 256  # the same of a GPU
+_WIDEST = 64  # rows of a slice; a larger batch has several slices
+_UNBOUNDED = 16  # rows of a slice if batches hold all rows of a user, without a known bound
+_MOST_SLICES = 64  # of a batch; a user who needs more trains alone
+_BUSY, _FEW_LANES = 2**23, 160  # numbers in a slice of all lanes that keep a CPU busy; most lanes
+_FEW_NUMBERS, _MANY_LANES = 2**21, 2048  # the same for tiny models, where Python dominates
+_BUSY_DEVICE, _DEVICE_LANES = 20_000_000, 256  # the same for a GPU, but the least lanes
 _FEWEST = 4  # lanes
-_UNROLLED = 32  # numbers in two vectors of AVX-512: no loop has a rest where lanes are multiples
-_COPIES = 4  # of the weights of each user, at a time
-_ACTIVATIONS = 3  # numbers that are held at a time for each that a model computes
-_MULTIPLICATIONS = 10_000_000  # in a slice of one user: with more, it goes faster alone
-_FAR = 10  # times as many, and no clock is needed to tell
-_BATCHES = (1, 1, 1, 1, 2, 2, 4, 8)  # of users whose time is taken
-_RATES = (0.05, 1e-4, 1e-8)  # random users have the first of these at which they stay finite
-_LARGE = 2**10  # the largest integer of random rows, even where larger ones are legal
-_SIZES = (1, 2, 8)  # rows of random users: a model that can be trained can be with one of these
+_UNROLLED = 32  # numbers in two AVX-512 vectors; loops over multiples have no remainder
+_COPIES = 4  # of each user's weights in memory at a time
+_ACTIVATIONS = 3  # numbers in memory at a time for each number that a model computes
+_MULTIPLICATIONS = 10_000_000  # in a slice of one user; with more, users are faster alone
+_FAR = 10  # beyond this multiple of it, the faster road need not be measured
+_BATCHES = (1, 1, 1, 1, 2, 2, 4, 8)  # of the users whose time is measured
+_RATES = (0.05, 1e-4, 1e-8)  # random users get the first rate at which they remain finite
+_LARGE = 2**10  # the largest integer in random rows, even if larger ones are legal
+_SIZES = (1, 2, 8)  # rows of random users; any model that can be trained works with one of these
 _TRIED_STEPS = 3
-_COMPARED, _MOST_TURNS = 64, 4  # users in each shape, in so many orders at most
+_COMPARED, _MOST_TURNS = 64, 4  # users in each shape that are compared, and most orders of them
 
 
 @dataclass(frozen=True)
 class Road:
-    """How users of a round go."""
+    """The way in which users of a round train."""
 
-    shapes: tuple[int, ...] = ()  # numbers of lanes, largest first; none: they go alone
+    shapes: tuple[int, ...] = ()  # numbers of lanes, largest first; empty: users train alone
     width: int = 1  # rows of a slice
-    why: str = ""  # they go alone
+    why: str = ""  # the reason why users train alone
 
     @property
     def path(self) -> Path:
-        """What it is called in settings."""
+        """Name of the way in settings."""
         return "together" if self.shapes else "alone"
 
     def __str__(self) -> str:
@@ -82,9 +82,9 @@ class Road:
         sizes: Integers,
         processes: int = 1,
     ) -> list[Chunk]:
-        """All users that have rows, in chunks, those that take longest first.
+        """Return chunks of all users that have rows, the slowest chunks first.
 
-        In which chunk a user is decides nothing of what it gets. `sizes` are their rows, [n].
+        `sizes` [n] are the users' numbers of rows. A user's update does not depend on the chunk.
         """
         counts = counted(sizes, local)
         users, counts = users[counts > 0], counts[counts > 0]
@@ -92,24 +92,25 @@ class Road:
         chunks = []
         for way, places in self._in_ways(trainer, local, steps, slices):
             if way is None:
-                work = (counts * steps)[places].tolist()
-                lone = zip(np.split(users[places], len(places)), work, strict=True)
-                chunks += [Chunk(user, cost=cost) for user, cost in lone]
+                costs = (counts * steps)[places].tolist()
+                single = zip(np.split(users[places], len(places)), costs, strict=True)
+                chunks += [Chunk(user, cost=cost) for user, cost in single]
                 continue
             order = places[np.lexsort((slices[places], steps[places]))][::-1]
-            for some in _dealt(order, self.shapes, processes):
-                work = int((steps[some] * slices[some]).max()) * self.width
-                cost = work * fewest(self.shapes, len(some))
-                chunks.append(Chunk(users[some], self.shapes, self.width, way, cost))
+            for part in _dealt(order, self.shapes, processes):
+                rows = int((steps[part] * slices[part]).max()) * self.width
+                cost = rows * fewest(self.shapes, len(part))
+                chunks.append(Chunk(users[part], self.shapes, self.width, way, cost))
         return sorted(chunks, key=lambda chunk: -chunk.cost)
 
     def way(
         self, trainer: Trainer, local: LocalTraining, steps: int, slices: int
     ) -> tuple[int, ...] | None:
-        """Which layers learn without weights for a user with so many steps, and slices in each.
+        """Return the layers that learn without weights, for a user with these steps and slices.
 
-        None: it goes alone. It has too many slices, or too many steps for layers that in few steps
-        learn so, and lanes pay little where each step changes all of their weights.
+        `slices` is their number per step. None: the user trains alone, because it has too many
+        slices; or because it has too many steps for layers that could learn without weights in few.
+        Lanes save little time if each step changes all weights of such layers.
         """
         if not self.shapes or slices > _MOST_SLICES:
             return None
@@ -121,22 +122,22 @@ class Road:
     def _in_ways(
         self, trainer: Trainer, local: LocalTraining, steps: Integers, slices: Integers
     ) -> Iterator[tuple[tuple[int, ...] | None, Integers]]:
-        """Users who go in the same way, which follows from their own numbers."""
-        shapes, of_user = np.unique(np.stack([steps, slices], 1), axis=0, return_inverse=True)
+        """Yield each `way`, and the indices of its users; it depends on each user's own numbers."""
+        kinds, kind_of = np.unique(np.stack([steps, slices], 1), axis=0, return_inverse=True)
         ways: dict[tuple[tuple[int, ...] | None, int], list[int]] = {}
-        for number, (step, part) in enumerate(shapes.tolist()):
-            way = self.way(trainer, local, step, part)
-            ways.setdefault((way, step_class(step) if way else 0), []).append(number)
-        for (way, _), numbers in ways.items():
-            yield way, np.flatnonzero(np.isin(of_user.ravel(), numbers))
+        for kind, (user_steps, user_slices) in enumerate(kinds.tolist()):
+            way = self.way(trainer, local, user_steps, user_slices)
+            ways.setdefault((way, step_class(user_steps) if way else 0), []).append(kind)
+        for (way, _), members in ways.items():
+            yield way, np.flatnonzero(np.isin(kind_of.ravel(), members))
 
 
 def _dealt(order: Integers, shapes: Sequence[int], processes: int) -> Iterator[Integers]:
-    """Users in their order, dealt out to processes, none of which gets more than lanes hold."""
-    together = shapes[0] * processes
-    for some in np.array_split(order, -(-len(order) // together)):
-        parts = min(processes, -(-len(some) // shapes[-1]))
-        yield from (some[part::parts] for part in range(parts))
+    """Deal users in this order to processes, at most as many to each as lanes hold."""
+    capacity = shapes[0] * processes
+    for group in np.array_split(order, -(-len(order) // capacity)):
+        parts = min(processes, -(-len(group) // shapes[-1]))
+        yield from (group[part::parts] for part in range(parts))
 
 
 def road_of(
@@ -148,13 +149,15 @@ def road_of(
     *,
     timed: bool,
 ) -> Road:
-    """The road for such rounds, with so many users in a process, who have at most so many rows.
+    """Return the road for rounds like this request.
 
-    ModelError if the model cannot be trained, if training a user twice gives two results, or if
-    users shall go side by side and cannot. `timed`: whether a clock decides, or a fixed rule.
+    `users` is the expected number in a process, and `rows` the largest number of a user. `timed`:
+    whether to measure which road is faster, instead of following a fixed rule. ModelError: the
+    model cannot be trained, training a user twice gives two results, or `path` is "together" and
+    users cannot train side by side.
     """
     trials = _Trials(trainer, request)
-    trials.refuse()
+    trials.check()
     if path == "alone":
         return Road(why="as engine.path says")
     try:
@@ -162,7 +165,7 @@ def road_of(
         if path == "auto" and not _is_faster(trials, road, rows, timed=timed):
             return Road(why="which is faster here; engine.path = 'together' changes it")
         agreeing = trials.agreeing(road, rows)
-    except Exception as error:  # alone it was tried before
+    except Exception as error:  # side by side only: training alone has been tried
         agreeing, why = (), str(error)
     else:
         why = "their places would decide how their numbers are rounded"
@@ -174,7 +177,7 @@ def road_of(
 
 
 def _widest(trials: "_Trials", users: int, rows: int | None) -> Road:
-    """All shapes in which users would go side by side; MixingError says why there are none."""
+    """Return a road with all shapes to try; MixingError says why there are none."""
     trainer, local = trials.trainer, trials.request.local
     if type(local) not in (LocalTraining, *ALGORITHMS.values()):
         raise MixingError(f"{type(local).__name__} is not known to keep users apart")
@@ -182,14 +185,15 @@ def _widest(trials: "_Trials", users: int, rows: int | None) -> Road:
     width = _UNBOUNDED if rows is None else min(rows, _UNBOUNDED)
     if local.batch_size is not None:
         width = min(local.batch_size, _WIDEST, rows or _WIDEST)
-    most = _most_lanes(trainer, trials.request, width, users)
-    # As many as fill all chunks; and no loop has a rest, which other instructions would compute.
+    lanes = _most_lanes(trainer, trials.request, width, users)
+    # Lanes that fill all chunks evenly, in multiples that leave no loop a remainder, which other
+    # instructions would compute.
     multiple = _UNROLLED // math.gcd(_UNROLLED, *(width * size for size in model.rounded))
-    most = -(-users // -(-users // most))
+    lanes = -(-users // -(-users // lanes))
     shapes = list[int]()
-    while most >= _FEWEST or not shapes:
-        shapes.append(-(-most // multiple) * multiple)
-        most = -(-most * 2 // 3)
+    while lanes >= _FEWEST or not shapes:
+        shapes.append(-(-lanes // multiple) * multiple)
+        lanes = -(-lanes * 2 // 3)
     shapes = [*dict.fromkeys(shapes)]
     if shapes[0] < 2:
         raise MixingError("one of them fills the memory of a chunk")
@@ -197,56 +201,56 @@ def _widest(trials: "_Trials", users: int, rows: int | None) -> Road:
 
 
 def _most_lanes(trainer: Trainer, request: RoundRequest, width: int, users: int) -> int:
-    """How many users go side by side: as many as pay, as memory holds, and as there are."""
+    """Return the largest useful number of lanes, given the machine, its memory and the users."""
     model, local = trainer.side_by_side, request.local
-    of_slice = max(1, width * model.numbers)
+    per_slice = max(1, width * model.numbers)
     if trainer.device.type == "cpu":
-        few, many = min(_BUSY // of_slice, _FEW_LANES), min(_FEW_NUMBERS // of_slice, _MANY_LANES)
-        most = max(few, many)
+        few, many = min(_BUSY // per_slice, _FEW_LANES), min(_FEW_NUMBERS // per_slice, _MANY_LANES)
+        limit = max(few, many)
     else:
-        most = min(max(_BUSY_DEVICE // of_slice, _DEVICE_LANES), _MANY_LANES)
+        limit = min(max(_BUSY_DEVICE // per_slice, _DEVICE_LANES), _MANY_LANES)
     way = Road((1,), width).way(trainer, local, local.steps or local.epochs or 1, 1)
-    without = {key for number in way or () for key in model.layers[number].keys}
-    weights = sum(p.numel() for n, p in trainer.task.trainable().items() if n not in without)
+    unused = {key for number in way or () for key in model.layers[number].keys}
+    weights = sum(p.numel() for n, p in trainer.task.trainable().items() if n not in unused)
     metrics = sum(math.prod(metric.shape) for metric in request.measured)
-    numbers = weights * (_COPIES + local.memories) + of_slice * _ACTIVATIONS + 4 * metrics
-    return max(1, min(most, users, trainer.memory // (4 * max(1, numbers))))
+    numbers = weights * (_COPIES + local.memories) + per_slice * _ACTIVATIONS + 4 * metrics
+    return max(1, min(limit, users, trainer.memory // (4 * max(1, numbers))))
 
 
 def _is_faster(trials: "_Trials", road: Road, rows: int | None, *, timed: bool) -> bool:
-    """Whether users go faster side by side."""
+    """Return whether users train faster side by side."""
     model = trials.trainer.side_by_side
-    done = sum(layer.rows * layer.shape.numel() for layer in model.layers) * road.width
-    if timed and done <= _FAR * _MULTIPLICATIONS:
+    products = sum(layer.rows * layer.shape.numel() for layer in model.layers) * road.width
+    if timed and products <= _FAR * _MULTIPLICATIONS:
         return trials.seconds(road, rows) < trials.seconds(Road(), rows)
-    return trials.trainer.device.type != "cpu" or done <= _MULTIPLICATIONS
+    return trials.trainer.device.type != "cpu" or products <= _MULTIPLICATIONS
 
 
 class _Trials:
-    """Random users of a trainer, always the same, who train as a request says, for a few steps."""
+    """Random users, always the same, who train for a few steps as a request says."""
 
     def __init__(self, trainer: Trainer, request: RoundRequest) -> None:
         self.trainer, local = trainer, request.local
         if local.steps is not None and local.steps > _TRIED_STEPS:
-            with suppress(InvalidValueError):  # of an algorithm that needs more
+            with suppress(InvalidValueError):  # from an algorithm that needs more steps
                 local = replace(local, steps=_TRIED_STEPS)
         self.request = replace(request, local=local, local_key=bytes(32))
         self._start = trainer.begin(request)
-        self._store = trainer.users  # until users are invented
+        self._store = trainer.users  # replaced by random users
 
-    def refuse(self) -> None:
-        """Refuse a model that cannot be trained, or that gives a user something else each time."""
-        failed: Exception | None = None
+    def check(self) -> None:
+        """Raise ModelError if the model cannot be trained, or gives a user different results."""
+        failure: Exception | None = None
         for rows in _SIZES:
             for zeros in (False, True):  # random numbers need not be legal, but zeros are
                 self._invent([rows], zeros=zeros)
                 try:
-                    first = np.zeros(1, np.int64)
-                    one, other = (self._digests(Road(), first) for _ in range(2))
+                    user = np.zeros(1, np.int64)
+                    first, second = (self._digests(Road(), user) for _ in range(2))
                 except Exception as error:
-                    failed = failed or error
+                    failure = failure or error
                     continue
-                if one != other:
+                if first != second:
                     raise ModelError(
                         "training the same user twice gives two results; what a user gets must "
                         "follow from its rows and the generators of torch, NumPy and Python, which "
@@ -254,14 +258,15 @@ class _Trials:
                     )
                 return
         kind = self.trainer.activations
-        raise ModelError(f"a user cannot be trained with {kind} activations: {failed}") from failed
+        sentence = f"a user cannot be trained with {kind} activations: {failure}"
+        raise ModelError(sentence) from failure
 
-    def _have(self, users: int, batches: Sequence[int], rows: int | None) -> None:
-        """Have so many users of so many batches, again and again, if they may have as many rows."""
+    def _invent_batches(self, users: int, batches: Sequence[int], rows: int | None) -> None:
+        """Invent users with these numbers of batches, repeatedly, and with at most `rows` rows."""
         local = self.request.local
-        each = local.batch_size or rows or _UNBOUNDED
-        most = min(local.max_examples or math.inf, rows or math.inf)
-        sizes = [int(min(batches[user % len(batches)] * each, most)) for user in range(users)]
+        size = local.batch_size or rows or _UNBOUNDED
+        limit = min(local.max_examples or math.inf, rows or math.inf)
+        sizes = [int(min(batches[user % len(batches)] * size, limit)) for user in range(users)]
         for zeros in (False, True):
             self._invent(sizes, zeros=zeros)
             with suppress(Exception):
@@ -269,29 +274,32 @@ class _Trials:
                 return
 
     def agreeing(self, road: Road, rows: int | None) -> tuple[int, ...]:
-        """Those shapes in which users get what they get in the largest, whoever is beside them."""
-        self._have(2 * road.shapes[0], [2], rows)
-        found, most = list[int](), road.shapes[0]
-        largest, halves = replace(road, shapes=(most,)), (np.arange(most), np.arange(most) + most)
+        """Return the shapes in which users get the same bits as in the largest, among any others.
+
+        Without the largest shape, there are none.
+        """
+        self._invent_batches(2 * road.shapes[0], [2], rows)
+        agreeing, count = list[int](), road.shapes[0]
+        largest, halves = replace(road, shapes=(count,)), np.split(np.arange(2 * count), 2)
         expected = self._digests(largest, halves[0]) | self._digests(largest, halves[1])
         for lanes in road.shapes:
             shape, even = replace(road, shapes=(lanes,)), np.arange(lanes) % 2 == 0
             turns = max(1, min(_MOST_TURNS, _COMPARED // lanes))
-            tried = []
+            trials = []
             for turn in range(turns):
-                by = turn * lanes // (turns + 1) + 1
-                some, others = (np.roll(half[:lanes], by) for half in halves)
-                tried.append(self._digests(shape, np.where(even, some, others)))
-            if all(one[user] == expected[user] for one in tried for user in one):
-                found.append(lanes)
-            elif not found:
+                shift = turn * lanes // (turns + 1) + 1
+                first, second = (np.roll(half[:lanes], shift) for half in halves)
+                trials.append(self._digests(shape, np.where(even, first, second)))
+            if all(trial[user] == expected[user] for trial in trials for user in trial):
+                agreeing.append(lanes)
+            elif not agreeing:
                 return ()
-        return tuple(found)
+        return tuple(agreeing)
 
     def seconds(self, road: Road, rows: int | None) -> float:
-        """Seconds that a user takes on a road, among users as different as people are."""
+        """Return the seconds per user on a road, for users with different numbers of batches."""
         count = max(len(_BATCHES), *road.shapes) if road.shapes else len(_BATCHES)
-        self._have(count, _BATCHES, rows)
+        self._invent_batches(count, _BATCHES, rows)
         users, times = np.arange(count), list[float]()
         sizes = sizes_of(self._store, users)
         for _ in range(2):
@@ -302,32 +310,30 @@ class _Trials:
         return min(times)
 
     def _chunks(self, road: Road, users: Integers) -> list[Chunk]:
-        """Users in this order, side by side or one after another."""
+        """Return chunks of users in this order, side by side or one after another."""
         if not road.shapes:
             return [Chunk(user) for user in np.split(users, len(users))]
-        local, counts = (
-            self.request.local,
-            counted(sizes_of(self._store, users[:1]), self.request.local),
-        )
+        local = self.request.local
+        counts = counted(sizes_of(self._store, users[:1]), local)
         (steps,), (rows,) = steps_of(counts, local).tolist(), largest_batch(counts, local).tolist()
         way = road.way(self.trainer, local, steps, -(-rows // road.width))
         return [Chunk(users, road.shapes, road.width, way or ())]
 
     def _digests(self, road: Road, users: Integers) -> dict[int, bytes]:
-        """Digests of all bits that users send, who go in this order."""
-        found = {}
+        """Return digests of the contributions of users who train in this order."""
+        digests = {}
         for chunk in self._chunks(road, users):
             sent = self.trainer.sent(self.request, self._start, chunk, self._store)
             for lane, user in enumerate(chunk.users.tolist()):
                 digest = hashlib.sha256()
-                for update in sent.values():
-                    own = update[lane : lane + 1].nan_to_num(torch.nan, torch.inf, -torch.inf)
-                    digest.update(own.cpu().contiguous().numpy().tobytes())
-                found[user] = digest.digest()
-        return found
+                for tensor in sent.values():
+                    part = tensor[lane : lane + 1].nan_to_num(torch.nan, torch.inf, -torch.inf)
+                    digest.update(part.cpu().contiguous().numpy().tobytes())
+                digests[user] = digest.digest()
+        return digests
 
     def _invent(self, sizes: Sequence[int], *, zeros: bool = False) -> None:
-        """Have users of these sizes, at a learning rate at which the first stays finite."""
+        """Invent users of these sizes, and choose a rate at which the first remains finite."""
         trainer, rows, fields = self.trainer, sum(sizes), {}
         for seed, name in enumerate(trainer.task.fields):
             rng, column = np.random.default_rng(seed), trainer.users.fields[name]
@@ -336,9 +342,9 @@ class _Trials:
                 continue
             if column.dtype.kind in "fc":
                 fields[name][:] = rng.random(fields[name].shape, np.float32)
-            else:  # neither 0, which often is a blank, nor too large, where others are legal
-                _, most = trainer.indices.legal(name, _LARGE)
-                low, high = (1, (most + 1) // 2) if most > 1 else (0, most)
+            else:  # if possible, neither 0, which often is a blank, nor a large number
+                _, largest = trainer.indices.legal(name, _LARGE)
+                low, high = (1, (largest + 1) // 2) if largest > 1 else (0, largest)
                 fields[name][:] = rng.integers(low, high, fields[name].shape, endpoint=True)
         self._store = UserStore(fields, np.cumsum([0, *sizes]))
         for rate in _RATES:
@@ -347,7 +353,7 @@ class _Trials:
             try:
                 (chunk,) = self._chunks(Road(), np.zeros(1, np.int64))
                 moved = trainer.moved(self.request, self._start, chunk, self._store)
-            except Exception:  # no other rate would help
+            except Exception:  # another rate would not help
                 return
             if all(bool(torch.isfinite(update[:1]).all()) for update in moved.values()):
                 return

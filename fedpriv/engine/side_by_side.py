@@ -1,8 +1,8 @@
-"""Users side by side: in lanes of W rows, each with weights of its own.
+"""Training users side by side, in lanes of W rows, each with weights of its own.
 
-All users of a group begin together, those with the most steps first. Users rest who have taken
-their last step, and where fewer lanes hold the others, these go on in fewer. A batch of more than W
-rows is several slices, whose gradients are added in order.
+All users of a group begin together, those with the most steps first. When users have taken their
+last step, the others continue in fewer lanes, if these suffice. A batch of more than W rows is
+split into slices, whose gradients are added in order.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,39 +29,39 @@ from fedpriv.privacy.clipping_torch import BatchedTensor, TorchTensors, Updates
 from fedpriv.training.request import LocalTraining
 
 _FEW_STEPS = (1, 2, 3, 4, 6, 8)
-_BLOCK = 64  # rows whose products are added up at a time
-# Multiplications in the time in which a step changes a weight in memory, and how many weights a
-# layer has at least for this to matter.
+_BLOCK = 64  # rows whose products are added at a time
+# How many multiplications take as long as the update of one weight in a step, and the least number
+# of weights of a layer for which this matters.
 _TOUCHES, _LARGE = 40, 2**15
 
 
 def step_class(steps: int) -> int:
-    """The least of a few numbers of steps that is no smaller; 0 of more steps than all of them.
+    """Return the least class that is not below this number of steps; 0 if it exceeds all classes.
 
-    Where layers learn without weights, users of one class go together: the sums of all take as much
-    time and memory as those of the longest.
+    If layers learn without weights, only users of the same class train together, because the sums
+    of all users take as much time and memory as those of the user with the most steps.
     """
-    return next((few for few in _FEW_STEPS if few >= steps), 0)
+    return next((limit for limit in _FEW_STEPS if limit >= steps), 0)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that alone holds its parameters and is called once in a forward pass."""
+    """A linear layer that shares no parameters, and is called once in a forward pass."""
 
     keys: tuple[str, ...]  # names of its weight and bias
     shape: torch.Size  # of its weight
-    rows: int  # how many of an example go through it
+    rows: int  # that go through it per example
 
     def is_lean(self, steps: int, rows: int) -> bool:
-        """Whether it costs less if it learns without weights in steps of so many rows."""
+        """Return whether learning without weights is faster, in `steps` steps of `rows` rows."""
         (o, i), n = self.shape, self.rows * rows * steps
-        # Products of all rows with each other, against weights that change in each step.
+        # Products of all pairs of rows, against a change of all weights by every step.
         return i * o >= _LARGE and n * n * (i + o) <= _TOUCHES * steps * i * o
 
     def learning(
         self, start: TorchTensors, users: int, steps: int, width: int, rate: float
     ) -> LowRank:
-        """What learns in the place of its weights, for users with so many rows in each step."""
+        """Return a layer that learns without weights, for users with `width` rows in each step."""
         weight, *bias = (start[key] for key in self.keys)
         rows = self.rows * width
         block = (step_class(steps) or max(1, _BLOCK // rows)) * rows
@@ -73,14 +73,14 @@ class SideBySideModel:
     """A copy of a task's model in which each user has weights of its own."""
 
     kept: KeptModel
-    weights: Mapping[str, Weights]  # by name, the parameters that users train
+    weights: Mapping[str, Weights]  # trained parameters by name
     layers: tuple[Layer, ...] = ()
-    numbers: int = 0  # computed for an example in the forward pass
-    rounded: tuple[int, ...] = ()  # how many of them functions give that may round otherwise
+    numbers: int = 0  # computed per example in the forward pass
+    rounded: tuple[int, ...] = ()  # sizes of results, per example, of functions in `ROUNDED`
 
     @classmethod
     def of(cls, task: Task, device: torch.device, x: Inputs, y: Tensor) -> "SideBySideModel":
-        """That of a task, tried on a few rows; MixingError if it may not keep users apart."""
+        """Return the model of a task, tried on a few rows; MixingError if it may mix users."""
         model = trained_copy(task.model, device)
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         weights = {id(p): Weights.of(p.detach()[None]) for p in trained.values()}
@@ -94,72 +94,72 @@ class SideBySideModel:
         kept = KeptModel(model, [name for name, _ in constants if name not in trained])
         named = {name: weights[id(p)] for name, p in trained.items()}
         versions = {name: t._version for name, t in kept.tensors.items()}
-        done, own = list[Done](), {n: p.detach()[None].requires_grad_() for n, p in trained.items()}
-        derived = Derived(*(x.values() if isinstance(x, dict) else [x]), y, *own.values())
-        lanes = Lanes(1, lambda: torch.zeros(1, dtype=torch.int64, device=device), done, derived)
+        parameters = {n: p.detach()[None].requires_grad_() for n, p in trained.items()}
+        derived = Derived(*(x.values() if isinstance(x, dict) else [x]), y, *parameters.values())
+        calls = list[Done]()
+        lanes = Lanes(1, lambda: torch.zeros(1, dtype=torch.int64, device=device), calls, derived)
         with generators_apart(device):
             seed_generators(bytes(32), 0, device)
             before = own_generators()
             try:
                 with derived:
-                    cls(kept, named).losses(task, lanes, own, x, y)
-            except Exception as error:  # alone it may be trained
+                    cls(kept, named).losses(task, lanes, parameters, x, y)
+            except Exception as error:  # users may still be able to train alone
                 raise MixingError(str(error)) from error
             if own_generators() != before:
                 raise MixingError("numbers that are drawn for all users do not keep them apart")
         if any(t._version != versions[name] for name, t in kept.tensors.items()):
             raise MixingError("a model that changes its buffers keeps something of other users")
         kept.put_back()
-        rounded = [d.found for d in done if d.call.name in ROUNDED]
-        counts = {found.numel() // len(y) for found in rounded}
-        layers = tuple(_layers(named, done, len(y)))
-        return cls(kept, named, layers, _numbers(done) // len(y), tuple(sorted(counts)))
+        rounded = {d.result.numel() // len(y) for d in calls if d.call.name in ROUNDED}
+        layers = tuple(_layers(named, calls, len(y)))
+        return cls(kept, named, layers, _numbers(calls) // len(y), tuple(sorted(rounded)))
 
     def losses(
         self,
         task: Task,
         lanes: Lanes,
-        own: TorchTensors,
+        parameters: TorchTensors,
         x: Inputs,
         y: Tensor,
         activations: Activations = "float32",
         learning: Mapping[str, LowRank] | None = None,
     ) -> Tensor:
-        """Losses of rows x, [l·W], by users' own parameters [l, *shape]."""
-        self.kept.put_back()  # what it keeps of a slice is of others, and of as many as there are
+        """Return losses of rows x, [l·W], given the parameters of l users, [l, *shape]."""
+        self.kept.put_back()  # the state after another slice comes from other users
         with lanes, torch.autograd.graph.disable_saved_tensors_hooks("users go side by side"):
-            outputs = self._outputs(own, x, activations, learning or {})
+            outputs = self._outputs(parameters, x, activations, learning or {})
             losses = task.losses_of(outputs, y.as_subclass(Rows))
         if not isinstance(losses, Rows):
             raise MixingError("losses that are not of rows are not known to keep users apart")
         _refuse_other_gradients(losses)
         return losses.as_subclass(Tensor)
 
-    def outputs(self, own: TorchTensors, users: int, x: Inputs) -> Tensor:
-        """Outputs for rows x, [l·W, …], by users' own parameters [l, *shape]."""
+    def outputs(self, parameters: TorchTensors, users: int, x: Inputs) -> Tensor:
+        """Return outputs for rows x, [l·W, …], given the parameters of l users, [l, *shape]."""
         with Lanes(users):
-            outputs = self._outputs(own, x, "float32", {})
+            outputs = self._outputs(parameters, x, "float32", {})
         return outputs.as_subclass(Tensor)
 
     def _outputs(
         self,
-        own: TorchTensors,
+        parameters: TorchTensors,
         x: Inputs,
         activations: Activations,
         learning: Mapping[str, LowRank],
     ) -> Tensor:
         for name, weights in self.weights.items():
             weights.learning = learning.get(name)
-            weights.own = own.get(name, weights.own)
+            weights.own = parameters.get(name, weights.own)
         try:
             rows = each_input(lambda t: t.as_subclass(Rows), x)
             return outputs_of(self.kept.model, rows, activations)
-        finally:  # the copy must not keep a user's parameters
+        finally:  # the model must not keep users' parameters
             for weights in self.weights.values():
                 weights.own, weights.learning = torch.empty(0), None
 
     def lean(self, local: LocalTraining, steps: int, slices: int, width: int) -> tuple[int, ...]:
-        """Which layers learn without weights for a user with so many steps and slices in each."""
+        """Return the indices of layers that learn without weights, for users with these steps."""
         if not is_plain(local) or slices > 1:
             return ()
         layers = enumerate(self.layers)
@@ -167,53 +167,60 @@ class SideBySideModel:
 
 
 def _refuse_other_gradients(losses: Tensor) -> None:
-    """Refuse functions of the model whose gradients it computes itself, for all rows at once."""
-    seen, waiting = set[object](), [losses.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
+    """Raise MixingError if the model defines gradients itself, which may mix rows."""
+    visited, pending = set[object](), [losses.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         forward = getattr(node, "_forward_cls", None)
         if forward is not None and forward not in OWN_FUNCTIONS:
             name = forward.__name__
             raise MixingError(f"the gradient of {name} is not known to keep users apart")
-        waiting += [each for each, _ in node.next_functions]
+        pending += [parent for parent, _ in node.next_functions]
 
 
-def _layers(weights: Mapping[str, Weights], done: Sequence[Done], examples: int) -> Iterator[Layer]:
-    """Layers that alone hold their weight and bias, and are called once."""
+def _layers(
+    weights: Mapping[str, Weights], calls: Sequence[Done], examples: int
+) -> Iterator[Layer]:
+    """Yield the linear layers that share no weight or bias, and are called once."""
     uses = {
-        n: [d.call for d in done if any(t is w for t in d.call.tensors)] for n, w in weights.items()
+        name: [done.call for done in calls if any(t is w for t in done.call.tensors)]
+        for name, w in weights.items()
     }
     names = {id(w): name for name, w in weights.items()}
-    for key, calls in uses.items():
-        call = calls[0] if len(calls) == 1 else None
+    for key, key_calls in uses.items():
+        call = key_calls[0] if len(key_calls) == 1 else None
         if call is None or call.name != "linear":
             continue
         x, weight, bias = call.given("input", "weight", "bias")
-        own = names.get(id(bias)) if bias is not None else None
-        if weight is not weights[key] or (bias is not None and (own is None or len(uses[own]) > 1)):
+        if weight is not weights[key]:
             continue
-        keys = (key,) if own is None else (key, own)
+        keys: tuple[str, ...] = (key,)
+        if bias is not None:
+            bias_key = names.get(id(bias))
+            if bias_key is None or len(uses[bias_key]) > 1:
+                continue
+            keys += (bias_key,)
         yield Layer(keys, weight.shape, x.numel() // x.shape[-1] // examples)
 
 
-def _numbers(done: Sequence[Done]) -> int:
-    """How many numbers were computed, patches of convolutions included."""
+def _numbers(calls: Sequence[Done]) -> int:
+    """Return how many numbers were computed, including the patches of convolutions."""
     total = 0
-    for each in done:
-        made, call = each.found, each.call
-        if isinstance(made, Rows) and not made._is_view():
-            total += made.numel()
+    for done in calls:
+        result, call = done.result, done.call
+        if isinstance(result, Rows) and not result._is_view():
+            total += result.numel()
         if call.name in ("conv1d", "conv2d"):
             _, weight = call.given("input", "weight")
-            total += made.numel() // weight.shape[0] * weight[0].numel()
+            total += result.numel() // weight.shape[0] * weight[0].numel()
     return total
 
 
 class Group:
-    """Users who train side by side, from their common start to what each has learnt."""
+    """Users who train side by side, from their common start to their updates."""
 
     def __init__(
         self,
@@ -232,36 +239,36 @@ class Group:
         model.kept.copy_from(start.constants, model.kept.tensors)
         self._lean = [model.layers[number] for number in lean]
         steps, width = len(examples.slices), examples.schedule.width
-        given = start.parameters, examples.lanes, steps, width, local.rate
-        self._learning = {layer.keys[0]: layer.learning(*given) for layer in self._lean}
-        without = {key for layer in self._lean for key in layer.keys}
-        # Parameters lie in memory as their gradients do: those of convolutions by patches.
-        own = {
+        settings = start.parameters, examples.lanes, steps, width, local.rate
+        self._learning = {layer.keys[0]: layer.learning(*settings) for layer in self._lean}
+        unused = {key for layer in self._lean for key in layer.keys}
+        # In the memory layout of their gradients, which convolutions compute by patches.
+        parameters = {
             n: p.contiguous(memory_format=torch.channels_last) if p.dim() == 4 else p
             for n, p in start.parameters.items()
-            if n not in without
+            if n not in unused
         }
-        self._descent = Descent(own, local, start.control, start.personal)
+        self._descent = Descent(parameters, local, start.control, start.personal)
 
     def trained(self, lanes: Sequence[Sequence[int]]) -> Updates:
-        """How far users move: [L, *shape] by name.
+        """Train all users, and return how far they move, [L, *shape] by name.
 
-        Also in personal parameters, and in control variates where the algorithm has some. For each
-        step and slice, `lanes` says in how many lanes users go on who have rows in it.
+        This includes personal parameters, and the control variates of an algorithm that has them.
+        `lanes` says, for each step and slice, how many lanes hold the users who have rows in it.
         """
         step = 0
-        for window in self._examples.windows([of_slices[0] for of_slices in lanes]):
+        for window in self._examples.windows([slices[0] for slices in lanes]):
             shares = window.shares(self._task, self._slices)
             for first in range(0, shares.shape[1], self._slices):
                 self._take_step(step, window, first, shares, lanes[step])
                 step += 1
-        learnt: dict[str, BatchedTensor] = {**self._descent.moved()}
+        updates: dict[str, BatchedTensor] = {**self._descent.moved()}
         for layer in self._lean:
-            learnt |= zip(layer.keys, self._learning[layer.keys[0]].updates(), strict=True)
-        return {name: learnt.pop(name) for name in self._names} | learnt
+            updates |= zip(layer.keys, self._learning[layer.keys[0]].updates(), strict=True)
+        return {name: updates.pop(name) for name in self._names} | updates
 
     def _present(self, real: Tensor) -> Tensor | None:
-        """Which lanes have rows that count, [l]; None: all that have any."""
+        """Return which lanes have rows that count, [l], or None if all have."""
         if not self._examples.rests:
             return None
         present = real.amax(1) > 0.0
@@ -286,11 +293,10 @@ class Group:
             losses = self._model.losses(
                 self._task, mode, leaves, x, y, self._activations, self._learning
             )
-            given = [*leaves.values(), *(layer.probe for layer in self._learning.values())]
-            found = torch.autograd.grad(
-                (losses * rows(shares)).sum(), given, materialize_grads=True
-            )
-            _add(gradients, dict(zip(leaves, found, strict=False)), present)
+            inputs = [*leaves.values(), *(layer.probe for layer in self._learning.values())]
+            loss = (losses * rows(shares)).sum()
+            of_slice = torch.autograd.grad(loss, inputs, materialize_grads=True)
+            _add(gradients, dict(zip(leaves, of_slice, strict=False)), present)
         active = self._present(window.real[: lanes[0], first])
         self._descent.step(parameters, gradients, active)
         for layer in self._learning.values():
@@ -298,13 +304,13 @@ class Group:
 
 
 def _add(total: TorchTensors, gradients: TorchTensors, present: Tensor | None) -> None:
-    """Add what users are present for, [l, *shape], to the gradients of the slices before."""
+    """Add the gradients of a slice, [l, *shape], for the users who are present in it."""
     for name, gradient in gradients.items():
         if name not in total:
             total[name] = gradient
             continue
-        held = total[name][: len(gradient)]
-        added = held + gradient
+        before = total[name][: len(gradient)]
+        after = before + gradient
         if present is not None:
-            added = torch.where(present.view(-1, *[1] * (added.dim() - 1)), added, held)
-        held.copy_(added)
+            after = torch.where(present.view(-1, *[1] * (after.dim() - 1)), after, before)
+        before.copy_(after)

@@ -157,6 +157,8 @@ class Task:
         frozen: names of parameters, or patterns, that are frozen among these. Where `trained` or
             `frozen` changes what requires gradients, the task has a copy of the model with the
             same numbers.
+        by: fields of the held-out rows, such as a site, or the targets: accuracy, loss and figures
+            are also those of the rows with each of a field's values.
     """
 
     model: nn.Module
@@ -169,11 +171,12 @@ class Task:
     personal: tuple[str, ...] = ()
     trained: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
+    by: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ignore_index", plain_numbers(self.ignore_index))
         self._check_types()
-        for name in ("trained", "frozen"):
+        for name in ("trained", "frozen", "by"):
             patterns = getattr(self, name)
             one = isinstance(patterns, str)
             object.__setattr__(self, name, (patterns,) if one else tuple(patterns))
@@ -225,6 +228,7 @@ class Task:
             personal=(self.personal, Iterable),
             trained=(self.trained, Iterable),
             frozen=(self.frozen, Iterable),
+            by=(self.by, Iterable),
         )
         for name in (*self.inputs, *self.metrics, *self.figures):
             require(isinstance(name, str), f"a name is {name!r}; it must be of the type str")

@@ -1,7 +1,8 @@
 """What is refused of a task, in one sentence each, before any user's data are touched."""
 
 import copy
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -9,11 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from fedpriv.engine.arithmetic import generator_apart
-from fedpriv.engine.task import HeldOut, Inputs, Task, called, each_input
+from fedpriv.engine.task import (
+    HeldOut,
+    Inputs,
+    Task,
+    binary_cross_entropy,
+    called,
+    cross_entropy,
+    each_input,
+)
 from fedpriv.errors import ModelError
 from fedpriv.privacy.clipping_torch import TorchTensors
+from fedpriv.training.local import SGD
+from fedpriv.training.request import LocalTraining
 
 _ROUNDING = 0.02  # of what is close: that of bfloat16
+_ROWS = 16  # on which gradients are computed
+_LARGE = 1e4  # inputs beyond it are likely to be why a model does not learn
+_SUM_ROUNDING = 1e-4  # how far a sum of probabilities in float32 may be from 1
 
 
 def check_task(task: Task, examples: HeldOut, *, apart: bool = False) -> None:
@@ -46,6 +60,201 @@ def check_task(task: Task, examples: HeldOut, *, apart: bool = False) -> None:
     _check_copy(original, task, tensors, x)
     if apart:
         _check_apart(task, tensors, x, y)
+
+
+def check_targets(task: Task, rows: HeldOut) -> None:
+    """Refuse targets of public rows that are no classes of the model, or no shares of them.
+
+    A `ModelError` says so of losses that go by name: "cross-entropy" takes classes from 0, one for
+    each score, or numbers that are not negative, and "binary-cross-entropy" numbers from 0 to 1.
+    """
+    y = rows[task.targets]
+    whole = y.dtype.kind in "iub"
+    y = y[y != task.ignore_index] if whole else y
+    if not y.size or task.loss not in (cross_entropy, binary_cross_entropy):
+        return
+    low, high = float(y.min()), float(y.max())
+    found = f"targets of the held-out rows go from {low:g} to {high:g}"
+    if task.loss is binary_cross_entropy:
+        if low < 0.0 or high > 1.0:
+            raise ModelError(
+                f"{found}; under binary-cross-entropy they must be from 0 to 1: number two classes "
+                "0 and 1, and for other numbers use the loss mse"
+            )
+        return
+    if not whole:
+        if low < 0.0:
+            raise ModelError(
+                f"{found} and are {y.dtype}; under cross-entropy such targets are shares of "
+                "classes and must not be negative: for numbers use the loss mse"
+            )
+        return
+    parameters = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
+    x, _ = task.given({column: _tensor(column, rows[column][:2]) for column in task.fields})
+    model, constants = task.evaluated().model, task.constants(torch.device("cpu"))
+    scores = _outputs_once(model, parameters | constants, x).shape[1]
+    if low < 0.0 or high >= scores:
+        cure = f"give the model {high + 1.0:g} scores"
+        if low < 0.0:
+            cure = "number classes from 0; ignore_index names the one that does not count"
+        elif (low, high) == (1.0, scores):
+            cure = "subtract 1 from all"
+        raise ModelError(
+            f"{found} and the model gives {scores} scores; under cross-entropy they must be from 0 "
+            f"to {scores - 1}: {cure}"
+        )
+
+
+def check_learns(task: Task, rows: HeldOut, examples: HeldOut, local: LocalTraining) -> bool:
+    """Refuse a task that no user could train, and return whether it is likely to train badly.
+
+    A `ModelError` says that on held-out `rows`, or on random rows like `examples` where there are
+    none, gradients are zero or not finite by all parameters, or that the first local step, if it is
+    one of SGD, is not finite. A task is likely to train badly if its model ends in a softmax, and
+    cross-entropy takes another.
+    """
+    task = replace(task, model=copy.deepcopy(task.model))
+    tried = _Tried.on(task, _counting(task, rows)) if rows else None
+    if tried is None or (tried.finite and not tried.losses.any()):
+        # A model that fits rows exactly has no gradient on them, but on others it has.
+        random = [*_on_random_rows(task, examples)]
+        if not random or any(each.learns or not each.finite for each in random):
+            return any(each.are_probabilities for each in random)
+        tried = tried or random[0]
+    if not tried.learns:
+        kind = "zero" if tried.finite else "NaN or infinite"
+        raise ModelError(
+            f"no user could train the model: gradients of the loss by all parameters are {kind} on "
+            f"{len(tried.y)} {'held-out' if rows else 'random'} rows; {tried.likely_cause}"
+        )
+    tried.check_first_step(local)
+    return tried.are_probabilities
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A task on a few rows, at its initial parameters."""
+
+    task: Task
+    x: Inputs
+    y: Tensor
+    outputs: Tensor
+    losses: Tensor
+    gradients: TorchTensors  # of a sum of losses, weighted so that those of rows do not cancel
+
+    @classmethod
+    def on(cls, task: Task, rows: HeldOut) -> "_Tried":
+        """Those of all rows, or of the first with finite gradients where those of all are not."""
+        x, y = task.given({column: _tensor(column, rows[column]) for column in task.fields})
+        weights = 1.0 + torch.rand(len(y), generator=torch.Generator().manual_seed(0))
+        outputs, losses, gradients = _differentiated(task, {}, x, y, weights)
+        tried = cls(task, x, y, outputs, losses, gradients)
+        for row in range(len(y) if not tried.finite else 0):
+            alone = _differentiated(task, {}, *_row(x, y, row), weights[row : row + 1])[2]
+            if _finite(alone):
+                return replace(tried, gradients=alone)
+        return tried
+
+    @property
+    def finite(self) -> bool:
+        """Whether all gradients are finite numbers."""
+        return _finite(self.gradients)
+
+    @property
+    def learns(self) -> bool:
+        """Whether some parameter moves."""
+        return self.finite and any(bool(g.any()) for g in self.gradients.values())
+
+    @property
+    def are_probabilities(self) -> bool:
+        """Whether outputs, of which cross-entropy takes the softmax, look like those of one."""
+        scores = self.outputs
+        if self.task.loss is not cross_entropy or scores.dim() < 2 or bool((scores < 0.0).any()):
+            return False
+        sums = scores.sum(1)
+        return torch.allclose(sums, torch.ones_like(sums), rtol=0.0, atol=_SUM_ROUNDING)
+
+    @property
+    def likely_cause(self) -> str:
+        """Why nothing is trained, as far as the numbers show it, and what to do."""
+        inputs = self.x.values() if isinstance(self.x, dict) else [self.x]
+        largest = max((float(t.abs().max()) for t in inputs if t.is_floating_point()), default=0.0)
+        if self.outputs.dim() > 1 and self.outputs.shape[1] == 1 and not self.losses.any():
+            return (
+                "the model gives one score, and the cross-entropy of one class is always 0: use "
+                "the loss binary-cross-entropy, and for numbers mse"
+            )
+        if not largest <= _LARGE:
+            return f"inputs are as large as {largest:.2g}: scale them to about 1"
+        if self.are_probabilities:
+            return "the model ends in a softmax, and cross-entropy takes another: leave it out"
+        return "check how the model is initialised, and whether units such as ReLU give 0 always"
+
+    def check_first_step(self, local: LocalTraining) -> None:
+        """Refuse a learning rate of SGD at which a user who trains has no finite update."""
+        if type(local) not in (LocalTraining, SGD):
+            return
+        rate, several = local.at(1).rate, max(local.epochs or 1, local.steps or 1) > 1
+        moved = {name: p.cpu() for name, p in self.task.trainable().items()}
+        for _ in range(1 + several):
+            ones = torch.ones(len(self.y))
+            gradients = _differentiated(self.task, moved, self.x, self.y, ones)[2]
+            moved |= {name: moved[name] - rate * g for name, g in gradients.items()}
+        if not _finite(moved):
+            raise ModelError(
+                f"learning_rate is {rate:g}, at which users' first steps are NaN or infinite; it "
+                "must be smaller"
+            )
+
+
+def _differentiated(
+    task: Task, moved: TorchTensors, x: Inputs, y: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, TorchTensors]:
+    """Outputs, losses [n] and gradients of their weighted mean by all that is trained."""
+    constants = task.constants(torch.device("cpu"))
+    trained = {n: p.to("cpu", torch.float32) for n, p in task.trainable().items()} | moved
+    trained = {name: p.clone().requires_grad_() for name, p in trained.items()}
+    with torch.enable_grad(), generator_apart(0):
+        outputs = called(task.model, _cloned(constants) | trained, each_input(torch.clone, x))
+        losses = task.losses_of(outputs, y)
+        mean = (losses * weights).mean()
+        found = torch.autograd.grad(mean, [*trained.values()], allow_unused=True)
+    gradients = {n: g for n, g in zip(trained, found, strict=True) if g is not None}
+    return outputs.detach(), losses.detach(), gradients
+
+
+def _finite(tensors: TorchTensors) -> bool:
+    return all(bool(torch.isfinite(t).all()) for t in tensors.values())
+
+
+def _row(x: Inputs, y: Tensor, row: int) -> tuple[Inputs, Tensor]:
+    one = slice(row, row + 1)
+    return each_input(lambda t: t[one], x), y[one]
+
+
+def _counting(task: Task, rows: HeldOut) -> HeldOut:
+    """A few rows with targets that count, spread over all; the first if no target counts."""
+    y = rows[task.targets]
+    counts = (y != task.ignore_index) if y.dtype.kind in "iu" else np.ones(y.shape, np.bool_)
+    places = np.flatnonzero(counts.reshape(len(y), -1).any(1))
+    places = places if len(places) else np.zeros(1, np.int64)
+    chosen = places[np.linspace(0, len(places) - 1, min(_ROWS, len(places))).astype(np.int64)]
+    return {column: rows[column][chosen] for column in task.fields}
+
+
+def _on_random_rows(task: Task, examples: HeldOut) -> Iterator[_Tried]:
+    """A task on random rows like some examples, as often as they are legal."""
+    for seed in range(2 if examples else 0):
+        rng, rows = np.random.default_rng(seed), dict[str, npt.NDArray[np.generic]]()
+        for column in task.fields:
+            kind, shape = examples[column].dtype, (_ROWS, *examples[column].shape[1:])
+            whole = kind.kind in "iub"  # 0 and 1 are legal words and classes of most models
+            drawn = rng.integers(0, 2, shape) if whole else rng.standard_normal(shape)
+            rows[column] = drawn.astype(kind)
+        try:
+            yield _Tried.on(task, rows)
+        except Exception:
+            continue
 
 
 def _tensor(name: str, column: npt.NDArray[np.generic]) -> Tensor:

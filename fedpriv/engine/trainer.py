@@ -1,4 +1,4 @@
-"""What users contribute, side by side or alone, and the sums of it.
+"""The contributions of users, side by side or alone, and their sums.
 
 A user for whom anything raises contributes zero.
 """
@@ -50,29 +50,29 @@ _log = logging.getLogger(__name__)
 
 AnyExamples = Examples | OwnExamples
 
-_CLIPPED_AT_ONCE = 2**18  # numbers of users who go alone
-_PIECES = 8  # into which users are split who fail together
-_TOTAL, _WEIGHED = "total", "weighed"  # what graphs of sums give and are given
+_CLIPPED_AT_ONCE = 2**18  # numbers in the updates of users who train alone
+_PIECES = 8  # into which a chunk that fails is split
+_TOTAL, _WEIGHTS = "total", "weights"  # names of the output, and an input, of graphs of sums
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Users who go side by side, those with the most slices first, or one who goes alone."""
+    """Users who train side by side, those with the most slices first, or one who trains alone."""
 
     users: Integers  # [n] positions in the store
-    shapes: tuple[int, ...] = ()  # numbers of lanes, largest first; none: the user goes alone
+    shapes: tuple[int, ...] = ()  # numbers of lanes, largest first; empty: the user trains alone
     width: int = 1  # W, rows of a slice
     lean: tuple[int, ...] = ()  # layers that learn without weights
     cost: int = 0  # rows in all slices of all lanes
 
     @property
     def lanes(self) -> int:
-        """L, in which they begin."""
+        """L, the number of lanes at the beginning."""
         return fewest(self.shapes, len(self.users))
 
 
 def fewest(shapes: Sequence[int], users: int) -> int:
-    """The smallest of these numbers of lanes, largest first, that holds so many users."""
+    """Return the smallest number of lanes in `shapes`, largest first, that holds all users."""
     return next((lanes for lanes in reversed(shapes) if lanes >= users), 1)
 
 
@@ -81,49 +81,49 @@ class SimulationOnlyDropped:
     """A user who counts as zero. Publishing it breaks the guarantee of that user."""
 
     user: int  # position in the store
-    reason: str  # may hold the user's data
+    reason: str  # may contain the user's data
 
 
 @dataclass(frozen=True)
 class ChunkSum:
-    """The partial sum of some users, and what a simulation alone is told of them."""
+    """The partial sum of some users, and information for simulations only."""
 
     partial: PartialSum
     diagnostics: tuple[npt.NDArray[np.float64], ...] = ()
-    dropped: SimulationOnlyDropped | None = None  # the first, if one was looked for
+    dropped: SimulationOnlyDropped | None = None  # the first dropped user, if `Trainer.naming`
 
 
-class _Sum:
-    """What users contribute, as far as it is added up."""
+class _Sums:
+    """The contributions that have been added up so far."""
 
     def __init__(self, dimension: int) -> None:
         self.total = np.zeros(dimension)  # whole numbers below 2^53
         self.users = self.weight = 0
         self.diagnostics = list[npt.NDArray[np.float64]]()
         self.dropped: SimulationOnlyDropped | None = None
-        self.under_way = list[Callable[[], npt.NDArray[np.int64]]]()  # sums on a GPU
-        self.alone = list[tuple[Chunk, Updates]]()  # what is clipped together, each by itself
+        self.pending = list[Callable[[], npt.NDArray[np.int64]]]()  # sums on a GPU
+        self.alone = list[tuple[Chunk, Updates]]()  # updates of single users, not yet clipped
 
-    def wait(self, most: int) -> None:
-        """Add what is under way, but for so many of the last."""
-        while len(self.under_way) > most:
-            self.total += self.under_way.pop(0)()
+    def wait(self, limit: int) -> None:
+        """Add pending sums until at most `limit` remain."""
+        while len(self.pending) > limit:
+            self.total += self.pending.pop(0)()
 
     def done(self, name: str) -> ChunkSum:
-        """All of it."""
+        """Return the sum of everything, under this name."""
         self.wait(0)
         partial = PartialSum(name, self.users, self.total.astype(np.int64), self.weight)
         return ChunkSum(partial, tuple(self.diagnostics), self.dropped)
 
 
 def blank(users: UserStore, rows: int = 1) -> dict[str, npt.NDArray[np.generic]]:
-    """Rows of zeros to try a task on; no user's data may decide whether a round runs."""
+    """Return rows of zeros to try a task on, since users' data must not decide if a round runs."""
     return {n: np.zeros((rows, *f.shape[1:]), f.dtype) for n, f in users.fields.items()}
 
 
-def sizes_of(users: UserStore, chosen: Integers) -> Integers:
-    """Sizes of some users, at a cost that does not grow with the population."""
-    return users.offsets[chosen + 1] - users.offsets[chosen]
+def sizes_of(store: UserStore, users: Integers) -> Integers:
+    """Return the numbers of rows of some users, [n], at a cost independent of the population."""
+    return store.offsets[users + 1] - store.offsets[users]
 
 
 @dataclass(frozen=True)
@@ -134,10 +134,10 @@ class Trainer:
     users: UserStore
     hosted: Integers | None  # positions of the store's users in the population; None: the same
     device: torch.device
-    memory: int  # bytes that a chunk may take, roughly
+    memory: int  # approximate bytes for a chunk
     activations: Activations
-    observed: bool = False  # whether an observer is told of the users
-    naming: bool = False  # whether users who count as zero are told of
+    observed: bool = False  # whether to compute diagnostics
+    naming: bool = False  # whether to report users who count as zero
 
     @cached_property
     def evaluated(self) -> Task:
@@ -154,8 +154,8 @@ class Trainer:
     def resident(self) -> TorchTensors | None:
         """The store's fields as tensors on the device, or None.
 
-        On a GPU they are a copy, if its memory stays free, and behind the users' rows is one of
-        zeros. What is mapped from files is taken to be too large.
+        On a GPU they are a copy, with a row of zeros at the end, if enough memory remains free.
+        Fields that are mapped from files are assumed to be too large.
         """
         columns = {name: self.users.fields[name] for name in self.task.fields}
         if any(isinstance(column, np.memmap) for column in columns.values()):
@@ -171,37 +171,37 @@ class Trainer:
 
     @cached_property
     def indices(self) -> Indices:
-        """Which users have integers that the task cannot compute with."""
+        """Finds users with integers that the task refuses."""
         return Indices(self.evaluated, self.users)
 
     @cached_property
     def graphs(self) -> Graphs | None:
-        """Where chunks are captured, or None."""
+        """The graphs of chunks; None unless the device is a GPU."""
         if self.device.type != "cuda":
             return None
         return Graphs(self.device, self.constants, self.memory)
 
     @cached_property
     def alone(self) -> AloneModel:
-        """The model of users who go alone."""
+        """The model of users who train alone."""
         with plain_arithmetic(self.device):
             return AloneModel(self.task, self.device, *self.two_rows)
 
     @cached_property
     def side_by_side(self) -> SideBySideModel:
-        """The model of users who go side by side; MixingError if none can."""
+        """The model of users who train side by side; MixingError if they cannot."""
         with plain_arithmetic(self.device):
             return SideBySideModel.of(self.task, self.device, *self.two_rows)
 
     @cached_property
     def measured(self) -> SideBySideModel:
-        """That of the evaluated task."""
+        """The model of users side by side, for the task in evaluation mode."""
         with plain_arithmetic(self.device):
             return SideBySideModel.of(self.evaluated, self.device, *self.two_rows)
 
     @property
-    def _multiplying(self) -> AbstractContextManager[None]:
-        """What lets a GPU round the factors of products, if activations say so."""
+    def _product_precision(self) -> AbstractContextManager[None]:
+        """A context in which a GPU rounds the factors of products if activations are "tf32"."""
         return tf32(allowed=True) if self.activations == "tf32" else nullcontext()
 
     @property
@@ -212,29 +212,29 @@ class Trainer:
         return self.task.given(tensors)
 
     def begin(self, request: RoundRequest) -> RoundParameters:
-        """What users of a round begin with."""
+        """Begin a round, and return its initial parameters on the device."""
         if self.graphs is not None:
             self.graphs.begin(request.clipping)
         return RoundParameters.of(request, self.constants, self.device, self.task.personal)
 
     def sum_of(self, request: RoundRequest, chunks: Sequence[Chunk]) -> ChunkSum:
-        """Sum of what users contribute in some chunks, named after the first one's position.
+        """Return the sum of the contributions in some chunks, named after the first user.
 
-        If training fails, or memory is short, an eighth of a chunk's users goes at a time; one for
-        whom it fails alone counts as zero.
+        If training fails, or memory is insufficient, a chunk is split into eighths, and so on. A
+        user for whom training alone fails counts as zero.
         """
         with plain_arithmetic(self.device), generators_apart(self.device):
-            start, found = self.begin(request), _Sum(request.clipping.layout.dimension)
+            start, sums = self.begin(request), _Sums(request.clipping.layout.dimension)
             for chunk in chunks:
-                self._add(found, request, start, chunk)
-                found.wait(1)  # a GPU trains the last one while one is fetched
-            self._clip_alone(found, request)
-            return found.done(str(chunks[0].users[0]))
+                self._add(sums, request, start, chunk)
+                sums.wait(1)  # a GPU trains one chunk while the sum of another is copied
+            self._clip_alone(sums, request)
+            return sums.done(str(chunks[0].users[0]))
 
     def _add(
-        self, found: _Sum, request: RoundRequest, start: RoundParameters, chunk: Chunk
+        self, sums: _Sums, request: RoundRequest, start: RoundParameters, chunk: Chunk
     ) -> None:
-        """Add what users of a chunk contribute."""
+        """Add the contributions of a chunk's users."""
         examples, clipping = self._examples(request, chunk), request.clipping
         weights = np.minimum(examples.counts[: len(chunk.users)], clipping.weight_cap)
         try:
@@ -248,85 +248,102 @@ class Trainer:
                 if self.observed:
                     blocks = self._blocks(start, examples)
                     rows = diagnose_users(blocks, sent, request)
-                    found.diagnostics.append(rows[: len(chunk.users)].cpu().numpy())
+                    sums.diagnostics.append(rows[: len(chunk.users)].cpu().numpy())
         except Exception as error:
             if self.graphs is not None and isinstance(error, torch.OutOfMemoryError):
                 self.graphs.clear()
             if len(chunk.users) == 1:
-                self._drop(found, chunk, f"training raised {type(error).__name__}", error)
+                self._drop(sums, chunk, f"training raised {type(error).__name__}", error)
             else:
                 for users in np.array_split(chunk.users, min(_PIECES, len(chunk.users))):
-                    self._add(found, request, start, replace(chunk, users=users))
+                    self._add(sums, request, start, replace(chunk, users=users))
             return
-        # What is added is whole: an error from here on is of no user's, and ends the round.
-        found.users, found.weight = found.users + len(weights), found.weight + int(weights.sum())
+        # Training is complete, so later errors are not due to a user, and end the round.
+        sums.users, sums.weight = sums.users + len(weights), sums.weight + int(weights.sum())
         if self.device.type == "cpu" and not chunk.shapes:
-            found.alone.append((chunk, sent))
-            if len(found.alone) * clipping.layout.dimension >= _CLIPPED_AT_ONCE:
-                self._clip_alone(found, request)
+            sums.alone.append((chunk, sent))
+            if len(sums.alone) * clipping.layout.dimension >= _CLIPPED_AT_ONCE:
+                self._clip_alone(sums, request)
             return
         if self.device.type == "cpu":
-            self._clip(found, request, chunk, sent, weights)
+            self._clip(sums, request, chunk, sent, weights)
             return
         fetch = _fetched(integer_sum(sent, clipping, weights) if total is None else total)
 
         def summed() -> npt.NDArray[np.int64]:
             total, again = fetch(), partial(self._sent, request, start, chunk, examples)
-            self._look_for_lost(found, request, chunk, _contributors(request, total), again)
+            self._look_for_lost(sums, request, chunk, _contributors(request, total), again)
             return total
 
-        found.under_way.append(summed)
+        sums.pending.append(summed)
 
-    def _clip_alone(self, found: _Sum, request: RoundRequest) -> None:
-        """Clip what users sent who went alone: some at a time, as each takes little time."""
-        if not found.alone:
+    def _clip_alone(self, sums: _Sums, request: RoundRequest) -> None:
+        """Clip the updates of users who trained alone, all at once, which takes less time."""
+        if not sums.alone:
             return
-        chunks, sent = zip(*found.alone, strict=True)
-        found.alone.clear()
-        users = replace(chunks[0], users=np.concatenate([chunk.users for chunk in chunks]))
-        counts = counted(sizes_of(self.users, users.users), request.local)
+        chunks, sent = zip(*sums.alone, strict=True)
+        sums.alone.clear()
+        merged = replace(chunks[0], users=np.concatenate([chunk.users for chunk in chunks]))
+        counts = counted(sizes_of(self.users, merged.users), request.local)
         weights = np.minimum(counts, request.clipping.weight_cap)
-        together = (
-            sent[0]
-            if len(sent) == 1
-            else {name: torch.cat([each[name][:] for each in sent]) for name in sent[0]}
-        )
-        self._clip(found, request, users, together, weights)
+        updates = sent[0]
+        if len(sent) > 1:
+            updates = {name: torch.cat([update[name][:] for update in sent]) for name in sent[0]}
+        self._clip(sums, request, merged, updates, weights)
 
     def _clip(
-        self, found: _Sum, request: RoundRequest, chunk: Chunk, sent: Updates, weights: Integers
+        self, sums: _Sums, request: RoundRequest, chunk: Chunk, sent: Updates, weights: Integers
     ) -> None:
-        before = _contributors(request, found.total)
-        add_contributions(found.total, sent, request.clipping, weights)
-        counted = _contributors(request, found.total) - before
-        self._look_for_lost(found, request, chunk, counted, lambda: sent)
+        before = _contributors(request, sums.total)
+        add_contributions(sums.total, sent, request.clipping, weights)
+        contributors = _contributors(request, sums.total) - before
+        self._look_for_lost(sums, request, chunk, contributors, lambda: sent)
 
     def _look_for_lost(
         self,
-        found: _Sum,
+        sums: _Sums,
         request: RoundRequest,
         chunk: Chunk,
-        counted: int,
+        contributors: int,
         sent: Callable[[], Updates],
     ) -> None:
-        """Note the first user whose update is not finite, if not all are counted."""
+        """Record the first user whose update is not finite, unless all users contributed."""
         expected = len(chunk.users) if CONTRIBUTORS in request.metrics else 0
-        if self.naming and found.dropped is None and counted < expected:
+        if self.naming and sums.dropped is None and contributors < expected:
             norms = torch.stack([*group_norms(sent(), request.clipping.sent).values()], 1)
             place = int((~torch.isfinite(norms).all(1)).nonzero()[0])
             lost = replace(chunk, users=chunk.users[place:])
-            self._drop(found, lost, "its update is not finite")
+            self._drop(sums, lost, "its update is not finite")
 
-    def _drop(self, found: _Sum, chunk: Chunk, reason: str, error: Exception | None = None) -> None:
-        """Note that the first user of a chunk counts as zero."""
-        if not self.naming:  # the text of the error may hold the user's data
+    def _drop(self, sums: _Sums, chunk: Chunk, reason: str, error: Exception | None = None) -> None:
+        """Record that the first user of a chunk counts as zero."""
+        if not self.naming:  # without the text of the error, which may contain the user's data
             _log.warning("a user counts as zero: %s", reason)
-        elif found.dropped is None:
-            user = int(chunk.users[0])
-            for name, column in self.users.examples_of(user).items():
-                if column.dtype.kind == "f" and not np.isfinite(column).all():
-                    reason = f"its field {name!r} holds NaN or infinity"
-            found.dropped = SimulationOnlyDropped(user, f"{reason}: {error}" if error else reason)
+        elif sums.dropped is None:
+            sums.dropped = self._dropped(int(chunk.users[0]), reason, error)
+
+    def _dropped(
+        self, user: int, reason: str, error: Exception | None = None
+    ) -> SimulationOnlyDropped:
+        for name, column in self.users.examples_of(user).items():
+            if column.dtype.kind == "f" and not np.isfinite(column).all():
+                reason = f"its field {name!r} holds NaN or infinity"
+        return SimulationOnlyDropped(user, f"{reason}: {error}" if error else reason)
+
+    def simulation_only_flaw(
+        self, request: RoundRequest, user: int
+    ) -> SimulationOnlyDropped | None:
+        """Train a user with rows as a round would, alone, and say why it would count as zero."""
+        chunk = Chunk(np.array([user]))
+        try:
+            if self.device.type != "cpu":
+                self.indices.check(chunk.users)
+            sent = self.sent(request, self.begin(request), chunk)
+        except Exception as error:
+            return self._dropped(user, f"training raised {type(error).__name__}", error)
+        if all(bool(torch.isfinite(update[:1]).all()) for update in sent.values()):
+            return None
+        return self._dropped(user, "its update is not finite")
 
     def moved(
         self,
@@ -335,9 +352,9 @@ class Trainer:
         chunk: Chunk,
         store: UserStore | None = None,
     ) -> Updates:
-        """How far users, of another store if given, move from the start: [L, *shape] by name.
+        """Return how far users move in all trained parameters, [L, *shape] by name.
 
-        In all that is trained, personal parameters too.
+        This includes personal parameters. The users may be those of another store.
         """
         with plain_arithmetic(self.device), generators_apart(self.device):
             return self._moved(request, start, chunk, self._examples(request, chunk, store))
@@ -349,7 +366,7 @@ class Trainer:
         chunk: Chunk,
         store: UserStore | None = None,
     ) -> Updates:
-        """What users, of another store if given, send before clipping: [L, *shape] by name."""
+        """Return the unclipped contributions of users, of another store if given, [L, *shape]."""
         with plain_arithmetic(self.device), generators_apart(self.device):
             return self._sent(request, start, chunk, self._examples(request, chunk, store))
 
@@ -362,7 +379,7 @@ class Trainer:
     def _reported(
         self, request: RoundRequest, start: RoundParameters, examples: AnyExamples, moved: Updates
     ) -> Updates:
-        """What users send who moved so far."""
+        """Return the updates and metrics of users who moved so far, [L, *shape] by name."""
         updates = {name: t for name, t in moved.items() if name not in start.personal}
         reported = TorchTensors()
         if request.measured:
@@ -394,7 +411,7 @@ class Trainer:
         examples: Examples,
         weights: Integers,
     ) -> Tensor | None:
-        """The sum of a chunk, [D], from a graph that makes all of it; None if there can be none."""
+        """Return the sum of a chunk, [D], from a graph of the whole computation, or None."""
         kernels, clipping = kernels_on(self.device), request.clipping
         shape = chunk.lean, examples.shape, clipping, request.measured, request.metrics
         if kernels is None or self.graphs is None or self.observed or not self.graphs.steady:
@@ -403,51 +420,51 @@ class Trainer:
             return None
 
         def compute(start: RoundParameters, given: TorchTensors) -> Updates:
-            theirs = replace(examples, made_of=given)
-            moved = self._moved_together(request, start, chunk, theirs)
-            sent = self._reported(request, start, theirs, moved)
-            return {_TOTAL: sum_by_kernels(kernels, sent, clipping, given[_WEIGHED])}
+            captured = replace(examples, made_of=given)
+            moved = self._moved_together(request, start, chunk, captured)
+            sent = self._reported(request, start, captured, moved)
+            return {_TOTAL: sum_by_kernels(kernels, sent, clipping, given[_WEIGHTS])}
 
-        weighed = to_device(lane_weights(clipping, weights, chunk.lanes), self.device)
-        given = {**examples.made_of, _WEIGHED: weighed}
+        by_lane = to_device(lane_weights(clipping, weights, chunk.lanes), self.device)
+        given = {**examples.made_of, _WEIGHTS: by_lane}
         return self.graphs.computed(compute, request.local, shape, start, given)[_TOTAL][:]
 
     def _moved_together(
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk, examples: Examples
     ) -> Updates:
-        given = self.task, start, examples, chunk.lean, request.local, self.activations
-        with self._multiplying:
-            return Group(self.side_by_side, *given).trained(_in_lanes(chunk, examples))
+        training = self.task, start, examples, chunk.lean, request.local, self.activations
+        with self._product_precision:
+            return Group(self.side_by_side, *training).trained(_in_lanes(chunk, examples))
 
     def _moved_alone(
-        self, request: RoundRequest, start: RoundParameters, own: OwnExamples
+        self, request: RoundRequest, start: RoundParameters, examples: OwnExamples
     ) -> Updates:
-        local, steps = request.local, own.steps
-        lean = self.alone.lean(start, local, own.counts, steps)
-        for learning in (lean, {}) if lean else (lean,):
-            seed_generators(request.local_key, own.user, self.device)
-            given = self.task, start, own.batches(), local, self.activations, learning, steps
+        local, steps = request.local, examples.steps
+        lean = self.alone.lean(start, local, examples.counts, steps)
+        for layers in (lean, {}) if lean else (lean,):
+            seed_generators(request.local_key, examples.user, self.device)
+            training = self.task, start, examples.batches(), local, self.activations, layers, steps
             try:
-                with self._multiplying:
-                    return self.alone.moved(*given)
-            except Exception:  # a model may read the weights of a layer that learns without
-                if not learning:
+                with self._product_precision:
+                    return self.alone.moved(*training)
+            except Exception:  # a model may read the weights of a layer that learns without them
+                if not layers:
                     raise
         raise AssertionError("a user trains with weights if not without")
 
     def _blocks(self, start: RoundParameters, examples: AnyExamples) -> Blocks:
-        """What users measure, of the model at the start."""
+        """Yield the evaluation of users' rows by the model at the start."""
         if isinstance(examples, Examples):
-            lanes, many = examples.lanes, self.measured
-            many.kept.copy_from(start.constants, many.kept.tensors)
-            run = partial(many.outputs, same_for_all(start.parameters, lanes), lanes)
-            measuring = Measuring(self.evaluated, many.kept.model, run)
+            lanes, model = examples.lanes, self.measured
+            model.kept.copy_from(start.constants, model.kept.tensors)
+            run = partial(model.outputs, same_for_all(start.parameters, lanes), lanes)
+            measuring = Measuring(self.evaluated, model.kept.model, run)
             for x, y, exists in examples.blocks():
-                many.kept.put_back()
+                model.kept.put_back()
                 yield measuring.seen(x, y), exists
             return
-        with self.alone.begun(start, {}, training=False) as model:
-            measuring = Measuring(self.evaluated, model, partial(outputs_of, model))
+        with self.alone.begun(start, {}, training=False) as alone:
+            measuring = Measuring(self.evaluated, alone, partial(outputs_of, alone))
             for x, y, exists in examples.blocks():
                 yield measuring.seen(x, y), exists
 
@@ -457,25 +474,25 @@ class Trainer:
         store, hosted = (self.users, self.hosted) if store is None else (store, None)
         enrolled, local = chunk.users if hosted is None else hosted[chunk.users], request.local
         if not chunk.shapes:
-            (user,), (own,) = enrolled.tolist(), chunk.users.tolist()
+            (user,), (index,) = enrolled.tolist(), chunk.users.tolist()
             resident = self.resident if store is self.users else None
-            data = store.rows_of(own), store, self.device, self.task, resident
+            data = store.rows_of(index), store, self.device, self.task, resident
             return OwnExamples(user, local, request.local_key, *data)
-        of_users = enrolled, store.offsets[chunk.users], sizes_of(store, chunk.users)
+        rows = enrolled, store.offsets[chunk.users], sizes_of(store, chunk.users)
         shape = chunk.width, chunk.lanes
-        schedule = Schedule.of(*of_users, local, request.local_key, *shape, store.rows)
+        schedule = Schedule.of(*rows, local, request.local_key, *shape, store.rows)
         on_gpu = store is self.users and self.device.type == "cuda"
         resident = self.resident if on_gpu else None
-        found = Examples(len(enrolled), schedule, store, self.device, self.task, resident)
+        examples = Examples(len(enrolled), schedule, store, self.device, self.task, resident)
         if self.device.type == "cpu":
-            return found
+            return examples
         measured = self.observed or bool(request.measured)
-        return replace(found, made_of=found.given(measured=measured))
+        return replace(examples, made_of=examples.given(measured=measured))
 
 
 def _in_lanes(chunk: Chunk, examples: Examples) -> list[list[int]]:
-    """For each step and slice, in how many lanes users go on who have rows in it."""
-    if examples.device.type != "cpu":  # whose kernels are captured, in all lanes
+    """Return for each step and slice how many lanes hold the users who have rows in it."""
+    if examples.device.type != "cpu":  # all lanes, since their kernels are captured
         return [[examples.lanes] * examples.schedule.slices for _ in examples.slices]
     return [
         [fewest(chunk.shapes, int((slices > number).sum())) for number in range(int(slices.max()))]
@@ -484,7 +501,7 @@ def _in_lanes(chunk: Chunk, examples: Examples) -> list[list[int]]:
 
 
 def _fetched(tensor: Tensor) -> Callable[[], npt.NDArray[Any]]:
-    """Begin to copy a tensor to the CPU; the call that is returned waits for that alone."""
+    """Begin to copy a tensor to the CPU; return a function that waits for the copy only."""
     if tensor.device.type != "cuda":
         return tensor.cpu().numpy
     memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -500,8 +517,8 @@ def _fetched(tensor: Tensor) -> Callable[[], npt.NDArray[Any]]:
 
 
 def _contributors(request: RoundRequest, total: npt.NDArray[np.number]) -> int:
-    """How many users were not zeroed, where that is counted; else 0."""
+    """Return the number of contributors in a total [D], if the round counts them; else 0."""
     if CONTRIBUTORS not in request.metrics:
         return 0
-    counted = float(total[request.clipping.layout.slices[CONTRIBUTORS.tensor]][0])
-    return round(counted * CONTRIBUTORS.group.granularity)
+    steps = float(total[request.clipping.layout.slices[CONTRIBUTORS.tensor]][0])
+    return round(steps * CONTRIBUTORS.group.granularity)

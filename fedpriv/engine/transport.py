@@ -1,4 +1,4 @@
-"""The in-process transport: users train on this machine, in several processes side by side."""
+"""The in-process transport: users train on this machine, in several processes in parallel."""
 
 import logging
 from collections.abc import Callable, Hashable, Iterator
@@ -31,19 +31,23 @@ from fedpriv.training.request import RoundRequest, Transport
 
 _log = logging.getLogger(__name__)
 
-_CHUNK_MEBIBYTES = 128  # on a CPU: with more, users are no faster
+_CHUNK_MEBIBYTES = 128  # on a CPU, where more memory makes training no faster
+_FIRST, _LOOKED_AT = 8, 64  # users who are looked at before a simulation's first round
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Where and how fast users train; it changes no guarantee, and results by rounding alone."""
+    """The resources for training; they affect no guarantee, and results only by rounding.
 
-    device: str = "auto"  # such as "cpu" or "cuda"; "auto" takes CUDA where there is one
-    chunk_mebibytes: int | None = None  # for users who train together; None suits the device
+    InvalidValueError: a setting is invalid, or this machine lacks the device or activations.
+    """
+
+    device: str = "auto"  # such as "cpu" or "cuda"; "auto": CUDA if there is a GPU
+    chunk_mebibytes: int | None = None  # for users who train together; None: depends on the device
     activations: Activations = "float32"  # "bfloat16", or "tf32" on a GPU
     processes: int | None = None  # on a CPU; None: one for each of torch's threads
-    # Whether users go "alone", one after another, or side by side, "together"; "auto" takes the
-    # faster way, by the clock where the run has no seed.
+    # "alone": one user after another; "together": users side by side; "auto": the faster of these,
+    # measured unless the run has a seed.
     path: Path = "auto"
 
     def __post_init__(self) -> None:
@@ -59,25 +63,28 @@ class Engine:
 
 
 def device_named(name: str) -> torch.device:
-    """Device of a name: "auto" takes CUDA where there is one; others must be on this machine."""
+    """Return the device with this name; for "auto", CUDA if there is a GPU, else the CPU.
+
+    InvalidValueError: the device is not on this machine.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        legal = "auto, cpu or cuda" if torch.cuda.is_available() else "auto or cpu"
+        choices = "auto, cpu or cuda" if torch.cuda.is_available() else "auto or cpu"
         raise InvalidValueError(
-            f"device is {name!r}, which torch does not find here; it must be {legal}"
+            f"device is {name!r}, which torch does not find here; it must be {choices}"
         ) from error
     return device
 
 
 def chunk_memory_of(mebibytes: int | None, device: torch.device) -> int:
-    """Bytes that a chunk may take: so many MiB, or, of None, what suits the device.
+    """Return the bytes that a chunk may take, from a number of MiB, or a default for the device.
 
-    That is 128 MiB on a CPU. On a GPU it is a quarter of what is free there now: other processes
-    may train on it too, and what a chunk takes is an estimate.
+    The default on a CPU is 128 MiB. On a GPU it is a quarter of the free memory, since other
+    processes may use the GPU too, and the need of a chunk is only estimated.
     """
     if mebibytes is None and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -89,34 +96,34 @@ def chunk_memory_of(mebibytes: int | None, device: torch.device) -> int:
 class InProcessTransport(Transport):
     """Trains the users of a store on this machine.
 
-    No update outlives its chunk of users. Users for whom anything fails contribute zero, those
-    included who end the process that trains them.
+    No update outlives its chunk of users. A user for whom anything fails contributes zero, even if
+    they end the process that trains them. InvalidValueError: a setting is invalid.
     """
 
     task: Task
     users: UserStore  # the enrolled users' data
-    device: torch.device  # where to train
-    chunk_memory: int  # bytes that users who train together may take, roughly
-    # Positions in the enrolled population of the store's users, if it holds a part of them.
+    device: torch.device  # for training
+    chunk_memory: int  # approximate bytes for users who train together
+    # Positions of the store's users in the enrolled population; None: the store holds all of it.
     hosted: Integers | None = None
     # Called at the end of each round with figures that are not private; None in every deployment.
     observer: Callable[[SimulationOnlyDiagnostics], None] | None = None
     # Called with users who count as zero; None in every deployment.
     on_dropped: Callable[[SimulationOnlyDropped], None] | None = None
-    activations: Activations = "float32"  # of the model while users train
-    # How many train side by side on a CPU, in one thread each; None: one for each of torch's. They
-    # are forked from this one before the first round that has work for two, and end when it rests,
-    # or with it. If it is 1, on a GPU and where none can be forked, this process trains, with
+    activations: Activations = "float32"  # of the model during training
+    # Number of processes on a CPU, with one thread each; None: one for each of torch's threads.
+    # They are forked before the first round that has work for two, and end in `release_resources`,
+    # or with this process. With 1, on a GPU, and if forks are impossible, this process trains with
     # torch's threads.
     processes: int | None = None
     limited: bool = False  # whether rounds limit the time of users, who then train in forks
-    path: Path = "auto"  # whether users go alone or side by side
-    timed: bool = True  # whether a clock says which is faster; if not, a fixed rule does
-    # Public facts by which shapes are chosen: how many users are expected in a round, and how many
-    # rows each has at most. None: all of the store, and any number.
+    path: Path = "auto"  # whether users train alone or side by side
+    timed: bool = True  # whether to measure which is faster, instead of following a fixed rule
+    # Public facts that determine shapes: the expected number of users in a round, and the largest
+    # number of rows of a user. None: all users of the store, and any number.
     cohort: int | None = None
     most_rows: int | None = None
-    # How users go, by kind of round and machine: what others of the same task have settled, too.
+    # How users train, by kind of round and machine; may include decisions of other processes.
     roads: dict[Hashable, Road] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -128,16 +135,16 @@ class InProcessTransport(Transport):
             raise InvalidValueError(f"chunk_memory is {self.chunk_memory}; it must be positive")
 
     def prepare(self, request: RoundRequest) -> None:
-        """Refuse what cannot be trained, and settle how users go, by public facts alone."""
+        """Decide how users train, from public facts; ModelError or InvalidValueError if not."""
         self.road(request)
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield sums of the contributions of users."""
-        for _, found in self.by_chunk(request):
-            yield found
+        for _, partial in self.by_chunk(request):
+            yield partial
 
     def release_resources(self) -> None:
-        """End its processes."""
+        """End the forked processes."""
         self._idle.clear()
 
     def by_chunk(
@@ -145,25 +152,43 @@ class InProcessTransport(Transport):
     ) -> Iterator[tuple[Integers, PartialSum]]:
         """Yield users who are done, as positions in the population, and their sum.
 
-        If users are limited, one who takes more seconds than the limit contributes zero, where
-        processes can be forked.
+        If the transport is `limited` and processes can be forked, a user who takes more than
+        `limit` seconds contributes zero.
         """
-        seen = list[npt.NDArray[np.float64]]()
-        for users, found in self._sums(request, limit):
-            seen.extend(found.diagnostics)
-            if self.on_dropped is not None and found.dropped is not None:
-                self.on_dropped(found.dropped)
-            yield users if self.hosted is None else self.hosted[users], found.partial
+        diagnostics = list[npt.NDArray[np.float64]]()
+        for users, chunk_sum in self._sums(request, limit):
+            diagnostics.extend(chunk_sum.diagnostics)
+            if self.on_dropped is not None and chunk_sum.dropped is not None:
+                self.on_dropped(chunk_sum.dropped)
+            yield users if self.hosted is None else self.hosted[users], chunk_sum.partial
         if self.observer is not None:
-            self.observer(diagnose_round(request, seen))
+            self.observer(diagnose_round(request, diagnostics))
+
+    def simulation_only_look(
+        self, request: RoundRequest
+    ) -> tuple[SimulationOnlyDropped | None, ...]:
+        """Train a few users as a round would, and return why each would count as zero, if it would.
+
+        They are spread over all that have rows: 8 or, if one of these counts as zero, 64. What is
+        returned is not private, and no deployment may ask for it.
+        """
+        with_rows = np.flatnonzero(self.users.sizes)
+        size = min(_LOOKED_AT, len(with_rows))
+        some = np.random.default_rng(0).choice(with_rows, size, replace=False).tolist()
+        with computing_with(self._threads), plain_arithmetic(self.device):
+            trainer = self._trainer
+            flaws = [trainer.simulation_only_flaw(request, user) for user in some[:_FIRST]]
+            more = some[_FIRST:] if any(flaws) else []
+            flaws += [trainer.simulation_only_flaw(request, user) for user in more]
+        return tuple(flaws)
 
     def road(self, request: RoundRequest) -> Road:
-        """How users of such rounds go; ModelError or InvalidValueError if they cannot."""
+        """Return how users train in such rounds; ModelError or InvalidValueError if they cannot."""
         expected = self.users.population if self.cohort is None else self.cohort
         local = replace(request.local, learning_rate=1.0)
-        asked = local, request.measured, bool(request.control), expected, self.most_rows
-        how = self.device, self.chunk_memory, self.activations, self._side_by_side, self.path
-        if (kind := (*asked, *how)) not in self.roads:
+        round_kind = local, request.measured, bool(request.control), expected, self.most_rows
+        machine = self.device, self.chunk_memory, self.activations, self._side_by_side, self.path
+        if (kind := (*round_kind, *machine, self.timed)) not in self.roads:
             if request.measured:
                 check_metrics(self.task, request.measured, request.clipping, blank(self.users))
             with computing_with(self._threads), plain_arithmetic(self.device):
@@ -178,38 +203,38 @@ class InProcessTransport(Transport):
     def _sums(
         self, request: RoundRequest, limit: float | None
     ) -> Iterator[tuple[Integers, ChunkSum]]:
-        """Users who are done, and their sums."""
+        """Yield users who are done, as positions in the store, and their sums."""
         road = self.road(request)
         if self.hosted is None:
-            known = (request.users >= 0) & (request.users < self.users.population)
-            users = request.users[known]
+            valid = (request.users >= 0) & (request.users < self.users.population)
+            users = request.users[valid]
         else:
             users = np.flatnonzero(np.isin(self.hosted, request.users))
         trainer = self._trainer
-        sizes, at_once = sizes_of(self.users, users), self._side_by_side
-        chunks = road.chunks(trainer, request.local, users, sizes, at_once)
+        sizes, processes = sizes_of(self.users, users), self._side_by_side
+        chunks = road.chunks(trainer, request.local, users, sizes, processes)
         if not chunks:
             return
         limit = limit if self._forking else None
-        if limit is None and at_once <= 1:
+        if limit is None and processes <= 1:
             with computing_with(self._threads):
-                found = trainer.sum_of(request, chunks)
-            yield np.concatenate([chunk.users for chunk in chunks]), found
+                chunk_sum = trainer.sum_of(request, chunks)
+            yield np.concatenate([chunk.users for chunk in chunks]), chunk_sum
             return
-        forks = [self._idle.pop() for _ in range(min(at_once, len(self._idle)))]
-        while len(forks) < at_once:
+        forks = [self._idle.pop() for _ in range(min(processes, len(self._idle)))]
+        while len(forks) < processes:
             forks.append(Fork(trainer))
         yield from Crew(forks, trainer, request, limit).sums(chunks)
         self._idle.extend(forks)
 
     @property
     def _forking(self) -> bool:
-        """Whether a fork can be ended that takes too long."""
+        """Whether users train in forks, which can be ended if they take too long."""
         return self.limited and self.device.type == "cpu" and can_fork()
 
     @cached_property
     def _side_by_side(self) -> int:
-        """Chunks that train side by side."""
+        """Number of chunks that train in parallel."""
         if self.device.type != "cpu":
             return 1
         if not can_fork():
@@ -220,11 +245,11 @@ class InProcessTransport(Transport):
 
     @cached_property
     def _threads(self) -> int:
-        """Threads that a chunk trains with, and is tried with, since they decide its bits."""
-        # A fork waits for ever for threads that its parent had, if it computes with several; and
-        # beside a GPU there is so little to compute that to wake them takes longer.
-        alone = self.device.type == "cpu" and self._side_by_side == 1
-        return torch.get_num_threads() if alone and not self._forking else 1
+        """Number of threads for each chunk, also in trials, because it affects rounding."""
+        # With several threads, a fork would wait forever for the threads of its parent. With a GPU,
+        # a CPU computes so little that waking threads takes longer.
+        single = self.device.type == "cpu" and self._side_by_side == 1
+        return torch.get_num_threads() if single and not self._forking else 1
 
     @cached_property
     def _trainer(self) -> Trainer:

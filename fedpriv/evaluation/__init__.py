@@ -1,1 +1,1 @@
-"""How good a model is: on held-out rows, on users' own data, and once they have made it theirs."""
+"""Evaluation of a model: on held-out rows, on users' own data, and personalised for its users."""

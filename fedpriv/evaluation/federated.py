@@ -1,8 +1,8 @@
-"""Federated evaluation: users measure the released model on their own data, and a survey asks them.
+"""Federated evaluation: a survey asks users how good the released model is on their own data.
 
-Part of each user's examples is kept from training. Now and then, or once at the end, users are
-drawn by coins of their own; each computes metrics of the model on what was kept, and their averages
-are released with noise, on the ledger of the run.
+Part of each user's examples is held out from training. Every few rounds, or once at the end, a
+fresh Poisson sample of users computes metrics of the model on held-out examples. Their averages are
+released with noise, and charged to the ledger of the run.
 """
 
 import logging
@@ -41,53 +41,53 @@ from fedpriv.training.optimizers import Parameters
 from fedpriv.training.rounds import EVALUATION_PREFIX, RoundResult
 
 _log = logging.getLogger(__name__)
-# A label that is not a class raises for its user there; on a GPU it would end the process.
+# A label that is not a class raises an error on a CPU; on a GPU it would end the process.
 _CPU = torch.device("cpu")
-_KEY = bytes(32)  # of what a model draws in evaluation; no secret
-_EXTREMES = (1e30, math.inf, math.nan)  # of users whom the others must not notice
-_LARGE = 2**10  # of their integers, where larger ones are legal
+_KEY = bytes(32)  # public, for random numbers that a model draws in evaluation
+_EXTREMES = (1e30, math.inf, math.nan)  # data of a user that must not affect other users
+_LARGE = 2**10  # the largest integer of such a user, unless a smaller one is the largest legal one
 
 
 @dataclass(frozen=True)
 class FederatedEvaluation:
-    """What users are asked of the released model, how often, and with how much noise.
+    """The metrics of the released model that users report, after which rounds, and the noise.
 
-    Each query draws its users by coins of its own, and is one more charge on the budget of the run.
-    Noise that is calibrated for a run allows for all of them.
+    Each query draws a fresh Poisson sample of users and adds a charge to the budget of the run.
+    Noise that is calibrated for a run allows for all queries.
     """
 
     noise_multiplier: float  # z > 0 of each query
     report: Mapping[str, Mapping[str, float | Sequence[float]]] = field(
         default_factory=lambda: {"accuracy": {}}
     )  # metrics of examples: numbers by name, as for `Mechanism.metrics`
-    sampling_probability: float = 1.0  # with which each user is asked
-    every: int | None = None  # rounds between queries, beside the last; None: after the last alone
-    held_out: float = 0.2  # share of each user's examples that is kept from training, in [0, 1)
+    sampling_probability: float = 1.0  # that a query asks a user
+    every: int | None = None  # rounds between queries, in addition to one at the end; None: only it
+    held_out: float = 0.2  # share of each user's examples that is not trained on, in [0, 1)
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
         check_query(self.noise_multiplier, self.sampling_probability)
         every, share = self.every, self.held_out
-        legal = "a whole number of at least 1"
-        require(every is None or is_whole(every), f"every is {every!r}; it must be {legal}")
-        proper = isinstance(share, Real) and 0.0 <= share < 1.0
-        require(proper, f"held_out is {share!r}; it must be in [0, 1)")
+        message = f"every is {every!r}; it must be a whole number of at least 1"
+        require(every is None or is_whole(every), message)
+        in_range = isinstance(share, Real) and 0.0 <= share < 1.0
+        require(in_range, f"held_out is {share!r}; it must be in [0, 1)")
 
 
 @dataclass(frozen=True)
 class Measured(VectorQuestion):
-    """The mean over all enrolled users of a metric of a model, each within the metric's ball.
+    """The mean over all enrolled users of a metric of a model, each clipped to the metric's ball.
 
-    A user contributes m − centre, clipped to the radius, which is how far one user more or less
-    moves the sum; one that has no examples, or whose metric raises or is not finite, is the zero
-    vector. The answer has the metric's shape and is unbiased.
+    A user contributes m − centre, clipped to the radius, which is the sensitivity of the sum. A
+    user contributes zero if it has no examples, or if its metric raises or is not finite. The
+    answer has the metric's shape and is unbiased.
     """
 
     metric: Metric
 
     @property
     def width(self) -> int | None:
-        """A user has one value: a number, or of all components."""
+        """Number of components of a user's value; None if it is a scalar."""
         return math.prod(self.metric.shape) if self.metric.shape else None
 
     @property
@@ -97,18 +97,19 @@ class Measured(VectorQuestion):
 
     @property
     def dimension(self) -> int:
-        """Components of the metric."""
+        """Number of components of the metric."""
         return math.prod(self.metric.shape)
 
-    def contributions(self, held: UserValues) -> FloatMatrix:
-        """Values minus the centre: [users, d]."""
-        vectors, some = np.zeros((len(held.offsets) - 1, self.dimension)), np.diff(held.offsets) > 0
-        values = held.values[held.offsets[:-1][some]].reshape(-1, self.dimension)
-        vectors[some] = values - self.metric.centre
+    def contributions(self, users: UserValues) -> FloatMatrix:
+        """Return values minus the centre, [users, d]; zero for users without a value."""
+        starts, has_value = users.offsets[:-1], np.diff(users.offsets) > 0
+        vectors = np.zeros((len(starts), self.dimension))
+        values = users.values[starts[has_value]].reshape(-1, self.dimension)
+        vectors[has_value] = values - self.metric.centre
         return vectors
 
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
-        """The mean: the centre and the average deviation from it."""
+        """Return the mean: the centre plus the average deviation from it."""
         value = self.metric.centre + average.reshape(self.metric.shape)
         return self.normal_answer(value, stddev, self.metric.radius * sampling_spread(sampling))
 
@@ -119,74 +120,71 @@ def questions_about(
     metrics: Sequence[Metric],
     personal: Callable[[Fields], tuple[Tensors, Fields]] = lambda fields: ({}, fields),
 ) -> tuple[Measured, ...]:
-    """Questions for a survey: what the metrics of a model are on users' own data.
+    """Return questions for a survey: the metrics of a model on users' own data.
 
     Args:
-        task: whose model gets the parameters; it must remember nothing of users but in buffers.
+        task: whose model gets the parameters; the model may keep state only in buffers.
         model: all tensors that training moves, such as `Run.state.model`.
-        metrics: of examples, from `fedpriv.engine.measuring.metric`.
-        personal: from a user's examples, tensors of its own in the place of the model's, and those
-            examples that it measures them on.
+        metrics: of examples, from `fedpriv.measures.metric`.
+        personal: maps a user's examples to its personal tensors, which replace those of the model,
+            and to the examples to measure.
     """
     with plain_arithmetic(_CPU):
         evaluated = task.evaluated()
-        begun = {n: t.clone() for n, t in evaluated.constants(_CPU).items()}
-        begun |= {n: torch.tensor(t) for n, t in model.items()}
-    kept = KeptModel(evaluated.model, begun)
+        shared = {n: t.clone() for n, t in evaluated.constants(_CPU).items()}
+        shared |= {n: torch.tensor(t) for n, t in model.items()}
+    kept = KeptModel(evaluated.model, shared)
 
     def values(metric: Metric, fields: Fields) -> npt.NDArray[np.float64]:
-        own, measured = personal(fields)
-        given = begun | {name: torch.tensor(tensor) for name, tensor in own.items()}
-        # A model may keep what it has seen, and draw, in evaluation too; what one user gets must
-        # not follow from who was asked before, so each finds the same model and generators.
+        personal_tensors, examples = personal(fields)
+        tensors = shared | {n: torch.tensor(t) for n, t in personal_tensors.items()}
+        # In evaluation too, a model may draw random numbers and change its buffers. A user's result
+        # must not depend on earlier users, so each gets the same model and the same seed.
         with plain_arithmetic(_CPU), seeded(_KEY, 0, _CPU), WithinBounds():
-            kept.copy_from(given, given)
+            kept.copy_from(tensors, tensors)
             measuring = Measuring(evaluated, kept.model, partial(outputs_of, kept.model))
             try:
-                found = mean_metric(measuring, measured, metric)
+                value = mean_metric(measuring, examples, metric)
             finally:
                 kept.put_back()
-        return found.reshape(len(found), -1) if metric.shape else found
+        return value.reshape(len(value), -1) if metric.shape else value
 
     return tuple(Measured(EVALUATION_PREFIX + m.name, partial(values, m), m) for m in metrics)
 
 
 def kept_apart(users: UserStore, share: float) -> tuple[UserStore, UserStore]:
-    """The users with what they train on, and with what is kept from it, spread over their rows.
+    """Return the users twice: with the rows to train on, and with the held-out rows.
 
-    Of a user's rows j = 0, 1, … those are kept at which ⌊(j + 1)·share⌋ steps up. With a share of 0
-    both are the same: all rows.
+    Row j = 0, 1, … of a user is held out if ⌊(j + 1)·share⌋ > ⌊j·share⌋, so these rows are spread
+    evenly. With a share of 0 both results have all rows.
     """
     if share == 0.0:
         return users, users
-    kept = spread_over(users.offsets, share)
-    before = np.concatenate([[0], np.cumsum(kept)])
+    held_out = spread_over(users.offsets, share)
+    before = np.concatenate([[0], np.cumsum(held_out)])
     sizes = np.diff(before[users.offsets])
 
-    def part(chosen: npt.NDArray[np.bool_], counts: npt.NDArray[np.int64]) -> UserStore:
-        return UserStore(users.take(np.flatnonzero(chosen)), offsets_of(counts), users.user_ids)
+    def part(rows: npt.NDArray[np.bool_], counts: npt.NDArray[np.int64]) -> UserStore:
+        return UserStore(users.take(np.flatnonzero(rows)), offsets_of(counts), users.user_ids)
 
-    return part(~kept, users.sizes - sizes), part(kept, sizes)
+    return part(~held_out, users.sizes - sizes), part(held_out, sizes)
 
 
 @dataclass(frozen=True)
 class UserEvaluation:
-    """The queries of a run."""
+    """The queries of one run."""
 
     asked: FederatedEvaluation
     run: str  # name in the ledger
-    # With the examples that are kept from training; with all, where they personalise the model on
-    # the others.
+    # With their held-out examples; if they personalise the model, with all of them.
     users: UserStore
     task: Task
     metrics: tuple[Metric, ...]
     personalisation: Personalisation | None = None
 
     def __post_init__(self) -> None:
-        if not self.metrics:
-            raise InvalidValueError(
-                "federated_evaluation.report names no metric; it must name at least one"
-            )
+        message = "federated_evaluation.report names no metric; it must name at least one"
+        require(bool(self.metrics), message)
         if self.personalisation is None and self.task.personal:
             raise InvalidValueError(
                 "federated_evaluation is given with personal parameters, which begin untrained; "
@@ -199,13 +197,13 @@ class UserEvaluation:
             )
 
     def survey(self, number: int, model: Parameters) -> Survey:
-        """What is asked after a round."""
+        """Return the survey after a round; rounds are numbered from 1."""
         sampling = PoissonSampling(self.users.population, self.asked.sampling_probability)
         questions = questions_about(self.task, model, self.metrics, self._personal(model))
         return Survey(self.run, questions, sampling, self.asked.noise_multiplier, round=number)
 
     def _personal(self, model: Parameters) -> Callable[[Fields], tuple[Tensors, Fields]]:
-        """How one user makes a model its own on what was not kept, to measure it on what was."""
+        """Return a function of a user's examples: its personal tensors and held-out examples."""
         if self.personalisation is None:
             return lambda fields: ({}, fields)
         tuning = FineTuning(self.personalisation, self.task, self.users, _CPU)
@@ -213,37 +211,37 @@ class UserEvaluation:
         def personal(fields: Fields) -> tuple[Tensors, Fields]:
             offsets = offsets_of([len(fields[self.task.targets])])
             one = UserStore({name: fields[name] for name in self.task.fields}, offsets)
-            trained, kept = kept_apart(one, self.asked.held_out)
-            ((_, own),) = tuning.models(model, trained)
-            return own, kept.fields
+            training, held_out = kept_apart(one, self.asked.held_out)
+            ((_, tensors),) = tuning.models(model, training)
+            return tensors, held_out.fields
 
         return personal
 
     def events(self, rounds: int) -> RoundEvent:
-        """What all queries of a run are charged as."""
+        """Return the event that all queries of a run of this many rounds are charged as."""
         event, every = self.survey(1, self._initial).event, self.asked.every
         return replace(event, count=1 if every is None else -(-rounds // every))
 
     def check(self, rows: Fields) -> None:
-        """Refuse metrics that cannot be computed on a few public rows, or that remember others.
+        """Raise ModelError unless metrics of two public rows exist and depend on these rows alone.
 
-        What two rows give must be the same after a user with extreme data was asked.
+        They must be the same after a user with extreme data was asked.
         """
-        few = {name: column[:2] for name, column in rows.items()}
+        two = {name: column[:2] for name, column in rows.items()}
         for question in questions_about(self.task, self._initial, self.metrics):
             of, name = cast(QuantityFunction, question.of), question.metric.name
             try:
-                before = of(few)
+                before = of(two)
             except FedprivError:
                 raise
             except Exception as error:
                 raise ModelError(
                     f"metric {name!r} of federated_evaluation cannot be computed: {error}"
                 ) from error
-            for extreme in self._extremes(few):
-                with suppress(Exception):  # of a model that refuses such data
+            for extreme in self._extremes(two):
+                with suppress(Exception):  # a model may refuse such data
                     of(extreme)
-            if not np.array_equal(np.asarray(of(few)), np.asarray(before), equal_nan=True):
+            if not np.array_equal(np.asarray(of(two)), np.asarray(before), equal_nan=True):
                 raise ModelError(
                     f"metric {name!r} of federated_evaluation gives the same user something else "
                     "after others; what it gives must depend on the user's examples and on "
@@ -251,33 +249,33 @@ class UserEvaluation:
                 )
 
     def _extremes(self, rows: Fields) -> Iterator[Fields]:
-        """Rows of which all numbers are at the ends of what is legal, or not finite."""
+        """Yield copies of rows with the smallest or largest legal numbers, or not finite ones."""
         indices = Indices(self.task.evaluated(), self.users)
         for end, number in enumerate(_EXTREMES):
-            filled = {name: rows[name].copy() for name in self.task.fields}
-            for name, column in filled.items():
+            extreme = {name: rows[name].copy() for name in self.task.fields}
+            for name, column in extreme.items():
                 if column.dtype.kind == "f":
                     with np.errstate(over="ignore"):  # of float16
                         column.flat[::2], column.flat[1::2] = number, -number
                 elif column.dtype.kind in "biu":
                     column[:] = indices.legal(name, _LARGE)[end % 2]
-            yield filled
+            yield extreme
 
     @property
     def _initial(self) -> Parameters:
         return self.task.parameters() | self.task.statistics()
 
     def due(self, number: int, *, last: bool) -> bool:
-        """Whether users are asked after a round."""
+        """Return whether users are asked after a round."""
         return last or (self.asked.every is not None and number % self.asked.every == 0)
 
     def added(
         self, result: RoundResult, model: Parameters, records: PrivacyRecords, entropy: Entropy
     ) -> RoundResult:
-        """The result of a round with what users say of the model after it.
+        """Return the result of a round with the metrics that users report after it.
 
-        Guarantees: those of `ask`. Where the budget would be passed, no user is asked, and the
-        result stays.
+        Guarantees: those of `ask`. If the query would pass the budget, no user is asked, and the
+        result is returned unchanged.
         """
         survey = self.survey(result.round, model)
         try:

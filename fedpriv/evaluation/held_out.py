@@ -1,9 +1,9 @@
-"""How good a model is on held-out rows: loss, accuracy and the task's figures."""
+"""Evaluation on held-out rows: loss, accuracy and the task's figures."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from fedpriv.data.population import HELD_OUT_USER
 from fedpriv.engine.arithmetic import seeded
 from fedpriv.engine.task import HeldOut, Task, called, each_input
-from fedpriv.errors import ModelError
+from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.measures.figures import (
     ACCURACY,
+    ALWAYS,
     LOSS,
     Collected,
     Figure,
@@ -28,19 +29,22 @@ from fedpriv.measures.figures import (
 from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.privacy.layout import Tensors
 
-_ROWS = 500  # that are evaluated at once; outputs of more would leave the caches
+_MOST_GROUPS = 50
+_ROWS = 500  # evaluated at once; the outputs of more rows would not fit into the caches
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model on held-out rows; figures that could not be computed are NaN."""
+    """Measures of a model on held-out rows; figures that could not be computed are NaN."""
 
     loss: float  # mean over targets that count
     accuracy: float | None  # in [0, 1]; None unless targets are classes
-    figures: Mapping[str, float]  # those of the task, by name
+    # Those of the task, by name. For each field of `Task.by`, all figures that groups of rows have,
+    # as "accuracy by sex: F", and the largest difference of two groups, "accuracy by sex: gap".
+    figures: Mapping[str, float]
     # Where rows have a `HELD_OUT_USER`: `spread_over_users` of each figure, loss and accuracy too.
     held_out_users: Mapping[str, Mapping[str, float]]
-    failed: Mapping[str, str]  # by figure, why it could not be computed
+    failed: Mapping[str, str]  # reasons why figures could not be computed, by name
 
 
 @torch.no_grad()
@@ -51,17 +55,16 @@ def evaluate(
     parameters: Tensors,
     personal: Iterable[tuple[npt.NDArray[np.int64], Tensors]] | None = None,
 ) -> Evaluation:
-    """Loss, accuracy and the task's figures of a model without dropout, over all held-out rows.
+    """Return loss, accuracy and the task's figures of a model in evaluation mode.
 
-    Or over the rows [k] that `personal` names, with tensors of their user in the model's place.
-    What a model draws in evaluation too is the same each time.
+    They are of all held-out rows, or of the rows that `personal` gives: positions [k] and the
+    tensors of their user, which replace those of the model. Random numbers that a model draws in
+    evaluation are the same each time.
     """
     tensors = {name: tensor.clone() for name, tensor in task.constants(device).items()}
     tensors |= {name: torch.tensor(p, device=device) for name, p in parameters.items()}
-    users, owners = np.empty(1), np.zeros(len(rows[task.targets]), np.int64)
-    if HELD_OUT_USER in rows:
-        users, owners = np.unique(rows[HELD_OUT_USER], return_inverse=True)
-    measured = _Measured(cast(Mapping[str, Figure], task.figures), len(users))
+    owners, partitions = _parted(rows, (HELD_OUT_USER, *task.by), len(rows[task.targets]))
+    accumulator = _Accumulator(cast(Mapping[str, Figure], task.figures), partitions)
     with _evaluating(task.model), seeded(bytes(32), 0, device):
         tensors = _channels_last(task, tensors, rows, device)
         for piece, replaced in _pieces(len(owners), personal):
@@ -69,85 +72,143 @@ def evaluate(
             x, y = task.given(columns)
             put_in = tensors | {n: torch.tensor(p, device=device) for n, p in replaced.items()}
             seen = task.seen(called(task.model, put_in, x), y)
-            measured.add(seen, torch.tensor(owners[piece], device=device))
-    return measured.evaluation(of_users=HELD_OUT_USER in rows)
+            accumulator.add(seen, torch.tensor(owners[piece], device=device))
+    return accumulator.evaluation()
 
 
 def check_held_out(task: Task, rows: HeldOut, device: torch.device) -> None:
-    """Refuse a task that cannot be evaluated on all held-out rows.
+    """Raise ModelError if a task cannot be evaluated on all held-out rows.
 
     At its initial parameters, its mean loss and all figures must be finite.
     """
+    for name in task.by:
+        if name not in rows:
+            raise InvalidValueError(
+                f"figures are asked for by {name!r}, which the held-out rows do not have; "
+                f"{known_names(name, rows)}"
+            )
+        several, values = rows[name].ndim > 1, len(np.unique(rows[name]))
+        if several or values > _MOST_GROUPS:
+            what = f"values {list(rows[name].shape[1:])} in each" if several else f"{values} values"
+            raise InvalidValueError(
+                f"figures are asked for by {name!r}, which has {what} in the held-out rows; it "
+                f"must have one in each row, and {_MOST_GROUPS} different ones at most"
+            )
     try:
-        found = evaluate(task, rows, device, task.parameters() | task.statistics())
+        initial = evaluate(task, rows, device, task.parameters() | task.statistics())
     except Exception as error:
         raise ModelError(f"the model cannot be evaluated on the held-out rows: {error}") from error
-    for name, reason in found.failed.items():
+    for name, reason in initial.failed.items():
         raise ModelError(f"figure {name!r} cannot be computed on the held-out rows: {reason}")
-    for name, value in {"the mean loss": found.loss, **found.figures}.items():
-        what = f"figure {name!r}" if name in found.figures else name
+    figures = {n: v for n, v in initial.figures.items() if n.partition(": ")[0] in task.figures}
+    for name, value in {"the mean loss": initial.loss, **figures}.items():
+        label = f"figure {name!r}" if name in figures else name
         if not math.isfinite(value):
             raise ModelError(
-                f"{what} of the {len(rows[task.targets])} held-out rows is {value} at the initial "
+                f"{label} of the {len(rows[task.targets])} held-out rows is {value} at the initial "
                 "parameters; it must be finite, so leave out rows with NaN or infinite numbers"
             )
 
 
-class _Measured:
-    """Figures of rows that are seen piece by piece, of all and of each of some users.
+@dataclass(frozen=True)
+class _Partition:
+    """The parts that a field divides held-out rows into."""
 
-    A figure that raises costs nothing else: a run must not lose what it has spent.
+    labels: npt.NDArray[np.generic]  # value of the field in each part, [P]
+    of_cell: Tensor  # part of each cell, [U]
+
+
+def _parted(
+    rows: HeldOut, fields: Iterable[str], count: int
+) -> tuple[npt.NDArray[np.int64], Mapping[str, _Partition]]:
+    """Cells of rows that are alike in all of these fields that they have: of each row, [n]."""
+    parts = {name: np.unique(rows[name], return_inverse=True) for name in fields if name in rows}
+    codes = [np.zeros(count, np.int64), *(code for _, code in parts.values())]
+    cells, of_row = np.unique(np.stack(codes, 1), axis=0, return_inverse=True)
+    of_cells = torch.from_numpy(cells[:, 1:]).unbind(1)
+    pairs = zip(parts.items(), of_cells, strict=True)
+    return of_row.ravel(), {name: _Partition(part[0], of_cell) for (name, part), of_cell in pairs}
+
+
+class _Accumulator:
+    """Figures of rows that are seen piece by piece: of all rows, and of each part of them.
+
+    A figure that raises is recorded as failed, so that the run keeps its model and other figures.
     """
 
-    def __init__(self, figures: Mapping[str, Figure], users: int) -> None:
-        self._figures, self._users = figures, users
+    def __init__(self, figures: Mapping[str, Figure], partitions: Mapping[str, _Partition]) -> None:
+        self._partitions = partitions
+        self._cells = max((len(part.of_cell) for part in partitions.values()), default=1)
         self._summed = {"loss": LOSS, "accuracy": ACCURACY}
         self._summed |= {name: each for name, each in figures.items() if isinstance(each, Sums)}
         self._functions = {n: each for n, each in figures.items() if not isinstance(each, Sums)}
-        self._sums, self._parts = dict[str, Tensor](), list[Collected]()
+        self._sums, self._collected = dict[str, Tensor](), list[Collected]()
         self._failed: dict[str, str] = {}
 
     def add(self, seen: Seen, owners: Tensor) -> None:
-        """Take in rows and the number of each one's user."""
+        """Take in rows and the number of each one's cell."""
         if not are_classes(seen):
             self._summed.pop("accuracy", None)
             self._sums.pop("accuracy", None)
         for name in [name for name in self._summed if name not in self._failed]:
             try:
-                found = self._summed[name].of_rows(seen)
+                sums = self._summed[name].of_rows(seen)
             except Exception as error:
                 self._failed[name] = str(error)
                 continue
-            into = self._sums.setdefault(name, found.new_zeros((self._users, found.shape[1])))
-            _ = into.index_add_(0, owners, found) if len(into) > 1 else into.add_(found.sum(0))
+            into = self._sums.setdefault(name, sums.new_zeros((self._cells, sums.shape[1])))
+            _ = into.index_add_(0, owners, sums) if len(into) > 1 else into.add_(sums.sum(0))
         if self._functions:
-            self._parts.append(Collected.of(seen, owners))
+            self._collected.append(Collected.of(seen, owners))
 
-    def evaluation(self, *, of_users: bool) -> Evaluation:
-        """The figures of all rows, and how they differ among users."""
-        values, by_user = dict[str, float](), dict[str, npt.NDArray[np.float64]]()
-        for name, total in self._sums.items():
-            values[name] = float(self._summed[name].finish(total.sum(0, keepdim=True)))
-            by_user[name] = self._summed[name].finish(total).cpu().numpy()
-        collected = [Collected.joined(self._parts)] if self._functions else []
+    def evaluation(self) -> Evaluation:
+        """The figures of all rows, and how they differ among their parts."""
+        whole = dict[str, float]()
+        parts: dict[str, dict[str, npt.NDArray[np.float64]]] = {n: {} for n in self._partitions}
+        for name, sums in self._sums.items():
+            finish = self._summed[name].finish
+            whole[name] = float(finish(sums.sum(0, keepdim=True)))
+            for field, part in self._partitions.items():
+                of_parts = sums.new_zeros((len(part.labels), sums.shape[1]))
+                of_parts.index_add_(0, part.of_cell.to(sums.device), sums)
+                parts[field][name] = finish(of_parts).cpu().numpy()
+        rows = Collected.joined(self._collected) if self._functions else None
         for name, function in self._functions.items():
+            assert rows is not None
             try:
-                values[name] = collected[0].value(function)
+                values = rows.values(function)
             except Exception as error:
                 self._failed[name] = str(error)
                 continue
-            if of_users:
-                by_user[name] = collected[0].by_user(function, self._users)
-        known = {n: math.nan if n in self._failed else values[n] for n in self._figures}
-        told = {n: each for n, each in by_user.items() if of_users and n not in self._failed}
-        spreads = {name: spread_over_users(each) for name, each in told.items()}
-        accuracy = values.get("accuracy")
-        return Evaluation(values["loss"], accuracy, known, spreads, self._failed)
+            whole |= {f"{name}: {key}" if key else name: each for key, each in values.items()}
+            for field, part in self._partitions.items() if "" in values else ():
+                own = replace(rows, owners=part.of_cell[rows.owners])
+                parts[field][name] = own.by_user(function, len(part.labels))
+        failed = dict.fromkeys(self._failed, math.nan)
+        figures = {name: value for name, value in {**whole, **failed}.items() if name not in ALWAYS}
+        of_users = parts.pop(HELD_OUT_USER, {})
+        for field, of_groups in parts.items():
+            figures |= _by_group(field, self._partitions[field].labels, of_groups)
+        spreads = {name: spread_over_users(each) for name, each in of_users.items()}
+        accuracy = whole.get("accuracy")
+        return Evaluation(whole["loss"], accuracy, figures, spreads, self._failed)
+
+
+def _by_group(
+    field: str, labels: npt.NDArray[np.generic], values: Mapping[str, npt.NDArray[np.float64]]
+) -> Iterator[tuple[str, float]]:
+    """Figures of groups of rows that are numbers, and the difference of the extremes."""
+    for name, of_groups in values.items():
+        known = np.isfinite(of_groups)
+        for label, value in zip(labels[known], of_groups[known].tolist(), strict=True):
+            yield f"{name} by {field}: {label}", value
+        if known.sum() > 1:
+            yield f"{name} by {field}: gap", float(np.ptp(of_groups[known]))
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode, and each part of it back into its own mode."""
+    """Put a model into evaluation mode; afterwards each module gets its former mode back."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -160,17 +221,18 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def _pieces(
     rows: int, personal: Iterable[tuple[npt.NDArray[np.int64], Tensors]] | None
 ) -> Iterator[tuple[npt.NDArray[np.int64], Tensors]]:
-    for some, own in [(np.arange(rows), {})] if personal is None else personal:
-        for start in range(0, len(some), _ROWS):
-            yield some[start : start + _ROWS], own
+    for positions, tensors in [(np.arange(rows), {})] if personal is None else personal:
+        for start in range(0, len(positions), _ROWS):
+            yield positions[start : start + _ROWS], tensors
 
 
 def _channels_last(
     task: Task, tensors: TorchTensors, rows: HeldOut, device: torch.device
 ) -> TorchTensors:
-    """The tensors, with weights of convolutions channels last: a CPU pools their outputs faster.
+    """Return the tensors, with weights of convolutions channels last: a CPU pools outputs faster.
 
-    They stay as they are where the model then fails, as it may on a view, or gives something else.
+    They are returned unchanged if the model fails with them, as it may on a view, or if its outputs
+    differ.
     """
     weights = {name: t for name, t in tensors.items() if t.dim() == 4}
     if device.type != "cpu" or not weights:
@@ -178,8 +240,8 @@ def _channels_last(
     last = {n: t.clone(memory_format=torch.channels_last) for n, t in weights.items()}
     with suppress(Exception):
         x, _ = task.given({name: torch.tensor(rows[name][:1]) for name in task.fields})
-        two = each_input(lambda t: torch.cat([t, t]), x)  # of one alone, more views can be taken
-        found, expected = (called(task.model, tensors | each, two) for each in (last, {}))
-        if torch.allclose(found, expected, 1e-4, 1e-5, equal_nan=True):
+        two = each_input(lambda t: torch.cat([t, t]), x)  # views may succeed on a batch of one only
+        actual, expected = (called(task.model, tensors | t, two) for t in (last, {}))
+        if torch.allclose(actual, expected, 1e-4, 1e-5, equal_nan=True):
             return tensors | last
     return tensors

@@ -1,9 +1,9 @@
-"""Personal models: a user makes a released model its own, and sends nothing of it.
+"""Personal models: a user trains a released model on its own examples and keeps the result.
 
-Privacy: such a model is a function of what was released and of its own user's examples. As long as
-it stays with that user, others see no more than what was released (joint differential privacy by
-the billboard lemma of Hsu et al. 2014). Publishing it, or what it scores, is another matter:
-held-out users belong to no enrolled population, and users can be asked by `FederatedEvaluation`.
+Privacy: such a model is a function of the release and of its own user's examples. As long as it
+stays with that user, others see nothing but the release (joint differential privacy by the
+billboard lemma of Hsu et al. 2014). Publishing the model or its scores would reveal more. So it is
+evaluated on held-out users, who belong to no enrolled population, or by `FederatedEvaluation`.
 """
 
 import copy
@@ -24,29 +24,28 @@ from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.evaluation.held_out import Evaluation, evaluate
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, Tensors, flat
-from fedpriv.support.checks import check_types, hold_numbers
+from fedpriv.support.checks import check_types, hold_numbers, require
 from fedpriv.training.local import FedRecon
 from fedpriv.training.request import LocalTraining, RoundRequest
 
 _log = logging.getLogger(__name__)
-_MEMORY = 2**28  # bytes that users who train together may take, roughly
+_MEMORY = 2**28  # approximate limit in bytes for users who train together
 
 
 @dataclass(frozen=True)
 class Personalisation:
-    """How users make a released model their own, and on which of their examples.
+    """The way users personalise a released model, and the examples they use.
 
     >>> from fedpriv import SGD
     >>> Personalisation(SGD(0.1, steps=10), parameters=("head.*",)).share
     0.5
     """
 
-    local: LocalTraining  # how each trains, from the released model
-    # Names of what it trains, or patterns of them; the rest stays as released. Without any, the
-    # personal parameters of the task, or all where it has none.
+    local: LocalTraining  # how a user trains, starting from the released model
+    # Names or patterns of the parameters that users train; others stay as released. An empty tuple
+    # stands for the task's personal parameters, or for all if it has none.
     parameters: tuple[str, ...] = ()
-    # In (0, 1), of each held-out user's rows: on these it trains, and it is measured on the others.
-    share: float = 0.5
+    share: float = 0.5  # in (0, 1), of a held-out user's rows: to train on; others measure
 
     def __post_init__(self) -> None:
         hold_numbers(self)
@@ -54,21 +53,21 @@ class Personalisation:
         if isinstance(self.local, FedRecon) or self.local.control is not None:
             kind = type(self.local).__name__
             raise InvalidValueError(f"personalisation.local is {kind}, which needs a server")
-        _ = self.local.rate  # which must be a number, as there are no rounds
-        if not 0.0 < self.share < 1.0:
-            found = f"share of personalisation is {self.share}"
-            raise InvalidValueError(f"{found}; it must be between 0 and 1")
+        _ = self.local.rate  # raises an error if it is a schedule, since there are no rounds
+        message = f"share of personalisation is {self.share}; it must be between 0 and 1"
+        require(0.0 < self.share < 1.0, message)
 
     def models(self, task: Task, model: Tensors, users: UserStore) -> dict[str, Tensors]:
-        """What users make of the tensors that they train, by user id and name of tensor.
+        """Return the tensors that users train, by user id and name.
 
-        `model` is what was released, such as `Run.state.model`. A user without examples, or whose
-        training raises, keeps it as it is. What a user gets depends on the model and its own
-        examples alone: to publish it is to publish something of that user's, without noise.
+        `model` is the release, such as `Run.state.model`. A user without examples, or whose
+        training raises an error, gets its tensors unchanged. The tensors of a user depend on the
+        model and on that user's examples alone; they have no noise, so publishing them reveals
+        data of the user.
         """
         tuning = FineTuning(self, task, users, torch.device("cpu"), forgiving=True)
-        found = tuning.models(model, users)
-        return {users.id_of(user): own for user, own in sorted(found, key=itemgetter(0))}
+        models = sorted(tuning.models(model, users), key=itemgetter(0))
+        return {users.id_of(user): tensors for user, tensors in models}
 
 
 class FineTuning:
@@ -83,47 +82,48 @@ class FineTuning:
         *,
         forgiving: bool = False,
     ) -> None:
-        """`users` have the fields of all to come; `forgiving`, one who fails keeps the model."""
+        """Prepare to train any users with the fields of `users`.
+
+        If `forgiving`, a user whose training raises an error keeps the model unchanged.
+        """
         trainable = task.trainable()
-        own = matching(
-            how.parameters or task.personal or trainable, trainable, "trainable parameter"
-        )
-        tuned = copy.deepcopy(task.model)
-        for name, parameter in tuned.named_parameters():
-            parameter.requires_grad_(name in own)
-        self._task = replace(task, model=tuned, personal=(), metrics={}, figures={})
-        self._own, self._local, self._device = own, how.local, device
+        patterns = how.parameters or task.personal or trainable
+        personal = matching(patterns, trainable, "trainable parameter")
+        trained = copy.deepcopy(task.model)
+        for name, parameter in trained.named_parameters():
+            parameter.requires_grad_(name in personal)
+        self._task = replace(task, model=trained, personal=(), metrics={}, figures={})
+        self._personal, self._local, self._device = personal, how.local, device
         self._forgiving = forgiving
         self._constants = task.constants(device)
         self._trainer = Trainer(self._task, users, None, device, _MEMORY, "float32")
-        request = self._request()
-        people = max(1, users.population)
-        # No clock decides: models must be the same where they are made again.
-        self._road = road_of(self._trainer, request, "auto", people, None, timed=False)
+        population = max(1, users.population)
+        # Not timed, so that a repetition gives the same models.
+        self._road = road_of(self._trainer, self._request(), "auto", population, None, timed=False)
 
     def _request(self) -> RoundRequest:
         parameters = self._task.parameters()
         layout = Layout.of(parameters)
-        clipping = Clipping(layout, flat(layout, 1.0))  # of which nothing is used
-        nobody = np.empty(0, np.int64)
-        return RoundRequest("", 1, 0, parameters, clipping, self._local, nobody, bytes(32))
+        clipping = Clipping(layout, flat(layout, 1.0))  # unused
+        users = np.empty(0, np.int64)
+        return RoundRequest("", 1, 0, parameters, clipping, self._local, users, bytes(32))
 
     def models(self, model: Tensors, users: UserStore) -> Iterator[tuple[int, Tensors]]:
-        """Users and what they have made of the tensors that they train; not in their order."""
+        """Yield the number of each user, in any order, and the tensors that it trained, by name."""
         device, everyone = self._device, np.arange(users.population)
         tensors = self._constants | {n: torch.tensor(t, device=device) for n, t in model.items()}
-        begun = {name: tensors.pop(name) for name in self._own}
-        start, request = RoundParameters(begun, tensors), self._request()
+        initial = {name: tensors.pop(name) for name in self._personal}
+        start, request = RoundParameters(initial, tensors), self._request()
         for user in np.flatnonzero(users.sizes == 0).tolist():
-            yield user, {name: t.cpu().numpy() for name, t in begun.items()}
+            yield user, {name: t.cpu().numpy() for name, t in initial.items()}
         for chunk in self._road.chunks(self._trainer, self._local, everyone, users.sizes):
             yield from self._tuned(request, start, chunk, users)
 
     def _tuned(
         self, request: RoundRequest, start: RoundParameters, chunk: Chunk, users: UserStore
     ) -> Iterator[tuple[int, Tensors]]:
-        """What users of a chunk make of it; of forgiven ones, who fails alone keeps it."""
-        begun = start.parameters
+        """Yield the users of a chunk and their tensors; if forgiving, bisect a chunk that fails."""
+        initial = start.parameters
         try:
             moved = self._trainer.moved(request, start, chunk, users)
         except Exception as error:
@@ -133,23 +133,23 @@ class FineTuning:
                 for half in np.array_split(chunk.users, 2):
                     yield from self._tuned(request, start, replace(chunk, users=half), users)
                 return
-            # The text of the error may hold the user's data.
+            # The message of the error may hold the user's data.
             _log.warning("a user keeps the model: training raised %s", type(error).__name__)
-            moved = {name: torch.zeros_like(begun[name])[None] for name in self._own}
+            moved = {name: torch.zeros_like(initial[name])[None] for name in self._personal}
         for lane, user in enumerate(chunk.users.tolist()):
-            own = {n: begun[n] + moved[n][lane : lane + 1][0] for n in self._own}
-            yield user, {name: t.cpu().numpy() for name, t in own.items()}
+            tensors = {n: initial[n] + moved[n][lane : lane + 1][0] for n in self._personal}
+            yield user, {name: t.cpu().numpy() for name, t in tensors.items()}
 
 
 class HeldOutUsers:
-    """Held-out users, who make models their own on part of their rows, and measure them."""
+    """Held-out users, who personalise models on part of their rows and measure them on the rest."""
 
     def __init__(
         self, how: Personalisation, task: Task, rows: HeldOut, device: torch.device
     ) -> None:
-        """Refuse rows that do not say whose they are, and users who cannot train the initial model.
+        """Split the rows [n] of each user, and try the initial model.
 
-        InvalidValueError or ModelError.
+        InvalidValueError if rows have no users; ModelError if users cannot train the initial model.
         """
         if HELD_OUT_USER not in rows:
             raise InvalidValueError(
@@ -159,14 +159,14 @@ class HeldOutUsers:
         ids, owners = np.unique(rows[HELD_OUT_USER], return_inverse=True)
         order = np.argsort(owners, kind="stable")
         sizes = np.bincount(owners, minlength=len(ids))
-        trained = spread_over(offsets_of(sizes), how.share)
-        own = {name: rows[name][order[trained]] for name in task.fields}
-        counts = np.bincount(owners[order[trained]], minlength=len(ids))
-        self.users, self._device, self._task = UserStore(own, offsets_of(counts)), device, task
-        kept = order[~trained]  # at least one of each user
-        # Rows that are measured, and by whom.
-        self.rows: HeldOut = {name: column[kept] for name, column in rows.items()}
-        self._of_users = np.split(np.arange(len(kept)), np.cumsum(sizes - counts)[:-1])
+        in_training = spread_over(offsets_of(sizes), how.share)
+        training, measuring = order[in_training], order[~in_training]
+        fields = {name: rows[name][training] for name in task.fields}
+        counts = np.bincount(owners[training], minlength=len(ids))
+        self.users, self._device, self._task = UserStore(fields, offsets_of(counts)), device, task
+        # The rows to measure on, at least one of each user, and their positions by user.
+        self.rows: HeldOut = {name: column[measuring] for name, column in rows.items()}
+        self._of_users = np.split(np.arange(len(measuring)), np.cumsum(sizes - counts)[:-1])
         self._tuning = FineTuning(how, task, self.users, device)
         try:  # before anything is spent
             loss = self.evaluate(task.parameters() | task.statistics()).loss
@@ -180,7 +180,7 @@ class HeldOutUsers:
             )
 
     def evaluate(self, model: Tensors) -> Evaluation:
-        """Personal models on their users' rows: figures of all rows together, and by user."""
+        """Return figures of personal models on their users' rows, of all rows and by user."""
         models = self._tuning.models(model, self.users)
-        personal = ((self._of_users[user], own) for user, own in models)
+        personal = ((self._of_users[user], tensors) for user, tensors in models)
         return evaluate(self._task, self.rows, self._device, model, personal)

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -21,10 +21,10 @@ from fedpriv.engine.adapters import with_adapters
 from fedpriv.engine.measuring import check_metrics
 from fedpriv.engine.roads import Road
 from fedpriv.engine.task import LOSSES, HeldOut, Task, running_norms
-from fedpriv.engine.task_checks import check_task
+from fedpriv.engine.task_checks import check_learns, check_targets, check_task
 from fedpriv.engine.trainer import SimulationOnlyDropped, blank
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
-from fedpriv.errors import InvalidValueError, ModelError
+from fedpriv.errors import DataError, InvalidValueError, ModelError
 from fedpriv.evaluation.federated import FederatedEvaluation, UserEvaluation, kept_apart
 from fedpriv.evaluation.held_out import check_held_out
 from fedpriv.evaluation.personalisation import HeldOutUsers, Personalisation
@@ -55,14 +55,14 @@ from fedpriv.support.importing import (
     path_of,
     raised_with,
 )
-from fedpriv.support.logs import one_line
+from fedpriv.support.logs import SIMULATION_ONLY, one_line
 from fedpriv.training.local import FedRecon
 from fedpriv.training.optimizers import ServerOptimizer, try_out
+from fedpriv.training.post_processing import RunningStatistics
 from fedpriv.training.request import LocalTraining
 from fedpriv.training.rounds import (
     BATCH_NORM_METRIC,
     OnRound,
-    RunningStatistics,
     ServerState,
     TrainingPlan,
     evaluation_run,
@@ -101,6 +101,8 @@ class Experiment:
     evaluation: UserEvaluation | None = None  # what users are asked of released models
     personalised: HeldOutUsers | None = None  # who make released models their own
     trackers: Mapping[str, Tracker] = field(default_factory=dict)  # told from the start to the end
+    # What is noticed while it is built and while it runs, in a sentence each, with the cure.
+    notes: list[str] = field(default_factory=list)
 
     @property
     def initial_state(self) -> ServerState:
@@ -121,18 +123,31 @@ def population_of(config: Config) -> Population:
     return load_population(data.name, data.options)
 
 
+class SharedRoads:
+    """The roads that runs on one population have settled, by model; a seed makes another model."""
+
+    def __init__(self) -> None:
+        self._roads: dict[str | int, tuple[Task | None, dict[Hashable, Road]]] = {}
+
+    def of(self, config: Config, task: Task | None) -> dict[Hashable, Road]:
+        """The roads of the model of a configuration, or of a task that exists."""
+        key = config.model.model_dump_json() if task is None else id(task)
+        return self._roads.setdefault(key, (task, {}))[1]  # a task that is kept keeps its id
+
+
 def on_population(
     config: Config,
     run: str,
     population: Population,
     spent: Sequence[RoundEvent] = (),
     method: Method | None = None,
+    roads: SharedRoads | None = None,
 ) -> tuple[Experiment, InProcessTransport]:
-    """As `simulated`, where the population is loaded already, and perhaps the method made.
+    """As `simulated`, for a population that is loaded already, and perhaps a method that is made.
 
     Every example or microbatch is enrolled by itself where that is the unit of privacy. Where users
-    evaluate the model, part of their examples is kept from training, and what that will be charged
-    counts as spent.
+    evaluate the model, part of their examples is kept from training, and the charges for that count
+    as spent. Runs that share `roads` try the shapes of one model once.
     """
     mechanism = method.mechanism if method else config.mechanism()
     population, evaluation = records_of(population, mechanism), None
@@ -168,13 +183,16 @@ def on_population(
         store,
         experiment.device,
         chunk_memory_of(engine.chunk_mebibytes, experiment.device),
-        on_dropped=_naming_the_first(population, mechanism.unit, store.population // users),
+        on_dropped=_naming_the_first(
+            population, mechanism.unit, store.population // users, experiment.notes
+        ),
         activations=engine.activations,
         processes=engine.processes,
         path=engine.path,
         timed=config.seed is None,
         cohort=_usual_cohort(experiment.plan.sampling.event()),
         most_rows=_most_rows(mechanism, examples_apart=k is not None),
+        roads={} if roads is None else roads.of(config, method.task if method else None),
     )
 
 
@@ -185,8 +203,35 @@ def settled(experiment: Experiment, transport: InProcessTransport) -> tuple[Expe
     """
     at, config = RoundAttempt(experiment.plan.run, 1, 0), experiment.config
     road = transport.road(request_to_nobody(experiment.plan, experiment.initial_state, at))
+    if road.path == "alone" != config.engine.path:
+        cure = "" if "engine.path" in road.why else "; docs/isolation.md says which models can"
+        experiment.notes.append(f"users train {road}{cure}")
     engine = config.engine.model_copy(update={"path": road.path})
     return replace(experiment, config=config.model_copy(update={"engine": engine})), road
+
+
+def refuse_if_few_count(experiment: Experiment, transport: InProcessTransport) -> None:
+    """Refuse a simulation in which most users would count as zero: a DataError says why one does.
+
+    A few users train for one pass, and nothing of it is charged: so whether a *simulation* takes
+    place depends on users' data. Deployments never do this.
+    """
+    plan, at = experiment.plan, RoundAttempt(experiment.plan.run, 1, 0)
+    request = request_to_nobody(plan, experiment.initial_state, at)
+    if request.local.epochs:
+        request = replace(request, local=replace(request.local, epochs=1))
+    looked = transport.simulation_only_look(request)
+    zeros = [flaw for flaw in looked if flaw]
+    if 2 * len(zeros) > len(looked):
+        own = plan.sampling.drawn is plan.sampling.unit  # not one of several places of a user
+        user = transport.users.id_of(zeros[0].user)
+        name = f"{plan.sampling.unit} {user}" if own else f"an example of a {plan.sampling.unit}"
+        raise DataError(
+            f"{SIMULATION_ONLY}: {len(zeros)} of the {len(looked)} that were tried "
+            f"before the first round count as zero, such as {name}, as "
+            f"{one_line(zeros[0].reason).rstrip('.')}; nothing is charged: repair the data or the "
+            "settings, or go on with --keep-going (in Python keep_going=True)"
+        )
 
 
 def _most_rows(mechanism: Mechanism, *, examples_apart: bool) -> int | None:
@@ -239,9 +284,9 @@ def personalisation_table(how: Personalisation | None) -> dict[str, Any] | None:
 
 
 def _naming_the_first(
-    population: Population, unit: Unit, places: int
+    population: Population, unit: Unit, places: int, notes: list[str]
 ) -> Callable[[SimulationOnlyDropped], None]:
-    """Name the first user, or record of another unit, that counts as zero in a simulation.
+    """Log and note the first user, or record of another unit, that counts as zero in a simulation.
 
     Where each has several places, that is an example of theirs.
     """
@@ -251,12 +296,12 @@ def _naming_the_first(
     def warn(dropped: SimulationOnlyDropped) -> None:
         if not named:
             named.append(dropped)
-            _log.warning(
-                "simulation only, not private: %s %s counts as zero: %s; others are not named",
-                what,
-                population.users.id_of(dropped.user // places),
-                one_line(dropped.reason),
+            user = population.users.id_of(dropped.user // places)
+            notes.append(
+                f"{SIMULATION_ONLY}: {what} {user} counts as zero: "
+                f"{one_line(dropped.reason)}; others are not named"
             )
+            _log.warning("%s", notes[-1])
 
     return warn
 
@@ -299,7 +344,8 @@ def build(
     device, mechanism = device_named(config.engine.device), method.mechanism
     if few is None:
         few = {name: column[:4] for name, column in held_out.items()}
-    personalised, rows = _measured_by(method, held_out, few, device)
+    notes = list[str]()
+    personalised, rows = _measured_by(method, held_out, few, device, notes)
     budget = mechanism.budget
     strategy = mechanism.noise.strategy(mechanism.sampling.of(users, mechanism.unit).event())
     mechanism = replace(mechanism, noise=given(strategy))
@@ -335,13 +381,17 @@ def build(
         on_round=callbacks,
         personalised=personalised,
         trackers=trackers,
+        notes=notes,
     )
 
 
 def _measured_by(
-    method: Method, held_out: HeldOut, few: Fields, device: torch.device
+    method: Method, held_out: HeldOut, few: Fields, device: torch.device, notes: list[str]
 ) -> tuple[HeldOutUsers | None, HeldOut]:
-    """Who makes models their own before they measure them, and the rows that are measured."""
+    """Who makes models their own before they measure them, and the rows that are measured.
+
+    What is likely to cost accuracy is added to the notes.
+    """
     if not few and method.mechanism.metrics:
         raise InvalidValueError(
             "metrics.report asks for metrics; they are checked on held-out rows, so that "
@@ -350,12 +400,19 @@ def _measured_by(
     if few:
         whole = method.mechanism.unit is Unit.USER
         check_task(method.task, few, apart=not whole)
+        if held_out:
+            check_targets(method.task, held_out)
     how, personalised = method.personalisation, None
     if how is not None:
         personalised = HeldOutUsers(how, method.task, held_out, device)
         held_out = personalised.rows
     if held_out:
         check_held_out(method.task, held_out, device)
+    if few and check_learns(method.task, held_out, few, method.local):
+        notes.append(
+            "outputs of the model look like probabilities, of which cross-entropy takes the "
+            "softmax again, so that it learns slowly: let the model end before its softmax"
+        )
     return personalised, held_out
 
 
@@ -462,8 +519,8 @@ def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
 def method_of(config: Config) -> Method:
     """How a configuration says that its model is trained."""
     asked = config.federated_evaluation.report if config.federated_evaluation else {}
-    metrics, figures = [*config.metrics.report, *asked], config.evaluation.figures
-    task = build_task(**config.model.task, metrics=metrics, figures=figures)
+    metrics, evaluation = [*config.metrics.report, *asked], dict(config.evaluation)
+    task = build_task(**config.model.task, metrics=metrics, **evaluation)
     how = _personalisation(config)
     return Method(task, config.mechanism(), config.training(), config.server.build(), how)
 
@@ -559,7 +616,7 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
             "options": {
                 "origin": hashlib.sha256(_origin(task).encode()).hexdigest(),
                 "parameters": _digest({**task.parameters(), **task.statistics()}),
-                "figures": sorted(task.figures),
+                "figures": sorted((*task.figures, *task.by)),
             },
             "loss": next((n for n, f in LOSSES.items() if f is task.loss), path_of(task.loss)),
             "inputs": task.inputs,

@@ -29,11 +29,12 @@ from fedpriv.experiment.mechanism import (
     check_private,
     check_unit,
 )
-from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging
+from fedpriv.privacy.gaussian_mechanism import Averaging
 from fedpriv.support.checks import plain_numbers
 from fedpriv.support.importing import Choice
 from fedpriv.training.local import ALGORITHMS, COMMON, GRADIENT
 from fedpriv.training.optimizers import SCHEDULES, SERVER_OPTIMIZERS, RateSchedule, ServerOptimizer
+from fedpriv.training.post_processing import AdaptiveClipping
 from fedpriv.training.request import LocalTraining
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -52,17 +53,17 @@ def read_toml(path: Path) -> dict[str, object]:
 
 
 def parse_toml(text: str, source: str) -> dict[str, object]:
-    """The table of a text, which `source` names in the error if it is not valid TOML."""
+    """Return the table in a text; an InvalidValueError names `source` if it is not valid TOML."""
     try:
         return tomllib.loads(text)
-    except ValueError as error:  # beside a TOMLDecodeError, of a number of too many digits
+    except ValueError as error:  # a TOMLDecodeError, or a number of too many digits
         raise InvalidValueError(f"{source} is not valid TOML: {error}") from error
     except RecursionError as error:
         raise InvalidValueError(f"{source} is nested too deeply to be read") from error
 
 
 def read_experiment(path: Path) -> dict[str, object]:
-    """Read the table of an experiment, `spelled_out`; paths in it are relative to its file."""
+    """Read the table of an experiment, `spelled_out`; its paths become absolute."""
     table = read_toml(path)
     if "base" in table:
         raise InvalidValueError(f"{path} is a study, not an experiment; use `fedpriv compare`")
@@ -70,19 +71,22 @@ def read_experiment(path: Path) -> dict[str, object]:
 
 
 def from_folder(folder: Path, table: Mapping[str, Any]) -> dict[str, Any]:
-    """An experiment's table, `spelled_out`; its paths, relative to the folder, made absolute."""
+    """Return an experiment's table, `spelled_out`, with its paths in `folder` made absolute."""
     home = folder.resolve()
     return with_paths(spelled_out(table), lambda path: os.path.normpath(home / path))
 
 
 def for_folder(folder: Path, table: Mapping[str, Any]) -> dict[str, Any]:
-    """An experiment's table with the paths that it must have in a file of the folder."""
+    """Return an experiment's table with paths relative to `folder`, for a file in it."""
     home = folder.resolve()
     return with_paths(table, lambda path: os.path.relpath(path, home))
 
 
 def with_paths(table: Mapping[str, Any], move: Callable[[str], str]) -> dict[str, Any]:
-    """An experiment's table with each path in it moved; options of one's own data stay."""
+    """Return an experiment's table with `move` applied to each path.
+
+    Options of populations that are not built in stay unchanged.
+    """
     moved = {
         section: {k: move(v) if k in keys and isinstance(v, str) else v for k, v in inner.items()}
         for section, keys in _PATHS.items()
@@ -98,23 +102,23 @@ def with_paths(table: Mapping[str, Any], move: Callable[[str], str]) -> dict[str
 def _with_data_paths(
     data: Mapping[str, Any], name: str, move: Callable[[str], str]
 ) -> dict[str, Any]:
-    """As `with_paths`, for a table with the name of a population and its options."""
+    """Apply `with_paths` to a table with the name of a population and its options."""
     options = data.get("options")
     if not isinstance(options, Mapping) or ":" in str(data.get(name)):
         return dict(data)
     moved = {k: move(v) for k, v in options.items() if k in _DATA_PATHS and isinstance(v, str)}
     options = {**options, **moved}
-    if "population" in options:  # of which users are dealt anew
+    if "population" in options:  # a population that is dealt to users anew
         options = _with_data_paths(options, "population", move)
     return {**data, "options": options}
 
 
 def checked(model: type[_Model], table: Mapping[str, object], source: str) -> _Model:
-    """The settings in a table; an InvalidValueError names `source` and the first wrong key."""
+    """Return the settings in a table; an InvalidValueError names `source` and the first bad key."""
     try:
         return model.model_validate(table)
     except ValidationError as error:
-        # The branch of a union that fits least must not hide the message of the other.
+        # For a number or a literal word, pydantic reports one error for each; name both.
         first, *others = error.errors()
         sentence = _sentence(table, first)
         literals = (each for each in others if str(each["loc"][-1]).startswith("literal["))
@@ -123,8 +127,8 @@ def checked(model: type[_Model], table: Mapping[str, object], source: str) -> _M
         raise InvalidValueError(f"{source}: {sentence}") from error
 
 
-# What TOML calls what pydantic names after types of Python.
-_LEGAL = {
+# Names of TOML for types that pydantic names after Python.
+_TYPES = {
     **dict.fromkeys(("model_type", "dict_type", "mapping_type", "dataclass_type"), "a table"),
     **dict.fromkeys(("tuple_type", "list_type"), "a list"),
     **dict.fromkeys(("int_type", "int_from_float", "int_parsing"), "a whole number"),
@@ -135,7 +139,7 @@ _LEGAL = {
 
 
 def _sentence(table: Any, error: ErrorDetails) -> str:
-    """One sentence for a validation error: the key, its value and what is legal."""
+    """Return one sentence for a validation error: the key, its value and the legal values."""
     keys: list[str] = []
     for part in error["loc"]:
         try:
@@ -144,7 +148,7 @@ def _sentence(table: Any, error: ErrorDetails) -> str:
             if error["type"] != "missing":
                 break  # pydantic adds the names of the branches of a union
         keys.append(str(part))
-    where, context, found = ".".join(keys), error.get("ctx", {}), error["input"]
+    where, context, value = ".".join(keys), error.get("ctx", {}), error["input"]
     match error["type"]:
         case "unknown_key":
             return f"unknown key {'.'.join([*keys, context['key']])}; {context['hint']}"
@@ -153,15 +157,15 @@ def _sentence(table: Any, error: ErrorDetails) -> str:
         case "value_error":
             return f"{where}: {context['error']}" if where else str(context["error"])
         case "string_pattern_mismatch":  # those of names are the only patterns
-            legal = "use letters, digits, '.', '_' and '-', and begin with a letter or digit"
+            limit = "use letters, digits, '.', '_' and '-', and begin with a letter or digit"
         case "greater_than_equal":  # pydantic writes 1e-60 with all of its zeros
-            legal = f"it must be greater than or equal to {context['ge']:.15g}"
-        case kind if kind in _LEGAL:
-            legal = f"it must be {_LEGAL[kind]}"
+            limit = f"it must be greater than or equal to {context['ge']:.15g}"
+        case kind if kind in _TYPES:
+            limit = f"it must be {_TYPES[kind]}"
         case _:
-            legal = re.sub("^(Input|Value|String) should", "it must", error["msg"])
-            legal = f"{legal[0].lower()}{legal[1:]}"
-    return f"{where} is {_shown(found)}; {legal}"
+            limit = re.sub("^(Input|Value|String) should", "it must", error["msg"])
+            limit = f"{limit[0].lower()}{limit[1:]}"
+    return f"{where} is {_shown(value)}; {limit}"
 
 
 def _shown(value: object) -> str:
@@ -184,10 +188,10 @@ def _path(text: str) -> str:
 
 PathText = Annotated[str, AfterValidator(_path)]
 
-# What an experiment does that names none of it; `simulations.defaults` is the study behind them.
-# Those of `Mechanism` are in fedpriv/experiment/mechanism.py.
-DEFAULT_LOCAL_LEARNING_RATE, DEFAULT_BATCH = 0.3, 32  # the batch without the section local
-DEFAULT_OPTIMIZER = "fedadam"  # at the norm of DEFAULT_CLIPPING, to which its step size belongs
+# Defaults of an experiment; `simulations.defaults` is the study behind them. The defaults of
+# `Mechanism` are in fedpriv/experiment/mechanism.py.
+DEFAULT_LOCAL_LEARNING_RATE, DEFAULT_BATCH = 0.3, 32  # the batch if the section local is absent
+DEFAULT_OPTIMIZER = "fedadam"  # its step size suits the norm of DEFAULT_CLIPPING only
 
 _ALGORITHM = Choice("local.algorithm", ALGORITHMS, LocalTraining)
 _CORRELATION = Choice("noise.correlation", NOISE_POLICIES, NoisePolicy)
@@ -224,14 +228,14 @@ class Section(BaseModel):
 
 
 class DataSection(Section):
-    """Who is enrolled: a population by name or import path, with its options."""
+    """The enrolled population, by name or import path, with its options."""
 
     name: str
     options: Options = {}
 
 
 class AdaptersSection(Section):
-    """Low-rank adapters of the layers that these patterns name; the model itself is frozen."""
+    """Low-rank adapters of the layers that match these patterns; the model itself is frozen."""
 
     rank: Count
     alpha: Positive | None = None  # by default the rank
@@ -239,9 +243,9 @@ class AdaptersSection(Section):
 
 
 class ModelSection(Section):
-    """What is trained: a model by name or import path, its options, seed and loss.
+    """The model, by name or import path, its options, seed and loss.
 
-    `inputs` and `targets` are names of fields; several inputs are arguments of these names.
+    `inputs` and `targets` name fields; several inputs are passed as arguments of these names.
     """
 
     name: str
@@ -251,7 +255,7 @@ class ModelSection(Section):
     inputs: str | Annotated[tuple[str, ...], Field(strict=False)] = "x"
     targets: str = "y"
     ignore_index: int = -100  # targets of this class count nowhere
-    # Names of parameters, or patterns of them: what stays with users, what is trained, what is not.
+    # Patterns of parameter names: parameters that stay with users, are trained, or are not.
     personal: Annotated[tuple[str, ...], Field(strict=False)] = ()
     trained: Annotated[tuple[str, ...], Field(strict=False)] = ()
     frozen: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -259,20 +263,20 @@ class ModelSection(Section):
 
     @property
     def task(self) -> dict[str, Any]:
-        """All of it by the names of arguments of `fedpriv.experiment.build.build_task`."""
+        """All fields, under the names of arguments of `fedpriv.experiment.build.build_task`."""
         named, adapters = dict(self), self.adapters
         options = adapters.model_dump(mode="json", exclude_none=True) if adapters else {}
         return {"model": named.pop("name"), **named, "adapters": options}
 
 
 class LocalSection(Section):
-    """How each user trains; `options` are the fields of an algorithm beside the common ones.
+    """How each user trains; `options` are the fields that only this algorithm has.
 
-    A learning rate that is a table is a schedule, as of the server.
+    A learning rate may be a table: a schedule, as for the server.
     """
 
     algorithm: Annotated[str, _one_of(_ALGORITHM)] = "sgd"
-    learning_rate: Positive | Options  # by default that of SGD, which others cannot share
+    learning_rate: Positive | Options  # has a default for SGD only
     batch_size: Count | Literal["all"] = "all"
     epochs: Count | None = None
     steps: Count | None = None
@@ -299,7 +303,7 @@ class LocalSection(Section):
         return self
 
     def build(self) -> LocalTraining:
-        """Local training with these settings."""
+        """Return local training with these settings."""
         settings = self.model_dump(exclude={"algorithm", "options"}) | self.options
         settings["learning_rate"] = _scheduled(_LOCAL_RATE, self.learning_rate)
         examples = None if self.batch_size == "all" else self.batch_size
@@ -309,7 +313,7 @@ class LocalSection(Section):
 class ServerSection(Section):
     """How the server steps along the released average; `options` are the optimiser's fields.
 
-    A field that is a table is a schedule: its name, `schedule`, and its own fields.
+    A learning rate may be a table: the name of a `schedule`, and its fields.
     """
 
     optimizer: Annotated[str, _one_of(_OPTIMIZER)] = "fedavg"
@@ -322,13 +326,13 @@ class ServerSection(Section):
         return self
 
     def build(self) -> ServerOptimizer:
-        """The optimiser with these settings."""
+        """Return the optimiser with these settings."""
         options = {key: _scheduled(_SCHEDULE, value) for key, value in self.options.items()}
         return _OPTIMIZER.build(self.optimizer, options, {})
 
 
 def _check_schedule(key: str, value: object) -> None:
-    """Refuse a table that names no schedule."""
+    """Raise ValueError for a table that does not name a schedule."""
     name = value.get("schedule") if isinstance(value, Mapping) else next(iter(SCHEDULES))
     if name not in SCHEDULES and ":" not in str(name):
         hint = f"{known_names(str(name or ''), SCHEDULES)}, or package.module:Class"
@@ -336,7 +340,7 @@ def _check_schedule(key: str, value: object) -> None:
 
 
 def _scheduled(choice: Choice[RateSchedule], value: object) -> object:
-    """The schedule that a table describes; anything else as it is."""
+    """Return the schedule that a table describes, or any other value unchanged."""
     if not isinstance(value, Mapping):
         return value
     given = {key: number for key, number in value.items() if key != "schedule"}
@@ -348,13 +352,13 @@ def _schedule_table(schedule: RateSchedule) -> dict[str, Any]:
 
 
 class SamplingSection(Section):
-    """How cohorts are drawn: a policy and its fields other than `probability`."""
+    """How cohorts are drawn: a policy, and its fields except `probability`."""
 
     policy: Annotated[str, _one_of(_POLICY)] = "poisson"
     options: Options = {}
 
     def build(self, probability: float | None) -> CohortPolicy:
-        """The policy, with q where it takes one."""
+        """Return the policy, with q if it has that field."""
         if "probability" in self.options:
             raise InvalidValueError(
                 f"sampling.options has probability {self.options['probability']!r}; it must be "
@@ -373,16 +377,16 @@ class SamplingSection(Section):
 
 
 def _has_probability(policy: object) -> bool:
-    """Whether a policy of this name is built in, and drawn with a probability that is set."""
+    """Return whether a policy of this name is built in and has the field `probability`."""
     known = SAMPLING_POLICIES.get(str(policy))
     return "probability" in getattr(known, "__dataclass_fields__", ())
 
 
 class PrivacySection(Section):
-    """The guarantee that is asked for and the mechanism's two numbers.
+    """The guarantee, and the mechanism's two numbers.
 
-    Without `noise_multiplier` the least noise is calibrated that keeps all rounds within
-    `epsilon`; with it, training stops before `epsilon` would be passed.
+    Without `noise_multiplier`, calibration finds the least noise that keeps all rounds within
+    `epsilon`; with it, training stops before it would exceed `epsilon`.
     """
 
     sampling_probability: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
@@ -403,16 +407,16 @@ class PrivacySection(Section):
 
 
 class ClippedSection(Section):
-    """How to clip; per-layer clipping reads `parts` and `split`, joint clipping `scales`."""
+    """How to clip; `parts` and `split` are for per-layer clipping, `scales` for joint clipping."""
 
-    norm: Positive | None = None
+    norm: Annotated[float, Field(gt=0.0)] | None = None
     strategy: Annotated[str, _one_of(_STRATEGY)] = "flat"
     parts: Literal["layer", "tensor"] = "layer"
     split: Literal["equal", "dimension"] | dict[str, float] = "equal"
     scales: Literal["dimension"] | dict[str, float] = "dimension"
 
     def policy(self) -> ClippingPolicy:
-        """The policy of the strategy, with those of the keys that it takes."""
+        """Return the policy of the strategy, with the keys that it has as fields."""
         given = self.model_dump(include=_CLIPPING_KEYS, exclude_none=True)
         return _STRATEGY.build(self.strategy, {}, given)
 
@@ -421,7 +425,7 @@ _CLIPPING_KEYS = ClippedSection.model_fields.keys() - {"strategy"}
 
 
 class GroupSection(ClippedSection):
-    """Tensors that are clipped in their own way: those that fit one of the patterns first."""
+    """Tensors with a clipping of their own: those whose first match is one of these patterns."""
 
     name: Name
     tensors: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]  # globs, as "*.bias"
@@ -438,7 +442,7 @@ class AdaptiveSection(Section):
 
 
 class ClippingSection(ClippedSection):
-    """How updates are clipped: all tensors alike, to `norm`, or `groups` each in their own way."""
+    """How updates are clipped: all tensors together, to `norm`, or each of `groups` by itself."""
 
     groups: Annotated[tuple[GroupSection, ...], Field(strict=False)] = ()
     adaptive: AdaptiveSection | None = None
@@ -458,17 +462,17 @@ class ClippingSection(ClippedSection):
         return self
 
     def build(self) -> ClippingPolicy:
-        """One policy for all tensors, or one for each of the groups."""
+        """Return one policy for all tensors, or one for each group."""
         if not self.groups:
             return self.policy()
         return Grouped({g.name: Part(g.tensors, g.policy(), g.share) for g in self.groups})
 
 
 class MetricsSection(Section):
-    """What is released beside the update, and shares of a round's privacy for it.
+    """Releases besides the update, and their shares of a round's privacy.
 
-    `share` is for all that `report` names, `contributors_share` for counting the users of a cohort
-    whose update counted; 0 counts nobody.
+    `share` is for all metrics of `report` together, `contributors_share` for the number of users of
+    a cohort whose update counted; 0 releases no number.
     """
 
     share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.05
@@ -477,16 +481,17 @@ class MetricsSection(Section):
 
 
 class EvaluationSection(Section):
-    """Figures of models on held-out rows, by names of one's own; users are asked for nothing.
+    """Figures of models on held-out rows, under names of your own; users take no part.
 
-    Each is a name, an import path, or a table with one of these as `figure`, and its options.
+    A figure is a name, an import path, or a table with one of these as `figure`, and its options.
     """
 
     figures: Options = {}
+    by: Annotated[tuple[str, ...], Field(strict=False)] = ()  # fields whose values group the rows
 
 
 class FederatedEvaluationSection(Section):
-    """What users are asked of released models, on examples that are kept from training."""
+    """Queries to users about released models, on examples that are kept from training."""
 
     noise_multiplier: Positive
     report: dict[str, dict[str, int | float | list[int | float]]] = {"accuracy": {}}
@@ -496,7 +501,7 @@ class FederatedEvaluationSection(Section):
 
 
 class PersonalisationSection(Section):
-    """How users make released models their own; see `Personalisation`."""
+    """How users personalise released models; see `Personalisation`."""
 
     local: LocalSection = LocalSection.model_validate({})
     parameters: Annotated[tuple[str, ...], Field(strict=False)] = ()
@@ -504,13 +509,13 @@ class PersonalisationSection(Section):
 
 
 class AuditSection(Section):
-    """How a run audits itself: invented users beside the real ones; see `Audit`."""
+    """How a run audits itself with invented users; see `Audit`."""
 
     canaries: Count
 
 
 class AveragingSection(Section):
-    """How much users count, and what sums are divided by; see `Averaging`."""
+    """Weights of users, and the divisor of sums; see `Averaging`."""
 
     cap: Count | None = None
     total_weight: Positive | None = None
@@ -518,9 +523,9 @@ class AveragingSection(Section):
 
 
 class NoiseSection(Section):
-    """How the noise is shared among vector groups, and correlated over the rounds of a series.
+    """How vector groups share the noise, and how it is correlated over the rounds of a series.
 
-    A table of the allocation gives a weight to each group; `options` are fields of the correlation.
+    An allocation may be a table of weights by group; `options` are fields of the correlation.
     """
 
     allocation: Literal["proportional", "dimension"] | dict[str, float] = "proportional"
@@ -528,12 +533,12 @@ class NoiseSection(Section):
     options: Options = {}
 
     def build(self) -> NoisePolicy:
-        """The policy with these options."""
+        """Return the policy with these options."""
         return _CORRELATION.build(self.correlation, self.options, {})
 
 
 class EngineSection(Section):
-    """Where and how fast; nothing here changes the guarantee, nor the result but for rounding."""
+    """Where and how fast users train; this changes results by rounding only."""
 
     device: str = "auto"
     chunk_mebibytes: Count | None = None
@@ -543,7 +548,7 @@ class EngineSection(Section):
 
 
 class OutputSection(Section):
-    """What is written, and how often, in rounds; no guarantee covers what is `simulation_only`."""
+    """Outputs and their intervals in rounds; no guarantee covers what is `simulation_only`."""
 
     evaluate_every: Count = 1
     checkpoint_every: Count = 1
@@ -554,14 +559,14 @@ class OutputSection(Section):
 
 
 class CallbacksSection(Section):
-    """Functions that are given each `RoundResult`, and classes of a `Tracker`, by import path."""
+    """Functions that get each `RoundResult`, and `Tracker` classes, by import path."""
 
     on_round: Annotated[tuple[str, ...], Field(strict=False)] = ()
     trackers: Annotated[tuple[str, ...], Field(strict=False)] = ()
 
 
 class RangeSection(Section):
-    """Numbers from `low` to `high`, evenly on a logarithmic scale; whole ones if both ends are."""
+    """Numbers from `low` to `high` on a logarithmic scale; whole numbers if both ends are whole."""
 
     low: int | float
     high: int | float
@@ -579,29 +584,29 @@ class RangeSection(Section):
 
 
 class TuneSection(Section):
-    """What `fedpriv tune` searches, on whom, and for what; see docs/choosing-settings.md."""
+    """The search of `fedpriv tune`; see docs/choosing-settings.md."""
 
-    trials: Count = 30  # on users, where the number is random and secret, its mean
-    law: Literal["negative-binomial", "poisson"] = "negative-binomial"  # of that number
+    trials: Count = 30  # on users the mean, because the number is then random and secret
+    law: Literal["negative-binomial", "poisson"] = "negative-binomial"  # of the random number
     # η of the truncated negative binomial; 1 is geometric, and 0 would be logarithmic.
     shape: Annotated[Positive, Field(ge=1e-9)] = 1.0
     objective: str = "accuracy"  # a figure of the held-out rows, or "private:NAME" of a metric
-    better: Literal["larger", "smaller"] | None = None  # None: as the objective's name says
-    held_out_is_public: bool = False  # needed where trials on users are told apart by it
+    better: Literal["larger", "smaller"] | None = None  # None: known for built-in objectives
+    held_out_is_public: bool = False  # must be true to compare trials on users
     public: DataSection | None = None  # people who are not enrolled
-    synthetic: Options = {}  # or invented ones: options of the population `synthetic`
-    users: Count | None = None  # N enrolled, so that averages are as noisy as theirs
-    space: dict[str, RangeSection | list[Any]] = {}  # by key; a list has equally likely values
+    synthetic: Options = {}  # options of the population `synthetic`, used instead of `public`
+    users: Count | None = None  # number of enrolled users, to add as much noise as for them
+    space: dict[str, RangeSection | list[Any]] = {}  # by key; values of a list are equally likely
 
 
 class FederationSection(Section):
-    """Where real nodes take part, for what purpose, and how long the server waits for them.
+    """Address and purpose of a deployment, and how long the server waits for its nodes.
 
-    A round begins once `least_nodes` of the connected nodes agree to it. They are asked before its
-    cohort is drawn; the run stops after `patience_seconds` in which too few agreed.
-    A round ends when all have answered, or after `deadline_seconds`, or once only nodes are missing
-    that have not been connected for `absent_seconds`. With `fixed_length` it always takes
-    `deadline_seconds`, so that its length says nothing of who was drawn.
+    A round begins once `least_nodes` of the connected nodes agree to it; they vote before its
+    cohort is drawn. The run stops after `patience_seconds` in which too few nodes agreed.
+    A round ends when all nodes have answered, after `deadline_seconds`, or once all missing nodes
+    have been disconnected for `absent_seconds`. With `fixed_length` it always takes
+    `deadline_seconds`, so that its length reveals nothing about the cohort.
     """
 
     address: str = "127.0.0.1:7443"
@@ -629,18 +634,18 @@ class Config(Section):
 
     name: Name
     rounds: Count = DEFAULT_ROUNDS
-    run: Name | None = None  # in the ledger; made up from the name if absent
-    seed: Seed | None = None  # no guarantee holds against those who know it
+    run: Name | None = None  # in the ledger; derived from `name` if absent
+    seed: Seed | None = None  # the guarantee does not hold against those who know it
     data: DataSection | None = None  # needed where users are simulated
     model: ModelSection
-    local: LocalSection | None = None  # needed where users train; other units give a gradient
+    local: LocalSection | None = None  # required if users train; other units send a gradient
     privacy: PrivacySection
     sampling: SamplingSection = SamplingSection()
     clipping: ClippingSection = ClippingSection(norm=DEFAULT_CLIPPING.norm)
     server: ServerSection = ServerSection()
     noise: NoiseSection = NoiseSection()
     metrics: MetricsSection = MetricsSection()
-    # Where users train in one process only.
+    # These need users who train in one process.
     federated_evaluation: FederatedEvaluationSection | None = None
     personalisation: PersonalisationSection | None = None
     audit: AuditSection | None = None
@@ -678,25 +683,25 @@ class Config(Section):
 
     @property
     def whole_users(self) -> bool:
-        """Whether users take part as a whole: they train, and no examples or microbatches do."""
+        """Whether users take part as a whole, instead of examples or microbatches."""
         return self.privacy.unit == "user" and self.sampling.policy != "poisson-examples"
 
     @property
     def not_whole(self) -> tuple[str, str]:
-        """What says that users do not take part as a whole, and what it must be so that they do."""
+        """The setting by which users do not take part as a whole, and the value it must have."""
         unit = self.privacy.unit
         if unit != "user":
             return f"privacy.unit is {unit!r}", "'user'"
         return f"sampling.policy is {self.sampling.policy!r}", "'poisson'"
 
     def with_noise(self, noise_multiplier: float, noise: NoisePolicy | None = None) -> Self:
-        """The configuration with noise that was found, so that a run is resumed with the same."""
+        """Return the configuration with calibrated noise, so that a resumed run uses the same."""
         privacy = self.privacy.model_copy(update={"noise_multiplier": noise_multiplier})
-        found = self.noise if noise is None else self.noise.model_copy(update=_noise_table(noise))
-        return self.model_copy(update={"privacy": privacy, "noise": found})
+        section = self.noise if noise is None else self.noise.model_copy(update=_noise_table(noise))
+        return self.model_copy(update={"privacy": privacy, "noise": section})
 
     def training(self) -> LocalTraining:
-        """How the data of a record are turned into its update."""
+        """Return how a record's data become its update."""
         return self.local.build() if self.local else GRADIENT
 
     @property
@@ -707,7 +712,7 @@ class Config(Section):
         return self.data
 
     def mechanism(self) -> Mechanism:
-        """The mechanism, not calibrated yet."""
+        """Return the mechanism, not yet calibrated."""
         adaptive = self.clipping.adaptive
         return Mechanism(
             sampling=self.sampling.build(self.privacy.sampling_probability),
@@ -724,16 +729,16 @@ class Config(Section):
 
 
 def with_defaults(table: Mapping[str, Any]) -> dict[str, Any]:
-    """An experiment's table with what depends on other keys: how users train, q, norm, optimiser.
+    """Return an experiment's table with defaults that depend on other keys.
 
-    Without a norm, the norm and the optimiser that goes with it; with one, the optimiser stays
-    `fedavg`.
+    These are local training, q, the norm and the optimiser. The default optimiser belongs to the
+    default norm; with another norm it is `fedavg`.
     """
     filled = dict(table)
 
     def section(name: str) -> Mapping[str, Any] | None:
-        found = table.get(name, {})
-        return found if isinstance(found, Mapping) else None  # refused where it is checked
+        inner = table.get(name, {})
+        return inner if isinstance(inner, Mapping) else None  # validation will refuse it
 
     privacy, clipping, server = section("privacy"), section("clipping"), section("server")
     if privacy is not None and "privacy" in table:
@@ -754,9 +759,9 @@ def with_defaults(table: Mapping[str, Any]) -> dict[str, Any]:
 def method_left_out(
     mechanism: Mechanism, local: LocalTraining | None, server: ServerOptimizer | None
 ) -> tuple[LocalTraining, ServerOptimizer]:
-    """How users train and the server steps where it is None: what a file gets that leaves it out.
+    """Replace None by the local training and optimiser of a file that omits them.
 
-    A policy with the default norm is taken for one whose norm was left out.
+    A policy with the default norm counts as one without a norm.
     """
     clipping = _clipping_table(mechanism.clipping)
     if clipping.get("norm") == DEFAULT_CLIPPING.norm:
@@ -771,9 +776,9 @@ def method_left_out(
 
 
 def refuse_training_of(drawn: str, local: LocalSection | None, cap: int | None) -> None:
-    """Refuse what a record that is no user may not have: its update is one gradient, unweighted.
+    """Raise ValueError for settings that only whole users may have; others send one gradient.
 
-    `drawn` says what makes it so, as "privacy.unit is 'example'".
+    `drawn` names the reason, as "privacy.unit is 'example'".
     """
     given = local.model_dump() if local else {}
     legal = LocalSection(learning_rate=GRADIENT.rate, steps=1).model_dump()
@@ -795,7 +800,7 @@ def refuse_training_of(drawn: str, local: LocalSection | None, cap: int | None) 
 def tables_of(
     mechanism: Mechanism, local: LocalTraining, optimizer: ServerOptimizer
 ) -> dict[str, Any]:
-    """What the sections of a configuration say of values."""
+    """Return the sections of a configuration that describe these values."""
     averaging, adaptive, sampling = mechanism.averaging, mechanism.adaptive, mechanism.sampling
     numbers = {k: v for k, v in _scalars(optimizer).items() if not isinstance(v, str)}
     schedules = {name: _schedule_table(each) for name, each in optimizer.schedules.items()}
@@ -812,7 +817,7 @@ def tables_of(
             **{key: getattr(mechanism, key) for key in _MECHANISM_KEYS},
             "unit": str(mechanism.unit),
             "sampling_probability": getattr(sampling, "probability", None),
-            # Noise that was calibrated for the rounds is no setting.
+            # Calibrated noise is a result, not a setting.
             "noise_multiplier": None if calibrated else mechanism.noise_multiplier,
         },
         "clipping": clipping,
@@ -827,14 +832,14 @@ def tables_of(
 
 
 def _noise_table(noise: NoisePolicy) -> dict[str, Any]:
-    """What a section says of correlated noise."""
+    """Return the section of correlated noise."""
     held = {k: list(v) if isinstance(v, tuple) else v for k, v in vars(noise).items()}
     options = {k: v for k, v in held.items() if v not in (None, [])}
     return {"correlation": _CORRELATION.name_of(noise), "options": options}
 
 
 def local_table(local: LocalTraining) -> dict[str, Any]:
-    """What a section says of local training."""
+    """Return the section of local training."""
     common = {name: getattr(local, name) for name in COMMON}
     if isinstance(local.learning_rate, RateSchedule):
         common["learning_rate"] = _schedule_table(local.learning_rate)
@@ -859,7 +864,7 @@ def _clipping_table(policy: ClippingPolicy) -> dict[str, Any]:
 
 
 def plain(value: object) -> Any:
-    """A value as TOML holds it; keys of a table whose value is None are left out."""
+    """Return a value as TOML can hold it, without keys whose value is None."""
     if isinstance(value, Mapping):
         return {key: plain(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, tuple | list):
@@ -868,13 +873,13 @@ def plain(value: object) -> Any:
 
 
 def _scalars(value: object, except_for: Collection[str] = ()) -> dict[str, Any]:
-    """Attributes that TOML can hold as one word or number."""
+    """Return the attributes that TOML can hold as one word or number."""
     held = {k: v for k, v in vars(value).items() if k not in except_for}
     return {k: v for k, v in held.items() if isinstance(v, int | float | str)}
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read an experiment from a TOML file, of which overrides "a.b=value" replace keys.
+    """Read an experiment from a TOML file; overrides "a.b=value" replace its keys.
 
     Paths in the file are relative to its folder, those in overrides to the working directory.
     """
@@ -884,50 +889,50 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def config_of(table: Mapping[str, object], source: str, overrides: Sequence[str] = ()) -> Config:
     """Check an experiment's table after overrides "a.b=value" of its keys."""
-    found = spelled_out(table)
+    overridden = spelled_out(table)
     for override in overrides:
-        assign(found, override)
-        found = spelled_out(found)
-    return parse_config(found, source)
+        assign(overridden, override)
+        overridden = spelled_out(overridden)
+    return parse_config(overridden, source)
 
 
 def parse_config(table: Mapping[str, object], source: str) -> Config:
-    """Check a table of settings, which `source` names in messages."""
+    """Check a table of settings; messages name `source`."""
     return checked(Config, spelled_out(table), source)
 
 
 def spelled_out(table: Mapping[str, object]) -> dict[str, object]:
-    """The table of an experiment, with data and model as tables even if names alone are given."""
+    """Return the table of an experiment, with data and model as tables even if given as names."""
     alone = {key: table[key] for key in ("data", "model") if isinstance(table.get(key), str)}
     return {**table, **{key: {"name": name} for key, name in alone.items()}}
 
 
 def flattened(table: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """A table of tables as one, under keys "a.b".
+    """Return nested tables as one, under keys "a.b".
 
     >>> flattened({"a": {"b": 1, "c": {}}, "d": 2})
     {'a.b': 1, 'a.c': {}, 'd': 2}
     """
-    found: dict[str, object] = {}
+    flat: dict[str, object] = {}
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
-            found |= flattened(value, f"{prefix}{key}.")
+            flat |= flattened(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def assign(table: dict[str, object], override: str) -> None:
-    """Replace a key of a table in place, given "a.b=value" with a value in TOML, or else text."""
+    """Replace a key of a table in place, given "a.b=value"; the value is TOML or plain text."""
     path, separator, text = override.partition("=")
     keys = [key.strip() for key in path.split(".")]
     if not separator or not all(keys):
         raise InvalidValueError(f"--set {override!r} is not of the form a.b=value")
     try:
-        found = parse_toml(f"value = {text}", override)
+        parsed = parse_toml(f"value = {text}", override)
     except InvalidValueError:
-        found = {}
-    value = found["value"] if len(found) == 1 else text.strip()  # of more lines, no key is lost
+        parsed = {}
+    value = parsed["value"] if len(parsed) == 1 else text.strip()  # several lines have more keys
     try:
         put(table, keys, value)
     except InvalidValueError as error:
@@ -935,7 +940,7 @@ def assign(table: dict[str, object], override: str) -> None:
 
 
 def put(table: dict[str, Any], path: Sequence[str], value: object) -> None:
-    """Replace a key of a table in place, given the keys that lead to it."""
+    """Replace a key of a table in place, given the path of keys to it."""
     *sections, last = path
     for key in sections:
         table = table.setdefault(key, {})

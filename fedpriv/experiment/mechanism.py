@@ -1,9 +1,10 @@
-"""The privacy mechanism of a run, as its user states it: sampling, clipping, noise, budget.
+"""The privacy mechanism of a run, as its user states it: sampling, clipping, noise and budget.
 
-Values only: nothing here draws, clips or spends. To add a way to sample or to clip, derive a class
-from `CohortPolicy` or `ClippingPolicy`.
+These are values: nothing here draws, clips or spends. Derive a class from `CohortPolicy` or
+`ClippingPolicy` to add a way to sample or to clip.
 """
 
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,7 +37,6 @@ from fedpriv.privacy import layout as vector_groups
 from fedpriv.privacy.correlated_noise import BandedStrategy, BufferedStrategy, Strategy
 from fedpriv.privacy.gaussian_mechanism import (
     INDEPENDENT,
-    AdaptiveClipping,
     Averaging,
     dimension_shares,
     given_shares,
@@ -62,9 +62,10 @@ from fedpriv.support.checks import (
     plain_numbers,
     require,
 )
+from fedpriv.training.post_processing import AdaptiveClipping
 
-# Noise on the update grows by 1/√(1 − ω), half a per cent. That on the count is z/√ω = 10·z users,
-# much in one round of a small cohort; the mean over T rounds has 1/√T of it.
+# The noise on the update grows by 1/√(1 − ω), half a per cent. The count has noise of z/√ω = 10·z
+# users: much in one round of a small cohort, but 1/√T of that in the mean over T rounds.
 CONTRIBUTORS_SHARE = 0.01
 DEFAULT_PROBABILITY, DEFAULT_ROUNDS = 0.3, 100  # `simulations.defaults` is the study behind them
 Allocation = Literal["proportional", "dimension"] | Mapping[str, float]
@@ -72,13 +73,13 @@ Allocation = Literal["proportional", "dimension"] | Mapping[str, float]
 
 
 class CohortPolicy(ABC):
-    """How cohorts are drawn, whatever the population."""
+    """A way to draw cohorts from any population."""
 
     @abstractmethod
     def of(self, users: int | None, unit: Unit) -> Sampling:
-        """The policy for N enrolled users: what draws cohorts and names the sampling event.
+        """Return the policy for N enrolled users, which draws cohorts and names the sampling event.
 
-        Calibration does not know N, which is then None: InvalidValueError if the price needs it.
+        Calibration passes None if it does not know N; InvalidValueError if the price depends on N.
         """
 
 
@@ -93,7 +94,7 @@ class Poisson(CohortPolicy):
         _check_probability(self.probability)
 
     def of(self, users: int | None, unit: Unit) -> PoissonSampling:
-        """Poisson sampling of N users."""
+        """Return Poisson sampling of N users."""
         return PoissonSampling(users or 1, self.probability, unit)
 
 
@@ -101,10 +102,10 @@ class Poisson(CohortPolicy):
 class PoissonExamples(CohortPolicy):
     """Each of up to k examples of a user joins each round independently with probability q.
 
-    Users stay what is protected (Charles et al. 2024, example-level sampling). Which k of a user's
-    n > k rows count is the same in all rounds: rows ⌊j·n/k⌋, j < k, of the order in which they are.
-    `total_examples`: a public estimate of how many count, of all users together; averages are over
-    q times as many, by default over q·N·k.
+    The guarantee still protects users (Charles et al. 2024, example-level sampling). Of a user's
+    n > k rows the same k count in all rounds: rows ⌊j·n/k⌋ for j < k, in their order.
+    `total_examples` is a public estimate of the number of rows that count, over all users; averages
+    divide by q times this number, by default by q·N·k.
     """
 
     probability: float
@@ -114,21 +115,21 @@ class PoissonExamples(CohortPolicy):
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
         _check_probability(self.probability)
-        k, legal = self.examples_per_user, f"it must be a whole number from 1 to {MOST_EXAMPLES}"
-        require(is_whole(k, MOST_EXAMPLES), f"examples_per_user is {k!r}; {legal}")
+        k, limit = self.examples_per_user, f"it must be a whole number from 1 to {MOST_EXAMPLES}"
+        require(is_whole(k, MOST_EXAMPLES), f"examples_per_user is {k!r}; {limit}")
 
     def of(self, users: int | None, unit: Unit) -> ExampleSampling:
-        """Sampling of the examples of N users."""
+        """Return sampling of the examples of N users."""
         k, total = self.examples_per_user, None if users is None else self.total_examples
         return ExampleSampling(users or 1, self.probability, k, total, unit)
 
 
 @dataclass(frozen=True)
 class FixedSize(CohortPolicy):
-    """Exactly m users are in each round, drawn afresh; one user is replaced by another.
+    """Exactly m users join each round, drawn afresh; neighbours differ by replacing one user.
 
-    Under that relation a user moves a sum by twice the clipping norm, so that Poisson coins with as
-    many users on average need about half of the noise.
+    Replacing a user moves a sum by up to twice the clipping norm, so Poisson sampling with the same
+    average number of users needs about half of the noise.
     """
 
     cohort_size: int  # m ≥ 1
@@ -138,7 +139,7 @@ class FixedSize(CohortPolicy):
         _check_whole("cohort_size", self.cohort_size)
 
     def of(self, users: int | None, unit: Unit) -> FixedSizeSampling:
-        """Cohorts of m of N users."""
+        """Return cohorts of m of N users."""
         if users is None:
             raise InvalidValueError(
                 "users is None; calibrate(users=N) must have it, as the price of cohorts of a "
@@ -149,20 +150,20 @@ class FixedSize(CohortPolicy):
 
 @dataclass(frozen=True)
 class EveryUser(CohortPolicy):
-    """All users are in each round."""
+    """All users join each round."""
 
     relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE
 
     def of(self, users: int | None, unit: Unit) -> EveryUserSampling:
-        """All of N users."""
+        """Return the policy that draws all of N users."""
         return EveryUserSampling(users or 1, self.relation, unit)
 
 
 @dataclass(frozen=True)
 class RandomAllocation(CohortPolicy):
-    """Each user is in exactly k random rounds of every pass of n, drawn afresh each pass.
+    """Each user joins exactly k random rounds of every pass of n rounds, drawn afresh each pass.
 
-    A pass is charged whole before its first round. A run of T rounds has ⌈T/n⌉ passes.
+    A whole pass is charged before its first round. A run of T rounds has ⌈T/n⌉ passes.
     """
 
     rounds: int  # n ≥ 1, of a pass
@@ -173,16 +174,16 @@ class RandomAllocation(CohortPolicy):
         Schedule(self.rounds, self.participations)
 
     def of(self, users: int | None, unit: Unit) -> RandomAllocationSampling:
-        """Random allocation of N users."""
+        """Return random allocation of N users."""
         return RandomAllocationSampling(users or 1, self.rounds, self.participations, unit)
 
 
 @dataclass(frozen=True)
 class Separated(CohortPolicy):
-    """Users take turns in b groups, so that two rounds of a user are b apart.
+    """Users take turns in b groups, so that any two rounds of a user are at least b apart.
 
-    Nothing is secret of who takes part when, and no privacy is won by it; the noise of a series of
-    n rounds may be correlated instead: DP-FTRL. A series is charged whole before its first round.
+    Participation is public and amplifies no privacy. In return, the noise of a series of n rounds
+    may be correlated (DP-FTRL). A whole series is charged before its first round.
     """
 
     rounds: int  # n ≥ 1, of a series
@@ -194,17 +195,18 @@ class Separated(CohortPolicy):
         Schedule(self.rounds, separation=self.separation)
 
     def of(self, users: int | None, unit: Unit) -> SeparatedSampling:
-        """Turns of N users."""
+        """Return turns of N users."""
         relation, enrolled = self.relation, users or self.separation
         return SeparatedSampling(enrolled, self.rounds, self.separation, relation, unit)
 
 
 @dataclass(frozen=True)
 class BandedPoisson(CohortPolicy):
-    """Users take turns in b groups, each user of which joins with probability q.
+    """Users take turns in b groups; each user of the group joins with probability q.
 
-    What coins win is won, and noise may be correlated over a band of up to b rounds (Choquette-Choo
-    et al. 2023). Coins must be secret, and a series is charged whole before its first round.
+    Sampling amplifies privacy, and noise may be correlated over a band of up to b rounds
+    (Choquette-Choo et al. 2023). Coins must be secret. A whole series is charged before its first
+    round.
     """
 
     probability: float  # q in (0, 1]
@@ -217,7 +219,7 @@ class BandedPoisson(CohortPolicy):
         Schedule(self.rounds, separation=self.separation)
 
     def of(self, users: int | None, unit: Unit) -> BandedPoissonSampling:
-        """Turns of N users, with coins."""
+        """Return turns of N users, with coins."""
         enrolled, relation = users or self.separation, NeighbouringRelation.ADD_OR_REMOVE_ONE
         return BandedPoissonSampling(
             enrolled, self.rounds, self.separation, self.probability, relation, unit
@@ -235,8 +237,7 @@ def _is_positive(number: object) -> bool:
 
 
 def _check_probability(q: float) -> None:
-    legal = _is_positive(q) and q <= 1.0
-    require(legal, f"sampling_probability is {q!r}; it must be in (0, 1]")
+    require(_is_positive(q) and q <= 1.0, f"sampling_probability is {q!r}; it must be in (0, 1]")
 
 
 def _check_norm(norm: object) -> None:
@@ -244,14 +245,14 @@ def _check_norm(norm: object) -> None:
 
 
 def _check_choice(name: str, given: object, *words: str, each: str = "") -> None:
-    """Refuse what is none of some words nor, if there may be one for `each`, positive numbers."""
+    """Raise unless a value is one of some words or, given `each`, positive numbers by name."""
     if isinstance(given, Mapping) and each:
-        legal = all(_is_positive(number) for number in given.values())
+        valid = all(_is_positive(number) for number in given.values())
     else:
-        legal = isinstance(given, str) and given in words
+        valid = isinstance(given, str) and given in words
     of_each = f" or a positive number for each {each}" if each else ""
     known = " or ".join(map(repr, words))
-    require(legal, f"{name} is {given!r}; it must be {known}{of_each}")
+    require(valid, f"{name} is {given!r}; it must be {known}{of_each}")
 
 
 SAMPLING_POLICIES: Mapping[str, type[CohortPolicy]] = {
@@ -267,11 +268,11 @@ SAMPLING_POLICIES: Mapping[str, type[CohortPolicy]] = {
 
 
 class NoisePolicy(ABC):
-    """How noise is correlated over the rounds of a series, whatever its standard deviation."""
+    """A correlation of noise over the rounds of a series, for any standard deviation."""
 
     @abstractmethod
     def strategy(self, sampling: SamplingEvent) -> Strategy:
-        """The strategy for an event; what has no analysis is refused where the event is made."""
+        """Return the strategy for a sampling event. A round event refuses an unanalysed pair."""
 
 
 @dataclass(frozen=True)
@@ -279,28 +280,28 @@ class IndependentNoise(NoisePolicy):
     """Fresh noise in each round."""
 
     def strategy(self, sampling: SamplingEvent) -> Strategy:  # noqa: ARG002 - it fits all
-        """The strategy (1,)."""
+        """Return the strategy (1,)."""
         return INDEPENDENT
 
 
 @dataclass(frozen=True)
 class BandedNoise(NoisePolicy):
-    """Noise that cancels in part over p successive rounds of a series (banded Toeplitz, DP-FTRL).
+    """Noise that partly cancels over p successive rounds of a series (banded Toeplitz, DP-FTRL).
 
-    The coefficients are those with the least error of the models at equal privacy, unless they are
-    given. A server keeps p − 1 vectors of the size of the model.
+    By default the coefficients minimise the error of the models at equal privacy. A server keeps
+    p − 1 vectors of the size of the model.
     """
 
     bands: int | None = None  # p in [1, n]; None: the separation b of the series
-    objective: str = "mean"  # which error is small: root mean square over rounds, or the "largest"
-    momentum: float = 0.0  # of the server's steps, for which errors are computed
+    objective: str = "mean"  # minimised error: root mean square over rounds, or the "largest"
+    momentum: float = 0.0  # of the server's steps; errors are computed for it
     coefficients: Sequence[float] = ()  # c_0 = 1, then multiples of 2^-20 that never increase
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
 
     def strategy(self, sampling: SamplingEvent) -> BandedStrategy:
-        """The best, or the given one."""
+        """Return the best strategy, or the given one."""
         if coefficients := _numbers("coefficients", self.coefficients):
             return BandedStrategy(coefficients)
         schedule = _series(sampling)
@@ -314,15 +315,15 @@ class BandedNoise(NoisePolicy):
 
 @dataclass(frozen=True)
 class BufferedNoise(NoisePolicy):
-    """Noise that cancels in part over all rounds of a series (buffered linear Toeplitz, DP-FTRL).
+    """Noise that partly cancels over all rounds of a series (buffered linear Toeplitz, DP-FTRL).
 
-    Decays and weights are those with the least error of the models at equal privacy, unless they
-    are given. A server keeps one vector of the size of the model for each buffer.
+    By default decays and weights minimise the error of the models at equal privacy. A server keeps
+    one vector of the size of the model for each buffer.
     """
 
     buffers: int = 4  # from 1 to 8
-    objective: str = "mean"  # which error is small: root mean square over rounds, or the "largest"
-    momentum: float = 0.0  # of the server's steps, for which errors are computed
+    objective: str = "mean"  # minimised error: root mean square over rounds, or the "largest"
+    momentum: float = 0.0  # of the server's steps; errors are computed for it
     decays: Sequence[float] = ()  # θ in [0, 1)
     weights: Sequence[float] = ()  # w in [0, 1], one for each decay
 
@@ -330,13 +331,14 @@ class BufferedNoise(NoisePolicy):
         hold_plain_numbers(self)
 
     def strategy(self, sampling: SamplingEvent) -> BufferedStrategy:
-        """The best, or the given one."""
+        """Return the best strategy, or the given one."""
         decays, weights = _numbers("decays", self.decays), _numbers("weights", self.weights)
         if decays or weights:
             return BufferedStrategy(decays, weights)
         objective, workload = _objective(self.objective), Workload(self.momentum)
-        found = optimal_buffers(_series(sampling), self.buffers, objective, workload)
-        return BufferedStrategy(*found)
+        return BufferedStrategy(
+            *optimal_buffers(_series(sampling), self.buffers, objective, workload)
+        )
 
 
 NOISE_POLICIES: Mapping[str, type[NoisePolicy]] = {
@@ -348,7 +350,7 @@ NOISE_POLICIES: Mapping[str, type[NoisePolicy]] = {
 
 
 def given(strategy: Strategy) -> NoisePolicy:
-    """The policy that gives a strategy without a search."""
+    """Return the policy that yields a strategy without a search."""
     if strategy == INDEPENDENT:
         return IndependentNoise()
     if isinstance(strategy, BandedStrategy):
@@ -366,10 +368,10 @@ def _series(sampling: SamplingEvent) -> Schedule:
 
 
 def _numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:
-    found = tuple(values) if isinstance(values, Sequence) else (None,)
-    if not all(isinstance(value, int | float) for value in found):
+    numbers = tuple(values) if isinstance(values, Sequence) else (None,)
+    if not all(isinstance(number, int | float) for number in numbers):
         raise InvalidValueError(f"{name} of the noise is {values!r}; it must be a list of numbers")
-    return tuple(map(float, found))
+    return tuple(map(float, numbers))
 
 
 def _objective(name: str) -> Objective:
@@ -385,7 +387,7 @@ class Grouping:
 
     @classmethod
     def of(cls, groups: tuple[VectorGroup, ...], layout: Layout, allocation: Allocation) -> Self:
-        """Groups of a layout with the shares that an allocation gives them."""
+        """Return groups of a layout with the shares that an allocation gives them."""
         if not isinstance(allocation, str):
             return cls(groups, given_shares(groups, allocation))
         if allocation == "dimension":
@@ -394,16 +396,18 @@ class Grouping:
 
 
 class ClippingPolicy(ABC):
-    """How each user's update is clipped (McMahan et al. 2018, section 3)."""
+    """A way to clip each user's update (McMahan et al. 2018, section 3)."""
 
     @abstractmethod
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
-        """Vector groups of an update and their shares of the noise budget."""
+        """Return the vector groups of an update and their shares of the noise budget."""
 
 
 @dataclass(frozen=True)
 class Flat(ClippingPolicy):
-    """The whole update to one norm S.
+    """Clips the whole update to one norm S.
+
+    Without noise S may be infinite, and nothing is clipped.
 
     >>> Flat(0.5).grouping(Layout(("w", "b"), ((2, 3), (3,))), "proportional").shares
     (1.0,)
@@ -413,18 +417,20 @@ class Flat(ClippingPolicy):
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
-        _check_norm(self.norm)
+        if self.norm != math.inf:
+            _check_norm(self.norm)
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
-        """One group."""
-        return Grouping.of(vector_groups.flat(layout, self.norm), layout, allocation)
+        """Return one group."""
+        norm = vector_groups.NO_CLIPPING if self.norm == math.inf else self.norm
+        return Grouping.of(vector_groups.flat(layout, norm), layout, allocation)
 
 
 @dataclass(frozen=True)
 class PerLayer(ClippingPolicy):
-    """Each layer, or each tensor, to its own norm S_g, with Σ S_g² = S².
+    """Clips each layer, or each tensor, to its own norm S_g, with Σ S_g² = S².
 
-    The norms are equal, or ∝ √dimension, or S_g by name; S is then not read.
+    The norms are equal or ∝ √dimension. If `split` gives S_g by name, S is not read.
     """
 
     norm: float
@@ -439,7 +445,7 @@ class PerLayer(ClippingPolicy):
             _check_norm(self.norm)
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
-        """A group for each part."""
+        """Return a group for each part."""
         parts: Mapping[str, tuple[str, ...]] = {name: (name,) for name in layout.names}
         if self.parts == "layer":
             parts = vector_groups.layers(layout)
@@ -453,7 +459,7 @@ class PerLayer(ClippingPolicy):
 
 @dataclass(frozen=True)
 class Joint(ClippingPolicy):
-    """The whole update to one norm S, each tensor measured in units of its scale α."""
+    """Clips the whole update to one norm S, with each tensor in units of its scale α."""
 
     norm: float  # S, of the scaled update
     scales: Literal["dimension"] | Mapping[str, float] = "dimension"  # α ∝ dimension^(−1/4), or α
@@ -464,7 +470,7 @@ class Joint(ClippingPolicy):
         _check_choice("scales", self.scales, "dimension", each="tensor")
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
-        """One group."""
+        """Return one group."""
         scales = self.scales
         if scales == "dimension":
             scales = vector_groups.scales_by_dimension(layout)
@@ -473,7 +479,7 @@ class Joint(ClippingPolicy):
 
 @dataclass(frozen=True)
 class Part:
-    """Tensors that are clipped in their own way."""
+    """Tensors of a model with a clipping policy of their own."""
 
     tensors: Sequence[str]  # globs over parameter names, such as "conv*" or "*.bias"
     clipping: ClippingPolicy
@@ -490,7 +496,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Grouped(ClippingPolicy):
-    """Parts of the model, each clipped in its own way; a tensor is in the first part that fits.
+    """Clips parts of the model by their own policies; a tensor is in the first part that matches.
 
     >>> parts = {"conv": Part(["conv*"], Joint(0.3)), "rest": Part(["*"], Flat(0.5))}
     >>> layout = Layout(("conv.weight", "fc.weight", "fc.bias"), ((4, 4), (2, 4), (2,)))
@@ -506,7 +512,7 @@ class Grouped(ClippingPolicy):
             check_types(**{"a name of parts": (name, str), f"part {name!r}": (part, Part)})
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
-        """The groups of all parts, named after their part."""
+        """Return the groups of all parts, named after their part."""
         weights = [part.share for part in self.parts.values() if part.share is not None]
         if weights and len(weights) < len(self.parts):
             raise InvalidValueError("some groups have a share; all must have one, or none")
@@ -516,23 +522,23 @@ class Grouped(ClippingPolicy):
             )
         inner = allocation if isinstance(allocation, str) else "proportional"
         layouts = self._layouts(layout)
-        found = {n: p.clipping.grouping(layouts[n], inner) for n, p in self.parts.items()}
+        of_parts = {n: p.clipping.grouping(layouts[n], inner) for n, p in self.parts.items()}
         groups = tuple(
             replace(group, name=name if group.name == "update" else f"{name}/{group.name}")
-            for name, each in found.items()
-            for group in each.groups
+            for name, grouping in of_parts.items()
+            for group in grouping.groups
         )
         if not weights:
             return Grouping.of(groups, layout, allocation)
         shares = tuple(
             weight / sum(weights) * share
-            for weight, each in zip(weights, found.values(), strict=True)
-            for share in each.shares
+            for weight, grouping in zip(weights, of_parts.values(), strict=True)
+            for share in grouping.shares
         )
         return Grouping(groups, shares)
 
     def _layouts(self, layout: Layout) -> dict[str, Layout]:
-        """The tensors of each part."""
+        """Return the tensors of each part."""
         left, layouts = dict(zip(layout.names, layout.shapes, strict=True)), {}
         for name, part in self.parts.items():
             fit = [t for t in left if any(fnmatchcase(t, pattern) for pattern in part.tensors)]
@@ -558,17 +564,18 @@ CLIPPINGS: dict[str, type[ClippingPolicy]] = {"flat": Flat, "per-layer": PerLaye
 
 @dataclass(frozen=True)
 class Mechanism:
-    """What every round of a run does to protect users, and what all rounds may cost.
+    """How every round of a run protects users, and what all rounds together may cost.
 
     >>> mechanism = Mechanism.poisson(q=0.1, clipping=Flat(0.5))
     >>> calibrated = mechanism.calibrate(epsilon=2.0, delta=1e-5, rounds=100)
     >>> round(calibrated.noise_multiplier, 1)
     2.2
 
-    The noise multiplier z ≥ 0 is the noise over the sensitivity of a whole round; with None it is
-    still to be calibrated. `metrics` are private averages to release beside the update: numbers by
-    name, as for `fedpriv.engine.measuring.metric`. InvalidValueError: there is no noise, or no
-    budget, and `unsafe_no_privacy` is not set; or `unit` and `microbatch` do not fit together.
+    The noise multiplier z ≥ 0 is the noise over the sensitivity of a whole round; None means that
+    it is still to be calibrated. `metrics` are private averages to release with the update: their
+    numbers by name, as for `fedpriv.measures.metrics.metric`. Raises InvalidValueError if there is
+    no noise or no budget and `unsafe_no_privacy` is not set, or if `unit` and `microbatch` do not
+    fit together.
     """
 
     sampling: CohortPolicy
@@ -582,7 +589,7 @@ class Mechanism:
     averaging: Averaging = Averaging()  # noqa: RUF009 - frozen, so sharing it is safe
     metrics: Mapping[str, Mapping[str, float | Sequence[float]]] = field(default_factory=dict)
     metrics_share: float = 0.05  # of the round's privacy, for all metrics together
-    # Likewise, for counting the users of a cohort whose update counted; 0 counts nobody.
+    # Likewise, for the number of users of a cohort whose update counted; 0 releases no number.
     contributors_share: float = CONTRIBUTORS_SHARE
     accountant: str = "tight"  # prices the budget; it must give upper bounds
     unsafe_no_privacy: bool = False  # allows a run without noise or without a budget
@@ -610,6 +617,10 @@ class Mechanism:
         )
         check_unit(self.unit, self.microbatch)
         object.__setattr__(self, "unit", Unit(self.unit))
+        if self.adaptive and getattr(self.clipping, "norm", 0.0) == math.inf:
+            raise InvalidValueError(
+                "the clipping norm is infinite; if it adapts, it must be finite"
+            )
         if self.noise_multiplier is not None:
             check_private(self.noise_multiplier, self.epsilon, self.unsafe_no_privacy)
 
@@ -631,12 +642,12 @@ class Mechanism:
         examples_per_user: int | None = None,
         total_examples: float | None = None,
     ) -> Self:
-        """The Gaussian mechanism under Poisson sampling, without noise or budget so far.
+        """Return the Gaussian mechanism under Poisson sampling, still without noise and budget.
 
         Each user joins a round with probability q in (0, 1]; with another unit, each example or
-        each microbatch; with `examples_per_user`, each of so many examples of a user, who stays
-        what is protected: `PoissonExamples`. Metrics may be names alone where they need no numbers.
-        The other arguments are attributes of the class.
+        each microbatch. With `examples_per_user`, up to so many examples of each user join, and the
+        guarantee still protects users: `PoissonExamples`. Metrics that need no numbers may be given
+        as names. The other arguments are attributes of the class.
         """
         if isinstance(metrics, str):  # each of its letters would be a name
             raise InvalidValueError(f"metrics are {metrics!r}; they must be a list of names")
@@ -671,10 +682,11 @@ class Mechanism:
         users: int | None = None,
         spent: Iterable[RoundEvent] = (),
     ) -> Self:
-        """The mechanism with the least noise for which all rounds cost at most (ε, δ).
+        """Return the mechanism with the least noise for which all rounds cost at most (ε, δ).
 
-        What the ledger that will be charged holds already, `spent`, counts too. `users` are N,
-        which cohorts of a fixed size need. A strategy of correlated noise is searched for here.
+        `spent` are events that the ledger to be charged already holds; they count too. Cohorts of a
+        fixed size need N, the number of `users`. This also searches for the strategy of correlated
+        noise.
         """
         epsilon, delta, rounds, users = plain_numbers((epsilon, delta, rounds, users))
         _check_whole("rounds", rounds)
@@ -697,14 +709,14 @@ class Mechanism:
         return replace(budgeted, noise=given(strategy), noise_multiplier=z)
 
     def with_noise(self, noise_multiplier: float, *, epsilon: float, delta: float) -> Self:
-        """The mechanism with given noise; training stops before (ε, δ) would be passed."""
+        """Return the mechanism with given noise; training stops before it would exceed (ε, δ)."""
         return replace(
             self, noise_multiplier=noise_multiplier, epsilon=epsilon, delta=delta, rounds=None
         )
 
     @property
     def budget(self) -> PrivacyBudget:
-        """What all rounds may cost; without limit where there is no privacy to keep."""
+        """The budget of all rounds; its limit is infinite if `unsafe_no_privacy` is set."""
         delta, accountant = self.delta, accountant_named(self.accountant)
         if delta is None:
             raise InvalidValueError("delta is absent; it must be in (0, 1), best far below 1/N")
@@ -719,7 +731,7 @@ class Mechanism:
 
 
 def check_unit(unit: str, microbatch: int | None) -> str:
-    """Return the unit; InvalidValueError unless there is one, of a size if it has several rows."""
+    """Return the unit; InvalidValueError if it is unknown or does not fit `microbatch`."""
     unit = named_value(Unit, "unit", unit)
     if (microbatch is not None) != (unit == Unit.MICROBATCH):
         raise InvalidValueError(
@@ -732,7 +744,7 @@ def check_unit(unit: str, microbatch: int | None) -> str:
 
 
 def check_private(noise_multiplier: float | None, epsilon: float | None, unsafe: bool) -> None:  # noqa: FBT001
-    """Refuse settings under which no ε would hold, unless `unsafe_no_privacy` says so."""
+    """Raise InvalidValueError for settings without a finite ε, unless `unsafe` allows them."""
     if noise_multiplier == 0.0 and not unsafe:
         raise InvalidValueError(
             "noise_multiplier is 0, which gives no privacy; set unsafe_no_privacy = true if that "

@@ -1,10 +1,10 @@
-"""On Flower's runtime: privacy for its own apps, and simulations among workers. All that needs it.
+"""All code that needs Flower: privacy for Flower's own apps, and simulations on its workers.
 
-`strategy` makes a Flower app private, and has all names of this package; they are loaded when they
-are first used, since Flower reads its switches when it is imported. `ray` is
+`strategy` makes a Flower app private. It defines all names of this package, which are loaded at
+their first use, because Flower reads its environment variables when it is imported. `ray` is
 `fedpriv simulate --engine flower`: it starts Flower's simulation on Ray, where the ServerApp of
-`grid` spreads users among workers, each of which is the ClientApp of `client_app`. `messages` says
-what they all send.
+`grid` distributes users among workers, each a ClientApp of `client_app`. `messages` defines the
+content of all their messages.
 """
 
 from importlib import import_module

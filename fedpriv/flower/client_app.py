@@ -1,7 +1,7 @@
 """The Flower ClientApp: a worker of a simulation, which trains its share of the users.
 
-It answers one message at a time. Guarantees: no exception leaves it, so that Flower has no text of
-one to send; no text that may hold users' data is sent or logged.
+It answers one message at a time. No exception escapes it, since Flower would send its text. No text
+that may contain users' data is sent or logged.
 """
 
 import logging
@@ -36,7 +36,10 @@ NodeConfig = Mapping[str, object]
 
 
 def introduce(content: RecordDict, settings: NodeConfig) -> wire.Hello:
-    """Which worker this is, and which users it has loaded."""
+    """Load the population that a message describes; return the worker's name and users' digest.
+
+    FedprivError: the message or the configuration is invalid, or the population cannot be loaded.
+    """
     population = _population(_simulated(content))
     shard = _shard(population.users.population, settings)
     name = f"worker-{settings['partition-id']}"
@@ -46,17 +49,16 @@ def introduce(content: RecordDict, settings: NodeConfig) -> wire.Hello:
 
 
 def respond(content: RecordDict, settings: NodeConfig, request: RoundRequest) -> PartialSum:
-    """Train those users of a round who are in this worker's share.
+    """Train the users of a request that are in this worker's share, and return their sum.
 
-    The text of an error may hold users' data.
+    The text of an error may contain users' data.
     """
     task = flower_messages.header_in(content, flower_messages.TASK, NODE_RECEIVES_BYTES)
     if task is None:
         raise WireError("an offer came without a task")
     simulated = _simulated(content)
     shard = _shard(_population(simulated).users.population, settings)
-    users = request.users
-    users = users[(users >= shard.start) & (users < shard.stop)]
+    users = request.users[(request.users >= shard.start) & (request.users < shard.stop)]
     return _worker(simulated, task).answer(replace(request, users=users))
 
 
@@ -69,37 +71,33 @@ def _simulated(content: RecordDict) -> bytes:
 def _shard(population: int, settings: NodeConfig) -> range:
     worker, workers = (settings.get(name) for name in ("partition-id", "num-partitions"))
     if not (isinstance(worker, int) and isinstance(workers, int) and 0 <= worker < workers):
-        found = f"partition-id is {worker!r} of num-partitions {workers!r}"
-        legal = "both must be whole numbers, the first from 0 to below the second"
-        raise InvalidValueError(f"{found}; {legal}")
+        values = f"partition-id is {worker!r} of num-partitions {workers!r}"
+        condition = "both must be whole numbers, the first from 0 to below the second"
+        raise InvalidValueError(f"{values}; {condition}")
     return flower_messages.shard_of(population, worker, workers)
 
 
-# A worker lives as long as the run, and gets messages of all nodes.
+# A worker's process lasts for the whole run, and receives messages to all nodes.
 @lru_cache(maxsize=1)
 def _population(simulated: bytes) -> Population:
-    described = flower_messages.Simulated.decode(simulated)
-    return load_population(described.name, described.options)
+    description = flower_messages.Simulated.decode(simulated)
+    return load_population(description.name, description.options)
 
 
 @lru_cache(maxsize=1)
 def _worker(simulated: bytes, task: bytes) -> NodeTrainer:
-    described = flower_messages.Simulated.decode(simulated)
-    built = build_task(**vars(TASK.decode(wire.parse(pb.Task, task, NODE_RECEIVES_BYTES))))
-    users, device = _population(simulated).users, device_named(described.device)
-    kind = activations_named(described.activations, device)
-    at_once = chunk_memory_of(described.chunk_mebibytes, device)
-    # Ray gives each worker a core.
+    description = flower_messages.Simulated.decode(simulated)
+    device = device_named(description.device)
     return NodeTrainer(
         InProcessTransport(
-            built,
-            users,
+            build_task(**vars(TASK.decode(wire.parse(pb.Task, task, NODE_RECEIVES_BYTES)))),
+            _population(simulated).users,
             device,
-            at_once,
-            activations=kind,
-            processes=1,
-            path=described.path,
-            timed=False,  # or workers could differ by rounding
+            chunk_memory_of(description.chunk_mebibytes, device),
+            activations=activations_named(description.activations, device),
+            processes=1,  # Ray gives each worker one core
+            path=description.path,
+            timed=False,  # otherwise workers could differ by rounding
         )
     )
 
@@ -109,19 +107,19 @@ app = ClientApp()
 
 @app.query()
 def say_hello(message: Message, context: Context) -> Message:
-    """Say which worker this is and which users it has, or in one sentence why it cannot."""
+    """Reply with the worker's `introduce`, or with one sentence why that failed."""
     try:
         hello = introduce(message.content, context.node_config)
         headers = {flower_messages.HELLO: wire.encode_hello(hello).SerializeToString()}
-    except Exception as error:  # only the text of our own surely holds no users' data
-        told = str(error) if isinstance(error, FedprivError) else type(error).__name__
-        headers = {flower_messages.TROUBLE: told[:_LONGEST_TROUBLE].encode(errors="replace")}
+    except Exception as error:  # the text of errors other than ours may contain users' data
+        reason = str(error) if isinstance(error, FedprivError) else type(error).__name__
+        headers = {flower_messages.TROUBLE: reason[:_LONGEST_TROUBLE].encode(errors="replace")}
     return Message(flower_messages.content_of(headers), reply_to=message)
 
 
 @app.train()
 def answer_offer(message: Message, context: Context) -> Message:
-    """Answer an offer, or decline it where that fails; say nothing where there is none."""
+    """Answer an offer, or decline it if training fails; without an offer, the reply is empty."""
     try:
         header = flower_messages.header_in(
             message.content, flower_messages.OFFER, NODE_RECEIVES_BYTES
@@ -134,15 +132,13 @@ def answer_offer(message: Message, context: Context) -> Message:
         tensors = flower_messages.tensors_in(message.content, offer.model)
         request = offer.request(tensors)
         return _reply(message, offer, respond(message.content, context.node_config, request))
-    except Exception as error:  # its text may hold users' data
+    except Exception as error:  # the text of the error may contain users' data
         _log.error("training failed: %s", type(error).__name__)
         return _reply(message, offer, Decline(f"training failed: {type(error).__name__}"))
 
 
-def _reply(message: Message, offer: RoundOffer, trained: PartialSum | Decline) -> Message:
-    answer, tensors = answer_of(offer.id, trained)
-    headers, sent = (
-        {flower_messages.ANSWER: answer.SerializeToString()},
-        flower_messages.packed(tensors),
-    )
-    return Message(flower_messages.content_of(headers, sent if tensors else None), reply_to=message)
+def _reply(message: Message, offer: RoundOffer, result: PartialSum | Decline) -> Message:
+    answer, tensors = answer_of(offer.id, result)
+    headers = {flower_messages.ANSWER: answer.SerializeToString()}
+    array = flower_messages.packed(tensors) if tensors else None
+    return Message(flower_messages.content_of(headers, array), reply_to=message)

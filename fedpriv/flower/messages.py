@@ -1,8 +1,8 @@
-"""What messages on Flower's runtime hold, and how they are exchanged.
+"""The content of messages on Flower's runtime, and their exchange.
 
-Their content is records. Headers are serialised messages of `fedpriv.wire`; the tensors that one of
-them declares follow as bytes, as `fedpriv.wire.pieces` gives them. Both sides must run the same
-version of fedpriv.
+Messages consist of records. Headers are serialised messages of `fedpriv.wire`. The tensors that a
+header declares follow as the bytes of `fedpriv.wire.pieces`. Both sides must run the same version
+of fedpriv.
 """
 
 import hashlib
@@ -29,63 +29,63 @@ from fedpriv.wire.codec import MAX_NAME, at_most, refusing
 from fedpriv.wire.messages import CLIPPING, SUM
 
 if TYPE_CHECKING:
-    from flwr.serverapp import Grid  # nodes have no use for it
+    from flwr.serverapp import Grid  # which nodes do not use
 
 CLIPPED, USERS = "clipping", "users"  # headers: a clipping, and numbers of users at the node
 OFFER, ANSWER, HELLO, TASK = "offer", "answer", "hello", "task"  # headers: wire messages
 SIMULATED, TROUBLE = "simulated", "trouble"  # headers: a `Simulated`, and why a worker cannot join
-RECORD = "fedpriv"  # name of the record of headers
-TENSORS = RECORD + ".tensors"  # and of that of tensors
+RECORD = "fedpriv"  # name of the record with headers
+TENSORS = RECORD + ".tensors"  # name of the record with tensors
 _VERSION = "version"
-_RAW = "bytes"  # neither side lets Flower read the tensors by itself
+_RAW = "bytes"  # a format that Flower does not decode
 _BYTES_AT_ONCE = 2**24
 _FIRST_POLL_SECONDS = 0.005
-_POLL_GROWTH = 1.2  # so that a reply is noticed within a fifth of the time that it took
+_POLL_GROWTH = 1.2  # a reply is noticed after at most a fifth of the time that it took
 _LONGEST_POLL_SECONDS = 0.5
 _STOP_CHECK_SECONDS = 0.2
 
-Reply = tuple[str, Message | str]  # key of a message; its reply, or why there is none
+Reply = tuple[str, Message | str]  # key of a message, and its reply or why there is none
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """A population that every worker of a simulation can load by itself."""
+    """A description from which every worker of a simulation loads the population."""
 
-    name: str  # as `fedpriv.data.population.load_population` reads it
+    name: str  # for `fedpriv.data.population.load_population`
     options: Mapping[str, object]  # of the loader
     device: str
-    chunk_mebibytes: int | None  # memory that a chunk of users may take, roughly
+    chunk_mebibytes: int | None  # approximate memory for a chunk of users
     activations: str = "float32"
-    path: Literal["auto", "alone", "together"] = "auto"  # as `engine.path`
+    path: Literal["auto", "alone", "together"] = "auto"  # like the key `engine.path`
 
     def encode(self) -> bytes:
-        """The header; raises WireError for an option that JSON does not have."""
+        """Return the header of the description; WireError for an option that is not JSON."""
         with refusing("the options of a population"):
             return json.dumps(vars(self), allow_nan=False).encode()
 
     @classmethod
     def decode(cls, header: bytes) -> Self:
-        """The population of a header; raises WireError for any other header."""
+        """Return the description in a header; WireError for any other header."""
         with refusing("a population"):
             return cls(**json.loads(header))
 
 
 def shard_of(population: int, worker: int, workers: int) -> range:
-    """Positions of the users at a worker, counted from 0, of a simulation: even shares in order."""
+    """Return the positions of a worker's users: contiguous shares of equal size up to one user."""
     return range(population * worker // workers, population * (worker + 1) // workers)
 
 
 def digest_of_shard(population: str, users: UserStore, shard: range) -> bytes:
-    """What a worker of a simulation says of its users, so that all load the same: 32 bytes.
+    """Return 32 bytes by which the server checks that a worker has loaded the same users.
 
-    Any other population, ids, fields, rows or numbers of rows of the shard's users give another
-    digest. Guesses of users' data can be tested against it: it is for workers and server alone.
+    They depend on the population's name and on the ids, fields and rows of the shard's users. Since
+    guesses of users' data can be tested with a digest, only workers and the server may see it.
     """
     fields, ids = sorted(users.fields.items()), [users.id_of(user) for user in shard]
     cuts = users.offsets[shard.start : shard.stop + 1].tolist()
     kinds = [(name, field.dtype.str, field.shape[1:]) for name, field in fields]
-    said = (population, ids, [cut - cuts[0] for cut in cuts], kinds)
-    digest = hashlib.sha256(json.dumps(said).encode())
+    header = (population, ids, [cut - cuts[0] for cut in cuts], kinds)
+    digest = hashlib.sha256(json.dumps(header).encode())
     row_bytes = sum(field.nbytes for _, field in fields) // max(1, users.rows)
     at_once = 1 + _BYTES_AT_ONCE // (1 + row_bytes)
     for first in range(cuts[0], cuts[-1], at_once):
@@ -96,13 +96,13 @@ def digest_of_shard(population: str, users: UserStore, shard: range) -> bytes:
 
 
 def packed(tensors: Tensors) -> Array:
-    """Tensors as the bytes that their manifest declares; several messages may share them."""
+    """Return tensors as the bytes that their manifest declares; several messages may share them."""
     data = b"".join(pieces(tensors))
     return Array(dtype="uint8", shape=(len(data),), stype=_RAW, data=data)
 
 
 def content_of(headers: Mapping[str, bytes], tensors: Array | None = None) -> RecordDict:
-    """The content of a message: serialised messages by name, and the tensors that one declares."""
+    """Return the content of a message from headers by name, and the tensors that one declares."""
     content = RecordDict({RECORD: ConfigRecord({_VERSION: __version__, **headers})})
     if tensors is not None:
         content[TENSORS] = ArrayRecord({RECORD: tensors})
@@ -110,7 +110,11 @@ def content_of(headers: Mapping[str, bytes], tensors: Array | None = None) -> Re
 
 
 def header_in(content: RecordDict, name: str, most: int) -> bytes | None:
-    """The header of a name in a message of this version of fedpriv, if there is one; total."""
+    """Return the header of this name, if there is one.
+
+    WireError: the message is not from this version of fedpriv, or the header is not bytes or has
+    more than `most`.
+    """
     record = content.get(RECORD)
     if not isinstance(record, ConfigRecord):
         raise WireError("a message holds no record of fedpriv")
@@ -128,7 +132,7 @@ def header_in(content: RecordDict, name: str, most: int) -> bytes | None:
 
 
 def tensors_in(content: RecordDict, manifest: Manifest) -> dict[str, npt.NDArray[np.generic]]:
-    """The tensors that a header has declared, read-only; total, or raises WireError."""
+    """Return the tensors that a header has declared, read-only; WireError if there are others."""
     arrays = content.get(TENSORS)
     array = arrays.get(RECORD) if isinstance(arrays, ArrayRecord) else None
     if array is None:
@@ -141,31 +145,31 @@ def tensors_in(content: RecordDict, manifest: Manifest) -> dict[str, npt.NDArray
 
 
 def asking(clipping: Clipping, users: npt.NDArray[np.int64]) -> RecordDict:
-    """The content of a message for the mod of an app: whom to train, and how to clip each."""
-    said = CLIPPING.encode(clipping).SerializeToString()
-    return content_of({CLIPPED: said, USERS: users.astype("<i8").tobytes()})
+    """Return the content of a message to an app's mod, with the users to train and the clipping."""
+    header = CLIPPING.encode(clipping).SerializeToString()
+    return content_of({CLIPPED: header, USERS: users.astype("<i8").tobytes()})
 
 
 def asked(content: RecordDict) -> tuple[Clipping, npt.NDArray[np.int64]]:
-    """What a message asks for, each user once; total, or raises WireError."""
-    said = header_in(content, CLIPPED, NODE_RECEIVES_BYTES)
+    """Return the clipping and the distinct users in a message of `asking`, or raise WireError."""
+    header = header_in(content, CLIPPED, NODE_RECEIVES_BYTES)
     users = header_in(content, USERS, NODE_RECEIVES_BYTES)
-    if said is None or users is None or len(users) % 8:
+    if header is None or users is None or len(users) % 8:
         raise WireError("a message does not say whom to train and how to clip")
     numbers = np.frombuffer(users, "<i8").astype(np.int64)
     if np.unique(numbers).size < numbers.size:
         raise WireError("a message asks for a user twice")
-    return CLIPPING.decode(parse(pb.Clipping, said, NODE_RECEIVES_BYTES)), numbers
+    return CLIPPING.decode(parse(pb.Clipping, header, NODE_RECEIVES_BYTES)), numbers
 
 
 def summed(total: IntegerVector) -> RecordDict:
-    """The content of an answer that is the sum [D] of contributions."""
+    """Return the content of an answer with the sum [D] of contributions."""
     return content_of({}, packed({SUM: total}))
 
 
 def sum_in(content: RecordDict, dimension: int) -> IntegerVector:
-    """The sum of such an answer; total, or raises WireError."""
-    header_in(content, SUM, 0)  # of another version, it is refused
+    """Return the sum [D] in an answer of `summed`, or raise WireError."""
+    header_in(content, SUM, 0)  # raises if the answer is from another version
     manifest = Manifest(Layout((SUM,), ((dimension,),)), np.dtype("<i8"))
     return tensors_in(content, manifest)[SUM].astype(np.int64, copy=False)
 
@@ -182,13 +186,14 @@ def exchange(
     deadline: float,
     stopping: threading.Event,
 ) -> Generator[Reply, None, None]:
-    """Send messages by key, and yield the reply to each as it comes.
+    """Send messages by key, and yield each reply as it arrives.
 
-    A message that the grid does not take, as for a node that has gone, has no reply; the others
-    have one at most, with content, whatever their nodes send again, and none after the deadline
-    (on the clock of `time.monotonic`) or the stop. Each reply has a thread of its own: a pull for
-    several messages waits for the slowest, and a node that dies in mid-upload holds it for minutes,
-    whatever its timeout. A thread that Flower holds up does not keep the process alive.
+    A message that the grid does not accept, for instance to a node that has left, has no reply.
+    Each other message has at most one reply, with content, even if a node sends several, and none
+    after the deadline (on the clock of `time.monotonic`) or the stop. A thread waits for each
+    reply, because a pull of several messages waits for the slowest of them: a node that dies during
+    its upload would delay it for minutes, regardless of its timeout. These are daemon threads, so
+    they do not keep the process alive if Flower blocks them.
     """
     over, replies = threading.Event(), queue.SimpleQueue[Reply]()
 
@@ -200,7 +205,7 @@ def exchange(
                     if reply.metadata.reply_to_message_id == message_id:
                         replies.put((key, _trouble(reply) or reply))
                         return
-            except Exception as error:  # of the connection, or of bytes that are not a message
+            except Exception as error:  # the connection failed, or the reply is malformed
                 replies.put((key, f"its reply cannot be received: {type(error).__name__}"))
                 return
             over.wait(pause)
@@ -209,7 +214,7 @@ def exchange(
     outstanding = 0
     try:
         for key, message in messages:
-            # A grid may leave out the ids of messages that it does not take: so one at a time.
+            # One at a time, because a grid may omit the ids of messages that it does not accept.
             for message_id in filter(None, grid.push_messages([message])):
                 threading.Thread(target=await_reply, args=(key, message_id), daemon=True).start()
                 outstanding += 1

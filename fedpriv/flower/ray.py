@@ -1,7 +1,7 @@
 """`fedpriv simulate --engine flower`: Flower's simulation on Ray, started and ended with the call.
 
-Flower and Ray report on their users. Flower reads the switches when it is imported, so it is
-imported after they are set, inside the functions of this module.
+Flower and Ray send telemetry. Flower reads the environment variables that switch it off at its
+import, so the functions of this module import Flower after they have set them.
 """
 
 import logging
@@ -31,31 +31,31 @@ _NO_TELEMETRY = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # what Ray will do, and warns of until then
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # Ray's future default; avoids a warning
 }
 
 
 def switch_off_telemetry() -> None:
-    """For this process and those that it starts; to be called before Flower is imported."""
+    """Switch off telemetry in this process and its children; call it before Flower is imported."""
     os.environ.update(_NO_TELEMETRY)
 
 
 def lock_ray() -> None:
-    """Have a Ray that this process starts take calls with a token alone.
+    """Make a Ray cluster that this process starts require a token in all calls.
 
     Its ports are open on all interfaces, and without a token any caller could run code.
-    InvalidValueError: Ray is in use here already, and would be shut down in the end, or was
-    imported, which is when it reads whether calls need a token.
+    InvalidValueError: Ray is in use here already, and would be shut down in the end; or it was
+    imported before this call, which is too late to require a token.
     """
-    if os.environ.get("RAY_ADDRESS") in ("", "local"):  # with which Ray starts one, too
+    if os.environ.get("RAY_ADDRESS") in ("", "local"):  # with these, Ray starts a cluster too
         del os.environ["RAY_ADDRESS"]
     ray, starts = sys.modules.get("ray"), "RAY_ADDRESS" not in os.environ
-    open_ray = ray is not None and starts and os.environ.get("RAY_AUTH_MODE") != "token"
-    if open_ray or (ray is not None and ray.is_initialized()):
+    unprotected = ray is not None and starts and os.environ.get("RAY_AUTH_MODE") != "token"
+    if unprotected or (ray is not None and ray.is_initialized()):
         raise InvalidValueError("Ray is in use in this process already; simulate in another")
     if starts:
         os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # read once a process
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # read once per process
 
 
 def simulate_on_ray(
@@ -65,72 +65,75 @@ def simulate_on_ray(
     workers: int,
     *,
     resume: bool,
+    keep_going: bool = False,
     follow: "Follow | None" = None,
 ) -> "Run":
-    """As `fedpriv.run.simulate.run_simulation`, with the users spread among workers of Ray.
+    """Run a simulation like `fedpriv.run.simulate.run_simulation`, on workers of Ray.
 
-    The input is checked before Ray is started; no process and no file except those of the run is
-    left on this machine. WorkerError: a worker does not do its part.
+    The input is checked before Ray is started. Afterwards, no process and no file remains, except
+    those of the run. InvalidValueError: the input is wrong, or Flower or Ray is not installed.
+    WorkerError: a worker failed.
     """
     missing = [name for name in ("flwr", "ray") if find_spec(name) is None]
     if missing:
         install = "pip install 'fedpriv[flower]' installs it"
         raise InvalidValueError(f"{' and '.join(missing)} cannot be imported; {install}")
     switch_off_telemetry()
-    lock_ray()  # before users are loaded, by what may import Ray
+    lock_ray()  # before users are loaded, because their loader may import Ray
     import torch
     from flwr.serverapp import ServerApp
-    from rich.console import Console
 
     from fedpriv.flower.client_app import app as client_app
     from fedpriv.flower.grid import GridSimulation
+    from fedpriv.report.tables import screen
     from fedpriv.run.run import RunSetup
 
-    simulation = GridSimulation.of(RunSetup.of(file, assignments, out, resume=resume), workers)
-    server_app, stopping, ended = ServerApp(), threading.Event(), list["Run"]()
+    setup = RunSetup.of(file, assignments, out, resume=resume, keep_going=keep_going)
+    simulation = GridSimulation.of(setup, workers)
+    server_app, stopping, runs = ServerApp(), threading.Event(), list["Run"]()
 
     @server_app.main()
     def main(grid: "Grid", _context: "Context") -> None:
-        ended.append(simulation.run(grid, stopping, Console(markup=False, emoji=False), follow))
+        runs.append(simulation.run(grid, stopping, screen(), follow))
 
     gpus = torch.cuda.device_count() if simulation.experiment.device.type == "cuda" else 0
     try:
         run_on_ray(server_app, client_app, workers, workers, gpus)
     finally:
         stopping.set()
-    return ended[0]
+    return runs[0]
 
 
 def run_on_ray(
     server_app: "ServerApp", client_app: "ClientApp", nodes: int, processes: int, gpus: int = 0
 ) -> None:
-    """Run an app in Flower's simulation, on a Ray that is started for it and ends with it.
+    """Run an app in Flower's simulation, on a Ray cluster that is started for it and ends with it.
 
-    Where the environment variable RAY_ADDRESS is set, it runs on that cluster instead, which stays
-    up. So many processes run the nodes, each on a core, and share the GPUs; workers import the
-    client app by its name. InvalidValueError: as `lock_ray`. WorkerError: Ray does not start, or
-    breaks. Whatever the ServerApp raises passes through.
+    If the environment variable RAY_ADDRESS is set, the app runs on that cluster instead, which
+    keeps running. `processes` processes run the nodes, each on one core, and share the GPUs.
+    Workers import the client app by its name. InvalidValueError: as for `lock_ray`, or no cluster
+    answers. WorkerError: Ray does not start, or fails. Errors of the ServerApp pass unchanged.
     """
     lock_ray()
     from flwr.simulation import run_simulation
 
-    of_ray: dict[str, ConfigRecordValues] = {"log_to_driver": False}
+    ray_options: dict[str, ConfigRecordValues] = {"log_to_driver": False}
     share = gpu_share(gpus, processes)
     resources: dict[str, ConfigRecordValues] = {"num_cpus": 1, "num_gpus": share}
-    # Its pages on what a worker raised may hold users' data; what matters is in our own sentence.
+    # Flower logs errors of workers at length, perhaps with users' data; ours state the cause.
     logging.getLogger("flwr").setLevel(logging.CRITICAL)
-    # Paths of sockets must be short, which those of other temporary folders need not be.
-    short = os.environ.get("RAY_TMPDIR", "/tmp")
-    with tempfile.TemporaryDirectory("", "fedpriv-", short, ignore_cleanup_errors=True) as folder:
-        os.environ["FLWR_HOME"] = folder  # it writes an id there, even with telemetry off
+    # A short folder, because paths of sockets must be short.
+    parent = os.environ.get("RAY_TMPDIR", "/tmp")
+    with tempfile.TemporaryDirectory("", "fedpriv-", parent, ignore_cleanup_errors=True) as folder:
+        os.environ["FLWR_HOME"] = folder  # Flower writes an id there, even without telemetry
         if "RAY_ADDRESS" in os.environ:
             _check_cluster(os.environ["RAY_ADDRESS"])
         else:
-            of_ray |= {"num_cpus": processes, "_temp_dir": folder}
-        backend = {"init_args": of_ray, "client_resources": resources}
+            ray_options |= {"num_cpus": processes, "_temp_dir": folder}
+        backend = {"init_args": ray_options, "client_resources": resources}
         try:
             run_simulation(server_app, client_app, nodes, backend_config=backend)
-        except RuntimeError as error:  # Flower's, when Ray does not start or breaks
+        except RuntimeError as error:  # from Flower, if Ray does not start or fails
             cause: BaseException = error
             while isinstance(cause, RuntimeError) and cause.__cause__ is not None:
                 cause = cause.__cause__
@@ -139,10 +142,10 @@ def run_on_ray(
 
 
 def gpu_share(gpus: int, workers: int) -> float:
-    """Share of one of the machine's GPUs for each worker, so that all are placed at once.
+    """Return each worker's share of a GPU, so that all workers run at once.
 
-    Ray places a worker on one GPU: shares of 2/3 on two GPUs would leave the third of three
-    workers waiting for ever.
+    Ray places a worker on one GPU. For instance, with shares of 2/3 on two GPUs, the third of three
+    workers would wait forever.
 
     >>> [gpu_share(gpus, 3) for gpus in (0, 2, 3, 4)]
     [0.0, 0.5, 1.0, 1.0]
@@ -151,12 +154,12 @@ def gpu_share(gpus: int, workers: int) -> float:
 
 
 def _check_cluster(address: str) -> None:
-    """Refuse a HOST:PORT that does not answer; Ray would try for many minutes."""
+    """Raise InvalidValueError if a HOST:PORT does not answer; Ray would try for many minutes."""
     host, _, port = address.rpartition(":")
     if "/" in host or not port.isdecimal():
-        return  # one of the other forms that Ray knows
+        return  # another form of addresses of Ray
     try:
         socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
-        found = f"RAY_ADDRESS is {address!r}, where no cluster of Ray answers"
-        raise InvalidValueError(f"{found}: {error}") from error
+        sentence = f"RAY_ADDRESS is {address!r}, where no cluster of Ray answers"
+        raise InvalidValueError(f"{sentence}: {error}") from error

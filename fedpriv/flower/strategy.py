@@ -49,6 +49,7 @@ from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.support.checks import check_types, is_whole
 from fedpriv.support.importing import raised_at
 from fedpriv.support.logs import one_line
+from fedpriv.training.contributors import Contributors
 from fedpriv.training.local import SGD
 from fedpriv.training.optimizers import FedAvg, Parameters, ServerOptimizer, try_out
 from fedpriv.training.request import RoundRequest, Transport
@@ -143,11 +144,15 @@ class PrivateStrategy(Strategy):
         train_config: ConfigRecord | None = None,
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Evaluate | None = None,
+        *,
+        keep_going: bool = False,
     ) -> Result:
         """Run private rounds to their number or to the end of the budget; what was released.
 
         Each round waits for replies for `timeout` seconds at most. The train metrics of a round are
         its released numbers, with `privacy/epsilon`, of all charges of the ledger so far.
+        Unless `keep_going` is true, an error in the log ends the rounds once noised counts say that
+        too few users count; the guarantee is then the budget, and not what the charges cost.
         BudgetExceededError: not one round fits the budget. LedgerError: the ledger is of another
         population, or cannot be believed or written.
         """
@@ -172,10 +177,16 @@ class PrivateStrategy(Strategy):
             self.summary()
             _evaluate(evaluate_fn, 0, result)
             rounds = train(plan, state, transport, records, OperatingSystemEntropy())
+            counted = Contributors()
             for state, released in rounds:
                 result.arrays = model.record(state.parameters)
                 result.train_metrics_clientapp[state.round] = _figures(released)
                 _evaluate(evaluate_fn, state.round, result)
+                counted = counted.with_round(released, plan.sampling.event())
+                if counted.too_few and not keep_going:
+                    why = counted.why_ended("users", state.round, num_rounds)
+                    _log.error("%s; the guarantee is the budget of ε = %s", why, budget.epsilon)
+                    return result
         if state.round < num_rounds:
             _log.warning("stopped after %d of %d rounds: %s", state.round, num_rounds, Stop.BUDGET)
         return result

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from fedpriv.errors import InvalidValueError, LedgerError
 from fedpriv.ledger.database import Database, FileFormat
 from fedpriv.support.checks import require
+from fedpriv.support.disk import keep_from_git
 
 Users = npt.NDArray[np.int64]  # positions in the population, ascending: [cohort]
 Attempt = tuple[str, int, int]  # run, round and attempt
@@ -104,7 +105,9 @@ class ParticipationRecord:
 
     @classmethod
     def open_or_create(cls, path: Path) -> Self:
-        """Open the record at `path`, or create it if there is no file."""
+        """Open the record at `path`, or create it, ignored by git, if there is no file."""
+        if not path.exists():
+            keep_from_git(path)
         return cls(Database(path, _FORMAT, {}))
 
     def record(

@@ -1,4 +1,4 @@
-"""What is measured of a model's outputs: users' metrics, and figures on held-out rows."""
+"""Measures of a model's outputs: users' metrics, and figures on held-out rows."""
 
 from fedpriv.measures.metrics import metric, own_metrics
 

@@ -1,4 +1,4 @@
-"""Metrics that users report beside updates: names, bounds, and how a user's rows make them."""
+"""Metrics that users report next to updates: names, bounds, and how rows of a user give them."""
 
 import math
 import sys
@@ -14,18 +14,18 @@ from torch import Tensor
 from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.measures.figures import Seen, Sums, hits, losses
 from fedpriv.privacy.gaussian_mechanism import Metric
-from fedpriv.support.checks import plain_numbers
+from fedpriv.support.checks import plain_numbers, require
 from fedpriv.support.importing import check_options, import_function
 
 MetricFunction = Callable[[Tensor, Tensor], Tensor]
-"""Maps outputs and targets [n, …] to a vector of each example, [n, *shape]."""
+"""Maps outputs and targets [n, …] to one vector for each example, [n, *shape]."""
 
 _UPDATE_NORMS = "update-norms"
-_UPWARD = 1.0 + 2.0**-50  # on radii that are met exactly, for the rounding of the root
+_UPWARD = 1.0 + 2.0**-50  # covers the rounding of a root, for radii that vectors can reach
 
 
 def metric(name: str, **numbers: float | Sequence[float]) -> Metric:
-    """A metric with the bounds that follow from a few numbers.
+    """Return a metric with the bounds that follow from a few numbers.
 
     | name               | a user's vector, and the numbers that bound it                       |
     | ------------------ | -------------------------------------------------------------------- |
@@ -35,26 +35,26 @@ def metric(name: str, **numbers: float | Sequence[float]) -> Metric:
     | label-counts       | examples of each of `classes`; `bound` on the L2 norm                |
     | update-norms:GROUP | per one of `thresholds`, 1 if the group's norm before clipping is    |
     |                    | not above it, else 0                                                 |
-    | batch-norm         | how far inputs of normalisations are from their running statistics;  |
+    | batch-norm         | distances of normalised inputs from their running statistics;        |
     |                    | `channels` of all layers together; `bound` on the L2 norm            |
     | module:function    | mean over its examples of a function of outputs and targets;         |
     |                    | `radius`, and `shape` (a number) and `centre` (zero) if they differ  |
 
-    An unknown name, or a number that is unknown, absent or out of range is an `InvalidValueError`.
+    InvalidValueError if the name is unknown, or a number is unknown, absent or out of range.
 
     >>> metric("loss", bound=5.0)
     Metric(name='loss', shape=(), centre=2.5, radius=2.5, options=())
     """
     numbers = plain_numbers(numbers)
-    made = partial(_own_metric if _is_own(name) else _made(name), name)
-    check_options(f"metric {name!r}", made, numbers, InvalidValueError, noun="number")
+    make = partial(_own_metric if _is_own(name) else _factory(name), name)
+    check_options(f"metric {name!r}", make, numbers, InvalidValueError, noun="number")
     for number, value in numbers.items():
         _check_number(name, number, value)
-    return made(**numbers)
+    return make(**numbers)
 
 
 def own_metrics(names: Iterable[str]) -> dict[str, MetricFunction]:
-    """Import those metrics that are named "package.module:function", for `Task.metrics`."""
+    """Import and return metrics named "package.module:function", by name, for `Task.metrics`."""
     return {
         name: cast(MetricFunction, import_function(f"metric {name!r}", name, ModelError))
         for name in names
@@ -77,8 +77,8 @@ def _check_number(name: str, number: str, value: object) -> None:
         kind, least, form = int, 1, "a whole number of at least 1"
     elif number == "centre":
         least, form = -sys.float_info.max, "a number"
-    for each in cast(Sequence[float], value) if several else [cast(float, value)]:
-        if not isinstance(each, kind) or not least <= each < math.inf:
+    for element in cast(Sequence[float], value) if several else [cast(float, value)]:
+        if not isinstance(element, kind) or not least <= element < math.inf:
             must = "each must" if several else "it must"
             raise InvalidValueError(f"{number} of metric {name!r} is {value!r}; {must} be {form}")
 
@@ -88,8 +88,7 @@ def _from_zero(name: str, bound: float) -> Metric:
 
 
 def _norm_indicators(name: str, thresholds: Sequence[float]) -> Metric:
-    if not thresholds:
-        raise InvalidValueError(f"metric {name!r} has no thresholds; there must be at least one")
+    require(bool(thresholds), f"metric {name!r} has no thresholds; there must be at least one")
     radius = math.sqrt(len(thresholds)) / 2.0 * _UPWARD
     return Metric(name, (len(thresholds),), 0.5, radius, tuple(map(float, thresholds)))
 
@@ -99,40 +98,37 @@ def _own_metric(name: str, radius: float, centre: float = 0.0, shape: Sequence[i
 
 
 def group_of(name: str) -> str:
-    """Name of the vector group whose norms a metric is of; "" if it is of examples."""
+    """Return the vector group whose update norms a metric measures; "" if it measures examples."""
     kind, _, group = name.partition(":")
     return group if kind == _UPDATE_NORMS else ""
 
 
-def sums_of(metric: Metric, own: Mapping[str, MetricFunction]) -> Sums | None:
-    """How a metric is computed from a user's rows, [n, k] and then [U, *shape].
+def sums_of(metric: Metric, task_metrics: Mapping[str, MetricFunction]) -> Sums | None:
+    """Return how to compute a metric, [U, *shape], from users' rows; None if it measures updates.
 
-    None: it is of updates. `own` are the task's own by name. An unknown name is an
-    `InvalidValueError`.
+    `task_metrics` are the task's own metrics by name. InvalidValueError if the name is unknown.
     """
     name = metric.name
     if group_of(name):
         return None
-    if name in _OF_EXAMPLES and name in own:
-        raise InvalidValueError(
-            f"metric {name!r} is built in; the task's own metric of that name must have another"
-        )
     if name in _OF_EXAMPLES:
+        limit = "the task's own metric of that name must have another"
+        require(name not in task_metrics, f"metric {name!r} is built in; {limit}")
         return _OF_EXAMPLES[name].sums(metric)
-    if name in own:
-        return _of_function(own[name], metric)
-    known = known_names(name, [*_OF_EXAMPLES, f"{_UPDATE_NORMS}:GROUP", *own])
-    raise InvalidValueError(f"unknown metric {name!r}; {known}")
+    if name in task_metrics:
+        return _of_function(task_metrics[name], metric)
+    hint = known_names(name, [*_OF_EXAMPLES, f"{_UPDATE_NORMS}:GROUP", *task_metrics])
+    raise InvalidValueError(f"unknown metric {name!r}; {hint}")
 
 
-def _made(name: str) -> Callable[..., Metric]:
-    """What makes a metric of its name and numbers."""
+def _factory(name: str) -> Callable[..., Metric]:
+    """Return the function that makes a metric of its name and numbers."""
     if group_of(name):
         return _norm_indicators
     if name in _OF_EXAMPLES:
         return _OF_EXAMPLES[name].make
-    known = known_names(name, [*_OF_EXAMPLES, f"{_UPDATE_NORMS}:GROUP", "module:function"])
-    raise InvalidValueError(f"unknown metric {name!r}; {known}")
+    hint = known_names(name, [*_OF_EXAMPLES, f"{_UPDATE_NORMS}:GROUP", "module:function"])
+    raise InvalidValueError(f"unknown metric {name!r}; {hint}")
 
 
 @dataclass(frozen=True)
@@ -144,9 +140,9 @@ class _OfExamples:
 
 
 def _in_ball(of_rows: Callable[[Seen], Tensor]) -> Callable[[Metric], Sums]:
-    """Means within centre ± radius; what is not finite is at the upper end.
+    """Return sums for a mean within centre ± radius; NaN and ∞ become the upper end.
 
-    Without targets there is no mean but NaN, and such a user contributes nothing.
+    For a user without targets the mean is NaN, and the user contributes nothing.
     """
 
     def sums(metric: Metric) -> Sums:
@@ -163,10 +159,8 @@ def _in_ball(of_rows: Callable[[Seen], Tensor]) -> Callable[[Metric], Sums]:
 
 
 def _examples(metric: Metric) -> Sums:
-    if len(metric.options) != 1:
-        raise InvalidValueError(
-            f"metric 'examples' has options {metric.options}; there must be one, the cap"
-        )
+    message = f"metric 'examples' has options {metric.options}; there must be one, the cap"
+    require(len(metric.options) == 1, message)
 
     def one(seen: Seen) -> Tensor:
         return torch.ones((len(seen.targets), 1), dtype=torch.float64, device=seen.targets.device)
@@ -182,17 +176,18 @@ def _label_counts(metric: Metric) -> Sums:
                 "integers"
             )
         targets = seen.targets.reshape(len(seen.targets), -1, 1)
-        # Compared, not indexed: a target that is not a class must not raise, least of all on a GPU.
-        found = targets == torch.arange(metric.shape[0], device=targets.device)
-        return (found & seen.counts.view_as(targets)).double().sum(1)
+        # A comparison ignores a target that is no class; as an index it would raise, and on a GPU
+        # end the process.
+        is_class = targets == torch.arange(metric.shape[0], device=targets.device)
+        return (is_class & seen.counts.view_as(targets)).double().sum(1)
 
     return Sums(classes, lambda sums: sums)
 
 
 def _batch_norm(metric: Metric) -> Sums:
     def moments(seen: Seen) -> Tensor:
-        if not seen.moments:
-            raise InvalidValueError("metric 'batch-norm' needs a model with batch normalisation")
+        message = "metric 'batch-norm' needs a model with batch normalisation"
+        require(bool(seen.moments), message)
         for layer, calls in seen.moments.items():
             if len(calls) != 1:
                 raise InvalidValueError(
@@ -205,7 +200,7 @@ def _batch_norm(metric: Metric) -> Sums:
 
 
 def _of_function(function: MetricFunction, metric: Metric) -> Sums:
-    """A task's own metric, in which examples without a target that counts do not count."""
+    """Return sums for a task's own metric: its mean over examples with a target that counts."""
 
     def values(seen: Seen) -> Tensor:
         return function(seen.outputs, seen.targets)
@@ -218,19 +213,19 @@ def _mean_over(
     metric: Metric,
     weigh: Callable[[Seen], Tensor] = lambda seen: torch.ones_like(seen.losses, dtype=torch.bool),
 ) -> Sums:
-    """The mean of vectors of rows, [n, *shape], over those that count."""
+    """Return sums for the mean of vectors [n, *shape] over the rows that `weigh` counts."""
 
     def of_rows(seen: Seen) -> Tensor:
-        found, expected = vectors(seen), (len(seen.targets), *metric.shape)
-        if found.shape != expected:
+        values, expected = vectors(seen), (len(seen.targets), *metric.shape)
+        if values.shape != expected:
             raise InvalidValueError(
-                f"metric {metric.name!r} gives shape {list(found.shape)} for {expected[0]} "
+                f"metric {metric.name!r} gives shape {list(values.shape)} for {expected[0]} "
                 f"examples; it must be {list(expected)}"
             )
         counts = weigh(seen)[:, None]
-        # Not a product with zero, which would keep NaN.
-        each = torch.where(counts, found.double().reshape(len(found), -1), 0.0)
-        return torch.cat([each, counts.double()], 1)
+        # A product with zero would keep NaN.
+        masked = torch.where(counts, values.double().reshape(len(values), -1), 0.0)
+        return torch.cat([masked, counts.double()], 1)
 
     def finish(sums: Tensor) -> Tensor:
         return (sums[:, :-1] / sums[:, -1:]).reshape(-1, *metric.shape)

@@ -12,16 +12,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from numbers import Real
 
 import numpy as np
-import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import WITH_STRATEGY, RoundEvent, SumQueryEvent
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, IntegerVector
 from fedpriv.privacy.correlated_noise import BandedStrategy, CorrelatedNoise, Strategy
-from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_names
+from fedpriv.privacy.layout import NO_CLIPPING, FloatVector, Layout, VectorGroup, check_names
 from fedpriv.privacy.noise import LARGEST_STDDEV, Entropy, rounded_gaussian
 from fedpriv.privacy.sampling import Sampling
 from fedpriv.support.checks import hold_numbers, hold_plain_numbers, plain_numbers
@@ -188,6 +186,11 @@ class GaussianQuery:
             raise InvalidValueError(f"floor is {self.floor} and no group is weighted; one must be")
         _ = self.events  # refuses a σ_g that no ledger would accept
         for group, stddev in zip(groups, self.noise_stddevs, strict=True):
+            if stddev and group.clipping_norm == NO_CLIPPING:
+                raise InvalidValueError(
+                    f"group {group.name!r} is not clipped, so no noise would protect anyone; its "
+                    "clipping norm must be finite, or noise_multiplier 0"
+                )
             if stddev > LARGEST_STDDEV * group.granularity:
                 raise InvalidValueError(
                     f"noise_stddev of group {group.name!r} is {stddev / group.clipping_norm:.6g} "
@@ -306,7 +309,6 @@ def _upper_sum(sensitivity: float, slack: float) -> float:
 METRIC_PREFIX = "metrics/"  # starts the names of tensors and vector groups of metrics
 # A user adds less than 2^25 steps to a component, and the noise less than 2^45: below 2^63.
 MOST_USERS = 2**37
-_SMALLEST_NORM, _LARGEST_NORM = 1e-12, 1e12
 _PLAIN = Averaging()
 INDEPENDENT = BandedStrategy((1.0,))  # fresh noise in each round
 
@@ -493,82 +495,3 @@ class Metric:
 # for a counted and −½ for a dropped user would halve the noise, but then a broken update would have
 # to add something, and an absent node would count as half of its users.
 CONTRIBUTORS = Metric("contributors")
-
-
-@dataclass(frozen=True)
-class AdaptiveClipping:
-    """Moves each clipping norm so that a fraction of the users, the quantile, is not clipped.
-
-    After a round with norm S and private fraction b of unclipped users, the next norm is
-    S·exp(−η·(b − γ)) (Andrew et al. 2019, Algorithm 1). The round itself clips and adds noise with
-    the norm before it moves.
-    """
-
-    quantile: float = 0.5  # γ in (0, 1)
-    learning_rate: float = 0.2  # η in (0, 10]; a round changes a norm by at most about e^η
-    share: float = 0.02  # ω in (0, 1), share of the round's privacy that counts clipped users
-
-    def __post_init__(self) -> None:
-        hold_numbers(self)
-        for name in ("quantile", "share"):
-            if not 0.0 < getattr(self, name) < 1.0:
-                raise InvalidValueError(
-                    f"{name} of adaptive clipping is {getattr(self, name)}; it must be in (0, 1)"
-                )
-        if not 0.0 < self.learning_rate <= 10.0:
-            raise InvalidValueError(
-                f"learning_rate of adaptive clipping is {self.learning_rate}; it must be in (0, 10]"
-            )
-
-    def step(self, norm: float, unclipped: float) -> float:
-        """Return the next clipping norm, from the noised fraction of users that were not clipped.
-
-        A fraction outside [0, 1] is moved to the nearer end.
-        """
-        fraction = min(max(unclipped, 0.0), 1.0)
-        next_norm = norm * math.exp(-self.learning_rate * (fraction - self.quantile))
-        return min(max(next_norm, _SMALLEST_NORM), _LARGEST_NORM)
-
-
-CONTROL_PREFIX = "control/"  # starts the names of their tensors and group
-
-
-@dataclass(frozen=True)
-class ControlVariates:
-    """A second vector that users send, as large as the update, and the server's update rule for it.
-
-    The server keeps a control variate c of the shape of the model, initially zero, and sends it
-    with each round. A user sends the difference of its own, Δc_i = c_i − c. The server then sets
-    c ← c + β·Δc, where Δc is the release: the noised average of the clipped Δc_i.
-    """
-
-    norm: float  # S, the bound on the L2 norm of Δc_i
-    share: float  # ω in (0, 1), share of the round's privacy
-    rate: float  # β in (0, 1]; averages the noise of about 1/β rounds
-
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if not isinstance(value, Real):
-                raise InvalidValueError(f"control_{name} is {value!r}; it must be a number")
-        if not 0.0 < self.share < 1.0:
-            raise InvalidValueError(f"control_share is {self.share}; it must be in (0, 1)")
-        if not 0.0 < self.rate <= 1.0:
-            raise InvalidValueError(f"control_rate is {self.rate}; it must be in (0, 1]")
-        _ = VectorGroup.single(CONTROL_PREFIX, self.norm)  # refuses an illegal norm
-
-    def group(self, layout: Layout) -> VectorGroup:
-        """Return the extra vector group for an update of this layout."""
-        tensors = tuple(CONTROL_PREFIX + name for name in layout.names)
-        return VectorGroup(CONTROL_PREFIX + "variates", tensors, self.norm, (1.0,) * len(tensors))
-
-    def updated(
-        self, control: Mapping[str, npt.NDArray[np.float32]], released: Mapping[str, FloatVector]
-    ) -> dict[str, npt.NDArray[np.float32]]:
-        """Return the control variate after a round, by parameter, saturated to float32's range."""
-        limit = np.finfo(np.float32).max
-        return {
-            name: np.clip(c + self.rate * released[CONTROL_PREFIX + name], -limit, limit).astype(
-                np.float32
-            )
-            for name, c in control.items()
-        }

@@ -24,6 +24,7 @@ Tensors = Mapping[str, npt.NDArray[np.generic]]
 Parts = Mapping[str, tuple[str, ...]]  # the tensor names of each part, by part name
 
 SMALLEST_CLIPPING_NORM, LARGEST_CLIPPING_NORM = 1e-30, 1e30  # within float32's range
+NO_CLIPPING = 2.0**26  # clips nothing that trains, in the steps of norm 1; only without noise
 _BITS = 24  # a clipping norm has this many bits in steps: the precision of float32
 
 
@@ -105,14 +106,18 @@ class Layout:
 def granularity(clipping_norm: float) -> float:
     """Return γ, the largest power of two up to S·2^-24: one step of a contribution.
 
-    >>> granularity(1.5) == 2.0**-24
+    >>> granularity(1.5) == granularity(NO_CLIPPING) == 2.0**-24
     True
     """
+    clipping_norm = 1.0 if clipping_norm == NO_CLIPPING else clipping_norm
     return math.ldexp(1.0, math.frexp(clipping_norm)[1] - 1 - _BITS)
 
 
 def squared_bound(clipping_norm: float) -> int:
-    """Return B = ⌊(S/γ)²⌋ exactly, from 2^48 to 2^50. If Σaᵢ² ≤ B for integers a, γ·‖a‖₂ ≤ S."""
+    """Return B = ⌊(S/γ)²⌋ exactly, from 2^48 to 2^50. If Σaᵢ² ≤ B for integers a, γ·‖a‖₂ ≤ S.
+
+    B of `NO_CLIPPING` is 2^100, which float64 does not bound exactly.
+    """
     # The quotient is exact, since γ is a power of two.
     numerator, denominator = (clipping_norm / granularity(clipping_norm)).as_integer_ratio()
     return numerator * numerator // (denominator * denominator)

@@ -1,4 +1,4 @@
-"""Charts: one declaration is interactive on a page, and a document's PNG or SVG."""
+"""Charts: one declaration gives an interactive chart on a page, and a PNG or SVG file."""
 
 import json
 import math
@@ -15,19 +15,20 @@ from typing import Any
 import altair as alt
 import vl_convert
 
-from fedpriv.errors import InvalidValueError
+from fedpriv.support.checks import require
+from fedpriv.support.disk import writing
 
 # Distinguishable with colour vision deficiency, on white and on black; marker shapes and dashes
-# tell lines apart where colour cannot, as in print.
+# distinguish lines without colour, as in print.
 COLOURS = ("#3a86c8", "#d9622b", "#1a9a72", "#c973a6", "#c98a00", "#8a74c9", "#2aa3b8", "#8a8a8a")
 _SHAPES = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-left")
 _MARKERS = 20  # on a line, at most
-_LARGEST = 400  # of markers with sizes, in square pixels
+_LARGEST = 400  # area of the largest marker of points with sizes, in square pixels
 _BREAK = 40  # characters of an axis title that fit on a phone
 _SIZE = (600, 300)  # of the plot in a file, in pixels at 96 per inch
-# Of the legend; that of the plot is known too late.
+# Width of the legend; Vega computes that of the plot too late.
 _WIDTH = f"(isFinite(containerSize()[0]) ? containerSize()[0] - 70 : {_SIZE[0]})"
-# 1, 2 and 5 of each decade; all where there is less than one.
+# Labels at 1, 2 and 5 of each decade; at all ticks of an axis of less than one.
 _LOG_LABEL = (
     "domain('SCALE')[1] < 10 * domain('SCALE')[0] || "
     "indexof('125', slice(format(datum.value, '.0e'), 0, 1)) >= 0 ? "
@@ -43,15 +44,12 @@ class Axis:
     name: str
     unit: str = ""
     log: bool = False
-    ends: tuple[float, float] | None = None  # None: as far as the data go
-    from_zero: bool = False  # of a linear scale without ends
-    ticks: tuple[tuple[float, str], ...] = ()  # values and their text; none: round numbers
+    ends: tuple[float, float] | None = None  # None: those of the data
+    from_zero: bool = False  # whether a linear scale without ends includes zero
+    ticks: tuple[tuple[float, str], ...] = ()  # values and labels; empty: round numbers
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise InvalidValueError(
-                f"an axis with unit {self.unit!r} has no name; it must have one"
-            )
+        require(bool(self.name), f"an axis with unit {self.unit!r} has no name; it must have one")
 
     @property
     def title(self) -> str:
@@ -61,7 +59,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Series:
-    """A line or points, and a band or error bars; what an axis has no place for is left out."""
+    """A line or points, and a band or error bars; charts omit values that do not fit an axis."""
 
     name: str  # in the legend; unique in the chart
     x: Sequence[float]
@@ -69,16 +67,16 @@ class Series:
     low: Sequence[float | None] = ()
     high: Sequence[float | None] = ()
     dashed: bool = False
-    joined: bool = True  # a line joins the points
-    marked: bool = True  # points have markers
-    sizes: Sequence[float] = ()  # areas of markers, in proportion; none: all alike
+    joined: bool = True  # whether a line joins the points
+    marked: bool = True  # whether points have markers
+    sizes: Sequence[float] = ()  # relative areas of markers; empty: equal ones
     bars: bool = False  # error bars instead of a band
     colour: int | None = None  # index in COLOURS; None: the next
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What a chart shows; its caption says in a few sentences what that means."""
+    """A chart, and a caption that explains it in a few sentences."""
 
     name: str  # identifies it in a page, and names its files
     title: str
@@ -86,12 +84,12 @@ class Chart:
     x: Axis
     y: Axis
     series: Sequence[Series]
-    simulation_only: bool = False  # whether it shows what no guarantee covers
+    simulation_only: bool = False  # whether it shows data that no guarantee covers
 
 
 @cache
 def texts() -> dict[str, Any]:
-    """What reports say: the content of `templates/texts.toml`."""
+    """Return the texts of reports: the content of `templates/texts.toml`."""
     return tomllib.loads(_TEMPLATES.joinpath("texts.toml").read_text("utf-8"))
 
 
@@ -108,72 +106,85 @@ def declared(
     x: Axis | None = None,
     y: Axis | None = None,
 ) -> Chart:
-    """A chart of a kind in `texts`, filled in with words; its name and axes may be given."""
-    told = texts()["charts"][kind]
-    marked = told.get("simulation_only", False)
-    caption = f"{told['caption']} {texts()['simulation_only']}" if marked else told["caption"]
+    """Return a chart of a kind in `texts`, with words filled in.
+
+    A name and axes replace those of the kind.
+    """
+    template = texts()["charts"][kind]
+    simulation_only = template.get("simulation_only", False)
+    caption = template["caption"] + (f" {texts()['simulation_only']}" if simulation_only else "")
     x, y = (
-        given or Axis(**{**told[end], "name": told[end]["name"].format(**words)})
-        for end, given in (("x", x), ("y", y))
+        axis or Axis(**{**template[key], "name": template[key]["name"].format(**words)})
+        for key, axis in (("x", x), ("y", y))
     )
-    title, caption = told["title"].format(**words), caption.format(**words)
-    return Chart(name or kind, title, caption, x, y, series, marked)
+    title, caption = template["title"].format(**words), caption.format(**words)
+    return Chart(name or kind, title, caption, x, y, series, simulation_only)
 
 
 def spans_decades(values: Sequence[float]) -> bool:
-    """Whether positive values span more than a factor of ten, so that they need a log scale."""
+    """Return whether values are positive and span more than a factor of ten."""
     return min(values) > 0.0 and max(values) > 10.0 * min(values)
 
 
 def figure(*charts: Chart) -> alt.HConcatChart:
-    """Charts side by side as an Altair figure for documents, with their titles and captions."""
+    """Return charts side by side as an Altair figure for documents, with titles and captions."""
     parts = []
     for chart in charts:
-        marked = f"{chart.title} (simulation only)" if chart.simulation_only else chart.title
+        heading = f"{chart.title} (simulation only)" if chart.simulation_only else chart.title
         caption = textwrap.wrap(chart.caption, 115)
-        title = alt.TitleParams(textwrap.wrap(marked, 80), subtitle=caption)
-        drawn = alt.LayerChart(data=_rows(chart), layer=_layers(chart, clip=False), title=title)
-        parts.append(drawn.properties(width=_SIZE[0], height=_SIZE[1]))
-    apart = alt.Resolve(scale=alt.ScaleResolveMap(color="independent", shape="independent"))
+        title = alt.TitleParams(textwrap.wrap(heading, 80), subtitle=caption)
+        part = alt.LayerChart(data=_rows(chart), layer=_layers(chart, clip=False), title=title)
+        parts.append(part.properties(width=_SIZE[0], height=_SIZE[1]))
+    scales = alt.Resolve(scale=alt.ScaleResolveMap(color="independent", shape="independent"))
     return alt.HConcatChart(
-        hconcat=parts, resolve=apart, config=_style(), background="white", padding=12
+        hconcat=parts, resolve=scales, config=_style(), background="white", padding=12
     )
 
 
 def save(chart: Chart, folder: Path, formats: Iterable[str] = ("png", "svg")) -> list[Path]:
-    """Write a chart in each format, "png" or "svg", always to the same bytes; return the files."""
-    # Altair would check and draw it for each format; a PNG is a picture of the SVG.
+    """Write a chart in each format, "png" or "svg", and return the files.
+
+    The same chart always gives the same bytes.
+    """
+    # Altair would check and draw the chart for each format; the PNG is made of the SVG.
     svg = vl_convert.vegalite_to_svg(figure(chart).to_dict(validate=False))
     paths = [folder / f"{chart.name}.{suffix}" for suffix in formats]
     for path in paths:
-        png = path.suffix == ".png"
-        path.write_bytes(vl_convert.svg_to_png(svg, scale=2) if png else svg.encode())
+        is_png = path.suffix == ".png"
+        path.write_bytes(vl_convert.svg_to_png(svg, scale=2) if is_png else svg.encode())
     return paths
 
 
+def save_all(charts: Iterable[Chart], folder: Path) -> list[Path]:
+    """Write charts as PNG and SVG into a folder, which is created, and return the files."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        return [file for chart in charts for file in save(chart, folder)]
+
+
 def embedded(chart: Chart) -> dict[str, Any]:
-    """The chart as Vega-Lite for a page: as wide as its place, with zoom and tooltips."""
+    """Return a chart as Vega-Lite for a page: as wide as its container, with zoom and tooltips."""
     chosen = alt.selection_point(name="chosen", fields=["series"], bind="legend")
     # Without shift the wheel scrolls the page; pointer events would keep a phone from scrolling.
-    moved = alt.selection_interval(
+    zoom = alt.selection_interval(
         name="moved",
         bind="scales",
         translate="[mousedown, window:mouseup] > window:mousemove!",
         zoom="wheel![event.shiftKey]",
     )
-    faded = alt.when(chosen).then(alt.value(1.0)).otherwise(alt.value(0.1))
+    opacity = alt.when(chosen).then(alt.value(1.0)).otherwise(alt.value(0.1))
     tips = [alt.Tooltip("series:N")]
     for name, axis in (("x", chart.x), ("y", chart.y)):
         tips.append(alt.Tooltip(f"{name}:Q", title=axis.title, format=".4~g"))
-    if any(each.low for each in chart.series):
+    if any(series.low for series in chart.series):
         tips += [alt.Tooltip(f"{end}:Q", format=".4~g") for end in ("low", "high")]
     base, _ = _encoded(chart)
-    # Around each point, as it is too small to be hit.
+    # Points are too small to hit, so tooltips belong to larger invisible ones.
     targets = base.mark_point(size=200, filled=True, opacity=0, clip=True).encode(tooltip=tips)
-    layers = [layer.encode(opacity=faded) for layer in _layers(chart, clip=True)]
-    drawn = alt.LayerChart(
+    layers = [layer.encode(opacity=opacity) for layer in _layers(chart, clip=True)]
+    embedding = alt.LayerChart(
         data=_rows(chart),
-        layer=[*layers, targets.add_params(chosen, moved)],
+        layer=[*layers, targets.add_params(chosen, zoom)],
         config=_style(),
         width="container",
         height=_SIZE[1],
@@ -181,12 +192,12 @@ def embedded(chart: Chart) -> dict[str, Any]:
         background="transparent",
         description=f"{chart.title}. {chart.caption}",
     )
-    return drawn.to_dict(validate=False)  # a check takes longer than all else
+    return embedding.to_dict(validate=False)  # a check would take longer than everything else
 
 
 @cache
 def library() -> str:
-    """JavaScript that draws `embedded` charts: Vega, Vega-Lite and Vega-Embed."""
+    """Return JavaScript that draws `embedded` charts: Vega, Vega-Lite and Vega-Embed."""
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
@@ -195,7 +206,7 @@ def _layers(chart: Chart, *, clip: bool) -> list[alt.Chart]:
     spread = {"y": alt.Y("low:Q"), "y2": alt.Y2("high:Q")}
     dash = alt.when("datum.dashed").then(alt.value([6, 4])).otherwise(alt.value([1, 0]))
     points = base.mark_point(filled=True, size=45, opacity=1, clip=clip)
-    if any(each.sizes for each in chart.series):
+    if any(series.sizes for series in chart.series):
         scale = alt.Scale(zero=True, rangeMin=0, rangeMax=_LARGEST)
         points = points.encode(size=alt.Size("size:Q", scale=scale, legend=None))
     marks = {
@@ -204,14 +215,14 @@ def _layers(chart: Chart, *, clip: bool) -> list[alt.Chart]:
         "joined": base.mark_line(strokeWidth=2, clip=clip).encode(strokeDash=dash),
         "marked": points.encode(shape=shape),
     }
-    # Of a layer without data Vega would complain.
-    found = {flag for row in _rows(chart).values for flag in row}
-    return [marks[each].transform_filter(f"datum.{each}") for each in marks if each in found]
+    # Vega would warn of a layer without data.
+    keys = {key for row in _rows(chart).values for key in row}
+    return [mark.transform_filter(f"datum.{key}") for key, mark in marks.items() if key in keys]
 
 
 def _encoded(chart: Chart) -> tuple[alt.Chart, alt.Shape]:
-    """Places and colours of the data, and the shapes of markers; one legend explains both."""
-    names = [each.name for each in chart.series]
+    """Return a base with positions and colours, and the shapes of markers; they share a legend."""
+    names = [series.name for series in chart.series]
     widest = 40 + 7 * max(map(len, names), default=0)
     legend = alt.Legend(
         title=None,
@@ -220,12 +231,13 @@ def _encoded(chart: Chart) -> tuple[alt.Chart, alt.Shape]:
         labelLimit=alt.ExprRef(f"max(100, {_WIDTH})"),
     )
     colours, shapes = [], []
-    for number, each in enumerate(chart.series):
-        colours.append(COLOURS[(number if each.colour is None else each.colour) % len(COLOURS)])
-        shapes.append(_SHAPES[number % len(_SHAPES)] if each.marked else "stroke")
+    for number, series in enumerate(chart.series):
+        colour = number if series.colour is None else series.colour
+        colours.append(COLOURS[colour % len(COLOURS)])
+        shapes.append(_SHAPES[number % len(_SHAPES)] if series.marked else "stroke")
     base = alt.Chart().encode(
-        x=alt.X("x:Q", **_drawn(chart.x, "x")),
-        y=alt.Y("y:Q", **_drawn(chart.y, "y")),
+        x=alt.X("x:Q", **_axis_options(chart.x, "x")),
+        y=alt.Y("y:Q", **_axis_options(chart.y, "y")),
         color=alt.Color("series:N", legend=legend, scale=alt.Scale(domain=names, range=colours)),
     )
     shape = alt.Shape("series:N", legend=legend, scale=alt.Scale(domain=names, range=shapes))
@@ -233,48 +245,48 @@ def _encoded(chart: Chart) -> tuple[alt.Chart, alt.Shape]:
 
 
 def _rows(chart: Chart) -> alt.InlineData:
-    """A row for each point, with the names of the marks that show it."""
+    """Return a row for each point, with the names of the marks that show it."""
     rows = []
-    for each in chart.series:
-        every = 1 if each.sizes else math.ceil(len(each.x) / _MARKERS)
-        for index, (x, y) in enumerate(zip(each.x, each.y, strict=True)):
-            row: dict[str, object] = {"series": each.name, "x": _shown(x, chart.x)}
-            row["y"] = _shown(y, chart.y)
-            row |= {"joined": each.joined, "dashed": each.dashed}
-            row["marked"] = each.marked and index % every == 0
-            if each.sizes:
-                row["size"] = float(each.sizes[index])
-            if each.low:
-                row["bar" if each.bars else "band"] = True
-                row["low"] = _shown(each.low[index], chart.y)
-                row["high"] = _shown(each.high[index], chart.y)
+    for series in chart.series:
+        spacing = 1 if series.sizes else math.ceil(len(series.x) / _MARKERS)
+        for index, (x, y) in enumerate(zip(series.x, series.y, strict=True)):
+            row: dict[str, object] = {"series": series.name, "x": _on_axis(x, chart.x)}
+            row["y"] = _on_axis(y, chart.y)
+            row |= {"joined": series.joined, "dashed": series.dashed}
+            row["marked"] = series.marked and index % spacing == 0
+            if series.sizes:
+                row["size"] = float(series.sizes[index])
+            if series.low:
+                row["bar" if series.bars else "band"] = True
+                row["low"] = _on_axis(series.low[index], chart.y)
+                row["high"] = _on_axis(series.high[index], chart.y)
             rows.append({name: value for name, value in row.items() if value is not False})
     return alt.InlineData(values=rows)
 
 
-def _shown(value: float | None, axis: Axis) -> float | None:
+def _on_axis(value: float | None, axis: Axis) -> float | None:
     if value is None or not math.isfinite(value) or (axis.log and value <= 0.0):
         return None
     return float(value)
 
 
-def _drawn(axis: Axis, scale: str) -> dict[str, Any]:
+def _axis_options(axis: Axis, name: str) -> dict[str, Any]:
     title: str | list[str] = axis.title
     if axis.unit and len(axis.name) + len(axis.unit) > _BREAK:
         title = [axis.name, f"({axis.unit})"]
-    scaled = alt.Scale(type="log" if axis.log else "linear", padding=6, nice=False)
+    scale = alt.Scale(type="log" if axis.log else "linear", padding=6, nice=False)
     if not axis.log:
-        scaled.zero = axis.from_zero
+        scale.zero = axis.from_zero
     if axis.ends is not None:
-        scaled.domain, scaled.padding = list(axis.ends), 0
+        scale.domain, scale.padding = list(axis.ends), 0
     if axis.ticks:
-        values, texts = zip(*axis.ticks, strict=True)
-        label = f"{json.dumps(texts)}[indexof({json.dumps(values)}, datum.value)]"
+        values, labels = zip(*axis.ticks, strict=True)
+        label = f"{json.dumps(labels)}[indexof({json.dumps(values)}, datum.value)]"
         ticks = alt.Axis(values=list(values), labelExpr=label, grid=True)
-        if len("".join(texts)) > _BREAK:
+        if len("".join(labels)) > _BREAK:
             ticks.labelAngle, ticks.labelOverlap = -45, False
     elif axis.log:
-        ticks = alt.Axis(labelExpr=_LOG_LABEL.replace("SCALE", scale), labelOverlap="greedy")
+        ticks = alt.Axis(labelExpr=_LOG_LABEL.replace("SCALE", name), labelOverlap="greedy")
     else:
         ticks = alt.Axis(tickCount=8, tickMinStep=1 if axis.unit == "count" else 0)
-    return {"title": title, "scale": scaled, "axis": ticks}
+    return {"title": title, "scale": scale, "axis": ticks}

@@ -1,8 +1,8 @@
-"""What the ε of a ledger says: in words, as charts, and with the numbers in CSV."""
+"""The meaning of a ledger's ε: in words, as charts, and as numbers in CSV."""
 
 import csv
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, Context, Decimal
 from pathlib import Path
@@ -40,99 +40,110 @@ from fedpriv.report.tables import (
 )
 from fedpriv.support.disk import writing
 
+_PUBLIC_POLICIES = {SamplingPolicy.EVERY_USER, SamplingPolicy.SEPARATED}  # cohorts are no secret
 _FALSE_ALARMS = 0.05
-_READ_AT = (0.001, 0.01, 0.05, 0.1)  # rates of false alarms at which a trade-off is read
-_LONG = 10**6  # numbers from here on are powers of ten
+_READ_AT = (0.001, 0.01, 0.05, 0.1)  # rates of false alarms in tables of a trade-off function
+_LONG = 10**6  # larger numbers are written as powers of ten
 _DELTAS = 30  # points of δ by ε
-_ERRORS, _WIDEST = 121, 4.0  # type I errors of a trade-off, up to so many standard deviations
+_ERRORS, _WIDEST = 121, 4.0  # number of type I errors of a trade-off, and their range in stddevs
 
 
 @dataclass(frozen=True)
 class _DeltaCurve:
-    """δ of a whole ledger by ε, by one accountant; of an interval, its upper end."""
+    """δ of a whole ledger by ε, from one accountant; of an interval, the upper end."""
 
     accountant: str
     bound: Bound
-    epsilon: tuple[float, ...]  # [n] growing from 0
-    delta: tuple[float, ...]  # [n] in [0, 1]
+    epsilon: tuple[float, ...]  # [n], increasing from 0
+    delta: tuple[float, ...]  # [n], in [0, 1]
 
 
 def users_of(ledger: LedgerContent) -> int:
-    """N, the largest number of enrolled users that a charge names; 0 without charges."""
+    """Return N, the largest number of enrolled users in any charge; 0 without charges."""
     return max((row.event.sampling.population for row in ledger.charges), default=0)
 
 
 def unit_of(ledger: LedgerContent) -> Unit:
-    """What all charges of a ledger protect; users without charges."""
+    """Return the unit that all charges of a ledger protect; users if there are no charges."""
     return next((row.event.sampling.unit for row in ledger.charges), Unit.USER)
 
 
 def unit_words(unit: str) -> dict[str, object]:
-    """What texts call one and several of what is protected."""
+    """Return the words of texts for one protected unit and for several."""
     return {"unit": unit, "units": plural(unit)}
 
 
 def warnings(delta: float, ledger: LedgerContent) -> list[str]:
-    """What a reader must know before believing the ε of a ledger."""
+    """Return warnings about the ε of a ledger."""
     seeded = weakest_randomness(ledger.charges) is Randomness.SEEDED
-    found = [texts()["warnings"]["seeded"]] if seeded else []
-    return [*found, *large_delta(delta, ledger)]
+    about_seed = [texts()["warnings"]["seeded"]] if seeded else []
+    return [*about_seed, *large_delta(delta, ledger)]
 
 
 def with_warnings(chart: Chart, delta: float, ledger: LedgerContent) -> Chart:
-    """A chart of ε that is seen without its page, with the warnings in its caption."""
+    """Return a chart of ε for use outside a page, with the warnings in its caption."""
     return replace(chart, caption=" ".join([chart.caption, *warnings(delta, ledger)]))
 
 
 def large_delta(delta: float, ledger: LedgerContent) -> list[str]:
-    """That δ is so large that it allows for a breach, if it is."""
-    told, users = texts()["warnings"]["delta"], users_of(ledger)
+    """Return a warning if δ ≥ 1/N, which allows for a breach."""
+    text, users = texts()["warnings"]["delta"], users_of(ledger)
     if not users or delta < 1.0 / users:
         return []
-    return [told.format(delta=delta, share=1.0 / users, unit=unit_of(ledger))]
+    return [text.format(delta=delta, share=1.0 / users, unit=unit_of(ledger))]
 
 
 def assumptions(loss: PrivacyLoss, ledger: LedgerContent) -> PageSection:
-    """What the ε of a ledger with charges rests on, for readers who did not write the paper."""
-    told = texts()
+    """Return an explanation of the ε of a ledger with charges, for readers new to the subject."""
+    templates = texts()
     words = {
         "epsilon": _epsilon(loss),
         "relation": loss.relation,
-        "compares": told["relations"][loss.relation].format(unit=loss.unit),
-        "unit": told["units"][loss.unit],
+        "compares": templates["relations"][loss.relation].format(unit=loss.unit),
+        "unit": templates["units"][loss.unit],
         "sampling": _sampling(ledger),
         "delta": loss.delta,
         "share": 1.0 / users_of(ledger),
         "accountant": _accountant(loss),
-        "randomness": told["randomness"][weakest_randomness(ledger.charges).name],
-        "arithmetic": told["arithmetics"][weakest_arithmetic(ledger.charges).name],
+        "randomness": templates["randomness"][weakest_randomness(ledger.charges).name],
+        "arithmetic": templates["arithmetics"][weakest_arithmetic(ledger.charges).name],
     }
-    terms = {term: text.format(**words) for term, text in told["terms"].items()}
-    return PageSection("assumptions", "What ε says", terms=terms)
+    return terms_section("assumptions", "What ε says", templates["terms"], words)
+
+
+def terms_section(
+    name: str, title: str, templates: Mapping[str, str], words: Mapping[str, object]
+) -> PageSection:
+    """Return a section of terms whose explanations are templates, with words filled in."""
+    terms = {term: text.format(**words) for term, text in templates.items()}
+    return PageSection(name, title, terms=terms)
 
 
 def loss_of(record: RunRecord) -> PrivacyLoss | None:
-    """What all charges of a run's ledger cost, by the plan's accountant; None without charges."""
+    """Return the cost of all charges of a run's ledger, by the plan's accountant; None if empty."""
     events = merge_equal(record.ledger.events)
     return accountant_named(record.accountant).epsilon(events, record.delta) if events else None
 
 
 def privacy_sections(record: RunRecord, of: str = "", number: int = 0) -> list[PageSection]:
-    """ε by every accountant, and the trade-off; pages of several ledgers number and name them."""
+    """Return ε by every accountant, and the trade-off function.
+
+    A page of several ledgers says by `of` which one this is, and numbers them from 0.
+    """
     notes, charges = [f"Of {of}."] if of else [], record.ledger.charges
     try:
         cost = cost_of(record.ledger, record.delta) if charges else None
     except (InvalidValueError, UnsupportedEventError) as error:
-        why = f"No curve is drawn: {error}."
-        sections = [PageSection("privacy", "Privacy", notes, warnings=[why])]
+        warning = f"No curve is drawn: {error}."
+        sections = [PageSection("privacy", "Privacy", notes, warnings=[warning])]
     else:
         sections = _cost_sections(cost, len(charges), notes, unit_of(record.ledger))
     if not number:
         return sections
-    end, numbered = f"-{number}", []
+    suffix, numbered = f"-{number}", []
     for section in sections:
-        name, title = f"{section.name}{end}", f"{section.title} ({number + 1})"
-        charts = [replace(chart, name=f"{chart.name}{end}") for chart in section.charts]
+        name, title = f"{section.name}{suffix}", f"{section.title} ({number + 1})"
+        charts = [replace(chart, name=f"{chart.name}{suffix}") for chart in section.charts]
         numbered.append(replace(section, name=name, title=title, charts=charts, linked=False))
     return numbered
 
@@ -141,8 +152,8 @@ def _cost_sections(
     cost: Cost | None, charges: int, notes: list[str], unit: Unit
 ) -> list[PageSection]:
     if cost is None:
-        nothing = "Nothing was charged, so nothing was released: ε = 0."
-        return [PageSection("privacy", "Privacy", [*notes, nothing])]
+        note = "Nothing was charged, so nothing was released: ε = 0."
+        return [PageSection("privacy", "Privacy", [*notes, note])]
     columns = [Column("accountant", "text"), Column("what ε is", "text")]
     rows = []
     for curve in cost.by_rounds:
@@ -161,33 +172,29 @@ def _cost_sections(
 
 
 def _powers(off: TradeOff, unit: Unit) -> Table:
-    """The most that any test can do at a few rates of false alarms, rounded up."""
-    columns = [
-        Column("false alarms"),
-        Column(f"{plural(unit)} found, at most"),
-        Column("by guessing"),
-    ]
+    """Return the largest power of any test at a few rates of false alarms, rounded up."""
+    names = ("false alarms", f"{plural(unit)} found, at most", "by guessing")
     rows = []
     for alpha in _READ_AT:
         percent = math.ceil(1000 * float(off.power(alpha))) / 10
         rows.append((f"{alpha:.1%}", f"{percent:.1f}%", f"{alpha:.1%}"))
     share = math.ceil(1000 * off.advantage) / 10
     caption = f"No test beats guessing by more than {share:.1f} percentage points"
-    return Table(caption, columns, rows)
+    return Table(caption, [*map(Column, names)], rows)
 
 
 def _epsilon_chart(cost: Cost, unit: Unit) -> Chart:
     series = []
-    for curve in sorted(cost.by_rounds, key=_drawn_last):
-        proven = curve.bound is Bound.INTERVAL and min(curve.epsilon_low) > 0.0
-        band = (curve.epsilon_low, curve.epsilon) if proven else ((), ())
+    for curve in sorted(cost.by_rounds, key=_is_on_top):
+        is_interval = curve.bound is Bound.INTERVAL and min(curve.epsilon_low) > 0.0
+        band = (curve.epsilon_low, curve.epsilon) if is_interval else ((), ())
         name, estimate = f"{curve.accountant}: {curve.bound}", curve.bound is Bound.ESTIMATE
         series.append(Series(name, curve.rounds, curve.epsilon, *band, dashed=estimate))
     return declared("epsilon", series, {"delta": cost.delta, "unit": unit})
 
 
-def _drawn_last(curve: EpsilonCurve | _DeltaCurve) -> bool:
-    """Whether others, such as `pld`, would hide a curve that is theirs or below."""
+def _is_on_top(curve: EpsilonCurve | _DeltaCurve) -> bool:
+    """Return whether a curve must be drawn last: `tight` equals the best of the others."""
     return curve.accountant == "tight"
 
 
@@ -195,10 +202,10 @@ def _delta_chart(cost: Cost, curves: Sequence[_DeltaCurve], unit: Unit) -> Chart
     reported = f"reported: ε = {format_epsilon(cost.epsilon)} at δ = {cost.delta}"
     series = [
         Series(f"{c.accountant}: {c.bound}", c.epsilon, c.delta, dashed=c.bound is Bound.ESTIMATE)
-        for c in sorted(curves, key=_drawn_last)
+        for c in sorted(curves, key=_is_on_top)
     ]
-    reported_point = Series(reported, [cost.epsilon], [cost.delta], joined=False, colour=7)
-    return declared("delta", [*series, reported_point], {"unit": unit})
+    series.append(Series(reported, [cost.epsilon], [cost.delta], joined=False, colour=7))
+    return declared("delta", series, {"unit": unit})
 
 
 def _trade_off_chart(off: TradeOff, unit: Unit) -> Chart:
@@ -209,17 +216,17 @@ def _trade_off_chart(off: TradeOff, unit: Unit) -> Chart:
         kind = "the ledger is μ-GDP" if off.is_gdp else "estimate by the central limit theorem"
         name = f"{kind}: μ = {_up(off.mu):.3g}"
         series.append(Series(name, x, [row[2] for row in rows], dashed=True))
-    ends, guessing = [0.0, 1.0], "perfect privacy: guessing"
-    series.append(Series(guessing, ends, ends[::-1], dashed=True, marked=False, colour=7))
-    # One point in words; the number is rounded down, as a bound is.
+    guessing = "perfect privacy: guessing"
+    series.append(Series(guessing, [0.0, 1.0], [1.0, 0.0], dashed=True, marked=False, colour=7))
+    # The caption has one point, a lower bound, which is rounded down.
     percent = math.floor(1000 * float(off.type_two(_FALSE_ALARMS))) / 10
     words = {"false_alarms": _FALSE_ALARMS, "misses": percent}
     return declared("trade-off", series, words | unit_words(unit))
 
 
 def _trade_off_rows(off: TradeOff) -> list[tuple[float, float, float | None, float]]:
-    """Type I errors, and the type II errors of the ledger, of G_μ and of guessing."""
-    # Even steps of the normal quantile show both ends of the curve, which is steep there.
+    """Return type I errors, and the type II errors of the ledger, of G_μ and of guessing."""
+    # Even steps of the normal quantile show both ends of the curve, where it is steep.
     inner = ndtr(np.linspace(-_WIDEST, _WIDEST, _ERRORS - 2))
     type_one = np.concatenate([[0.0], inner, [1.0]])
     gaussian: list[float | None] = [None] * _ERRORS
@@ -230,10 +237,11 @@ def _trade_off_rows(off: TradeOff) -> list[tuple[float, float, float | None, flo
 
 
 def trade_off_summary(off: TradeOff) -> dict[str, object]:
-    """What a trade-off function says at a few points, for other programs.
+    """Return a trade-off function at a few points, for JSON.
 
-    `power` is by the rate of false alarms; it and `advantage` are upper bounds unless `bound` is
-    "estimate". A μ that `mu_is` "μ-GDP" is a guarantee, an "estimate" is none, and null is unknown.
+    `power` is by the rate of false alarms. It and `advantage` are upper bounds unless `bound` is
+    "estimate". `mu_is` says whether `mu` is a guarantee, "μ-GDP", or an "estimate"; both are null
+    if μ is unknown.
     """
     kind = ("μ-GDP" if off.is_gdp else str(Bound.ESTIMATE)) if off.mu is not None else None
     return {
@@ -248,9 +256,9 @@ def trade_off_summary(off: TradeOff) -> dict[str, object]:
 
 
 def _delta_curves(ledger: LedgerContent, cost: Cost) -> list[_DeltaCurve]:
-    """δ by ε up to 1.5 times that of the whole ledger, at 30 points for each accountant."""
-    events, least = merge_equal(ledger.events), 1.5 * cost.epsilon or 1.0
-    epsilons = tuple(float(x) for x in least * np.linspace(0.0, 1.0, _DELTAS) ** 2)
+    """Return δ at 30 values of ε, up to 1.5 times that of the whole ledger, by each accountant."""
+    events, largest = merge_equal(ledger.events), 1.5 * cost.epsilon or 1.0
+    epsilons = tuple(float(x) for x in largest * np.linspace(0.0, 1.0, _DELTAS) ** 2)
     curves = []
     for curve in cost.by_rounds:
         accountant = accountant_named(curve.accountant)
@@ -262,9 +270,10 @@ def _delta_curves(ledger: LedgerContent, cost: Cost) -> list[_DeltaCurve]:
 def write_curves(ledger: LedgerContent, delta: float, folder: Path, suffix: str) -> list[Path]:
     """Write each curve of a ledger as a chart, "png" or "svg", and as CSV, and return the files.
 
-    `bound` is what kind of number ε is, `epsilon_low` its lower end, 0 if there is none; `epsilon`
-    is inf if none is proven, `delta` the upper end of an interval, `type_two` a lower bound and
-    `type_two_gaussian` that of G_μ, empty without μ. `trade_off.json` is its `trade_off_summary`.
+    Columns: `bound` is the kind of ε; `epsilon_low` is its lower end, or 0; `epsilon` is inf if
+    none is proven; `delta` is the upper end of an interval; `type_two` is a lower bound;
+    `type_two_gaussian` belongs to G_μ and is empty without μ. `trade_off.json` has the
+    `trade_off_summary`.
     """
     cost, unit = cost_of(ledger, delta), unit_of(ledger)
     curves = _delta_curves(ledger, cost)
@@ -282,7 +291,7 @@ def write_curves(ledger: LedgerContent, delta: float, folder: Path, suffix: str)
     rounds_names = ("accountant", "bound", "delta", "rounds", "epsilon_low", "epsilon")
     errors_names = ("type_one", "type_two", "type_two_gaussian", "type_two_perfect")
     errors = _trade_off_rows(cost.trade_off)
-    written: dict[str, tuple[Chart, list[Sequence[object]]]] = {
+    content: dict[str, tuple[Chart, list[Sequence[object]]]] = {
         "epsilon_by_rounds": (_epsilon_chart(cost, unit), [rounds_names, *by_rounds]),
         "delta_by_epsilon": (_delta_chart(cost, curves, unit), [delta_names, *by_epsilon]),
         "trade_off": (_trade_off_chart(cost.trade_off, unit), [errors_names, *errors]),
@@ -290,11 +299,11 @@ def write_curves(ledger: LedgerContent, delta: float, folder: Path, suffix: str)
     files = []
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for name, (chart, rows) in written.items():
+        for name, (chart, rows) in content.items():
             title = f"{ledger.population}: {chart.title}"
-            titled = replace(with_warnings(chart, delta, ledger), name=name, title=title)
+            picture = replace(with_warnings(chart, delta, ledger), name=name, title=title)
             table = folder / f"{name}.csv"
-            files += [*save(titled, folder, [suffix]), table]
+            files += [*save(picture, folder, [suffix]), table]
             with table.open("w", newline="", encoding="utf-8") as stream:
                 csv.writer(stream).writerows(rows)
         summary = folder / "trade_off.json"
@@ -303,7 +312,7 @@ def write_curves(ledger: LedgerContent, delta: float, folder: Path, suffix: str)
 
 
 def _up(value: float) -> Decimal:
-    """To three digits, rounded up, as a bound is."""
+    """Return a bound to three digits, rounded up."""
     return Context(prec=3, rounding=ROUND_CEILING).create_decimal_from_float(value)
 
 
@@ -322,28 +331,26 @@ def _sampling(ledger: LedgerContent) -> str:
     events = [row.event.sampling for row in ledger.charges]
     parts = []
     for policy in dict.fromkeys(event.policy for event in events):
-        of_one = [event for event in events if event.policy is policy]
-        schedules = [event.schedule for event in of_one if event.schedule is not None]
-        most = {event.examples_per_user for event in of_one if event.examples_per_user}
+        of_policy = [event for event in events if event.policy is policy]
+        schedules = [event.schedule for event in of_policy if event.schedule is not None]
+        examples = {event.examples_per_user for event in of_policy if event.examples_per_user}
         numbers: dict[str, set[float] | set[int]] = {
-            "q": {event.sampling_probability for event in of_one},
-            "m": {round(event.expected_cohort_size) for event in of_one},
+            "q": {event.sampling_probability for event in of_policy},
+            "m": {round(event.expected_cohort_size) for event in of_policy},
             "n": {schedule.rounds for schedule in schedules},
-            "k": {schedule.participations for schedule in schedules} | most,
+            "k": {schedule.participations for schedule in schedules} | examples,
             "b": {schedule.separation for schedule in schedules},
         }
         words = {name: _range(values) for name, values in numbers.items() if values}
-        drawn = texts()["policies"][policy].format(unit=of_one[0].unit, **words)
-        enrolled = _range({event.population for event in of_one})
-        are = f"N = {enrolled} {plural(of_one[0].unit)} are enrolled"
-        parts.append(f"{policy}: {drawn}; {are}")
-    open_to_all = {SamplingPolicy.EVERY_USER, SamplingPolicy.SEPARATED}
-    secret = {event.policy for event in events} - open_to_all
-    kept = "is assumed to stay secret" if secret else "need not be secret"
-    said = f"{'. '.join(parts)}. Who took part {kept}."
+        unit, users = of_policy[0].unit, _range({event.population for event in of_policy})
+        draw = texts()["policies"][policy].format(unit=unit, **words)
+        parts.append(f"{policy}: {draw}; N = {users} {plural(unit)} are enrolled")
+    secret = {event.policy for event in events} - _PUBLIC_POLICIES
+    secrecy = "is assumed to stay secret" if secret else "need not be secret"
+    text = f"{'. '.join(parts)}. Who took part {secrecy}."
     if any(row.event.strategy != (1.0,) for row in ledger.charges):
-        said += " Noise is correlated over the rounds of a series, and its key must stay secret."
-    return said
+        text += " Noise is correlated over the rounds of a series, and its key must stay secret."
+    return text
 
 
 def _range(values: set[float] | set[int]) -> str:
@@ -356,8 +363,8 @@ def _accountant(loss: PrivacyLoss) -> str:
         return f"{loss.accountant} gives an estimate, which can be below the truth: no guarantee."
     if math.isinf(loss.epsilon):
         return f"{loss.accountant} proves no finite ε."
-    low, known = lower_end(loss), "the true ε is at most this"
+    low, meaning = lower_end(loss), "the true ε is at most this"
     if low:
-        known = f"the true ε lies between {low} and {format_epsilon(loss.epsilon)}"
+        meaning = f"the true ε lies between {low} and {format_epsilon(loss.epsilon)}"
     article = "an" if loss.bound[0] in "aeiou" else "a"
-    return f"{loss.accountant} gives ε as {article} {loss.bound}: {known}."
+    return f"{loss.accountant} gives ε as {article} {loss.bound}: {meaning}."

@@ -22,7 +22,7 @@ _TEMPLATES = files("fedpriv.report") / "templates"
 
 @dataclass(frozen=True)
 class Card:
-    """One number that a reader looks for first, and what must be known with it."""
+    """A number that a reader looks for first, and a note on it."""
 
     name: str
     value: str
@@ -31,27 +31,27 @@ class Card:
 
 @dataclass(frozen=True)
 class PageSection:
-    """A part of a page; what is empty is left out."""
+    """A section of a page; a page omits its empty parts."""
 
     name: str  # identifies it in the page; letters and hyphens
     title: str
     paragraphs: Sequence[str] = ()
-    answers: int = 0  # how many of the first paragraphs are the main result, in larger type
+    answers: int = 0  # this number of first paragraphs is the main result, in larger type
     warnings: Sequence[str] = ()
-    first: Sequence[Chart] = ()  # charts that are seen first, above the main result
+    first: Sequence[Chart] = ()  # charts above the main result
     cards: Sequence[Card] = ()
     tables: Sequence[Table] = ()
-    terms: Mapping[str, str] = field(default_factory=dict)  # with their meanings
+    terms: Mapping[str, str] = field(default_factory=dict)  # explanations by term
     charts: Sequence[Chart] = ()
-    listing: str = ""  # preformatted
-    linked: bool = True  # whether the table of contents names it
+    listing: str = ""  # preformatted text
+    linked: bool = True  # whether it is in the table of contents
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing below its heading."""
+        """Whether it has only a heading."""
         text = (self.paragraphs, self.warnings, self.cards, self.tables, self.terms)
-        content = (*text, self.first, self.charts)
-        return not (self.listing or any(content))
+        content = (*text, self.first, self.charts, self.listing)
+        return not any(content)
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class Page:
 
 
 def render(page: Page) -> str:
-    """One HTML page with everything it needs inside.
+    """Return an HTML page with everything it needs inside.
 
-    Guarantees: text of the content stays text, whatever it holds; browsers run no script but the
-    two whose hashes the page names, and open no connection (Content Security Policy).
+    Guarantees: the content is always escaped; browsers run no script but the two whose hashes the
+    page names, and open no connection (Content Security Policy).
     """
     environment = Environment(
         autoescape=True,
@@ -81,10 +81,10 @@ def render(page: Page) -> str:
         _TEMPLATES.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("js", "css")
     )
     scripts = [library(), script]
-    digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()) for each in scripts]
-    allowed = " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()) for text in scripts]
+    sources = " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
     policy = (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
+        f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
     return environment.get_template("page.html.j2").render(
@@ -97,7 +97,7 @@ def render(page: Page) -> str:
 
 
 def write_page(text: str, path: Path) -> None:
-    """Write a page, whole or not at all; an existing file is replaced if it is a page too."""
+    """Write a page atomically; InvalidValueError if it would replace a file that is no HTML."""
     with writing(path):
         if path.exists() and not _begins_as_page(path):
             raise InvalidValueError(f"{path} exists already and is no HTML; it is not overwritten")
@@ -106,4 +106,4 @@ def write_page(text: str, path: Path) -> None:
 
 def _begins_as_page(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(len(_DOCTYPE)).lower() in (_DOCTYPE, b"")  # empty: made to be filled
+        return file.read(len(_DOCTYPE)).lower() in (_DOCTYPE, b"")  # an empty file is replaced too

@@ -1,4 +1,4 @@
-"""What a report of a run is made from: what its folder and its ledger hold, and versions."""
+"""The content of reports: records of runs and of sites, and versions of software."""
 
 import platform
 from collections.abc import Mapping
@@ -13,19 +13,19 @@ from fedpriv import __version__
 from fedpriv.accounting.pricing import LedgerContent
 from fedpriv.audit import AuditResult
 from fedpriv.ledger import Head
-from fedpriv.training.rounds import RoundResult
+from fedpriv.training.rounds import RoundResult, Stop
 
-Figures = Mapping[str, float | None]  # by name; None where no user contributed
+Figures = Mapping[str, float | None]  # by name; None if no user contributed
 
 
 @dataclass(frozen=True)
 class SimulationOnlyRound:
-    """True figures of one round of a simulation. Publishing one breaks the users' guarantee."""
+    """Exact figures of one round of a simulation; publishing one breaks the users' guarantee."""
 
     round: int  # from 1
-    # By vector group, mean norm of updates before clipping, in the units of the clipping norm.
+    # By vector group, mean norm of updates before clipping, in units of the clipping norm.
     simulation_only_group_norms: Figures = field(default_factory=dict)
-    simulation_only_update_norms: Figures = field(default_factory=dict)  # by layer, mean L2
+    simulation_only_update_norms: Figures = field(default_factory=dict)  # mean L2 norm by layer
     simulation_only_clipped: Figures = field(default_factory=dict)  # share of users by group
     # By layer, norm of the clipped sum over the root mean square norm of its noise.
     simulation_only_signal_to_noise: Figures = field(default_factory=dict)
@@ -34,16 +34,31 @@ class SimulationOnlyRound:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was checked of a ledger before it was reported on."""
+    """The checks of a ledger that passed before a report on it."""
 
     head: Head
     cohorts: bool  # whether every cohort was checked against its commitment
-    releases: int  # of the run, whose charges were found in the ledger
+    releases: int  # number of the run's releases; the ledger has a charge for each
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run ended, and what it is worth: see `fedpriv.run.run.Run`."""
+
+    stop: Stop
+    round: int  # the last that was released
+    epsilon: float
+    delta: float
+    loss: float | None = None
+    accuracy: float | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+    held_out_users: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run that was read and verified."""
+    """A run that was read from its folder and verified."""
 
     name: str  # in its ledger
     folder: Path
@@ -52,24 +67,32 @@ class RunRecord:
     delta: float
     budget: float | None  # ε
     accountant: str  # of the budget
-    ledger: LedgerContent  # what was charged, also by other runs over the same users
+    ledger: LedgerContent  # all its charges, including other runs over the same users
     verification: Verification
     rounds: tuple[RoundResult, ...]  # those that led to the newest model, in order
-    simulation_only: tuple[SimulationOnlyRound, ...] = ()  # where the run recorded them
-    audit: AuditResult | None = None  # what it found in its own releases, if it was asked to
+    simulation_only: tuple[SimulationOnlyRound, ...] = ()  # empty if the run did not record them
+    audit: AuditResult | None = None  # None if the run did not audit itself
+    end: RunEnd | None = None  # None: it is under way, or was cut short
+
+    @property
+    def early_epsilon(self) -> float | None:
+        """The ε of a run that ended because of what it released, as its charges are no bound."""
+        end = self.end
+        early = end and end.stop is Stop.TOO_FEW and end.round < self.rounds_planned
+        return end.epsilon if end and early else None
 
 
 class Trouble(StrEnum):
-    """What goes wrong at a node of a deployment."""
+    """A kind of problem at a node of a deployment."""
 
-    UNWILLING = "does not agree"  # to a round, before its cohort is drawn; in the node's own words
-    DECLINED = "declined"  # what it was asked in a round, likewise
+    UNWILLING = "does not agree"  # to a round, before its cohort is drawn; the node says why
+    DECLINED = "declined"  # a request in a round; the node says why
     REFUSED = "answer refused"
-    LATE = "late"  # not answered by the end of a round
-    NOT_FINITE = "not finite"  # all its users' updates were zero, which those are that are not
-    UNFINISHED = "unfinished"  # training of some users failed, or took too long
+    LATE = "late"  # no answer by the end of a round
+    NOT_FINITE = "not finite"  # all its users' updates were zero, as NaN and infinite ones count
+    UNFINISHED = "unfinished"  # training of some users failed or took too long
     CALL = "call refused"
-    ENROLMENT = "enrolment"  # the node holds other users, or the file cannot be read
+    ENROLMENT = "enrolment"  # the node has other users, or the file cannot be read
     LEDGER = "ledger"  # it was set back, or the node knows another
     AWAY = "away"
     CERTIFICATE = "certificate"
@@ -77,7 +100,7 @@ class Trouble(StrEnum):
 
 @dataclass(frozen=True)
 class Happening:
-    """The last time that something went wrong."""
+    """The last problem of one kind."""
 
     time: datetime
     why: str
@@ -85,19 +108,19 @@ class Happening:
 
 @dataclass(frozen=True)
 class SiteRecord:
-    """How a node does. Its numbers say who took part: they are secret, and for the operator."""
+    """The state of a node. Its numbers reveal who took part: they are secret, for the operator."""
 
     connected: bool = False
-    last_seen: datetime | None = None  # when it came or left; None: never
+    last_seen: datetime | None = None  # when it last connected or left; None: never
     certificate_end: datetime | None = None
-    answered: int = 0  # rounds
-    troubles: Mapping[Trouble, int] = field(default_factory=dict)  # how often
+    answered: int = 0  # number of rounds
+    troubles: Mapping[Trouble, int] = field(default_factory=dict)  # number of problems
     last: Mapping[Trouble, Happening] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class SiteTable:
-    """How all nodes of a server did since its run began, as of a time; secret."""
+    """The state of all nodes of a server since its run began; secret."""
 
     written: datetime
     server_certificate_end: datetime | None
@@ -105,9 +128,9 @@ class SiteTable:
 
 
 def versions() -> dict[str, str]:
-    """Versions of fedpriv, Python and the numerical libraries, by name; none is imported."""
-    found = {"fedpriv": __version__, "Python": platform.python_version()}
+    """Return versions of fedpriv, Python and numerical libraries, by name; imports none of them."""
+    by_name = {"fedpriv": __version__, "Python": platform.python_version()}
     for name in ("numpy", "scipy", "torch"):
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            by_name[name] = version(name)
+    return by_name

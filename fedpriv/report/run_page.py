@@ -14,11 +14,12 @@ from fedpriv.audit import AuditResult
 from fedpriv.errors import DataError
 from fedpriv.ledger.events import SamplingEvent, Unit, merge_equal
 from fedpriv.ledger.ledger import paid_events
-from fedpriv.report.charts import Chart, Series, declared, save, texts
+from fedpriv.report.charts import Chart, Series, declared, save_all, texts
 from fedpriv.report.guarantee import (
     assumptions,
     loss_of,
     privacy_sections,
+    terms_section,
     unit_of,
     unit_words,
     users_of,
@@ -30,25 +31,26 @@ from fedpriv.report.records import Figures, RunRecord, versions
 from fedpriv.report.study_charts import measured
 from fedpriv.report.tables import format_epsilon_low, plural
 from fedpriv.studies.results import ACCURACY, LOSS
-from fedpriv.support.disk import writing
+from fedpriv.training.contributors import Contributors
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
     EVALUATION_PREFIX,
     RoundResult,
-    contributors_text,
+    Stop,
     own_charges,
 )
 
 
 def page_of_run(record: RunRecord) -> Page:
-    """The page of a run: what came out, what it cost, and how both can be checked."""
+    """Return the page of a run: its results, their cost, and ways to check both."""
     loss = loss_of(record)
     norms = [*norms_charts([record]), *_clipped_charts(record)] if record.rounds else []
-    nothing = [] if record.rounds else ["No round was released."]
+    notes = [] if record.rounds else ["No round was released."]
     sections = [
         _summary(record, loss),
+        PageSection("notes", "What you should know", record.end.warnings if record.end else []),
         *([assumptions(loss, record.ledger)] if loss else []),
-        PageSection("accuracy", "How good the model is", nothing, charts=_charts_of_rounds(record)),
+        PageSection("accuracy", "How good the model is", notes, charts=_charts_of_rounds(record)),
         *privacy_sections(record),
         *([_audit_section(record.audit)] if record.audit else []),
         PageSection("norms", "Clipping", charts=norms),
@@ -60,98 +62,105 @@ def page_of_run(record: RunRecord) -> Page:
 
 
 def write_run_charts(record: RunRecord, folder: Path) -> list[Path]:
-    """Write accuracy, loss, ε and private metrics by round as PNG and SVG; return the files."""
+    """Write accuracy, loss, ε and private metrics by round as PNG and SVG; return the files.
+
+    DataError if no round was released; InvalidValueError if the folder cannot be written.
+    """
     rounds, charts = record.rounds, _charts_of_rounds(record)
-    if rounds and all(math.isfinite(each.epsilon) for each in rounds):
-        series = [Series("spent", _numbers(rounds), [each.epsilon for each in rounds])]
+    if rounds and all(math.isfinite(result.epsilon) for result in rounds):
+        series = [Series("spent", _numbers(rounds), [result.epsilon for result in rounds])]
         if record.budget is not None and math.isfinite(record.budget):
-            ends, both = [rounds[0].round, rounds[-1].round], [record.budget] * 2
-            series.append(Series("budget", ends, both, dashed=True, marked=False, colour=7))
+            x, y = [rounds[0].round, rounds[-1].round], [record.budget] * 2
+            series.append(Series("budget", x, y, dashed=True, marked=False, colour=7))
         words = {"delta": record.delta, "unit": rounds[0].unit}
-        spent = declared("spent", series, words, "epsilon")
-        charts.append(with_warnings(spent, record.delta, record.ledger))
+        chart = declared("spent", series, words, "epsilon")
+        charts.append(with_warnings(chart, record.delta, record.ledger))
     if not charts:
         raise DataError(
             f"the run in {record.folder} has released no round; there is nothing to draw"
         )
-    titled = [replace(chart, title=f"{record.name}: {chart.title}") for chart in charts]
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        return [file for chart in titled for file in save(chart, folder)]
+    charts = [replace(chart, title=f"{record.name}: {chart.title}") for chart in charts]
+    return save_all(charts, folder)
 
 
 def software_section() -> PageSection:
-    """The versions that wrote the page."""
+    """Return the versions of the software that wrote the page."""
     return PageSection("software", "Software", [texts()["plan"]["versions"]], terms=versions())
 
 
 def _summary(record: RunRecord, loss: PrivacyLoss | None) -> PageSection:
-    cards, done = list[Card](), record.rounds[-1].round if record.rounds else 0
-    last = next((each for each in reversed(record.rounds) if each.loss is not None), None)
-    if last is not None:
+    cards, rounds_done = list[Card](), record.rounds[-1].round if record.rounds else 0
+    evaluated = [result for result in record.rounds if result.loss is not None]
+    if evaluated:
+        last = evaluated[-1]
         name, value = "loss", f"{last.loss:.4g}"
         if last.accuracy is not None:
             name, value = "accuracy", f"{last.accuracy:.2%}"
-        shown = {name: value, **{n: f"{v:.4g}" for n, v in last.figures.items()}}
-        which = "last model" if last.round == done else f"after round {last.round:,}"
+        own = {n: f"{v:.4g}" for n, v in last.figures.items() if ": " not in n}
+        shown = {name: value, **own}
+        which = "last model" if last.round == rounds_done else f"after round {last.round:,}"
         cards += [Card(n, text, f"on held-out rows, {which}") for n, text in shown.items()]
     unit, n = unit_of(record.ledger), users_of(record.ledger)
     cards += _contributors(record)
     if (audit := record.audit) is not None:
         note = f"shown by {audit.canaries:,} canaries, at 95% confidence"
         cards.append(Card("audit", f"ε ≥ {format_epsilon_low(audit.epsilon_low) or 0}", note))
+    epsilon, note = loss.epsilon if loss else 0.0, _epsilon_note(record)
+    if record.early_epsilon is not None:
+        note = f"the budget; charges cost {format_epsilon(epsilon)}"
+        epsilon = record.early_epsilon
+    stop = f"; {record.end.stop}" if record.end and record.end.stop is not Stop.ROUNDS else ""
     cards += [
-        Card(
-            f"{unit}-level ε", format_epsilon(loss.epsilon if loss else 0.0), _epsilon_note(record)
-        ),
+        Card(f"{unit}-level ε", format_epsilon(epsilon), note),
         Card("δ", f"{record.delta}", f"N = {n:,} {plural(unit)} enrolled"),
-        Card("rounds", f"{done:,}", f"of {record.rounds_planned:,} planned"),
+        Card("rounds", f"{rounds_done:,}", f"of {record.rounds_planned:,} planned{stop}"),
     ]
-    warned, answer = warnings(record.delta, record.ledger), [_statement(record, loss)]
-    if loss is not None and math.isinf(loss.epsilon):
-        warned, answer = [*answer, *warned], []
+    warning_texts, answer = warnings(record.delta, record.ledger), [_statement(record, loss)]
+    if math.isinf(epsilon):
+        warning_texts, answer = [*answer, *warning_texts], []
     return PageSection(
         "summary",
         "Summary",
         answer,
         answers=1,
-        warnings=warned,
+        warnings=warning_texts,
         first=_front_charts(record),
         cards=cards,
     )
 
 
 def _sampling(record: RunRecord) -> SamplingEvent | None:
-    """How rounds were drawn that were released."""
+    """Return the sampling of the released rounds."""
     released = {result.charge for result in record.rounds}
     charges = (row.event.sampling for row in record.ledger.charges if row.hash in released)
     return next(charges, None)
 
 
-def _drawn(record: RunRecord) -> Unit:
-    """What rounds draw, clip and count: the unit, or examples of users in places of their own."""
+def _sampled_unit(record: RunRecord) -> Unit:
+    """Return the unit that rounds draw, clip and count: the protected one, or examples of users."""
     sampling = _sampling(record)
     of_users = sampling is not None and sampling.examples_per_user is not None
     return Unit.EXAMPLE if of_users else unit_of(record.ledger)
 
 
 def _contributors(record: RunRecord) -> list[Card]:
-    """How many updates counted, if that was released."""
+    """Return a card with the number of updates that counted, if it was released."""
     sampling = _sampling(record)
     if sampling is None:
         return []
-    counted, _, expected = contributors_text(record.rounds, sampling).partition(" of ")
-    note = f"of {expected} {plural(_drawn(record))} expected in a round, on average"
-    return [Card("contributors", counted, note)] if counted else []
+    count, _, expected = str(Contributors.of(record.rounds, sampling)).partition(" of ")
+    note = f"of {expected} {plural(_sampled_unit(record))} expected in a round, on average"
+    return [Card("contributors", count, note)] if count else []
 
 
 def _epsilon_note(record: RunRecord) -> str:
     charges = own_charges(record.name, record.ledger.charges)
     if len(charges) == len(record.ledger.charges):
         return "no budget was set" if record.budget is None else f"budget {record.budget:g}"
-    own = merge_equal(paid_events(charges))
-    alone = accountant_named(record.accountant).epsilon(own, record.delta).epsilon if own else 0.0
-    return f"all runs of the ledger; this run alone {format_epsilon(alone)}"
+    events = merge_equal(paid_events(charges))
+    loss = accountant_named(record.accountant).epsilon(events, record.delta) if events else None
+    epsilon = format_epsilon(loss.epsilon if loss else 0.0)
+    return f"all runs of the ledger; this run alone {epsilon}"
 
 
 def _statement(record: RunRecord, loss: PrivacyLoss | None) -> str:
@@ -159,177 +168,179 @@ def _statement(record: RunRecord, loss: PrivacyLoss | None) -> str:
         return "Nothing was released, so nothing about anyone's data was."
     if math.isinf(loss.epsilon):
         return "No privacy: no finite ε is proven for what was released. It guarantees nothing."
-    accountant = f"by the {loss.accountant} accountant, {loss.bound}"
+    accountant, spent = f"by the {loss.accountant} accountant, {loss.bound}", loss.epsilon
+    if record.early_epsilon is not None:
+        spent = record.early_epsilon
+        accountant = "the budget, since the run ended because of what it released"
     return (
-        f"Everything that was released is ({format_epsilon(loss.epsilon)}, {record.delta})-"
+        f"Everything that was released is ({format_epsilon(spent)}, {record.delta})-"
         f"differentially private for each whole {loss.unit} ({loss.relation} neighbours; "
         f"{accountant})."
     )
 
 
-def _audit_section(found: AuditResult) -> PageSection:
-    """What the run found in its own releases."""
-    told = texts()["audit"]
-    estimate = "none" if found.epsilon_estimate is None else f"{found.epsilon_estimate:.2f}"
-    words = {**vars(found), "estimate": estimate, "claimed": format_epsilon(found.epsilon)}
-    lows = {"low": found.epsilon_low, "mu": found.mu_low}
+def _audit_section(audit: AuditResult) -> PageSection:
+    templates = texts()["audit"]
+    estimate = "none" if audit.epsilon_estimate is None else f"{audit.epsilon_estimate:.2f}"
+    words = {**vars(audit), "estimate": estimate, "claimed": format_epsilon(audit.epsilon)}
+    lows = {"low": audit.epsilon_low, "mu": audit.mu_low}
     words |= {name: format_epsilon_low(low) or "0" for name, low in lows.items()}
-    terms = {term: text.format(**words) for term, text in told["terms"].items()}
-    warned = [] if found.consistent else [told["refuted"]]
-    chart = declared("audit", _scores(found), {"guesses": found.guesses})
-    answer = [f"What was released shows {found.text}."]
-    return PageSection(
-        "audit",
-        "Audit",
-        [*answer, told["cannot"]],
+    return replace(
+        terms_section("audit", "Audit", templates["terms"], words),
+        paragraphs=[f"What was released shows {audit.text}.", templates["cannot"]],
         answers=1,
-        warnings=warned,
-        terms=terms,
-        charts=[chart],
+        warnings=[] if audit.consistent else [templates["refuted"]],
+        charts=[declared("audit", _scores(audit), {"guesses": audit.guesses})],
     )
 
 
-def _scores(found: AuditResult) -> list[Series]:
-    """How many canaries have which score, of those that were there and those that were not."""
-    there = np.array(found.there)
-    scores = np.array(found.scores)
-    ends = np.histogram_bin_edges(scores, bins=30)
-    middles = ((ends[1:] + ends[:-1]) / 2.0).tolist()
+def _scores(audit: AuditResult) -> list[Series]:
+    """Return histograms of the scores of included and of excluded canaries."""
+    included, scores = np.array(audit.there), np.array(audit.scores)
+    edges = np.histogram_bin_edges(scores, bins=30)
+    centres = ((edges[1:] + edges[:-1]) / 2.0).tolist()
+    counts, others = (np.histogram(scores[mask], edges)[0] for mask in (included, ~included))
     return [
-        Series(name, middles, np.histogram(scores[chosen], ends)[0].tolist(), dashed=dashed)
-        for name, chosen, dashed in (
-            ("canaries that were there", there, False),
-            ("canaries that were not", ~there, True),
-        )
+        Series("canaries that were there", centres, counts.tolist()),
+        Series("canaries that were not", centres, others.tolist(), dashed=True),
     ]
 
 
 def _ledger_section(record: RunRecord) -> PageSection:
-    checked, told = record.verification, texts()["ledger"]
+    verification, templates = record.verification, texts()["ledger"]
     words = {
-        "checked": checked,
-        "cohorts": told["checked"] if checked.cohorts else told["not_checked"],
+        "checked": verification,
+        "cohorts": templates["checked"] if verification.cohorts else templates["not_checked"],
         "population": record.ledger.population,
         "runs": ", ".join(record.ledger.runs()) or "none",
-        "head": f"{checked.head.count}:{checked.head.hash}",
+        "head": f"{verification.head.count}:{verification.head.hash}",
         "file": record.ledger.path.name,
     }
-    terms = {term: text.format(**words) for term, text in told["terms"].items()}
-    return PageSection("ledger", "Ledger verification", terms=terms)
+    return terms_section("ledger", "Ledger verification", templates["terms"], words)
 
 
 def _charts_of_rounds(record: RunRecord) -> list[Chart]:
-    return round_charts(record.rounds, _drawn(record))
+    return round_charts(record.rounds, _sampled_unit(record))
 
 
-def round_charts(rounds: Sequence[RoundResult], drawn: Unit) -> list[Chart]:
-    """Figures on held-out rows by round where they were measured, and private metrics."""
+def round_charts(rounds: Sequence[RoundResult], unit: Unit) -> list[Chart]:
+    """Return charts of figures on held-out rows and of private metrics, by round."""
     charts = []
     for measure in (ACCURACY, LOSS):
-        found, values = measured(measure, rounds)
-        if found:
-            charts.append(declared(measure.name, [Series(measure.name, _numbers(found), values)]))
-    charts += [
-        _figure_chart(rounds, n) for n in dict.fromkeys(n for r in rounds for n in r.figures)
-    ]
-    users = dict.fromkeys(name for each in rounds for name in each.held_out_users)
-    charts += [_users_chart(rounds, name) for name in users]
-    names = dict.fromkeys(name for each in rounds for name in each.scalar_metrics)
-    return [*charts, *(_metric_chart(rounds, name, drawn) for name in names)]
+        results, values = measured(measure, rounds)
+        if results:
+            charts.append(declared(measure.name, [Series(measure.name, _numbers(results), values)]))
+    figures = dict.fromkeys(name for result in rounds for name in result.figures)
+    titles = dict.fromkeys(name.partition(": ")[0] for name in figures)
+    charts += [_figure_chart(rounds, title, figures) for title in titles]
+    of_users = dict.fromkeys(name for result in rounds for name in result.held_out_users)
+    charts += [_users_chart(rounds, name) for name in of_users]
+    metrics = dict.fromkeys(name for result in rounds for name in result.scalar_metrics)
+    return [*charts, *(_metric_chart(rounds, name, unit) for name in metrics)]
 
 
 def _front_charts(record: RunRecord) -> list[Chart]:
-    spent = [each for each in record.rounds if math.isfinite(each.epsilon)]
-    points, values = measured(ACCURACY, spent)
-    line = Series("models of this run", [each.epsilon for each in points], values)
+    finite = [result for result in record.rounds if math.isfinite(result.epsilon)]
+    results, values = measured(ACCURACY, finite)
+    line = Series("models of this run", [result.epsilon for result in results], values)
     words = {"delta": record.delta, "unit": unit_of(record.ledger)}
-    return [declared("front", [line], words)] if points else []
+    return [declared("front", [line], words)] if results else []
 
 
-def _figure_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
-    found = [each for each in rounds if name in each.figures]
-    line = Series(name, _numbers(found), [each.figures[name] for each in found])
-    return declared("figure", [line], {"figure": name}, f"figure-{quote(name, safe='')}")
+def _figure_chart(rounds: Sequence[RoundResult], title: str, figures: Iterable[str]) -> Chart:
+    """A figure, or that of each group of rows."""
+    lines = []
+    for name in figures:
+        of_title, _, group = name.partition(": ")
+        if of_title == title and group != "gap":
+            measured_rounds = [each for each in rounds if name in each.figures]
+            values = [each.figures[name] for each in measured_rounds]
+            lines.append(Series(group or name, _numbers(measured_rounds), values))
+    return declared("figure", lines, {"figure": title}, f"figure-{quote(title, safe='')}")
 
 
 def _users_chart(rounds: Sequence[RoundResult], name: str) -> Chart:
-    found = [each for each in rounds if name in each.held_out_users]
-    over = [each.held_out_users[name] for each in found]
-    low, median, high = ([each[end] for each in over] for end in ("q10", "q50", "q90"))
-    line = Series("median of held-out users, 10% to 90%", _numbers(found), median, low, high)
-    mean = Series("their mean", _numbers(found), [each["mean"] for each in over])
+    results = [result for result in rounds if name in result.held_out_users]
+    spreads = [result.held_out_users[name] for result in results]
+    low, median, high = ([spread[key] for spread in spreads] for key in ("q10", "q50", "q90"))
+    line = Series("median of held-out users, 10% to 90%", _numbers(results), median, low, high)
+    mean = Series("their mean", _numbers(results), [spread["mean"] for spread in spreads])
     return declared("users", [line, mean], {"figure": name}, f"users-{quote(name, safe='')}")
 
 
-def _metric_chart(rounds: Sequence[RoundResult], name: str, drawn: Unit) -> Chart:
-    found = [each for each in rounds if name in each.scalar_metrics]
-    values = [each.scalar_metrics[name] for each in found]
-    noise = [2.0 * each.metrics_noise_stddev.get(name, 0.0) for each in found]
+def _metric_chart(rounds: Sequence[RoundResult], name: str, unit: Unit) -> Chart:
+    results = [result for result in rounds if name in result.scalar_metrics]
+    values = [result.scalar_metrics[name] for result in results]
+    noise = [2.0 * result.metrics_noise_stddev.get(name, 0.0) for result in results]
     low = [value - half for value, half in zip(values, noise, strict=True)]
     high = [value + half for value, half in zip(values, noise, strict=True)]
-    line = Series("released, ± 2 std. dev. of its noise", _numbers(found), values, low, high)
-    words = {"metric": name, **unit_words(drawn)}
+    line = Series("released, ± 2 std. dev. of its noise", _numbers(results), values, low, high)
+    words = {"metric": name, **unit_words(unit)}
     kind = "evaluation" if name.startswith(EVALUATION_PREFIX) else "metric"
     kind = "contributors" if name == CONTRIBUTORS_METRIC else kind
     return declared(kind, [line], words, f"metric-{quote(name, safe='')}")
 
 
 def norms_charts(records: Sequence[RunRecord], of: str = "") -> list[Chart]:
-    """Clipping norms by round, and update norms if recorded, of a run or of an arm's seeds."""
-    end = f"-{of}" if of else ""
+    """Return charts of clipping norms, and of update norms if recorded, by round.
+
+    `records` are a run, or the seeds of the arm `of` of a study.
+    """
+    suffix = f"-{of}" if of else ""
     seeds = f"Means over {len(records)} seeds, bands from the least seed to the largest."
-    words = unit_words(_drawn(records[0]))
+    words = unit_words(_sampled_unit(records[0]))
     words |= {"of": f"{of}: " if of else "", "seeds": seeds if len(records) > 1 else ""}
-    norms = _lines([[(each.round, each.clipping_norms) for each in run.rounds] for run in records])
+    norms = _lines([[(r.round, r.clipping_norms) for r in run.rounds] for run in records])
     colours = {line.name: number for number, line in enumerate(norms)}
-    released = [_group(line, "clipping norm", colours) for line in norms]
+    series = [_group(line, "clipping norm", colours) for line in norms]
     if not all(record.simulation_only for record in records):
-        return [declared("norms", released, words, f"norms{end}")]
-    true = _recorded(records, "group_norms")
-    released += [_group(line, "mean update norm", colours) for line in true if line.name in colours]
-    charts = [declared("update-norms", released, words, f"norms{end}")]
-    # One layer is one vector group, which the first chart shows.
-    if len(layers := _recorded(records, "update_norms")) > 1:
-        charts.append(declared("layers", layers, words, f"layers{end}"))
+        return [declared("norms", series, words, f"norms{suffix}")]
+    exact = _simulation_only(records, "group_norms")
+    series += [_group(line, "mean update norm", colours) for line in exact if line.name in colours]
+    charts = [declared("update-norms", series, words, f"norms{suffix}")]
+    # A single layer is a vector group, which the first chart shows.
+    if len(layers := _simulation_only(records, "update_norms")) > 1:
+        charts.append(declared("layers", layers, words, f"layers{suffix}"))
     return charts
 
 
-def _group(line: Series, what: str, colours: Mapping[str, int]) -> Series:
-    return replace(line, name=f"{what} of {line.name}", colour=colours[line.name])
+def _group(line: Series, label: str, colours: Mapping[str, int]) -> Series:
+    return replace(line, name=f"{label} of {line.name}", colour=colours[line.name])
 
 
 def _clipped_charts(record: RunRecord) -> list[Chart]:
-    shares = _recorded([record], "clipped")
+    shares = _simulation_only([record], "clipped")
     percent = [replace(line, y=[y and 100.0 * y for y in line.y]) for line in shares]
-    signal = _recorded([record], "signal_to_noise")
-    words = unit_words(_drawn(record))
+    signal = _simulation_only([record], "signal_to_noise")
+    words = unit_words(_sampled_unit(record))
     charts = [declared("clipped", percent, words), declared("signal", signal, words)]
     return [chart for chart in charts if chart.series]
 
 
-def _recorded(records: Sequence[RunRecord], name: str) -> list[Series]:
-    """Dashed lines of true figures of rounds, of an attribute of `SimulationOnlyRound`."""
+def _simulation_only(records: Sequence[RunRecord], name: str) -> list[Series]:
+    """Return dashed lines of a field of `SimulationOnlyRound`."""
     name = f"simulation_only_{name}"
     lines = _lines([[(r.round, getattr(r, name)) for r in run.simulation_only] for run in records])
     return [replace(line, dashed=True) for line in lines]
 
 
 def _lines(runs: Sequence[Iterable[tuple[int, Figures]]]) -> list[Series]:
-    """A line by round for each name: the mean over runs, between the least and the largest."""
+    """Return a line by round for each name: the mean over runs, and the range of several runs."""
     values: dict[str, dict[int, list[float]]] = {}
     for number, figures in itertools.chain.from_iterable(runs):
         for name, value in figures.items():
-            known = values.setdefault(name, {}).setdefault(number, [])
-            known += [value] if value is not None and math.isfinite(value) else []
+            of_round = values.setdefault(name, {}).setdefault(number, [])
+            of_round += [value] if value is not None and math.isfinite(value) else []
     lines = []
     for name, by_round in values.items():
         rounds = sorted(by_round)
-        found = [by_round[number] for number in rounds]
-        line = Series(name, rounds, [sum(each) / len(each) if each else None for each in found])
-        low, high = ([end(each, default=None) for each in found] for end in (min, max))
-        lines.append(replace(line, low=low, high=high) if len(runs) > 1 else line)
+        samples = [by_round[number] for number in rounds]
+        means = [sum(sample) / len(sample) if sample else None for sample in samples]
+        low, high = ([end(sample, default=None) for sample in samples] for end in (min, max))
+        band = (low, high) if len(runs) > 1 else ((), ())
+        lines.append(Series(name, rounds, means, *band))
     return lines
 
 
 def _numbers(rounds: Iterable[RoundResult]) -> list[float]:
-    return [each.round for each in rounds]
+    return [result.round for result in rounds]

@@ -1,4 +1,4 @@
-"""The page of a study: how its arms compare at equal privacy."""
+"""The page of a study: a comparison of its arms at equal privacy."""
 
 import itertools
 from collections import Counter
@@ -22,7 +22,7 @@ from fedpriv.report.tables import Column, Table, plural
 from fedpriv.studies import ArmSummary, Cell, Interval, ReadStudy, Study, Target
 from fedpriv.studies.results import STUDY, Measure, measure_of, verdict
 
-# Policies under which a round costs the same among any number of users.
+# Policies under which the cost of a round does not depend on the number of users.
 _ANY_NUMBER = (SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER)
 
 
@@ -35,12 +35,15 @@ class _Arm:
 
 
 def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
-    """The page of a study, from its results and the verified record of each finished run."""
+    """Return the page of a study, from its results and the verified record of each finished run.
+
+    DataError if no run is finished, or a result and a ledger differ.
+    """
     arms = _arms(read, records)
     if not arms:
         raise DataError(f"no run of the study in {read.folder} is finished; run it first")
     targets = [target for target in read.study.targets if _at(arms, target)]
-    compared = study_charts.differences_chart(read.study, read.arms)
+    differences = study_charts.differences_chart(read.study, read.arms)
     text = (read.folder / STUDY).read_text(encoding="utf-8")
     by_round = [_by_round_chart(_at(arms, t), t, f"accuracy-{n}") for n, t in enumerate(targets)]
     if len(targets) > 1:
@@ -49,7 +52,9 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
         front = _spent_chart(read.study, arms, targets[0])
     sections = [
         _summary(read, arms, targets, front),
-        PageSection("differences", "Against the baseline", charts=[compared] if compared else []),
+        PageSection(
+            "differences", "Against the baseline", charts=[differences] if differences else []
+        ),
         PageSection("accuracy", "How good the models are", charts=by_round),
         PageSection(
             "varied", "What was varied", charts=study_charts.varied_charts(read.study, read.arms)
@@ -64,21 +69,22 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
 
 
 def _arms(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> list[_Arm]:
-    found = []
+    arms = []
     for summary in read.arms:
-        of_arm = [
+        runs = [
             (result, records[cell])
             for cell, result in read.finished
             if (cell.arm.name, cell.target) == (summary.arm, summary.target)
         ]
-        for result, record in of_arm:
+        for result, record in runs:
             loss = loss_of(record)
             if loss is None or loss.epsilon > result.epsilon * (1.0 + 1e-9):
-                told, true = f"ε = {result.epsilon:g}", f"{loss.epsilon if loss else 0.0:g}"
-                why = f"the result of {record.folder} says {told}, and its ledger holds {true}"
-                raise DataError(f"{why}; run the study again")
-        found.append(_Arm(summary, tuple(record for _, record in of_arm)))
-    return found
+                raise DataError(
+                    f"the result of {record.folder} says ε = {result.epsilon:g}, and its ledger "
+                    f"holds {loss.epsilon if loss else 0.0:g}; run the study again"
+                )
+        arms.append(_Arm(summary, tuple(record for _, record in runs)))
+    return arms
 
 
 def _at(arms: Sequence[_Arm], target: Target) -> list[_Arm]:
@@ -98,31 +104,24 @@ def _summary(
     users = {users_of(record.ledger) for record in records}
     missing = [f"{read.missing} runs of the study are not finished."] if read.missing else []
     breaches = (large_delta(record.delta, record.ledger) for record in records)
-    said = verdict(study, read.arms)
-    spent = ", ".join(f"{target.epsilon:g}" for target in targets)
+    answers = verdict(study, read.arms)
+    epsilons = ", ".join(f"{target.epsilon:g}" for target in targets)
     names = dict.fromkeys(arm.summary.arm for arm in arms)
     counts = " to ".join(f"{n:,}" for n in dict.fromkeys((min(users), max(users))))
     return PageSection(
         "summary",
         "Summary",
-        [*said, study_charts.CAVEAT],
-        answers=len(said),
+        [*answers, study_charts.CAVEAT],
+        answers=len(answers),
         first=[front],
         warnings=list(dict.fromkeys([*missing, *itertools.chain.from_iterable(breaches)])),
         cards=[
             Card("arms", str(len(names)), f"against {study.baseline}"),
-            Card(f"{study.unit}-level ε of each run", spent, f"at δ = {targets[0].delta}"),
+            Card(f"{study.unit}-level ε of each run", epsilons, f"at δ = {targets[0].delta}"),
             Card("seeds", str(len(study.seeds)), "the same in each arm"),
             Card(plural(study.unit), counts, _who(arms)),
         ],
-        tables=[
-            table
-            for target in targets
-            for table in (
-                study_charts.results_table(read, target),
-                *study_charts.figures_tables(read, target),
-            )
-        ],
+        tables=[t for target in targets for t in study_charts.results_tables(read, target)],
     )
 
 
@@ -136,45 +135,44 @@ def _spent_chart(study: Study, arms: Sequence[_Arm], target: Target) -> Chart:
     measure = measure_of([arm.summary for arm in arms])
     series = []
     for arm in arms:
-        rounds, found = _over_seeds(arm, measure)
-        spent = {each.round: each.epsilon for each in arm.records[0].rounds}
-        series.append(
-            study_charts.line_of(arm.summary.arm, [spent[each] for each in rounds], found)
-        )
+        rounds, intervals = _over_seeds(arm, measure)
+        epsilons = {result.round: result.epsilon for result in arm.records[0].rounds}
+        x = [epsilons[number] for number in rounds]
+        series.append(study_charts.line_of(arm.summary.arm, x, intervals))
     return study_charts.measure_chart(
         "study-spent", measure, series, "front", unit=study.unit, delta=target.delta
     )
 
 
 def _over_seeds(arm: _Arm, measure: Measure) -> tuple[list[int], list[Interval]]:
-    """Rounds that were measured under every seed, and what was found."""
+    """Return the rounds that were evaluated under every seed, and intervals over seeds."""
     values: dict[int, list[float]] = {}
     for record in arm.records:
-        for each, value in zip(*study_charts.measured(measure, record.rounds), strict=True):
-            values.setdefault(each.round, []).append(value)
+        for result, value in zip(*study_charts.measured(measure, record.rounds), strict=True):
+            values.setdefault(result.round, []).append(value)
     rounds = [number for number in sorted(values) if len(values[number]) == len(arm.records)]
     return rounds, [Interval.of(values[number]) for number in rounds]
 
 
 def _privacy(arms: Sequence[_Arm]) -> list[PageSection]:
-    """What ε says, and its curves for each kind of ledger that the arms have."""
+    """Return the meaning of ε, and its curves for each kind of ledger that the arms have."""
     kinds: dict[object, list[_Arm]] = {}
     for arm in arms:
-        kinds.setdefault(_priced_alike(arm.records[0]), []).append(arm)
+        kinds.setdefault(_price_key(arm.records[0]), []).append(arm)
     sections = []
-    for number, alike in enumerate(kinds.values()):
-        record = alike[0].records[0]
+    for number, arms_of_kind in enumerate(kinds.values()):
+        record = arms_of_kind[0].records[0]
         loss = loss_of(record)
         if number == 0 and loss is not None:
             sections.append(assumptions(loss, record.ledger))
-        summaries = [arm.summary for arm in alike]
-        names = ", ".join(f"{each.arm} at ε = {each.target.epsilon:g}" for each in summaries)
+        summaries = [arm.summary for arm in arms_of_kind]
+        names = ", ".join(f"{s.arm} at ε = {s.target.epsilon:g}" for s in summaries)
         sections += privacy_sections(record, names, number)
     return sections
 
 
-def _priced_alike(record: RunRecord) -> object:
-    """Equal for ledgers that every accountant prices alike, however they split the noise."""
+def _price_key(record: RunRecord) -> object:
+    """Return a key that is equal for ledgers of the same price, however they split the noise."""
     counts: Counter[object] = Counter()
     for event in merge_equal(record.ledger.events):
         sampling = event.sampling
@@ -199,9 +197,9 @@ def _ledgers_table(arms: Sequence[_Arm]) -> Table:
     rows = []
     for arm in arms:
         for seed, record in zip(arm.summary.seeds, arm.records, strict=True):
-            found, target = record.verification, f"{arm.summary.target.epsilon:g}"
-            checked = "yes" if found.cohorts else "no record here"
-            counts = (target, str(seed), str(found.head.count))
-            rows.append((arm.summary.arm, *counts, checked, found.head.hash))
+            verification, target = record.verification, f"{arm.summary.target.epsilon:g}"
+            cohorts = "yes" if verification.cohorts else "no record here"
+            counts = (target, str(seed), str(verification.head.count))
+            rows.append((arm.summary.arm, *counts, cohorts, verification.head.hash))
     caption = "One ledger for each run: its chain is intact, and every release has its charge"
     return Table(caption, columns, rows)

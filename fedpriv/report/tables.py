@@ -1,6 +1,7 @@
 """Tables and numbers in the terminal, and the same for other programs as JSON."""
 
 import math
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -25,6 +26,7 @@ from fedpriv.ledger.events import RoundEvent, SamplingEvent, SumQueryEvent, Unit
 from fedpriv.ledger.ledger import ExportedLedger, Ledger, is_export
 from fedpriv.ledger.participation import ParticipationRecord
 
+_UNBROKEN = 10_000  # characters of a line that no terminal shows
 _READABLE, _LEAST = 24, 8  # characters of a text that is shortened: while columns can go, and after
 
 
@@ -47,12 +49,30 @@ class Table:
     simulation_only: bool = False  # whether it shows what no guarantee covers
 
 
+def screen(*, quiet: bool = False, highlight: bool = True) -> Console:
+    """A console that breaks lines on a terminal alone: other programs read whole rows."""
+    console = Console(markup=False, emoji=False, quiet=quiet, highlight=highlight)
+    if not (console.is_terminal or console.is_jupyter or "COLUMNS" in os.environ):
+        console.width = _UNBROKEN
+    return console
+
+
 def print_table(
     table: Table, console: Console | None = None, border: box.Box = box.SIMPLE_HEAD
 ) -> None:
-    """Print a table; cells are text, whatever brackets they contain."""
+    """Print a table; cells are text, whatever brackets they contain.
+
+    Where words would be broken, each row is a list of its cells under the headings.
+    """
+    console, light = console or screen(), border is box.SIMPLE_HEAD
     mark = "simulation only: " if table.simulation_only else ""
-    light = border is box.SIMPLE_HEAD
+    widths: Sequence[int | None] = [None] * len(table.columns)
+    if len(table.columns) > 2 and not light:
+        room = console.width - 3 * len(table.columns) - 1
+        widths = _whole_words(table, room)
+        if not widths:
+            _print_rows(table, console)
+            return
     printed = rich.table.Table(
         title=Text(mark + table.caption),
         box=border,
@@ -60,14 +80,42 @@ def print_table(
         collapse_padding=light,
         show_header=any(column.name for column in table.columns),
     )
-    for column in table.columns:
+    for column, width in zip(table.columns, widths, strict=True):
         number = column.kind == "number"
         side: Literal["left", "right"] = "right" if number else "left"
         # Numbers stay whole, however narrow the terminal; names are broken instead.
-        printed.add_column(Text(column.name), justify=side, no_wrap=number, overflow="fold")
+        printed.add_column(
+            Text(column.name), justify=side, no_wrap=number, overflow="fold", width=width
+        )
     for row in table.rows:
         printed.add_row(*map(Text, row))
-    (console or Console()).print(printed)
+    console.print(printed)
+
+
+def _whole_words(table: Table, room: int) -> list[int]:
+    """Widths of columns that break no word in so many characters; none if there are no such."""
+    words, lines = list[int](), list[int]()
+    for at, column in enumerate(table.columns):
+        cells = [column.name, *(row[at] for row in table.rows)]
+        lines.append(max(len(line) for cell in cells for line in cell.split("\n")))
+        words.append(max((len(word) for cell in cells for word in cell.split()), default=0))
+    spare, left = room - sum(words), len(words)
+    if spare < 0:
+        return []
+    for at in sorted(range(len(words)), key=lambda at: lines[at] - words[at]):
+        more = min(lines[at] - words[at], spare // left)
+        words[at], spare, left = words[at] + more, spare - more, left - 1
+    return words
+
+
+def _print_rows(table: Table, console: Console) -> None:
+    """Print each row as a list of its cells, under its headings."""
+    console.print(table.caption)
+    for row in table.rows:
+        cells = rich.table.Table.grid(padding=(0, 2))
+        for column, cell in zip(table.columns, row, strict=True):
+            cells.add_row(Text(" ".join(column.name.split())), Text(cell))
+        console.print("", cells, sep="\n")
 
 
 def fitted(table: Table, width: int) -> tuple[Table, tuple[str, ...]]:
@@ -214,7 +262,7 @@ def print_spending(spending: Spending) -> None:
     charged = [price for price in spending.prices if price.releases.events]
     unit = charged[0].loss.unit
     title = f"{unit}-level {symbol} of {populations} at {fixed}"
-    console = Console(markup=False, emoji=False)
+    console = screen()
     print_table(Table(title, headings, rows), console, box.HEAVY_HEAD)
     for content in spending.ledgers:
         if not content.charges:
@@ -264,7 +312,7 @@ def print_plan(plan: Plan, by_clt: Plan | None) -> None:
         rows.append(("z by the central limit theorem", str(by_clt.noise_multiplier), really))
     title = f"within ε = {format_epsilon(plan.target_epsilon)} at δ = {loss.delta}"
     print_table(Table(title, [Column("", "text")] * 3, rows), border=box.HEAVY_HEAD)
-    Console().print(loss.assumptions)
+    screen().print(loss.assumptions)
 
 
 def _cost(plan: Plan) -> PrivacyLoss:
@@ -307,7 +355,7 @@ def print_ledger(path: Path, last: int | None) -> None:
     same = [at for at in (4, len(names)) if len({row[at] for row in rows}) == 1]
     left = [at for at in range(len(columns)) if at not in same]
     shown = [[row[at] for at in left] for row in rows]
-    console = Console(markup=False, emoji=False, highlight=False)
+    console = screen(highlight=False)
     print_table(Table(title, [columns[at] for at in left], shown), console, box.HEAVY_HEAD)
     for line in (*(f"{columns[at].name}: {rows[0][at]}" for at in same), *noise):
         console.print(line)
@@ -328,7 +376,7 @@ def print_verification(path: Path, participation: Path | None, head: str | None)
         ledger.verify(record, expected)
         found = ledger.head
     cohorts = ", each with the cohort it commits to" if participation else ""
-    Console(markup=False, emoji=False).print(
+    screen().print(
         f"{path} is intact: {found.count} charges{cohorts}; head {found.count}:{found.hash}",
         soft_wrap=True,
         highlight=False,

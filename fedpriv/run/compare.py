@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from time import monotonic
@@ -29,8 +29,10 @@ from fedpriv.evaluation.personalisation import Personalisation
 from fedpriv.experiment.build import (
     Experiment,
     Method,
+    SharedRoads,
     check_measured,
     on_population,
+    refuse_if_few_count,
     settings_of,
     settled,
 )
@@ -38,6 +40,7 @@ from fedpriv.experiment.config import DataSection, method_left_out
 from fedpriv.experiment.mechanism import Mechanism
 from fedpriv.experiment.trackers import Tracker, named
 from fedpriv.report.study_charts import print_study, results_json
+from fedpriv.report.tables import screen
 from fedpriv.run.folder import RunFolder, data_frame, held, write_charts, write_report
 from fedpriv.run.run import Run, RunSetup, run_rounds
 from fedpriv.run.simulate import ObservedTransport
@@ -73,7 +76,7 @@ def run_study(file: Path, out: Path | None, workers: int | None) -> None:
     run again; of a run that was cut short nothing counts; a run that fails does not stop the
     others; no process is left when this ends, however it ends.
     """
-    study, console = load_study(file), Console(markup=False, emoji=False)
+    study, console = load_study(file), screen()
     folder = out or Path("studies") / study.name
 
     def start(missing: Sequence[Cell]) -> Generator[Ended | None]:
@@ -192,7 +195,7 @@ def compare(
         accuracies=tuple(accuracies),
     )
     folder, told = Path(out or Path("studies") / name), named("trackers", trackers, Tracker)
-    console = Console(quiet=quiet, markup=False, emoji=False)
+    console = screen(quiet=quiet)
     if (folder / STUDY).exists() and not resume:
         raise InvalidValueError(
             f"{folder} holds a study already; resume=True goes on with it where nothing changed, "
@@ -223,6 +226,7 @@ class _Methods:
     given: Mapping[str, Any]  # task, mechanism, local and server of all arms
     arms: Mapping[str, Mapping[str, Any]]  # what each has in their place
     personalisation: Personalisation | None
+    roads: SharedRoads = field(default_factory=SharedRoads)
 
     def __post_init__(self) -> None:
         for arm, changes in self.arms.items():
@@ -264,7 +268,8 @@ class _Methods:
         """The experiment of a run, and what trains it here."""
         with _naming_arm(cell.arm.name):
             method = self.of(cell.arm.name, cell.seed)
-            return on_population(study.config_of(cell), "", self.population, method=method)
+            config = study.config_of(cell)
+            return on_population(config, "", self.population, (), method, self.roads)
 
 
 def _complete(
@@ -368,7 +373,7 @@ def calibrated(study: Study, console: Console | None = None) -> dict[tuple[Arm, 
     for arm, target in itertools.product(study.arms, study.targets):
         config = study.config_of(Cell(arm, target, study.seeds[0]))
         with _naming_arm(arm.name):
-            population = _loaded(config.simulated_data.model_dump_json())
+            population, _ = _loaded(config.simulated_data.model_dump_json())
             experiment, _ = on_population(config, str(config.run), population)
         noise[arm, target] = experiment.plan.noise_multiplier
         made[arm.name] = experiment
@@ -399,11 +404,17 @@ def _check_comparable(arms: Mapping[str, Experiment], console: Console | None) -
 
 
 def run_cell(
-    study: Study, cell: Cell, folder: Path, noise_multiplier: float, population: Population
+    study: Study,
+    cell: Cell,
+    folder: Path,
+    noise_multiplier: float,
+    population: Population,
+    roads: SharedRoads | None = None,
 ) -> RunResult:
     """Run a cell of a study from its start, with noise from `calibrated`."""
     config = study.config_of(cell).with_noise(noise_multiplier)
-    return _run_prepared(study, cell, folder, *on_population(config, str(config.run), population))
+    made = on_population(config, str(config.run), population, roads=roads)
+    return _run_prepared(study, cell, folder, *made)
 
 
 def _run_prepared(
@@ -419,6 +430,7 @@ def _run_prepared(
         names = (run.path.with_name(f"{run.path.name}.cut-{n}") for n in itertools.count(1))
         run.path.rename(next(name for name in names if not name.exists()))
     experiment, _ = settled(experiment, transport)
+    refuse_if_few_count(experiment, transport)
     config = experiment.config
     output = config.output.model_copy(update={"checkpoint_every": config.rounds})
     experiment = replace(experiment, config=config.model_copy(update={"output": output}))
@@ -529,16 +541,16 @@ def _end_with_parent() -> None:
 def _run_in_worker(study: Study, cell: Cell, folder: Path, noise_multiplier: float) -> Ended:
     """Run a cell with one thread, so that results do not depend on the number of workers."""
     try:
-        population = _loaded(study.config_of(cell).simulated_data.model_dump_json())
+        loaded = _loaded(study.config_of(cell).simulated_data.model_dump_json())
         with computing_with(1):
-            return cell, run_cell(study, cell, folder, noise_multiplier, population)
+            return cell, run_cell(study, cell, folder, noise_multiplier, *loaded)
     except Exception as error:
         kind = "" if isinstance(error, FedprivError) else f"{type(error).__name__}: "
         raise WorkerError(f"arm {cell.arm.name!r}, seed {cell.seed}: {kind}{error}") from error
 
 
 @lru_cache(maxsize=1)
-def _loaded(data: str) -> Population:
-    """The population of a section `data`, as JSON, kept for the next run of this process."""
+def _loaded(data: str) -> tuple[Population, SharedRoads]:
+    """The population of a section `data`, as JSON, and its roads: for all runs of this process."""
     section = DataSection.model_validate_json(data)
-    return load_population(section.name, section.options)
+    return load_population(section.name, section.options), SharedRoads()

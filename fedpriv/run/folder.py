@@ -7,7 +7,7 @@ import os
 import webbrowser
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -20,10 +20,17 @@ from fedpriv.errors import DataError, InvalidValueError, LedgerError
 from fedpriv.experiment.config import load_config
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord, record_path
-from fedpriv.report.records import RunRecord, SimulationOnlyRound, SiteTable, Verification
+from fedpriv.report.records import (
+    RunEnd,
+    RunRecord,
+    SimulationOnlyRound,
+    SiteTable,
+    Verification,
+)
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
 from fedpriv.support.disk import naming, sync, write_atomically, writing
+from fedpriv.support.logs import SIMULATION_ONLY
 from fedpriv.training.rounds import RoundResult
 
 if TYPE_CHECKING:
@@ -57,6 +64,8 @@ class RunFolder:
     model = _File("model.safetensors")  # after the last round, also of a run that was stopped
     measurements = _File("audit.jsonl")  # of an audit: its key, and what it measured of releases
     audit = _File("audit.json")  # what it found
+    end = _File("run.json")  # how it ended, if it has
+    simulation_only_warnings = _File("simulation_only.json")  # which no guarantee covers
     sites = _File("sites.json")  # how each node does; says who took part, readable by its owner
 
     def refuse_run(self) -> None:
@@ -126,13 +135,39 @@ class RunFolder:
 
     def read_audit(self) -> AuditResult | None:
         """What the audit of the run found, if there was one and the run has ended."""
-        if not self.audit.exists():
+        return self._read_if_there(AuditResult, self.audit, "an audit")
+
+    def write_end(self, end: RunEnd) -> None:
+        """Write how the run ended; see `append_metrics` for numbers that are not finite.
+
+        What no guarantee covers goes to a file of its own, for its owner alone.
+        """
+        private = [text for text in end.warnings if text.startswith(SIMULATION_ONLY)]
+        if private:
+            write_atomically(self.simulation_only_warnings, to_json(private, indent=2), 0o600)
+        end = replace(end, warnings=tuple(text for text in end.warnings if text not in private))
+        write_atomically(self.end, to_json(asdict(end), indent=2, inf_nan_mode="strings"))
+
+    def read_end(self) -> RunEnd | None:
+        """How the run ended; None if it is under way or was cut short."""
+        end = self._read_if_there(RunEnd, self.end, "the end of a run")
+        path = self.simulation_only_warnings
+        private = self._read_if_there(tuple[str, ...], path, "warnings") or ()
+        return end and replace(end, warnings=(*end.warnings, *private))
+
+    def forget_end(self) -> None:
+        """Remove what says how the run ended, as it goes on."""
+        for path in (self.end, self.simulation_only_warnings):
+            path.unlink(missing_ok=True)
+
+    def _read_if_there(self, kind: type[_Row], path: Path, what: str) -> _Row | None:
+        if not path.exists():
             return None
         try:
-            return TypeAdapter(AuditResult).validate_json(self.audit.read_bytes())
+            return TypeAdapter(kind).validate_json(path.read_bytes())
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
-            raise DataError(f"{self.audit} cannot be read as an audit: {reason}") from error
+            raise DataError(f"{path} cannot be read as {what}: {reason}") from error
 
     def write_sites(self, table: SiteTable) -> None:
         """Replace the table of sites; at no time can others than its owner read it."""
@@ -259,6 +294,7 @@ def read_run(folder: Path) -> RunRecord:
         rounds=tuple(results),
         simulation_only=tuple(collected),
         audit=run.read_audit(),
+        end=run.read_end(),
     )
 
 

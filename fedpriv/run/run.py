@@ -29,6 +29,7 @@ from fedpriv.errors import (
     DataError,
     InvalidValueError,
     RefutedError,
+    TooFewUsersError,
 )
 from fedpriv.evaluation.held_out import Evaluation, evaluate
 from fedpriv.experiment.build import Experiment, build, check_budget
@@ -39,12 +40,14 @@ from fedpriv.ledger.ledger import Ledger, paid_events
 from fedpriv.ledger.participation import digest_of_users, record_path
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PrivacyRecords
-from fedpriv.report.records import versions
+from fedpriv.report.records import RunEnd, versions
 from fedpriv.report.tables import plural
+from fedpriv.run import notes
 from fedpriv.run.auditor import Auditor
 from fedpriv.run.folder import RunFolder, data_frame, read_run, write_charts, write_report
 from fedpriv.support.disk import with_room, write_atomically
 from fedpriv.support.logs import one_line
+from fedpriv.training.contributors import Contributors
 from fedpriv.training.local import ALGORITHMS
 from fedpriv.training.request import Transport
 from fedpriv.training.rounds import (
@@ -81,15 +84,30 @@ class RunSetup:
     folder: RunFolder
     ledger: Path
     resuming: bool
+    keep_going: bool = False  # whether it goes on though too few users count
 
     @classmethod
-    def of(cls, file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> Self:
+    def of(
+        cls,
+        file: Path,
+        assignments: list[str],
+        out: Path | None,
+        *,
+        resume: bool,
+        keep_going: bool = False,
+    ) -> Self:
         """Read an experiment, with "a.b=value" overrides; see `at`."""
-        return cls.at(load_config(file, assignments), out, resume=resume)
+        return cls.at(load_config(file, assignments), out, resume=resume, keep_going=keep_going)
 
     @classmethod
     def at(
-        cls, config: Config, out: Path | None, *, resume: bool, home: Path = Path("runs")
+        cls,
+        config: Config,
+        out: Path | None,
+        *,
+        resume: bool,
+        home: Path = Path("runs"),
+        keep_going: bool = False,
     ) -> Self:
         """Start or `resume` the run in `out`, by default a new folder in `home`."""
         # A seeded run can be repeated, so its name is the same each time.
@@ -116,7 +134,7 @@ class RunSetup:
                 # By the clock it could be another now, and results differ by rounding.
                 engine = config.engine.model_copy(update={"path": begun.engine.path})
                 config = config.model_copy(update={"engine": engine})
-        return cls(config, run, folder, ledger, resuming)
+        return cls(config, run, folder, ledger, resuming, keep_going)
 
     @property
     def spent(self) -> list[RoundEvent]:
@@ -287,7 +305,9 @@ class Run:
     task: Task
     stop: Stop  # why it ended
     state: ServerState  # at the end, all of it released
-    epsilon: float  # of all charges of the ledger at the end, with `delta`
+    # Of all charges of the ledger at the end, with `delta`; the budget, where the run ended early
+    # because of what it released, as the charges are no bound then.
+    epsilon: float
     delta: float  # that of the budget
     ledger: Path  # which other runs may have charged too
     accuracy: float | None  # None if targets are not classes
@@ -296,6 +316,9 @@ class Run:
     # If held-out rows have users: `users`, `mean`, `q10`, `q50`, `q90` over them, by figure.
     held_out_users: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     audit: AuditResult | None = None  # what it found in its own releases, if it was asked to
+    # What its owner should know, in a sentence each, with the cure; the first says why the run
+    # ended if `stop` is `Stop.TOO_FEW`. Those that say "simulation only" are not private.
+    warnings: tuple[str, ...] = ()
 
     @cached_property
     def rounds(self) -> tuple[RoundResult, ...]:
@@ -314,10 +337,12 @@ class Run:
         model.load_state_dict(tensors, strict=False)
         return model
 
-    def check_audit(self) -> None:
-        """Raise RefutedError if the run's audit refutes what the ledger says."""
+    def check(self) -> None:
+        """Raise RefutedError if the audit refutes the ledger, TooFewUsersError if few count."""
         if self.audit is not None and not self.audit.consistent:
             raise RefutedError(f"the audit of {self.folder} found {self.audit.text}")
+        if self.stop is Stop.TOO_FEW:
+            raise TooFewUsersError(self.warnings[0])
 
     def to_pandas(self) -> "pd.DataFrame":
         """One row a round, one column for every released number; pandas must be installed."""
@@ -390,8 +415,12 @@ def conduct(
     on_round: OnRound,
     clock: Callable[[], float] | None = None,
     auditor: Auditor | None = None,
+    *,
+    keep_going: bool = False,
 ) -> Run:
     """Run an experiment to its end or to the end of its budget, writing everything into a folder.
+
+    It ends before that if too few users count, by what was released, unless it is to keep going.
 
     After each release its metrics are written, then the checkpoint, then `on_round` is called. So
     if every round has a checkpoint, a crash leaves at most one charged round in none. A resumed run
@@ -410,7 +439,17 @@ def conduct(
     observed: tuple[OnRelease, ...] = (auditor.observe,) if auditor else ()
     rounds = train(plan, state, transport, records, experiment.entropy, *observed)
     latest, figures = None, dict[str, Any]()
+    folder.forget_end()
+    if keep_going:  # what said the budget is a round in the middle now
+        _restate(folder, state.round, records.ledger.epsilon(records.budget))
+    sampling = plan.sampling.event()
+    counted = Contributors.of(folder.results()[: state.round], sampling)
+    # How many examples users have is an estimate, which may be far too large.
+    watched = plan.sampling.drawn is plan.sampling.unit and not keep_going
     while True:
+        if watched and counted.too_few:
+            stop = Stop.TOO_FEW
+            break
         began = clock() if clock else 0.0
         try:
             state, result = next(rounds)
@@ -425,18 +464,17 @@ def conduct(
         if evaluation and evaluation.due(state.round, last=state.round == plan.rounds):
             result = evaluation.added(result, state.model, records, experiment.entropy)
         with_room(partial(folder.append_metrics, asdict(result)))
+        counted = counted.with_round(result, sampling)
         if state.round % output.checkpoint_every == 0:
             keep()
         on_round(result)
     keep()
-    _tell_rounds_lost(folder, state, records)
-    model = released_model(state, folder.results())
-    with_room(lambda: write_atomically(folder.model, model))
+    _write_model(folder, plan, stop, state, records)
     transport.release_resources()
     if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):
         with_room(lambda: records.participation.forget_series(plan.run))  # of one that was killed
     figures = figures if latest is state else _measured(experiment, state.model)
-    return _ended(folder, experiment, stop, state, records, auditor, figures)
+    return _ended(folder, experiment, stop, state, records, auditor, figures, counted)
 
 
 def _settle(experiment: Experiment, state: ServerState, records: PrivacyRecords) -> None:
@@ -450,15 +488,30 @@ def _settle(experiment: Experiment, state: ServerState, records: PrivacyRecords)
             records.settle(event, run, experiment.entropy.randomness)
 
 
-def _tell_rounds_lost(folder: RunFolder, state: ServerState, records: PrivacyRecords) -> None:
-    """Say once more what the last round of the model released, if later ones led nowhere.
+def _guaranteed(
+    plan: TrainingPlan, stop: Stop, state: ServerState, records: PrivacyRecords
+) -> float:
+    """The ε of a run: what the ledger's charges cost, or the budget of a run that ended early."""
+    early = stop is Stop.TOO_FEW and state.round < plan.rounds
+    return records.budget.epsilon if early else records.ledger.epsilon(records.budget)
 
-    That is so where a resumed run could repeat none of them. What they cost is in its ε then.
-    """
-    led = folder.results()
-    if led and led[-1].round > state.round:
-        epsilon = records.ledger.epsilon(records.budget)
-        for own in (each for each in led if each.round == state.round):
+
+def _write_model(
+    folder: RunFolder, plan: TrainingPlan, stop: Stop, state: ServerState, records: PrivacyRecords
+) -> None:
+    """Write the released model, after what its last round released says what the run costs."""
+    results = folder.results()
+    # Later rounds may have led nowhere, where a resumed run could repeat none of them.
+    if stop is Stop.TOO_FEW or (results and results[-1].round > state.round):
+        _restate(folder, state.round, _guaranteed(plan, stop, state, records))
+    model = released_model(state, folder.results())
+    with_room(lambda: write_atomically(folder.model, model))
+
+
+def _restate(folder: RunFolder, number: int, epsilon: float) -> None:
+    """Write down once more what a round released, if the run costs another ε by now."""
+    for own in folder.results():
+        if own.round == number and own.epsilon != epsilon:
             with_room(partial(folder.append_metrics, asdict(replace(own, epsilon=epsilon))))
 
 
@@ -470,19 +523,27 @@ def _ended(
     records: PrivacyRecords,
     auditor: Auditor | None,
     figures: Mapping[str, Any],
+    counted: Contributors,
 ) -> Run:
+    """The value of a run that has ended, after its folder says so."""
     run, privacy, charges = experiment.plan.run, experiment.config.privacy, records.ledger.charges()
     # Canaries are in the rounds alone, not in what is asked between them.
     of_rounds = (row for row in charges if row.run == run)
+    charged = records.ledger.epsilon(records.budget)
+    facts: dict[str, Any] = {
+        "stop": stop,
+        "epsilon": _guaranteed(experiment.plan, stop, state, records),
+        "delta": records.budget.delta,
+        "warnings": notes.of_run(experiment, stop, counted, folder.results(), charged),
+    }
+    with_room(partial(folder.write_end, RunEnd(round=state.round, **facts, **figures)))
     return Run(
         folder=folder.path,
         task=experiment.task,
-        stop=stop,
         state=state,
-        epsilon=records.ledger.epsilon(records.budget),
-        delta=records.budget.delta,
         ledger=Path(privacy.ledger) if privacy.ledger else folder.ledger,
         audit=auditor.conclude(paid_events(of_rounds)) if auditor else None,
+        **facts,
         **figures,
     )
 
@@ -556,7 +617,8 @@ def run_rounds(
                     followers.released(replace(result, simulation_only_seconds=None))
                 show(result)
 
-            return conduct(folder, experiment, state, transport, records, on_round, clock, auditor)
+            given = folder, experiment, state, transport, records, on_round, clock, auditor
+            return conduct(*given, keep_going=setup.keep_going)
 
         place = records.ledger.ledger_id, folder.path, state.round
         followers.start(StartedRun.of(experiment.config, plan, *place))

@@ -26,6 +26,7 @@ from fedpriv.experiment.build import (
     on_population,
     population_of,
     records_of,
+    refuse_if_few_count,
     settings_of,
     settled,
 )
@@ -37,7 +38,7 @@ from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
 from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import PartialSum
-from fedpriv.report.tables import Column, Table, cohort_text, print_table
+from fedpriv.report.tables import Column, Table, cohort_text, print_table, screen
 from fedpriv.run.run import Run, RunSetup, spent_in
 from fedpriv.run.terminal import carry_out, telling_where
 from fedpriv.support.checks import check_types
@@ -60,6 +61,7 @@ def simulate(
     rounds: int | None = None,
     out: Path | str | None = None,
     resume: bool = False,
+    keep_going: bool = False,
     name: str = "run",
     seed: int | None = None,
     ledger: Path | str | None = None,
@@ -107,6 +109,8 @@ def simulate(
     * rounds: T; by default what the mechanism was calibrated for.
     * out: folder of the run; by default a new one under runs/.
     * resume: go on with the run in `out`, or start it if there is none.
+    * keep_going: go on though too few users count, which otherwise refuses the run before its first
+      round, or ends it once noised counts of contributors say so; see `Run.warnings`.
     * name: begins the name of the run in the ledger.
     * seed: makes the run repeatable; the guarantee then does not hold against those who know it.
     * ledger: a ledger that several runs on the same users charge together; by default one in the
@@ -146,25 +150,32 @@ def simulate(
         "audit": audit and asdict(audit),
     }
     config = settings_of(name, population, method, rounds=rounds, seed=seed, **sections)
-    setup = RunSetup.at(config, Path(out) if out else None, resume=resume)
+    setup = RunSetup.at(config, Path(out) if out else None, resume=resume, keep_going=keep_going)
     if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
         begun = setup.config.privacy.noise_multiplier
         mechanism = replace(mechanism, noise_multiplier=begun, rounds=None)
     elif federated_evaluation and mechanism.rounds:
         mechanism = replace(mechanism, noise_multiplier=None)
     method = replace(method, mechanism=mechanism)
-    console = Console(quiet=quiet, markup=False, emoji=False)
+    console = screen(quiet=quiet)
     spent = setup.spent if federated_evaluation else ()
     experiment, transport = on_population(setup.config, setup.run, population, spent, method)
     followed = replace(experiment, on_round=callbacks, trackers=told)
     return _run(setup, followed, transport, console)
 
 
-def run_simulation(file: Path, assignments: list[str], out: Path | None, *, resume: bool) -> Run:
+def run_simulation(
+    file: Path,
+    assignments: list[str],
+    out: Path | None,
+    *,
+    resume: bool,
+    keep_going: bool = False,
+) -> Run:
     """Run or resume the experiment of a file in this process, and print how it went."""
-    setup = RunSetup.of(file, assignments, out, resume=resume)
+    setup = RunSetup.of(file, assignments, out, resume=resume, keep_going=keep_going)
     config, population = setup.config, population_of(setup.config)
-    console = Console(markup=False, emoji=False)
+    console = screen()
     experiment, transport = on_population(config, setup.run, population, setup.spent)
     return _run(setup, experiment, transport, console)
 
@@ -178,7 +189,10 @@ def _run(
         chosen = ObservedTransport(transport, experiment.plan, told)
     with telling_where(setup, console):
         experiment, road = settled(experiment, transport)
-    console.print(f"users train {road}", highlight=False)
+        if not (setup.resuming or setup.keep_going):
+            refuse_if_few_count(experiment, transport)
+    if road.path == "together":  # else a note says so
+        console.print(f"users train {road}", highlight=False)
     return carry_out(setup, experiment, lambda *_: chosen, console)
 
 
@@ -240,7 +254,7 @@ def show_allocation(file: Path, assignments: list[str]) -> None:
     name = records_of(population, config.mechanism()).name
     held = spent_in(Path(ledger), name) if ledger else []
     experiment, _ = on_population(config, "plan", population, held)
-    plan, console = experiment.plan, Console(markup=False, emoji=False)
+    plan, console = experiment.plan, screen()
     at_once = plan.sampling.rounds
     charge = f"{at_once} rounds to a charge" if at_once > 1 else "one charge"
     title = f"One round: {len(plan.shares)} vector groups, one sample, {charge}"

@@ -28,12 +28,13 @@ from rich.text import Text
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
-from fedpriv.engine.task import running_norms
 from fedpriv.experiment.build import Experiment
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import ChargedRow, Ledger, paid_events
 from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table
+from fedpriv.run import notes
 from fedpriv.run.run import Follow, Hosted, Run, RunSetup, run_rounds, spent_in
+from fedpriv.training.contributors import Contributors
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
     EVALUATION_PREFIX,
@@ -41,11 +42,9 @@ from fedpriv.training.rounds import (
     RoundResult,
     Stop,
     TrainingPlan,
-    contributors_text,
     own_charges,
 )
 
-_FINE = 1e-4  # steps of updates that change no training to speak of
 _BETWEEN_LINES = 60.0  # seconds, where bars cannot move
 _LONGEST = 1e9  # seconds that are left, as far as that can be known
 _BAR = 10  # columns of a bar
@@ -160,22 +159,21 @@ def displayed(console: Console) -> Iterator[Display]:
 @contextmanager
 def _progress(plan: TrainingPlan, first: int, console: Console) -> Iterator[OnRound]:
     """What to call with each result, so that a line shows how far the run is."""
-    units, last, seen = plural(plan.sampling.drawn), "", list[RoundResult]()
+    units, last, counted = plural(plan.sampling.drawn), "", Contributors()
     sampling = plan.sampling.event()
     with displayed(console) as display:
         line = display.add(plan.run, plan.rounds, first)
 
         def show(result: RoundResult) -> None:
-            nonlocal last
+            nonlocal last, counted
             if result.accuracy is not None:
                 last = f"accuracy {result.accuracy:.1%}"
             seconds = result.simulation_only_seconds or math.inf
             # From the expected cohort, since the realised one is private.
             speed = f"{plan.sampling.expected_cohort_size / seconds:,.0f} {units}/s"
             spent = f"ε {format_epsilon(result.epsilon)}"
-            seen.append(result)
-            counted = contributors_text(seen, sampling)
-            contributors = counted and f"contributors {counted}"
+            counted = counted.with_round(result, sampling)
+            contributors = f"contributors {counted}" if counted else ""
             figures = (last, spent, *result.metrics_text, contributors, speed)
             display.update(line, result.round, *figures)
             display.tell()
@@ -207,44 +205,14 @@ def warn_of_delta(experiment: Experiment, console: Console) -> None:
 
 def _warn(setup: RunSetup, experiment: Experiment, console: Console) -> None:
     """Say what the experiment's settings do to its guarantee."""
-    sampling = experiment.plan.sampling
     if not setup.resuming:
         spent = spent_in(setup.ledger, experiment.plan.population)
         _warn_of_budget(spent, experiment, console)
     warn_of_delta(experiment, console)
-    expected = sampling.expected_cohort_size
-    if expected < 1.0 or sampling.population == 1:
-        console.print(
-            f"warning: a cohort has {expected:.2g} {plural(sampling.drawn)} on average; rounds of "
-            "one release its update and noise, rounds of none noise alone, and each is charged",
-            style="yellow",
-        )
-    if experiment.plan.statistics is None and running_norms(experiment.task.model):
-        console.print(
-            "warning: the running statistics of the model's batch normalisation stay as they are, "
-            "which costs accuracy; a private metric moves them: metrics.report.batch-norm = "
-            "{ bound = 4.0 }, in Python Mechanism.poisson(..., metrics={'batch-norm': "
-            "{'bound': 4.0}})",
-            style="yellow",
-        )
-    if experiment.task.personal and experiment.personalised is None and experiment.held_out:
-        console.print(
-            "warning: held-out rows are not evaluated, since the model's personal parameters are "
-            "untrained; personalisation says how held-out users train them",
-            style="yellow",
-        )
-    if experiment.config.privacy.unsafe_no_privacy:
-        consequence = "no budget limits this run"
-        if experiment.plan.noise_multiplier == 0.0:
-            consequence = "there is no noise, and no ε holds for this run"
-        console.print(f"warning: unsafe_no_privacy is set; {consequence}", style="red")
-    step = max(group.granularity for group in experiment.plan.groups)
-    if experiment.plan.noise_multiplier == 0.0 and step > _FINE:
-        console.print(
-            f"warning: updates are rounded to whole multiples of {step:.2g}, as the clipping norm "
-            "is large and there is no noise beside which that is little",
-            style="yellow",
-        )
+    for note in notes.of_settings(experiment):
+        console.print(f"warning: {note}", style="yellow")
+    for note in experiment.notes:
+        console.print(f"note: {note}", style="yellow", highlight=False)
 
 
 def _warn_of_budget(spent: Sequence[RoundEvent], experiment: Experiment, console: Console) -> None:
@@ -267,7 +235,7 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
         spent, charges, head = ledger.spent(), tuple(ledger.charges()), ledger.head
     rows = [
         *_measured_rows(run, experiment.plan),
-        *_privacy_rows(experiment, spent, charges),
+        *_privacy_rows(experiment, run, spent, charges),
         *_plan_rows(experiment, run, charges),
     ]
     columns = [Column("", "text"), Column("", "text")]
@@ -279,6 +247,10 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
         f"head   {head.count}:{head.hash}",
     ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if run.warnings:
+        console.print("what you should know", style="bold")
+    for note in run.warnings:
+        console.print(f"- {note}", style="yellow", highlight=False, markup=False)
     if run.audit is not None:
         style = "green" if run.audit.consistent else "bold red"
         console.print(f"audit: {run.audit.text}", style=style, highlight=False, markup=False)
@@ -289,7 +261,11 @@ def _measured_rows(run: Run, plan: TrainingPlan) -> list[tuple[str, str]]:
     rows = [] if run.accuracy is None else [("accuracy on held-out rows", f"{run.accuracy:.2%}")]
     if run.loss is not None:
         rows.append(("loss on held-out rows", f"{run.loss:.4f}"))
-    rows += [(f"{name} on held-out rows", f"{value:.4g}") for name, value in run.figures.items()]
+    figures: dict[str, list[str]] = {}  # of groups of rows, in one line
+    for name, value in run.figures.items():
+        title, _, group = name.partition(": ")
+        figures.setdefault(title, []).append(f"{group} {value:.4g}".lstrip())
+    rows += [(f"{title} on held-out rows", ", ".join(texts)) for title, texts in figures.items()]
     for name, over in run.held_out_users.items():
         quantiles = ", ".join(f"{over[key]:.3g}" for key in ("q10", "q50", "q90"))
         label = f"{name} of {over['users']:.0f} held-out users"
@@ -300,20 +276,27 @@ def _measured_rows(run: Run, plan: TrainingPlan) -> list[tuple[str, str]]:
         (when[text.startswith(EVALUATION_PREFIX)], text.removeprefix(EVALUATION_PREFIX))
         for text in private
     ]
-    if counted := contributors_text(run.rounds, plan.sampling.event()):
-        rows.append(("contributors, of those expected", counted))
+    if counted := Contributors.of(run.rounds, plan.sampling.event()):
+        rows.append(("contributors, of those expected", str(counted)))
     return rows
 
 
 def _privacy_rows(
-    experiment: Experiment, spent: Sequence[RoundEvent], charges: Sequence[ChargedRow]
+    experiment: Experiment,
+    run: Run,
+    spent: Sequence[RoundEvent],
+    charges: Sequence[ChargedRow],
 ) -> list[tuple[str, str]]:
     """What all charges of the ledger cost, what this run's alone do, and what that rests on."""
     privacy, plan = experiment.config.privacy, experiment.plan
     own = own_charges(plan.run, charges)
     loss = epsilon_of(spent, privacy.delta, privacy.accountant)
     level = f"{plan.sampling.unit}-level (ε, δ)"
-    rows = [(level, f"({format_epsilon(loss.epsilon)}, {privacy.delta})")]
+    cost = f"({format_epsilon(loss.epsilon)}, {privacy.delta})"
+    rows = [(level, cost)]
+    if run.epsilon > loss.epsilon and run.stop is Stop.TOO_FEW:
+        rows = [(level, f"({format_epsilon(run.epsilon)}, {privacy.delta}), the budget")]
+        rows.append(("all charges of the ledger", cost))
     if len(own) < len(charges):
         alone = epsilon_of(paid_events(own), privacy.delta, privacy.accountant)
         rows.append(("of which this run alone", format_epsilon(alone.epsilon)))
@@ -333,7 +316,7 @@ def _plan_rows(
     paying = len(paid_events(own))
     paid = f", paid by {paying}" if paying < len(own) else ""
     stopped = "" if run.stop is Stop.ROUNDS else f": stopped, {run.stop}"
-    clipped = f"{clipping.strategy} clipping"
+    clipped = "no clipping" if clipping.norm == math.inf else f"{clipping.strategy} clipping"
     if clipping.groups:
         clipped = f"{len(plan.groups)} vector groups in {len(clipping.groups)} parts"
     adapts = " that adapts" if plan.adaptive else ""

@@ -39,6 +39,7 @@ from fedpriv.evaluation.held_out import evaluate
 from fedpriv.experiment.build import (
     Experiment,
     Method,
+    SharedRoads,
     check_measured,
     on_population,
     records_of,
@@ -76,7 +77,7 @@ from fedpriv.measures.figures import ALWAYS, BETTER
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import FixedSizeSampling, PoissonSampling
-from fedpriv.report.tables import Column, Table, print_table
+from fedpriv.report.tables import Column, Table, print_table, screen
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import RunSetup
 from fedpriv.support.checks import check_types, plain_numbers
@@ -236,7 +237,7 @@ def tune(
     }  # fmt: skip
     privacy = {"ledger": None if ledger is None else str(ledger)}
     sections = {"tune": section, "privacy": privacy, "engine": asdict(engine or Engine())}
-    config = settings_of(name, population, method, seed=seed, **sections)
+    config, roads = settings_of(name, population, method, seed=seed, **sections), SharedRoads()
 
     def prepare(settings: Settings, noise: float | None, run: str) -> Prepared:
         chosen = _applied(method, settings)
@@ -244,13 +245,12 @@ def tune(
         planned = rounds if noise is None else None  # given noise is not made to fit the budget
         mechanism = replace(chosen.mechanism, noise_multiplier=noise, rounds=planned)
         of_trial = config.model_copy(update={"rounds": rounds, "run": None})
-        return on_population(of_trial, run, population, method=replace(chosen, mechanism=mechanism))
+        chosen = replace(chosen, mechanism=mechanism)
+        return on_population(of_trial, run, population, (), chosen, roads)
 
     setup = RunSetup.at(config, Path(out) if out else None, resume=False, home=_HOME)
     table, value_of = config.model_dump(exclude_none=True), partial(_value_of, method)
-    search = _Search(
-        setup, prepare, Console(quiet=quiet, markup=False, emoji=False), value_of, table
-    )
+    search = _Search(setup, prepare, screen(quiet=quiet), value_of, table)
     found = search.on_users() if on == "users" else search.on_public()
     if not found.settings:
         return found
@@ -295,18 +295,18 @@ def tune_file(
     if on == "public" and price_only:
         raise InvalidValueError("--price is given with --on public, which costs nothing")
     data = config.simulated_data if on == "users" else _public_data(config, synthetic=synthetic)
-    population = load_population(data.name, data.options)
+    population, roads = load_population(data.name, data.options), SharedRoads()
 
     def prepare(settings: Settings, noise: float | None, run: str) -> Prepared:
         chosen = parse_config(_with(table, settings) | {"run": run}, source)
         chosen = chosen if noise is None else chosen.with_noise(noise)
-        return on_population(chosen, run, population)
+        return on_population(chosen, run, population, roads=roads)
 
     setup = RunSetup.at(config, out, resume=False, home=_HOME)
     of_values = tables_of(config.mechanism(), config.training(), config.server.build())
     value_of = partial(_at, config.model_dump() | of_values)  # with what options leave out
     kept = {assignment.partition("=")[0].strip() for assignment in assignments}
-    search = _Search(setup, prepare, Console(markup=False, emoji=False), value_of, table, kept)
+    search = _Search(setup, prepare, screen(), value_of, table, kept)
     return search.on_users(price_only=price_only) if on == "users" else search.on_public()
 
 

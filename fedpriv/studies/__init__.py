@@ -1,6 +1,6 @@
-"""Studies: one experiment under several settings at equal privacy, and what came out.
+"""Studies: one experiment under several settings at equal privacy, and the results.
 
-`fedpriv compare` runs the study of a file into a folder, which `read_study` reads.
+`fedpriv compare` runs the study of a file and writes a folder, which `read_study` reads.
 """
 
 from fedpriv.studies.results import ArmSummary, Interval, ReadStudy, RunResult, read_study

@@ -1,4 +1,4 @@
-"""What the runs of a study came to: a result of each, means over seeds, a verdict in words."""
+"""Results of a study: one for each run, means over seeds, and a verdict in words."""
 
 import itertools
 import math
@@ -16,10 +16,10 @@ from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.studies.study import RUNS, Cell, Study, Target, load_study
 
 STUDY = "study.toml"
-RESULT = "result.json"  # written last into the folder of a run: without it a run is not finished
+RESULT = "result.json"  # the last file that a run writes: without it a run is not finished
 ALL_RESULTS = "runs.jsonl"
 CONFIDENCE = 0.95
-_FEW = 3  # arms that a sentence names; tables have the rest
+_MOST_ARMS = 3  # arms that a sentence names; tables have all
 
 
 @dataclass(frozen=True)
@@ -27,89 +27,89 @@ class Interval:
     """A mean over seeds and Student's interval mean ± half_width around it."""
 
     mean: float
-    half_width: float | None  # None of a single value; infinite or NaN if values diverge
+    half_width: float | None  # None for a single value; infinite or NaN if values diverge
     count: int
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self:
-        """t-interval of independent values: x̄ ± t_{(1+c)/2, n−1}·s/√n with c = 95%.
+        """Return the t-interval of independent values: x̄ ± t_{(1+c)/2, n−1}·s/√n with c = 95%.
 
-        It covers the true mean with probability c if values are normal. It speaks of other seeds on
-        the same users, not of other users.
+        It covers the true mean with probability c if values are normal. It is about other seeds
+        with the same users, not about other users.
         """
         count = len(values)
-        mean = sum(values) / count  # fsum refuses infinities of both signs
+        mean = sum(values) / count  # fsum would refuse infinities of both signs
         if count == 1:
             return cls(mean, None, 1)
-        gaps = [value - mean for value in values]
-        variance = sum(gap * gap for gap in gaps) / (count - 1)  # a power raises if it is too large
+        deviations = [value - mean for value in values]
+        variance = sum(d * d for d in deviations) / (count - 1)  # d**2 would raise on overflow
         quantile = float(stdtrit(count - 1, (1.0 + CONFIDENCE) / 2.0))  # of Student's t
         return cls(mean, quantile * math.sqrt(variance / count), count)
 
     @property
     def low(self) -> float | None:
-        """Lower end, None of a single value."""
+        """Lower end; None for a single value."""
         return None if self.half_width is None else self.mean - self.half_width
 
     @property
     def high(self) -> float | None:
-        """Upper end, None of a single value."""
+        """Upper end; None for a single value."""
         return None if self.half_width is None else self.mean + self.half_width
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run.
+    """The result of a finished run.
 
-    What begins with `simulation_only` is computed from users' data without noise: no guarantee
-    covers it, and it must not be published of real users.
+    Fields that begin with `simulation_only` are computed from users' data without noise. No
+    guarantee covers them, and those of real users must not be published.
     """
 
-    # JSON has neither infinity nor NaN, which the loss of a model that diverged can be.
+    # The loss of a diverged model can be infinity or NaN, which JSON does not have as numbers.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid", ser_json_inf_nan="strings"
     )
 
     arm: str
     target_epsilon: float
-    delta: float  # of the target, and of `epsilon`
+    delta: float  # of the target and of `epsilon`
     seed: int
     settings: str  # digest of all settings of the run
-    stop: str  # why it ended, in words
-    rounds: int  # released
+    stop: str  # reason why it ended
+    rounds: int  # number of released rounds
     noise_multiplier: float
     epsilon: float  # of the ledger at the end, an upper bound
     accuracy: float | None  # of the last model on held-out rows; None if targets are not classes
     loss: float  # mean loss of the last model on held-out rows
     evaluations: tuple[tuple[int, float], ...] = ()  # (rounds done, accuracy)
-    figures: Mapping[str, float] = field(default_factory=dict)  # of the last model, of the task
-    # Likewise, by figure `users`, `mean`, `q10`, `q50` and `q90` over users of held-out rows.
+    figures: Mapping[str, float] = field(default_factory=dict)  # the task's, of the last model
+    # `users`, `mean`, `q10`, `q50` and `q90` of each figure of the last model over held-out users.
     held_out_users: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     clipping_norms: Mapping[str, float] = field(default_factory=dict)  # S_g in the last round
     noise_stddevs: Mapping[str, float] = field(default_factory=dict)  # σ_g on the sum, first round
-    # Expected cohort over the median time of a round, in one thread beside the study's other runs.
+    # Expected cohort over the median time of a round, in one thread, while other runs may run.
     simulation_only_users_per_second: float = 0.0
-    # Means over rounds: share of users clipped by vector group; by layer, the mean L2 norm of
+    # Means over rounds: share of clipped users by vector group; by layer, the mean L2 norm of
     # updates before clipping, and the norm of the clipped sum over the RMS norm of its noise.
     simulation_only_clipped: Mapping[str, float] = field(default_factory=dict)
     simulation_only_update_norms: Mapping[str, float] = field(default_factory=dict)
     simulation_only_signal_to_noise: Mapping[str, float] = field(default_factory=dict)
 
     def rounds_to(self, accuracy: float) -> int | None:
-        """After how many rounds a measured model first reached an accuracy, if one did."""
-        return next((rounds for rounds, found in self.evaluations if found >= accuracy), None)
+        """Return the first evaluated round with at least this accuracy, or None."""
+        return next((rounds for rounds, value in self.evaluations if value >= accuracy), None)
 
 
 _RESULT = TypeAdapter(RunResult)
 
 
 def results_text(results: Iterable[RunResult]) -> str:
-    """One JSON object a line; numbers that are not finite are "NaN" or "Infinity"."""
+    """Return a JSON object in each line; numbers that are not finite are strings such as "NaN"."""
     return "".join(_RESULT.dump_json(result).decode() + "\n" for result in results)
 
 
 def read_results(path: Path) -> list[RunResult]:
-    """What `results_text` wrote; nothing if there is no file."""
+    """Return the results in a file, none if it is absent; DataError if it is damaged."""
     try:
         return [_RESULT.validate_json(line) for line in path.read_bytes().splitlines()]
     except FileNotFoundError:
@@ -120,44 +120,47 @@ def read_results(path: Path) -> list[RunResult]:
 
 
 def holds_results_alone(folder: Path) -> bool:
-    """Whether the folder of a study holds the results of its runs but not the runs."""
+    """Return whether the folder of a study has the results of its runs without the runs."""
     return (folder / ALL_RESULTS).exists() and not (folder / RUNS).exists()
 
 
 def finished_runs(study: Study, folder: Path) -> dict[Cell, RunResult]:
-    """Results of the finished runs in the folder of a study, in the order of its cells."""
+    """Return results of the finished runs in a study's folder, in the order of its cells.
+
+    DataError if a result is damaged, or its settings differ from those of the study.
+    """
     if holds_results_alone(folder):
-        kept = {(r.arm, r.target_epsilon, r.seed): r for r in read_results(folder / ALL_RESULTS)}
-        found = {c: kept.get((c.arm.name, c.target.epsilon, c.seed)) for c in study.cells}
+        rows = {(r.arm, r.target_epsilon, r.seed): r for r in read_results(folder / ALL_RESULTS)}
+        results = {c: rows.get((c.arm.name, c.target.epsilon, c.seed)) for c in study.cells}
     else:
         files = {cell: folder / cell.path / RESULT for cell in study.cells}
-        found = {cell: next(iter(read_results(file)), None) for cell, file in files.items()}
-    finished = {cell: result for cell, result in found.items() if result is not None}
+        results = {cell: next(iter(read_results(file)), None) for cell, file in files.items()}
+    finished = {cell: result for cell, result in results.items() if result is not None}
     for cell, result in finished.items():
         if result.settings != study.digest_of(cell):
-            held = f"{folder / cell.path} holds a run of other settings than the study has now"
-            raise DataError(f"{held}; move it away or choose another folder")
+            problem = f"{folder / cell.path} holds a run of other settings than the study has now"
+            raise DataError(f"{problem}; move it away or choose another folder")
     return finished
 
 
 @dataclass(frozen=True)
 class RoundsTo:
-    """When an arm reached an accuracy; a seed that never did counts as later than all rounds."""
+    """Rounds until an arm reached an accuracy; infinite for a seed that never did."""
 
-    median: float | None  # over seeds; None if the median seed never did
-    reached: int  # seeds that did
+    median: float | None  # over seeds; None if infinite
+    reached: int  # number of seeds that reached it
 
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """One arm at one target, over its finished seeds; names are those of `RunResult`."""
+    """One arm at one target, over its finished seeds; `RunResult` explains the fields."""
 
     arm: str
     target: Target
     seeds: tuple[int, ...]  # in the study's order
     accuracy: Interval | None
     loss: Interval
-    # This arm minus the baseline, paired over the seeds that both finished; None for the baseline.
+    # This arm minus the baseline, paired over the seeds that both finished; None without any.
     accuracy_difference: Interval | None
     loss_difference: Interval | None
     rounds_to: Mapping[float, RoundsTo]  # by accuracy of the study
@@ -173,17 +176,17 @@ class ArmSummary:
 
 
 def summarise(study: Study, runs: Iterable[RunResult]) -> tuple[ArmSummary, ...]:
-    """A summary for each arm and target with finished runs: targets in order, arms within."""
-    found: dict[tuple[float, str], dict[int, RunResult]] = {}
+    """Return summaries of arms with finished runs, for each target in the order of the arms."""
+    by_arm: dict[tuple[float, str], dict[int, RunResult]] = {}
     for run in runs:
-        found.setdefault((run.target_epsilon, run.arm), {})[run.seed] = run
+        by_arm.setdefault((run.target_epsilon, run.arm), {})[run.seed] = run
     summaries = []
     for target, arm in itertools.product(study.targets, study.arms):
-        by_seed = found.get((target.epsilon, arm.name), {})
-        own = [by_seed[seed] for seed in study.seeds if seed in by_seed]
+        by_seed = by_arm.get((target.epsilon, arm.name), {})
+        arm_runs = [by_seed[seed] for seed in study.seeds if seed in by_seed]
         is_baseline = arm.name == study.baseline
-        others = {} if is_baseline else found.get((target.epsilon, study.baseline), {})
-        summaries += [_summary(study, target, own, others)] if own else []
+        baseline = {} if is_baseline else by_arm.get((target.epsilon, study.baseline), {})
+        summaries += [_summary(study, target, arm_runs, baseline)] if arm_runs else []
     return tuple(summaries)
 
 
@@ -192,7 +195,7 @@ def _summary(
 ) -> ArmSummary:
     pairs = [(run, baseline[run.seed]) for run in runs if run.seed in baseline]
     speeds = [run.simulation_only_users_per_second for run in runs]
-    both = [(a.accuracy, b.accuracy) for a, b in pairs]
+    accuracies = [(a.accuracy, b.accuracy) for a, b in pairs]
     figures = [_figures(run) for run in runs]
     tables = [f"simulation_only_{name}" for name in ("clipped", "update_norms", "signal_to_noise")]
     return ArmSummary(
@@ -201,14 +204,16 @@ def _summary(
         seeds=tuple(run.seed for run in runs),
         accuracy=_interval(run.accuracy for run in runs),
         loss=Interval.of([run.loss for run in runs]),
-        accuracy_difference=_interval(None if a is None or b is None else a - b for a, b in both),
+        accuracy_difference=_interval(
+            None if a is None or b is None else a - b for a, b in accuracies
+        ),
         loss_difference=_interval(a.loss - b.loss for a, b in pairs),
         rounds_to={level: _rounds_to(runs, level) for level in study.accuracies},
         noise_multiplier=runs[0].noise_multiplier,
         epsilon=max(run.epsilon for run in runs),
         simulation_only_users_per_second=statistics.median(speeds),
         figures={
-            name: Interval.of([found.get(name, math.nan) for found in figures])
+            name: Interval.of([of_run.get(name, math.nan) for of_run in figures])
             for name in dict.fromkeys(itertools.chain.from_iterable(figures))
         },
         **{name: means([getattr(run, name) for run in runs]) for name in tables},
@@ -217,26 +222,26 @@ def _summary(
 
 def _figures(run: RunResult) -> dict[str, float]:
     of_users = {
-        f"{name} of held-out users: {label}": over[key]
-        for name, over in run.held_out_users.items()
+        f"{name} of held-out users: {label}": spread[key]
+        for name, spread in run.held_out_users.items()
         for key, label in (("mean", "mean"), ("q10", "10%"), ("q50", "50%"), ("q90", "90%"))
     }
     return {**run.figures, **of_users}
 
 
 def means(tables: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """Mean of each entry of tables with equal keys, over those that have a finite number there."""
-    found = {}
+    """Return the mean of each entry over the tables in which it is finite; NaN if in none."""
+    by_name = {}
     for name in tables[0]:
         entries = [table.get(name) for table in tables]
-        known = [entry for entry in entries if entry is not None and math.isfinite(entry)]
-        found[name] = math.fsum(known) / len(known) if known else math.nan
-    return found
+        numbers = [entry for entry in entries if entry is not None and math.isfinite(entry)]
+        by_name[name] = math.fsum(numbers) / len(numbers) if numbers else math.nan
+    return by_name
 
 
 def _interval(values: Iterable[float | None]) -> Interval | None:
-    known = [value for value in values if value is not None]
-    return Interval.of(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return Interval.of(numbers) if numbers else None
 
 
 def _rounds_to(runs: Sequence[RunResult], accuracy: float) -> RoundsTo:
@@ -247,41 +252,42 @@ def _rounds_to(runs: Sequence[RunResult], accuracy: float) -> RoundsTo:
 
 @dataclass(frozen=True)
 class Measure:
-    """How good a model is: an attribute of runs, rounds and arms, which reports multiply."""
+    """A measure of models: an attribute of runs, rounds and arms, and its format in reports."""
 
     name: str
-    scale: float
+    scale: float  # that reports multiply it by
     unit: str  # of a difference
-    better: str
-    best: str
-    sign: float  # of a difference to the better
+    better: str  # comparative, as "higher"
+    best: str  # superlative
+    sign: float  # of an improvement
     shown: str  # format of a value
     digits: str  # format of a mean or difference in a table
-    half_digits: str  # and of what is ± around it
-    points: str  # after a difference in words
+    half_digits: str  # format of a half width in a table
+    points: str  # unit after a difference in words
 
     def end(self, arm: ArmSummary) -> Interval | None:
-        """Mean over seeds at the end, scaled."""
+        """Return the scaled mean over seeds of the last models."""
         return self._scaled(getattr(arm, self.name))
 
     def difference(self, arm: ArmSummary) -> Interval | None:
-        """Mean paired difference from the baseline at the end, scaled; None without one."""
+        """Return the scaled mean of paired differences from the baseline; None without any."""
         return self._scaled(getattr(arm, f"{self.name}_difference"))
 
-    def text(self, found: Interval, sign: str = "") -> str:
-        """A scaled mean, and what is ± around it; the sign "+" is that of a difference."""
-        around = "" if found.half_width is None else f" ± {found.half_width:{self.half_digits}}"
-        return f"{found.mean:{sign}{self.digits}}{around}"
+    def text(self, interval: Interval, sign: str = "") -> str:
+        """Return a scaled mean ± half width; the sign is "+" for a difference."""
+        half = interval.half_width
+        around = "" if half is None else f" ± {half:{self.half_digits}}"
+        return f"{interval.mean:{sign}{self.digits}}{around}"
 
     def superlative(self, mean: float) -> str:
-        """The best mean in words."""
+        """Return the best mean in words."""
         return f"the {self.best} {self.name}, {self.shown.format(mean)}"
 
-    def _scaled(self, found: Interval | None) -> Interval | None:
-        if found is None:
+    def _scaled(self, interval: Interval | None) -> Interval | None:
+        if interval is None:
             return None
-        half_width = found.half_width and self.scale * found.half_width
-        return replace(found, mean=self.scale * found.mean, half_width=half_width)
+        half_width = interval.half_width and self.scale * interval.half_width
+        return replace(interval, mean=self.scale * interval.mean, half_width=half_width)
 
 
 ACCURACY = Measure(
@@ -310,12 +316,15 @@ class ReadStudy:
 
     @cached_property
     def arms(self) -> tuple[ArmSummary, ...]:
-        """A summary for each target and arm with a finished run."""
+        """Summaries of all targets and arms with a finished run."""
         return summarise(self.study, self.runs)
 
 
 def read_study(folder: Path) -> ReadStudy:
-    """Read the folder of a study, from `runs.jsonl` if it is kept without its runs."""
+    """Read and return the study in a folder, from `runs.jsonl` if it has no runs.
+
+    InvalidValueError if it holds no study; DataError as for `finished_runs`.
+    """
     file = folder / STUDY
     if not file.exists():
         raise InvalidValueError(f"{folder} holds no study; {STUDY} is absent")
@@ -324,65 +333,65 @@ def read_study(folder: Path) -> ReadStudy:
 
 
 def verdict(study: Study, arms: Sequence[ArmSummary]) -> tuple[str, ...]:
-    """For each target, which arm is best, and which arms are better or worse than the baseline.
+    """Return for each target a text: the best arm, and the arms that differ from the baseline.
 
-    An arm is if the interval of its paired differences excludes zero. Arms that share fewer than
-    two seeds with the baseline are left out, and so are targets with no other arms; where no arm
-    shares two, the best is named without an interval. Each interval
-    is for one arm alone: of twenty equal arms, one is expected to seem different.
+    An arm is better or worse if the interval of its paired differences excludes zero. Arms that
+    share fewer than two seeds with the baseline are left out, and so are targets with no other
+    arms; if no arm shares two, the text names the best arm without an interval. Each interval is
+    for one arm alone: one of twenty equal arms is expected to seem different.
     """
-    said = []
+    texts = []
     for target in study.targets:
-        sentences = _compared([arm for arm in arms if arm.target == target], study.baseline)
-        said += [f"At ε = {target.epsilon:g}, {sentences}"] if sentences else []
-    return tuple(said)
+        sentences = _comparison([arm for arm in arms if arm.target == target], study.baseline)
+        texts += [f"At ε = {target.epsilon:g}, {sentences}"] if sentences else []
+    return tuple(texts)
 
 
-def _compared(arms: Sequence[ArmSummary], baseline: str) -> str:
-    """Sentences about arms at one target, in accuracy, or in loss if targets are not classes."""
+def _comparison(arms: Sequence[ArmSummary], baseline: str) -> str:
+    """Return sentences about arms at one target, in accuracy, or in loss without classes."""
     if not arms:
         return ""
     measure = measure_of(arms)
-    gaps = {arm.arm: measure.difference(arm) for arm in arms}
-    known = {arm: gap for arm, gap in gaps.items() if gap and gap.half_width is not None}
-    if not known:
-        return _without_interval(arms, gaps, measure, baseline)
-    found = [arm for arm in arms if arm.arm in {*known, baseline}]
-    ranked, best = _ranked(found, measure), best_of(found, measure)
-    told = {arm: _told(gap, measure.sign) for arm, gap in known.items()}
-    texts = {arm: _text(gap, measure) for arm, gap in known.items()}
-    said = "no arm has a finite loss."
+    differences = {arm.arm: measure.difference(arm) for arm in arms}
+    gaps = {arm: gap for arm, gap in differences.items() if gap and gap.half_width is not None}
+    if not gaps:
+        return _without_interval(arms, differences, measure, baseline)
+    compared = [arm for arm in arms if arm.arm in {*gaps, baseline}]
+    ranked, best = _ranked(compared, measure), best_of(compared, measure)
+    verdicts = {arm: _verdict_of(gap, measure.sign) for arm, gap in gaps.items()}
+    texts = {arm: measure.text(gap, "+") + measure.points for arm, gap in gaps.items()}
+    text = "no arm has a finite loss."
     if best is not None:
-        said = f"{best}, the baseline, has {measure.superlative(ranked[best])}."
-    if best in known:
-        gap = f"{told[best]} than {baseline} by {texts[best].lstrip('+-')}"
-        if told[best] not in {"better", "worse"}:
-            gap = f"but is not significantly different from {baseline}: {texts[best]}"
-        seeds = f"a {CONFIDENCE:.0%} interval over {known[best].count} seeds"
-        said = f"{best} has {measure.superlative(ranked[best])}, {gap} ({seeds})."
+        text = f"{best}, the baseline, has {measure.superlative(ranked[best])}."
+    if best in gaps:
+        versus = f"{verdicts[best]} than {baseline} by {texts[best].lstrip('+-')}"
+        if verdicts[best] not in {"better", "worse"}:
+            versus = f"but is not significantly different from {baseline}: {texts[best]}"
+        seeds = f"a {CONFIDENCE:.0%} interval over {gaps[best].count} seeds"
+        text = f"{best} has {measure.superlative(ranked[best])}, {versus} ({seeds})."
     parts = []
     for word in ("better", "worse", "not told apart", "not finite"):
-        alike = [arm for arm in ranked if arm != best and told.get(arm) == word]
-        named = ", ".join(f"{arm} ({texts[arm]})" for arm in alike[:_FEW])
-        more = f" and {len(alike) - _FEW} more" if len(alike) > _FEW else ""
-        parts += [f"{word}: {named}{more}"] if alike else []
+        same = [arm for arm in ranked if arm != best and verdicts.get(arm) == word]
+        names = ", ".join(f"{arm} ({texts[arm]})" for arm in same[:_MOST_ARMS])
+        rest = f" and {len(same) - _MOST_ARMS} more" if len(same) > _MOST_ARMS else ""
+        parts += [f"{word}: {names}{rest}"] if same else []
     against = f" Against {baseline}, with {CONFIDENCE:.0%} intervals, {'; '.join(parts)}."
-    return said + against if parts else said
+    return text + against if parts else text
 
 
 def measure_of(arms: Sequence[ArmSummary]) -> Measure:
-    """Accuracy, or loss if an arm has no accuracy."""
+    """Return accuracy, or loss if an arm has no accuracy."""
     return ACCURACY if all(arm.accuracy is not None for arm in arms) else LOSS
 
 
 def best_of(arms: Sequence[ArmSummary], measure: Measure) -> str | None:
-    """The arm with the best mean; None if none is finite."""
+    """Return the arm with the best mean; None if no mean is finite."""
     ranked = _ranked(arms, measure).items()
     return next((arm for arm, mean in ranked if math.isfinite(mean)), None)
 
 
 def _ranked(arms: Sequence[ArmSummary], measure: Measure) -> dict[str, float]:
-    """Means by arm, the best first."""
+    """Return means by arm, the best first."""
     means = {arm.arm: end.mean for arm in arms if (end := measure.end(arm))}
     order = sorted(means, key=lambda arm: (math.isnan(means[arm]), -measure.sign * means[arm]))
     return {arm: means[arm] for arm in order}
@@ -394,24 +403,20 @@ def _without_interval(
     measure: Measure,
     baseline: str,
 ) -> str:
-    """Which arm is best by what no interval says is more than chance; empty of a single arm."""
+    """Return a sentence about the best arm, if no interval is known; empty for a single arm."""
     best = best_of(arms, measure)
     if len(arms) < 2 or best is None:
         return ""
-    said = f"{best} has {measure.superlative(_ranked(arms, measure)[best])}"
+    text = f"{best} has {measure.superlative(_ranked(arms, measure)[best])}"
     if (gap := gaps.get(best)) is not None:
-        said += f", {abs(gap.mean):{measure.digits}}{measure.points} from {baseline}"
-    shared = "one seed" if any(gaps.values()) else f"no seed shared with {baseline}"
-    return f"{said} ({shared}: no interval, so chance may have decided)."
+        text += f", {abs(gap.mean):{measure.digits}}{measure.points} from {baseline}"
+    seeds = "one seed" if any(gaps.values()) else f"no seed shared with {baseline}"
+    return f"{text} ({seeds}: no interval, so chance may have decided)."
 
 
-def _told(gap: Interval, sign: float) -> str:
+def _verdict_of(gap: Interval, sign: float) -> str:
     if gap.half_width is None or not math.isfinite(gap.half_width):
         return "not finite"
     if not abs(gap.mean) > gap.half_width:
         return "not told apart"
     return "better" if sign * gap.mean > 0.0 else "worse"
-
-
-def _text(gap: Interval, measure: Measure) -> str:
-    return measure.text(gap, "+") + measure.points

@@ -1,1 +1,1 @@
-"""What all rooms may use and no subject of the library: files, imports, logs and checks."""
+"""Tools that every package may use: files on disk, imports by path, logs and checks."""

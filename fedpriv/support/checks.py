@@ -18,17 +18,17 @@ Name = TypeVar("Name", bound=StrEnum)
 _PLAIN = (int, float, str, bool, NoneType)  # types that need no conversion
 
 
-def check_types(**given: tuple[object, type | UnionType]) -> None:
-    """Raise InvalidValueError for the first value, given by name, that is not of its type.
+def check_types(**values: tuple[object, type | UnionType]) -> None:
+    """Raise InvalidValueError for the first of the named values that is not of its type.
 
     >>> check_types(seed=(3, int | None), name=(3, str))
     Traceback (most recent call last):
     fedpriv.errors.InvalidValueError: name is of the type int; it must be of the type str
     """
-    for name, (value, kind) in given.items():
+    for name, (value, kind) in values.items():
         if not isinstance(value, kind):
-            limit = kind.__args__ if isinstance(kind, UnionType) else (kind,)
-            names = ["None" if t is NoneType else t.__name__ for t in limit]
+            kinds = kind.__args__ if isinstance(kind, UnionType) else (kind,)
+            names = ["None" if t is NoneType else t.__name__ for t in kinds]
             raise InvalidValueError(
                 f"{name} is {_type_of(value)}; it must be of the type {' or '.join(names)}"
             )
@@ -39,7 +39,7 @@ def _type_of(value: object) -> str:
 
 
 def named_value(kind: type[Name], name: str, value: object) -> Name:
-    """Return the enumeration member that a value is, or whose text it is."""
+    """Return the member of an enumeration that a value is or names; else InvalidValueError."""
     if not isinstance(value, str):
         raise InvalidValueError(f"{name} is {_type_of(value)}; {known_names('', kind)}")
     if value not in [*kind]:
@@ -68,8 +68,8 @@ def plain_numbers(value: Any, name: object = "a number") -> Any:
     """Convert numbers of NumPy and other libraries to Python's own, also in collections.
 
     This avoids 32-bit arithmetic and wrap-around, and files and messages can hold every number.
-    Other values stay unchanged. Raises InvalidValueError, which contains `name`, for a whole number
-    outside the range of float.
+    Other values are returned unchanged. A whole number outside the range of float raises
+    InvalidValueError, which says `name`.
     """
     plain = value
     if type(value) not in _PLAIN and not isinstance(value, str):
@@ -95,8 +95,8 @@ def _plain_number(value: Any) -> Any:
 
 def hold_plain_numbers(value: object) -> None:
     """Apply `plain_numbers` to the fields of a frozen value, in its `__post_init__`."""
-    for name, held in vars(value).items():
-        if (plain := plain_numbers(held, name)) is not held:
+    for name, content in vars(value).items():
+        if (plain := plain_numbers(content, name)) is not content:
             object.__setattr__(value, name, plain)
 
 

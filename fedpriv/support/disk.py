@@ -1,4 +1,4 @@
-"""Writing to disk what a crash must leave whole, and what a full disk must not cost."""
+"""Durable writes that survive a crash, and retries while the disk is full."""
 
 import errno
 import logging
@@ -6,7 +6,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,14 +17,16 @@ _Result = TypeVar("_Result")
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT}
 _NO_ROOM_IN_SQLITE = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN}
 _LONGEST_WAIT_SECONDS = 60.0
+_IGNORED = "# Secret files of fedpriv"  # the first line of its .gitignore
 
 _log = logging.getLogger(__name__)
 
 
 def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
-    """Replace `path` by `content`, durably; a crash or a full disk leaves the old file alone.
+    """Replace the file at `path`, durably; after a crash or on a full disk it has the old content.
 
-    The file is new, so no process has it open, and has its mode, less the umask, from the start.
+    The content goes to a new file, which no other process has open, and which has its mode, less
+    the umask, from the start. Raises OSError.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -42,8 +44,21 @@ def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
     sync(path.parent)
 
 
+def keep_from_git(path: Path) -> None:
+    """Have git ignore a secret file, and all whose names begin with its name.
+
+    The file's folder gets a `.gitignore`, or one more line in it. A `.gitignore` that somebody else
+    wrote is left alone, and so is a folder that cannot be written.
+    """
+    ignore, pattern = path.with_name(".gitignore"), f"/{path.name}*"
+    with suppress(OSError):
+        lines = ignore.read_text("utf-8", "replace").splitlines() if ignore.exists() else [_IGNORED]
+        if lines[:1] == [_IGNORED] and pattern not in lines:
+            write_atomically(ignore, "\n".join([*lines, pattern, ""]).encode())
+
+
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or the entries of a folder, are on the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -53,7 +68,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name the file in errors of the operating system, which a failed write does not."""
+    """Add the file's name to an OSError; that of a failed write has none."""
     try:
         yield
     except OSError as error:
@@ -62,7 +77,7 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raise InvalidValueError if the file system refuses what is written below a path."""
+    """Raise InvalidValueError if the file system refuses to write below a path."""
     try:
         yield
     except OSError as error:
@@ -70,9 +85,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def with_room(write: Callable[[], _Result]) -> _Result:
-    """Write, and again and again while `lacks_room` holds, since what was spent must not be lost.
+    """Return what `write` returns; repeat it, with longer pauses, while there is no room.
 
-    What fails must leave nothing, or what the next try replaces.
+    A run waits since it must not lose the privacy budget that it has spent. A failed write must
+    leave nothing behind, or something that the next one replaces. Other errors pass.
     """
     seconds = 1.0
     while True:
@@ -88,7 +104,7 @@ def with_room(write: Callable[[], _Result]) -> _Result:
 
 
 def lacks_room(error: BaseException | None) -> bool:
-    """Whether an error comes of a full disk, or of too many open files; both may pass."""
+    """Return whether a full disk or too many open files caused an error; both are temporary."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             return True

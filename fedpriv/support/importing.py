@@ -1,6 +1,6 @@
-"""Functions and classes that a configuration names by import path, and the options given to them.
+"""Functions and classes that a configuration names by import path, and their options.
 
-`error` is the class of the FedprivError that is raised, `what` the subject of its sentence.
+Throughout, `error` is the class of the FedprivError to raise and `what` the subject of its message.
 """
 
 import importlib
@@ -17,17 +17,17 @@ _Kind = TypeVar("_Kind")
 
 
 def import_function(what: str, path: str, error: type[FedprivError]) -> Function:
-    """Import the function or class at "package.module:function"; this runs its module."""
+    """Import and return the function or class at "package.module:function"; its module runs."""
     module_name, _, name = path.partition(":")
     if not all(part.isidentifier() for part in module_name.split(".")):
         raise error(f"{what} is not of the form package.module:function")
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as cause:  # a script may end itself, as if all were well
-        reason = raised_at(cause)  # without the message, unless it cannot hold users' data
+    except (Exception, SystemExit) as cause:  # a script may call sys.exit(0)
+        reason = raised_at(cause)  # other messages than the following may hold users' data
         if isinstance(cause, ImportError):
             reason = str(cause)
-        elif isinstance(cause, SyntaxError):  # its text says where
+        elif isinstance(cause, SyntaxError):  # its message has the file and line
             reason = f"SyntaxError: {cause}"
         raise error(f"{what} cannot be imported: {reason}") from cause
     function = getattr(module, name, None)
@@ -41,7 +41,7 @@ def import_function(what: str, path: str, error: type[FedprivError]) -> Function
 
 
 def path_of(thing: object) -> str:
-    """Import path of a class or function, or of an object's class."""
+    """Return the import path of a class or function, or of an object's class."""
     name = getattr(thing, "__qualname__", type(thing).__qualname__)
     return f"{getattr(thing, '__module__', '?')}:{name}"
 
@@ -53,31 +53,35 @@ def check_options(
     error: type[FedprivError],
     noun: str = "option",
 ) -> None:
-    """Refuse unknown and absent options, unless the function takes any keyword."""
+    """Raise `error` if options are unknown, or required ones absent.
+
+    `noun` is the word for an option in its message. A function that takes any keyword is not
+    checked.
+    """
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some of those built in have none; the call will tell
+    except (TypeError, ValueError):  # some built-in functions have no signature
         return
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
-    known = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    by_name = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for option in options:
-        if option not in known:
-            lacks = f"has no {noun} {option!r}; {known_names(option, known)}"
-            raise error(f"{what} {lacks if known else 'takes no options'}")
-    for name, parameter in known.items():
+        if option not in by_name:
+            lacks = f"has no {noun} {option!r}; {known_names(option, by_name)}"
+            raise error(f"{what} {lacks if by_name else 'takes no options'}")
+    for name, parameter in by_name.items():
         if parameter.default is parameter.empty and name not in options:
             raise error(f"{what} needs the {noun} {name!r}")
 
 
 def raised_at(cause: BaseException) -> str:
-    """What was raised, and in which line, without its message, which may hold users' data."""
+    """Return an exception's type, file and line; its message may hold users' data."""
     at = traceback.extract_tb(cause.__traceback__)[-1]
     return f"{type(cause).__name__} at {at.filename}:{at.lineno}"
 
 
 def raised_with(cause: BaseException) -> str:
-    """What was raised, in which line, and its message."""
+    """Return an exception's type, file, line and message."""
     return f"{raised_at(cause)}: {' '.join(str(cause).split())}"
 
 
@@ -86,45 +90,49 @@ def call_imported(
     function: Callable[..., _Kind],
     options: Mapping[str, object],
     error: type[FedprivError],
-    told: Callable[[BaseException], str] = raised_at,
+    describe: Callable[[BaseException], str] = raised_at,
 ) -> _Kind:
-    """Call a user's function; FedprivError, OSError and MemoryError pass, the rest is an `error`.
+    """Call a user's function and return its result; exceptions become an `error`.
 
-    `told` puts an exception into words: `raised_with` where it cannot hold users' data.
+    FedprivError, OSError and MemoryError pass.
+    `describe` puts an exception into words: `raised_with` if its message cannot hold users' data.
     """
     try:
         return function(**options)
     except (FedprivError, OSError, MemoryError):
         raise
     except (Exception, SystemExit) as cause:
-        raise error(f"{what} cannot be made: {told(cause)}") from cause
+        raise error(f"{what} cannot be made: {describe(cause)}") from cause
 
 
 @dataclass(frozen=True)
 class Choice(Generic[_Kind]):
-    """A key of a configuration that names a class: one that is known, or the import path of one."""
+    """A key of a configuration that names a class, by a short name or by its import path."""
 
     key: str
-    known: Mapping[str, type[_Kind]]
-    kind: type  # that the class must be derived from
+    known: Mapping[str, type[_Kind]]  # classes by short name
+    kind: type  # the base class
 
     def build(
         self, name: str, options: Mapping[str, object], optional: Mapping[str, object]
     ) -> _Kind:
-        """An object of the class, with options, and with the optional ones that it takes."""
+        """Return an object of the class, made of `options` and the `optional` ones that it takes.
+
+        InvalidValueError if the class, an option or a value of an option is wrong.
+        """
         what = f"{self.key} {name!r}"
-        found: object = self.known.get(name) or import_function(what, name, InvalidValueError)
-        if not (isinstance(found, type) and issubclass(found, self.kind)):
-            given = "another class" if isinstance(found, type) else "not a class"
-            wanted = path_of(self.kind)
-            raise InvalidValueError(f"{what} is {given}; it must be derived from {wanted}")
-        known = inspect.signature(found).parameters
-        taken = {k: v for k, v in optional.items() if k in known} | {**options}
-        check_options(what, found, taken, InvalidValueError)
-        made = call_imported(what, found, taken, InvalidValueError, raised_with)
-        return cast(_Kind, made)
+        kind: object = self.known.get(name) or import_function(what, name, InvalidValueError)
+        if not (isinstance(kind, type) and issubclass(kind, self.kind)):
+            actual = "another class" if isinstance(kind, type) else "not a class"
+            base = path_of(self.kind)
+            raise InvalidValueError(f"{what} is {actual}; it must be derived from {base}")
+        parameters = inspect.signature(kind).parameters
+        arguments = {k: v for k, v in optional.items() if k in parameters} | {**options}
+        check_options(what, kind, arguments, InvalidValueError)
+        built = call_imported(what, kind, arguments, InvalidValueError, raised_with)
+        return cast(_Kind, built)
 
     def name_of(self, value: object) -> str:
-        """The known name of an object's class, or its import path."""
+        """Return the short name of an object's class, or its import path."""
         kind = type(value)
-        return next((name for name, each in self.known.items() if each is kind), path_of(kind))
+        return next((name for name, other in self.known.items() if other is kind), path_of(kind))

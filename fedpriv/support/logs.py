@@ -1,8 +1,8 @@
 """Logs of long-running commands: one line a record on stderr, for people or for programs.
 
-Names of nodes and reasons come from other machines, and the text of an exception may come from
-users' data. So every record is one line of printable characters whatever is in it, and of an
-exception only its type and the places it passed are written.
+Names of nodes and reasons come from other machines, and the message of an exception may come from
+users' data. So every record is one line of printable characters, and for an exception it has only
+the type and the files and lines of its traceback.
 """
 
 import json
@@ -17,12 +17,13 @@ from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
 
+SIMULATION_ONLY = "simulation only, not private"  # begins what no guarantee covers
 _NOTICE = timedelta(days=30)  # before the end of a certificate
 _MINUTE = 60.0
 
 
 class LogFormat(StrEnum):
-    """What a line of a log looks like."""
+    """The format of a log's lines."""
 
     TEXT = "text"
     JSON = "json"
@@ -32,21 +33,24 @@ _STANDARD = vars(logging.makeLogRecord({})).keys() | {"message", "asctime", "tas
 
 
 class LineLimit(logging.Filter):
-    """Lets so many records of each level pass in a minute; a later one says how many did not."""
+    """Passes a limited number of records a minute of each level; a later one says how many it lost.
+
+    The minute of a level begins with its first record.
+    """
 
     def __init__(self, per_minute: int) -> None:
         super().__init__()
         self._per_minute, self._lock = per_minute, threading.Lock()
-        self._passed: dict[int, tuple[float, int]] = {}  # by level: in the minute since, how many
+        self._minutes: dict[int, tuple[float, int]] = {}  # by level: start, and records since then
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is written."""
+        """Return whether a record is written."""
         with self._lock:
-            since, count = self._passed.get(record.levelno, (record.created, 0))
+            start, count = self._minutes.get(record.levelno, (record.created, 0))
             missing = 0
-            if not 0.0 <= record.created - since < _MINUTE:
-                since, count, missing = record.created, 0, max(0, count - self._per_minute)
-            self._passed[record.levelno] = since, count + 1
+            if not 0.0 <= record.created - start < _MINUTE:
+                start, count, missing = record.created, 0, max(0, count - self._per_minute)
+            self._minutes[record.levelno] = start, count + 1
         if missing:
             lines = f"{missing} lines before this one were too many in a minute, and are left out"
             record.msg, record.args = f"{record.getMessage()} ({lines})", None
@@ -56,9 +60,9 @@ class LineLimit(logging.Filter):
 def configure(form: LogFormat, per_minute: int | None = None) -> None:
     """Write all records from level INFO on, and Python's warnings, to stderr and nowhere else.
 
-    Of each level at most so many in a minute, where a number is given.
+    `per_minute` limits the records of each level.
     """
-    # Before gRPC starts: its own lines have another form and quote strangers unescaped.
+    # Before gRPC starts: its own lines have another format and quote strangers unescaped.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form is LogFormat.JSON else TextFormatter())
@@ -70,7 +74,7 @@ def configure(form: LogFormat, per_minute: int | None = None) -> None:
 
 @contextmanager
 def silenced(level: int) -> Iterator[None]:
-    """Without any log of this level and below."""
+    """Log nothing of this level or below within the context."""
     before = logging.root.manager.disable
     logging.disable(level)
     try:
@@ -80,7 +84,7 @@ def silenced(level: int) -> Iterator[None]:
 
 
 def one_line(text: str) -> str:
-    r"""The text with everything that is not printable escaped: ends of lines, colours, direction.
+    r"""Return a text with unprintable characters escaped, such as newlines and colour codes.
 
     >>> print(one_line("a\nINFO b\x1b[2K"))
     a\nINFO b\x1b[2K
@@ -92,12 +96,12 @@ def one_line(text: str) -> str:
 
 
 def trouble(log: logging.Logger, node: str, what: str, why: str) -> None:
-    """Log at WARNING what goes wrong at a node, in JSON also as fields `node`, `what`, `why`."""
+    """Log a problem at a node as a WARNING; JSON also has the fields `node`, `what` and `why`."""
     log.warning("%s: %s: %s", node, what, why, extra={"node": node, "what": what, "why": why})
 
 
 def expiry(end: datetime, now: datetime) -> str | None:
-    """Why a certificate must be renewed: it has expired, or will within 30 days; else None."""
+    """Return a warning if a certificate has expired, or will within 30 days; otherwise None."""
     if end > now + _NOTICE:
         return None
     day = end.strftime("%Y-%m-%d %H:%M UTC")
@@ -110,7 +114,7 @@ class TextFormatter(logging.Formatter):
     """Time in UTC, level and message in one line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of a record."""
+        """Return the line of a record."""
         return f"{_time(record, 'seconds')} {record.levelname:<7} {one_line(_message(record))}"
 
 
@@ -118,16 +122,16 @@ class JsonFormatter(logging.Formatter):
     """One JSON object in ASCII: time (UTC, ISO 8601), level, logger, message and extra fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of a record."""
+        """Return the line of a record."""
         fixed: dict[str, object] = {
             "time": _time(record, "milliseconds"),
             "level": record.levelname,
             "logger": record.name,
             "message": _message(record),
         }
-        extra = vars(record).keys() - _STANDARD - fixed.keys()
-        more = {name: _scalar(value) for name, value in vars(record).items() if name in extra}
-        return json.dumps(fixed | more, allow_nan=False)
+        names = vars(record).keys() - _STANDARD - fixed.keys()
+        extra = {name: _scalar(value) for name, value in vars(record).items() if name in names}
+        return json.dumps(fixed | extra, allow_nan=False)
 
 
 def _time(record: logging.LogRecord, precision: str) -> str:
@@ -139,8 +143,8 @@ def _message(record: logging.LogRecord) -> str:
     message = record.getMessage()
     if not record.exc_info or record.exc_info[0] is None:
         return message
-    kind, _, passed = record.exc_info
-    places = (f"{Path(at.filename).name}:{at.lineno}" for at in traceback.extract_tb(passed))
+    kind, _, trace = record.exc_info
+    places = (f"{Path(at.filename).name}:{at.lineno}" for at in traceback.extract_tb(trace))
     return f"{message} ({kind.__name__} at {' > '.join(places)})"
 
 

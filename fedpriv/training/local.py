@@ -12,8 +12,8 @@ from numbers import Real
 from typing import TYPE_CHECKING
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.gaussian_mechanism import ControlVariates
 from fedpriv.support.checks import is_whole
+from fedpriv.training.post_processing import ControlVariates
 from fedpriv.training.request import LocalStep, LocalTraining
 
 if TYPE_CHECKING:

@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, ControlVariates, Metric
+from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, Metric
 from fedpriv.privacy.round import PartialSum
 from fedpriv.support.checks import hold_plain_numbers, is_whole
+from fedpriv.training.post_processing import ControlVariates
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -33,7 +33,6 @@ from fedpriv.ledger.events import (
     PrivacyBudget,
     Randomness,
     RoundEvent,
-    SamplingEvent,
     Unit,
 )
 from fedpriv.privacy.clipping import UNCLIPPED, Clipping, Indicator
@@ -42,13 +41,11 @@ from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.gaussian_mechanism import (
     CONTRIBUTORS,
     INDEPENDENT,
-    AdaptiveClipping,
     Averaging,
-    ControlVariates,
     GaussianMechanism,
     Metric,
 )
-from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_partition
+from fedpriv.privacy.layout import Layout, VectorGroup, check_partition
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, Release, private_round
 from fedpriv.privacy.sampling import Sampling
@@ -61,83 +58,16 @@ from fedpriv.training.optimizers import (
     ServerOptimizer,
     stepped,
 )
+from fedpriv.training.post_processing import AdaptiveClipping, ControlVariates, RunningStatistics
 from fedpriv.training.request import LocalTraining, Rates, RoundRequest, Transport
 
 BATCH_NORM_METRIC = "batch-norm"  # the metric that moves running statistics
 CONTRIBUTORS_METRIC = CONTRIBUTORS.name  # the count of users whose update counted
 EVALUATION_PREFIX = "evaluation/"  # begins names of what users say of the model after a round
 _MOST_RAISED = 1.01  # as a factor of calibrated noise, which rounding never makes miss by as much
-_MOST_CHANGE = 4.0  # of a variance in a round, as a factor, whatever the noise
-_LARGEST_MEAN, _LARGEST_VARIANCE = 1e15, 1e30
 _FORMAT = "fedpriv checkpoint 3"
 _PARTS = ("parameters", "first", "second", "statistics", "control")  # of a checkpoint
 _KEPT = 3  # checkpoints
-
-
-@dataclass(frozen=True)
-class RunningStatistics:
-    """How the server moves the running statistics of batch normalisations.
-
-    With x̂ = (x − μ)/s, s² = v + eps, the metric is the average over users of a = mean x̂ and
-    b = mean x̂² − 1, per channel. Moments about the running mean then move by a share β, the
-    momentum: they are m₁ = β·a and m₂ = 1 + β·b, and so μ moves by s·m₁ and s² by m₂ − m₁². Where
-    all users' moments are those of the running statistics, a = b = 0 and nothing moves. All of this
-    is post-processing of what was released.
-    """
-
-    layers: tuple[str, ...]  # names, in the order of the model
-    channels: tuple[int, ...]  # of each
-    eps: tuple[float, ...]  # ≥ 0, of each
-    momentum: float = 0.1  # β in (0, 1]
-
-    def __post_init__(self) -> None:
-        if not len(self.layers) == len(self.channels) == len(self.eps) > 0:
-            found = f"{len(self.channels)} numbers of channels and {len(self.eps)} eps"
-            what = f"{len(self.layers)} normalisations have {found}"
-            raise InvalidValueError(f"{what}; each of at least one needs both")
-        if min(self.channels) < 1 or not all(0.0 <= eps < math.inf for eps in self.eps):
-            found = f"channels of normalisations are {self.channels} and their eps {self.eps}"
-            raise InvalidValueError(f"{found}; they must be positive and not negative")
-        if not 0.0 < self.momentum <= 1.0:
-            found = f"momentum of running statistics is {self.momentum}"
-            raise InvalidValueError(f"{found}; it must be in (0, 1]")
-
-    @property
-    def shape(self) -> tuple[int]:
-        """Shape of the metric: for each layer a and then b of its channels."""
-        return (2 * sum(self.channels),)
-
-    def moved(self, statistics: Parameters, released: FloatVector) -> dict[str, np.ndarray]:
-        """Statistics after a round, by name, given the released metric [2ΣC].
-
-        Guarantees: variances are finite and not negative, means finite, for any released vector;
-        s² changes by a factor of at least 1/4 and at most 4.
-        """
-        after, start = dict[str, np.ndarray](), 0
-        for layer, channels, eps in zip(self.layers, self.channels, self.eps, strict=True):
-            first, second = released[start : start + 2 * channels].reshape(2, channels)
-            start += 2 * channels
-            mean_name, var_name = _names(layer)
-            square = statistics[var_name].astype(np.float64) + eps
-            m1, m2 = self.momentum * first, 1.0 + self.momentum * second
-            mean = statistics[mean_name] + np.sqrt(square) * m1
-            var = square * np.clip(m2 - m1**2, 1.0 / _MOST_CHANGE, _MOST_CHANGE) - eps
-            after[mean_name] = np.clip(mean, -_LARGEST_MEAN, _LARGEST_MEAN).astype(np.float32)
-            after[var_name] = np.clip(var, 0.0, _LARGEST_VARIANCE).astype(np.float32)
-        return after
-
-    def check(self, statistics: Mapping[str, np.ndarray]) -> None:
-        """Raise InvalidValueError unless there are statistics of exactly these layers."""
-        sizes = zip(self.layers, self.channels, strict=True)
-        wanted = {name: (size,) for layer, size in sizes for name in _names(layer)}
-        found = {name: tensor.shape for name, tensor in statistics.items()}
-        if found != wanted:
-            raise InvalidValueError(f"running statistics are {found}; they must be {wanted}")
-
-
-def _names(layer: str) -> tuple[str, str]:
-    prefix = f"{layer}." if layer else ""
-    return f"{prefix}running_mean", f"{prefix}running_var"
 
 
 @dataclass(frozen=True)
@@ -343,6 +273,12 @@ class Stop(StrEnum):
     BUDGET = "the next round would pass the privacy budget"
     ASKED = "it was asked to stop"
     DECLINED = "too few nodes agreed to the next round"
+    TOO_FEW = "too few users count"
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether more rounds may follow, if somebody resumes the run."""
+        return self in (Stop.ASKED, Stop.DECLINED, Stop.TOO_FEW)
 
 
 @dataclass(frozen=True)
@@ -409,35 +345,13 @@ class RoundResult:
     def metrics_text(self) -> tuple[str, ...]:
         """The metrics that are one number, each with its noise, for people to read.
 
-        Not the count of contributors, which `contributors_text` averages over rounds.
+        Not the count of contributors, which `Contributors` averages over rounds.
         """
         return tuple(
             f"{name} {value:.3g} ± {self.metrics_noise_stddev[name]:.2g}"
             for name, value in self.scalar_metrics.items()
             if name != CONTRIBUTORS_METRIC
         )
-
-
-def contributors_text(results: Iterable[RoundResult], sampling: SamplingEvent) -> str:
-    """How many updates counted in a round, as "82.3 ± 4.5 of 86.1", or "" if that was not asked.
-
-    It is the mean over these rounds, and the size of a cohort that is expected.
-    What follows ± is one standard deviation of noise and coins together, so that the figure can be
-    held against the expected one; if it is as large, only more rounds will tell. Over a series it
-    is more than one, as noise that is correlated cancels, and so does who was in other rounds.
-    """
-    name = CONTRIBUTORS_METRIC
-    found = [each for each in results if name in each.scalar_metrics]
-    if not found:
-        return ""
-    mean = math.fsum(each.scalar_metrics[name] for each in found) / len(found)
-    expected = found[-1].expected_cohort_size  # an event does not say how many examples there are
-    coins = sampling.cohort_variance * expected / sampling.expected_cohort_size
-    variance = math.fsum(each.metrics_noise_stddev[name] ** 2 + coins for each in found)
-    spread = math.sqrt(variance) / len(found)
-    places = 0 if spread >= 10.0 else 1
-    figures = (f"{figure:,.{places}f}" for figure in (mean, spread, expected))
-    return "{} ± {} of {}".format(*figures)
 
 
 OnRound = Callable[[RoundResult], object]  # called after each round; its result is not read

@@ -1,9 +1,8 @@
-"""What machines say to each other: protobuf messages, and tensors in checksummed chunks.
+"""The messages between machines: protobuf messages, and tensors in checksummed chunks.
 
-Guarantees of every decoder here, whatever the bytes: it returns a value that our own constructors
-accepted or raises `WireError`, its work is bounded by the length of the message and the limits of
-`codec`, and its memory by the message or the content it was told to expect. The decoder of the
-other side reads what an encoder returns as an equal value.
+For any bytes, every decoder returns a value that our own constructors have accepted, or raises
+`WireError`. Its work is bounded by the length of the message and the limits of `codec`, and its
+memory by the message or the expected content. A decoder restores the value that was encoded.
 """
 
 # isort: off

@@ -1,7 +1,7 @@
-"""How a frozen value becomes a protobuf message and back, within limits on what a message holds.
+"""Conversion between frozen values and protobuf messages, with limits on their content.
 
-A `Codec` declares both directions at once: value and message have fields of the same names. What a
-field of a value may hold stands in its annotation, and `Checked` holds the value to it.
+A `Codec` declares both directions at once: value and message have fields of the same names. The
+annotation of a field declares its legal content, and `Checked` checks it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableSequence
@@ -16,25 +16,25 @@ from fedpriv.errors import InvalidValueError, WireError
 
 SERVER_RECEIVES_BYTES = 2**20 + 2**16  # of one message: the header of an answer, or a chunk
 NODE_RECEIVES_BYTES = 16 * 2**20  # of one message: an offer to 2^20 users
-# Options of gRPC for both sides: a small message must not become a very large one. By the first,
-# what is compressed is refused, at a node sometimes too late; by the second, it is never inflated.
+# Options of gRPC for both sides: a small message must not become a very large one. The first
+# refuses compressed messages, at a node sometimes too late; the second never decompresses them.
 UNCOMPRESSED = (
     ("grpc.compression_enabled_algorithms_bitset", 1),
     ("grpc.per_message_decompression", 0),
 )
 _ENVELOPE_BYTES = 16  # for the tag and length of a message inside another
 MAX_USERS = 2**20
-MAX_NAME = 1024  # characters of any text that has no limit of its own
-# Elements of any list without a limit of its own; checks of `Layout` take time with its square.
+MAX_NAME = 1024  # characters, the default limit of a text
+# Elements, the default limit of a list; checks of `Layout` take time quadratic in it.
 MAX_TENSORS = 4096
-_LONGEST_REASON = 400  # a sentence about hostile input must not be as long as the input
+_LONGEST_REASON = 400  # characters; a sentence about hostile input must not be as long as the input
 
 Value = TypeVar("Value")
 Kind = TypeVar("Kind", bound=Message)
 
 
 def parse(kind: type[Kind], data: bytes, most: int) -> Kind:
-    """Read a protobuf message of at most `most` bytes; total: other bytes raise WireError."""
+    """Parse a protobuf message of at most `most` bytes; WireError for any other bytes."""
     at_most(f"bytes in a {kind.__name__}", len(data), most)
     try:
         message: Kind = kind.FromString(data)
@@ -44,19 +44,19 @@ def parse(kind: type[Kind], data: bytes, most: int) -> Kind:
 
 
 def at_most(what: str, number: int, most: int) -> None:
-    """Raise WireError if there are more than `most`."""
+    """Raise WireError if `number` is above `most`; `what` names the things in the plural."""
     if number > most:
         raise WireError(f"there are {number} {what}; there may be at most {most}")
 
 
 def check_size(what: str, message: Message, receives: int) -> None:
-    """Raise WireError for a message that is too large to be received, inside another."""
+    """Raise WireError if a message, inside another, exceeds the limit of its receiver in bytes."""
     at_most(f"bytes in {what}", message.ByteSize(), receives - _ENVELOPE_BYTES)
 
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Raise WireError for what one of our constructors, or a field of protobuf, refuses."""
+    """Turn the errors of our constructors and of protobuf's fields into WireError."""
     try:
         yield
     except RecursionError as error:
@@ -70,40 +70,40 @@ def refusing(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Legal:
-    """What a field may hold, as an annotation of it."""
+    """An annotation of a field with the condition that its content must satisfy."""
 
     holds: Callable[[Any], bool]
-    reading: str  # what it must be or have
+    reading: str  # the condition, after "it must"
 
 
 def length(least: int, most: int) -> Legal:
-    """Texts and bytes of a length within these bounds."""
+    """Return the condition that a text or bytes have a length within these bounds."""
     return Legal(lambda text: least <= len(text) <= most, f"have {least} to {most}")
 
 
 def below(power: int) -> Legal:
-    """Integers from 0 of at most this many bits."""
+    """Return the condition that an integer is not negative and has at most this many bits."""
     return Legal(lambda number: 0 <= number < 2**power, f"be from 0 to 2^{power} - 1")
 
 
 class Checked:
-    """A base of dataclasses that raise InvalidValueError for a field unlike its annotation."""
+    """A base of dataclasses that raise InvalidValueError for a field that violates its `Legal`."""
 
     def __post_init__(self) -> None:
         for name, annotation in get_annotations(type(self)).items():
             content = getattr(self, name)
-            for legal in getattr(annotation, "__metadata__", ()):
-                if not legal.holds(content):
-                    found = f"is {content}"
+            for condition in getattr(annotation, "__metadata__", ()):
+                if not condition.holds(content):
+                    state = f"is {content}"
                     if isinstance(content, str | bytes):
                         unit = "characters" if isinstance(content, str) else "bytes"
-                        found = f"has {len(content)} {unit}"
-                    raise InvalidValueError(f"{name} {found}; it must {legal.reading}")
+                        state = f"has {len(content)} {unit}"
+                    raise InvalidValueError(f"{name} {state}; it must {condition.reading}")
 
 
 @dataclass(frozen=True)
 class FieldCodec:
-    """How a field that differs between value and message is converted; None is left out."""
+    """The conversion of a field that differs between value and message; None is left out."""
 
     encode: Callable[..., object]
     decode: Callable[..., object]  # total, or raises WireError or ValueError
@@ -111,47 +111,47 @@ class FieldCodec:
 
 @dataclass(frozen=True)
 class Codec(Generic[Value, Kind]):
-    """Both directions between a frozen value and a protobuf message."""
+    """The conversion between a frozen value and a protobuf message."""
 
     value: Callable[..., Value]
     message: type[Kind]
-    what: str  # in errors, with its article
-    # Of what differs, and of messages inside this one; other lists become tuples.
+    what: str  # name in errors, with an article
+    # Codecs of fields that differ, and of inner messages; all other lists become tuples.
     fields: "FieldCodecs" = field(default_factory=dict)
-    # Of the elements of lists and the characters of texts, where not MAX_TENSORS and MAX_NAME.
+    # Limits on elements of lists and characters of texts that are not MAX_TENSORS and MAX_NAME.
     limits: Mapping[str, int] = field(default_factory=dict)
     check: Callable[[Kind], None] = lambda _: None  # raises WireError
-    optional: str = ""  # the message inside that may be absent: None
+    optional: str = ""  # name of the inner message that may be absent, which stands for None
 
     def encode(self, value: Value) -> Kind:
-        """The message of a value; WireError if the other side would not decode an equal value."""
+        """Return the message of a value; WireError if the other side would refuse it."""
         contents: dict[str, object] = {}
         with refusing(self.what):
             for name in self.message.DESCRIPTOR.fields_by_name:
-                content, own = getattr(value, name), self.fields.get(name)
-                contents[name] = own.encode(content) if own and content is not None else content
+                content, inner = getattr(value, name), self.fields.get(name)
+                contents[name] = inner.encode(content) if inner and content is not None else content
             message: Kind = self.message(**contents)
         self._check_limits(message)
         return message
 
     def decode(self, message: Kind) -> Value:
-        """The value of a message; total, or WireError."""
+        """Return the value of a message, or raise WireError."""
         self._check_limits(message)
         contents: dict[str, object] = {}
         with refusing(self.what):
             for name in message.DESCRIPTOR.fields_by_name:
-                content, own = getattr(message, name), self.fields.get(name)
+                content, inner = getattr(message, name), self.fields.get(name)
                 if name == self.optional and not message.HasField(name):
                     content = None
-                elif own is not None:
-                    content = own.decode(content)
+                elif inner is not None:
+                    content = inner.decode(content)
                 elif isinstance(content, MutableSequence):
                     content = tuple(content)
                 contents[name] = content
             return self.value(**contents)
 
     def _check_limits(self, message: Kind) -> None:
-        """Refuse what is too long before any of it is converted."""
+        """Raise WireError for excessive content before any of it is converted."""
         for name in message.DESCRIPTOR.fields_by_name:
             content, most = getattr(message, name), self.limits.get(name)
             texts = content if isinstance(content, MutableSequence) else [content]
@@ -168,8 +168,8 @@ class Codec(Generic[Value, Kind]):
 FieldCodecs = Mapping[str, Codec[Any, Any] | FieldCodec]
 
 
-def each(inner: Codec[Any, Any] | FieldCodec) -> FieldCodec:
-    """A tuple of messages inside another."""
+def list_of(inner: Codec[Any, Any] | FieldCodec) -> FieldCodec:
+    """Return the codec of a tuple of inner messages."""
     return FieldCodec(
         lambda vs: [inner.encode(v) for v in vs], lambda ms: tuple(map(inner.decode, ms))
     )

@@ -1,8 +1,8 @@
-"""What server and nodes say to each other: a frozen value for each message, and its codec.
+"""The messages between server and nodes: a frozen value for each message, and its codec.
 
 Each constructor raises InvalidValueError for a field that is out of range or does not fit the
-others; each `decode_x` is total, or raises WireError; each `encode_x` raises WireError for a value
-that the other side would refuse.
+others. Each `decode_x` returns the value of a message, or raises WireError. Each `encode_x` returns
+the message of a value, or raises WireError if the other side would refuse it.
 """
 
 import hashlib
@@ -21,11 +21,12 @@ from fedpriv.errors import InvalidValueError, WireError, known_names
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import event_from, event_text
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
-from fedpriv.privacy.gaussian_mechanism import CONTROL_PREFIX, Metric
+from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, Tensors, VectorGroup
 from fedpriv.privacy.round import PartialSum
 from fedpriv.support.checks import require
 from fedpriv.training.local import ALGORITHMS, COMMON
+from fedpriv.training.post_processing import CONTROL_PREFIX
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import codec, tensors
 from fedpriv.wire import federation_pb2 as pb
@@ -37,16 +38,16 @@ from fedpriv.wire.codec import (
     FieldCodecs,
     Legal,
     below,
-    each,
+    list_of,
 )
 from fedpriv.wire.tensors import FLOAT32, INT32, INT64, LAYOUT, MANIFEST, SHAPE, Manifest
 
 VERSION = 1  # of the protocol
-SUM = "sum"  # name of the one vector that users' contributions add up to
+SUM = "sum"  # name of the vector that is the sum of users' contributions
 _MAX_OPTIONS = 100_000  # of one metric
 _LONGEST_OPTIONS = 2**16  # characters of a model's options
 _LONGEST_EVENT = 2**22  # characters of a round's event
-# Commas and brackets in it, by which the work and memory of reading it are bounded: enough for a
+# Commas and brackets in an event, which bound the work and memory of parsing it: enough for a
 # strategy of 100,000 coefficients and MAX_TENSORS vector groups.
 _MOST_MARKS = 2**17
 _USERS_OF_32_BITS = 63  # each adds less than 2^25 to a component
@@ -63,7 +64,7 @@ Delta = Annotated[float, Legal(lambda delta: 0.0 <= delta < 1.0, "be in [0, 1)")
 
 
 def _check_positions(users: Positions, population: int) -> None:
-    """Refuse other than ascending positions in the population, and make them read-only."""
+    """Raise InvalidValueError unless users are ascending positions; make them read-only."""
     if users.ndim != 1 or users.dtype != np.int64 or np.any(users[1:] <= users[:-1]):
         raise InvalidValueError("users are not an ascending vector of int64, each once")
     if users.size and not 0 <= users[0] <= users[-1] < population:
@@ -73,7 +74,7 @@ def _check_positions(users: Positions, population: int) -> None:
 
 @dataclass(frozen=True)
 class Hello(Checked):
-    """A node says who it is, with the `digest_of` the ids of its users."""
+    """The first message of a node, with its name and the `digest_of` the ids of its users."""
 
     node: Annotated[Name, Legal(str.isprintable, "have printable ones only")]  # of its certificate
     users_sha256: Bytes32
@@ -81,24 +82,24 @@ class Hello(Checked):
 
 
 def digest_of(user_ids: Iterable[str]) -> bytes:
-    """SHA-256 of ids in any order: of the UTF-8 of their JSON array, sorted, without spaces."""
+    """Return the SHA-256 of the sorted ids, as the UTF-8 of a JSON array without spaces."""
     text = json.dumps(sorted(user_ids), separators=(",", ":"))
     return hashlib.sha256(text.encode()).digest()
 
 
 @dataclass(frozen=True)
 class TaskDescription(Checked):
-    """Model and loss by name, and the fields that they read, for `build_task`."""
+    """A task, by the names of its model, its loss and the fields that they read: `build_task`."""
 
-    model: str  # a name, or the import path of a function that makes one
-    options: Mapping[str, object]  # arguments of that function, as JSON has them
+    model: str  # a name, or the import path of a function that returns a model
+    options: Mapping[str, object]  # arguments of that function, JSON values
     seed: Annotated[int, below(63)]  # of the model's initial and frozen parameters
     loss: str
-    metrics: tuple[str, ...] = ()  # import paths of those that are not built in
+    metrics: tuple[str, ...] = ()  # import paths of metrics that are not built in
     inputs: str | tuple[str, ...] = "x"  # fields that the model reads; several are named arguments
     targets: Name = "y"  # the field that the loss reads
-    ignore_index: Signed = -100  # the class that counts nowhere; this one is torch's own
-    # Names of parameters, or patterns: what stays with users, what they train, what is frozen.
+    ignore_index: Signed = -100  # the class that is ignored; the default is torch's
+    # Names or patterns of parameters that stay with users, that they train, and that are frozen.
     personal: tuple[str, ...] = ()
     trained: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
@@ -106,22 +107,22 @@ class TaskDescription(Checked):
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """The import paths in it: code that building the task runs."""
+        """The import paths of code that runs when the task is built."""
         return tuple(name for name in (self.model, self.loss, *self.metrics) if ":" in name)
 
 
 @dataclass(frozen=True, eq=False)
 class Welcome(Checked):
-    """What the server says to a node that has connected."""
+    """The first message of the server to a node."""
 
     population_name: Name  # as in the ledger
     population: Annotated[int, Legal(lambda n: 1 <= n < 2**63, "be from 1 to 2^63 - 1")]  # N
-    # Of the node's users in the population, ascending: the k-th is that of the node's k-th user,
-    # ids sorted by code points.
+    # Positions of the node's users in the population, ascending, in the order of the users' ids
+    # sorted by code points.
     users: Positions = field(repr=False)
     task: TaskDescription
-    purpose: Text = ""  # what the model is for
-    # When the server's certificate ends: seconds since 1970, UTC; 0 in plain text.
+    purpose: Text = ""  # of the model
+    # End of the server's certificate, in seconds since 1970, UTC; 0 in plain text.
     certificate_end: Annotated[int, below(37)] = 0
 
     def __post_init__(self) -> None:
@@ -131,10 +132,10 @@ class Welcome(Checked):
 
 @dataclass(frozen=True)
 class LedgerRequest(Checked):
-    """The head of the ledger that a node has verified; it asks for what follows."""
+    """A request for the records of the ledger after a head that the node has verified."""
 
     count: Annotated[int, below(63)] = 0
-    hash: Annotated[str, codec.length(0, 64)] = ""  # none: it asks for all
+    hash: Annotated[str, codec.length(0, 64)] = ""  # empty: for all records
 
 
 @dataclass(frozen=True)
@@ -143,21 +144,20 @@ class RoundId(Checked):
 
     run: Name
     round: UInt32  # from 0
-    attempt: UInt32  # from 0; one that was abandoned without a charge may have had the same
-    nonce: Annotated[int, below(64)] = 0  # random: tells the two apart
+    attempt: UInt32  # from 0; may repeat that of an attempt that was abandoned without a charge
+    nonce: Annotated[int, below(64)] = 0  # random, to distinguish the two
 
 
 @dataclass(frozen=True)
 class Price(Checked):
-    """What a round costs the users, for a node to consent to or not."""
+    """The privacy cost of a round, to which a node may consent."""
 
-    event: RoundEvent  # that the round belongs to, as the ledger charges it; no search
-    # Which round of the event it is, from 0; the first is charged for all, the others for nothing.
-    part: UInt32
+    event: RoundEvent  # of the round, as the ledger charges it; not a search
+    part: UInt32  # index of the round in its event; the charge of round 0 pays for all
     epsilon_after: Epsilon  # of all charges of the ledger and this round, at delta
     delta: Delta
-    charges: Annotated[int, below(63)]  # of the ledger when epsilon_after was found
-    seeded: bool = False  # cohort and noise come from a seed: no ε holds for who knows it
+    charges: Annotated[int, below(63)]  # number of charges that epsilon_after includes
+    seeded: bool = False  # cohort and noise come from a seed; no ε protects against its holders
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -167,12 +167,12 @@ class Price(Checked):
         n = self.population
         require(n < 2**63, f"population is {n}; it must be from 1 to 2^63 - 1")
         rounds = 1 if schedule is None else schedule.rounds
-        legal = f"it must be below {rounds}, the rounds of its event"
-        require(self.part < rounds, f"part is {self.part}; {legal}")
+        condition = f"it must be below {rounds}, the rounds of its event"
+        require(self.part < rounds, f"part is {self.part}; {condition}")
 
     @property
     def sampling_probability(self) -> float:
-        """q, each user's chance to be in the cohort."""
+        """q, each user's probability to be in the cohort."""
         return self.event.sampling.sampling_probability
 
     @property
@@ -188,7 +188,7 @@ class Price(Checked):
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a round will ask, whoever is drawn: all nodes vote on it before the draw."""
+    """The terms of a round, on which all nodes vote before its cohort is drawn."""
 
     id: RoundId  # with a nonce of its own
     clipping: Clipping
@@ -197,27 +197,27 @@ class Proposal:
     price: Price
 
     @classmethod
-    def of(cls, asked: "RoundRequest | Terms", price: Price) -> "Proposal":
-        """The terms of what a cohort is asked or will be, without a nonce."""
-        at = asked if isinstance(asked, RoundRequest) else asked.id
-        name = RoundId(at.run, at.round, at.attempt)
-        return cls(name, asked.clipping, asked.local, asked.metrics, price)
+    def of(cls, source: "RoundRequest | Terms", price: Price) -> "Proposal":
+        """Return the terms of a request, proposal or offer, without a nonce."""
+        attempt = source if isinstance(source, RoundRequest) else source.id
+        round_id = RoundId(attempt.run, attempt.round, attempt.attempt)
+        return cls(round_id, source.clipping, source.local, source.metrics, price)
 
 
 @dataclass(frozen=True)
 class Vote(Checked):
-    """Whether a node agrees to a proposal; it depends on no user and on no draw."""
+    """A node's vote on a proposal, which does not depend on users or draws."""
 
     id: RoundId  # of the proposal
-    objection: Text = ""  # in one sentence; empty: the node agrees
+    objection: Text = ""  # one sentence; empty: the node agrees
 
 
 @dataclass(frozen=True, eq=False)
 class RoundOffer(Checked):
     """A `RoundRequest` to one node; the tensors that `model` declares follow separately.
 
-    They are float32: the tensors that users send as `clipping` orders them, parameters and control
-    variates, then running statistics.
+    They are float32: parameters and control variates, in the order of `clipping`, then running
+    statistics.
     """
 
     id: RoundId
@@ -242,7 +242,7 @@ class RoundOffer(Checked):
         if self.clipping.indicator is not None:
             shapes.pop(self.clipping.indicator.tensor, None)
         model = self.model.layout
-        # Update and control variates; the server's control variates come with the model.
+        # Update and control variates, since the model includes the server's control variates.
         first = list(zip(model.names, model.shapes, strict=True))[: len(shapes)]
         if not shapes or first != list(shapes.items()):
             raise InvalidValueError("the model does not begin with the tensors of the update")
@@ -253,17 +253,20 @@ class RoundOffer(Checked):
     def of(
         cls, request: RoundRequest, seconds: float, price: Price, model: Manifest, nonce: int = 0
     ) -> "RoundOffer":
-        """The offer to a node that hosts all users of the request; else `replace` its users.
+        """Return the offer to a node that hosts all users of the request; else `replace` its users.
 
-        The model is that of `manifest_of(model_of(request))`, the same for all nodes.
+        `model` is `manifest_of(model_of(request))`, which is the same for all nodes.
         """
-        at = RoundId(request.run, request.round, request.attempt, nonce)
+        round_id = RoundId(request.run, request.round, request.attempt, nonce)
         users, clipping, local = request.users.copy(), request.clipping, request.local
         key, metrics = request.local_key, request.metrics
-        return cls(at, seconds, users, clipping, local, key, metrics, price, model)
+        return cls(round_id, seconds, users, clipping, local, key, metrics, price, model)
 
     def request(self, tensors: Tensors) -> RoundRequest:
-        """The request that was offered, of the tensors that `model` declares."""
+        """Return the offered request, given the tensors that `model` declares.
+
+        InvalidValueError: the tensors differ from those.
+        """
         if Layout.of(tensors) != self.model.layout:
             raise InvalidValueError("the tensors are not those of the offered model")
         statistics = {n: t.astype(np.float32, copy=False) for n, t in tensors.items()}
@@ -271,17 +274,21 @@ class RoundOffer(Checked):
         weights = {name: statistics.pop(name) for name in update}
         changes = [name for name in update if name.startswith(CONTROL_PREFIX)]
         control = {name.removeprefix(CONTROL_PREFIX): weights.pop(name) for name in changes}
-        at, clipping, local = self.id, self.clipping, self.local
-        users, key, metrics = self.users, self.local_key, self.metrics
-        rest = users, key, metrics, statistics, control
-        return RoundRequest(at.run, at.round, at.attempt, weights, clipping, local, *rest)
+        attempt, clipping, local = self.id, self.clipping, self.local
+        details = self.users, self.local_key, self.metrics, statistics, control
+        return RoundRequest(
+            attempt.run, attempt.round, attempt.attempt, weights, clipping, local, *details
+        )
 
 
-Terms = Proposal | RoundOffer  # what both say is what a node consents to
+Terms = Proposal | RoundOffer  # a node consents to the fields that both have
 
 
 def model_of(request: RoundRequest) -> Parameters:
-    """What follows the offer of a request: parameters, control variates, running statistics."""
+    """Return the tensors that follow an offer: parameters, control variates, running statistics.
+
+    InvalidValueError: a name occurs among parameters and statistics.
+    """
     if both := sorted(set(request.parameters) & set(request.statistics)):
         raise InvalidValueError(f"{both} are parameters and statistics; each must be one")
     control = {CONTROL_PREFIX + name: c for name, c in request.control.items()}
@@ -292,7 +299,7 @@ def model_of(request: RoundRequest) -> Parameters:
 class SummedUpdates:
     """The header of a `PartialSum`, whose total follows; both numbers are secret."""
 
-    users: int  # how many contributions it holds, at most 2^20
+    users: int  # number of contributions in the sum, at most 2^20
     weight: int  # sum of their weights, in units of 1/c
     tensors: Manifest  # of one vector of integers named `SUM`
 
@@ -304,28 +311,31 @@ class SummedUpdates:
 
     @classmethod
     def of(cls, partial: PartialSum) -> "SummedUpdates":
-        """The header of a partial sum; a certificate, not the header, says of which node."""
+        """Return the header of a partial sum, without its node, which the certificate names."""
         dtype = INT32 if partial.users <= _USERS_OF_32_BITS else INT64
         manifest = Manifest(Layout((SUM,), (partial.total.shape,)), dtype)
         return cls(partial.users, partial.weight, manifest)
 
     def partial_sum(self, node: str, total: npt.NDArray[np.generic]) -> PartialSum:
-        """The partial sum of a node, whose total [D] must be what `tensors` declares."""
+        """Return the partial sum of a node, given its total [D].
+
+        InvalidValueError: the total is not the vector that `tensors` declares.
+        """
         (shape,), dtype = self.tensors.layout.shapes, self.tensors.dtype
         if (total.shape, total.dtype) != (shape, dtype):
-            found = f"{total.dtype}{list(total.shape)}"
-            raise InvalidValueError(f"total is {found}; it must be {dtype}{list(shape)}")
+            actual = f"{total.dtype}{list(total.shape)}"
+            raise InvalidValueError(f"total is {actual}; it must be {dtype}{list(shape)}")
         return PartialSum(node, self.users, total.astype(np.int64, copy=False), self.weight)
 
 
 def tensors_of(partial: PartialSum) -> Tensors:
-    """What is sent of a partial sum: its total, in 32 bits where users are few enough."""
+    """Return the total of a partial sum, as it is sent: in 32 bits if the users are few enough."""
     dtype = SummedUpdates.of(partial).tensors.dtype
     return {SUM: partial.total.astype(dtype, copy=False)}
 
 
 def layout_of_sums(clipping: Clipping) -> Layout:
-    """Layout that the sums of a round have."""
+    """Return the layout of a round's sums."""
     return Layout((SUM,), ((clipping.layout.dimension,),))
 
 
@@ -338,7 +348,7 @@ class Decline(Checked):
 
 @dataclass(frozen=True)
 class RoundAnswer:
-    """What a node says to the offer of a round."""
+    """A node's answer to the offer of a round."""
 
     id: RoundId
     content: SummedUpdates | Decline
@@ -346,14 +356,14 @@ class RoundAnswer:
 
 @dataclass(frozen=True)
 class Receipt(Checked):
-    """Whether the server took an answer, and why not."""
+    """Whether the server accepted an answer, or why not."""
 
     accepted: bool
     reason: Text = ""
 
 
 class RunState(StrEnum):
-    """What the server is doing."""
+    """The present activity of a server."""
 
     WAITING = "waiting"
     COLLECTING = "collecting"
@@ -364,10 +374,10 @@ class RunState(StrEnum):
 
 @dataclass(frozen=True)
 class Status(Checked):
-    """Progress of a federation; says nothing about who was drawn."""
+    """The progress of a federation, which reveals nothing about who was drawn."""
 
     run: Name
-    round: UInt32  # the newest, collected or released, from 1; 0 before the first
+    round: UInt32  # the newest one that is being collected or was released, from 1; 0: none
     rounds: UInt32  # of the plan
     epsilon: Epsilon  # spent, at delta
     epsilon_limit: Epsilon
@@ -380,7 +390,7 @@ class Status(Checked):
 
 def _encode_options(options: Mapping[str, object]) -> str:
     text = json.dumps(dict(options), allow_nan=False)
-    if json.loads(text) != options:  # tuples and keys that are numbers would arrive as others
+    if json.loads(text) != options:  # JSON changes tuples, and keys that are numbers
         raise ValueError("the options hold values that JSON does not have")
     return text
 
@@ -389,7 +399,7 @@ def _decode_options(text: str) -> dict[str, object]:
     options = json.loads(text)
     if not isinstance(options, dict):
         raise ValueError("the options are not a JSON object")
-    json.dumps(options, allow_nan=False)  # refuses NaN and infinity, which `loads` takes
+    json.dumps(options, allow_nan=False)  # refuses NaN and infinity, which `loads` accepts
     return options
 
 
@@ -403,28 +413,29 @@ def _check_groups(message: pb.Clipping) -> None:
 
 
 def _spelled_out(local: LocalTraining) -> Any:
-    """The fields of the message of local training."""
-    own = [each.name for each in fields(local) if each.name not in COMMON]
-    plain = not own and type(local).direction is LocalTraining.direction
+    """Return the message's fields of local training; WireError if nodes lack the algorithm."""
+    specific = [part.name for part in fields(local) if part.name not in COMMON]
+    plain = not specific and type(local).direction is LocalTraining.direction
     names = [""] if plain else [n for n, kind in ALGORITHMS.items() if kind is type(local)]
     if not names:
-        found = f"local training is {type(local).__name__}, which nodes do not know"
-        raise WireError(f"{found}; known names: {', '.join(ALGORITHMS)}")
+        unknown = f"local training is {type(local).__name__}, which nodes do not know"
+        raise WireError(f"{unknown}; known names: {', '.join(ALGORITHMS)}")
     with codec.refusing("local training"):
         common = {name: getattr(local, name) for name in COMMON} | {"learning_rate": local.rate}
-    options = [float(getattr(local, name)) for name in own]
+    options = [float(getattr(local, name)) for name in specific]
     return SimpleNamespace(**common, algorithm=names[0], options=options)
 
 
 def _local_training(algorithm: str, options: tuple[float, ...], **common: Any) -> LocalTraining:
-    """Local training of the fields of its message; InvalidValueError or ValueError if of none."""
+    """Return local training from a message's fields; ValueError if they are inconsistent."""
     if not algorithm and not options:
         return LocalTraining(**common)
     if (kind := ALGORITHMS.get(algorithm)) is None:
         hint = known_names(algorithm, ALGORITHMS)
         raise InvalidValueError(f"algorithm is {algorithm!r}; {hint}")
-    own = [part for part in fields(kind) if part.name not in COMMON]
-    for part, value in zip(own, options, strict=True):  # doubles, of which some are whole numbers
+    specific = [part for part in fields(kind) if part.name not in COMMON]
+    for part, value in zip(specific, options, strict=True):
+        # All options are sent as doubles, even those that are whole numbers.
         whole = part.type is int and value.is_integer()
         common[part.name] = int(value) if whole else value
     return kind(**common)
@@ -451,43 +462,47 @@ _NONE_IS_ZERO = FieldCodec(int, lambda number: number or None)
 _HELLO = Codec(Hello, pb.Hello, "a hello")
 encode_hello, decode_hello = _HELLO.encode, _HELLO.decode
 _INPUTS = FieldCodec(
-    lambda given: [given] if isinstance(given, str) else list(given),
+    lambda names: [names] if isinstance(names, str) else list(names),
     lambda names: names[0] if len(names) == 1 else tuple(names),
 )
-_OF_TASK: FieldCodecs = {"options": _JSON, "inputs": _INPUTS, "adapters": _JSON}
-TASK = Codec(TaskDescription, pb.Task, "a task", _OF_TASK, {"options": _LONGEST_OPTIONS})
-_WELCOMED: FieldCodecs = {"users": _POSITIONS, "task": TASK}
-_WELCOME = Codec(Welcome, pb.Welcome, "a welcome", _WELCOMED, {"users": MAX_USERS})
+_TASK_FIELDS: FieldCodecs = {"options": _JSON, "inputs": _INPUTS, "adapters": _JSON}
+TASK = Codec(TaskDescription, pb.Task, "a task", _TASK_FIELDS, {"options": _LONGEST_OPTIONS})
+_WELCOME_FIELDS: FieldCodecs = {"users": _POSITIONS, "task": TASK}
+_WELCOME = Codec(Welcome, pb.Welcome, "a welcome", _WELCOME_FIELDS, {"users": MAX_USERS})
 encode_welcome, decode_welcome = _WELCOME.encode, _WELCOME.decode
 _LEDGER_REQUEST = Codec(LedgerRequest, pb.LedgerRequest, "a request for the ledger")
 encode_ledger_request, decode_ledger_request = _LEDGER_REQUEST.encode, _LEDGER_REQUEST.decode
 _ROUND_ID = Codec(RoundId, pb.RoundId, "the name of a round")
 encode_round_id, decode_round_id = _ROUND_ID.encode, _ROUND_ID.decode
-_PRICED: FieldCodecs = {"event": FieldCodec(_encode_event, _decode_event)}
-PRICE = Codec(Price, pb.Price, "a price", _PRICED, {"event": _LONGEST_EVENT})
-_CLIPPED: FieldCodecs = {
+_PRICE_FIELDS: FieldCodecs = {"event": FieldCodec(_encode_event, _decode_event)}
+PRICE = Codec(Price, pb.Price, "a price", _PRICE_FIELDS, {"event": _LONGEST_EVENT})
+_CLIPPING_FIELDS: FieldCodecs = {
     "layout": LAYOUT,
-    "groups": each(Codec(VectorGroup, pb.VectorGroup, "a vector group")),
+    "groups": list_of(Codec(VectorGroup, pb.VectorGroup, "a vector group")),
     "indicator": Codec(Indicator, pb.Indicator, "an indicator"),
 }
-CLIPPING = Codec(Clipping, pb.Clipping, "a clipping", _CLIPPED, {}, _check_groups, "indicator")
+CLIPPING = Codec(
+    Clipping, pb.Clipping, "a clipping", _CLIPPING_FIELDS, {}, _check_groups, "indicator"
+)
 _ABSENT = dict.fromkeys(("batch_size", "epochs", "steps", "max_examples"), _NONE_IS_ZERO)
 _LOCAL = Codec(_local_training, pb.LocalTraining, "local training", _ABSENT)
 LOCAL_TRAINING = FieldCodec(lambda local: _LOCAL.encode(_spelled_out(local)), _LOCAL.decode)
 METRIC = Codec(Metric, pb.Metric, "a metric", {"shape": SHAPE}, {"options": _MAX_OPTIONS})
-_OFFERED: FieldCodecs = {
+_OFFER_FIELDS: FieldCodecs = {
     "id": _ROUND_ID,
     "users": _POSITIONS,
     "clipping": CLIPPING,
     "local": LOCAL_TRAINING,
-    "metrics": each(METRIC),
+    "metrics": list_of(METRIC),
     "price": PRICE,
     "model": MANIFEST,
 }
-_OFFER = Codec(RoundOffer, pb.Offer, "an offer", _OFFERED, {"users": MAX_USERS})
+_OFFER = Codec(RoundOffer, pb.Offer, "an offer", _OFFER_FIELDS, {"users": MAX_USERS})
 encode_offer, decode_offer = _OFFER.encode, _OFFER.decode
-_PROPOSED = {name: _OFFERED[name] for name in ("id", "clipping", "local", "metrics", "price")}
-_PROPOSAL = Codec(Proposal, pb.Proposal, "a proposal", _PROPOSED)
+_PROPOSAL_FIELDS = {
+    name: _OFFER_FIELDS[name] for name in ("id", "clipping", "local", "metrics", "price")
+}
+_PROPOSAL = Codec(Proposal, pb.Proposal, "a proposal", _PROPOSAL_FIELDS)
 encode_proposal, decode_proposal = _PROPOSAL.encode, _PROPOSAL.decode
 _VOTE = Codec(Vote, pb.Vote, "a vote", {"id": _ROUND_ID})
 encode_vote, decode_vote = _VOTE.encode, _VOTE.decode
@@ -500,7 +515,7 @@ encode_status, decode_status = _STATUS.encode, _STATUS.decode
 
 
 def encode_answer(answer: RoundAnswer) -> pb.Answer:
-    """The message of an answer; raises WireError if it passes a limit."""
+    """Return the message of an answer; WireError if it exceeds a limit."""
     message, content = pb.Answer(id=encode_round_id(answer.id)), answer.content
     if isinstance(content, Decline):
         message.decline.CopyFrom(_DECLINE.encode(content))
@@ -511,7 +526,7 @@ def encode_answer(answer: RoundAnswer) -> pb.Answer:
 
 
 def decode_answer(message: pb.Answer, expected: Layout) -> RoundAnswer:
-    """The answer in a message, to a round with that `layout_of_sums`; total, or WireError."""
+    """Return the answer in a message, or raise WireError; `expected` is the `layout_of_sums`."""
     content: SummedUpdates | Decline
     match message.WhichOneof("what"):
         case "sum":

@@ -1,4 +1,4 @@
-"""Names of nodes, addresses of servers, and keys, as both sides write and check them."""
+"""Names of nodes, addresses of servers, and files of keys, as both sides write and check them."""
 
 import ipaddress
 import re
@@ -16,16 +16,27 @@ from fedpriv.errors import InvalidValueError, reason_of
 
 SERVICE = "fedpriv.v1.Federation"
 NODE_KEY = "fedpriv-node"  # metadata of plain-text calls: the node's name, percent-encoded
-NODE_URI = "fedpriv:node:"  # before the percent-encoded name in a node's certificate
-NEWER = "newer connection of the same node"  # why the server ends one, which a node acts upon
+NODE_URI = "fedpriv:node:"  # prefix of the percent-encoded name in a node's certificate
+NEWER = "newer connection of the same node"  # the server's reason to end one; nodes look for it
+# Errors that cryptography raises for a certificate or key that cannot be parsed.
+MALFORMED = (
+    ValueError,
+    TypeError,
+    UnsupportedAlgorithm,
+    x509.DuplicateExtension,
+    x509.InvalidVersion,
+)
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")
 _ADDRESS = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<host>[^:\[\]/\s]+)):(?P<port>[0-9]{1,5})")
 
 
 def check_node_name(name: str) -> str:
-    """Return a name that a node can have; it becomes a common name and the name of a folder."""
-    legal = name.isprintable() and name == name.strip() and "/" not in name and name[:1] != "."
-    if not (legal and 1 <= len(name.encode()) <= 64):
+    """Return the name if it is valid for a node, InvalidValueError otherwise.
+
+    The name serves as a common name in certificates, and as the name of a folder.
+    """
+    valid = name.isprintable() and name == name.strip() and "/" not in name and name[:1] != "."
+    if not (valid and 1 <= len(name.encode()) <= 64):
         raise InvalidValueError(
             f"the name of a node is {name!r}; it must be 1 to 64 bytes of printable text without "
             "'/', a leading '.', or a leading or trailing space"
@@ -33,53 +44,68 @@ def check_node_name(name: str) -> str:
     return name
 
 
+def read_file(path: Path) -> bytes:
+    """Return the content of a file; InvalidValueError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
+
+
 def read_key(path: Path) -> bytes:
-    """A private key; InvalidValueError if others than its owner may read or write it."""
+    """Return the content of a private key's file.
+
+    InvalidValueError: it cannot be read, or users other than its owner may read or write it.
+    """
+    key = read_file(path)
     mode = path.stat().st_mode & 0o777
     if mode & 0o077:
         raise InvalidValueError(
             f"{path} can be used by others than its owner (mode {mode:04o}); it must have mode "
             f"0600, and if others may have read it, a new key is needed"
         )
-    return path.read_bytes()
+    return key
 
 
 def check_key(path: Path, key: bytes, certificate: x509.Certificate) -> None:
-    """Raise InvalidValueError unless a file holds the key of the certificate beside it.
+    """Raise InvalidValueError unless `key`, read from `path`, is that of the certificate.
 
-    gRPC would not tell it from a port that is taken, or from a lost connection.
+    gRPC reports such an error like a taken port or a lost connection.
     """
     try:
         public = load_pem_private_key(key, None).public_key()
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+    except MALFORMED as error:
         raise InvalidValueError(f"{path} is not a private key without a password") from error
     if public != certificate.public_key():
-        beside = path.with_suffix(".pem").name
-        raise InvalidValueError(f"{path} is not the key of the certificate {beside} beside it")
+        pem = path.with_suffix(".pem").name
+        raise InvalidValueError(f"{path} is not the key of the certificate {pem} beside it")
     curve = public.curve.name if isinstance(public, ec.EllipticCurvePublicKey) else None
     if not isinstance(public, rsa.RSAPublicKey | ed25519.Ed25519PublicKey) and curve not in _CURVES:
-        legal = "RSA, P-256, P-384, P-521 and Ed25519"
-        raise InvalidValueError(f"{path} is of a kind that gRPC does not take; legal are {legal}")
+        choices = "RSA, P-256, P-384, P-521 and Ed25519"
+        raise InvalidValueError(f"{path} is of a kind that gRPC does not take; legal are {choices}")
 
 
 def check_user_id(text: str, where: str) -> str:
-    """Return an id that a user can have in an enrolment; `where` begins the error."""
+    """Return the id if it is valid for a user; else InvalidValueError, which `where` begins."""
     if not text or not text.isprintable() or text != text.strip():
-        legal = "an id must be one printable line without spaces at its ends"
-        raise InvalidValueError(f"{where} is {text!r}; {legal}")
+        condition = "an id must be one printable line without spaces at its ends"
+        raise InvalidValueError(f"{where} is {text!r}; {condition}")
     return text
 
 
 @dataclass(frozen=True)
 class Address:
-    """A DNS name or IP address, without brackets, and a port; a server at port 0 takes any."""
+    """A DNS name or IP address, without brackets, and a port; 0 lets a server choose one."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str, key: str) -> Self:
-        """Read "host:port", "192.0.2.7:7443" or "[::1]:7443", the value of a setting."""
+        """Parse the value of the setting `key`: "host:port", "192.0.2.7:7443" or "[::1]:7443".
+
+        InvalidValueError: it is none of these.
+        """
         match = _ADDRESS.fullmatch(text)
         try:
             if match is None or int(match["port"]) >= 2**16:
@@ -96,16 +122,14 @@ class Address:
         return f"{host}:{self.port}"
 
     def check_loopback(self, key: str) -> None:
-        """Raise InvalidValueError unless only this machine can reach the value of a setting."""
-        legal = "without TLS it must be on loopback, as in 127.0.0.1:7443"
+        """Raise InvalidValueError unless the address, the value of `key`, is on loopback."""
+        condition = "without TLS it must be on loopback, as in 127.0.0.1:7443"
         try:
-            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            resolved = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except (OSError, ValueError) as error:
-            sentence = (
-                f"{key} is {self}, whose host cannot be resolved, {reason_of(error)}; {legal}"
-            )
-            raise InvalidValueError(sentence) from error
-        for *_, (address, *_) in found:
+            reason = f"whose host cannot be resolved, {reason_of(error)}"
+            raise InvalidValueError(f"{key} is {self}, {reason}; {condition}") from error
+        for *_, (address, *_) in resolved:
             # A scope such as "%lo" may follow an IPv6 address.
             if not ipaddress.ip_address(str(address).partition("%")[0]).is_loopback:
-                raise InvalidValueError(f"{key} is {self}, perhaps another machine; {legal}")
+                raise InvalidValueError(f"{key} is {self}, perhaps another machine; {condition}")

@@ -1,6 +1,6 @@
 """Bytes as a stream of checksummed chunks, and named tensors as a header and such a stream.
 
-Components of tensors follow each other in C order, little endian on every machine.
+The stream holds the components of tensors in C order, little-endian on every machine.
 """
 
 import zlib
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.codec import Codec, FieldCodec, FieldCodecs, at_most, each
+from fedpriv.wire.codec import Codec, FieldCodec, FieldCodecs, at_most, list_of
 
 MAX_DIMENSIONS = 32  # of one tensor; NumPy 1 has no more
 MAX_COMPONENTS = 2**30  # of all tensors together
@@ -31,7 +31,7 @@ _LEGAL = ", ".join(map(str, _ON_WIRE))
 
 
 def chunks(pieces: Iterable[Bytes]) -> Iterator[pb.Chunk]:
-    """Cut pieces into chunks, holding one besides the pieces that it spans; no bytes give none."""
+    """Cut pieces into chunks, with only one chunk and its pieces in memory; none for no bytes."""
     for number, data in enumerate(_full(pieces)):
         yield pb.Chunk(number=number, data=data, crc32=zlib.crc32(data))
 
@@ -53,33 +53,35 @@ def _full(pieces: Iterable[Bytes]) -> Iterator[bytes]:
 
 
 class Assembler:
-    """Puts chunks together.
+    """Assembles chunks to the bytes that they were cut from.
 
-    * it never holds more than the declared size, and takes memory as bytes arrive;
-    * a chunk that is out of turn, of the wrong length or damaged is refused, and changes nothing;
-    * `finish` returns exactly the declared bytes, all of which passed their checksums.
+    Guarantees:
+        * It never holds more than the declared size, and uses memory only as bytes arrive.
+        * A chunk that is out of order, of the wrong length or damaged raises WireError, and changes
+          nothing.
+        * `finish` returns exactly the declared number of bytes, which have passed their checksums.
 
-    The checksums are against faults; against attackers there is TLS.
+    The checksums detect faults; TLS protects against attackers.
     """
 
     def __init__(self, size: int, most: int) -> None:
         if size > most:
             raise WireError(f"{size} bytes are to follow; there may be at most {most}")
         try:
-            self._bytes = np.empty(size, np.uint8)  # pages are taken when they are written
+            self._bytes = np.empty(size, np.uint8)  # the system provides pages at the first write
         except MemoryError as error:
             raise WireError(f"there is no memory for the {size} bytes") from error
         self._size, self._received, self._chunks = size, 0, 0
 
     def add(self, chunk: pb.Chunk) -> None:
-        """Take the next chunk, or raise WireError."""
+        """Add the next chunk, or raise WireError."""
         left, data = self._size - self._received, chunk.data
         if not left:
             raise WireError(f"chunk {chunk.number} follows after all {self._received} bytes")
         if chunk.number != self._chunks:
             raise WireError(f"chunk {chunk.number} came in place of chunk {self._chunks}")
-        if len(data) != (due := min(left, CHUNK_BYTES)):
-            raise WireError(f"chunk {chunk.number} has {len(data)} bytes; it must have {due}")
+        if len(data) != (size := min(left, CHUNK_BYTES)):
+            raise WireError(f"chunk {chunk.number} has {len(data)} bytes; it must have {size}")
         if zlib.crc32(data) != chunk.crc32:
             raise WireError(f"chunk {chunk.number} is damaged: its CRC-32 differs")
         self._bytes[self._received : self._received + len(data)] = np.frombuffer(data, np.uint8)
@@ -87,7 +89,7 @@ class Assembler:
         self._chunks += 1
 
     def finish(self) -> npt.NDArray[np.uint8]:
-        """All bytes, read-only; raises WireError if some are missing."""
+        """Return all bytes, read-only; WireError if some are missing."""
         if self._received < self._size:
             raise WireError(f"the stream ended after {self._received} of {self._size} bytes")
         self._bytes.flags.writeable = False
@@ -96,7 +98,7 @@ class Assembler:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a stream of tensors holds, in its order; all components have one dtype."""
+    """The tensors of a stream, in its order; all have one dtype, which must be one of three."""
 
     layout: Layout
     dtype: Number
@@ -112,17 +114,17 @@ class Manifest:
 
 
 def manifest_of(tensors: Tensors) -> Manifest:
-    """The header of tensors that are all float32, all int32 or all int64, in their order."""
+    """Return the manifest of tensors; InvalidValueError unless all have the same legal dtype."""
     dtypes = {tensor.dtype.newbyteorder("<") for tensor in tensors.values()}
     for dtype in _ON_WIRE:
         if dtypes == {dtype}:
             return Manifest(Layout.of(tensors), dtype)
-    found = ", ".join(sorted(map(str, dtypes))) or "none"
-    raise InvalidValueError(f"dtypes of tensors are {found}; all must be one of {_LEGAL}")
+    names = ", ".join(sorted(map(str, dtypes))) or "none"
+    raise InvalidValueError(f"dtypes of tensors are {names}; all must be one of {_LEGAL}")
 
 
 def pieces(tensors: Tensors) -> Iterator[memoryview]:
-    """Bytes of tensors of one dtype, at most `CHUNK_BYTES` each, as views where possible."""
+    """Yield the bytes of tensors of one dtype, at most `CHUNK_BYTES` each, as views if possible."""
     for tensor in tensors.values():
         step = CHUNK_BYTES // tensor.dtype.itemsize
         flat = tensor.reshape(-1) if tensor.flags.c_contiguous else tensor.flat
@@ -132,7 +134,7 @@ def pieces(tensors: Tensors) -> Iterator[memoryview]:
 
 
 class Receiver:
-    """Puts tensors together from chunks, with the guarantees of `Assembler`."""
+    """Assembles tensors from chunks, with the guarantees of `Assembler`."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -140,7 +142,10 @@ class Receiver:
         self.add = self._assembler.add
 
     def finish(self) -> dict[str, npt.NDArray[np.generic]]:
-        """The tensors as the manifest orders them, read-only, in this machine's byte order."""
+        """Return the tensors in the manifest's order, read-only, in this machine's byte order.
+
+        WireError: bytes are missing.
+        """
         vector = self._assembler.finish().view(self._manifest.dtype)
         native = vector.astype(vector.dtype.newbyteorder("="), copy=False)
         native.flags.writeable = False
@@ -153,7 +158,7 @@ def _checked_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check_components(message: pb.Layout) -> None:
-    # NumPy refuses a shape whose product without zeros is too large, even if one is there.
+    # NumPy refuses a shape if the product of its sizes other than zeros is too large.
     shapes = [_checked_sizes(shape.sizes) for shape in message.shapes]
     total = sum(prod(max(size, 1) for size in shape) for shape in shapes)
     at_most("components of tensors", total, MAX_COMPONENTS)
@@ -173,7 +178,7 @@ def _manifest(layout: Layout, dtype: Number, size: int) -> Manifest:
 
 
 SHAPE = FieldCodec(lambda s: pb.Shape(sizes=_checked_sizes(s)), lambda s: _checked_sizes(s.sizes))
-LAYOUT = Codec(Layout, pb.Layout, "a layout", {"shapes": each(SHAPE)}, check=_check_components)
+LAYOUT = Codec(Layout, pb.Layout, "a layout", {"shapes": list_of(SHAPE)}, check=_check_components)
 _DECLARED: FieldCodecs = {
     "layout": LAYOUT,
     "dtype": FieldCodec(_ON_WIRE.__getitem__, _dtype_numbered),
@@ -182,7 +187,7 @@ MANIFEST = Codec(_manifest, pb.Tensors, "a manifest of tensors", _DECLARED)
 
 
 def check_layout(message: pb.Layout, expected: Layout) -> None:
-    """Refuse another layout without decoding it, which takes time with the square of its length."""
+    """Raise WireError for any other layout, without decoding it, which takes quadratic time."""
     message.DiscardUnknownFields()
     if message != LAYOUT.encode(expected):
         raise WireError("names, shapes or order of the tensors differ from those asked for")

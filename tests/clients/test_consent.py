@@ -20,11 +20,7 @@ from fedpriv.ledger.events import NeighbouringRelation
 from fedpriv.privacy.clipping import UNCLIPPED, Clipping, Indicator
 from fedpriv.privacy.correlated_noise import BandedStrategy, BufferedStrategy
 from fedpriv.privacy.draws import RoundAttempt
-from fedpriv.privacy.gaussian_mechanism import (
-    AdaptiveClipping,
-    Averaging,
-    Metric,
-)
+from fedpriv.privacy.gaussian_mechanism import Averaging, Metric
 from fedpriv.privacy.layout import Layout, VectorGroup, equal_split, per_layer
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.sampling import (
@@ -35,6 +31,7 @@ from fedpriv.privacy.sampling import (
     SeparatedSampling,
 )
 from fedpriv.training.local import SGD, Scaffold
+from fedpriv.training.post_processing import AdaptiveClipping
 from fedpriv.training.rounds import initial_state, round_request
 from fedpriv.wire import (
     Price,

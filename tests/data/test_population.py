@@ -27,7 +27,6 @@ def test_name_must_be_one_printable_line(name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"z": np.zeros(2)}, r"fields \['x', 'y', 'z'\]"),
         ({"x": np.ones((2, 2))}, r"'x' is float64\[2\] per row; the users' is float32\[2\]"),
         ({"x": np.ones((2, 2), ">f4")}, r"'x' is >f4\[2\] per row; the users' is float32\[2\]"),
         ({"x": np.ones((2, 3), np.float32)}, r"float32\[3\] per row"),
@@ -38,6 +37,12 @@ def test_name_must_be_one_printable_line(name):
 def test_test_rows_must_fit_the_users(change, message):
     with pytest.raises(DataError, match=message):
         Population("one user", USERS, TEST | change)
+
+
+def test_test_rows_have_all_fields_of_users_and_may_have_more():
+    with pytest.raises(DataError, match=r"fields \['x', 'z'\].*\['x', 'y'\]"):
+        Population("one user", USERS, {"x": TEST["x"], "z": np.zeros(2)})
+    assert "z" in Population("one user", USERS, TEST | {"z": np.zeros(2)}).test
 
 
 @pytest.mark.parametrize(

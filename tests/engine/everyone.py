@@ -12,11 +12,12 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine.task import Task, cross_entropy
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates
-from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging, Metric
+from fedpriv.privacy.gaussian_mechanism import Averaging, Metric
 from fedpriv.privacy.layout import Layout, flat, joint, layers, per_layer, scales_by_dimension
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import add_up
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.training.post_processing import AdaptiveClipping
 from fedpriv.training.request import LocalTraining, RoundRequest, Transport
 from fedpriv.training.rounds import TrainingPlan, initial_state
 from tests.opening import open_round

@@ -324,7 +324,7 @@ def test_random_users_who_do_not_stay_finite_train_at_a_smaller_rate() -> None:
     nn.init.constant_(model[0].weight, 1e12)
     transport = transport_of(model)
     trials = roads._Trials(transport._trainer, request_to(transport))
-    trials._have(8, [2], None)
+    trials._invent_batches(8, [2], None)
     chunk = Chunk(np.zeros(1, np.int64))
     moved = transport._trainer.moved(trials.request, trials._start, chunk, trials._store)
     assert all(bool(torch.isfinite(update[:]).all()) for update in moved.values())

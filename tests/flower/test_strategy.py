@@ -657,3 +657,19 @@ def test_a_user_that_fails_at_a_node_counts_as_zero_and_others_do_not_notice(
     assert states == [0] * 6
     assert SECRET not in caplog.text
     assert "a user counts as zero: RuntimeError at" in caplog.text
+
+
+@pytest.mark.parametrize("keep_going", [False, True])
+def test_rounds_end_once_noised_counts_say_that_no_app_answers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, keep_going: bool
+) -> None:
+    mechanism = replace(private(budget=9e3), noise_multiplier=0.2, contributors_share=0.5)
+    with grid_of(dict.fromkeys(range(NODES), raising)) as grid:
+        found = run(tmp_path, grid, mechanism, rounds=12, keep_going=keep_going)
+    done = len(found.train_metrics_clientapp)
+    assert done == 12 if keep_going else done < 12
+    with Ledger.open(tmp_path / "l.sqlite") as ledger:
+        assert ledger.head.count == done
+    said = [each.message for each in caplog.records if each.message.startswith("too few users cou")]
+    assert len(said) == (not keep_going)
+    assert all("the guarantee is the budget of ε = 9000.0" in text for text in said)

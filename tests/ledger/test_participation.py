@@ -5,7 +5,9 @@ import io
 import os
 import sqlite3
 import stat
+import subprocess
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 import pytest
@@ -165,10 +167,27 @@ class TestSecrecy:
                 record.record("r", 0, 0, np.arange(5))
                 with record.database.transaction():
                     record.database.write("DELETE FROM participation")
-                    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in path.parent.iterdir()}
+                    files = path.parent.glob("participation*")
+                    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in files}
         finally:
             os.umask(mask)
         assert modes == dict.fromkeys(["participation", "participation-journal"], 0o600)
+
+    def test_git_adds_no_record_wherever_its_ledger_is(self, tmp_path):
+        git = partial(subprocess.run, check=True, cwd=tmp_path, capture_output=True, text=True)
+        git(["git", "init", "--quiet"])
+        for name in ("shared", "other.sqlite", "shared"):
+            ParticipationRecord.open_or_create(record_path(tmp_path / name)).close()
+            (tmp_path / name).touch()
+        git(["git", "add", "."])
+        added = git(["git", "ls-files"]).stdout.split()
+        assert added == [".gitignore", "other.sqlite", "shared"]
+
+    def test_a_gitignore_of_somebody_else_is_left_alone(self, path):
+        ignore = path.with_name(".gitignore")
+        ignore.write_bytes(b"\xff*.pyc\n")
+        ParticipationRecord.open_or_create(path).close()
+        assert ignore.read_bytes() == b"\xff*.pyc\n"
 
     @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o666])
     def test_a_file_that_others_can_use_is_refused(self, path, mode):

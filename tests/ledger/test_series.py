@@ -443,7 +443,7 @@ class TestKeys:
 
     def test_nobody_else_may_read_the_file(self, record, tmp_path):
         self.begun(record, "r", 1, b"a" * 32)
-        for file in tmp_path.iterdir():
+        for file in tmp_path.glob("who*"):
             assert file.stat().st_mode & 0o077 == 0
 
     def test_the_ledger_and_its_export_have_no_key(self, tmp_path, record):

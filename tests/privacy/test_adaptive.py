@@ -8,8 +8,8 @@ import pytest
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import Indicator
-from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
 from fedpriv.privacy.layout import VectorGroup
+from fedpriv.training.post_processing import AdaptiveClipping
 
 
 def test_a_step_by_hand() -> None:

@@ -1,11 +1,14 @@
 """Tables of a terminal keep a row in one line, whatever the names are and however narrow it is."""
 
 import io
+import re
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich import box
 from rich.cells import cell_len
 from rich.console import Console
 
@@ -100,3 +103,31 @@ def test_each_row_is_one_line(rows: list[tuple[str, str, int]], width: int) -> N
     # Caption, blank, head, rule and blank are around the rows.
     lines = [line for line in console.file.getvalue().splitlines() if line.strip()]  # type: ignore[attr-defined]
     assert len(lines) == 2 + len(rows)
+
+
+words = st.lists(st.from_regex(r"[a-z/_.]{1,14}", fullmatch=True), min_size=1, max_size=5)
+
+
+@given(
+    st.lists(st.lists(words, min_size=3, max_size=5), min_size=2, max_size=4), st.integers(30, 90)
+)
+def test_a_table_with_borders_breaks_no_word(cells: list[list[list[str]]], width: int) -> None:
+    """Neither at 30 characters, where its rows become lists."""
+    count = min(map(len, cells))
+    head, *rows = ([" ".join(cell) for cell in row[:count]] for row in cells)
+    console = Console(file=io.StringIO(), width=width)
+    print_table(Table("", [Column(name, "text") for name in head], rows), console, box.HEAVY_HEAD)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= width
+    seen = {word for line in lines for word in re.split(r"[\s│┃]+", line)}
+    assert {word for row in (head, *rows) for cell in row for word in cell.split()} <= seen
+
+
+def test_other_programs_read_a_row_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    table = Table("t", [Column(name, "text") for name in "abc"], [("x " * 200, "y", "z")])
+    print_table(table, border=box.HEAVY_HEAD)
+    (row,) = [line for line in sys.stdout.getvalue().splitlines() if "x" in line]  # type: ignore[attr-defined]
+    assert row.count("x") == 200
+    assert row.split()[-2:] == ["z", "│"]

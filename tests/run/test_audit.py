@@ -141,7 +141,7 @@ def test_python_has_the_same_audit(audited: tuple[Path, str], tmp_path: Path) ->
     )
     assert run.audit is not None
     assert run.audit == RunFolder(audited[0]).read_audit()
-    run.check_audit()
+    run.check()
 
 
 def first_result(folder: Path) -> RoundResult:
@@ -442,7 +442,7 @@ def test_python_returns_what_was_refuted(tmp_path: Path, monkeypatch: pytest.Mon
     assert run.audit is not None
     assert not run.audit.consistent
     with pytest.raises(RefutedError, match="the noise is weaker than charged"):
-        run.check_audit()
+        run.check()
 
 
 def test_a_value_that_is_no_number_of_canaries_is_refused() -> None:

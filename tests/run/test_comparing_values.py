@@ -159,3 +159,19 @@ def test_an_arm_of_which_nothing_would_be_measured_is_refused_before_any_run(
     with pytest.raises(InvalidValueError, match=r"arm 'own': .*so nothing would be measured"):
         study(tmp_path / "study", {"one": {}, "own": personal})
     assert not (tmp_path / "study").exists()
+
+
+def test_runs_that_train_one_task_settle_its_road_once(tmp_path, caplog) -> None:
+    """Another task has a road of its own, though its layers are alike."""
+    caplog.set_level("INFO", logger="fedpriv.engine.transport")
+    slower = {"local": fedpriv.SGD(0.1, epochs=1)}
+    study(tmp_path / "one", {"a": {}, "b": slower}, seeds=2)
+    assert caplog.text.count("users train") == 1
+    study(tmp_path / "two", {"a": {"task": task()}, "b": {"task": task(), **slower}}, seeds=2)
+    assert caplog.text.count("users train") == 3
+
+
+def test_tasks_of_seeds_have_roads_of_their_own(tmp_path, caplog) -> None:
+    caplog.set_level("INFO", logger="fedpriv.engine.transport")
+    study(tmp_path, {"a": {"task": lambda _seed: task()}, "b": {}}, seeds=2)
+    assert caplog.text.count("users train") == 3

@@ -23,7 +23,8 @@ from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.report import run_page
 from fedpriv.run.folder import read_run
 from fedpriv.run.run import Run
-from fedpriv.training.rounds import RoundResult, contributors_text, round_request
+from fedpriv.training.contributors import Contributors
+from fedpriv.training.rounds import RoundResult, round_request
 from tests.commandline import printed, refused
 
 FILE = Path(__file__).parents[2] / "fedpriv/experiment/bundled/digits.toml"
@@ -204,10 +205,10 @@ def test_the_text_averages_over_rounds_and_allows_for_noise_and_coins() -> None:
     ]
     few, many = (PoissonSampling(users, 0.5).event() for users in (100, 40_000))
     # (9 + 16 + 2·25)/4 = 18.75, the variance of the mean.
-    assert contributors_text(results, few) == "85.0 ± 4.3 of 50.0"
+    assert str(Contributors.of(results, few)) == "85.0 ± 4.3 of 50.0"
     of_many = [replace(each, expected_cohort_size=20_000.0) for each in results[:1]]
-    assert contributors_text(of_many, many) == "80 ± 100 of 20,000"
-    assert contributors_text([], few) == ""
+    assert str(Contributors.of(of_many, many)) == "80 ± 100 of 20,000"
+    assert str(Contributors.of([], few)) == ""
 
 
 def test_what_is_expected_of_examples_is_how_many_there_are_said_to_be(

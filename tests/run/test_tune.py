@@ -140,6 +140,11 @@ class TestOnPublicUsers:
         printed("tune", "small.toml", "--on", "users", "--price", cwd=folder)
         assert (folder / "opened").exists()
 
+    def test_a_search_settles_the_road_of_its_model_once(self, tmp_path, caplog) -> None:
+        caplog.set_level("INFO", logger="fedpriv.engine.transport")
+        searched(tmp_path / "found", on="public")
+        assert caplog.text.count("users train") == 1
+
     def test_a_seed_repeats_the_search(self, folder: Path) -> None:
         found = []
         for name in "ab":
@@ -365,6 +370,7 @@ class TestOnUsers:
             np.testing.assert_array_equal(model[name], tensor)
         files = {path.name for path in (tmp_path / "a").iterdir()}
         assert files == {
+            ".gitignore",
             "experiment.toml",
             "ledger.participation.sqlite",
             "ledger.sqlite",
@@ -426,10 +432,10 @@ class TestOnUsers:
         for first in (1.0, -1.0):
             settings, prepared = [], module.on_population
 
-            def watched(config, run, population, spent=(), method=None, _s=settings, _p=prepared):
+            def watched(config, run, *others, _s=settings, _p=prepared):
                 if run.startswith("trial-"):
-                    _s.append(method.local.learning_rate)
-                return _p(config, run, population, spent, method)
+                    _s.append(others[2].local.learning_rate)
+                return _p(config, run, *others)
 
             scores = iter([first, 0.0, 0.0, 0.0])
             with monkeypatch.context() as patch:

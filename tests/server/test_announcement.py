@@ -20,7 +20,6 @@ from fedpriv.experiment.config import Config
 from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import ExportedLedger, Ledger, ProposedCharge
 from fedpriv.ledger.participation import Head, ParticipationRecord, record_path
-from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.run.folder import RunFolder
@@ -28,6 +27,7 @@ from fedpriv.server import deployment
 from fedpriv.server.collection import prices, welcomes
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.service import Service, status_at_start
+from fedpriv.training.post_processing import AdaptiveClipping
 from fedpriv.training.rounds import (
     Checkpoint,
     RoundResult,

@@ -10,7 +10,7 @@ import pytest
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiment.config import Config, parse_config, plain, tables_of
 from fedpriv.experiment.mechanism import Flat, Mechanism
-from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging, ControlVariates
+from fedpriv.privacy.gaussian_mechanism import Averaging
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.training.local import SGD, AdamW, Scaffold
 from fedpriv.training.optimizers import (
@@ -20,6 +20,7 @@ from fedpriv.training.optimizers import (
     RateSchedule,
     StepDecay,
 )
+from fedpriv.training.post_processing import AdaptiveClipping, ControlVariates
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.training.rounds import (
     Checkpoint,

@@ -8,12 +8,13 @@ import pytest
 
 from fedpriv.accounting.round_counts import compose
 from fedpriv.errors import InvalidValueError
-from fedpriv.privacy.gaussian_mechanism import AdaptiveClipping, Averaging, Metric
+from fedpriv.privacy.gaussian_mechanism import Averaging, Metric
 from fedpriv.privacy.layout import equal_split, flat, layers, per_layer
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import Release
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg
+from fedpriv.training.post_processing import AdaptiveClipping
 from fedpriv.training.request import RoundRequest
 from fedpriv.training.rounds import (
     Checkpoint,

@@ -12,10 +12,10 @@ from hypothesis.extra import numpy as hnp
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Head
 from fedpriv.privacy.gaussian_mechanism import Metric
+from fedpriv.training.post_processing import RunningStatistics
 from fedpriv.training.rounds import (
     BATCH_NORM_METRIC,
     Checkpoint,
-    RunningStatistics,
     initial_state,
     load_checkpoint,
     save_checkpoint,

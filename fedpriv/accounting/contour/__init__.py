@@ -1,7 +1,7 @@
 """Intervals of ε and δ for Poisson-sampled rounds, by an integral in the complex plane.
 
-`cumulant` has the loss of one round and bounds on its errors, `inversion` plans the contour, sums
-along it and finds the ends.
+`cumulant` computes the loss of one round and bounds on its errors; `inversion` plans the contour,
+sums along it and computes the ends.
 """
 
 from fedpriv.accounting.contour.inversion import (

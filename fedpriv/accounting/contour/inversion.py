@@ -6,16 +6,16 @@ For the loss S of all rounds together, K(w) = log E[e^{wS}] and any c > 0,
 
 (Alghamdi et al. 2023, Theorem 3.1). By Poisson's summation formula the trapezoidal rule with step
 2π/P gives Σ_k e^{kcP}·δ(ε + kP) over all integers k. The terms k ≠ 0 are its error; they are
-positive and bounded here. Where the contour crosses the real axis, how fine its steps are and how
-far it goes is planned roughly: a poor plan makes the interval wider, never wrong.
+positive, and bounded here. A plan sets the real part, the step and the length of the contour, from
+rough estimates: a poor plan makes the interval wider, never wrong.
 
-Eight digits cost some thousand exponentials for each different (q, z), however often it occurs. A
-run prices the same few (q, z) again and again, each time with more rounds. So plans lie on a grid,
-on which many numbers of rounds share a contour, and what one round of each (q, z) gives along it is
-kept. An answer is a function of rounds and δ alone, whatever was asked before.
+Eight digits cost some thousand exponentials for each different (q, z), whatever its count. A run
+prices the same few (q, z) again and again, each time with more rounds. So plans are on a grid,
+where many numbers of rounds share a contour, and the values of one round of each (q, z) along it
+are cached. An answer depends on rounds and δ alone, not on earlier calls.
 
-The method refuses where rare, huge losses make the integrand fall too slowly: z·√(Σq²) < 0.1 and
-mostly Σq < 1, and for a few rounds with q < 1.
+The method refuses if rare, huge losses make the integrand decrease too slowly: for z·√(Σq²) < 0.1
+with, mostly, Σq < 1, and for a few rounds with q < 1.
 """
 
 import math
@@ -59,44 +59,44 @@ from fedpriv.accounting.round_counts import (
 )
 from fedpriv.errors import UnsupportedEventError
 
-_LEAST_LOG_DELTA = math.log(1e-100)  # a smaller δ is not told from this one
-_CERTAINTY = math.log(1e9)  # how much smaller than δ, in logarithms, each error is that is chosen
+_LEAST_LOG_DELTA = math.log(1e-100)  # of the smallest δ
+_CERTAINTY = math.log(1e9)  # log of the ratio of δ to each error that a plan controls
 _MARGIN = 7.0  # standard deviations from the tilted mean to the end of a wide window
 _GRID = 32  # plans have tilts c = e^{j/32}
-_LARGEST_PLACE = 24 * _GRID  # saddle points are looked for between e^−24 and e^24
-_FINE, _END = 4, 2  # periods that are powers of 2^{1/4}, and ends that are powers of √2
-_ENDS = 60  # of which the first that will do is looked for
-_FEW_TERMS = 32.0  # no better window is looked for where the sum has fewer terms
+_LARGEST_PLACE = 24 * _GRID  # saddle points are searched between e^−24 and e^24
+_FINE, _END = 4, 2  # periods are powers of 2^{1/4}, and ends powers of √2
+_ENDS = 60  # candidates for the end of a contour
+_FEW_TERMS = 32.0  # a sum with fewer terms needs no better window
 _SIZES = (24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 3072)
-# Multiplications that a contour may cost; beyond, a convolution is faster.
+# Limits on the multiplications of a contour; above them, a convolution is faster.
 _WORK, _WORK_PER_SETTING, _MOST_WORK = 2e7, 1e6, 8e7
-_PART = 128  # settings that are treated together
+_PART = 128  # settings in one array
 _WIDEST = 1e-3  # largest width of an interval, relative to its upper end
-_NARROW = 1e-7  # width at which no second contour is tried
-_SHIFTS = (1.0, 0.85)  # where contours cross the real axis, relative to the plan
+_NARROW = 1e-7  # relative width at which no second contour is tried
+_SHIFTS = (1.0, 0.85)  # real parts of contours, relative to the plan
 _LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.1, 1e6, 1e-12
 _MOST_EPSILON = 1e200  # products of larger ones overflow
-# Distances at which a bound is looked for, relative to the estimated one.
+# Distances at which a bound is tried, relative to the estimated one.
 _STEPS = [0.0] + [1.01 * 1.5**k for k in range(40)]
-_PLANNED = 48  # groups of rounds that are enough for a plan; only so few get a second contour
-_KEPT = 4  # of so many settings, contours are kept
+_PLANNED = 48  # groups of rounds in a plan; only so few settings get a second contour
+_KEPT = 4  # largest number of settings whose contours are cached
 _BEYOND = 1e150  # a loss instead of ∞
 
 
 class ContourUnsuitableError(UnsupportedEventError):
-    """The contour does not tell ε or δ to a thousandth; the composition by FFT may."""
+    """The contour cannot compute ε or δ to a thousandth; the composition by FFT may."""
 
 
 @dataclass(frozen=True)
 class ContourPlan:
     """Points w = c + i·2πj/P to integrate over, up to imaginary part `stop`."""
 
-    log_tail: float  # log of the probability of one round to be outside its window
+    log_tail: float  # log of the probability that one round is outside its window
     c: float
     further: float  # tilt > c of the bound on δ(ε + P)
     period: float  # P
     stop: float
-    epsilon: float  # ε and log δ(ε), roughly
+    epsilon: float  # approximate, like log δ(ε)
     log_delta: float
 
     @property
@@ -106,45 +106,45 @@ class ContourPlan:
 
 
 class _Saddle(NamedTuple):
-    """The c > 0 where |e^{K(w) − wε}/(w(w + 1))| is least on the real axis, for its ε, and δ(ε)."""
+    """A c > 0, the ε for which it minimises |e^{K(c) − cε}/(c(c + 1))|, and log δ(ε)."""
 
     c: float
     epsilon: float
     log_delta: float
 
     def epsilon_at(self, log_delta: float) -> float:
-        """ε of another δ nearby, to first order."""
+        """Return the ε of a similar δ, to first order."""
         return self.epsilon + (self.log_delta - log_delta) / self.c
 
     def log_delta_at(self, epsilon: float) -> float:
-        """log δ of another ε nearby, to first order."""
+        """Return the log δ of a similar ε, to first order."""
         return self.log_delta + (self.epsilon - epsilon) * self.c
 
 
 def plan_at_delta(rounds: DirectedRounds, log_delta: float) -> ContourPlan:
-    """A plan for the ε that belongs to δ, or for ε = 0 where that is larger."""
+    """Return a plan for the ε ≥ 0 at δ."""
 
     def plan(log_tail: float) -> ContourPlan:
-        at = _saddle(rounds, log_tail, lambda s: s.log_delta - log_delta)
-        epsilon = at.epsilon_at(log_delta)
+        saddle = _saddle(rounds, log_tail, lambda s: s.log_delta - log_delta)
+        epsilon = saddle.epsilon_at(log_delta)
         if epsilon < 0:
-            at, epsilon = _saddle(rounds, log_tail, lambda s: -s.epsilon), 0.0
-        return _plan(rounds, at.c, epsilon, log_delta, log_tail)
+            saddle, epsilon = _saddle(rounds, log_tail, lambda s: -s.epsilon), 0.0
+        return _plan(rounds, saddle.c, epsilon, log_delta, log_tail)
 
     return _cheapest(plan, rounds.number, log_delta)
 
 
 def plan_at_epsilon(rounds: DirectedRounds, epsilon: float) -> ContourPlan:
-    """A plan for the δ that belongs to ε ≥ 0."""
+    """Return a plan for the δ at ε ≥ 0."""
 
-    def excess(at: _Saddle) -> float:
-        return epsilon - at.epsilon if at.log_delta > _LEAST_LOG_DELTA else -1.0
+    def excess(saddle: _Saddle) -> float:
+        return epsilon - saddle.epsilon if saddle.log_delta > _LEAST_LOG_DELTA else -1.0
 
     def plan(log_tail: float) -> ContourPlan:
         return _plan(rounds, _saddle(rounds, log_tail, excess).c, epsilon, log_delta, log_tail)
 
     log_delta = -1.0
-    for _ in range(6):  # the window depends on δ, and δ hardly on the window
+    for _ in range(6):  # the window depends on δ, but δ hardly depends on the window
         wide, _ = _log_tails(rounds.number, log_delta)
         guess = _saddle(rounds, wide, excess).log_delta_at(epsilon)
         before, log_delta = log_delta, min(max(guess, _LEAST_LOG_DELTA), -1e-3)
@@ -154,18 +154,18 @@ def plan_at_epsilon(rounds: DirectedRounds, epsilon: float) -> ContourPlan:
 
 
 def _log_tails(rounds: float, log_delta: float) -> tuple[float, float]:
-    """A wide window, with the tilted losses of a round inside, and one for rare, huge losses."""
+    """Return log tails of a wide window, for most losses, and of one for rare, huge losses."""
     narrow = log_delta - _CERTAINTY - math.log(_power(rounds))
     return min(float(log_ndtr(ndtri_exp(log_delta) - _MARGIN)), narrow), narrow
 
 
 def _power(rounds: float) -> float:
-    """A number of rounds, rounded up to a power of two."""
+    """Return a number of rounds, rounded up to a power of two."""
     return 2.0 ** math.ceil(math.log2(rounds))
 
 
 def _cheapest(plan: Callable[[float], ContourPlan], rounds: float, log_delta: float) -> ContourPlan:
-    """The plan with the window that needs fewer terms."""
+    """Return the plan with fewer terms of the two windows."""
     wide, narrow = _log_tails(rounds, log_delta)
     first = plan(wide)
     if first.last < _FEW_TERMS or narrow == wide:
@@ -174,7 +174,7 @@ def _cheapest(plan: Callable[[float], ContourPlan], rounds: float, log_delta: fl
 
 
 class _Moments(NamedTuple):
-    """Of the tilted loss of one round of each setting: [p] each."""
+    """Moments of the tilted loss of one round of each setting: [p] each."""
 
     log_mgf: Vector
     mean: Vector
@@ -198,9 +198,9 @@ def _decay(settings: RoundSettings, log_tail: float, c: float, t: float) -> Vect
 
 
 def _saddle(rounds: DirectedRounds, log_tail: float, excess: Callable[[_Saddle], float]) -> _Saddle:
-    """The last saddle point of the grid where `excess`, which falls with c, is above 0."""
+    """Return the last saddle point of the grid with a positive `excess`, which decreases with c."""
 
-    @cache  # the search comes back to the ends of its brackets
+    @cache  # the search returns to the ends of its brackets
     def at(place: int) -> _Saddle:
         c = math.exp(place / _GRID)
         moments = _moments(rounds.settings, log_tail, c)
@@ -238,17 +238,17 @@ def _plan(
         return max((_CERTAINTY - log_delta) / c, right)
 
     tilts = [c + 2.0 ** (k - round(math.log2(spread))) for k in range(-2, 5)]
-    period, further = min((period_of(each), each) for each in tilts)
+    period, further = min((period_of(tilt), tilt) for tilt in tilts)
     scale = rounds.sum(moments.log_mgf) - c * epsilon - log_delta
     least = math.floor(_END * math.log2(6.0 / spread))
 
-    def leaves_little(end: int) -> bool:
-        """Whether little of the integral is left beyond this end, as is then true of later ones."""
+    def suffices(end: int) -> bool:
+        """Return whether the integral beyond this end is negligible, as then for later ones too."""
         stop = 2.0 ** ((least + end) / _END)
-        needed = scale - math.log(math.pi * stop) + _CERTAINTY
-        return rounds.sum(_decay(*place, c, stop)) >= needed
+        decay_needed = scale - math.log(math.pi * stop) + _CERTAINTY
+        return rounds.sum(_decay(*place, c, stop)) >= decay_needed
 
-    end = bisect_left(range(_ENDS), x=True, key=leaves_little)
+    end = bisect_left(range(_ENDS), x=True, key=suffices)
     stop = 2.0 ** ((least + end) / _END) if end < _ENDS else math.inf
     period = 2.0 ** (math.ceil(_FINE * math.log2(period)) / _FINE)
     return ContourPlan(log_tail, c, further, period, stop, epsilon, log_delta)
@@ -256,49 +256,49 @@ def _plan(
 
 @dataclass(frozen=True)
 class Contour:
-    """Everything that is needed to bound δ at any ε; tightly near the ε of the plan."""
+    """The values that bound δ at any ε; the bounds are tight near the ε of the plan."""
 
     plan: ContourPlan
     cumulant: ComplexVector  # [points] K
     error: Vector  # [points] bounds on the errors of e^K, relative to its modulus
     fall: float  # |e^{K(c + it)}| ≤ e^{K(c) − fall} for all t beyond the last point
-    further: float  # a bound above K at the further tilt
+    further: float  # an upper bound of K at the further tilt
     dropped: float  # bound on the part of δ from losses outside the windows
 
     def log_scale(self, epsilon: float) -> float:
-        """K(c) − cε, whose exponential is the unit of the other results."""
+        """Return K(c) − cε, whose exponential is the unit of the other results."""
         return float(self.cumulant[0].real) - self.plan.c * epsilon
 
     def value(self, epsilon: float) -> tuple[float, float]:
-        """δ(ε) and −dδ(ε)/dε without their errors, in units of e^{K(c) − cε}."""
+        """Return δ(ε) and −dδ(ε)/dε without their errors, in units of e^{K(c) − cε}."""
         w, terms = self._terms(epsilon)
         return float(terms.sum().real), float((w * terms).sum().real)
 
     def bounds(self, epsilon: float) -> tuple[float, float]:
-        """Lower and upper bound on δ(ε) of the losses inside the windows, in the same units."""
+        """Return lower and upper bounds of δ(ε) from losses inside the windows, in these units."""
         plan, scale = self.plan, self.log_scale(epsilon)
         w, terms = self._terms(epsilon)
         rounding = EPS * (32 + 4 * np.abs(self.cumulant.imag) + 4 * w.imag * abs(epsilon))
         size = 4 * EPS * (1.0 + abs(self.cumulant[0].real) + abs(plan.c * epsilon))
         value = float(terms.sum().real)
         growth = np.expm1(np.minimum(self.error + rounding, 600.0))
-        wrong = float(np.abs(terms) @ growth) + size * abs(value)
+        error = float(np.abs(terms) @ growth) + size * abs(value)
         # Σ_{t > stop} |term|·2π/P ≤ sup|φ| ∫ dt/t², and both signs of t count.
-        wrong += math.exp(-self.fall) / (math.pi * float(w[-1].imag))
+        error += math.exp(-self.fall) / (math.pi * float(w[-1].imag))
         # k < 0: δ ≤ 1. k > 0: δ(u) ≤ e^{K(c') − c'u}. Both are geometric series.
         gap = plan.further - plan.c
         left = math.exp(min(-plan.c * plan.period - scale, 700.0))
         right = self.further - plan.further * epsilon - scale - gap * plan.period
         aliases = left / -math.expm1(-plan.c * plan.period)
         aliases += math.exp(min(right, 700.0)) / -math.expm1(-gap * plan.period)
-        return value - wrong - aliases, value + wrong
+        return value - error - aliases, value + error
 
     def _terms(self, epsilon: float) -> tuple[ComplexVector, ComplexVector]:
-        """[points] the points w, and their terms of the sum over both signs of t."""
+        """Return the points w, and their terms of the sum over both signs of t: [points]."""
         w, at_zero = self._at_zero
-        many = math.isqrt(len(w)) + 1  # each e^{−itε} is a product of two of some √points powers
+        count = math.isqrt(len(w)) + 1  # each e^{−itε} is a product of two of some √points powers
         angle = -1j * epsilon * float(w[1].imag if len(w) > 1 else 0.0)
-        small, big = np.exp(angle * np.arange(many)), np.exp(angle * many * np.arange(many))
+        small, big = np.exp(angle * np.arange(count)), np.exp(angle * count * np.arange(count))
         return w, at_zero * np.multiply.outer(big, small).ravel()[: len(w)]
 
     @cached_property
@@ -314,18 +314,18 @@ class Contour:
 
 
 def contour(rounds: DirectedRounds, plan: ContourPlan) -> Contour | None:
-    """The sums over all rounds along a planned contour; None where they would cost too much."""
+    """Return the sums over all rounds along a planned contour; None if they cost too much."""
     if not math.isfinite(plan.last):
         return None
-    # What differs from one number of rounds to the next is left out of what is asked for.
-    asked = rounds.settings, replace(plan, epsilon=0.0), _power(rounds.number)
-    found = _kept_along(*asked) if len(rounds.q) <= _KEPT else _along(*asked)
-    if found is None:
+    # A key of the cache without the values that change with the exact number of rounds.
+    key = rounds.settings, replace(plan, epsilon=0.0), _power(rounds.number)
+    parts = _kept_along(*key) if len(rounds.q) <= _KEPT else _along(*key)
+    if parts is None:
         return None
     points = math.ceil(plan.last) + 1
     cumulant = np.zeros(points, dtype=np.complex128)
     error, fall, further = np.zeros(points), 0.0, 0.0
-    for part in found:
+    for part in parts:
         counts = rounds.counts[part.at]
         cumulant += counts @ part.cumulant
         error += counts @ part.error + len(rounds.q) * EPS * (counts @ np.abs(part.cumulant))
@@ -336,9 +336,9 @@ def contour(rounds: DirectedRounds, plan: ContourPlan) -> Contour | None:
 
 
 def cumulant_bound(rounds: DirectedRounds, plan: ContourPlan) -> float:
-    """A bound above K(c), where c is that of the plan; ∞ where it would cost too much."""
-    asked = rounds.settings, plan.log_tail, plan.c, _power(rounds.number)
-    bounds = (_kept_bounds if len(rounds.q) <= _KEPT else _bounds)(*asked)
+    """Return an upper bound of K(c) at the plan's c; ∞ if it costs too much."""
+    key = rounds.settings, plan.log_tail, plan.c, _power(rounds.number)
+    bounds = (_kept_bounds if len(rounds.q) <= _KEPT else _bounds)(*key)
     if bounds is None:
         return math.inf
     bound = rounds.sum(bounds)
@@ -346,32 +346,32 @@ def cumulant_bound(rounds: DirectedRounds, plan: ContourPlan) -> float:
 
 
 class _Along(NamedTuple):
-    """What one round of each of some settings adds to a contour."""
+    """The terms of a contour for one round of each of p settings."""
 
     at: NDArray[np.int64]  # [p] numbers of the settings
     cumulant: ComplexVector  # [p, points] log E[e^{wL}]
     # |Π(φ + e) − Πφ| ≤ Π(|φ| + |e|) − Π|φ| for the errors e of the characteristic functions φ.
     error: Vector  # [p, points] log(1 + |e/φ|)
-    fall: Vector  # [p] what `decay` says of the last point
-    further: Vector  # [p] bounds above the cumulants at the further tilt
+    fall: Vector  # [p] `decay` at the last point
+    further: Vector  # [p] upper bounds of the cumulants at the further tilt
 
 
 def _along(settings: RoundSettings, plan: ContourPlan, rounds: float) -> Iterator[_Along] | None:
-    """Part by part along a contour, precise enough for so many rounds; None if too much work."""
+    """Return parts precise enough for this number of rounds; None if they are too expensive."""
     points, step = math.ceil(plan.last) + 1, 2 * math.pi / plan.period
     parts = _parts(settings, plan, step * (points - 1), rounds)
-    allowed = min(_WORK + _WORK_PER_SETTING * len(settings.q), _MOST_WORK)
-    if parts is None or points * sum(float(part.nodes.sum()) for part in parts) > allowed:
+    limit = min(_WORK + _WORK_PER_SETTING * len(settings.q), _MOST_WORK)
+    if parts is None or points * sum(float(part.nodes.sum()) for part in parts) > limit:
         return None
 
     def along(part: _Part) -> _Along:
         tilted = tilt(part.losses(), plan.c)
         values = log_mgf_along(tilted, step, points)
-        wrong = part.relative_error(tilted, part.log_error)[:, None]
-        wrong = wrong + tilted.rounding[:, None] * step * np.arange(points)
-        wrong /= np.exp(np.maximum(values.real - tilted.log_mgf[:, None], -600.0))
+        error = part.relative_error(tilted, part.log_error)[:, None]
+        error = error + tilted.rounding[:, None] * step * np.arange(points)
+        error /= np.exp(np.maximum(values.real - tilted.log_mgf[:, None], -600.0))
         further = part.cumulant_bounds(tilt(tilted.losses, plan.further))
-        return _Along(part.at, values, np.log1p(wrong), decay(tilted, step * (points - 1)), further)
+        return _Along(part.at, values, np.log1p(error), decay(tilted, step * (points - 1)), further)
 
     return map(along, parts)
 
@@ -380,12 +380,12 @@ def _along(settings: RoundSettings, plan: ContourPlan, rounds: float) -> Iterato
 def _kept_along(
     settings: RoundSettings, plan: ContourPlan, rounds: float
 ) -> tuple[_Along, ...] | None:
-    found = _along(settings, plan, rounds)
-    return None if found is None else tuple(found)
+    parts = _along(settings, plan, rounds)
+    return None if parts is None else tuple(parts)
 
 
 def _bounds(settings: RoundSettings, log_tail: float, c: float, rounds: float) -> Vector | None:
-    """[p] bounds above log E[e^{cL}] of one round of each; None where they would cost too much."""
+    """Return upper bounds of log E[e^{cL}] of one round of each, [p]; None if too expensive."""
     parts = _parts(settings, ContourPlan(log_tail, c, c, 1.0, 0.0, 0.0, 0.0), 0.0, rounds)
     if parts is None:
         return None
@@ -400,9 +400,9 @@ _kept_bounds = lru_cache(maxsize=256)(_bounds)
 
 @dataclass(frozen=True)
 class _Part:
-    """Some of the settings, with enough nodes, and what bounds their error as in `log_errors`."""
+    """Some of the settings, with enough nodes, and the bounds on their error of `log_errors`."""
 
-    at: NDArray[np.int64]  # [p] their numbers
+    at: NDArray[np.int64]  # [p] numbers of the settings
     one: DirectedRounds  # one round of each
     low: Vector  # [p, 1] ends of the window
     high: Vector
@@ -412,18 +412,18 @@ class _Part:
     further_error: Vector  # the same at the further tilt, where Im w = 0
 
     def losses(self) -> Losses:
-        """The losses at the nodes."""
+        """Return the losses at the nodes."""
         one, nodes = self.one, int(self.nodes.max())
         return losses(one.q, one.z, (self.low, self.high), one.direction, nodes)
 
     def relative_error(self, tilted: Tilted, log_error: Vector) -> Vector:
-        """[p] bounds on the errors of E[e^{wL}] over E[e^{cL}], with the rounding of the latter."""
+        """Return bounds on errors of E[e^{wL}]/E[e^{cL}], with the rounding of E[e^{cL}]: [p]."""
         error = log_error - 2 * int(self.nodes.max()) * self.log_rho - tilted.log_mgf
         rounding = tilted.rounding * abs(tilted.order)
         return 3 * np.exp(np.minimum(error, 600.0)) + tilted.losses.beyond_cut + rounding
 
     def cumulant_bounds(self, tilted: Tilted) -> Vector:
-        """[p] bounds above the cumulants at the further tilt, with the rounding of their sum."""
+        """Return upper bounds of cumulants at the further tilt, with the rounding of a sum: [p]."""
         values = tilted.log_mgf + self.relative_error(tilted, self.further_error)
         return values + len(values) * EPS * np.abs(values)
 
@@ -431,33 +431,36 @@ class _Part:
 def _parts(
     settings: RoundSettings, plan: ContourPlan, stop: float, rounds: float
 ) -> list[_Part] | None:
-    """Parts that need about as many nodes, up to Im w = `stop`; None if they would be too many."""
-    rough, q, z = settings.survey(plan.log_tail), np.array(settings.q), np.array(settings.z)
-    low, high = support(rough, (plan.c, plan.further))
-    log_mgf = tilt(rough, plan.c).log_mgf
+    """Return parts of settings with similar numbers of nodes, up to Im w = `stop`.
+
+    None if a setting needs too many nodes.
+    """
+    survey, q, z = settings.survey(plan.log_tail), np.array(settings.q), np.array(settings.z)
+    low, high = support(survey, (plan.c, plan.further))
+    log_mgf = tilt(survey, plan.c).log_mgf
     semiaxes = np.minimum(np.array(HEIGHTS)[:, None], LARGEST_ANGLE * z)
     all_ = DirectedRounds(q, z, np.ones_like(q), settings.direction)
     log_rho, error = log_errors(all_, low, high, plan.c, stop, semiaxes)
-    needed = (error - log_mgf + _CERTAINTY + math.log(rounds)) / (2 * log_rho)
-    best = needed.argmin(axis=0), np.arange(len(low))
-    if not needed[best].max() < _SIZES[-1]:
+    required = (error - log_mgf + _CERTAINTY + math.log(rounds)) / (2 * log_rho)
+    best = required.argmin(axis=0), np.arange(len(low))
+    if not required[best].max() < _SIZES[-1]:
         return None
-    nodes = np.array(_SIZES, np.float64)[np.searchsorted(_SIZES, needed[best], side="right")]
+    nodes = np.array(_SIZES, np.float64)[np.searchsorted(_SIZES, required[best], side="right")]
     _, further = log_errors(all_, low, high, plan.further, 0.0, semiaxes[best][None])
-    order, found = np.argsort(nodes, kind="stable"), []
+    order, parts = np.argsort(nodes, kind="stable"), []
     arrays = (low, high, nodes, log_rho[best], error[best], further[0])
     for start in range(0, len(order), _PART):
         at = order[start : start + _PART]
         one = DirectedRounds(q[at], z[at], np.ones(len(at)), settings.direction)
-        found.append(_Part(at, one, *(array[at] for array in arrays)))
-    return found
+        parts.append(_Part(at, one, *(array[at] for array in arrays)))
+    return parts
 
 
 def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
-    """Interval around the least ε for which the rounds are (ε, δ)-DP, in the worse direction.
+    """Return an interval of the least ε for which the rounds are (ε, δ)-DP, in both directions.
 
-    Usually 1e-8 of its upper end wide, at most 1e-3 of it or 1e-9; ContourUnsuitableError where it
-    would be wider, z is outside [0.1, 1e6], q below 1e-12 or δ below 1e-100.
+    Its width is usually 1e-8 of the upper end, and at most the larger of 1e-3 of it and 1e-9.
+    ContourUnsuitableError if it is wider, z is outside [0.1, 1e6], q below 1e-12 or δ below 1e-100.
     """
     check_any_delta(delta)
     log_delta = math.log(delta)
@@ -465,21 +468,22 @@ def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
         raise ContourUnsuitableError(f"delta is {delta}; the contour needs at least 1e-100")
 
     def ceiling(setting: DirectedRounds, plan: ContourPlan) -> float:
-        """The largest loss or a Rényi bound (Canonne, Kamath & Steinke 2020, Proposition 12)."""
-        allowed = _log_allowed(log_delta, setting.number * math.exp(plan.log_tail))
-        renyi = (cumulant_bound(setting, plan) - allowed - conversion(plan.c)) / plan.c
+        """Return a Rényi bound (Canonne et al. 2020, Proposition 12), or the largest loss."""
+        log_rest = _log_allowed(log_delta, setting.number * math.exp(plan.log_tail))
+        renyi = (cumulant_bound(setting, plan) - log_rest - conversion(plan.c)) / plan.c
         return max(0.0, min(renyi, _largest_loss(setting)))
 
-    def ends(found: Contour) -> Ends:
-        return _epsilon_ends(found, log_delta)
+    def ends(sums: Contour) -> Ends:
+        return _epsilon_ends(sums, log_delta)
 
-    return _worse(rounds, lambda each: plan_at_delta(each, log_delta), ends, ceiling, 1e-9)
+    return _worse(rounds, lambda setting: plan_at_delta(setting, log_delta), ends, ceiling, 1e-9)
 
 
 def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
-    """Interval around the least δ for which the rounds are (ε, δ)-DP, as `epsilon_interval`.
+    """Return an interval of the least δ for which the rounds are (ε, δ)-DP, in both directions.
 
-    A width of 1e-90 never matters. Upper ends are at least 1e-100.
+    Its width is at most the larger of 1e-3 of the upper end and 1e-90; the upper end is at least
+    1e-100. ContourUnsuitableError if it is wider, or for values as in `epsilon_interval`.
     """
     check_epsilon(epsilon)
     if epsilon > _MOST_EPSILON:
@@ -492,18 +496,18 @@ def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
         dropped = setting.number * math.exp(plan.log_tail)
         return min(1.0, math.exp(min(exponent, 0.0)) + dropped)
 
-    def ends(found: Contour) -> Ends:
-        below, above = (_log(bound) for bound in found.bounds(epsilon))
-        scale = found.log_scale(epsilon)
+    def ends(sums: Contour) -> Ends:
+        below, above = (_log(bound) for bound in sums.bounds(epsilon))
+        scale = sums.log_scale(epsilon)
         up = math.exp(min(above + scale, 0.0)) if above > -math.inf else 1.0
-        up = min(max(up + found.dropped, math.exp(_LEAST_LOG_DELTA)), 1.0)
+        up = min(max(up + sums.dropped, math.exp(_LEAST_LOG_DELTA)), 1.0)
         return math.exp(min(below + scale, 0.0)), up
 
-    return _worse(rounds, lambda each: plan_at_epsilon(each, epsilon), ends, ceiling, 1e-90)
+    return _worse(rounds, lambda setting: plan_at_epsilon(setting, epsilon), ends, ceiling, 1e-90)
 
 
 def conversion(c: float) -> float:
-    """g(c) in δ ≤ exp(K(c) − cε − g(c)): the largest of (1 − e^{−u})·e^{−cu} is e^{−g}."""
+    """Return g(c) of δ ≤ exp(K(c) − cε − g(c)): the maximum of (1 − e^{−u})·e^{−cu} is e^{−g}."""
     return math.log1p(c) + c * math.log1p(1 / c)
 
 
@@ -514,28 +518,31 @@ def _worse(
     ceiling: Callable[[DirectedRounds, ContourPlan], float],
     negligible: float,
 ) -> Ends:
-    """The ends in the worse direction; the second is computed only if its ceiling is too high."""
+    """Return the ends in the worse direction.
+
+    The second direction is computed only if its ceiling is above the first one's lower end.
+    """
     check_rounds(rounds)
     if not rounds:
         return 0.0, 0.0
     q, z, counts = arrays(rounds)
     if z.min() < _LEAST_NOISE or z.max() > _MOST_NOISE or q.min() < _LEAST_PROBABILITY:
         raise ContourUnsuitableError("the contour needs z from 0.1 to 1e6 and q of at least 1e-12")
-    few = arrays(grouped(rounds, _PLANNED)[0])
+    groups = arrays(grouped(rounds, _PLANNED)[0])
     low = up = 0.0
     for direction in Direction:
         setting = DirectedRounds(q, z, counts, direction)
-        plan = plan_of(DirectedRounds(*few, direction))
+        plan = plan_of(DirectedRounds(*groups, direction))
         below = 0.0
         above = ceiling(setting, plan) if direction is Direction.ADD else math.inf
         if above <= low:
             continue
         for shift in _SHIFTS if len(q) <= _PLANNED else _SHIFTS[:1]:
-            moved = replace(plan, c=shift * plan.c, period=plan.period / shift)
-            found = contour(setting, moved)
-            if found is None:
+            shifted = replace(plan, c=shift * plan.c, period=plan.period / shift)
+            sums = contour(setting, shifted)
+            if sums is None:
                 break
-            ends = ends_of(found)
+            ends = ends_of(sums)
             below, above = max(below, ends[0]), min(above, ends[1])
             if above - below <= _NARROW * above:
                 break
@@ -550,27 +557,27 @@ def _worse(
     )
 
 
-def _epsilon_ends(found: Contour, log_delta: float) -> Ends:
-    """δ falls with ε, so the ends are where its bounds are surely below and above."""
-    epsilon = found.plan.epsilon
+def _epsilon_ends(sums: Contour, log_delta: float) -> Ends:
+    """Return ends of ε at which the bounds of δ, which decreases with ε, are above and below δ."""
+    epsilon = sums.plan.epsilon
     for _ in range(50):  # Newton's method for log δ
-        value, slope = found.value(epsilon)
+        value, slope = sums.value(epsilon)
         if not (value > 0.0 and slope > 0.0):
             return 0.0, math.inf
-        excess = math.log(value) + found.log_scale(epsilon) - log_delta
+        excess = math.log(value) + sums.log_scale(epsilon) - log_delta
         before, epsilon = epsilon, max(epsilon + excess * value / slope, 0.0)
         if abs(epsilon - before) <= 1e-13 * (epsilon + value / slope):
             break
-    below, above = found.bounds(epsilon)
-    allowed = _log_allowed(log_delta, found.dropped)
+    below, above = sums.bounds(epsilon)
+    log_rest = _log_allowed(log_delta, sums.dropped)
     least = 1e-13 * (epsilon + value / slope)
-    dropped = found.dropped * math.exp(min(-found.log_scale(epsilon), 700.0))
+    dropped = sums.dropped * math.exp(min(-sums.log_scale(epsilon), 700.0))
 
     def log_bound(at: float, side: int) -> float:
-        return _log(found.bounds(at)[side]) + found.log_scale(at)
+        return _log(sums.bounds(at)[side]) + sums.log_scale(at)
 
     ups = (epsilon + step * ((above + dropped - value) / slope + least) for step in _STEPS)
-    up = next((at for at in ups if -math.inf < log_bound(at, 1) <= allowed), math.inf)
+    up = next((at for at in ups if -math.inf < log_bound(at, 1) <= log_rest), math.inf)
     if not below > 0.0:
         return 0.0, up
     lows = (epsilon - step * ((value - below) / slope + least) for step in _STEPS)
@@ -583,13 +590,13 @@ def _log(x: float) -> float:
 
 
 def _log_allowed(log_delta: float, dropped: float) -> float:
-    """log(δ − dropped)."""
+    """Return log(δ − dropped), −∞ if that is not positive."""
     share = dropped * math.exp(-log_delta)
     return log_delta + math.log1p(-share) if share < 1.0 else -math.inf
 
 
 def _largest_loss(setting: DirectedRounds) -> float:
-    """An upper bound on the loss of all rounds, rounded up."""
+    """Return an upper bound of the loss of all rounds, rounded up."""
     if setting.direction is Direction.REMOVE:
         return math.inf
     loss = np.minimum(-log_absent(setting.q), _BEYOND)

@@ -1,4 +1,4 @@
-"""Intervals of ε and δ for any pairs of distributions, by composing their losses on a lattice."""
+"""Intervals of ε and δ for any pairs of distributions, by composition of losses on a lattice."""
 
 from fedpriv.accounting.pld.queries import delta_interval, epsilon_interval
 

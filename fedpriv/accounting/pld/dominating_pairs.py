@@ -2,8 +2,9 @@
 
 With x in units of the sensitivity and r(x) = exp((2x − 1)/(2z²)), a Poisson-sampled round when a
 user is added or removed is dominated by P = (1 − q)·N(0, z²) + q·N(1, z²) against Q = N(0, z²)
-(Zhu, Dong & Wang 2022, Theorem 11), and this pair is one of its own. Its loss is
-L(x) = log(1 − q + q·r(x)). Removing the user draws x from P; adding it draws x from Q and has −L.
+(Zhu, Dong & Wang 2022, Theorem 11), which is the pair of some round. Its loss is
+L(x) = log(1 − q + q·r(x)). If the user is removed, x is drawn from P; if it is added, x is drawn
+from Q and the loss is −L.
 """
 
 import math
@@ -27,12 +28,12 @@ _LEAST_TAIL = 1e-290
 
 
 def privacy_loss(x: Vector, q: float, z: float) -> Vector:
-    """Loss L(x), accurate relative to its size for tiny q and for q = 1."""
+    """Return the loss L(x), with a small relative error for tiny q and for q = 1."""
     return log_likelihood_ratio((x - 0.5) / z**2, np.array([q]))
 
 
 def sample_at(loss: Vector, q: float, z: float) -> Vector:
-    """The inverse of the loss: x with L(x) = loss, −∞ where there is none."""
+    """Return the inverse of the loss: x with L(x) = loss, or −∞ if there is none."""
     least = math.log1p(-q) if q < 1.0 else -math.inf
     gap = -np.expm1(np.minimum(least - loss, 0.0))
     log_gap = np.log(gap, out=np.full(gap.shape, -np.inf), where=gap > 0)
@@ -40,7 +41,7 @@ def sample_at(loss: Vector, q: float, z: float) -> Vector:
 
 
 def sample_range(q: float, z: float, tail: float) -> tuple[float, float]:
-    """An interval of x that P and Q both leave with probability at most `tail` on either side."""
+    """Return an interval of x with at most `tail` of P and of Q on either side of it."""
     tail = max(tail, _LEAST_TAIL)
     absent = -float(ndtri(min(0.5, tail / 2)))
     present = -float(ndtri(min(0.5, tail / (2 * q))))
@@ -48,46 +49,45 @@ def sample_range(q: float, z: float, tail: float) -> tuple[float, float]:
 
 
 def gaussian_masses(low: Vector, high: Vector, mean: float, z: float) -> Vector:
-    """Probabilities of N(mean, z²) in [low, high], accurate relative to their size.
+    """Return the probabilities of [low, high] under N(mean, z²), with a small relative error.
 
-    Narrow intervals are integrated by Gauss's rule with 6 nodes, whose error is below 1e-15 where
-    the density changes by less than a factor of √e; differences of distribution functions would
-    cancel.
+    Narrow intervals are integrated by Gauss's rule with 6 nodes, whose error is below 1e-15 if the
+    density changes by less than a factor of √e; differences of distribution functions would cancel.
     """
     low, high = (np.clip(end, mean - 1e3 * z, mean + 1e3 * z) for end in (low, high))
     middle, half = ((low + high) / 2 - mean) / z, (high - low) / (2 * z)
-    narrow = 2 * half * np.maximum(np.abs(middle), 1.0) < 0.5
-    found = np.empty(narrow.shape)
-    at = middle[narrow] + half[narrow] * _NODES[:, None]
-    density = (_WEIGHTS[:, None] * np.exp(-(at**2) / 2)).sum(axis=0) / math.sqrt(2 * math.pi)
-    found[narrow] = half[narrow] * density
-    a, b = ((end[~narrow] - mean) / z for end in (low, high))
-    found[~narrow] = np.where(a > 0, ndtr(-a) - ndtr(-b), ndtr(b) - ndtr(a))
-    return found
+    is_narrow = 2 * half * np.maximum(np.abs(middle), 1.0) < 0.5
+    masses = np.empty(is_narrow.shape)
+    nodes = middle[is_narrow] + half[is_narrow] * _NODES[:, None]
+    density = (_WEIGHTS[:, None] * np.exp(-(nodes**2) / 2)).sum(axis=0) / math.sqrt(2 * math.pi)
+    masses[is_narrow] = half[is_narrow] * density
+    a, b = ((end[~is_narrow] - mean) / z for end in (low, high))
+    masses[~is_narrow] = np.where(a > 0, ndtr(-a) - ndtr(-b), ndtr(b) - ndtr(a))
+    return masses
 
 
 @dataclass(frozen=True)
 class PoissonPair(GaussianPair):
-    """A Poisson-sampled round when one user is added or removed; q = 1 is a Gaussian."""
+    """A Poisson-sampled round when one user is added or removed; a Gaussian round for q = 1."""
 
     def span(self, tail: float) -> tuple[float, float]:
-        """Losses that P and Q pass on either side with probability at most `tail`."""
+        """Return losses with at most `tail` of P and of Q on either side of them."""
         low, high = privacy_loss(np.array(sample_range(self.q, self.z, tail)), self.q, self.z)
         return float(low), float(high)
 
     def sketch(self, tail: float) -> Sketch:
-        """The loss at evenly spaced outputs."""
+        """Return the loss at evenly spaced outputs."""
         x = np.linspace(*sample_range(self.q, self.z, tail), SKETCH_NODES)
         middle = float(privacy_loss(np.zeros(1), self.q, self.z)[0])
         return Sketch(-(x**2) / (2 * self.z**2), privacy_loss(x, self.q, self.z), middle)
 
     def centre(self, step: float) -> float:
-        """As `merging_point` finds it."""
+        """Return the `merging_point`."""
         ends = privacy_loss(np.array([-8 * self.z, 4 * self.z]), self.q, self.z)
         return merging_point(ends, lambda c: self._merged_around(c, step))
 
     def masses(self, edges: Vector) -> Vector:
-        """[3, edges + 1] below the first of the [edges] losses, between them, and above."""
+        """Return masses below, between and above the losses `edges`: [3, edges + 1]."""
         ends = np.concatenate([[-np.inf], sample_at(edges, self.q, self.z), [np.inf]])
         absent, present = (
             gaussian_masses(ends[:-1], ends[1:], mean, self.z) for mean in (0.0, 1.0)
@@ -96,20 +96,20 @@ class PoissonPair(GaussianPair):
         return np.array([p, absent, self.q * (present - absent)])
 
     def _merged_around(self, c: Vector, step: float) -> Vector:
-        """What the outputs of [c − h, c + h] merge into; c itself where it cannot be told."""
+        """Return the loss of the merged outputs of [c − h, c + h]; c if these have no mass."""
         low, high = (sample_at(c + side * step, self.q, self.z) for side in (-1, 1))
         absent, present = (gaussian_masses(low, high, mean, self.z) for mean in (0.0, 1.0))
-        filled = (absent > 0) & (present > 0)
-        ratio = np.divide(present, absent, out=np.ones(absent.shape), where=filled)
-        return np.where(filled, log_likelihood_ratio(np.log(ratio), np.array([self.q])), c)
+        has_mass = (absent > 0) & (present > 0)
+        ratio = np.divide(present, absent, out=np.ones(absent.shape), where=has_mass)
+        return np.where(has_mass, log_likelihood_ratio(np.log(ratio), np.array([self.q])), c)
 
 
 @dataclass(frozen=True)
 class ReplacePair(GaussianPair):
-    """A Poisson-sampled round when one user is replaced by another; the pair is one of its own.
+    """A Poisson-sampled round when one user is replaced by another; the pair of some round.
 
-    The others contribute the same random sum and the user tosses the same coin either way, so for
-    updates v and v' of norm at most S = 1 the round compares mixtures over the others' sum of
+    The others' random sum and the user's coin have the same law for both neighbours. So for updates
+    v and v' of norm at most S = 1 the round compares mixtures over the others' sum of
 
         P_v = (1 − q)·N(0, σ²) + q·N(v, σ²)   against   P_v',
 
@@ -120,43 +120,44 @@ class ReplacePair(GaussianPair):
 
     which depends on the Gram matrix G of (v, v') alone. Integration by parts (Price 1958) gives its
     derivatives: ½·E[r_v²·φ_ss] ≥ 0 by G_11, likewise by G_22, and E[r_v·r_v'·φ_st] ≤ 0 by G_12, as
-    φ is a convex function of q·s − q·e^ε·t (smooth ones that approach it have these signs, too). So
-    δ grows when both norms grow to 1 and then when ⟨v, v'⟩ falls to −1, and G stays positive
-    semidefinite all the way. As it is the worst pair at every ε it is so under adaptive composition
-    (Zhu, Dong & Wang 2022, Theorem 10; Lebeda et al. 2024 show what goes wrong without one).
+    φ is a convex function of q·s − q·e^ε·t (smooth approximations of it have these signs, too). So
+    δ increases while both norms increase to 1, and then while ⟨v, v'⟩ decreases to −1, and G stays
+    positive semidefinite throughout. Since this pair is the worst at every ε, it is so under
+    adaptive composition (Zhu, Dong & Wang 2022, Theorem 10; Lebeda et al. 2024 show the errors that
+    are possible without such a pair).
 
     The loss of (1 − q)·N(0, z²) + q·N(½, z²) against (1 − q)·N(0, z²) + q·N(−½, z²) is odd and
     increasing in the output, so the two directions agree. Outputs here are in units of the clipping
-    norm, half the sensitivity, where the noise is 2z. The error of a loss, relative to that of the
-    densities, is q·(r₊ + r₋)/(1 − q + q·r₊) for positive L.
+    norm, half the sensitivity, in which the noise is 2z. The error of a loss, relative to that of
+    the densities, is q·(r₊ + r₋)/(1 − q + q·r₊) for positive L.
     """
 
     def span(self, tail: float) -> tuple[float, float]:
-        """Losses that P and Q pass on either side with probability at most `tail`."""
+        """Return losses with at most `tail` of P and of Q on either side of them."""
         _, high = sample_range(self.q, 2 * self.z, tail)
         largest = float(self.loss(np.array([high]))[0])
         return -largest, largest
 
     def masses(self, edges: Vector) -> Vector:
-        """[3, edges + 1] below the first of the [edges] losses, between them, and above."""
+        """Return masses below, between and above the losses `edges`: [3, edges + 1]."""
         ends = np.concatenate([[-np.inf], self.sample_at(edges), [np.inf]])
         absent, present, other = (
             gaussian_masses(ends[:-1], ends[1:], mean, 2 * self.z) for mean in (0.0, 1.0, -1.0)
         )
-        p, q = ((1 - self.q) * absent + self.q * own for own in (present, other))
+        p, q = ((1 - self.q) * absent + self.q * shifted for shifted in (present, other))
         return np.array([p, q, self.q * (present - other)])
 
     def sketch(self, tail: float) -> Sketch:
-        """The loss at evenly spaced outputs."""
+        """Return the loss at evenly spaced outputs."""
         _, high = sample_range(self.q, 2 * self.z, tail)
         return sketched(self, self.loss(np.linspace(-high, high, SKETCH_NODES)), 0.0)
 
     def loss(self, x: Vector) -> Vector:
-        """Loss of outputs, in clipping norms."""
+        """Return the loss of outputs in clipping norms."""
         return privacy_loss(x, self.q, 2 * self.z) - privacy_loss(-x, self.q, 2 * self.z)
 
     def sample_at(self, loss: Vector) -> Vector:
-        """The inverse of the loss: sinh(x/σ² − L/2) = (1 − q)/q·e^{1/(2σ²)}·sinh(L/2)."""
+        """Return the inverse of the loss: sinh(x/σ² − L/2) = (1 − q)/q·e^{1/(2σ²)}·sinh(L/2)."""
         variance = (2 * self.z) ** 2
         factor = (1 - self.q) / self.q * math.exp(0.5 / variance)
         return np.asarray(variance * (loss / 2 + np.arcsinh(factor * np.sinh(loss / 2))))
@@ -166,45 +167,45 @@ class ReplacePair(GaussianPair):
 class FixedSizePair(GaussianPair):
     """A round on m of N users, drawn without replacement, when one is replaced; q is m/N.
 
-    Draw the m − 1 others of the cohort that has the user, and the one that is there in its place in
-    the cohort that has not: given both, and γ = m/N, the round compares (1 − γ)·R + γ·P with
-    (1 − γ)·R + γ·P', three Gaussians of which any two lie at most one sensitivity, 2S, apart. By
-    advanced joint convexity (Balle, Barthe & Gaboardi 2018, Theorem 2), for α' = 1 + γ·(α − 1) and
-    β = α'/α, its hockey-stick divergence at α' ≥ 1 is at most
+    Fix the other m − 1 users of a cohort with the user in question, and the substitute that
+    completes the cohort if the user is not in it. Given these, and γ = m/N, the round compares
+    (1 − γ)·R + γ·P with (1 − γ)·R + γ·P', where any two of the three Gaussians are at most one
+    sensitivity, 2S, apart. By advanced joint convexity (Balle, Barthe & Gaboardi 2018, Theorem 2),
+    for α' = 1 + γ·(α − 1) and β = α'/α, its hockey-stick divergence at α' ≥ 1 is at most
 
         γ·((1 − β)·H_α(P‖R) + β·H_α(P‖P')) ≤ γ·H_α(N(1, z²)‖N(0, z²)),
 
-    which is that of removing a user from a Poisson sample. The relation is symmetric, so at ε < 0
-    the curve is at most the mirror image 1 − e^ε + e^ε·δ(−ε) of that at −ε. The loss here has both
-    halves and the rest at 0; it is an upper bound under composition (Zhu, Dong & Wang 2022, Theorem
-    10), but no round's own, which has one half. Rounds in which all others and the new user
-    contribute −S, and the old one +S, have the Poisson pair, which bounds from below.
+    which is the divergence of a Poisson sample when a user is removed. The relation is symmetric,
+    so at ε < 0 the curve is at most the mirror image 1 − e^ε + e^ε·δ(−ε) of that at −ε. The loss
+    here has both halves and the rest at 0. It is an upper bound under composition (Zhu, Dong & Wang
+    2022, Theorem 10), but not the loss of any round, which has one half. Rounds in which all others
+    and the new user contribute −S, and the old one +S, have the Poisson pair, a lower bound.
 
     An output with loss −l < 0 has e^l times the probability under Q that it has under P, so the
     masses under P and Q of mirrored intervals are exchanged.
     """
 
     def span(self, tail: float) -> tuple[float, float]:
-        """Losses that P and Q pass on either side with probability at most `tail`."""
+        """Return losses with at most `tail` of P and of Q on either side of them."""
         _, high = PoissonPair(self.q, self.z).span(tail)
         return -high, high
 
     def masses(self, edges: Vector) -> Vector:
-        """[3, edges + 1] below the first of the [edges] losses, between them, and above."""
+        """Return masses below, between and above the losses `edges`: [3, edges + 1]."""
         p, q, gap = self._positive(-edges[::-1])[:, ::-1]
-        found: Vector = self._positive(edges) + np.array([q, p, -gap])
+        masses: Vector = self._positive(edges) + np.array([q, p, -gap])
         # P(L = 0) = 1 − P(L > 0) − Q(L > 0) = (1 − q)·(2Φ(1/(2z)) − 1) ≥ 0.
         at_zero = (1 - self.q) * float(erf(math.sqrt(0.125) / self.z))
-        found[:2, np.searchsorted(edges, 0.0)] += at_zero
-        return found
+        masses[:2, np.searchsorted(edges, 0.0)] += at_zero
+        return masses
 
     def sketch(self, tail: float) -> Sketch:
-        """The loss at evenly spaced outputs and at 0."""
+        """Return the loss at evenly spaced outputs and at 0."""
         _, high = sample_range(self.q, self.z, tail)
         x = np.linspace(0.5, max(high, 0.5 + self.z), SKETCH_NODES // 2)[1:]
         loss = privacy_loss(x, self.q, self.z)
         return sketched(self, np.concatenate([-loss[::-1], loss]), 0.0)
 
     def _positive(self, edges: Vector) -> Vector:
-        """[3, edges + 1] masses of the positive losses."""
+        """Return the masses of positive losses: [3, edges + 1]."""
         return PoissonPair(self.q, self.z).masses(np.append(0.0, np.maximum(edges, 0.0)))[:, 1:]

@@ -1,13 +1,13 @@
-"""Privacy losses on a lattice: once at least as bad as the true one, and once at most as bad.
+"""Privacy losses on a lattice: one at least as bad as the true loss, and one at most as bad.
 
-A pair of distributions (P, Q) compares what an event shows on two neighbours; its loss is
+A pair (P, Q) has the distributions of an event's output on two neighbours; its loss is
 L = log(dP/dQ). The curve ε ↦ δ(ε) is convex in e^ε, and a chain of straight lines between lattice
 points is the curve of a loss with values on the lattice. So chords of the true curve give a loss
 at least as bad (Doroshenko et al. 2022), and chains of lines below it one at most as bad. Both keep
 the mass and the mean of e^L, so their error is second order in the spacing. Both are computed from
-masses between losses, never from differences of the curve, so the smallest masses are right.
+masses between losses, not from differences of the curve, so even the smallest masses are accurate.
 
-Masses of outputs are [3, outputs] arrays: P, Q and P − Q without the cancellation of a difference.
+Masses of outputs are [3, outputs] arrays: P, Q, and P − Q computed without cancellation.
 """
 
 import math
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from fedpriv.accounting.round_counts import Direction, Vector
 
-# Relative error allowed to a mass: ten times the largest that tests find, not a proved bound.
+# Relative error of a mass: ten times the largest in tests, not a proved bound.
 ROUNDING = 1e-12
-# A mass below this has lost digits: it is infinite loss from above, and none from below.
+# A smaller mass has lost digits: an upper bound makes its loss infinite, a lower bound drops it.
 _SMALLEST = 1e-290
 _NEAR = 0.5  # losses up to this size are computed from P − Q, others from P and Q
 _LARGEST_LOSS = 690.0
@@ -35,12 +35,12 @@ SKETCH_NODES = 256  # nodes of a sketch
 
 @dataclass(frozen=True)
 class Lattice:
-    """Where the losses of one pair may lie."""
+    """The lattice for the losses of one pair."""
 
     step: float  # distance h > 0 of neighbouring lattice points
     widest: float  # largest spacing of points in use far from the centre, in steps, at least 1
     growth: float  # spacing of points relative to their distance from the centre, below 1
-    tail: float  # largest probability of what may be cut off on either side
+    tail: float  # largest probability that may be cut off on either side
 
 
 @dataclass(frozen=True)
@@ -50,23 +50,23 @@ class LossAtoms:
     offset: float  # loss of the lattice point with index 0
     index: NDArray[np.int64]  # [atoms] the loss of atom i is offset + step·index[i]
     mass: Vector  # [atoms] probabilities ≥ 0
-    rounding: Vector  # [atoms] how far rounding may have moved the loss of each atom
+    rounding: Vector  # [atoms] bounds on the error of losses by rounding
     infinite: float  # probability of an infinite loss
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """A privacy loss at [nodes], good enough to make plans."""
+    """An approximate privacy loss at [nodes], accurate enough for plans."""
 
-    log_q: Vector  # logarithms of masses under Q, up to a common factor; those under P are e^L more
-    loss: Vector  # finite losses
-    middle: float  # the loss near which most mass is, or nearly nothing happens
+    log_q: Vector  # logarithms of masses under Q, up to a common term; L + log_q is that under P
+    loss: Vector  # finite losses L
+    middle: float  # a loss with most of the mass nearby, or of outputs that reveal nearly nothing
 
 
 class LossLaw(ABC):
     """The loss L = log(dP/dQ) of a pair: masses between any losses, without direction or lattice.
 
-    Outputs may be sorted by an approximate loss for bounds from below, not for those from above.
+    For lower bounds, outputs may be sorted by an approximate loss; for upper bounds they may not.
     """
 
     @property
@@ -76,23 +76,23 @@ class LossLaw(ABC):
 
     @abstractmethod
     def span(self, tail: float) -> tuple[float, float]:
-        """Finite losses that P and Q pass on either side with probability at most about `tail`."""
+        """Return finite losses with at most about `tail` of P and of Q on either side of them."""
 
     @abstractmethod
     def centre(self, step: float) -> float:
-        """The loss c such that outputs with a loss in [c − step, c + step] have c together.
+        """Return the loss c of the merged outputs that have losses in [c − step, c + step].
 
-        Where the loss jumps rarely, nearly all mass is there; what it merges into must be a lattice
-        point, or each round of a lower bound would lose some.
+        If large losses are rare, nearly all mass is there. So c must be a lattice point, or each
+        round of a lower bound would lose some loss.
         """
 
     @abstractmethod
     def masses(self, edges: Vector) -> Vector:
-        """[3, edges + 1] below the first of the [edges] losses, between them, and above."""
+        """Return masses below, between and above the losses `edges`: [3, edges + 1]."""
 
     @abstractmethod
     def sketch(self, tail: float) -> Sketch:
-        """The loss, roughly, without losses that are rarer than `tail`."""
+        """Return an approximate loss, without losses that are rarer than `tail`."""
 
 
 class LossPair(Protocol):
@@ -100,7 +100,7 @@ class LossPair(Protocol):
 
     @property
     def q(self) -> float:
-        """The sampling probability in (0, 1], or of a pass how few rounds it has."""
+        """The sampling probability in (0, 1]; for a pass, a decreasing function of its rounds."""
 
     @property
     def z(self) -> float:
@@ -109,13 +109,13 @@ class LossPair(Protocol):
     def __hash__(self) -> int: ...
 
     def at(self, q: float, z: float) -> "LossPair":
-        """The same kind elsewhere: a larger q and a smaller z cost no less."""
+        """Return a pair of the same kind; a larger q and a smaller z cost no less."""
 
     def at_most_as_bad(self, tail: float) -> LossLaw | None:
-        """A loss at most as bad (None: unknown), which may cut off such tails."""
+        """Return a loss that is at most as bad, or None; it may cut off tails of this mass."""
 
     def at_least_as_bad(self, tail: float) -> LossLaw:
-        """A loss at least as bad, which may cut off such tails."""
+        """Return a loss that is at least as bad; it may cut off tails of this mass."""
 
 
 Pairs = Mapping[LossPair, int]
@@ -131,36 +131,36 @@ class GaussianPair(LossLaw):
 
     @property
     def shift(self) -> float:
-        """How far means lie apart if q = 1, in sensitivities."""
+        """Distance of the means for q = 1, in sensitivities."""
         return 1.0
 
     def centre(self, step: float) -> float:  # noqa: ARG002
-        """0, where outputs of opposite losses merge if the loss is symmetric."""
+        """Return 0, the loss of merged outputs of opposite losses if the loss is symmetric."""
         return 0.0
 
     @property
     def resolution(self) -> float:
-        """The masses of a loss near 0 differ by at most a share of the order of q."""
+        """About the relative difference of the masses of a loss near 0, at most q."""
         return self.q
 
     def at(self, q: float, z: float) -> Self:
-        """The pair of the same kind with other q and z."""
+        """Return the pair of the same kind with other q and z."""
         return replace(self, q=q, z=z)
 
     def at_most_as_bad(self, tail: float) -> LossLaw:  # noqa: ARG002
-        """The pair's own."""
+        """Return the pair's exact loss."""
         return self
 
     def at_least_as_bad(self, tail: float) -> LossLaw:  # noqa: ARG002
-        """The pair's own."""
+        """Return the pair's exact loss."""
         return self
 
 
 def merging_point(ends: Vector, merged_around: Callable[[Vector], Vector]) -> float:
-    """The `centre` of a law, between two losses: by sections roughly, then by fixed-point steps.
+    """Return the `centre` of a law, between two losses, by a coarse search and fixed-point steps.
 
-    An interval that holds nearly all mass merges into the same point wherever its ends are, so
-    that the result is exact where it matters.
+    An interval with nearly all of the mass merges into the same point for any ends, so the result
+    is exact if nearly all mass is in one.
     """
     candidates: Vector = np.linspace(ends[0], ends[1], 33)
     below = merged_around(candidates) < candidates
@@ -172,7 +172,7 @@ def merging_point(ends: Vector, merged_around: Callable[[Vector], Vector]) -> fl
 
 @dataclass(frozen=True)
 class LatticePoints:
-    """The points in use for one pair."""
+    """The lattice points in use for one pair."""
 
     offset: float
     index: NDArray[np.int64]  # [points]
@@ -180,90 +180,91 @@ class LatticePoints:
 
 
 def lattice_points(law: LossLaw, lattice: Lattice, direction: Direction) -> LatticePoints:
-    """The points for one pair, which leave out `lattice.tail` of P and Q, and losses beyond ±690.
+    """Return the points for one pair, without `lattice.tail` of P and Q and losses beyond ±690.
 
     One is the centre of the loss. From there they are neighbours first, then spaced in proportion
     to their distance, then evenly, so that a few hundred cover losses of all sizes.
     """
-    # A hair beside the centre, so that rounding cannot move a mean to the wrong side of it.
+    # A hair off the centre, so that rounding cannot move a mean to the wrong side of it.
     offset = law.centre(lattice.step) - direction * _HAIR * lattice.step
     low, high = law.span(lattice.tail)
     below = _spaced(math.floor((offset - low) / lattice.step) + 2, lattice)
     above = _spaced(math.ceil((high - offset) / lattice.step) + 1, lattice)
     index = np.concatenate([-below[::-1], np.zeros(1, np.int64), above])
     loss = offset + lattice.step * index
-    inside = np.abs(loss) <= _LARGEST_LOSS  # e^L and e^{−L} must stay numbers
-    return LatticePoints(offset, index[inside], loss[inside])
+    is_inside = np.abs(loss) <= _LARGEST_LOSS  # e^L and e^{−L} must be finite
+    return LatticePoints(offset, index[is_inside], loss[is_inside])
 
 
 def _spaced(reach: int, lattice: Lattice) -> NDArray[np.int64]:
-    """Increasing indices from 1 to at least `reach`, spaced 1, then in proportion, then evenly."""
+    """Return increasing indices from 1 to at least `reach`, spaced as `lattice_points` says."""
     growth, widest = lattice.growth, max(lattice.widest, 1.0, reach / _MOST_POINTS)
     knee, far = 1 / growth, widest / growth
     turn = knee + math.log(far / knee) / growth
     count = min(reach, knee) + math.log(min(max(reach, knee), far) / knee) / growth
     count += max(reach - far, 0.0) / widest
     u = np.arange(1, math.ceil(count) + 2)
-    grown = knee * np.exp(growth * (np.minimum(u, turn) - knee)) + np.maximum(u - turn, 0) * widest
-    index = np.ceil(np.where(u <= knee, u, grown)).astype(np.int64)
+    far_index = knee * np.exp(growth * (np.minimum(u, turn) - knee))
+    far_index += np.maximum(u - turn, 0) * widest
+    index = np.ceil(np.where(u <= knee, u, far_index)).astype(np.int64)
     return index[np.diff(index, prepend=0) > 0]
 
 
 def dominating(law: LossLaw, lattice: Lattice, direction: Direction) -> LossAtoms:
-    """A loss on the lattice whose compositions are at least as bad as those of the true loss.
+    """Return a loss on the lattice with compositions at least as bad as those of the true loss.
 
-    What lies between two points goes to both so that its masses under P and Q are kept; what lies
-    beyond the lattice moves to its end or to infinity, whichever is worse than where it was.
+    Mass between two points is split between them, so that its masses under P and Q are kept. Mass
+    beyond the lattice moves to its end or to infinity, in the direction that makes it worse.
     """
     points = lattice_points(law, lattice, direction)
     loss, share = points.loss, -np.expm1(-lattice.step * np.diff(points.index))
-    found = law.masses(loss)
-    inner, lost = _without_small(found)
+    masses = law.masses(loss)
+    inner, small = _without_small(masses)
     p, q, _ = inner
     mass = np.zeros(len(loss))
-    # Where digits were lost, all of it is infinite; what is smaller than that is covered, too.
+    # Masses that lost digits are infinite; so is more than any mass that underflowed.
     infinite = _SMALLEST * len(loss)
     if direction is Direction.REMOVE:
-        infinite += found[0, -1] + lost[0]
+        infinite += masses[0, -1] + small[0]
         moved = np.clip(_excess(inner, loss[:-1]) / share, 0.0, p)
         mass[1:] += moved
         mass[:-1] += p - moved
-        mass[0] += found[0, 0]
+        mass[0] += masses[0, 0]
     else:
-        infinite += found[1, 0] + lost[1]
+        infinite += masses[1, 0] + small[1]
         moved = np.clip(-_excess(inner, loss[1:]) * np.exp(-loss[1:]) / share, 0.0, q)
         mass[1:] += q - moved
         mass[:-1] += moved
-        mass[-1] += found[1, -1]
+        mass[-1] += masses[1, -1]
     return _atoms(law, points, mass, float(infinite), direction)
 
 
 def dominated(law: LossLaw, lattice: Lattice, direction: Direction) -> LossAtoms:
-    """A loss on the lattice whose compositions are at most as bad as those of the true loss.
+    """Return a loss on the lattice with compositions at most as bad as those of the true loss.
 
-    The line between two lattice points is a tangent of the curve, lowered to where its neighbours
-    meet it; the lower convex hull of that chain is again a curve. What lies beyond the lattice is
-    dropped, so masses sum to at most 1 within rounding.
+    The line between two lattice points is a tangent of the curve, lowered to meet its neighbours;
+    the lower convex hull of that chain is again a curve. Mass beyond the lattice is dropped, so
+    masses sum to at most 1 within rounding.
     """
     points = lattice_points(law, lattice, direction)
     loss, spacing = points.loss, lattice.step * np.diff(points.index)
     touch = (loss[:-1] + loss[1:]) / 2
 
     def inner() -> Vector:
-        """[3, points] between the touching points and the ends of the lattice."""
+        """Return masses between the touching points and the ends of the lattice: [3, points]."""
         return _without_small(law.masses(np.concatenate([loss[:1], touch, loss[-1:]])))[0]
 
     # At the next lattice points a tangent should be above the asymptotes 1 − e^ε and 0 of the
-    # curve: what lies below (above) its touching point should have its mean beyond the next lattice
-    # point; touching at that point it does. The direction's own side must hold, so it comes last;
-    # on the other the centre is a hair off, and would move to the next point.
+    # curve: the mean of the mass below (above) its touching point should be beyond the next lattice
+    # point, as it is if it touches there. This must hold on the direction's side, which comes last;
+    # on the other side the centre is a hair off, and would move to the next point.
     for side, hair in ((-direction, 2 * _HAIR * lattice.step), (direction, 0.0)):
         if side == Direction.ADD:
-            up_to = np.cumsum(inner(), axis=1)[:, :-1]
-            touch = np.where(_excess(up_to, loss[:-1] + hair) <= 0, touch, loss[:-1])
+            below = np.cumsum(inner(), axis=1)[:, :-1]
+            touch = np.where(_excess(below, loss[:-1] + hair) <= 0, touch, loss[:-1])
         else:
-            beyond = np.cumsum(inner()[:, ::-1], axis=1)[:, -2::-1]
-            touch = np.where(_excess(beyond, loss[1:] - hair) >= 0, touch, loss[1:])
+            above = np.cumsum(inner()[:, ::-1], axis=1)[:, -2::-1]
+            touch = np.where(_excess(above, loss[1:] - hair) >= 0, touch, loss[1:])
     mass = _convex_hull(_exchanged(inner(), loss, spacing), loss)
     if direction is Direction.REMOVE:
         mass = mass * np.exp(loss)
@@ -271,25 +272,25 @@ def dominated(law: LossLaw, lattice: Lattice, direction: Direction) -> LossAtoms
 
 
 def _without_small(masses: Vector) -> tuple[Vector, Vector]:
-    """The masses between edges but for those that have lost digits, and the [3] sums of these."""
+    """Return the masses between edges, 0 for those that lost digits, and sums [3] of the latter."""
     inner = masses[:, 1:-1]
-    small = (inner[:2] < _SMALLEST).any(axis=0)
-    return np.where(small, 0.0, inner), np.where(small, inner, 0.0).sum(axis=1)
+    is_small = (inner[:2] < _SMALLEST).any(axis=0)
+    return np.where(is_small, 0.0, inner), np.where(is_small, inner, 0.0).sum(axis=1)
 
 
 def _excess(masses: Vector, loss: Vector) -> Vector:
-    """P − e^loss·Q of each, accurate relative to what a small error of the loss changes."""
+    """Return P − e^loss·Q of each output; its error is that of a small error of the loss."""
     p, q, gap = masses
-    near = np.abs(loss) < _NEAR
-    from_gap = gap - q * np.expm1(np.where(near, loss, 0.0))
-    return np.asarray(np.where(near, from_gap, p - q * np.exp(loss)))
+    is_near = np.abs(loss) < _NEAR
+    from_gap = gap - q * np.expm1(np.where(is_near, loss, 0.0))
+    return np.asarray(np.where(is_near, from_gap, p - q * np.exp(loss)))
 
 
 def _exchanged(masses: Vector, loss: Vector, spacing: Vector) -> Vector:
-    """Q-masses on the lattice points, after exchange between neighbours.
+    """Return Q-masses on the lattice points, after exchange between neighbours.
 
-    Where the mean is above the point, the excess goes to the neighbour below, whose mass then rises
-    to this point; where it is below, to the neighbour above.
+    If the mean of a mass is above its point, the neighbour below lends it mass that moves up to the
+    point; if it is below, the neighbour above does.
     """
     excess = _excess(masses, loss)
     gap = np.exp(loss[:-1]) * np.expm1(spacing)
@@ -302,46 +303,49 @@ def _exchanged(masses: Vector, loss: Vector, spacing: Vector) -> Vector:
 
 
 def _convex_hull(mass: Vector, loss: Vector) -> Vector:
-    """Q-masses of the lower convex hull of the curve whose second differences are `mass`.
+    """Return Q-masses of the lower convex hull of the curve with the second differences `mass`.
 
-    A point with negative mass lies above the chord of its neighbours, so it is not on the hull: it
-    goes, and its mass under P and Q goes to the neighbours, until no mass is negative. At the end
-    where the curve may pass below its asymptote there is one neighbour, which takes the mass under
-    Q (first point) or P (last point); the other mass changes to the side that lowers δ.
+    A point with negative mass is above the chord of its neighbours, so it is not on the hull: it is
+    removed, and its mass under P and Q goes to the neighbours, until no mass is negative. A point
+    at an end of the lattice, where the curve may be below its asymptote, has one neighbour, which
+    takes the mass under Q (first point) or P (last point); the other mass changes so that δ
+    decreases.
     """
-    left, at = mass.tolist(), loss.tolist()  # one point at a time: removals run along the points
-    below, above = [*range(-1, len(at) - 1)], [*range(1, len(at) + 1)]
-    waiting = np.flatnonzero(mass < 0).tolist()
-    while waiting:
-        point = waiting.pop()
-        low, high, moved = below[point], above[point], left[point]
+    # One point at a time, since a removal may cause the next along the points.
+    masses, losses = mass.tolist(), loss.tolist()
+    below, above = [*range(-1, len(losses) - 1)], [*range(1, len(losses) + 1)]
+    negative = np.flatnonzero(mass < 0).tolist()
+    while negative:
+        point = negative.pop()
+        low, high, moved = below[point], above[point], masses[point]
         if moved == 0.0:
             continue
-        left[point] = 0.0
+        masses[point] = 0.0
         if low < 0:
             to_low, to_high = 0.0, 1.0
-        elif high == len(at):
-            to_low, to_high = math.exp(min(at[point] - at[low], 700.0)), 0.0
+        elif high == len(losses):
+            to_low, to_high = math.exp(min(losses[point] - losses[low], 700.0)), 0.0
         else:
-            to_high = math.exp(at[point] - at[high]) * math.expm1(at[low] - at[point])
-            to_high /= math.expm1(at[low] - at[high])
+            to_high = math.exp(losses[point] - losses[high])
+            to_high *= math.expm1(losses[low] - losses[point])
+            to_high /= math.expm1(losses[low] - losses[high])
             to_low = 1.0 - to_high
         for end, share in ((low, to_low), (high, to_high)):
-            if 0 <= end < len(at):
-                left[end] += share * moved
-                if left[end] < 0.0:
-                    waiting.append(end)
+            if 0 <= end < len(losses):
+                masses[end] += share * moved
+                if masses[end] < 0.0:
+                    negative.append(end)
         if low >= 0:
             above[low] = high
-        if high < len(at):
+        if high < len(losses):
             below[high] = low
-    return np.array(left)
+    return np.array(masses)
 
 
 def _atoms(
     law: LossLaw, points: LatticePoints, mass: Vector, infinite: float, direction: Direction
 ) -> LossAtoms:
-    """The atoms as the direction sees them."""
+    """Return the atoms with the sign of the direction."""
     rounding = ROUNDING * (2 * law.resolution - np.expm1(-np.abs(points.loss)))
     offset, index = int(direction) * points.offset, int(direction) * points.index
     return LossAtoms(offset, index, np.maximum(mass, 0.0), rounding, infinite)
@@ -349,58 +353,58 @@ def _atoms(
 
 @dataclass(frozen=True, eq=False)
 class DiscreteLaw(LossLaw):
-    """The loss of [outputs] with masses under P and Q; the rest of P and Q, if any, is left out.
+    """The loss of [outputs] with masses under P and Q, which need not sum to 1.
 
     Outputs without mass under P have the loss −∞, others without mass under Q the loss ∞.
     """
 
     p: Vector
     q: Vector
-    gap: Vector  # p − q, as exact as is known
+    gap: Vector  # p − q, computed without cancellation
     resolution: float = 1.0  # errors are relative to the masses
 
     @cached_property
     def loss(self) -> Vector:
-        """[outputs] log(p/q)."""
+        """log(p/q): [outputs]."""
         with np.errstate(divide="ignore", invalid="ignore"):
             rise = self.gap / self.q
             far = np.where(self.p > 0, np.log(self.p) - np.log(self.q), -np.inf)
             return np.where(np.abs(rise) < _NEAR, np.log1p(rise), far)
 
     def span(self, tail: float) -> tuple[float, float]:
-        """Finite losses that P and Q pass on either side with probability at most about `tail`."""
+        """Return finite losses with at most about `tail` of P and of Q on either side of them."""
         finite = np.isfinite(self.loss)
         order = np.argsort(self.loss[finite])
-        loss, both = self.loss[finite][order], np.maximum(self.p, self.q)[finite][order]
-        below, above = np.cumsum(both), np.cumsum(both[::-1])[::-1]
+        loss, larger = self.loss[finite][order], np.maximum(self.p, self.q)[finite][order]
+        below, above = np.cumsum(larger), np.cumsum(larger[::-1])[::-1]
         first = min(int((below <= tail).sum()), len(loss) - 1)
         last = max(int((above > tail).sum()) - 1, 0)
         return float(loss[first]), float(loss[last])
 
     def centre(self, step: float) -> float:
-        """The loss of what surrounds the commonest output."""
+        """Return the loss of the merged outputs around the most likely one."""
         c = float(self.loss[np.argmax(np.where(np.isfinite(self.loss), self.q, -1.0))])
         for _ in range(3):
-            near = np.abs(self.loss - c) <= step
-            q, gap = float(self.q[near].sum()), float(self.gap[near].sum())
+            is_near = np.abs(self.loss - c) <= step
+            q, gap = float(self.q[is_near].sum()), float(self.gap[is_near].sum())
             c = float(np.log1p(gap / q)) if q > 0 and gap > -q else c
         return c
 
     def masses(self, edges: Vector) -> Vector:
-        """[3, edges + 1] below the first of the [edges] losses, between them, and above."""
-        at = np.searchsorted(edges, self.loss)
+        """Return masses below, between and above the losses `edges`: [3, edges + 1]."""
+        places = np.searchsorted(edges, self.loss)
         rows = (self.p, self.q, self.gap)
-        return np.array([np.bincount(at, row, len(edges) + 1) for row in rows], np.float64)
+        return np.array([np.bincount(places, row, len(edges) + 1) for row in rows], np.float64)
 
     def sketch(self, tail: float) -> Sketch:
-        """Some hundred groups of outputs, without losses that are rarer than `tail`."""
+        """Return some hundred groups of outputs, without losses that are rarer than `tail`."""
         low, high = self.span(tail)
         edges = np.linspace(np.nextafter(low, -np.inf), high, SKETCH_NODES)
         return sketched(self, edges, self.centre(0.0))
 
 
 def sketched(law: LossLaw, edges: Vector, middle: float) -> Sketch:
-    """The loss in groups of the outputs between neighbouring edges."""
+    """Return the losses of groups of outputs, each between neighbouring edges."""
     inner = law.masses(edges)[:, 1:-1]
     groups = DiscreteLaw(*inner[:, (inner[:2] > 0).all(axis=0)])
     return Sketch(np.log(groups.q), groups.loss, middle)

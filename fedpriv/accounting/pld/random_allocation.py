@@ -1,29 +1,31 @@
 """Random allocation: every user is in exactly k rounds of a pass of n, drawn afresh each pass.
 
-For k = 1 the pass is dominated by P = (1/n)·Σ_i N(e_i, z²I) against Q = N(0, z²I), which is also a
-pair of its own (Feldman & Shenfeld 2025, arXiv 2502.08202, Theorem 3.1, for adaptive rounds and
+For k = 1 the pass is dominated by P = (1/n)·Σ_i N(e_i, z²I) against Q = N(0, z²I), which is the
+pair of some pass (Feldman & Shenfeld 2025, arXiv 2502.08202, Theorem 3.1, for adaptive rounds and
 both directions). Its likelihood ratio X under Q is the mean of those of n Gaussian rounds, and
 
     δ(ε) = E_Q[(X − e^ε)₊] if the user is removed,    δ(ε) = E_Q[(1 − e^ε·X)₊] if it is added.
 
 Both are convex in X, so a pair is at least as bad as another if its X is larger in the convex
-order: E[f(X)] for a convex f grows when mass moves apart and keeps its mean, and shrinks when parts
-of it are merged into their means (Shaked & Shanthikumar 2007, Section 3.A). Sums of independent
-variables keep the order (Theorem 3.A.12). So `spread` and `merge` put the sum R = r₁ + … + r_n back
-on few points after every addition, once above it and once below; both errors are second order in
-the distance of the points. (Feldman & Shenfeld 2026, arXiv 2602.17284, compute such losses by
-adding ratios.) Nothing is subtracted, so the smallest masses are right, too. An addition errs by at
-most u·(2c + 16) in masses and in values, where u = 2⁻⁵³ and a term goes through at most c sums.
+order: E[f(X)] for a convex f increases when mass moves apart and keeps its mean, and decreases when
+parts of it are merged into their means (Shaked & Shanthikumar 2007, Section 3.A). Sums of
+independent variables keep the order (Theorem 3.A.12). So `spread` and `merge` put the sum
+R = r₁ + … + r_n back on few points after every addition, once above it and once below; both errors
+are second order in the distance of the points. (Feldman & Shenfeld 2026, arXiv 2602.17284, compute
+such losses by adding ratios.) Nothing is subtracted, so even the smallest masses are accurate. The
+relative error of an addition is at most u·(2c + 16) in masses and in values, where u = 2⁻⁵³ and a
+term goes through at most c sums.
 
 For k > 1, shuffle the n rounds and cut them into k blocks. One round drawn from each block is a
-uniform draw of k rounds, by symmetry. Let the blocks be drawn anew for each user and told to the
-adversary. Given the blocks B of the user that is removed or added, the pass is k passes with k = 1,
-one over the rounds of each block, with independent draws. Blocks may interleave, but given B a
-release depends on the user only through its own block's draw: the transcripts are an adaptive
-composition of k mechanisms of the case k = 1 whose sizes do not depend on B, dominated by the
-product of their pairs. Without B the transcripts are mixtures over B with the same weights, which
-cost no more than the worst B, by joint convexity of the hockey-stick divergence. This is Lemma 3.2
-of the paper of 2025, with blocks of nearly equal length instead of ⌊n/k⌋ rounds each.
+uniform draw of k rounds, by symmetry. Let the blocks be drawn anew for each user, and let the
+adversary know them. Given the blocks B of the user that is removed or added, the pass consists of k
+passes with k = 1, one over the rounds of each block, with independent draws. Blocks may interleave,
+but given B a release depends on the user only through the draw of its block: the transcripts are an
+adaptive composition of k mechanisms of the case k = 1, whose sizes do not depend on B, and
+dominated by the product of their pairs. Without B the transcripts are mixtures over B with the same
+weights, which cost no more than the worst B, by joint convexity of the hockey-stick divergence.
+This is Lemma 3.2 of the paper of 2025, with blocks of nearly equal length instead of ⌊n/k⌋ rounds
+each.
 """
 
 import math
@@ -41,18 +43,19 @@ from fedpriv.accounting.round_counts import Vector
 _ULP = 2.0**-53
 _PAIRS_AT_ONCE = 1 << 17
 _MASS_ERROR, _VALUE_ERROR = 1e-12, 3e-12  # relative, of the intervals of one round and their means
-_LARGEST_LOG = 500.0  # values beyond e^±500 are rounded, so that no product that matters underflows
-# Probabilities of losses that are cut off; points are dense down to their square roots.
+_LARGEST_LOG = 500.0  # values beyond e^±500 are rounded, to avoid underflow of relevant products
+# Probabilities of tails that are cut off; points are dense down to their square roots.
 _TAILS = (1e-40, 1e-120, 1e-290)
-_LOST = 1e-90  # more than the probability of all that may underflow
+_LOST = 1e-90  # more than the probability of all masses that may underflow
 _MOST_ROUNDS = 1 << 30
-_KEPT = 512  # sums: more than those of all passes of one price, of some 50 kB each
+_KEPT = 512  # sums in the cache, some 50 kB each; enough for all passes of one price
 
-# Distances of points: relative to that from the median, and to max(2, 1/z) at most, times how much
-# more that may be below the median. With these, intervals of ε are narrower than a thousandth.
+# Distances of points: relative to their distance from the median, and at most relative to
+# max(2, 1/z); and the factor of the latter below the median. With these, intervals of ε are
+# narrower than a thousandth.
 _NEAR, _FAR, _BELOW = 0.0045, 0.009, 8.0
-_COARSE = 64  # points that show where a sum is
-_BEYOND = 1.5  # how far points go, relative to the distance of what can be seen from the median
+_COARSE = 64  # points of a summand for the outline of a sum
+_BEYOND = 1.5  # extent of points, relative to that of the outline from the median
 
 
 @dataclass(frozen=True)
@@ -72,15 +75,19 @@ class RatioSum:
 
 
 Shape = Callable[[Vector, Vector, Vector], tuple[Vector, Vector, float]]
-"""A stand-in for a distribution known by intervals (`spread` or `merge`): values, masses, infinite.
+"""Replaces a distribution over intervals by one on points, such as `spread` and `merge`.
 
-Given are, for each interval and for what is above the last edge, the lower end (the first is 0),
-the mass and the excess Σ mass·(value − lower end) ≥ 0. `infinite` is a part of the mean.
+Arguments are, for each interval and for the values above the last edge, the lower end (the first is
+0), the mass and the excess Σ mass·(value − lower end) ≥ 0. Results are values, masses, and the part
+of the mean at infinity.
 """
 
 
 def spread(edge: Vector, mass: Vector, excess: Vector) -> tuple[Vector, Vector, float]:
-    """Masses moved to the ends of their intervals (the last to infinity): above in convex order."""
+    """Return masses moved to the ends of their intervals: above in the convex order.
+
+    The mass above the last edge moves there and to infinity.
+    """
     moved = np.minimum(excess[:-1] / np.diff(edge), mass[:-1])
     mass = mass.copy()
     mass[1:] += moved
@@ -89,34 +96,34 @@ def spread(edge: Vector, mass: Vector, excess: Vector) -> tuple[Vector, Vector, 
 
 
 def merge(edge: Vector, mass: Vector, excess: Vector) -> tuple[Vector, Vector, float]:
-    """Masses moved to the means of their intervals: below in convex order."""
-    some = mass > 0
-    return edge[some] + excess[some] / mass[some], mass[some], 0.0
+    """Return masses moved to the means of their intervals: below in the convex order."""
+    positive = mass > 0
+    return edge[positive] + excess[positive] / mass[positive], mass[positive], 0.0
 
 
 def one_round(z: float, log_edges: Vector, shape: Shape) -> RatioSum:
-    """The ratio of one round."""
+    """Return the ratio of one round."""
     log_edges, edge = _distinct(log_edges)
     x = np.concatenate([[-np.inf], z**2 * log_edges + 0.5, [np.inf]])
     absent, present = (gaussian_masses(x[:-1], x[1:], mean, z) for mean in (0.0, 1.0))
-    found = shape(edge, absent, np.maximum(present - edge * absent, 0.0))
-    return RatioSum(1, *found, _VALUE_ERROR, _MASS_ERROR)
+    points = shape(edge, absent, np.maximum(present - edge * absent, 0.0))
+    return RatioSum(1, *points, _VALUE_ERROR, _MASS_ERROR)
 
 
 def add(first: RatioSum, second: RatioSum, log_edges: Vector, shape: Shape) -> RatioSum:
-    """The sum of two independent ones, of different rounds."""
+    """Return the sum of two independent ones, of different rounds."""
     _, edge = _distinct(log_edges)
     size = len(edge)
     mass, excess, terms = np.zeros(size), np.zeros(size), 0
     rows = max(1, _PAIRS_AT_ONCE // len(second.value))
     for start in range(0, len(first.value), rows):
-        here = slice(start, start + rows)
+        block = slice(start, start + rows)
         values, weights = second.value, second.mass
         if first is second:
             values, weights = values[start:], weights[start:].copy()
-            weights[rows:] *= 2  # what is left of this block of rows is its mirror image
-        value = (first.value[here, None] + values).ravel()
-        weight = (first.mass[here, None] * weights).ravel()
+            weights[rows:] *= 2  # the columns to the left of this block are its mirror image
+        value = (first.value[block, None] + values).ravel()
+        weight = (first.mass[block, None] * weights).ravel()
         interval = np.searchsorted(edge, value, side="right") - 1
         mass += np.bincount(interval, weight, size)
         excess += np.bincount(interval, weight * (value - edge[interval]), size)
@@ -130,23 +137,26 @@ def add(first: RatioSum, second: RatioSum, log_edges: Vector, shape: Shape) -> R
 
 
 def _distinct(log_edges: Vector) -> tuple[Vector, Vector]:
-    """Logarithms of edges that rounding leaves apart, and 0 followed by these edges."""
+    """Return logarithms of edges that differ after rounding, and 0 followed by these edges."""
     edge, first = np.unique(np.exp(log_edges), return_index=True)
     return log_edges[first], np.concatenate([[0.0], edge])
 
 
 def coarse(ratios: RatioSum, points: int) -> tuple[Vector, Vector]:
-    """Values above 0, and masses, of at most `points` groups of neighbouring points."""
+    """Return positive means, and masses, of at most `points` groups of neighbouring points."""
     first = np.arange(0, len(ratios.value), -(-len(ratios.value) // points))
     mass = np.add.reduceat(ratios.mass, first)
     total = np.add.reduceat(ratios.mass * ratios.value, first)
-    some = total > 0  # a mean may underflow
-    return total[some] / mass[some], mass[some]
+    positive = total > 0  # a mean may underflow
+    return total[positive] / mass[positive], mass[positive]
 
 
 @lru_cache(maxsize=_KEPT)
 def sum_of_ratios(rounds: int, z: float, tail: float, shape: Shape) -> RatioSum:
-    """R of n rounds: twice that of ⌊n/2⌋, which other n share, and for an odd n one round more."""
+    """Return R of n rounds: two times that of ⌊n/2⌋ rounds, and for an odd n one more round.
+
+    Different n share the sums of fewer rounds.
+    """
     mu = 1 / z
     far = _FAR * max(2.0, mu)
     if rounds == 1:
@@ -162,7 +172,7 @@ def sum_of_ratios(rounds: int, z: float, tail: float, shape: Shape) -> RatioSum:
 
 
 def _outline(first: RatioSum, second: RatioSum, tail: float) -> tuple[float, float, float, float]:
-    """Lower end, median, upper end and scale of the logarithm of a sum."""
+    """Return the lower end, median, upper end and scale of the logarithm of a sum."""
     (one, p), (other, q) = coarse(first, _COARSE), coarse(second, _COARSE)
     value, mass = (one[:, None] + other).ravel(), (p[:, None] * q).ravel()
     order = np.argsort(value)
@@ -177,9 +187,9 @@ def _outline(first: RatioSum, second: RatioSum, tail: float) -> tuple[float, flo
 
 
 def _spaced(low: float, middle: float, high: float, scale: float, far: float) -> Vector:
-    """Points whose distance grows with that from the middle up to `far`.
+    """Return points with distances that increase with the distance from the middle up to `far`.
 
-    Large ratios decide δ, so points below the middle may be farther apart.
+    δ depends on large ratios, so points below the middle may be farther apart.
     """
 
     def distances(reach: float, far: float) -> Vector:
@@ -193,10 +203,11 @@ def _spaced(low: float, middle: float, high: float, scale: float, far: float) ->
 
 
 def allocation_pairs(rounds: int, participations: int, noise_multiplier: float) -> Pairs:
-    """Pairs that together dominate one pass when a user is added or removed, adaptive or not.
+    """Return pairs that together dominate one pass when a user is added or removed.
 
-    For k = 1 and k = n they are the pass's own. Otherwise there is one for each block of ⌊n/k⌋ or
-    ⌈n/k⌉ rounds, whose bounds from below say nothing about the pass.
+    They also do if rounds are chosen adaptively. For k = 1 and k = n they are the exact pair of the
+    pass. Otherwise there is one for each block of ⌊n/k⌋ or ⌈n/k⌉ rounds, whose lower bounds say
+    nothing about the pass.
 
     >>> sorted(allocation_pairs(11, 3, 1.0).items(), key=lambda item: item[0].rounds)
     [(AllocationPair(rounds=3, z=1.0), 1), (AllocationPair(rounds=4, z=1.0), 2)]
@@ -214,7 +225,7 @@ def allocation_pairs(rounds: int, participations: int, noise_multiplier: float) 
 class AllocationPair:
     """The pair of a pass of n rounds with every user in exactly one of them.
 
-    More rounds are no worse: the mean of n ratios is that of the means of all but one of them. n
+    More rounds are no worse: the mean of n ratios is the mean of the means of n − 1 of them. An n
     above 2³⁰ is computed as 2³⁰, and has no loss at most as bad. A loss at least as bad is infinite
     with probability 10⁻⁹⁰ or more.
     """
@@ -224,35 +235,35 @@ class AllocationPair:
 
     @property
     def q(self) -> float:
-        """1/√n: the ratio has the variance q²·(e^{1/z²} − 1), as one of sampled rounds has."""
+        """1/√n: the ratio has the variance q²·(e^{1/z²} − 1), like that of a sampled round."""
         return 1 / math.sqrt(self.rounds)
 
     def at(self, q: float, z: float) -> "AllocationPair":
-        """The pair of the same kind with other n, right up to 2³⁰, and z."""
+        """Return the pair of the same kind with other n, exact up to 2³⁰, and z."""
         return AllocationPair(round(q**-2.0), z)
 
     def at_most_as_bad(self, tail: float) -> DiscreteLaw | None:
-        """A loss that is at most as bad as that of the pass."""
+        """Return a loss that is at most as bad as that of the pass; None for n above 2³⁰."""
         return _law(self._sum(tail, merge), -1) if self.rounds <= _MOST_ROUNDS else None
 
     def at_least_as_bad(self, tail: float) -> DiscreteLaw:
-        """A loss that is at least as bad as that of the pass."""
+        """Return a loss that is at least as bad as that of the pass."""
         return _law(self._sum(tail, spread), 1)
 
     def _sum(self, tail: float, shape: Shape) -> RatioSum:
-        cut = next((each for each in _TAILS if math.sqrt(each) <= tail), _TAILS[-1])
+        cut = next((limit for limit in _TAILS if math.sqrt(limit) <= tail), _TAILS[-1])
         return sum_of_ratios(min(self.rounds, _MOST_ROUNDS), self.z, cut, shape)
 
 
 def _law(ratios: RatioSum, sign: int) -> DiscreteLaw:
-    """The loss log X with the errors of the ratios on the safe side: above if the sign is 1.
+    """Return the loss log X, with the errors of the ratios added if the sign is 1, or subtracted.
 
-    If X is off by a factor of e^{±v}, then so are its masses under P, and the loss is off by v.
-    Where X is infinite, or something may have underflowed, the loss is infinite either way.
+    If X has an error of a factor e^{±v}, so have its masses under P, and the loss has one of v. If
+    X is infinite, or a mass may have underflowed, the loss is infinite for either sign.
     """
     n, q, infinite = ratios.rounds, ratios.mass, ratios.infinite / ratios.rounds + _LOST
     finite = [q * ratios.value / n, q, q * (ratios.value - n) / n]
-    beyond = [[infinite, 0.0], [0.0, _LOST], [infinite, -_LOST]]
+    tails = [[infinite, 0.0], [0.0, _LOST], [infinite, -_LOST]]
     factor = math.exp(sign * (ratios.mass_error + ratios.value_error))
-    p, q, gap = factor * np.hstack([finite, beyond])
+    p, q, gap = factor * np.hstack([finite, tails])
     return DiscreteLaw(p, q, gap, 1.0 + ratios.value_error / (2 * ROUNDING))

@@ -1,0 +1,91 @@
+"""What the owner of a run should know is in its result, folder and page, and on the terminal."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedpriv
+from fedpriv.run.folder import RunFolder
+from fedpriv.run.run import Run
+
+USERS, ROWS = 20, 4
+
+
+class Unknown(nn.Module):
+    """Calls a function of torch that lanes do not know."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.special.erfcx(x)
+
+
+def run(folder: Path, model: nn.Module, *, rounds: int = 10, rate: float = 0.5, q: float = 1.0,
+        **others: object) -> Run:  # fmt: skip
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((USERS * ROWS, 3)).astype(np.float32)
+    y = x.argmax(1)
+    people = fedpriv.Population.from_arrays(
+        x, y, np.repeat(np.arange(USERS), ROWS), held_out=(x[:20], y[:20])
+    )
+    exact = fedpriv.Mechanism(
+        fedpriv.Poisson(q), fedpriv.Flat(1.0), 0.0, delta=1e-3, unsafe_no_privacy=True
+    )
+    return fedpriv.simulate(
+        people,
+        fedpriv.Task(model),
+        exact,
+        local=fedpriv.SGD(rate, epochs=1),
+        rounds=rounds,
+        out=folder,
+        seed=0,
+        engine=fedpriv.Engine(processes=1),
+        **others,
+    )
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(3, 3)
+
+
+def test_each_note_is_in_result_file_page_and_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = nn.Sequential(Unknown(), nn.BatchNorm1d(3), linear(), nn.Softmax(1))
+    found = run(tmp_path / "run", model, rounds=1)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "what you should know - " in said
+    page = found.report().read_text(encoding="utf-8")
+    assert "What you should know" in page
+    told = json.loads(RunFolder(found.folder).end.read_text(encoding="utf-8"))
+    assert tuple(told["warnings"]) == found.warnings
+    for cause, cure in (
+        ("outputs of the model look like probabilities", "let the model end before its softmax"),
+        ("users train one after another, as they cannot go side by side: ", "docs/isolation.md"),
+        ("running statistics of the model's batch normalisation stay", "metrics.report.batch-norm"),
+    ):
+        (note,) = [text for text in found.warnings if cause in text]
+        assert cure in note
+        assert f"- {note}" in said
+        assert cause.split("'")[0] in page
+
+
+def test_a_run_without_troubles_has_no_notes_but_those_of_its_settings(tmp_path: Path) -> None:
+    found = run(tmp_path / "run", linear(), rounds=2, quiet=True)
+    assert [text.split(";")[0] for text in found.warnings] == ["unsafe_no_privacy is set"]
+
+
+@pytest.mark.parametrize(("rate", "noted"), [(0.3, True), (1e-6, False)])
+def test_a_loss_that_still_falls_is_noted(tmp_path: Path, rate: float, *, noted: bool) -> None:
+    found = run(tmp_path / "run", linear(), rate=rate, quiet=True)
+    losses = [each.loss for each in found.rounds]
+    assert (losses[-1] < 0.98 * losses[-2]) is noted
+    assert any("on held-out rows still fell at the end" in n for n in found.warnings) is noted
+
+
+def test_rounds_of_few_users_are_noted(tmp_path: Path) -> None:
+    found = run(tmp_path / "run", linear(), rounds=1, q=0.01, quiet=True)
+    assert any(text.startswith("a cohort has 0.2 users on average") for text in found.warnings)
