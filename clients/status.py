@@ -10,8 +10,7 @@ from typing import TypeVar
 
 import grpc
 from rich.table import Table
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load
+from safetensors import SafetensorError, deserialize, safe_open
 
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.clients.connection import FederationStub, Identity
@@ -74,7 +73,7 @@ def save_model(server: str, identity: Identity, out: Path) -> None:
         _check_model(out)
     data = asyncio.run(_ask(server, identity, FederationStub.fetch_model, _MODEL_SECONDS))
     try:
-        load(data)
+        deserialize(data)  # type: ignore[no-untyped-call]
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
         header = json.loads(header["release"])
         run, *rounds = str(header["run"]), int(header["round"]), int(header["rounds"])

@@ -30,6 +30,7 @@ from fedpriv.clients.worker import (
 )
 from fedpriv.data.population import UserStore
 from fedpriv.engine.arithmetic import Activations, activations_named
+from fedpriv.engine.reading import rows_for
 from fedpriv.engine.task_checks import check_task
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import FedprivError, InvalidValueError
@@ -76,12 +77,13 @@ class Host:
         """
         hosted = enrolled_positions(self.users, welcome.users)
         settings, task = self.settings, build_task(**vars(welcome.task))
-        blank = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in self.users.fields.items()}
+        users = replace(self.users, fields=rows_for(task, self.users.fields))
+        blank = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in users.fields.items()}
         check_task(task, blank)
         device, activations = machine_of(settings)
         transport = InProcessTransport(
             task,
-            self.users,
+            users,
             device,
             chunk_memory_of(None, device),
             hosted,

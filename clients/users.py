@@ -81,6 +81,11 @@ def _from_function(path: str) -> UserStore:
         loaded = call_imported(what, function, {}, DataError)
     except (OSError, MemoryError) as error:  # the text of the error may contain users' data
         raise DataError(f"{what} cannot be made: {raised_at(error)}") from error
+    if isinstance(loaded, Population) and loaded.classes and not loaded.classes_given:
+        raise DataError(
+            f"{path} numbers its classes by the labels of this node's own users, and other nodes "
+            "may do it differently; give classes=[...], a public list that all nodes share"
+        )
     users = loaded.users if isinstance(loaded, Population) else loaded
     if not isinstance(users, UserStore):
         returned = f"{path} returned a {type(users).__name__}"

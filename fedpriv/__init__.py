@@ -7,8 +7,9 @@
     run = fedpriv.simulate(people, task, mechanism, local=fedpriv.SGD(0.5, epochs=1))
     run.epsilon, run.delta, run.accuracy, run.rounds, run.model, run.to_pandas(), run.report()
 
-`simulate`, `compare` and `tune` run experiments; the other names are values that they take or
-return. Names load on first use: importing fedpriv loads neither torch nor numpy.
+`simulate`, `compare` and `tune` run experiments, and `load_model` loads what they released; the
+other names are values that they take or return. Names load on first use: importing fedpriv loads
+neither torch nor numpy.
 """
 
 from importlib import import_module
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     )
     from fedpriv.privacy.gaussian_mechanism import Averaging
     from fedpriv.run.compare import Comparison, compare
+    from fedpriv.run.export import load_model
     from fedpriv.run.run import Run
     from fedpriv.run.simulate import simulate
     from fedpriv.run.tune import Tuning, tune
@@ -80,7 +82,7 @@ __all__ = [
     "PolynomialDecay", "Population", "PowerDecay", "RandomAllocation",
     "RoundResult", "Run", "Scaffold", "Separated", "StartedRun", "StepDecay",
     "Task", "TensorBoard", "Tracker", "Tuning", "WandB", "__version__", "compare", "epsilon",
-    "merge_adapters", "simulate", "tune", "with_adapters",
+    "load_model", "merge_adapters", "simulate", "tune", "with_adapters",
 ]
 # fmt: on
 
@@ -100,6 +102,7 @@ _NAMES_IN = {
     ),
     "privacy.gaussian_mechanism": "Averaging",
     "run.compare": "Comparison compare",
+    "run.export": "load_model",
     "run.run": "Run",
     "run.simulate": "simulate",
     "run.tune": "Tuning tune",

@@ -224,6 +224,24 @@ def report(
         typer.echo(file)
 
 
+@app.command("export", rich_help_panel=_TRAIN)
+def export_model(
+    folder: Annotated[Path, typer.Argument(help="folder of a run, or of a search on users")],
+    to: Annotated[
+        Literal["torch", "onnx", "hf"],
+        typer.Option("--to", help="a state_dict, an ONNX file, or a folder of save_pretrained"),
+    ],
+    out: Annotated[
+        Path | None,
+        _option("new file or folder", "--out", "-o", default="model.pt, model.onnx or model/"),
+    ] = None,
+) -> None:
+    """Write the model that a run released for another library."""
+    from fedpriv.run.export import export_model as write
+
+    typer.echo(write(folder, to, out))
+
+
 @app.command(rich_help_panel=_TRAIN)
 def simulate(
     file: ExperimentFile,
@@ -231,6 +249,9 @@ def simulate(
     out: OutFolder = None,
     resume: Resume = False,
     keep_going: KeepGoing = False,
+    start: Annotated[
+        Path | None, _option("folder of a run to start from, on its ledger", "--from")
+    ] = None,
     engine: Annotated[Literal["in-process", "flower"], _option("where to train")] = "in-process",
     workers: Annotated[int | None, _option("of the engine flower", min=1, default="2")] = None,
 ) -> None:
@@ -243,6 +264,8 @@ def simulate(
         raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
     given = file, assignments or [], out
     if engine == "flower":
+        if start is not None:
+            raise InvalidValueError("--from is given with --engine flower; it is for in-process")
         (simulate_on_ray,) = entry_points(group="fedpriv.engines", name="ray")
         on_ray = simulate_on_ray.load()
         on_ray(*given, workers or 2, resume=resume, keep_going=keep_going).check()
@@ -251,7 +274,7 @@ def simulate(
         raise InvalidValueError(f"--workers is {workers}; only --engine flower has workers")
     from fedpriv.run.simulate import run_simulation
 
-    run_simulation(*given, resume=resume, keep_going=keep_going).check()
+    run_simulation(*given, resume=resume, keep_going=keep_going, start=start).check()
 
 
 @app.command(rich_help_panel=_TRAIN)

@@ -17,6 +17,8 @@ from types import FrameType
 from rich.console import Console
 from threadpoolctl import threadpool_limits
 
+from fedpriv.engine.released import released_model
+from fedpriv.engine.task import Task
 from fedpriv.errors import (
     DeclinedError,
     FedprivError,
@@ -53,7 +55,6 @@ from fedpriv.training.rounds import (
     Stop,
     checkpoints,
     load_checkpoint,
-    released_model,
 )
 from fedpriv.wire import Price, Proposal, RunState
 from fedpriv.wire.naming import Address
@@ -236,7 +237,8 @@ class _Server:
         """Start to listen, and return the transport to the nodes that connect."""
         enter, service = self.resources.enter_context, self.service
         service.ledger = enter(Ledger.open(self.setup.ledger)).since  # also after the run
-        service.model = partial(_newest_model, self.setup.folder)
+        # A copy, in which the rounds of this process put no parameters while nodes fetch it.
+        service.model = newest_model(self.setup.folder, experiment.task.apart())
         service.publish(epsilon=records.ledger.epsilon(records.budget))
         service.sites.serves_until(self.endpoint.certificate_end)
         enter(service.sites.kept(self.setup.folder))
@@ -294,23 +296,20 @@ def _service(
     return Service(authentication, welcome_of, status, limits)
 
 
-def _newest_model(folder: RunFolder) -> bytes | None:
-    """Return the file of the newest released model; None before the first release."""
-    paths = checkpoints(folder.checkpoints)
-    if not paths:
-        return None
-    size = folder.metrics.stat().st_size if folder.metrics.exists() else 0
-    return _model_at(folder, paths[-1], size)
+def newest_model(folder: RunFolder, task: Task) -> Callable[[], bytes | None]:
+    """Return a function that gives the file of the newest released model, or None without one."""
 
+    @lru_cache(maxsize=1)
+    def model_at(path: Path, _metrics_size: int) -> bytes | None:  # metrics state its cost
+        state = load_checkpoint(path).state
+        return released_model(task, state, folder.results()) if state.round else None
 
-@lru_cache(maxsize=1)
-def _model_at(folder: RunFolder, path: Path, _metrics_size: int) -> bytes | None:
-    """Return the model of a checkpoint with its cost, which the metrics state, in bytes of a file.
+    def newest() -> bytes | None:
+        paths = checkpoints(folder.checkpoints)
+        size = folder.metrics.stat().st_size if folder.metrics.exists() else 0
+        return model_at(paths[-1], size) if paths else None
 
-    None if no round was released before the checkpoint.
-    """
-    state = load_checkpoint(path).state
-    return released_model(state, folder.results()) if state.round else None
+    return newest
 
 
 def _published(run: Callable[[OnRound], Run], listener: Listener, first: int, rounds: int) -> Run:

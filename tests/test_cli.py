@@ -48,6 +48,7 @@ def test_simulate_writes_the_run_folder(run_folder: Path) -> None:
         "metrics.jsonl",
         "checkpoints",
         "model.safetensors",
+        "best.safetensors",
     }
     assert (run_folder / "ledger.participation.sqlite").stat().st_mode & 0o777 == 0o600
 

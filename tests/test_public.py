@@ -74,7 +74,7 @@ FACE = """
     Grouped Joint MLflow Mechanism Part PerLayer Personalisation Poisson PoissonExamples
     PolynomialDecay Population PowerDecay RoundResult Run SGD Scaffold StartedRun
     StepDecay Task TensorBoard Tracker Tuning WandB __version__ compare epsilon
-    merge_adapters simulate tune with_adapters
+    load_model merge_adapters simulate tune with_adapters
 """
 
 

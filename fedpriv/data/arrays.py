@@ -1,35 +1,24 @@
 """User stores from arrays and tensors in memory."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, Self, TypeAlias, runtime_checkable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeAlias, cast
 
 import numpy as np
 
+from fedpriv.data.columns import Array, ColumnLike, Rows, as_numpy, columns_of, to_array
 from fedpriv.data.partition import number_ids, partition
 from fedpriv.data.population import (
     ROW_OWNERS,
-    Array,
     UserStore,
     as_id_array,
     check_count,
     check_like,
     offsets_of,
-    refuse_masked,
 )
 from fedpriv.errors import DataError
 
-
-@runtime_checkable
-class _Tensor(Protocol):
-    # As much of torch.Tensor as is used here, so that torch need not be imported.
-    def detach(self) -> Self: ...
-    def cpu(self) -> Self: ...
-    def numpy(self) -> Array: ...
-
-
-_NUMBERS = (int, float, np.number, np.bool_)
-
-ColumnLike: TypeAlias = Array | _Tensor | Sequence[object]  # values of one field, [rows, ...]
+Grouped: TypeAlias = Mapping[str, Rows] | Iterable[tuple[str, Rows]] | Iterable[Rows]
+"""Rows by the id of their user, or in a list where each user's id is a position in it."""
 
 
 def from_arrays(
@@ -44,7 +33,8 @@ def from_arrays(
     others, some of them repeated. A row is stored with the first, and the field `ROW_OWNERS` names
     all. DataError if there are such rows and `owners` is not given, or a row has more.
     """
-    ids = to_array("user ids", user_ids) if isinstance(user_ids, _Tensor) else user_ids
+    plain = isinstance(user_ids, np.ndarray) or not hasattr(user_ids, "__array__")
+    ids = cast("Array | Sequence[object]", user_ids if plain else as_numpy(user_ids))
     columns = {name: to_array(f"field {name!r}", column) for name, column in fields.items()}
     if ROW_OWNERS in columns:
         raise DataError(f"a field is named {ROW_OWNERS!r}; that name is taken by owners of rows")
@@ -89,47 +79,50 @@ def _most_owners(each: Sequence[Sequence[object]], owners: int | None) -> int:
     return most
 
 
-def from_grouped(
-    users: Mapping[str, Mapping[str, ColumnLike]] | Iterable[tuple[str, Mapping[str, ColumnLike]]],
-) -> UserStore:
-    """Join users whose rows are grouped already; each id comes once, a user may have no rows."""
+def from_grouped(users: Grouped) -> UserStore:
+    """Join users whose rows are grouped already; each id comes once, a user may have no rows.
+
+    A user's rows are fields by name, a pair of inputs x and targets y, or a torch dataset.
+    """
     parts: dict[str, dict[str, Array]] = {}
-    for user_id, fields in users.items() if isinstance(users, Mapping) else users:
+    for user_id, rows in _by_user(users):
         if user_id in parts:
             raise DataError(f"user id {user_id!r} comes twice; a user must come once")
+        fields = columns_of(rows)
         arrays = {k: to_array(f"field {k!r} of user {user_id!r}", v) for k, v in fields.items()}
-        others = next(iter(parts.values()), arrays)
-        if arrays.keys() != others.keys():
-            found = f"user {user_id!r} has the fields {sorted(arrays)}"
-            raise DataError(f"{found}; others have {sorted(others)}")
-        lengths = {array.shape[:1] for array in arrays.values()}
-        if len(lengths) != 1 or () in lengths:
-            raise DataError(f"fields of user {user_id!r} have different numbers of rows")
-        for name, array in arrays.items():
-            check_like(f"field {name!r} of user {user_id!r}", array, "others have", others[name])
+        others = next((part for part in parts.values() if part), arrays)
+        if arrays:  # of a dataset without items no field is known
+            _check_part(user_id, arrays, others)
         parts[user_id] = arrays
     if not parts:
         raise DataError("there are no users; a store needs at least one")
-    names = next(iter(parts.values()))
-    joined = {name: np.concatenate([part[name] for part in parts.values()]) for name in names}
-    offsets = offsets_of([len(next(iter(part.values()))) for part in parts.values()])
+    names = next((part for part in parts.values() if part), {})
+    empty = {name: array[:0] for name, array in names.items()}
+    whole = [part or empty for part in parts.values()]
+    joined = {name: np.concatenate([part[name] for part in whole]) for name in names}
+    offsets = offsets_of([len(part[next(iter(names))]) if names else 0 for part in whole])
     return UserStore(joined, offsets, as_id_array(list(parts)))
 
 
-def to_array(what: str, column: ColumnLike) -> Array:
-    """Turn an array, tensor or nested list into an array; arrays and CPU tensors share memory.
+def _by_user(users: Grouped) -> Iterator[tuple[str, Rows]]:
+    if isinstance(users, Mapping):
+        yield from users.items()
+        return
+    if not isinstance(users, Iterable):
+        kind = f"users are a {type(users).__name__}"
+        raise DataError(f"{kind}; they must be a table of rows by id, or a list of rows")
+    for position, entry in enumerate(users):
+        named = isinstance(entry, tuple) and isinstance(entry[0], str | int | np.integer)
+        yield cast("tuple[str, Rows]", entry if named else (position, entry))
 
-    Objects that are all numbers or booleans, as tables of mixed columns have, become float32.
-    """
-    refuse_masked(what, column)
-    try:
-        found = column.detach().cpu().numpy() if isinstance(column, _Tensor) else np.asarray(column)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{what} cannot be an array: {error}") from error
-    if found.dtype != object:
-        return found
-    for place, value in enumerate(found.flat):
-        if not isinstance(value, _NUMBERS):
-            row, kind = np.unravel_index(place, found.shape)[0], type(value).__name__
-            raise DataError(f"{what} has a value of the type {kind} in row {row}; give numbers")
-    return found.astype(np.float32)
+
+def _check_part(user_id: str, arrays: Mapping[str, Array], others: Mapping[str, Array]) -> None:
+    """Raise DataError unless a user's fields fit each other and those of the others."""
+    if arrays.keys() != others.keys():
+        problem = f"user {user_id!r} has the fields {sorted(arrays)}"
+        raise DataError(f"{problem}; others have {sorted(others)}")
+    lengths = {array.shape[:1] for array in arrays.values()}
+    if len(lengths) != 1 or () in lengths:
+        raise DataError(f"fields of user {user_id!r} have different numbers of rows")
+    for name, array in arrays.items():
+        check_like(f"field {name!r} of user {user_id!r}", array, "others have", others[name])

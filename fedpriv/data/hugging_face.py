@@ -4,32 +4,33 @@ Datasets are read from files of this machine, where nothing is fetched and nothi
 their name on the Hugging Face hub, from there or from the cache of the package `datasets`.
 """
 
+import csv
 import hashlib
 import importlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedpriv.data.arrays import from_arrays, several_ids
+from fedpriv.data.columns import Array, Fields, matrix, to_array
 from fedpriv.data.partition import partition
 from fedpriv.data.population import (
     HELD_OUT_USER,
     ROW_OWNERS,
-    Array,
-    Fields,
     Population,
     UserStore,
     as_id_array,
     check_not_enrolled,
     load_population,
+    numbered_population,
     sharing,
 )
 from fedpriv.errors import DataError, InvalidValueError, known_names
@@ -58,9 +59,9 @@ def from_dataset(
     """Group the rows of a dataset, which is one split, by the user that a column names.
 
     Users come in order of first appearance; ids are all strings or all integers. Columns become
-    arrays in memory by the package's own NumPy format: images become integer arrays, and 64-bit
-    floats float32. A list of columns of numbers becomes one field float32 [rows, columns]. The user
-    column may hold lists of ids, of up to `owners` users, see `from_arrays`.
+    arrays in memory, images integer ones. A list of columns of numbers becomes one field float32
+    [rows, columns]. The user column may hold lists of ids, of up to `owners` users, see
+    `from_arrays`.
     """
     return from_arrays(_read_columns(dataset, columns), _read_ids(dataset, user_column), owners)
 
@@ -105,8 +106,9 @@ def load_hugging_face(
 
     Either `train` (users' rows) and `test` (held-out rows) are paths as for `open_dataset`, or
     `dataset` is a name on the hub, as for `fetch_splits`. Images in x, uint8 [rows, height, width]
-    or [..., channels], become float32 [rows, channels, height, width] in [0, 1]. Test rows of an
-    enrolled user are refused: what is measured on them would escape the ledger.
+    or [..., channels], become float32 [rows, channels, height, width] in [0, 1]. Text in y becomes
+    classes, as in `Population.from_arrays`. Test rows of an enrolled user are refused: what is
+    measured on them would escape the ledger.
     """
     listed = columns.values() if isinstance(columns, Mapping) else [None]
     names = [name for each in listed for name in (each if isinstance(each, list) else [each])]
@@ -124,7 +126,7 @@ def load_hugging_face(
     else:
         rows, held_out = fetch_splits(dataset, splits, subset, revision)
         source = " ".join([dataset, *([subset] if subset else []), splits[0]])
-    _check_classes(rows, held_out, names)
+    classes = _classes_of(rows, held_out, names).get(str(columns.get("y")))
     if owners is not None and user_column is None:
         raise InvalidValueError(f"owners is {owners}; without user_column it must be absent")
     if isinstance(user_column, str) and partitioner is None and arguments is None:
@@ -136,14 +138,12 @@ def load_hugging_face(
         found = f"user_column is {user_column!r} and partitioner {partitioner!r}"
         legal = "exactly one must be given, as text, and arguments with a partitioner only"
         raise InvalidValueError(f"{found}; {legal}")
-    tested = _as_inputs(_read_columns(held_out, columns))
+    tested = _with_images(_read_columns(held_out, columns))
     if user_column is not None and user_column in held_out.column_names:
         tested |= _held_out_owners(store, held_out, user_column)
-    inputs = {name: field for name, field in store.fields.items() if name != ROW_OWNERS}
-    shared = {name: field for name, field in store.fields.items() if name == ROW_OWNERS}
-    users = UserStore({**_as_inputs(inputs), **shared}, store.offsets, store.user_ids)
-    name = f"hugging-face: {users.population} users by {how} of {source}{sharing(users)}"
-    return Population(name, users, tested)
+    name = f"hugging-face: {store.population} users by {how} of {source}{sharing(store)}"
+    users = replace(store, fields=_with_images(store.fields))
+    return numbered_population(name, users, tested, classes)
 
 
 def load_redealt(
@@ -159,7 +159,7 @@ def load_redealt(
     users = redeal(base.users, made)
     name = f"{base.name}; dealt to {users.population} users by {how}"
     test = {field: rows for field, rows in base.test.items() if field != HELD_OUT_USER}
-    return Population(name, users, test)
+    return replace(base, name=name, users=users, test=test)
 
 
 def fetch_splits(
@@ -299,16 +299,54 @@ def _read_json(file: Path, texts: Sequence[str]) -> "Table":
 
 
 def _read_csv(file: Path, texts: Sequence[str]) -> "Table":
-    """Rows of a file, with some columns as they are written."""
+    """Rows of a file, with some columns as they are written; DataError names a line at fault."""
     import pyarrow  # noqa: PLC0415
-    from pyarrow import csv  # noqa: PLC0415
+    from pyarrow import csv as arrow  # noqa: PLC0415
 
-    table = csv.read_csv(file)
+    try:
+        table = arrow.read_csv(file)
+        readable = not any(map(pyarrow.types.is_binary, table.schema.types))  # it is text that is
+        _check_header(file, table.schema.names)
+    except ValueError:  # of pyarrow or of names that are no text
+        readable = False
+    if not readable:
+        raise DataError(f"{file} cannot be read: {_fault_of_csv(file)}")
     found = {name: table.schema.field(name).type for name in texts if name in table.schema.names}
     # Fractions stay what they are, to be refused as ids: 1.0 is the 1 of another file.
     kept = [name for name, kind in found.items() if not pyarrow.types.is_floating(kind)]
-    as_written = csv.ConvertOptions(column_types=dict.fromkeys(kept, pyarrow.string()))
-    return csv.read_csv(file, convert_options=as_written) if kept else table
+    as_written = arrow.ConvertOptions(column_types=dict.fromkeys(kept, pyarrow.string()))
+    return arrow.read_csv(file, convert_options=as_written) if kept else table
+
+
+def _check_header(file: Path, names: list[str]) -> None:
+    """Raise DataError if the first line of a file does not seem to be names between commas."""
+    if len(names) == 1 and (mark := next((m for m in ";\t|" if m in names[0]), None)):
+        raise DataError(
+            f"{file} has {mark!r} between its values; write commas, and numbers with a decimal "
+            "point, as pd.read_csv(file, sep=';', decimal=',').to_csv(new, index=False) does"
+        )
+    numbers = [name for name in names if re.fullmatch(r"[-+]?\d*\.?\d+(e[-+]?\d+)?", name)]
+    if numbers == names and (len({*names}) < len(names) or any("." in name for name in names)):
+        raise DataError(f"{file} has numbers in line 1; its first line must name the columns")
+
+
+def _fault_of_csv(file: Path) -> str:
+    """Which line of a file is at fault, and how; nothing of its content is quoted."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return f"line {number} is not UTF-8; save the file with that encoding"
+    with file.open(encoding="utf-8", newline="") as text:
+        rows = csv.reader(text)
+        names = next(rows, [])
+        _check_header(file, names)
+        for row in rows:
+            if row and len(row) != len(names):
+                problem = f"line {rows.line_num} has {len(row)} values, line 1 has {len(names)}"
+                return f"{problem} names; quote values with commas in them"
+    return "it is not a table of values between commas"
 
 
 def _read_columns(dataset: "Dataset", columns: ColumnNames) -> dict[str, Array]:
@@ -317,12 +355,10 @@ def _read_columns(dataset: "Dataset", columns: ColumnNames) -> dict[str, Array]:
         raise DataError(f"{found}; it must be a datasets.Dataset, which is one split, no stream")
     named = [[column] if isinstance(column, str) else column for column in columns.values()]
     arrays = _select(dataset, {name for names in named for name in names}, "numpy")
-    for column, values in arrays.items():
-        if values.dtype.hasobject:
-            found = f"column {column!r} has values that are missing, or of different shapes"
-            raise DataError(f"{found}; fill them in, or leave out these rows")
     return {
-        field: arrays[column] if isinstance(column, str) else _components(field, column, arrays)
+        field: to_array(f"column {column!r}", arrays[column])
+        if isinstance(column, str)
+        else matrix(f"field {field!r}", {name: arrays[name] for name in column})
         for field, column in columns.items()
     }
 
@@ -338,15 +374,6 @@ def _select(dataset: "Dataset", columns: set[str], form: str | None) -> dict[str
             known = known_names(column, dataset.column_names)
             raise DataError(f"the dataset has no column {column!r}; {known}")
     return cast(dict[str, Array], dataset.with_format(form).select_columns(sorted(columns))[:])
-
-
-def _components(field: str, columns: Sequence[str], arrays: Fields) -> NDArray[np.float32]:
-    for column in columns:
-        if arrays[column].ndim != 1 or arrays[column].dtype.kind not in "biuf":
-            raise DataError(f"column {column!r} of field {field!r} is not a column of numbers")
-    if not columns:
-        raise DataError(f"field {field!r} is made of no columns; there must be at least one")
-    return np.stack([arrays[column] for column in columns], axis=1).astype(np.float32)
 
 
 def _dealt(fields: Fields, dataset: "Dataset", partitioner: "Partitioner") -> UserStore:
@@ -382,13 +409,19 @@ def _refusals(what: str) -> Iterator[None]:
         raise InvalidValueError(f"{what} refuses: {sentence or type(error).__name__}") from error
 
 
-def _check_classes(rows: "Dataset", held_out: "Dataset", columns: Sequence[object]) -> None:
-    """Raise DataError if a column of classes numbers them otherwise in train than in test."""
+def _classes_of(
+    rows: "Dataset", held_out: "Dataset", columns: Sequence[Any]
+) -> dict[str, Sequence[str]]:
+    """Names of the classes in columns that have them; DataError if test numbers them otherwise."""
+    names = dict[str, Sequence[str]]()
     for column in columns:
         one, other = (getattr(d.features.get(column), "names", None) for d in (rows, held_out))
         if one is not None and other is not None and one != other:
-            found = f"column {column!r} numbers other classes in test than in train"
-            raise DataError(f"{found}; both must have the same list of classes")
+            problem = f"column {column!r} numbers other classes in test than in train"
+            raise DataError(f"{problem}; both must have the same list of classes")
+        if one is not None:
+            names[column] = one
+    return names
 
 
 def _held_out_owners(users: UserStore, held_out: "Dataset", user_column: str) -> Fields:
@@ -407,11 +440,8 @@ def _held_out_owners(users: UserStore, held_out: "Dataset", user_column: str) ->
     return {} if several else {HELD_OUT_USER: owners}
 
 
-def _as_inputs(fields: Fields) -> dict[str, Array]:
-    """Fields of numbers; images as float32 with the channels first."""
-    for name, field in fields.items():
-        if field.dtype.kind not in "biuf":
-            raise DataError(f"field {name!r} has dtype {field.dtype}; a model needs numbers")
+def _with_images(fields: Fields) -> dict[str, Array]:
+    """The fields, of which images in x are float32 with the channels first."""
     x = fields.get("x")
     if x is None or x.dtype != np.uint8 or x.ndim not in (3, 4):
         return dict(fields)

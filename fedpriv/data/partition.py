@@ -12,15 +12,8 @@ from numbers import Real
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.data.population import (
-    Array,
-    Fields,
-    IdArray,
-    UserStore,
-    check_count,
-    offsets_of,
-    refuse_masked,
-)
+from fedpriv.data.columns import Array, Fields, refuse_masked
+from fedpriv.data.population import IdArray, UserStore, check_count, offsets_of
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.support.checks import plain_numbers
 

@@ -15,9 +15,9 @@ import mmap
 import secrets
 import shutil
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeAlias
 
@@ -25,16 +25,31 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from fedpriv.data.columns import (
+    Array,
+    Classes,
+    ColumnLike,
+    Fields,
+    FrameRows,
+    Rows,
+    as_numpy,
+    categories_of,
+    checked_classes,
+    columns_by_name,
+    columns_of,
+    is_frame,
+    numbered,
+    refuse_masked,
+    to_array,
+)
 from fedpriv.errors import DataError, InvalidValueError, known_names
 from fedpriv.support.checks import check_types
 from fedpriv.support.disk import sync
 from fedpriv.support.importing import call_imported, check_options, import_function
 
 if TYPE_CHECKING:
-    from fedpriv.data.arrays import ColumnLike
+    from fedpriv.data.arrays import Grouped
 
-Array: TypeAlias = NDArray[np.generic]
-Fields: TypeAlias = Mapping[str, Array]  # by field name; the first axis of each is the rows
 IdArray: TypeAlias = Array  # user ids, one per user or row, of a string or an integer dtype
 
 HELD_OUT_USER = "held_out_user"
@@ -196,9 +211,14 @@ class Population:
     # Rows that no enrolled user trains on; fields, dtypes and row shapes of `users`. One more
     # field, `HELD_OUT_USER`, may hold the id of each row's user, who is not enrolled. Empty: none.
     test: Fields = field(repr=False, default_factory=dict)
+    # Names of the classes in y, by number, if they have names.
+    classes: tuple[str, ...] | None = None
+    classes_given: bool = True  # False: they are all labels of these rows, so not public as such
 
     def __post_init__(self) -> None:
         check_types(name=(self.name, str), users=(self.users, UserStore), test=(self.test, Mapping))
+        if self.classes is not None:
+            object.__setattr__(self, "classes", checked_classes(self.classes))
         if not self.name.strip() or not self.name.isprintable():
             raise DataError(f"population name {self.name!r} must be one printable line")
         if HELD_OUT_USER in self.users.fields:
@@ -230,53 +250,171 @@ class Population:
     @classmethod
     def from_arrays(
         cls,
-        x: "ColumnLike | Mapping[str, ColumnLike]",
-        y: "ColumnLike",
-        user_ids: "ColumnLike",
+        x: ColumnLike | Mapping[str, ColumnLike],
+        y: ColumnLike,
+        user_ids: ColumnLike,
         *,
-        held_out: "tuple[ColumnLike | Mapping[str, ColumnLike], ColumnLike] | None" = None,
-        held_out_users: "ColumnLike | None" = None,
+        held_out: Rows | None = None,
+        held_out_users: ColumnLike | None = None,
         owners: int | None = None,
+        classes: Classes | None = None,
         name: str = "people",
     ) -> "Population":
         """A population from rows in any order, each with the id of its user.
 
-        All columns are arrays, tensors or nested lists, [rows, ...]; ids are all strings or all
-        integers, else DataError. `held_out` has inputs and targets of rows that belong to no user;
-        without it, nothing but private metrics says how good a model is. Its inputs may be columns
-        by name, among them columns that users lack, for `Task.by`.
+        All columns are arrays, tensors, frames or nested lists, [rows, ...]; ids are all strings or
+        all integers, else DataError. `held_out` has inputs and targets of rows that belong to no
+        user; without it, nothing but private metrics says how good a model is. Its inputs may be
+        columns by name, among them columns that users lack, for `Task.by`.
         The name is public, as it goes into the ledger; the number of users is appended. Several
         inputs are columns by name, for a task with these names as `inputs`. With the ids of the
         users of held-out rows, none of whom may be enrolled, models are also measured by user.
 
+        Labels in y may be text: they become numbers, in the order of `classes`. By default these
+        are the categories of y, or all its texts in order; so they are read from users' data, and
+        whoever is shown them learns that some user has each. Give `classes` where that matters.
+        Text elsewhere, and missing values, are a DataError.
+
         A row may belong to several users, up to `owners`: `user_ids` then has a list of ids for
         each row, and the name says so. Only examples can then be drawn, not whole users.
 
-        >>> x, y = np.eye(4, dtype=np.float32), np.array([0, 1, 0, 1])
+        >>> x, y = np.eye(4), ["no", "yes", "no", "yes"]
         >>> ids = ["ann", "bob", "ann", "eve"]
         >>> people = Population.from_arrays(x, y, ids, held_out=(x, y))
-        >>> people.name
-        'people: 3 users'
+        >>> people.name, people.classes
+        ('people: 3 users', ('no', 'yes'))
         """
-        from fedpriv.data.arrays import from_arrays, to_array  # noqa: PLC0415 - it needs the store
+        from fedpriv.data.arrays import from_arrays  # noqa: PLC0415 - it needs the store
 
-        def columns(
-            inputs: "ColumnLike | Mapping[str, ColumnLike]", targets: "ColumnLike"
-        ) -> dict[str, Any]:
-            named = inputs if isinstance(inputs, Mapping) else {"x": inputs}
-            if "y" in named:
-                raise DataError("an input is named 'y'; it must have another name than the targets")
-            return {**named, "y": targets}
+        columns = columns_of((x, y))
+        if isinstance(held_out, tuple) and is_frame(x) and is_frame(held_out[0]):
+            one, other = ([*columns_by_name(frame)] for frame in (x, held_out[0]))
+            if one != other:
+                raise DataError(f"held-out columns are {other}, x has {one}; give both alike")
+        users = from_arrays(columns, user_ids, owners)
+        ordered = categories_of(columns["y"])
+        return _with_held_out(name, users, held_out, held_out_users, classes, ordered)
 
-        check_types(name=(name, str))
-        users = from_arrays(columns(x, y), user_ids, owners)
-        if held_out is not None and (not isinstance(held_out, tuple) or len(held_out) != 2):
-            raise DataError("held_out must be a pair: inputs and targets")
-        rows = {} if held_out is None else columns(*held_out)
-        test = {field: to_array(f"held-out {field}", column) for field, column in rows.items()}
-        if held_out_users is not None:
-            test[HELD_OUT_USER] = as_id_array(to_array("held_out_users", held_out_users))
-        return cls(f"{name}: {users.population} users{sharing(users)}", users, test)
+    @classmethod
+    def from_grouped(
+        cls,
+        users: "Grouped",
+        *,
+        held_out: Rows | None = None,
+        held_out_users: ColumnLike | None = None,
+        classes: Classes | None = None,
+        name: str = "people",
+    ) -> "Population":
+        """A population from the rows of each user: a table by id, or a list without ids.
+
+        The rows of a user, and those that are held out, are a pair of inputs and targets, fields by
+        name, or a torch dataset. All else is as in `from_arrays`.
+        """
+        from fedpriv.data.arrays import from_grouped  # noqa: PLC0415 - it needs the store
+
+        return _with_held_out(name, from_grouped(users), held_out, held_out_users, classes)
+
+    @classmethod
+    def from_dataset(
+        cls,
+        dataset: Rows,
+        user_ids: ColumnLike,
+        *,
+        held_out: Rows | None = None,
+        held_out_users: ColumnLike | None = None,
+        owners: int | None = None,
+        classes: Classes | None = None,
+        name: str = "people",
+    ) -> "Population":
+        """A population from a `torch.utils.data.Dataset`, and the id of each item's user.
+
+        It has a length. Its items are pairs (x, y), or dicts whose keys are the names of fields;
+        all items have values of one shape, which are held in memory. All else is as in
+        `from_arrays`.
+        """
+        from fedpriv.data.arrays import from_arrays  # noqa: PLC0415 - it needs the store
+
+        users = from_arrays(columns_of(dataset, "the dataset"), user_ids, owners)
+        return _with_held_out(name, users, held_out, held_out_users, classes)
+
+    @classmethod
+    def from_frame(
+        cls,
+        frame: ColumnLike,
+        *,
+        y: Hashable | list[Hashable],
+        user: Hashable,
+        x: Hashable | list[Hashable] = None,
+        held_out: ColumnLike | float | None = None,
+        seed: int = 0,
+        classes: Classes | None = None,
+        name: str = "people",
+    ) -> "Population":
+        """A population from a frame of pandas, polars or pyarrow, a row for each example.
+
+        * y: the column of targets, or a list of several columns of numbers.
+        * user: the column that says whose each row is.
+        * x: a list of columns of numbers or booleans, by default all others, which become one
+          input float32 [rows, columns]; or one column, whose values may be arrays.
+        * held_out: another frame, of people who are not enrolled; or a share of the users in
+          (0, 1), who are drawn with the seed and are then not enrolled.
+
+        All else is as in `from_arrays`. DataError names a column that is absent, holds text, or has
+        no value in some rows.
+        """
+        from fedpriv.data.arrays import from_arrays  # noqa: PLC0415 - it needs the store
+
+        rows, apart = FrameRows.of("the frame", frame, x, y, user), None
+        rows = replace(rows, ids=as_id_array(rows.ids))
+        if isinstance(held_out, int | float):
+            rows, apart = rows.split(held_out, seed)
+        elif held_out is not None:
+            named = is_frame(held_out) and user in columns_by_name(held_out)
+            apart = FrameRows.of(
+                "the frame held_out", held_out, rows.inputs, y, user if named else None
+            )
+        users = from_arrays({"x": rows.x, "y": rows.y}, rows.ids)
+        test = None if apart is None else (apart.x, apart.y)
+        owners = apart.ids if apart is not None and len(apart.ids) else None
+        return _with_held_out(name, users, test, owners, classes, rows.categories)
+
+
+def _with_held_out(
+    name: str,
+    users: UserStore,
+    rows: Rows | None,
+    owners: ColumnLike | None,
+    classes: Classes | None,
+    categories: Classes | None = None,
+) -> Population:
+    """A population with held-out rows, and the ids of their users if these are known."""
+    check_types(name=(name, str))
+    columns = {} if rows is None else columns_of(rows, "held-out rows")
+    test = {field: to_array(f"held-out field {field!r}", each) for field, each in columns.items()}
+    if owners is not None:
+        test[HELD_OUT_USER] = as_id_array(as_numpy(owners))
+    called = f"{name}: {users.population} users{sharing(users)}"
+    return numbered_population(called, users, test, classes, categories)
+
+
+def numbered_population(
+    name: str,
+    users: UserStore,
+    test: Fields,
+    classes: Classes | None,
+    categories: Classes | None = None,
+) -> Population:
+    """A population with numbers for labels, see `numbered`, by classes, or else by categories."""
+    given = classes is not None
+    named = ROW_OWNERS, HELD_OUT_USER  # they hold ids
+    fields, rows = (
+        {name: column for name, column in columns.items() if name not in named}
+        for columns in (users.fields, test)
+    )
+    fields, rows, names = numbered(fields, rows, classes if given else categories)
+    if any(column is not users.fields[field] for field, column in fields.items()):
+        users = replace(users, fields={**users.fields, **fields})
+    return Population(name, users, {**test, **rows}, names, given)
 
 
 def cut_up(population: Population, rows: int, called: str) -> Population:
@@ -295,7 +433,7 @@ def cut_up(population: Population, rows: int, called: str) -> Population:
     named = np.char.add(owners, _narrow(number.astype(np.str_)))
     fields = {field: column for field, column in users.fields.items() if field != ROW_OWNERS}
     store = UserStore(fields, np.append(starts, users.rows), named)
-    return Population(f"{population.name}; {called}", store, population.test)
+    return replace(population, name=f"{population.name}; {called}", users=store)
 
 
 def sharing(users: UserStore) -> str:
@@ -462,12 +600,6 @@ def _checked_rows(fields: Fields) -> int:
         counts = ", ".join(f"{name} {len(column)}" for name, column in fields.items())
         raise DataError(f"fields have different numbers of rows ({counts}); they must agree")
     return rows.pop()
-
-
-def refuse_masked(what: str, column: object) -> None:
-    """Raise DataError for values of which some may be missing, which are numbers all the same."""
-    if np.ma.isMaskedArray(column):
-        raise DataError(f"{what} is a masked array; fill what is missing, or leave out these rows")
 
 
 def _checked_offsets(offsets: Array, rows: int) -> NDArray[np.int64]:

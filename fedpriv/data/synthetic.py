@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.data.population import Array, Population, UserStore, check_count, offsets_of
+from fedpriv.data.columns import Array
+from fedpriv.data.population import Population, UserStore, check_count, offsets_of
 from fedpriv.errors import InvalidValueError
 
 _CLASS_RADIUS = 4.0

@@ -61,7 +61,14 @@ def class_losses(outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
     if outputs.dim() == targets.dim() and not targets.is_floating_point():
         raise ModelError(
             f"outputs are {list(outputs.shape)} and targets {list(targets.shape)}, whole numbers; "
-            "cross-entropy needs classes with one axis less, as y[:, 0] has"
+            "cross-entropy needs classes with one axis less, as y[:, 0] has, or y.argmax(1) of "
+            "one-hot rows"
+        )
+    if outputs.dim() == targets.dim() + 1 and targets.is_floating_point():
+        raise ModelError(
+            f"targets are {str(targets.dtype).removeprefix('torch.')}{list(targets.shape)}; "
+            "cross-entropy needs classes that are whole numbers, as y.astype(int) makes, and mse "
+            "is for others"
         )
     if outputs.dim() == targets.dim() + 1 > 2 and outputs.stride(1) == 1:
         scores = outputs.movedim(1, -1).flatten(0, -2)
@@ -72,28 +79,28 @@ def class_losses(outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
 
 def binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy of logits of class 1, [B, …] or [B, 1, …], against targets 0 and 1, [B, …]."""
-    if outputs.dim() == targets.dim() + 1 and outputs.shape[1] == 1:
-        outputs = outputs.squeeze(1)
-    targets = _alike("binary-cross-entropy", outputs, targets)
-    return functional.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+    both = _alike("binary-cross-entropy", outputs, targets)
+    return functional.binary_cross_entropy_with_logits(*both, reduction="none")
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Squared error of outputs against targets of the same shape [B, …]; ModelError if not."""
-    return functional.mse_loss(outputs, _alike("mse", outputs, targets), reduction="none")
+    """Squared error of outputs [B, …] or [B, 1, …] against targets [B, …]; ModelError if not."""
+    return functional.mse_loss(*_alike("mse", outputs, targets), reduction="none")
 
 
 def huber(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Huber's loss with δ = 1 of outputs against targets of the same shape [B, …]."""
-    return functional.huber_loss(outputs, _alike("huber", outputs, targets), reduction="none")
+    """Huber's loss with δ = 1 of outputs [B, …] or [B, 1, …] against targets [B, …]."""
+    return functional.huber_loss(*_alike("huber", outputs, targets), reduction="none")
 
 
-def _alike(loss: str, outputs: Tensor, targets: Tensor) -> Tensor:
-    """Targets as numbers like the outputs; ModelError if they have another shape."""
+def _alike(loss: str, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs and targets as numbers of one shape; ModelError if the outputs do not fit."""
+    if outputs.dim() == targets.dim() + 1 and outputs.shape[1] == 1:
+        outputs = outputs.squeeze(1)
     if outputs.shape != targets.shape:  # torch would broadcast [B, 1] − [B] to [B, B]
         shapes = f"outputs are {list(outputs.shape)} and targets {list(targets.shape)}"
         raise ModelError(f"{shapes}; under {loss} they must have the same shape")
-    return targets.to(outputs.dtype)
+    return outputs, targets.to(outputs.dtype)
 
 
 LOSSES: Mapping[str, Loss] = {
@@ -189,7 +196,7 @@ class Task:
         model = without_batch_norm(self.model)
         given = dict(self.model.named_parameters())  # copies have no hooks
         for name, tensor in (*given.items(), *self.model.named_buffers()):
-            _check_holds(name, tensor)
+            check_holds(name, tensor)
         object.__setattr__(self, "model", training_only(model, self.trained, self.frozen))
         for name in self.trainable():
             _check_trainable(name, given[name])
@@ -279,7 +286,7 @@ class Task:
         return {
             f"{layer}.{kind}" if layer else kind: tensor.detach().to("cpu").numpy().copy()
             for layer, norm in running_norms(self.model).items()
-            for kind, tensor in norm.named_buffers()
+            for kind, tensor in norm.statistics.items()
         }
 
     def trainable(self) -> TorchTensors:
@@ -323,8 +330,9 @@ class Task:
             return self.losses_of(outputs, y).sum(), torch.where(counted > 0.0, counted, 1.0)
         counts, given = self.counts(y), y
         if counts is None:
+            targets = outputs.numel() // outputs.shape[1]  # of which y may have probabilities
             return class_losses(outputs, y, "sum"), outputs.new_full(
-                (), y.numel(), dtype=torch.float32
+                (), targets, dtype=torch.float32
             )
         if self.ignore_index != _IGNORED:
             given = torch.where(counts, y.long(), _IGNORED)
@@ -340,6 +348,8 @@ class Task:
         if self.loss is binary_cross_entropy:  # as classes, with one score of each target
             y = (y > 0.5).long() if y.is_floating_point() else y.long()
             outputs = outputs.unsqueeze(1) if outputs.shape == y.shape else outputs
+        elif self.loss in (squared_error, huber) and outputs.dim() > y.dim():
+            outputs = outputs.squeeze(1)
         return Seen(outputs, y, counts, losses, moments or {})
 
     def counts(self, y: Tensor) -> Tensor | None:
@@ -365,7 +375,7 @@ def _as_input(column: Tensor) -> Tensor:
     return column.float() if column.dtype == torch.float64 else column
 
 
-def _check_holds(name: str, tensor: Tensor) -> None:
+def check_holds(name: str, tensor: Tensor) -> None:
     """Refuse a parameter or buffer that has no numbers yet."""
     why = "its layer is lazy; call the model on a row first" if is_lazy(tensor) else None
     why = "it is on the device meta; make the model on cpu" if tensor.is_meta else why
@@ -505,7 +515,7 @@ class RunningNorm(nn.Module):
     """A batch normalisation (Ioffe & Szegedy 2015) that is always in evaluation mode.
 
     Output is x̂·weight + bias per channel with x̂ = (x − running_mean)/√(running_var + eps), so that
-    examples do not mix and no buffer changes. Parameters and buffers keep their names.
+    examples do not mix and no buffer changes. Parameters and buffers are those of the layer.
     """
 
     running_mean: Tensor
@@ -513,12 +523,20 @@ class RunningNorm(nn.Module):
 
     def __init__(self, layer: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) -> None:
         super().__init__()
-        if layer.running_mean is None or layer.running_var is None:
+        mean, variance = layer.running_mean, layer.running_var
+        batches = layer.num_batches_tracked
+        if mean is None or variance is None or batches is None:
             raise ModelError("a layer without running statistics cannot normalise with them")
         self.eps = layer.eps
         self.weight, self.bias = layer.weight, layer.bias
-        self.register_buffer("running_mean", layer.running_mean.clone())
-        self.register_buffer("running_var", layer.running_var.clone())
+        self.register_buffer("running_mean", mean.clone())
+        self.register_buffer("running_var", variance.clone())
+        self.register_buffer("num_batches_tracked", batches.clone())
+
+    @property
+    def statistics(self) -> dict[str, Tensor]:
+        """What a private metric may move."""
+        return {"running_mean": self.running_mean, "running_var": self.running_var}
 
     @property
     def channels(self) -> int:

@@ -20,7 +20,8 @@ import torch
 
 from fedpriv.analytics import Answer, Survey, VectorQuestion, ask
 from fedpriv.analytics.questions import QuantityFunction, UserValues, sampling_spread
-from fedpriv.data.population import Fields, UserStore, offsets_of, spread_over
+from fedpriv.data.columns import Fields
+from fedpriv.data.population import UserStore, offsets_of, spread_over
 from fedpriv.engine.arithmetic import plain_arithmetic, seeded
 from fedpriv.engine.bounds import WithinBounds
 from fedpriv.engine.indices import Indices

@@ -9,16 +9,17 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.audit import Audit, check_auditable
+from fedpriv.data.columns import Fields
 from fedpriv.data.places import in_places, refuse_shared
-from fedpriv.data.population import Fields, Population, cut_up, load_population
+from fedpriv.data.population import Population, cut_up, load_population
 from fedpriv.engine.adapters import with_adapters
 from fedpriv.engine.measuring import check_metrics
+from fedpriv.engine.reading import population_for, rows_for
+from fedpriv.engine.released import check_can_be_released, sha256_of
 from fedpriv.engine.roads import Road
 from fedpriv.engine.task import LOSSES, HeldOut, Task, running_norms
 from fedpriv.engine.task_checks import check_learns, check_targets, check_task
@@ -149,10 +150,11 @@ def on_population(
     evaluate the model, part of their examples is kept from training, and the charges for that count
     as spent. Runs that share `roads` try the shapes of one model once.
     """
-    mechanism = method.mechanism if method else config.mechanism()
-    population, evaluation = records_of(population, mechanism), None
+    origin = _origin(method.task) if method else ""
+    method = method or method_of(config)
+    mechanism, evaluation = method.mechanism, None
+    population = population_for(method.task, records_of(population, mechanism))
     if config.federated_evaluation is not None:
-        method = method or method_of(config)
         evaluation, population = _evaluation(
             config, config.federated_evaluation, run, population, method
         )
@@ -166,8 +168,8 @@ def on_population(
                 "must be larger, or federated_evaluation.noise_multiplier must be"
             )
     engine, name, users = config.engine, population.name, population.users.population
-    few = _few(population)
-    experiment = build(config, run, name, users, population.test, spent, method, few)
+    few = few_rows(population)
+    experiment = build(config, run, name, users, population.test, spent, method, few, origin)
     if evaluation is not None:
         # A run that is resumed keeps the same examples from training.
         kept = f"{experiment.plan.description} held_out={evaluation.asked.held_out}"
@@ -260,11 +262,11 @@ def _evaluation(
     how, name = method.personalisation, evaluation_run(config.run or run)
     users = population.users if how else kept
     evaluation = UserEvaluation(asked, name, users, task, metrics, how)
-    evaluation.check(_few(population))
+    evaluation.check(few_rows(population))
     return evaluation, replace(population, users=trained)
 
 
-def _few(population: Population) -> Fields:
+def few_rows(population: Population) -> Fields:
     """Rows to try a task on: held-out ones, or one of zeros. Never an enrolled user's."""
     return {n: column[:4] for n, column in population.test.items()} or blank(population.users)
 
@@ -327,19 +329,19 @@ def build(
     spent: Sequence[RoundEvent] = (),
     method: Method | None = None,
     few: Fields | None = None,
+    origin: str = "",
 ) -> Experiment:
     """Calibrate the noise if asked to, and check that all parts of a run fit together.
 
-    With a `method`, the configuration decides rounds, seed, engine, output and callbacks only.
+    With a `method`, the configuration decides rounds, seed, engine, output and callbacks only, but
+    for one without an `origin`, which was made of it.
     `population` and, if the configuration has none, `run` are the names in the ledger, and `users`
     are N. The task is tried on a few rows, by default held-out ones; without any, nodes alone check
     it, and there may be no metrics. A mechanism without noise is calibrated so that all rounds stay
     within its budget beside what was `spent`.
     """
-    if method:
-        origin = _origin(method.task)
-    else:
-        method, origin = method_of(config), repr(config.model)
+    method, origin = method or method_of(config), origin or repr(config.model)
+    held_out = rows_for(method.task, held_out)
     _check_personal(method)
     device, mechanism = device_named(config.engine.device), method.mechanism
     if few is None:
@@ -358,6 +360,7 @@ def build(
         kind = type(plan.local).__name__
         raise InvalidValueError(f"{kind} has a field of an {error}; use tuples") from error
     try_out(plan.optimizer, method.task.parameters())
+    check_can_be_released(method.task)
     if plan.metrics:
         check_metrics(method.task, plan.metrics, plan.mechanism.clipping, few)
     if mechanism.rounds == plan.rounds:
@@ -607,6 +610,7 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
         raise InvalidValueError("rounds is absent; the mechanism was not calibrated for a number")
     if mechanism.delta is None:
         raise InvalidValueError("the mechanism has no delta; it must be in (0, 1)")
+    moved = {**task.parameters(), **task.statistics()}
     table: dict[str, Any] = {
         "name": name,
         "rounds": mechanism.rounds,
@@ -615,7 +619,7 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
             "name": path_of(type(task.model)),
             "options": {
                 "origin": hashlib.sha256(_origin(task).encode()).hexdigest(),
-                "parameters": _digest({**task.parameters(), **task.statistics()}),
+                "parameters": sha256_of({name: torch.tensor(p) for name, p in moved.items()}),
                 "figures": sorted((*task.figures, *task.by)),
             },
             "loss": next((n for n, f in LOSSES.items() if f is task.loss), path_of(task.loss)),
@@ -634,23 +638,14 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
     return parse_config(plain(table), "settings")
 
 
+def begun_in_python(config: Config) -> bool:
+    """Whether a configuration is of `settings_of`, which does not say how its model is made."""
+    return config.model.options.keys() == {"origin", "parameters", "figures"}
+
+
 def _origin(task: Task) -> str:
     """What decides the result of a task beside the plan; checkpoints hold trained parameters."""
     moved, constants = task.statistics(), task.constants(torch.device("cpu")).items()
-    frozen = {name: _as_array(tensor) for name, tensor in constants if name not in moved}
+    frozen = {name: tensor for name, tensor in constants if name not in moved}
     read = f"{task.inputs} {task.targets} {task.ignore_index} {task.personal}"
-    return f"{task.model} {_digest(frozen)} {path_of(task.loss)} {read}"
-
-
-def _as_array(tensor: torch.Tensor) -> npt.NDArray[np.generic]:
-    """A tensor as NumPy can hold it, which does not know bfloat16: as integers of the same bits."""
-    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
-
-
-def _digest(tensors: HeldOut) -> str:
-    """SHA-256 of named arrays."""
-    digest = hashlib.sha256()
-    for name, tensor in tensors.items():
-        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
-        digest.update(np.ascontiguousarray(tensor).tobytes())
-    return digest.hexdigest()
+    return f"{task.model} {sha256_of(frozen)} {path_of(task.loss)} {read}"

@@ -17,6 +17,7 @@ from fedpriv.clients.connection import answer_of
 from fedpriv.clients.training import NodeTrainer
 from fedpriv.data.population import Population, load_population
 from fedpriv.engine.arithmetic import activations_named
+from fedpriv.engine.reading import population_for
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import FedprivError, InvalidValueError, WireError
 from fedpriv.experiment.build import build_task
@@ -88,10 +89,11 @@ def _population(simulated: bytes) -> Population:
 def _worker(simulated: bytes, task: bytes) -> NodeTrainer:
     description = flower_messages.Simulated.decode(simulated)
     device = device_named(description.device)
+    built = build_task(**vars(TASK.decode(wire.parse(pb.Task, task, NODE_RECEIVES_BYTES))))
     return NodeTrainer(
         InProcessTransport(
-            build_task(**vars(TASK.decode(wire.parse(pb.Task, task, NODE_RECEIVES_BYTES)))),
-            _population(simulated).users,
+            built,
+            population_for(built, _population(simulated)).users,
             device,
             chunk_memory_of(description.chunk_mebibytes, device),
             activations=activations_named(description.activations, device),

@@ -37,6 +37,7 @@ from fedpriv.training.rounds import (
     EVALUATION_PREFIX,
     RoundResult,
     Stop,
+    best_round,
     own_charges,
 )
 
@@ -100,6 +101,10 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> PageSection:
         shown = {name: value, **own}
         which = "last model" if last.round == rounds_done else f"after round {last.round:,}"
         cards += [Card(n, text, f"on held-out rows, {which}") for n, text in shown.items()]
+    best = best_round(record.rounds)
+    if best is not None and best.round < rounds_done:
+        note = f"{best.measured} on the rows that chose it, likely to be worse on others"
+        cards.append(Card("best model", f"round {best.round:,}", note))
     unit, n = unit_of(record.ledger), users_of(record.ledger)
     cards += _contributors(record)
     if (audit := record.audit) is not None:

@@ -4,7 +4,6 @@
 needs in the folder. `terminal` shows a run to whoever started it.
 """
 
-import copy
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import tomli_w
-import torch
 from torch import nn
 
 from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.audit import AuditResult
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import HELD_OUT_USER, check_not_enrolled, load_population
+from fedpriv.engine.released import (
+    frozen_of,
+    read_released,
+    released,
+    released_model,
+    sha256_of,
+)
 from fedpriv.engine.task import HeldOut, Task
 from fedpriv.errors import (
     BudgetExceededError,
@@ -58,9 +63,11 @@ from fedpriv.training.rounds import (
     ServerState,
     Stop,
     TrainingPlan,
+    best_round,
     checkpoints,
+    initial_state,
+    load_checkpoint,
     own_charges,
-    released_model,
     resume,
     save_checkpoint,
     train,
@@ -85,6 +92,7 @@ class RunSetup:
     ledger: Path
     resuming: bool
     keep_going: bool = False  # whether it goes on though too few users count
+    start: Path | None = None  # folder of the run whose model it starts from
 
     @classmethod
     def of(
@@ -95,9 +103,11 @@ class RunSetup:
         *,
         resume: bool,
         keep_going: bool = False,
+        start: Path | None = None,
     ) -> Self:
         """Read an experiment, with "a.b=value" overrides; see `at`."""
-        return cls.at(load_config(file, assignments), out, resume=resume, keep_going=keep_going)
+        config = load_config(file, assignments)
+        return cls.at(config, out, resume=resume, keep_going=keep_going, start=start)
 
     @classmethod
     def at(
@@ -108,8 +118,14 @@ class RunSetup:
         resume: bool,
         home: Path = Path("runs"),
         keep_going: bool = False,
+        start: Path | None = None,
     ) -> Self:
-        """Start or `resume` the run in `out`, by default a new folder in `home`."""
+        """Start or `resume` the run in `out`, by default a new folder in `home`.
+
+        With `start`, it starts from that run's model and charges that run's ledger.
+        """
+        if start is not None:
+            config = _charging_for(start, config)
         # A seeded run can be repeated, so its name is the same each time.
         suffix = os.urandom(4).hex() if config.seed is None else f"seed{config.seed}"
         run = config.run or f"{config.name}-{suffix}"
@@ -134,7 +150,7 @@ class RunSetup:
                 # By the clock it could be another now, and results differ by rounding.
                 engine = config.engine.model_copy(update={"path": begun.engine.path})
                 config = config.model_copy(update={"engine": engine})
-        return cls(config, run, folder, ledger, resuming, keep_going)
+        return cls(config, run, folder, ledger, resuming, keep_going, start)
 
     @property
     def spent(self) -> list[RoundEvent]:
@@ -241,6 +257,22 @@ class RunSetup:
             )
 
 
+def _charging_for(start: Path, config: Config) -> Config:
+    """The configuration with the ledger of the run whose model is started from."""
+    folder, given = RunFolder(start), config.privacy.ledger
+    if not folder.plan.exists():
+        raise InvalidValueError(f"{start} holds no run to start from; {folder.plan.name} is absent")
+    shared = load_config(folder.plan).privacy.ledger
+    paid = (Path(shared) if shared else folder.ledger).absolute()
+    if given and Path(given).resolve() != paid.resolve():
+        raise InvalidValueError(
+            f"privacy.ledger is {given}, and the model of {start} was charged to {paid}; a run "
+            "that starts from it must charge that ledger too, so leave privacy.ledger out"
+        )
+    privacy = config.privacy.model_copy(update={"ledger": str(paid)})
+    return config.model_copy(update={"privacy": privacy})
+
+
 def _differences(begun: Config, now: Config) -> list[str]:
     """Which values of two experiments differ, but for what a resumed run may change."""
     was, given = (_leaves(each.model_dump(exclude=set(_MAY_CHANGE))) for each in (begun, now))
@@ -319,6 +351,10 @@ class Run:
     # What its owner should know, in a sentence each, with the cure; the first says why the run
     # ended if `stop` is `Stop.TOO_FEW`. Those that say "simulation only" are not private.
     warnings: tuple[str, ...] = ()
+    # The round of the best model on held-out rows, by accuracy, else by loss, and its state. As the
+    # rows chose the model, its figures there are likely to be better than on others.
+    best: RoundResult | None = None
+    best_state: ServerState | None = None
 
     @cached_property
     def rounds(self) -> tuple[RoundResult, ...]:
@@ -332,10 +368,12 @@ class Run:
 
         It is in evaluation mode, in which accuracy was measured: dropout is off.
         """
-        model = copy.deepcopy(self.task.model).eval()
-        tensors = {name: torch.tensor(t) for name, t in self.state.model.items()}
-        model.load_state_dict(tensors, strict=False)
-        return model
+        return released(self.task, self.state.model)
+
+    @property
+    def best_model(self) -> nn.Module | None:
+        """As `model`, of the round `best`; None if no model was measured."""
+        return released(self.task, self.best_state.model) if self.best_state else None
 
     def check(self) -> None:
         """Raise RefutedError if the audit refutes the ledger, TooFewUsersError if few count."""
@@ -366,6 +404,36 @@ Hosted = Callable[[Experiment, PrivacyRecords], Transport]
 """Makes the transport to the users of an experiment, once its records are open."""
 Follow = Callable[[Experiment, int, Callable[[OnRound], Run]], Run]
 """Shows a run: gets the number of released rounds, and what runs it with an observer."""
+
+
+def _state_after(source: Path, experiment: Experiment) -> ServerState:
+    """The state before the first round of a run that starts from another's model.
+
+    Parameters and running statistics are those of the other's end, and so is the server optimiser's
+    state if the optimiser has the same name. InvalidValueError if the models differ.
+    """
+    folder, plan, begun = RunFolder(source), experiment.plan, experiment.initial_state
+    _, release = read_released(folder.model)
+    if not (found := checkpoints(folder.checkpoints)):
+        raise InvalidValueError(f"{source} holds no checkpoint, from which a run could start")
+    state = load_checkpoint(found[-1]).state
+    ours, theirs = ({n: [*t.shape] for n, t in each.model.items()} for each in (begun, state))
+    for name in {**ours, **theirs}:
+        if ours.get(name) != theirs.get(name):
+            there, here = theirs.get(name, "absent"), ours.get(name, "absent")
+            raise InvalidValueError(
+                f"trained tensor {name!r} is {there} in {source} and {here} in the run that starts "
+                "from it; both must train the same tensors, of the same shapes"
+            )
+    if release["frozen"]["sha256"] != sha256_of(frozen_of(experiment.task)):
+        raise InvalidValueError(
+            f"what is frozen in the model differs from what is frozen in that of {source}; a run "
+            "that starts from it must have the same"
+        )
+    statistics = {name: state.statistics[name] for name in begun.statistics}
+    state_before = initial_state(plan, state.parameters, statistics)
+    same = load_config(folder.plan).server.optimizer == experiment.config.server.optimizer
+    return replace(state_before, optimizer=state.optimizer) if same else state_before
 
 
 def state_to_start_from(
@@ -429,11 +497,14 @@ def conduct(
     simulation; it is None in a deployment.
     """
     plan, output = experiment.plan, experiment.config.output
-    evaluation = experiment.evaluation
+    evaluation, best = experiment.evaluation, _Best(folder)
+
+    def at_present() -> Checkpoint:
+        return Checkpoint(state, plan.digest, records.ledger.head)
 
     def keep() -> None:
-        checkpoint = Checkpoint(state, plan.digest, records.ledger.head)
-        with_room(lambda: save_checkpoint(folder.checkpoints, checkpoint))
+        checkpoint = at_present()
+        with_room(lambda: save_checkpoint(folder.checkpoints, checkpoint, best.checkpoint))
 
     _settle(experiment, state, records)
     observed: tuple[OnRelease, ...] = (auditor.observe,) if auditor else ()
@@ -461,6 +532,7 @@ def conduct(
         if state.round % output.evaluate_every == 0 or state.round == plan.rounds:
             latest, figures = state, _measured(experiment, state.model)
             result = replace(result, **figures)
+            best.consider(result, at_present())
         if evaluation and evaluation.due(state.round, last=state.round == plan.rounds):
             result = evaluation.added(result, state.model, records, experiment.entropy)
         with_room(partial(folder.append_metrics, asdict(result)))
@@ -469,12 +541,37 @@ def conduct(
             keep()
         on_round(result)
     keep()
-    _write_model(folder, plan, stop, state, records)
+    if latest is not state:
+        figures, results = _measured(experiment, state.model), folder.results()
+        best.consider(replace(results[-1], **figures) if results else None, at_present())
     transport.release_resources()
-    if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):
-        with_room(lambda: records.participation.forget_series(plan.run))  # of one that was killed
-    figures = figures if latest is state else _measured(experiment, state.model)
-    return _ended(folder, experiment, stop, state, records, auditor, figures, counted)
+    return _ended(folder, experiment, stop, state, records, auditor, figures, counted, best)
+
+
+class _Best:
+    """The best of a run's models, by held-out rows; a resumed run knows it by its checkpoints."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        kept = {path.stem: path for path in checkpoints(folder.checkpoints)}
+        named = {f"round-{result.round:06d}": result for result in folder.results()}
+        self.round = best_round(result for stem, result in named.items() if stem in kept)
+        number = self.round.round if self.round else None
+        path = None if number is None else kept[f"round-{number:06d}"]
+        self.checkpoint = load_checkpoint(path) if path else None
+
+    def consider(self, result: RoundResult | None, checkpoint: Checkpoint) -> None:
+        """Remember a round and its checkpoint if its model is better than all before."""
+        rounds = [each for each in (self.round, result) if each]
+        if result and best_round(rounds) is result:
+            self.round, self.checkpoint = result, checkpoint
+
+    def write(self, folder: RunFolder, task: Task) -> None:
+        """Write the model, if one was measured; the choice depends on all rounds and costs them."""
+        if self.round and self.checkpoint:
+            last = folder.results()[-1]
+            stated = replace(self.round, epsilon=last.epsilon, randomness=last.randomness)
+            model = released_model(task, self.checkpoint.state, [stated])
+            with_room(lambda: write_atomically(folder.best, model))
 
 
 def _settle(experiment: Experiment, state: ServerState, records: PrivacyRecords) -> None:
@@ -497,14 +594,18 @@ def _guaranteed(
 
 
 def _write_model(
-    folder: RunFolder, plan: TrainingPlan, stop: Stop, state: ServerState, records: PrivacyRecords
+    folder: RunFolder,
+    experiment: Experiment,
+    stop: Stop,
+    state: ServerState,
+    records: PrivacyRecords,
 ) -> None:
-    """Write the released model, after what its last round released says what the run costs."""
-    results = folder.results()
+    """Write the released model, after its last round's line states the final cost of the run."""
+    plan, results = experiment.plan, folder.results()
     # Later rounds may have led nowhere, where a resumed run could repeat none of them.
     if stop is Stop.TOO_FEW or (results and results[-1].round > state.round):
         _restate(folder, state.round, _guaranteed(plan, stop, state, records))
-    model = released_model(state, folder.results())
+    model = released_model(experiment.task, state, folder.results())
     with_room(lambda: write_atomically(folder.model, model))
 
 
@@ -524,15 +625,20 @@ def _ended(
     auditor: Auditor | None,
     figures: Mapping[str, Any],
     counted: Contributors,
+    best: _Best,
 ) -> Run:
-    """The value of a run that has ended, after its folder says so."""
-    run, privacy, charges = experiment.plan.run, experiment.config.privacy, records.ledger.charges()
+    """Write the models and the end of a run into its folder, and return the run."""
+    plan, privacy, charges = experiment.plan, experiment.config.privacy, records.ledger.charges()
+    _write_model(folder, experiment, stop, state, records)
+    best.write(folder, experiment.task)
+    if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):
+        with_room(lambda: records.participation.forget_series(plan.run))  # of one that was killed
     # Canaries are in the rounds alone, not in what is asked between them.
-    of_rounds = (row for row in charges if row.run == run)
+    of_rounds = (row for row in charges if row.run == plan.run)
     charged = records.ledger.epsilon(records.budget)
     facts: dict[str, Any] = {
         "stop": stop,
-        "epsilon": _guaranteed(experiment.plan, stop, state, records),
+        "epsilon": _guaranteed(plan, stop, state, records),
         "delta": records.budget.delta,
         "warnings": notes.of_run(experiment, stop, counted, folder.results(), charged),
     }
@@ -544,6 +650,8 @@ def _ended(
         ledger=Path(privacy.ledger) if privacy.ledger else folder.ledger,
         audit=auditor.conclude(paid_events(of_rounds)) if auditor else None,
         **facts,
+        best=best.round,
+        best_state=best.checkpoint.state if best.checkpoint else None,
         **figures,
     )
 
@@ -585,12 +693,13 @@ def run_rounds(
     clock: Callable[[], float] | None,
 ) -> Run:
     """Start or resume an experiment in its folder; callbacks are not told how long rounds took."""
-    folder, plan = setup.folder, experiment.plan
+    folder, plan, before = setup.folder, experiment.plan, None
     if setup.resuming:
         setup.refuse_other_plan(experiment)
     else:
         check_budget(experiment, spent_in(setup.ledger, plan.population))
         setup.refuse_taken_name()
+        before = _state_after(setup.start, experiment) if setup.start else None
         folder.create()
     files, budget = (setup.ledger, record_path(setup.ledger)), experiment.budget
     with ExitStack() as stack:
@@ -598,6 +707,9 @@ def run_rounds(
         opened = PrivacyRecords.open(*files, plan.population, budget, resuming=setup.resuming)
         records = stack.enter_context(opened)
         records.participation.bind(setup.run, experiment.enrolled)
+        if before:  # before the plan, as a folder with a plan is resumed from its checkpoints
+            begun = Checkpoint(before, plan.digest, records.ledger.head)
+            save_checkpoint(folder.checkpoints, begun)
         # After ledger and record were created: a run that is resumed without them has lost them.
         setup.write_plan(experiment)
         start, every = experiment.initial_state, experiment.config.output.checkpoint_every

@@ -62,6 +62,7 @@ def simulate(
     out: Path | str | None = None,
     resume: bool = False,
     keep_going: bool = False,
+    start: Path | str | None = None,
     name: str = "run",
     seed: int | None = None,
     ledger: Path | str | None = None,
@@ -111,6 +112,9 @@ def simulate(
     * resume: go on with the run in `out`, or start it if there is none.
     * keep_going: go on though too few users count, which otherwise refuses the run before its first
       round, or ends it once noised counts of contributors say so; see `Run.warnings`.
+    * start: folder of a run whose model this one goes on from, with the state of the server's
+      optimiser if it is of the same class. Its ledger is charged too, and a calibrated mechanism is
+      calibrated again to what is left there of its ε.
     * name: begins the name of the run in the ledger.
     * seed: makes the run repeatable; the guarantee then does not hold against those who know it.
     * ledger: a ledger that several runs on the same users charge together; by default one in the
@@ -137,6 +141,7 @@ def simulate(
         audit=(audit, Audit | None),
         engine=(engine, Engine | None),
         out=(out, Path | str | None),
+        start=(start, Path | str | None),
         ledger=(ledger, Path | str | None),
     )
     callbacks, told = named("on_round", on_round, Callable), named("trackers", trackers, Tracker)
@@ -150,15 +155,16 @@ def simulate(
         "audit": audit and asdict(audit),
     }
     config = settings_of(name, population, method, rounds=rounds, seed=seed, **sections)
-    setup = RunSetup.at(config, Path(out) if out else None, resume=resume, keep_going=keep_going)
+    place, source = (Path(path) if path else None for path in (out, start))
+    setup = RunSetup.at(config, place, resume=resume, keep_going=keep_going, start=source)
     if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
         begun = setup.config.privacy.noise_multiplier
         mechanism = replace(mechanism, noise_multiplier=begun, rounds=None)
-    elif federated_evaluation and mechanism.rounds:
+    elif (federated_evaluation or start) and mechanism.rounds:
         mechanism = replace(mechanism, noise_multiplier=None)
     method = replace(method, mechanism=mechanism)
     console = screen(quiet=quiet)
-    spent = setup.spent if federated_evaluation else ()
+    spent = setup.spent if federated_evaluation or start else ()
     experiment, transport = on_population(setup.config, setup.run, population, spent, method)
     followed = replace(experiment, on_round=callbacks, trackers=told)
     return _run(setup, followed, transport, console)
@@ -171,9 +177,13 @@ def run_simulation(
     *,
     resume: bool,
     keep_going: bool = False,
+    start: Path | None = None,
 ) -> Run:
-    """Run or resume the experiment of a file in this process, and print how it went."""
-    setup = RunSetup.of(file, assignments, out, resume=resume, keep_going=keep_going)
+    """Run or resume the experiment of a file in this process, and print how it went.
+
+    It starts from the model of the run in the folder `start`, if that is given.
+    """
+    setup = RunSetup.of(file, assignments, out, resume=resume, keep_going=keep_going, start=start)
     config, population = setup.config, population_of(setup.config)
     console = screen()
     experiment, transport = on_population(config, setup.run, population, setup.spent)

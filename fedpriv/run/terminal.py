@@ -266,6 +266,8 @@ def _measured_rows(run: Run, plan: TrainingPlan) -> list[tuple[str, str]]:
         title, _, group = name.partition(": ")
         figures.setdefault(title, []).append(f"{group} {value:.4g}".lstrip())
     rows += [(f"{title} on held-out rows", ", ".join(texts)) for title, texts in figures.items()]
+    if run.best and run.best.round < run.state.round:
+        rows.append(("best on these rows", f"round {run.best.round}, {run.best.measured}"))
     for name, over in run.held_out_users.items():
         quantiles = ", ".join(f"{over[key]:.3g}" for key in ("q10", "q50", "q90"))
         label = f"{name} of {over['users']:.0f} held-out users"

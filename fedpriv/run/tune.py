@@ -32,6 +32,7 @@ from fedpriv.accounting.calibration import smallest_noise
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.accounting.selection import TRIAL_BITS, number_of_trials
 from fedpriv.data.population import Population, load_population
+from fedpriv.engine.released import released_model
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import Engine, InProcessTransport
 from fedpriv.errors import InvalidValueError, RunError, known_names
@@ -89,7 +90,6 @@ from fedpriv.training.rounds import (
     RoundResult,
     ServerState,
     TrainingPlan,
-    released_model,
     train,
 )
 
@@ -471,11 +471,11 @@ class _Search:
         if best is None:
             self._say("no trial ended; the charge stays, and nothing is released")
             return Tuning(folder.path, {}, None, epsilon=price)
-        settings, found, state, last = best
+        settings, found, task, state, last = best
         result = replace(
             last, run=run, epsilon=price, delta=delta, charge=charge, randomness=randomness
         )
-        model = released_model(state, [result])
+        model = released_model(task, state, [result])
         with_room(lambda: write_atomically(folder.model, model))
         about = f"ε = {format_epsilon(price)} at δ = {delta}, the model included"
         return self._told(Tuning(folder.path, settings, found, epsilon=price), about)
@@ -567,7 +567,7 @@ class _Search:
 
     def _best_of(
         self, kinds: Mapping[Any, Trial], score: "_Score", sign: float
-    ) -> tuple[Settings, float, ServerState, RoundResult] | None:
+    ) -> tuple[Settings, float, Task, ServerState, RoundResult] | None:
         """The best of a random number of independent trials; of those with equal scores the first.
 
         Trials are alike, so which of equals is first says nothing. What fails counts as worst: it
@@ -591,7 +591,7 @@ class _Search:
                 except Exception:  # no word of it may leave
                     continue
                 if best is None or sign * found > sign * best[1]:
-                    best = settings, found, state, result
+                    best = settings, found, experiment.task, state, result
         return best
 
     def _print_price(self, event: RoundEvent, budget: PrivacyBudget, price: float) -> None:

@@ -342,6 +342,13 @@ class RoundResult:
         return released | {f"metric/{name}": value for name, value in self.scalar_metrics.items()}
 
     @property
+    def measured(self) -> str:
+        """How good the model is on held-out rows, for people to read; "" if that is unknown."""
+        if self.accuracy is not None:
+            return f"accuracy {self.accuracy:.2%}"
+        return "" if self.loss is None else f"loss {self.loss:.4g}"
+
+    @property
     def metrics_text(self) -> tuple[str, ...]:
         """The metrics that are one number, each with its noise, for people to read.
 
@@ -352,6 +359,23 @@ class RoundResult:
             for name, value in self.scalar_metrics.items()
             if name != CONTRIBUTORS_METRIC
         )
+
+
+def best_round(results: Iterable[RoundResult]) -> RoundResult | None:
+    """The round with the best model on held-out rows, by accuracy, or by loss without classes.
+
+    Of equals it is the first; None if no model was measured. To choose is post-processing of what
+    all rounds released, so it costs what they cost together.
+    """
+
+    def score(result: RoundResult) -> float:
+        value = result.accuracy
+        if value is None:
+            value = math.nan if result.loss is None else -result.loss
+        return value if math.isfinite(value) else -math.inf
+
+    best = max(results, key=score, default=None)
+    return None if best is None or score(best) == -math.inf else best
 
 
 OnRound = Callable[[RoundResult], object]  # called after each round; its result is not read
@@ -510,8 +534,27 @@ class Checkpoint:
     ledger_head: Head
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Write `round-NNNNNN.safetensors`, named by its last round, atomically; keep the last 3."""
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, best: Checkpoint | None = None) -> Path:
+    """Write `round-NNNNNN.safetensors`, named by its last round, atomically.
+
+    The last 3 are kept, and `best`, which is written too if it is not there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = kept = _path_of(folder, checkpoint)
+    if best is not None and not (kept := _path_of(folder, best)).exists() and kept != path:
+        _write(kept, best)
+    _write(path, checkpoint)
+    for old in checkpoints(folder)[:-_KEPT]:
+        if old != kept:
+            old.unlink(missing_ok=True)
+    return path
+
+
+def _path_of(folder: Path, checkpoint: Checkpoint) -> Path:
+    return folder / f"round-{checkpoint.state.round:06d}.safetensors"
+
+
+def _write(path: Path, checkpoint: Checkpoint) -> None:
     state, head = checkpoint.state, checkpoint.ledger_head
     moments = (state.optimizer.first, state.optimizer.second)
     kept = (state.parameters, *moments, state.statistics, state.control)
@@ -529,30 +572,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         "clipping_norms": " ".join(map(repr, state.clipping_norms)),
     }
     metadata["digest"] = _digest(metadata, tensors)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"round-{state.round:06d}.safetensors"
     write_atomically(path, save(tensors, metadata))
-    for old in checkpoints(folder)[:-_KEPT]:
-        old.unlink(missing_ok=True)
-    return path
-
-
-def released_model(state: ServerState, results: Iterable[RoundResult]) -> bytes:
-    """The model of a state as a file of safetensors; its metadata say what it cost.
-
-    Under the key "release" they are a JSON object: `round`, and of its result `run`, `rounds`,
-    `epsilon` ("Infinity" without noise), `delta`, `unit`, `relation` and `randomness`.
-    """
-    released: dict[str, object] = {"round": state.round}
-    for result in results:
-        if result.round == state.round:
-            keys = ("run", "rounds", "epsilon", "delta", "unit", "relation", "randomness")
-            released |= {key: getattr(result, key) for key in keys}
-            if math.isinf(result.epsilon):  # JSON has no such number
-                released["epsilon"] = "Infinity"
-    tensors = {name: np.asarray(p, order="C") for name, p in state.model.items()}
-    # One key: safetensors writes several in any order, and equal runs have equal files.
-    return save(tensors, {"release": json.dumps(released)})
 
 
 def evaluation_run(run: str) -> str:

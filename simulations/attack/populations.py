@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedpriv.data.population import Array, UserStore, offsets_of
+from fedpriv.data.columns import Array
+from fedpriv.data.population import UserStore, offsets_of
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import FedprivError
 from fedpriv.privacy.round import PartialSum

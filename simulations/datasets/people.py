@@ -3,7 +3,13 @@
 Each person is a user with all of its rows, and held-out rows are by people who are no users; where
 they have many rows, the rows say whose they are, for figures by person.
 Inputs are scaled by constants of physics, of medicine or of the questionnaire, never by statistics
-of the users' data, which would be a release without a charge.
+of the users' data, which would be a release without a charge. All questions about the same people
+have one name in the ledger, so their costs add up.
+
+Sources: HAR by M. Matey-Sanz, S. Casteleyn, C. Granell, https://doi.org/10.5281/zenodo.8398688,
+CC BY 4.0. Parkinsons by A. Tsanas, M. A. Little, P. E. McSharry, L. O. Ramig,
+https://doi.org/10.24432/C5ZS3N, CC BY 4.0. Census: Fulton County, Georgia, in the Public Use
+Microdata Sample of 2000; public domain.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.data.arrays import from_arrays
+from fedpriv.data.columns import Array
 from fedpriv.data.files import read_npz
-from fedpriv.data.population import HELD_OUT_USER, Array, Population, check_count
+from fedpriv.data.population import HELD_OUT_USER, Population, check_count
 from fedpriv.errors import DataError, InvalidValueError, known_names
 from simulations.datasets.files import find_file, read_csv
 
@@ -23,7 +30,7 @@ Floats = NDArray[np.float64]
 HAR_FILE = "har_raw.npz"
 ACTIVITIES = ("seated", "standing up", "walking", "turning", "sitting down")
 _HAR_HELD_OUT = (19, 20, 21, 22, 23)
-_HAR_SOURCE = "the recordings are at https://doi.org/10.5281/zenodo.8398688, see docs/data.md"
+_HAR_SOURCE = "the recordings are at https://doi.org/10.5281/zenodo.8398688, see load_har"
 _HAR_DEVICES = {"phone": "sp", "watch": "sw"}
 _WINDOW = 128  # samples, at 100 Hz
 _GRAVITY, _HALF_TURN = 9.81, np.pi  # m/s² and rad/s

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
-from fedpriv.data.population import Array, Population, UserStore, check_count, offsets_of
+from fedpriv.data.columns import Array
+from fedpriv.data.population import Population, UserStore, check_count, offsets_of
 from fedpriv.errors import DataError
 from simulations.datasets.files import find_file
 

@@ -27,7 +27,7 @@ import fedpriv
 from fedpriv.accounting import ACCOUNTANTS
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.analytics import PrincipalComponents, SecondMoments, Survey, ask
-from fedpriv.data.population import Fields
+from fedpriv.data.columns import Fields
 from fedpriv.experiment.build import records_of
 from fedpriv.experiment.config import load_config
 from fedpriv.experiment.models import mlp

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import DataError, InvalidValueError, ModelError
 from fedpriv.experiment.build import build_task
+from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import Metric
+from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import add_up
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
@@ -72,6 +75,23 @@ def test_a_sum_is_that_of_the_engine(processes: int) -> None:
     expected = add_up(in_process(request).collect(request), request.clipping, 4)
     assert (answer.node, answer.users, answer.weight) == ("", 4, expected.weight)
     np.testing.assert_array_equal(answer.total, expected.total)
+
+
+def test_integers_and_targets_in_a_column_are_read_as_the_model_asks(tmp_path: Path) -> None:
+    task = TaskDescription("softmax", {"inputs": 4, "classes": 3}, 0, "cross-entropy")
+    rng, sums = np.random.default_rng(0), []
+    x, y, ids = rng.integers(-3, 4, (6, 4)), rng.integers(0, 3, 6), np.array([*"aabbcc"])
+    for fields in ({"x": x, "y": y[:, None]}, {"x": x.astype(np.float32), "y": y}):
+        np.savez(tmp_path / "users.npz", user_id=ids, **fields)
+        host = Host.of(HostSettings(str(tmp_path / "users.npz"), "cpu", processes=1))
+        trainer = host.trainer(Welcome("people", 100, np.arange(3), task))
+        parameters = trainer.transport.task.parameters()
+        layout = Layout.of(parameters)
+        asked = replace(request_to(["u8"]), parameters=parameters, users=np.arange(3))
+        answer = trainer.answer(replace(asked, clipping=Clipping(layout, flat(layout, 0.1))))
+        assert answer.users == 3
+        sums.append(answer.total)
+    np.testing.assert_array_equal(*sums)
 
 
 def test_users_who_take_too_long_count_as_zero() -> None:

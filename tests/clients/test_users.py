@@ -135,7 +135,7 @@ def test_a_folder_in_a_folder_is_refused(tmp_path: Path) -> None:
         ({"x": np.zeros((1, 1), np.float32)}, "has the fields"),
         ({**fields_of([1.0]), "y": np.zeros(2, np.int64)}, "different numbers of rows"),
         ({**fields_of([1.0]), "x": np.zeros((1, 2), np.float32)}, "per row"),
-        ({**fields_of([1.0]), "x": np.zeros((1, 1))}, "per row"),
+        ({**fields_of([1.0]), "x": np.zeros((1, 1), np.int64)}, "per row"),
         ({**fields_of([1.0]), "y": np.int64(1)}, "not an array whose first axis is the rows"),
     ],
 )

@@ -81,7 +81,7 @@ def test_ids_that_could_merge_or_split_users_are_refused(ids, message):
 
 
 def test_grouped_rows_are_held_without_a_copy():
-    x = np.arange(6.0).reshape(3, 2)
+    x = np.arange(6, dtype=np.float32).reshape(3, 2)
     assert np.shares_memory(from_arrays({"x": x}, [5, 5, 1]).fields["x"], x)
     assert not np.shares_memory(from_arrays({"x": x}, [5, 1, 5]).fields["x"], x)
 
@@ -177,7 +177,7 @@ def test_grouped_tensors_and_lists():
         (user(1) | {"y": np.zeros(2, int)}, "user 'b' have different numbers of rows"),
         (user(1) | {"y": np.int64(3)}, "user 'b' have different numbers of rows"),
         (user(1) | {"x": np.zeros((1, 2), np.float32)}, r"float32\[2\] per row; others .*\[1\]"),
-        (user(1) | {"x": np.zeros((1, 1))}, r"'x' of user 'b' is float64\[1\] per row"),
+        (user(1) | {"x": np.zeros((1, 1), int)}, r"'x' of user 'b' is int64\[1\] per row"),
         (user(1) | {"x": [[1], [2, 3]]}, "field 'x' of user 'b' cannot be an array"),
     ],
 )

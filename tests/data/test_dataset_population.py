@@ -209,9 +209,13 @@ def test_nothing_is_left_behind(place, monkeypatch, tmp_path):
         ({"user_column": "writer", "columns": "x"}, InvalidValueError, "columns is 'x'"),
         ({"user_column": "writer", "columns": {"x": [3]}}, InvalidValueError, "columns is "),
         ({"user_column": "writer", "columns": {"x": []}}, DataError, "'x' is made of no columns"),
-        ({"user_column": "writer", "columns": {"x": ["writer"]}}, DataError, "not a column of"),
-        ({"user_column": "writer", "columns": {"y": "writer"}}, DataError, "a model needs numbers"),
-        ({"user_column": "writer", "train": 3}, InvalidValueError, "train is 3"),
+        ({"user_column": "writer", "columns": {"x": ["writer"]}}, DataError, "'writer' holds text"),
+        (
+            {"user_column": "writer", "columns": {"x": "writer"}},
+            DataError,
+            "'x' holds text; give n",
+        ),
+        ({"user_column": "writer", "train": 3}, InvalidValueError, "train is 3; it must be text"),
     ],
 )
 def test_options_that_do_not_fit_are_one_sentence(place, given, error, sentence):
@@ -289,15 +293,27 @@ def test_held_out_rows_of_the_enrolled_are_refused(place):
     ("name", "content", "sentence"),
     [
         ("absent.csv", None, "absent.csv does not exist"),
-        ("notes.txt", "a,b", r"notes.txt is not a dataset"),
-        ("bad.csv", "a,b\n1,2\nsecret,3,4\n", r"bad.csv cannot be read \(ArrowInvalid\)"),
+        ("notes.txt", "a,b", r"notes.txt is not a dataset; legal are .*\.parquet"),
+        ("bad.csv", "a,b\n1,2\nsecret,3,4\n", r"bad.csv .* line 3 has 3 values, line 1 has 2 n"),
+        ("bad.csv", 'a,b\n"secret\nx",2\n1,2,3\n', r"line 4 has 3 values"),
+        ("bad.csv", "a,b\n1,2\nsecret\xe9,3\n".encode("latin-1"), "line 3 is not UTF-8; save"),
+        ("bad.csv", "\xe9,b\n1,2\n".encode("latin-1"), "line 1 is not UTF-8; save"),
+        (
+            "bad.csv",
+            "a;b\n1,5;2,5\n",
+            "bad.csv has ';' between its values; .*decimal=','",
+        ),
+        ("bad.csv", "a;b\n1;2\n", "bad.csv has ';' between its values; write commas"),
+        ("bad.csv", "5.1,3.5,0\n4.9,3,0\n", "bad.csv has numbers in line 1; its first line must"),
+        ("bad.csv", "1,1,0\n4,3,0\n", "bad.csv has numbers in line 1; its first line must"),
+        ("bad.csv", "", "bad.csv cannot be read: it is not a table"),
         ("bad.json", '{"secret"', r"bad.json cannot be read \(ArrowInvalid\)"),
         ("bad.parquet", "secret", r"bad.parquet cannot be read \(ArrowInvalid\)"),
     ],
 )
 def test_files_that_hold_no_dataset_are_one_sentence(tmp_path, name, content, sentence):
     if content is not None:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(DataError, match=sentence) as got:
         open_dataset(tmp_path / name)
     assert "secret" not in str(got.value)

@@ -62,7 +62,7 @@ def test_large_integer_ids_are_exact_and_columns_can_be_chosen(dataset):
         ("writer", {"x": "?"}, "no column '\\?'"),
         ("gap", {"x": "height"}, "number 1 is None"),
         ("height", {"x": "label"}, "number 0 is 1.5"),
-        ("writer", {"x": "ragged"}, "'ragged' has values that are missing, or of different sh"),
+        ("writer", {"x": "ragged"}, r"'ragged' has shape \[2\] in row 1 and \[1\] in row 0"),
         ("writer", {}, "no field"),
     ],
 )

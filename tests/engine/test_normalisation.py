@@ -167,8 +167,9 @@ def measured(
 def test_the_metric_is_the_moments_of_what_layers_see(shapes: tuple[int, ...]) -> None:
     task, users = Task(make_model(), cross_entropy), make_users()
     asked, other = metric("batch-norm", channels=8, bound=3.0), Task(make_model(), cross_entropy)
-    for buffer in other.model.buffers():  # those that a later round is sent
-        buffer.add_(0.5)
+    for norm in running_norms(other.model).values():  # as a later round is sent them
+        for statistic in norm.statistics.values():
+            statistic.add_(0.5)
     for user in range(len(SIZES)):
         found = measured(task, users, user, asked, shapes, other.statistics())
         np.testing.assert_allclose(found, moments_of(other, users, user), atol=1e-5)

@@ -443,9 +443,11 @@ def test_refusals_say_what_the_data_are() -> None:
     with pytest.raises(ModelError, match=r"targets \[4, 1\], whole numbers"):
         check_task(Task(nn.Linear(6, 3)), column)
     numbers = {**EXAMPLES, "y": EXAMPLES["x"][:, 0]}
-    message = r"outputs are \[4, 1\] and targets \[4\]; under mse they must have the same"
+    message = r"outputs are \[4, 2\] and targets \[4\]; under mse they must have the same"
     with pytest.raises(ModelError, match=message):
-        check_task(Task(nn.Linear(6, 1), loss="mse"), numbers)
+        check_task(Task(nn.Linear(6, 2), loss="mse"), numbers)
+    with pytest.raises(ModelError, match=r"targets are float32\[4\]; .* y.astype\(int\)"):
+        check_task(Task(nn.Linear(6, 3)), numbers)
 
 
 def test_a_model_of_nan_is_refused() -> None:
@@ -453,3 +455,10 @@ def test_a_model_of_nan_is_refused() -> None:
     nn.init.constant_(model.weight, torch.nan)
     with pytest.raises(ModelError, match="NaN or infinite losses at its initial parameters"):
         check_task(Task(model), EXAMPLES)
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (5, 4, 3)])
+def test_the_mean_loss_of_probabilities_is_that_of_torch(shape: tuple[int, ...]) -> None:
+    outputs, targets = torch.randn(shape), torch.randn(shape).softmax(1)
+    total, count = Task(nn.Linear(1, 1)).summed_loss(outputs, targets)
+    torch.testing.assert_close(total / count, nn.functional.cross_entropy(outputs, targets))

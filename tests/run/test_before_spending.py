@@ -69,7 +69,7 @@ def test_held_out_labels_that_the_model_cannot_give_are_refused(tmp_path: Path) 
 
 def test_held_out_rows_without_a_finite_loss_are_refused(tmp_path: Path) -> None:
     x = X[:20].copy()
-    x[-1, 0] = np.nan
+    x[-1, 0] = np.inf
     with pytest.raises(ModelError, match="mean loss of the 20 held-out rows is nan at the initial"):
         start(tmp_path / "run", x, Y[:20])
     assert list(tmp_path.iterdir()) == []

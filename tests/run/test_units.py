@@ -20,6 +20,7 @@ from torch import nn
 
 import fedpriv
 from fedpriv.accounting import ACCOUNTANTS
+from fedpriv.data import from_arrays
 from fedpriv.data.population import cut_up
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, LedgerError, UnsupportedEventError
@@ -284,9 +285,10 @@ def test_one_record_moves_the_released_sum_by_the_clipping_norm_at_most(
     x, y = people.users.fields["x"].copy(), people.users.fields["y"]
     ids = np.repeat(np.arange(3), [2, 4, 6])
     x[-rows:] = scale * np.sign(x[-rows:])
-    held_out = (people.test["x"], people.test["y"])
-    whole = fedpriv.Population.from_arrays(x, y, ids, held_out=held_out)
-    without = fedpriv.Population.from_arrays(x[:-rows], y[:-rows], ids[:-rows], held_out=held_out)
+    whole, without = (
+        fedpriv.Population("3", from_arrays({"x": x[:n], "y": y[:n]}, ids[:n]), people.test)
+        for n in (len(x), len(x) - rows)
+    )
     ends = [
         sums_of(each, unit, tmp_path / name)
         for name, each in (("with", whole), ("without", without))

@@ -11,10 +11,12 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
 
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.engine.task import Task
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiment.config import Config
 from fedpriv.ledger.events import Randomness
@@ -214,10 +216,12 @@ def test_the_newest_model_says_what_the_run_has_cost_since(tmp_path: Path) -> No
     folder, plan = RunFolder(tmp_path), make_plan()
     state = replace(initial_state(plan, PARAMETERS), round=1)
     save_checkpoint(folder.checkpoints, Checkpoint(state, plan.digest, Head(1, "5f")))
+    model = torch.nn.ParameterDict({n: torch.zeros(p.shape) for n, p in PARAMETERS.items()})
+    newest = deployment.newest_model(folder, Task(model))
     for spent in (1.0, 2.0):  # at its release, and once more when later rounds led nowhere
         result = RoundResult("run", 9, 1, 0, "5f", spent, 1e-5, 8.0, {"update": 1.0})
         folder.append_metrics(asdict(result))
-        (tmp_path / "model").write_bytes(deployment._newest_model(folder) or b"")
+        (tmp_path / "model").write_bytes(newest() or b"")
         with safe_open(tmp_path / "model", "numpy") as model:
             assert json.loads(model.metadata()["release"])["epsilon"] == spent
 

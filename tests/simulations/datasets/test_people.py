@@ -1,7 +1,6 @@
 """Tests of HAR, Parkinsons and the census: on small made-up files, and on the real ones."""
 
 import os
-import re
 from pathlib import Path
 
 import numpy as np
@@ -237,19 +236,6 @@ def test_options_that_do_not_fit_are_one_sentence(tmp_path, monkeypatch, name, o
     monkeypatch.setenv("FEDPRIV_DATA", str(tmp_path))
     with pytest.raises((DataError, InvalidValueError), match=sentence):
         load_population(f"simulations.datasets.people:load_{name}", options)
-
-
-def test_the_ten_lines_of_the_guide_run(tmp_path, monkeypatch, capsys):
-    guide = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
-    (lines,) = re.findall(r"```python\n([^`]*load_har[^`]*)```", guide)
-    assert len(lines.splitlines()) == 10
-    write("har", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    # Two users, and δ must be below 1/2.
-    exec(lines.replace("/path/to/folder", str(tmp_path)), {})
-    printed = capsys.readouterr().out.splitlines()[-1].split()
-    assert 7.9 < float(printed[0]) <= 8.0
-    assert 0.0 <= float(printed[1]) <= 1.0
 
 
 @pytest.fixture
