@@ -97,7 +97,7 @@ def test_a_run_says_what_its_releases_show(audited: tuple[Path, str]) -> None:
     assert read_run(out).audit == found
     page = Path(printed("report", out).strip()).read_text("utf-8")
     assert found.text in page
-    assert "How surely canaries are told apart" in page
+    assert "Scores of canaries that were there" in page
     verified = printed(
         "ledger",
         "verify",
@@ -433,7 +433,7 @@ def test_a_program_that_leaks_more_than_it_charges_is_refuted(
     assert "audit: " in last_line(done.stdout)
     assert done.stderr.startswith(f"error: the audit of {tmp_path / 'run'} found ε ≥ ")
     page = Path(printed("report", tmp_path / "run").strip()).read_text("utf-8")
-    assert "What was released cannot be what the ledger says" in page
+    assert "What was released contradicts the ledger" in page
 
 
 def test_python_returns_what_was_refuted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
