@@ -193,14 +193,18 @@ def compare(
     file: Annotated[Path, typer.Argument(help="the study, TOML")],
     out: Annotated[Path | None, _option("folder of the study", default="studies/NAME")] = None,
     workers: Annotated[int | None, _option("runs at once", min=1, default="cores")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Run an experiment under several settings that all cost the same ε, and compare them.
 
     Runs that are finished in the folder are not run again.
     """
     from fedpriv.run.compare import run_study
+    from fedpriv.run.folder import summary_json
 
-    run_study(file, out, workers)
+    folder = run_study(file, out, workers, stderr=as_json)
+    if as_json:
+        typer.echo(summary_json(folder))
 
 
 @app.command(rich_help_panel=_TRAIN)
@@ -211,10 +215,16 @@ def report(
     charts: Annotated[
         Path | None, _option("draw PNG and SVG into this folder; no page", metavar="DIR")
     ] = None,
+    as_json: Annotated[bool, _option("print one JSON object; no page", "--json")] = False,
 ) -> None:
     """Write one HTML page of a run or a study, which opens offline; ledgers are verified first."""
-    from fedpriv.run.folder import write_charts, write_report
+    from fedpriv.run.folder import summary_json, write_charts, write_report
 
+    if as_json:
+        if out or show or charts:
+            raise InvalidValueError("--json writes no page; leave out --out, --open and --charts")
+        typer.echo(summary_json(folder))
+        return
     if charts is None:
         typer.echo(write_report(folder, out, show=show))
         return
@@ -254,6 +264,7 @@ def simulate(
     ] = None,
     engine: Annotated[Literal["in-process", "flower"], _option("where to train")] = "in-process",
     workers: Annotated[int | None, _option("of the engine flower", min=1, default="2")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train across simulated users, and print accuracy beside the (ε, δ) of the ledger.
 
@@ -266,6 +277,8 @@ def simulate(
     if engine == "flower":
         if start is not None:
             raise InvalidValueError("--from is given with --engine flower; it is for in-process")
+        if as_json:
+            raise InvalidValueError("--json is given with --engine flower; it is for in-process")
         (simulate_on_ray,) = entry_points(group="fedpriv.engines", name="ray")
         on_ray = simulate_on_ray.load()
         on_ray(*given, workers or 2, resume=resume, keep_going=keep_going).check()
@@ -274,15 +287,20 @@ def simulate(
         raise InvalidValueError(f"--workers is {workers}; only --engine flower has workers")
     from fedpriv.run.simulate import run_simulation
 
-    run_simulation(*given, resume=resume, keep_going=keep_going, start=start).check()
+    run = run_simulation(*given, resume=resume, keep_going=keep_going, start=start, stderr=as_json)
+    if as_json:
+        from fedpriv.run.folder import summary_json
+
+        typer.echo(summary_json(run.folder))
+    run.check()
 
 
 @app.command(rich_help_panel=_TRAIN)
-def plan(file: ExperimentFile, assignments: Assignments = None) -> None:
+def plan(file: ExperimentFile, assignments: Assignments = None, as_json: AsJson = False) -> None:
     """Show what each vector group of a round gets, and what all rounds would cost."""
     from fedpriv.run.simulate import show_allocation
 
-    show_allocation(file, assignments or [])
+    show_allocation(file, assignments or [], as_json=as_json)
 
 
 @app.command(rich_help_panel=_TRAIN)

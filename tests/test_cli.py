@@ -1,6 +1,7 @@
 """The commands as a user types them, with good and bad input."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -19,7 +20,8 @@ import pytest
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.ledger.ledger import Ledger
-from tests.commandline import fedpriv, refused
+from fedpriv.run.folder import RunFolder
+from tests.commandline import fedpriv, printed, refused
 
 ROOT = Path(__file__).parents[1]
 DIGITS = ROOT / "fedpriv/experiment/bundled/digits.toml"
@@ -49,6 +51,7 @@ def test_simulate_writes_the_run_folder(run_folder: Path) -> None:
         "checkpoints",
         "model.safetensors",
         "best.safetensors",
+        "run.json",
     }
     assert (run_folder / "ledger.participation.sqlite").stat().st_mode & 0o777 == 0o600
 
@@ -558,3 +561,21 @@ def test_a_working_folder_that_was_removed_is_not_missed(tmp_path: Path) -> None
     command = [sys.executable, "-c", f"{code}; from fedpriv.cli import main; main()"]
     done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_programs_read_runs_and_plans_as_json(run_folder: Path, tmp_path: Path) -> None:
+    state = json.loads(printed("report", run_folder, "--json"))
+    last = RunFolder(run_folder).results()[-1]
+    kept = {key: state[key] for key in ("round", "epsilon", "delta", "accuracy", "loss")}
+    assert kept == {key: getattr(last, key) for key in kept}
+    with Ledger.open(run_folder / "ledger.sqlite") as ledger:
+        assert state["head"] == f"{ledger.head.count}:{ledger.head.hash}"
+    assert not (run_folder / "report.html").exists()
+    assert "--open" in refused("report", run_folder, "--json", "--open")
+    plan = json.loads(printed("plan", DIGITS, "--json"))
+    assert math.fsum(group["share"] for group in plan["groups"]) == pytest.approx(1.0)
+    noise = {group["name"]: group["noise_stddev"] for group in plan["groups"]}
+    assert noise["update"] > plan["noise_multiplier"] * 0.5
+    done = fedpriv("simulate", DIGITS, *SHORT, "--out", tmp_path / "run", "--json")
+    assert json.loads(done.stdout)["folder"] == str(tmp_path / "run")
+    assert "accuracy on held-out rows" in done.stderr

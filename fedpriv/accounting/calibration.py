@@ -264,8 +264,8 @@ def plan_within(
         require(target_epsilon > 0.0, f"{problem}; there must be an ε that less noise can spend")
         z = None
     elif same_as is not None:
-        both = f"same_as is {same_as!r} and epsilon is {target_epsilon}"
-        raise InvalidValueError(f"{both}; one of the two must be absent")
+        values = f"same_as is {same_as!r} and epsilon is {target_epsilon}"
+        raise InvalidValueError(f"{values}; one of the two must be absent")
     budget = target_epsilon, delta
     name = "share"
     if n is not None and q is not None and z is None:

@@ -39,10 +39,10 @@ class Evaluation:
 
     loss: float  # mean over targets that count
     accuracy: float | None  # in [0, 1]; None unless targets are classes
-    # Those of the task, by name. For each field of `Task.by`, all figures that groups of rows have,
-    # as "accuracy by sex: F", and the largest difference of two groups, "accuracy by sex: gap".
+    # The task's, by name. For each field of `Task.by` also those of groups of rows, such as
+    # "accuracy by sex: F", and the largest difference of two groups, "accuracy by sex: gap".
     figures: Mapping[str, float]
-    # Where rows have a `HELD_OUT_USER`: `spread_over_users` of each figure, loss and accuracy too.
+    # `spread_over_users` of each figure, loss and accuracy; empty if rows have no `HELD_OUT_USER`.
     held_out_users: Mapping[str, Mapping[str, float]]
     failed: Mapping[str, str]  # reasons why figures could not be computed, by name
 
@@ -63,23 +63,24 @@ def evaluate(
     """
     tensors = {name: tensor.clone() for name, tensor in task.constants(device).items()}
     tensors |= {name: torch.tensor(p, device=device) for name, p in parameters.items()}
-    owners, partitions = _parted(rows, (HELD_OUT_USER, *task.by), len(rows[task.targets]))
+    cells, partitions = _partition(rows, (HELD_OUT_USER, *task.by), len(rows[task.targets]))
     accumulator = _Accumulator(cast(Mapping[str, Figure], task.figures), partitions)
     with _evaluating(task.model), seeded(bytes(32), 0, device):
         tensors = _channels_last(task, tensors, rows, device)
-        for piece, replaced in _pieces(len(owners), personal):
+        for piece, personal_tensors in _pieces(len(cells), personal):
             columns = {n: torch.tensor(rows[n][piece], device=device) for n in task.fields}
             x, y = task.given(columns)
-            put_in = tensors | {n: torch.tensor(p, device=device) for n, p in replaced.items()}
-            seen = task.seen(called(task.model, put_in, x), y)
-            accumulator.add(seen, torch.tensor(owners[piece], device=device))
+            replacements = {n: torch.tensor(t, device=device) for n, t in personal_tensors.items()}
+            seen = task.seen(called(task.model, tensors | replacements, x), y)
+            accumulator.add(seen, torch.tensor(cells[piece], device=device))
     return accumulator.evaluation()
 
 
 def check_held_out(task: Task, rows: HeldOut, device: torch.device) -> None:
     """Raise ModelError if a task cannot be evaluated on all held-out rows.
 
-    At its initial parameters, its mean loss and all figures must be finite.
+    At its initial parameters, its mean loss and all figures must be finite. InvalidValueError if
+    rows cannot be grouped by a field of `Task.by`.
     """
     for name in task.by:
         if name not in rows:
@@ -89,9 +90,9 @@ def check_held_out(task: Task, rows: HeldOut, device: torch.device) -> None:
             )
         several, values = rows[name].ndim > 1, len(np.unique(rows[name]))
         if several or values > _MOST_GROUPS:
-            what = f"values {list(rows[name].shape[1:])} in each" if several else f"{values} values"
+            size = f"values {list(rows[name].shape[1:])} in each" if several else f"{values} values"
             raise InvalidValueError(
-                f"figures are asked for by {name!r}, which has {what} in the held-out rows; it "
+                f"figures are asked for by {name!r}, which has {size} in the held-out rows; it "
                 f"must have one in each row, and {_MOST_GROUPS} different ones at most"
             )
     try:
@@ -112,16 +113,19 @@ def check_held_out(task: Task, rows: HeldOut, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class _Partition:
-    """The parts that a field divides held-out rows into."""
+    """The parts of held-out rows with the same value of a field."""
 
-    labels: npt.NDArray[np.generic]  # value of the field in each part, [P]
-    of_cell: Tensor  # part of each cell, [U]
+    labels: npt.NDArray[np.generic]  # [P] value of the field in each part
+    of_cell: Tensor  # [U] part of each cell
 
 
-def _parted(
+def _partition(
     rows: HeldOut, fields: Iterable[str], count: int
 ) -> tuple[npt.NDArray[np.int64], Mapping[str, _Partition]]:
-    """Cells of rows that are alike in all of these fields that they have: of each row, [n]."""
+    """Return the cell of each row, [n], and the parts by field, for fields that rows have.
+
+    Rows of one cell have the same values of all these fields.
+    """
     parts = {name: np.unique(rows[name], return_inverse=True) for name in fields if name in rows}
     codes = [np.zeros(count, np.int64), *(code for _, code in parts.values())]
     cells, of_row = np.unique(np.stack(codes, 1), axis=0, return_inverse=True)
@@ -131,7 +135,7 @@ def _parted(
 
 
 class _Accumulator:
-    """Figures of rows that are seen piece by piece: of all rows, and of each part of them.
+    """Computes figures of rows that arrive piece by piece: of all rows, and of each part of them.
 
     A figure that raises is recorded as failed, so that the run keeps its model and other figures.
     """
@@ -140,29 +144,29 @@ class _Accumulator:
         self._partitions = partitions
         self._cells = max((len(part.of_cell) for part in partitions.values()), default=1)
         self._summed = {"loss": LOSS, "accuracy": ACCURACY}
-        self._summed |= {name: each for name, each in figures.items() if isinstance(each, Sums)}
-        self._functions = {n: each for n, each in figures.items() if not isinstance(each, Sums)}
+        self._summed |= {n: figure for n, figure in figures.items() if isinstance(figure, Sums)}
+        self._functions = {n: f for n, f in figures.items() if not isinstance(f, Sums)}
         self._sums, self._collected = dict[str, Tensor](), list[Collected]()
         self._failed: dict[str, str] = {}
 
-    def add(self, seen: Seen, owners: Tensor) -> None:
-        """Take in rows and the number of each one's cell."""
+    def add(self, seen: Seen, cells: Tensor) -> None:
+        """Add rows [n] and the numbers of their cells, [n]."""
         if not are_classes(seen):
             self._summed.pop("accuracy", None)
             self._sums.pop("accuracy", None)
         for name in [name for name in self._summed if name not in self._failed]:
             try:
-                sums = self._summed[name].of_rows(seen)
+                terms = self._summed[name].of_rows(seen)
             except Exception as error:
                 self._failed[name] = str(error)
                 continue
-            into = self._sums.setdefault(name, sums.new_zeros((self._cells, sums.shape[1])))
-            _ = into.index_add_(0, owners, sums) if len(into) > 1 else into.add_(sums.sum(0))
+            sums = self._sums.setdefault(name, terms.new_zeros((self._cells, terms.shape[1])))
+            _ = sums.index_add_(0, cells, terms) if len(sums) > 1 else sums.add_(terms.sum(0))
         if self._functions:
-            self._collected.append(Collected.of(seen, owners))
+            self._collected.append(Collected.of(seen, cells))
 
     def evaluation(self) -> Evaluation:
-        """The figures of all rows, and how they differ among their parts."""
+        """Return figures of all rows, of groups of rows, and their spread over users."""
         whole = dict[str, float]()
         parts: dict[str, dict[str, npt.NDArray[np.float64]]] = {n: {} for n in self._partitions}
         for name, sums in self._sums.items():
@@ -180,16 +184,16 @@ class _Accumulator:
             except Exception as error:
                 self._failed[name] = str(error)
                 continue
-            whole |= {f"{name}: {key}" if key else name: each for key, each in values.items()}
+            whole |= {f"{name}: {key}" if key else name: value for key, value in values.items()}
             for field, part in self._partitions.items() if "" in values else ():
-                own = replace(rows, owners=part.of_cell[rows.owners])
-                parts[field][name] = own.by_user(function, len(part.labels))
+                in_parts = replace(rows, owners=part.of_cell[rows.owners])
+                parts[field][name] = in_parts.by_user(function, len(part.labels))
         failed = dict.fromkeys(self._failed, math.nan)
         figures = {name: value for name, value in {**whole, **failed}.items() if name not in ALWAYS}
         of_users = parts.pop(HELD_OUT_USER, {})
         for field, of_groups in parts.items():
             figures |= _by_group(field, self._partitions[field].labels, of_groups)
-        spreads = {name: spread_over_users(each) for name, each in of_users.items()}
+        spreads = {name: spread_over_users(values) for name, values in of_users.items()}
         accuracy = whole.get("accuracy")
         return Evaluation(whole["loss"], accuracy, figures, spreads, self._failed)
 
@@ -197,13 +201,13 @@ class _Accumulator:
 def _by_group(
     field: str, labels: npt.NDArray[np.generic], values: Mapping[str, npt.NDArray[np.float64]]
 ) -> Iterator[tuple[str, float]]:
-    """Figures of groups of rows that are numbers, and the difference of the extremes."""
+    """Yield finite figures of groups of rows, and their largest difference, by name."""
     for name, of_groups in values.items():
-        known = np.isfinite(of_groups)
-        for label, value in zip(labels[known], of_groups[known].tolist(), strict=True):
+        finite = np.isfinite(of_groups)
+        for label, value in zip(labels[finite], of_groups[finite].tolist(), strict=True):
             yield f"{name} by {field}: {label}", value
-        if known.sum() > 1:
-            yield f"{name} by {field}: gap", float(np.ptp(of_groups[known]))
+        if finite.sum() > 1:
+            yield f"{name} by {field}: gap", float(np.ptp(of_groups[finite]))
 
 
 @contextmanager

@@ -334,7 +334,9 @@ FIGURES: Mapping[str, Callable[..., Figure]] = {
         "precision", lambda right, guessed, true: _share(right, guessed, guessed + true)
     ),
     "r2": _r2,
-    "recall": _of_classes("recall", lambda right, chosen, true: _share(right, true, chosen + true)),
+    "recall": _of_classes(
+        "recall", lambda right, guessed, true: _share(right, true, guessed + true)
+    ),
     "rmse": lambda: _mean_of(lambda seen: _errors(seen, "rmse").square(), torch.sqrt),
     "top-k": _top_k,
 }
@@ -369,9 +371,9 @@ class Collected:
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
     def values(self, function: FigureFunction) -> dict[str, float]:
-        """A figure of all rows, under "", or its numbers by name; raises what the function raises.
+        """Return a figure of all rows under the name "", or its numbers by name.
 
-        Without rows it is NaN.
+        Without rows it is NaN. Errors of the function pass.
         """
         value = function(self.outputs, self.targets) if len(self.targets) else math.nan
         numbers = value if isinstance(value, Mapping) else {"": value}
@@ -385,8 +387,8 @@ class Collected:
         for user, rows in enumerate(torch.split(order, sizes)):
             # A figure may need more than one user has, such as rows of both classes.
             with suppress(Exception):
-                own = Collected(self.outputs[rows], self.targets[rows], self.owners[rows])
-                values[user] = own.values(function)[""]
+                user_rows = Collected(self.outputs[rows], self.targets[rows], self.owners[rows])
+                values[user] = user_rows.values(function)[""]
         return values
 
 

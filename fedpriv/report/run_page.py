@@ -97,10 +97,10 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> PageSection:
         name, value = "loss", f"{last.loss:.4g}"
         if last.accuracy is not None:
             name, value = "accuracy", f"{last.accuracy:.2%}"
-        own = {n: f"{v:.4g}" for n, v in last.figures.items() if ": " not in n}
-        shown = {name: value, **own}
-        which = "last model" if last.round == rounds_done else f"after round {last.round:,}"
-        cards += [Card(n, text, f"on held-out rows, {which}") for n, text in shown.items()]
+        figures = {n: f"{v:.4g}" for n, v in last.figures.items() if ": " not in n}
+        model = "last model" if last.round == rounds_done else f"after round {last.round:,}"
+        note = f"on held-out rows, {model}"
+        cards += [Card(n, text, note) for n, text in {name: value, **figures}.items()]
     best = best_round(record.rounds)
     if best is not None and best.round < rounds_done:
         note = f"{best.measured} on the rows that chose it, likely to be worse on others"
@@ -253,14 +253,14 @@ def _front_charts(record: RunRecord) -> list[Chart]:
 
 
 def _figure_chart(rounds: Sequence[RoundResult], title: str, figures: Iterable[str]) -> Chart:
-    """A figure, or that of each group of rows."""
+    """Return a chart of a figure of all rows, or of each group of rows."""
     lines = []
     for name in figures:
         of_title, _, group = name.partition(": ")
         if of_title == title and group != "gap":
-            measured_rounds = [each for each in rounds if name in each.figures]
-            values = [each.figures[name] for each in measured_rounds]
-            lines.append(Series(group or name, _numbers(measured_rounds), values))
+            results = [result for result in rounds if name in result.figures]
+            values = [result.figures[name] for result in results]
+            lines.append(Series(group or name, _numbers(results), values))
     return declared("figure", lines, {"figure": title}, f"figure-{quote(title, safe='')}")
 
 

@@ -49,9 +49,9 @@ class Table:
     simulation_only: bool = False  # whether it shows what no guarantee covers
 
 
-def screen(*, quiet: bool = False, highlight: bool = True) -> Console:
-    """A console that breaks lines on a terminal alone: other programs read whole rows."""
-    console = Console(markup=False, emoji=False, quiet=quiet, highlight=highlight)
+def screen(*, quiet: bool = False, highlight: bool = True, stderr: bool = False) -> Console:
+    """Return a console that breaks lines on a terminal only: other programs read whole rows."""
+    console = Console(markup=False, emoji=False, quiet=quiet, highlight=highlight, stderr=stderr)
     if not (console.is_terminal or console.is_jupyter or "COLUMNS" in os.environ):
         console.width = _UNBROKEN
     return console

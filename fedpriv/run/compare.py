@@ -69,14 +69,14 @@ Ended = tuple[Cell, RunResult]
 _REFRESH = 0.5  # seconds between looks at the metrics of unfinished runs
 
 
-def run_study(file: Path, out: Path | None, workers: int | None) -> None:
+def run_study(file: Path, out: Path | None, workers: int | None, *, stderr: bool = False) -> Path:
     """Run what is missing of a study, and print how its arms compare.
 
     Guarantees: no run begins before all arms could be built and calibrated; a finished run is not
     run again; of a run that was cut short nothing counts; a run that fails does not stop the
     others; no process is left when this ends, however it ends.
     """
-    study, console = load_study(file), screen()
+    study, console = load_study(file), screen(stderr=stderr)
     folder = out or Path("studies") / study.name
 
     def start(missing: Sequence[Cell]) -> Generator[Ended | None]:
@@ -85,6 +85,7 @@ def run_study(file: Path, out: Path | None, workers: int | None) -> None:
 
     _complete(study, folder, start, console)
     console.print(f"folder {folder}", highlight=False)
+    return folder
 
 
 @dataclass(frozen=True)

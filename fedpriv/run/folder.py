@@ -7,7 +7,7 @@ import os
 import webbrowser
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -307,6 +307,34 @@ def _verified(ledger: Ledger, participation: Path) -> bool:
     with ParticipationRecord.open(participation) as record:
         ledger.verify(record)
     return True
+
+
+def summary_json(folder: Path) -> str:
+    """Return the state of a run or the results of a study as one JSON object; ledgers are verified.
+
+    Numbers that are not finite are the strings "Infinity" and "NaN".
+    """
+    if (folder / STUDY).exists():
+        from fedpriv.report.study_charts import results_json  # noqa: PLC0415 - charts start slowly
+
+        return results_json(read_study(folder))
+    record = read_run(folder)
+    head, last = record.verification.head, record.rounds[-1] if record.rounds else None
+    state: RunEnd | RoundResult | None = record.end or last
+    content = {
+        "run": record.name,
+        "folder": str(folder),
+        "ledger": str(record.ledger.path),
+        "head": f"{head.count}:{head.hash}",
+        "rounds_planned": record.rounds_planned,
+        "budget": record.budget,
+        "accountant": record.accountant,
+        "stop": None,  # unless it has ended
+    }
+    if state:
+        names = {field.name for field in fields(RunEnd)} & vars(state).keys()
+        content |= {name: vars(state)[name] for name in sorted(names)}
+    return to_json(content, indent=2, inf_nan_mode="strings").decode()
 
 
 def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -> Path:

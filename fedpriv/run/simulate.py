@@ -1,11 +1,13 @@
 """Runs on simulated users, from Python values or from a file, and `fedpriv plan`."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from pydantic_core import to_json
 from rich import box
 from rich.console import Console
 
@@ -178,6 +180,7 @@ def run_simulation(
     resume: bool,
     keep_going: bool = False,
     start: Path | None = None,
+    stderr: bool = False,
 ) -> Run:
     """Run or resume the experiment of a file in this process, and print how it went.
 
@@ -185,7 +188,7 @@ def run_simulation(
     """
     setup = RunSetup.of(file, assignments, out, resume=resume, keep_going=keep_going, start=start)
     config, population = setup.config, population_of(setup.config)
-    console = screen()
+    console = screen(stderr=stderr)
     experiment, transport = on_population(config, setup.run, population, setup.spent)
     return _run(setup, experiment, transport, console)
 
@@ -257,7 +260,7 @@ def _signal_to_noise(
     return ratios
 
 
-def show_allocation(file: Path, assignments: list[str]) -> None:
+def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False) -> None:
     """Print how a round of an experiment is released and what all rounds cost; spend nothing."""
     config = load_config(file, assignments)
     population, ledger = population_of(config), config.privacy.ledger
@@ -265,13 +268,47 @@ def show_allocation(file: Path, assignments: list[str]) -> None:
     held = spent_in(Path(ledger), name) if ledger else []
     experiment, _ = on_population(config, "plan", population, held)
     plan, console = experiment.plan, screen()
+    groups = [*_groups(plan)]
+    if as_json:
+        loss = epsilon_of(_charges(experiment), config.privacy.delta, config.privacy.accountant)
+        content = {
+            "rounds": plan.rounds,
+            "noise_multiplier": plan.noise_multiplier,
+            "users": plan.sampling.population,
+            "expected_cohort_size": plan.sampling.expected_cohort_size,
+            "epsilon": loss.epsilon,
+            "delta": config.privacy.delta,
+            "assumptions": loss.assumptions,
+            "groups": groups,
+        }
+        print(to_json(content, indent=2, inf_nan_mode="strings").decode())  # noqa: T201
+        return
     at_once = plan.sampling.rounds
     charge = f"{at_once} rounds to a charge" if at_once > 1 else "one charge"
     title = f"One round: {len(plan.shares)} vector groups, one sample, {charge}"
     names = ("group", "tensors", "d", "S", "σ", "share", "signal/noise")
-    _print(console, title, names, _group_rows(plan))
+    columns = [Column(name, "text" if name in names[:2] else "number") for name in names]
+    rows = [
+        (
+            name,
+            ", ".join(tensors),
+            f"{d:,}",
+            f"{norm:.4g}",
+            f"{noise:.4g}",
+            f"{share:.1%}",
+            f"{ratio:.3g}",
+        )
+        for name, tensors, d, norm, noise, share, ratio in (group.values() for group in groups)
+    ]
+    print_table(Table(title, columns, rows), console, box.HEAVY_HEAD)
     for line in (*_facts(experiment, held), "Nothing was spent."):
         console.print(line, highlight=False)
+
+
+def _charges(experiment: Experiment) -> list[RoundEvent]:
+    """All planned rounds, and evaluations by users, as events."""
+    plan, evaluation = experiment.plan, experiment.evaluation
+    return [plan.event, *([evaluation.events(plan.rounds)] if evaluation else [])]
 
 
 def _facts(experiment: Experiment, held: Sequence[RoundEvent]) -> Iterator[str]:
@@ -285,12 +322,11 @@ def _facts(experiment: Experiment, held: Sequence[RoundEvent]) -> Iterator[str]:
         f"z = {plan.noise_multiplier:.6g} of the whole round, {cohort_text(sampling.event())}, "
         f"expected cohort {sampling.expected_cohort_size:g}"
     )
-    charged, events = f"{plan.rounds} rounds", [plan.event]
+    charged, events = f"{plan.rounds} rounds", _charges(experiment)
     if sampling.rounds > 1:
         charged += f", charged as {plan.event.count} of {sampling.rounds},"
     if experiment.evaluation:
         charged += " and the evaluation"
-        events.append(experiment.evaluation.events(plan.rounds))
     loss = epsilon_of(events, privacy.delta, privacy.accountant)
     spent = f"ε = {format_epsilon(loss.epsilon)} at δ = {privacy.delta}"
     yield f"{charged} cost {spent}: {loss.assumptions}"
@@ -332,29 +368,21 @@ def _about_strategy(plan: TrainingPlan) -> str:
     )
 
 
-def _group_rows(plan: TrainingPlan) -> Iterable[list[str]]:
-    """A row for each vector group of the first round, in the order of the ledger."""
+def _groups(plan: TrainingPlan) -> Iterator[dict[str, Any]]:
+    """Yield numbers of each vector group of the first round, in the order of the ledger."""
     mechanism = plan.mechanism
     groups, queries = mechanism.clipping.groups, mechanism.event.queries
     rows = zip(groups, queries, plan.shares, mechanism.query.divisors, strict=True)
     for group, query, share, users in rows:
         dimension = group.dimension(mechanism.clipping.layout)
         noise = query.noise_stddev * mechanism.noise_growth * math.sqrt(dimension)
-        # If every user of an expected cohort contributes the most it may, all in one direction.
-        signal_to_noise = users * group.clipping_norm / noise if noise else math.inf
-        yield [
-            group.name,
-            ", ".join(tensor for tensor in group.tensors if tensor != group.name),
-            f"{dimension:,}",
-            f"{query.clipping_norm:.4g}",
-            f"{query.noise_stddev:.4g}",
-            f"{share:.1%}",
-            f"{signal_to_noise:.3g}",
-        ]
-
-
-def _print(console: Console, title: str, names: Iterable[str], rows: Iterable[list[str]]) -> None:
-    """Print a table with names on the left, which may be folded, and numbers on the right."""
-    text = {"group", "tensors"}
-    columns = [Column(name, "text" if name in text else "number") for name in names]
-    print_table(Table(title, columns, list(rows)), console, box.HEAVY_HEAD)
+        yield {
+            "name": group.name,
+            "tensors": [tensor for tensor in group.tensors if tensor != group.name],
+            "dimension": dimension,
+            "clipping_norm": query.clipping_norm,
+            "noise_stddev": query.noise_stddev,
+            "share": share,
+            # If every user of an expected cohort contributes the most it may, in one direction.
+            "signal_to_noise": users * group.clipping_norm / noise if noise else math.inf,
+        }

@@ -45,10 +45,10 @@ def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
 
 
 def keep_from_git(path: Path) -> None:
-    """Have git ignore a secret file, and all whose names begin with its name.
+    """Have git ignore a secret file, and all files whose names begin with its name.
 
-    The file's folder gets a `.gitignore`, or one more line in it. A `.gitignore` that somebody else
-    wrote is left alone, and so is a folder that cannot be written.
+    The file's folder gets a `.gitignore`, or one more line in it. The function changes no
+    `.gitignore` that somebody else wrote, and ignores a folder that cannot be written.
     """
     ignore, pattern = path.with_name(".gitignore"), f"/{path.name}*"
     with suppress(OSError):
