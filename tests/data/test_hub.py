@@ -63,6 +63,17 @@ def loaded(home, *options, **environment):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+GIVEN = {"dataset": NAME, **USERS}
+OFFLINE = {
+    "whole": GIVEN,
+    "slices": {**GIVEN, "splits": ["train[:3]", "test[:2]"]},
+    "absent": {**GIVEN, "dataset": "someone/nothing"},
+    "split": {**GIVEN, "splits": ["train", "tset"]},
+    "subset": {**GIVEN, "subset": "big"},
+    "same": {**GIVEN, "splits": ["train", "train[:10%]"]},
+}
+
+
 @pytest.fixture(scope="module")
 def fetched(tmp_path_factory):
     """A home whose cache has what was fetched, and what was made of it."""
@@ -73,8 +84,15 @@ def fetched(tmp_path_factory):
         "data/test-00000-of-00001.parquet": parquet(["v"] * 5),
     }
     with hub(NAME, files) as address:
-        found = loaded(home, {"dataset": NAME, **USERS}, HF_ENDPOINT=address)
+        found = loaded(home, GIVEN, HF_ENDPOINT=address)
     return home, found
+
+
+@pytest.fixture(scope="module")
+def offline(fetched):
+    """What is made of each of `OFFLINE` in that home."""
+    made = loaded(fetched[0], *OFFLINE.values(), HF_HUB_OFFLINE="1")
+    return dict(zip(OFFLINE, made, strict=True))
 
 
 EXPECTED = [
@@ -89,26 +107,16 @@ def test_a_name_is_fetched_where_the_hub_is_reached(fetched):
     assert fetched[1] == [EXPECTED]
 
 
-def test_what_was_fetched_once_is_read_from_the_cache(fetched):
-    home, _ = fetched
-    slices = {"dataset": NAME, **USERS, "splits": ["train[:3]", "test[:2]"]}
-    found = loaded(home, {"dataset": NAME, **USERS}, slices, HF_HUB_OFFLINE="1")
-    assert found[0] == EXPECTED
-    assert found[1][0] == f"hugging-face: 3 users by writer of {NAME} train[:3]"
-    assert found[1][3] == [0, 1]
+def test_what_was_fetched_once_is_read_from_the_cache(offline):
+    assert offline["whole"] == EXPECTED
+    name, *_, labels = offline["slices"]
+    assert name == f"hugging-face: 3 users by writer of {NAME} train[:3]"
+    assert labels == [0, 1]
 
 
-def test_what_is_neither_reached_nor_cached_is_one_sentence(fetched):
+def test_what_is_neither_reached_nor_cached_is_one_sentence(fetched, offline):
     home, _ = fetched
-    given = {"dataset": NAME, **USERS}
-    absent, split, subset, same = loaded(
-        home,
-        {**given, "dataset": "someone/nothing"},
-        {**given, "splits": ["train", "tset"]},
-        {**given, "subset": "big"},
-        {**given, "splits": ["train", "train[:10%]"]},
-        HF_HUB_OFFLINE="1",
-    )
+    absent, split, subset, same = (offline[n] for n in ("absent", "split", "subset", "same"))
     assert {absent[0], split[0], subset[0], same[0]} == {"DataError"}
     assert absent[1].startswith(
         "dataset 'someone/nothing' of the Hugging Face hub is neither reached nor in the cache "

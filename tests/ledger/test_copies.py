@@ -155,7 +155,7 @@ def written_all_the_time(path):
         [sys.executable, "-c", WRITER, path],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[2],
     )
     try:
         writer.stdout.readline()

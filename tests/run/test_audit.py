@@ -3,7 +3,9 @@
 import json
 import logging
 import re
+import shutil
 import stat
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -70,9 +72,17 @@ def last_line(text: str) -> str:
     return text.strip().splitlines()[-1]
 
 
-def test_a_run_says_what_its_releases_show(file: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    said = last_line(printed("simulate", file, "--out", out))
+@pytest.fixture(scope="module")
+def audited(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a finished run of the file, and what it printed last."""
+    folder = tmp_path_factory.mktemp("audited")
+    (folder / "audited.toml").write_text(FILE, encoding="utf-8")
+    said = last_line(printed("simulate", folder / "audited.toml", "--out", folder / "run"))
+    return folder / "run", said
+
+
+def test_a_run_says_what_its_releases_show(audited: tuple[Path, str]) -> None:
+    out, said = audited
     assert said.startswith("audit: ε ≥ ")
     assert re.search(r"at 95% confidence, claimed ≤ (2\.000|1\.99\d): consistent$", said)
     folder = RunFolder(out)
@@ -87,7 +97,7 @@ def test_a_run_says_what_its_releases_show(file: Path, tmp_path: Path) -> None:
     assert read_run(out).audit == found
     page = Path(printed("report", out).strip()).read_text("utf-8")
     assert found.text in page
-    assert "How surely canaries are told apart" in page
+    assert "Scores of canaries that were there" in page
     verified = printed(
         "ledger",
         "verify",
@@ -102,9 +112,8 @@ def test_a_run_says_what_its_releases_show(file: Path, tmp_path: Path) -> None:
     assert event.sampling.expected_cohort_size == 20.0
 
 
-def test_the_report_rounds_lower_bounds_down(file: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    printed("simulate", file, "--out", out)
+def test_the_report_rounds_lower_bounds_down(audited: tuple[Path, str], tmp_path: Path) -> None:
+    out = Path(shutil.copytree(audited[0], tmp_path / "run"))
     folder = RunFolder(out)
     found = json.loads(folder.audit.read_text("utf-8")) | {"epsilon_low": 0.8819, "mu_low": 0.3499}
     folder.audit.write_text(json.dumps(found), "utf-8")
@@ -112,22 +121,26 @@ def test_the_report_rounds_lower_bounds_down(file: Path, tmp_path: Path) -> None
     assert "ε ≥ 0.881 at δ = 0.01, with 95% confidence (μ-GDP with μ ≥ 0.349)" in page
 
 
-def test_python_has_the_same_audit(file: Path, tmp_path: Path) -> None:
-    printed("simulate", file, "--out", tmp_path / "one")
+@cache
+def calibrated() -> fedpriv.Mechanism:
     mechanism = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(0.5))
+    return mechanism.calibrate(epsilon=2.0, delta=1e-2, rounds=4, users=40)
+
+
+def test_python_has_the_same_audit(audited: tuple[Path, str], tmp_path: Path) -> None:
     run = fedpriv.simulate(
         load_population("digits", {"users": 40}),
         fedpriv.Task(build_model("softmax", {"inputs": 64, "classes": 10}, 0)),
-        mechanism.calibrate(epsilon=2.0, delta=1e-2, rounds=4, users=40),
+        calibrated(),
         local=fedpriv.SGD(0.3, epochs=1),
         server=fedpriv.FedAvg(),
         audit=fedpriv.Audit(canaries=60),
         seed=1,
-        out=tmp_path / "two",
+        out=tmp_path / "run",
         quiet=True,
     )
     assert run.audit is not None
-    assert run.audit == RunFolder(tmp_path / "one").read_audit()
+    assert run.audit == RunFolder(audited[0]).read_audit()
     run.check()
 
 
@@ -176,11 +189,10 @@ def interrupt_after(round_number: int):
 
 
 def audited_run(out: Path, **given: object) -> fedpriv.Run:
-    mechanism = fedpriv.Mechanism.poisson(q=0.5, clipping=fedpriv.Flat(0.5))
     return fedpriv.simulate(
         load_population("digits", {"users": 40}),
         fedpriv.Task(build_model("softmax", {"inputs": 64, "classes": 10}, 0)),
-        mechanism.calibrate(epsilon=2.0, delta=1e-2, rounds=4, users=40),
+        calibrated(),
         audit=fedpriv.Audit(canaries=60),
         out=out,
         quiet=True,
@@ -188,10 +200,22 @@ def audited_run(out: Path, **given: object) -> fedpriv.Run:
     )
 
 
-def test_a_resumed_run_goes_on_with_its_canaries(tmp_path: Path) -> None:
-    out = tmp_path / "run"
+@pytest.fixture(scope="module")
+def after_two_rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("interrupted") / "run"
     with pytest.raises(KeyboardInterrupt):
         audited_run(out, on_round=[interrupt_after(2)])
+    return out
+
+
+@pytest.fixture
+def interrupted(after_two_rounds: Path, tmp_path: Path) -> Path:
+    """The folder of a run that was interrupted after two of four rounds."""
+    return Path(shutil.copytree(after_two_rounds, tmp_path / "run"))
+
+
+def test_a_resumed_run_goes_on_with_its_canaries(interrupted: Path) -> None:
+    out = interrupted
     folder = RunFolder(out)
     key = next(folder.read_measurements())["key"]
     assert not folder.audit.exists()
@@ -214,10 +238,8 @@ def test_a_round_that_is_repeated_after_a_crash_counts_as_what_it_released(tmp_p
     assert run.audit.rounds == 4
 
 
-def test_an_audit_whose_file_is_gone_is_not_begun_anew(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        audited_run(out, on_round=[interrupt_after(2)])
+def test_an_audit_whose_file_is_gone_is_not_begun_anew(interrupted: Path) -> None:
+    out = interrupted
     measurements = RunFolder(out).measurements
     kept = measurements.read_text("utf-8")
     measurements.unlink()
@@ -230,10 +252,8 @@ def test_an_audit_whose_file_is_gone_is_not_begun_anew(tmp_path: Path) -> None:
     audited_run(out, resume=True)
 
 
-def test_an_audit_whose_file_is_damaged_is_refused_before_more_is_spent(tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt):
-        audited_run(out, on_round=[interrupt_after(2)])
+def test_an_audit_whose_file_is_damaged_is_refused_before_more_is_spent(interrupted: Path) -> None:
+    out = interrupted
     folder = RunFolder(out)
     kept = folder.measurements.read_bytes()
     head, *rows = kept.splitlines(keepends=True)
@@ -413,7 +433,7 @@ def test_a_program_that_leaks_more_than_it_charges_is_refuted(
     assert "audit: " in last_line(done.stdout)
     assert done.stderr.startswith(f"error: the audit of {tmp_path / 'run'} found ε ≥ ")
     page = Path(printed("report", tmp_path / "run").strip()).read_text("utf-8")
-    assert "What was released cannot be what the ledger says" in page
+    assert "What was released contradicts the ledger" in page
 
 
 def test_python_returns_what_was_refuted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
