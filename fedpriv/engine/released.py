@@ -1,7 +1,7 @@
 """A released model: as a module, and as a file of safetensors that holds its whole state_dict.
 
-A tensor with several names, such as an embedding that is also a head, is in the file once, under
-the name that comes first in alphabetical order, which `safetensors.torch.load_model` expects.
+The file holds a tensor with several names, such as an embedding that is also a head, once, under
+the first name in alphabetical order, as `safetensors.torch.save_model` does.
 """
 
 import copy
@@ -34,15 +34,20 @@ def released(task: Task, moved: Tensors) -> nn.Module:
     return model
 
 
-def released_model(task: Task, state: ServerState, results: Iterable[RoundResult]) -> bytes:
+def released_model(
+    task: Task,
+    state: ServerState,
+    results: Iterable[RoundResult],
+    classes: tuple[str, ...] = (),
+) -> bytes:
     """The model of a state as a file of safetensors; its metadata say what it cost.
 
     Under the key "release" they are a JSON object: `round`, and of its result `run`, `rounds`,
     `epsilon` ("Infinity" without noise), `delta`, `unit`, `relation` and `randomness`; `tied`, the
     name in the file of each name that is left out; and `frozen`, with `names` of the tensors that
-    no round or user moves, and `sha256`, their `sha256_of`.
+    no round or user moves, and `sha256`, their `sha256_of`. Names of `classes` must be public.
     """
-    told: dict[str, object] = {"round": state.round}
+    told: dict[str, object] = {"round": state.round} | ({"classes": classes} if classes else {})
     for result in results:
         if result.round == state.round:
             told |= {key: getattr(result, key) for key in _TOLD}
@@ -66,8 +71,9 @@ def read_released(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
         tied = {name: tensors[first] for name, first in release["tied"].items()}
         return tensors | tied, release
     except (OSError, SafetensorError, KeyError, ValueError) as error:
+        reason = f"its metadata lack {error}" if isinstance(error, KeyError) else error
         raise DataError(
-            f"{path} cannot be read as a released model: {error}; it must be model.safetensors of "
+            f"{path} cannot be read as a released model: {reason}; it must be model.safetensors of "
             "a run, or a file that `fedpriv model` fetched"
         ) from error
 
@@ -80,14 +86,14 @@ def frozen_of(task: Task) -> dict[str, Tensor]:
 
 
 def check_can_be_released(task: Task) -> None:
-    """Raise ModelError unless a file can hold the whole state_dict of the task's model."""
+    """Raise ModelError if a file cannot hold the whole state_dict of the task's model."""
     held, (tensors, _) = _named(task.model), _each_once(task.model)
     kept = {id(tensor) for tensor in tensors.values()}
     for name in task.trainable():
         if id(held[name]) not in kept:
             raise ModelError(
-                f"parameter {name!r} is trained and absent from the model's state_dict, so that no "
-                "file could hold it; the state_dict must have all parameters as they are"
+                f"parameter {name!r} is trained and absent from the model's state_dict, so no file "
+                "could hold it; the state_dict must hold every parameter itself"
             )
     for name, tensor in tensors.items():
         try:
@@ -95,9 +101,8 @@ def check_can_be_released(task: Task) -> None:
         except (SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as error:
             kind = f"{tensor.dtype}, {tensor.layout}".replace("torch.", "")
             raise ModelError(
-                f"{name!r} of the model is {kind}, which the file of a released model cannot hold; "
-                "it must be dense and of a type that safetensors has, or, if it is a buffer, be "
-                "registered with persistent=False"
+                f"{name!r} of the model is {kind}, which no file of safetensors can hold; it must "
+                "be dense and of a type that safetensors knows, or a buffer with persistent=False"
             ) from error
 
 
