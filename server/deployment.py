@@ -237,7 +237,7 @@ class _Server:
         """Start to listen, and return the transport to the nodes that connect."""
         enter, service = self.resources.enter_context, self.service
         service.ledger = enter(Ledger.open(self.setup.ledger)).since  # also after the run
-        # A copy, in which the rounds of this process put no parameters while nodes fetch it.
+        # A copy, because evaluation puts tensors into the task's own model meanwhile.
         service.model = newest_model(self.setup.folder, experiment.task.apart())
         service.publish(epsilon=records.ledger.epsilon(records.budget))
         service.sites.serves_until(self.endpoint.certificate_end)

@@ -42,15 +42,22 @@ def released(task: Task, moved: Tensors) -> nn.Module:
     return model
 
 
-def released_model(task: Task, state: ServerState, results: Iterable[RoundResult]) -> bytes:
+def released_model(
+    task: Task,
+    state: ServerState,
+    results: Iterable[RoundResult],
+    classes: tuple[str, ...] = (),
+) -> bytes:
     """Return the model of a state as a file of safetensors, with its cost in the metadata.
 
     The metadata have one key, "release", with a JSON object of: `round`; `run`, `rounds`, `epsilon`
     ("Infinity" without noise), `delta`, `unit`, `relation` and `randomness` of the round's result;
-    `tied`, from each omitted name to the name in the file; and `frozen`, with `names` of the
-    tensors that neither rounds nor users change, and `sha256`, their `sha256_of`.
+    `tied`, from each omitted name to the name in the file; `frozen`, with `names` of the tensors
+    that neither rounds nor users change, and `sha256`, their `sha256_of`; and `classes`, their
+    names, which must be public.
     """
-    release: dict[str, object] = {"round": state.round}
+    named_classes = {"classes": classes} if classes else {}
+    release: dict[str, object] = {"round": state.round} | named_classes
     for result in results:
         if result.round == state.round:
             release |= {key: getattr(result, key) for key in _RESULT_KEYS}
@@ -77,8 +84,9 @@ def read_released(path: Path) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
         tied = {name: tensors[first] for name, first in release["tied"].items()}
         return tensors | tied, release
     except (OSError, SafetensorError, KeyError, ValueError) as error:
+        reason = f"its metadata lack {error}" if isinstance(error, KeyError) else error
         raise DataError(
-            f"{path} cannot be read as a released model: {error}; it must be model.safetensors of "
+            f"{path} cannot be read as a released model: {reason}; it must be model.safetensors of "
             "a run, or a file that `fedpriv model` fetched"
         ) from error
 
@@ -97,8 +105,8 @@ def check_can_be_released(task: Task) -> None:
     for name in task.trainable():
         if id(named[name]) not in in_file:
             raise ModelError(
-                f"parameter {name!r} is trained and absent from the model's state_dict, so that no "
-                "file could hold it; the state_dict must have all parameters as they are"
+                f"parameter {name!r} is trained and absent from the model's state_dict, so no file "
+                "could hold it; the state_dict must hold every parameter itself"
             )
     for name, tensor in tensors.items():
         try:
@@ -106,9 +114,8 @@ def check_can_be_released(task: Task) -> None:
         except (SafetensorError, KeyError, RuntimeError, TypeError, ValueError) as error:
             kind = f"{tensor.dtype}, {tensor.layout}".replace("torch.", "")
             raise ModelError(
-                f"{name!r} of the model is {kind}, which the file of a released model cannot hold; "
-                "it must be dense and of a type that safetensors has, or, if it is a buffer, be "
-                "registered with persistent=False"
+                f"{name!r} of the model is {kind}, which no file of safetensors can hold; it must "
+                "be dense and of a type that safetensors knows, or a buffer with persistent=False"
             ) from error
 
 

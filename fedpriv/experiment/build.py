@@ -98,6 +98,7 @@ class Experiment:
     entropy: Entropy  # of cohorts and noise
     device: torch.device
     enrolled: str = ""  # `digest_of_users` of all that may be drawn
+    classes: tuple[str, ...] = ()  # names of the classes, if they have some that are public
     on_round: Mapping[str, OnRound] = field(default_factory=dict)  # called with each release
     evaluation: UserEvaluation | None = None  # what users are asked of released models
     personalised: HeldOutUsers | None = None  # who make released models their own
@@ -176,7 +177,11 @@ def on_population(
         plan = replace(experiment.plan, description=kept)
         experiment = replace(experiment, plan=plan, evaluation=evaluation)
         check_budget(experiment, [*before, replace(asked, count=1)])
-    experiment = replace(experiment, enrolled=digest_of_users(population.users.user_ids))
+    enrolled = digest_of_users(population.users.user_ids)
+    # Names that were read from users' labels say that some user has each.
+    public = population.classes_given and method.task.targets == "y"
+    classes = (population.classes or ()) if public else ()
+    experiment = replace(experiment, enrolled=enrolled, classes=classes)
     k, store = experiment.plan.sampling.event().examples_per_user, population.users
     if k is not None:
         store = in_places(store, k)

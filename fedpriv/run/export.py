@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedpriv.engine.adapters import Adapted, merge_adapters
+from fedpriv.engine.reading import rows_for
 from fedpriv.engine.released import read_released, sha256_of, state_tensors
 from fedpriv.engine.task import Task, check_holds
 from fedpriv.errors import InvalidValueError, ModelError
@@ -150,6 +151,7 @@ def _two_rows(config: Config, task: Task) -> dict[str, Tensor]:
         raise InvalidValueError(
             "there is no row to try the model on; federation.held_out must name some"
         )
+    rows = rows_for(task, rows)
     x, _ = task.given({name: torch.tensor(rows[name][:1]) for name in task.fields})
     named = x if isinstance(x, dict) else {str(task.inputs): x}
     return {name: torch.cat([row, row]) for name, row in named.items()}

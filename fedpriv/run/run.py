@@ -565,12 +565,13 @@ class _Best:
         if result and best_round(rounds) is result:
             self.round, self.checkpoint = result, checkpoint
 
-    def write(self, folder: RunFolder, task: Task) -> None:
+    def write(self, folder: RunFolder, experiment: Experiment) -> None:
         """Write the model, if one was measured; the choice depends on all rounds and costs them."""
         if self.round and self.checkpoint:
             last = folder.results()[-1]
             stated = replace(self.round, epsilon=last.epsilon, randomness=last.randomness)
-            model = released_model(task, self.checkpoint.state, [stated])
+            about = [stated], experiment.classes
+            model = released_model(experiment.task, self.checkpoint.state, *about)
             with_room(lambda: write_atomically(folder.best, model))
 
 
@@ -605,7 +606,7 @@ def _write_model(
     # Later rounds may have led nowhere, where a resumed run could repeat none of them.
     if stop is Stop.TOO_FEW or (results and results[-1].round > state.round):
         _restate(folder, state.round, _guaranteed(plan, stop, state, records))
-    model = released_model(experiment.task, state, folder.results())
+    model = released_model(experiment.task, state, folder.results(), experiment.classes)
     with_room(lambda: write_atomically(folder.model, model))
 
 
@@ -630,7 +631,7 @@ def _ended(
     """Write the models and the end of a run into its folder, and return the run."""
     plan, privacy, charges = experiment.plan, experiment.config.privacy, records.ledger.charges()
     _write_model(folder, experiment, stop, state, records)
-    best.write(folder, experiment.task)
+    best.write(folder, experiment)
     if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):
         with_room(lambda: records.participation.forget_series(plan.run))  # of one that was killed
     # Canaries are in the rounds alone, not in what is asked between them.

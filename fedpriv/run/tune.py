@@ -475,7 +475,7 @@ class _Search:
         result = replace(
             last, run=run, epsilon=price, delta=delta, charge=charge, randomness=randomness
         )
-        model = released_model(task, state, [result])
+        model = released_model(task, state, [result], first.classes)
         with_room(lambda: write_atomically(folder.model, model))
         about = f"ε = {format_epsilon(price)} at δ = {delta}, the model included"
         return self._told(Tuning(folder.path, settings, found, epsilon=price), about)

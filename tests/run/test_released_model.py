@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,11 +42,13 @@ class Net(nn.Module):
         return self.head(self.two(torch.tanh(self.one(hidden))))
 
 
-def trained(model: nn.Module, out: Path, **fields: object) -> fedpriv.Run:
+def trained(
+    model: nn.Module, out: Path, people: fedpriv.Population = PEOPLE, **fields: object
+) -> fedpriv.Run:
     metrics = {"batch-norm": {"bound": 4.0}} if isinstance(model, Net) else {}
     mechanism = fedpriv.Mechanism.poisson(q=0.9, clipping=fedpriv.Flat(1.0), metrics=metrics)
     return fedpriv.simulate(
-        PEOPLE,
+        people,
         fedpriv.Task(model, **fields),
         mechanism.calibrate(epsilon=50.0, delta=1e-2, rounds=2),
         local=fedpriv.SGD(0.5, epochs=1),
@@ -65,6 +68,11 @@ def accuracy(model: nn.Module) -> float:
     return float((model(torch.tensor(X + 0.01)).argmax(1).numpy() == Y).mean())
 
 
+def release_in(folder: Path) -> dict[str, Any]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return json.loads(file.metadata()["release"])
+
+
 def test_the_file_is_the_whole_state_dict_with_each_tensor_once(run: fedpriv.Run) -> None:
     tensors, expected = load_file(run.folder / "model.safetensors"), run.model.state_dict()
     assert tensors.keys() == Net().state_dict().keys() - {"two.weight"}
@@ -75,11 +83,23 @@ def test_the_file_is_the_whole_state_dict_with_each_tensor_once(run: fedpriv.Run
     same = {name for name, tensor in tensors.items() if torch.equal(tensor, begun[name])}
     frozen = {"base.bias", "base.weight", "count", "norm.num_batches_tracked", "scale"}
     assert same == frozen
-    with safe_open(run.folder / "model.safetensors", "pt") as file:
-        release = json.loads(file.metadata()["release"])
+    release = release_in(run.folder)
     assert release["tied"] == {"two.weight": "one.weight"}
     assert set(release["frozen"]["names"]) == frozen
     assert (release["epsilon"], release["round"]) == (run.epsilon, 2)
+
+
+@pytest.mark.parametrize("given", [["top", "low", "mid"], None])
+def test_names_of_classes_are_in_the_file_unless_users_labels_say_them(
+    tmp_path: Path, given: list[str] | None
+) -> None:
+    names = np.array(["low", "mid", "top"])[Y]
+    held_out = X + 0.01, names
+    people = fedpriv.Population.from_arrays(
+        X, names, np.arange(120) // 6, held_out=held_out, classes=given
+    )
+    run = trained(nn.Linear(4, 3), tmp_path / "run", people)
+    assert release_in(run.folder).get("classes") == given
 
 
 def test_the_helper_of_safetensors_loads_it(run: fedpriv.Run) -> None:
