@@ -56,8 +56,9 @@ def released_model(
     that neither rounds nor users change, and `sha256`, their `sha256_of`; and `classes`, their
     names, which must be public.
     """
-    named_classes = {"classes": classes} if classes else {}
-    release: dict[str, object] = {"round": state.round} | named_classes
+    release: dict[str, object] = {"round": state.round}
+    if classes:
+        release["classes"] = classes
     for result in results:
         if result.round == state.round:
             release |= {key: getattr(result, key) for key in _RESULT_KEYS}
