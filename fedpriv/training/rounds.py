@@ -413,7 +413,7 @@ def train(
     """
     while state.round < plan.rounds:
         try:
-            state, result = run_round(plan, state, transport, records, entropy, on_release)
+            state, result = _one_round(plan, state, transport, records, entropy, on_release)
         except BudgetExceededError:
             return Stop.BUDGET
         except StoppedError:
@@ -424,15 +424,15 @@ def train(
     return Stop.ROUNDS
 
 
-def run_round(
+def _one_round(
     plan: TrainingPlan,
     state: ServerState,
     transport: Transport,
     records: PrivacyRecords,
     entropy: Entropy,
-    on_release: OnRelease = lambda *_: None,
+    on_release: OnRelease,
 ) -> tuple[ServerState, RoundResult]:
-    """One round of `train`: the state after it, and its result."""
+    """Return the state after the next round, and its result."""
 
     def prepare(at: RoundAttempt) -> None:
         transport.prepare(request_to_nobody(plan, state, at))
