@@ -43,10 +43,7 @@ def released(task: Task, moved: Tensors) -> nn.Module:
 
 
 def released_model(
-    task: Task,
-    state: ServerState,
-    results: Iterable[RoundResult],
-    classes: tuple[str, ...] = (),
+    task: Task, state: ServerState, results: Iterable[RoundResult], classes: tuple[str, ...] = ()
 ) -> bytes:
     """Return the model of a state as a file of safetensors, with its cost in the metadata.
 

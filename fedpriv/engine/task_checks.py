@@ -1,6 +1,7 @@
-"""What is refused of a task, in one sentence each, before any user's data are touched."""
+"""Checks of a task before any user's data are touched; each refusal is one sentence."""
 
 import copy
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -24,7 +25,7 @@ from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.training.local import SGD
 from fedpriv.training.request import LocalTraining
 
-_ROUNDING = 0.02  # of what is close: that of bfloat16
+_ROUNDING = 0.02  # relative difference of losses that count as equal, for bfloat16
 _ROWS = 16  # on which gradients are computed
 _LARGE = 1e4  # inputs beyond it are likely to be why a model does not learn
 _SUM_ROUNDING = 1e-4  # how far a sum of probabilities in float32 may be from 1
@@ -33,11 +34,12 @@ _SUM_ROUNDING = 1e-4  # how far a sum of probabilities in float32 may be from 1
 def check_task(task: Task, examples: HeldOut, *, apart: bool = False) -> None:
     """Refuse a task that cannot train, before any user's data are touched.
 
-    Examples are a few rows of public or held-out data; `apart` says that each is a record of its
-    own. A `ModelError` says that a field is absent or no tensor, model or loss raise, the loss is
-    not one finite number per example, depends on parameters itself or has no gradient, there is
-    nothing to train, gradients are sparse, or a copy of the model does not use its own parameters;
-    and, of rows that are apart, that what one gives depends on those beside it or on their number.
+    Examples are a few rows of public or held-out data; with `apart`, each row is its own record.
+
+    ModelError: a field is absent or no tensor; model or loss raise; the loss is not one finite
+    number per example, reads parameters itself or has no gradient; the model has nothing to train,
+    sparse gradients, or copies that do not use their own parameters; or, with `apart`, the result
+    of a row depends on other rows or on their number.
     """
     for column in task.fields:
         if column not in examples:
@@ -49,7 +51,7 @@ def check_task(task: Task, examples: HeldOut, *, apart: bool = False) -> None:
         trained = any(p.requires_grad for p in layer.parameters(recurse=False))
         if trained and getattr(layer, "sparse", False) is True:
             raise ModelError(f"layer {name!r} has sparse gradients; make it with sparse=False")
-    x, y = task.given({column: _tensor(column, examples[column]) for column in task.fields})
+    x, y = _tensors(task, examples)
     original = task.model
     try:
         task = replace(task, model=copy.deepcopy(original))
@@ -63,10 +65,10 @@ def check_task(task: Task, examples: HeldOut, *, apart: bool = False) -> None:
 
 
 def check_targets(task: Task, rows: HeldOut) -> None:
-    """Refuse targets of public rows that are no classes of the model, or no shares of them.
+    """Refuse targets of public rows that do not fit the loss, with a ModelError.
 
-    A `ModelError` says so of losses that go by name: "cross-entropy" takes classes from 0, one for
-    each score, or numbers that are not negative, and "binary-cross-entropy" numbers from 0 to 1.
+    "cross-entropy" takes classes from 0, one for each score, or shares of classes, which are not
+    negative; "binary-cross-entropy" takes numbers from 0 to 1. Other losses are not checked.
     """
     y = rows[task.targets]
     whole = y.dtype.kind in "iub"
@@ -74,52 +76,48 @@ def check_targets(task: Task, rows: HeldOut) -> None:
     if not y.size or task.loss not in (cross_entropy, binary_cross_entropy):
         return
     low, high = float(y.min()), float(y.max())
-    found = f"targets of the held-out rows go from {low:g} to {high:g}"
     if task.loss is binary_cross_entropy:
-        if low < 0.0 or high > 1.0:
-            raise ModelError(
-                f"{found}; under binary-cross-entropy they must be from 0 to 1: number two classes "
-                "0 and 1, and for other numbers use the loss mse"
-            )
-        return
-    if not whole:
-        if low < 0.0:
-            raise ModelError(
-                f"{found} and are {y.dtype}; under cross-entropy such targets are shares of "
-                "classes and must not be negative: for numbers use the loss mse"
-            )
-        return
-    parameters = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
-    x, _ = task.given({column: _tensor(column, rows[column][:2]) for column in task.fields})
-    model, constants = task.evaluated().model, task.constants(torch.device("cpu"))
-    scores = _outputs_once(model, parameters | constants, x).shape[1]
-    if low < 0.0 or high >= scores:
-        cure = f"give the model {high + 1.0:g} scores"
+        most, rule = 1.0, "; under binary-cross-entropy they must be from 0 to 1"
+        cure = "number two classes 0 and 1, and for other numbers use the loss mse"
+    elif not whole:
+        most, cure = math.inf, "for numbers use the loss mse"
+        rule = f" and are {y.dtype}; under cross-entropy shares of classes must not be negative"
+    else:
+        scores = _number_of_scores(task, rows)
+        most, cure = scores - 1, f"give the model {high + 1.0:g} scores"
+        rule = f" and the model gives {scores} scores; cross-entropy takes 0 to {most}"
         if low < 0.0:
             cure = "number classes from 0; ignore_index names the one that does not count"
         elif (low, high) == (1.0, scores):
             cure = "subtract 1 from all"
-        raise ModelError(
-            f"{found} and the model gives {scores} scores; under cross-entropy they must be from 0 "
-            f"to {scores - 1}: {cure}"
-        )
+    if low < 0.0 or high > most:
+        targets = f"targets of the held-out rows go from {low:g} to {high:g}"
+        raise ModelError(f"{targets}{rule}: {cure}")
+
+
+def _number_of_scores(task: Task, rows: HeldOut) -> int:
+    x, _ = _tensors(task, {column: rows[column][:2] for column in task.fields})
+    model, constants = task.evaluated().model, task.constants(torch.device("cpu"))
+    parameters = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
+    return _outputs_once(model, parameters | constants, x).shape[1]
 
 
 def check_learns(task: Task, rows: HeldOut, examples: HeldOut, local: LocalTraining) -> bool:
     """Refuse a task that no user could train, and return whether it is likely to train badly.
 
-    A `ModelError` says that on held-out `rows`, or on random rows like `examples` where there are
-    none, gradients are zero or not finite by all parameters, or that the first local step, if it is
-    one of SGD, is not finite. A task is likely to train badly if its model ends in a softmax, and
-    cross-entropy takes another.
+    It is if the model ends in a softmax and cross-entropy takes another. The task is tried on
+    held-out `rows`, or without them on random rows like `examples`.
+
+    ModelError: gradients by all parameters are zero or not finite, or a first local step of SGD is
+    not finite.
     """
     task = replace(task, model=copy.deepcopy(task.model))
     tried = _Tried.on(task, _counting(task, rows)) if rows else None
     if tried is None or (tried.finite and not tried.losses.any()):
         # A model that fits rows exactly has no gradient on them, but on others it has.
         random = [*_on_random_rows(task, examples)]
-        if not random or any(each.learns or not each.finite for each in random):
-            return any(each.are_probabilities for each in random)
+        if not random or any(trial.learns or not trial.finite for trial in random):
+            return any(trial.are_probabilities for trial in random)
         tried = tried or random[0]
     if not tried.learns:
         kind = "zero" if tried.finite else "NaN or infinite"
@@ -144,8 +142,8 @@ class _Tried:
 
     @classmethod
     def on(cls, task: Task, rows: HeldOut) -> "_Tried":
-        """Those of all rows, or of the first with finite gradients where those of all are not."""
-        x, y = task.given({column: _tensor(column, rows[column]) for column in task.fields})
+        """Try all rows; if their gradients are not finite, keep those of the first row that are."""
+        x, y = _tensors(task, rows)
         weights = 1.0 + torch.rand(len(y), generator=torch.Generator().manual_seed(0))
         outputs, losses, gradients = _differentiated(task, {}, x, y, weights)
         tried = cls(task, x, y, outputs, losses, gradients)
@@ -167,7 +165,7 @@ class _Tried:
 
     @property
     def are_probabilities(self) -> bool:
-        """Whether outputs, of which cross-entropy takes the softmax, look like those of one."""
+        """Whether cross-entropy takes the softmax of outputs that look like those of a softmax."""
         scores = self.outputs
         if self.task.loss is not cross_entropy or scores.dim() < 2 or bool((scores < 0.0).any()):
             return False
@@ -176,7 +174,7 @@ class _Tried:
 
     @property
     def likely_cause(self) -> str:
-        """Why nothing is trained, as far as the numbers show it, and what to do."""
+        """The likely reason why nothing is trained, and the cure."""
         inputs = self.x.values() if isinstance(self.x, dict) else [self.x]
         largest = max((float(t.abs().max()) for t in inputs if t.is_floating_point()), default=0.0)
         if self.outputs.dim() > 1 and self.outputs.shape[1] == 1 and not self.losses.any():
@@ -210,7 +208,7 @@ class _Tried:
 def _differentiated(
     task: Task, moved: TorchTensors, x: Inputs, y: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, TorchTensors]:
-    """Outputs, losses [n] and gradients of their weighted mean by all that is trained."""
+    """Return outputs, losses [n], and gradients of their weighted mean by trained tensors."""
     constants = task.constants(torch.device("cpu"))
     trained = {n: p.to("cpu", torch.float32) for n, p in task.trainable().items()} | moved
     trained = {name: p.clone().requires_grad_() for name, p in trained.items()}
@@ -218,9 +216,9 @@ def _differentiated(
         outputs = called(task.model, _cloned(constants) | trained, each_input(torch.clone, x))
         losses = task.losses_of(outputs, y)
         mean = (losses * weights).mean()
-        found = torch.autograd.grad(mean, [*trained.values()], allow_unused=True)
-    gradients = {n: g for n, g in zip(trained, found, strict=True) if g is not None}
-    return outputs.detach(), losses.detach(), gradients
+        gradients = torch.autograd.grad(mean, [*trained.values()], allow_unused=True)
+    by_name = {n: g for n, g in zip(trained, gradients, strict=True) if g is not None}
+    return outputs.detach(), losses.detach(), by_name
 
 
 def _finite(tensors: TorchTensors) -> bool:
@@ -233,7 +231,7 @@ def _row(x: Inputs, y: Tensor, row: int) -> tuple[Inputs, Tensor]:
 
 
 def _counting(task: Task, rows: HeldOut) -> HeldOut:
-    """A few rows with targets that count, spread over all; the first if no target counts."""
+    """Return a few rows with targets that count, spread over all rows; else the first row."""
     y = rows[task.targets]
     counts = (y != task.ignore_index) if y.dtype.kind in "iu" else np.ones(y.shape, np.bool_)
     places = np.flatnonzero(counts.reshape(len(y), -1).any(1))
@@ -243,18 +241,23 @@ def _counting(task: Task, rows: HeldOut) -> HeldOut:
 
 
 def _on_random_rows(task: Task, examples: HeldOut) -> Iterator[_Tried]:
-    """A task on random rows like some examples, as often as they are legal."""
+    """Yield trials of a task on random rows like some examples, if it takes such rows."""
     for seed in range(2 if examples else 0):
         rng, rows = np.random.default_rng(seed), dict[str, npt.NDArray[np.generic]]()
         for column in task.fields:
             kind, shape = examples[column].dtype, (_ROWS, *examples[column].shape[1:])
-            whole = kind.kind in "iub"  # 0 and 1 are legal words and classes of most models
+            whole = kind.kind in "iub"  # most models take 0 and 1 as words and classes
             drawn = rng.integers(0, 2, shape) if whole else rng.standard_normal(shape)
             rows[column] = drawn.astype(kind)
         try:
             yield _Tried.on(task, rows)
         except Exception:
             continue
+
+
+def _tensors(task: Task, rows: HeldOut) -> tuple[Inputs, Tensor]:
+    """Return the inputs and targets of rows; ModelError if torch cannot hold a field."""
+    return task.given({column: _tensor(column, rows[column]) for column in task.fields})
 
 
 def _tensor(name: str, column: npt.NDArray[np.generic]) -> Tensor:
@@ -307,15 +310,15 @@ def _check_losses(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> No
         )
 
 
-def _kinds(given: Inputs) -> str:
-    """The types and shapes of tensors, as messages name them."""
-    if isinstance(given, Tensor):
-        return f"{str(given.dtype).removeprefix('torch.')}{list(given.shape)}"
-    return ", ".join(f"{name} {_kinds(tensor)}" for name, tensor in given.items())
+def _kinds(inputs: Inputs) -> str:
+    """Return the types and shapes of tensors, for messages."""
+    if isinstance(inputs, Tensor):
+        return f"{str(inputs.dtype).removeprefix('torch.')}{list(inputs.shape)}"
+    return ", ".join(f"{name} {_kinds(tensor)}" for name, tensor in inputs.items())
 
 
 def _check_apart(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> None:
-    """Refuse a task in which what an example gives depends on those beside it."""
+    """Refuse a task in which the loss of an example depends on other examples."""
     model = task.evaluated().model
 
     def losses(rows: slice) -> Tensor:
@@ -329,7 +332,7 @@ def _check_apart(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> Non
     # What a model draws may differ for one example.
     if not _close(alone, losses(slice(None))) and not _draws(model, tensors, x):
         raise ModelError(
-            "model or loss mix examples: what one gives depends on those beside it, or on their "
+            "model or loss mix examples: the loss of one depends on the others, or on their "
             "number, and each is a record of its own"
         )
 
@@ -342,7 +345,7 @@ def _draws(model: nn.Module, tensors: TorchTensors, x: Inputs) -> bool:
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    """Whether tensors agree but for rounding, which may be that of bfloat16."""
+    """Return whether tensors agree within the rounding of bfloat16."""
     sizes = other.abs().double()
     most = float(sizes[torch.isfinite(sizes)].max()) if torch.isfinite(sizes).any() else 0.0
     return one.shape == other.shape and torch.allclose(
@@ -380,6 +383,6 @@ def _cloned(tensors: TorchTensors) -> TorchTensors:
 
 
 def _outputs_once(model: nn.Module, tensors: TorchTensors, x: Inputs) -> Tensor:
-    """Outputs with the same dropout masks each time, leaving torch's generator as it was."""
+    """Return outputs, with the same dropout masks each time; torch's generator stays as it was."""
     with generator_apart(0), torch.no_grad():
         return called(model, tensors, x)

@@ -19,15 +19,7 @@ import numpy as np
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
-from fedpriv.audit import (
-    AuditResult,
-    Canaries,
-    GuessCounts,
-    Measurement,
-    Past,
-    conclude,
-    measure,
-)
+from fedpriv.audit import AuditResult, Canaries, GuessCounts, Measurement, Past, conclude, measure
 from fedpriv.audit.canaries import Positions
 from fedpriv.audit.canary_transport import CanaryTransport
 from fedpriv.errors import DataError

@@ -183,10 +183,7 @@ def compare(
     seeds = plain_numbers(seeds)
     check_types(seeds=(seeds, int | Iterable))
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else plain_numbers(tuple(seeds))
-    sections = {
-        "output": {"evaluate_every": evaluate_every},
-        "engine": asdict(engine or Engine()),
-    }
+    sections = {"output": {"evaluate_every": evaluate_every}, "engine": asdict(engine or Engine())}
     study = study_of_settings(
         methods.tables(next(iter(numbers), 0), **sections),
         name=name,

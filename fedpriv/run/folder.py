@@ -17,16 +17,10 @@ from pydantic_core import to_json
 from fedpriv.accounting.pricing import LedgerContent
 from fedpriv.audit import AuditResult
 from fedpriv.errors import DataError, InvalidValueError, LedgerError
-from fedpriv.experiment.config import load_config
+from fedpriv.experiment.config import Config, load_config
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord, record_path
-from fedpriv.report.records import (
-    RunEnd,
-    RunRecord,
-    SimulationOnlyRound,
-    SiteTable,
-    Verification,
-)
+from fedpriv.report.records import RunEnd, RunRecord, SimulationOnlyRound, SiteTable, Verification
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
 from fedpriv.support.disk import naming, sync, write_atomically, writing
@@ -68,6 +62,10 @@ class RunFolder:
     end = _File("run.json")  # how it ended, if it has
     simulation_only_warnings = _File("simulation_only.json")  # which no guarantee covers
     sites = _File("sites.json")  # how each node does; says who took part, readable by its owner
+
+    def charged(self, config: Config) -> Path:
+        """Return the ledger that a run with this configuration charges."""
+        return Path(config.privacy.ledger) if config.privacy.ledger else self.ledger
 
     def refuse_run(self) -> None:
         """Refuse a folder that holds a run already."""
@@ -265,7 +263,7 @@ def read_run(folder: Path) -> RunRecord:
     if not run.plan.exists():
         raise InvalidValueError(f"{folder} holds no run; {run.plan.name} is absent")
     config = load_config(run.plan)
-    path = Path(config.privacy.ledger) if config.privacy.ledger else run.ledger
+    path = run.charged(config)
     # Before the ledger: a run that is under way charges each round before it releases it.
     results, releases, collected = run.results(), run.releases(), run.collected()
     with Ledger.open(path) as ledger:

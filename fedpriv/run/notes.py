@@ -1,11 +1,12 @@
-"""What the owner of a run should know, in a sentence each, with the cure.
+"""Notes for the owner of a run: one sentence each, with the cure.
 
-Nothing here is only in a log: a run has these notes in `Run.warnings`, in its file `run.json`, in
-what is printed at its end, and on its page. What depends on users' data and is no release begins
-with "simulation only, not private".
+Notes are in `Run.warnings`, in the file `run.json`, in the output at the end of the run, and on its
+page. A note that depends on users' data and is no release begins with "simulation only, not
+private".
 """
 
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.engine.task import running_norms
@@ -15,8 +16,8 @@ from fedpriv.training.contributors import Contributors
 from fedpriv.training.rounds import RoundResult, Stop
 
 _FINE = 1e-4  # steps of updates that change no training to speak of
-_EVALUATIONS = 10  # of which a trend can be told
-_FALLING = 0.02  # by which share the loss falls in the last tenth of them, if it has not levelled
+_EVALUATIONS = 10  # the fewest that can show a trend
+_FALLING = 0.02  # share by which a loss that has not levelled falls in the last tenth of them
 
 
 def of_run(
@@ -25,15 +26,26 @@ def of_run(
     counted: Contributors,
     results: Sequence[RoundResult],
     charged: float,
-) -> tuple[str, ...]:
-    """All notes of a run that has ended, after these rounds; `charged` is the ε of its ledger."""
-    released = () if stop is Stop.TOO_FEW else _of_releases(experiment, counted, results)
-    ended = _of_early_end(experiment, counted, results, charged) if stop is Stop.TOO_FEW else ()
-    return (*ended, *experiment.notes, *of_settings(experiment), *released)
+) -> Iterator[str]:
+    """Yield all notes of a run that ended after these rounds; `charged` is the ε of its ledger."""
+    plan, budget = experiment.plan, experiment.budget
+    if stop is Stop.TOO_FEW:
+        done = results[-1].round
+        yield counted.why_ended(plural(plan.sampling.unit), done, plan.rounds)
+        if done < plan.rounds:
+            yield (
+                f"the guarantee is the budget, ε = {format_epsilon(budget.epsilon)} at δ = "
+                f"{budget.delta}, and not the {format_epsilon(charged)} that the ledger's charges "
+                "add up to, since the run ended because of what it released"
+            )
+    yield from experiment.notes
+    yield from of_settings(experiment)
+    if stop is not Stop.TOO_FEW:
+        yield from _of_releases(experiment, counted, results)
 
 
 def of_settings(experiment: Experiment) -> Iterator[str]:
-    """What settings do to a run, known before its first round."""
+    """Yield notes on what settings do to a run, before its first round."""
     plan, sampling, task = experiment.plan, experiment.plan.sampling, experiment.task
     expected = sampling.expected_cohort_size
     if expected < 1.0 or sampling.population == 1:
@@ -55,37 +67,20 @@ def of_settings(experiment: Experiment) -> Iterator[str]:
         )
     if experiment.config.privacy.unsafe_no_privacy:
         without = "there is no noise, and no ε holds for this run"
-        unlimited = "no budget limits this run"
-        yield (f"unsafe_no_privacy is set; {unlimited if plan.noise_multiplier else without}")
+        effect = "no budget limits this run" if plan.noise_multiplier else without
+        yield f"unsafe_no_privacy is set; {effect}"
     step = max(group.granularity for group in plan.groups)
     if plan.noise_multiplier == 0.0 and step > _FINE:
         yield (
-            f"updates are rounded to whole multiples of {step:.2g}, as the clipping norm is large "
-            "and there is no noise beside which that is little"
-        )
-
-
-def _of_early_end(
-    experiment: Experiment,
-    counted: Contributors,
-    results: Sequence[RoundResult],
-    charged: float,
-) -> Iterator[str]:
-    """Why a run ended, and what it guarantees if it could have gone on."""
-    plan, budget, done = experiment.plan, experiment.budget, results[-1].round
-    yield counted.why_ended(plural(plan.sampling.unit), done, plan.rounds)
-    if done < plan.rounds:
-        yield (
-            f"the guarantee is the budget, ε = {format_epsilon(budget.epsilon)} at δ = "
-            f"{budget.delta}, and not what the ledger's charges add up to, "
-            f"{format_epsilon(charged)}, since the run ended because of what it released"
+            f"updates are rounded to whole multiples of {step:.2g}, since the clipping norm is "
+            "large; without noise this rounding is not small"
         )
 
 
 def _of_releases(
     experiment: Experiment, counted: Contributors, results: Sequence[RoundResult]
 ) -> Iterator[str]:
-    """What releases and figures of held-out rows show at the end."""
+    """Yield notes on releases, and on figures of held-out rows, at the end of a run."""
     sampling = experiment.plan.sampling
     if counted.far_off:
         cure = "look for users whose data are NaN or illegal, and for nodes that are absent"
@@ -93,10 +88,9 @@ def _of_releases(
             cure = "give total_examples, by which averages are divided, a better estimate"
         units = plural(sampling.drawn)
         yield f"noised counts say that {counted} expected {units} counted in a round: {cure}"
-    losses = [each.loss for each in results if each.loss is not None]
-    last = len(losses) // _EVALUATIONS
-    if last:
-        before, after = (sum(some) / last for some in (losses[-2 * last : -last], losses[-last:]))
+    losses = [result.loss for result in results if result.loss is not None]
+    if last := len(losses) // _EVALUATIONS:
+        before, after = fmean(losses[-2 * last : -last]), fmean(losses[-last:])
         if after < before - _FALLING * abs(before):
             yield (
                 f"the loss on held-out rows still fell at the end, from {before:.4g} to "

@@ -20,13 +20,7 @@ from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.audit import AuditResult
 from fedpriv.data.files import read_npz
 from fedpriv.data.population import HELD_OUT_USER, check_not_enrolled, load_population
-from fedpriv.engine.released import (
-    frozen_of,
-    read_released,
-    released,
-    released_model,
-    sha256_of,
-)
+from fedpriv.engine.released import frozen_of, read_released, released, released_model, sha256_of
 from fedpriv.engine.task import HeldOut, Task
 from fedpriv.errors import (
     BudgetExceededError,
@@ -129,7 +123,7 @@ class RunSetup:
         suffix = os.urandom(4).hex() if config.seed is None else f"seed{config.seed}"
         run = config.run or f"{config.name}-{suffix}"
         folder = RunFolder(out or home / run)
-        ledger = Path(config.privacy.ledger) if config.privacy.ledger else folder.ledger
+        ledger = folder.charged(config)
         if not resume:
             folder.refuse_run()  # before its charges are taken for too little budget
         resuming = resume and folder.plan.exists()
@@ -186,8 +180,7 @@ class RunSetup:
         experiment = build(self.config, self.run, population, users, held_out, self.spent)
         self.refuse_examples(experiment.plan, "on nodes")
         if (seed := self.config.seed) is not None:
-            known = "whoever knows it can compute who is drawn, and the noise"
-            _log.warning("seed is %d: %s", seed, known)
+            _log.warning("seed is %d: anyone who knows it can compute cohorts and noise", seed)
         return replace(experiment, enrolled=digest_of_users(user_ids))
 
     def refuse_true_figures(self, where: str) -> None:
@@ -261,8 +254,7 @@ def _charging_for(start: Path, config: Config) -> Config:
     folder, given = RunFolder(start), config.privacy.ledger
     if not folder.plan.exists():
         raise InvalidValueError(f"{start} holds no run to start from; {folder.plan.name} is absent")
-    shared = load_config(folder.plan).privacy.ledger
-    paid = (Path(shared) if shared else folder.ledger).absolute()
+    paid = folder.charged(load_config(folder.plan)).absolute()
     if given and Path(given).resolve() != paid.resolve():
         raise InvalidValueError(
             f"privacy.ledger is {given}, and the model of {start} was charged to {paid}; a run "
@@ -436,41 +428,39 @@ def _state_after(source: Path, experiment: Experiment) -> ServerState:
 
 
 def state_to_start_from(
-    folder: RunFolder,
-    plan: TrainingPlan,
-    records: PrivacyRecords,
-    initial: ServerState,
-    checkpoint_every: int,
+    folder: RunFolder, experiment: Experiment, records: PrivacyRecords
 ) -> ServerState:
-    """State of the newest checkpoint, or the initial state; it must fit the plan and the ledger.
+    """Return the state of the newest checkpoint, or the initial one.
 
-    CheckpointError too if checkpoints are lost: an untrained model would replace the run's, or pay
-    again for rounds that it has.
+    CheckpointError: the checkpoint does not fit the plan and the ledger, or checkpoints are lost,
+    so that an untrained model would replace the run's, or pay again for rounds that it has.
     """
-    if found := checkpoints(folder.checkpoints):
-        return resume(found[-1], plan, records.ledger)
-    begun = load_config(folder.plan).output.checkpoint_every
-    reached = _reached(folder, plan, records, max(checkpoint_every, begun))
-    sign = f"made {folder.model}" if folder.model.exists() else reached
+    plan, output = experiment.plan, experiment.config.output
+    if paths := checkpoints(folder.checkpoints):
+        return resume(paths[-1], plan, records.ledger)
+    begun = load_config(folder.plan).output
+    first = max(output.checkpoint_every, begun.checkpoint_every)
+    sign = next(_signs_of_checkpoints(folder, plan.run, records, first), None)
     if sign is not None:
         raise CheckpointError(
             f"{folder.checkpoints} holds no checkpoint, and the run that {sign} had one; restore "
             "it, or start another run"
         )
-    return initial
+    return experiment.initial_state
 
 
-def _reached(
-    folder: RunFolder, plan: TrainingPlan, records: PrivacyRecords, checkpoint_every: int
-) -> str | None:
-    """A sign that the run was further than its first checkpoint, if there is one."""
+def _signs_of_checkpoints(
+    folder: RunFolder, run: str, records: PrivacyRecords, first: int
+) -> Iterator[str]:
+    """Yield what shows that a run passed the round of its first checkpoint."""
+    if folder.model.exists():
+        yield f"made {folder.model}"
     for release in folder.releases():
-        if release.round > checkpoint_every:
-            return f"released round {release.round} in {folder.metrics}"
+        if release.round > first:
+            yield f"released round {release.round} in {folder.metrics}"
     for row in records.ledger.charges():
-        if row.run == plan.run and row.round > checkpoint_every:
-            return f"charged round {row.round} in its ledger"
-    return None
+        if row.run == run and row.round > first:
+            yield f"charged round {row.round} in its ledger"
 
 
 def conduct(
@@ -585,35 +575,11 @@ def _settle(experiment: Experiment, state: ServerState, records: PrivacyRecords)
             records.settle(event, run, experiment.entropy.randomness)
 
 
-def _guaranteed(
-    plan: TrainingPlan, stop: Stop, state: ServerState, records: PrivacyRecords
-) -> float:
-    """The ε of a run: what the ledger's charges cost, or the budget of a run that ended early."""
-    early = stop is Stop.TOO_FEW and state.round < plan.rounds
-    return records.budget.epsilon if early else records.ledger.epsilon(records.budget)
-
-
-def _write_model(
-    folder: RunFolder,
-    experiment: Experiment,
-    stop: Stop,
-    state: ServerState,
-    records: PrivacyRecords,
-) -> None:
-    """Write the released model, after its last round's line states the final cost of the run."""
-    plan, results = experiment.plan, folder.results()
-    # Later rounds may have led nowhere, where a resumed run could repeat none of them.
-    if stop is Stop.TOO_FEW or (results and results[-1].round > state.round):
-        _restate(folder, state.round, _guaranteed(plan, stop, state, records))
-    model = released_model(experiment.task, state, folder.results(), experiment.classes)
-    with_room(lambda: write_atomically(folder.model, model))
-
-
 def _restate(folder: RunFolder, number: int, epsilon: float) -> None:
-    """Write down once more what a round released, if the run costs another ε by now."""
-    for own in folder.results():
-        if own.round == number and own.epsilon != epsilon:
-            with_room(partial(folder.append_metrics, asdict(replace(own, epsilon=epsilon))))
+    """Write the result of a round once more if its run costs another ε by now."""
+    for result in folder.results():
+        if result.round == number and result.epsilon != epsilon:
+            with_room(partial(folder.append_metrics, asdict(replace(result, epsilon=epsilon))))
 
 
 def _ended(
@@ -628,26 +594,32 @@ def _ended(
     best: _Best,
 ) -> Run:
     """Write the models and the end of a run into its folder, and return the run."""
-    plan, privacy, charges = experiment.plan, experiment.config.privacy, records.ledger.charges()
-    _write_model(folder, experiment, stop, state, records)
+    plan, charged = experiment.plan, records.ledger.epsilon(records.budget)
+    early = stop is Stop.TOO_FEW and state.round < plan.rounds
+    epsilon, results = records.budget.epsilon if early else charged, folder.results()
+    # Later rounds may have led nowhere, where a resumed run could repeat none of them.
+    if stop is Stop.TOO_FEW or (results and results[-1].round > state.round):
+        _restate(folder, state.round, epsilon)
+    results = folder.results()
+    model = released_model(experiment.task, state, results, experiment.classes)
+    with_room(lambda: write_atomically(folder.model, model))
     best.write(folder, experiment)
     if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):
         with_room(lambda: records.participation.forget_series(plan.run))  # of one that was killed
     # Canaries are in the rounds alone, not in what is asked between them.
-    of_rounds = (row for row in charges if row.run == plan.run)
-    charged = records.ledger.epsilon(records.budget)
+    of_rounds = (row for row in records.ledger.charges() if row.run == plan.run)
     facts: dict[str, Any] = {
         "stop": stop,
-        "epsilon": _guaranteed(plan, stop, state, records),
+        "epsilon": epsilon,
         "delta": records.budget.delta,
-        "warnings": notes.of_run(experiment, stop, counted, folder.results(), charged),
+        "warnings": tuple(notes.of_run(experiment, stop, counted, results, charged)),
     }
     with_room(partial(folder.write_end, RunEnd(round=state.round, **facts, **figures)))
     return Run(
         folder=folder.path,
         task=experiment.task,
         state=state,
-        ledger=Path(privacy.ledger) if privacy.ledger else folder.ledger,
+        ledger=folder.charged(experiment.config),
         audit=auditor.conclude(paid_events(of_rounds)) if auditor else None,
         **facts,
         best=best.round,
@@ -707,8 +679,7 @@ def opened(setup: RunSetup, experiment: Experiment) -> Iterator[tuple[PrivacyRec
             save_checkpoint(folder.checkpoints, begun)
         # After ledger and record were created: a run that is resumed without them has lost them.
         setup.write_plan(experiment)
-        start, every = experiment.initial_state, experiment.config.output.checkpoint_every
-        state = state_to_start_from(folder, plan, records, start, every)
+        state = state_to_start_from(folder, experiment, records)
         folder.results()  # what is damaged is refused before users are asked
         setup.write_budget(experiment)  # after the ledger was found to be the run's
         yield records, state

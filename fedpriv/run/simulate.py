@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from pydantic_core import to_json
@@ -288,19 +288,11 @@ def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False
     charge = f"{at_once} rounds to a charge" if at_once > 1 else "one charge"
     title = f"One round: {len(plan.shares)} vector groups, one sample, {charge}"
     names = ("group", "tensors", "d", "S", "σ", "share", "signal/noise")
-    columns = [Column(name, "text" if name in names[:2] else "number") for name in names]
-    rows = [
-        (
-            name,
-            ", ".join(tensors),
-            f"{d:,}",
-            f"{norm:.4g}",
-            f"{noise:.4g}",
-            f"{share:.1%}",
-            f"{ratio:.3g}",
-        )
-        for name, tensors, d, norm, noise, share, ratio in (group.values() for group in groups)
-    ]
+    formats = ("", "", ",", ".4g", ".4g", ".1%", ".3g")
+    kinds: list[Literal["text", "number"]] = ["number" if spec else "text" for spec in formats]
+    columns = [*map(Column, names, kinds)]
+    shown = ({**group, "tensors": ", ".join(group["tensors"])} for group in groups)
+    rows = [tuple(map(format, group.values(), formats)) for group in shown]
     print_table(Table(title, columns, rows), console, box.HEAVY_HEAD)
     for line in (*_facts(experiment, held), "Nothing was spent."):
         console.print(line, highlight=False)

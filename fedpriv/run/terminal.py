@@ -308,10 +308,7 @@ def _measured_rows(run: Run, plan: TrainingPlan) -> list[tuple[str, str]]:
 
 
 def _privacy_rows(
-    experiment: Experiment,
-    run: Run,
-    spent: Sequence[RoundEvent],
-    charges: Sequence[ChargedRow],
+    experiment: Experiment, run: Run, spent: Sequence[RoundEvent], charges: Sequence[ChargedRow]
 ) -> list[tuple[str, str]]:
     """What all charges of the ledger cost, what this run's alone do, and what that rests on."""
     privacy, plan = experiment.config.privacy, experiment.plan

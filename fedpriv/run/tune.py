@@ -86,12 +86,7 @@ from fedpriv.support.disk import with_room, write_atomically, writing
 from fedpriv.support.logs import silenced
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.request import LocalTraining
-from fedpriv.training.rounds import (
-    RoundResult,
-    ServerState,
-    TrainingPlan,
-    train,
-)
+from fedpriv.training.rounds import RoundResult, ServerState, TrainingPlan, train
 
 if TYPE_CHECKING:
     import optuna

@@ -1,19 +1,20 @@
-"""How many users count, as rounds release it, and when a run must end since too few do.
+"""Released numbers of users who count, and when a run must end because too few do.
 
-A user counts if its update does: one that fails, is absent or gives NaN is the zero vector. If most
-are, a run spends its budget on noise. All of this is post-processing of what was released.
+A user counts if its update does: an update that fails, is absent or has NaN is the zero vector. If
+most updates are, a run spends its budget on noise. All of this post-processes releases.
 """
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Self
 
 from fedpriv.ledger.events import SamplingEvent
 from fedpriv.training.rounds import CONTRIBUTORS_METRIC, RoundResult, Stop
 
 _SURE = 3.0  # standard deviations
-_NEAR = 0.1  # of what is expected: a difference that is not spoken of
+_NEAR = 0.1  # share of the expected count; smaller differences are not reported
 
 
 @dataclass(frozen=True)
@@ -27,17 +28,13 @@ class Contributors:
 
     @classmethod
     def of(cls, results: Iterable[RoundResult], sampling: SamplingEvent) -> Self:
-        """The counts of these rounds."""
-        found = cls()
-        for result in results:
-            found = found.with_round(result, sampling)
-        return found
+        """Return the counts of these rounds."""
+        return reduce(lambda counts, result: counts.with_round(result, sampling), results, cls())
 
     def with_round(self, result: RoundResult, sampling: SamplingEvent) -> Self:
-        """Those with the count of one more round.
+        """Return these counts and that of one more round.
 
-        Over a series the variance is too large, as noise that is correlated cancels, and so does
-        who was in other rounds.
+        In a series the variance is too large: correlated noise cancels, and rounds share users.
         """
         count = result.scalar_metrics.get(CONTRIBUTORS_METRIC)
         if count is None:
@@ -56,10 +53,10 @@ class Contributors:
         return self.rounds > 0
 
     def __str__(self) -> str:
-        """The means over rounds, as "82.3 ± 4.5 of 86.1", or "" without rounds.
+        """Return the means over rounds, as "82.3 ± 4.5 of 86.1", or "" without rounds.
 
-        What follows ± is one standard deviation of noise and coins together, so that the figure can
-        be held against the expected one; if it is as large, only more rounds will tell.
+        The number after ± is one standard deviation of noise and coins together. If it is as large
+        as the expected count, only more rounds will show whether users count.
         """
         if not self:
             return ""
@@ -72,21 +69,21 @@ class Contributors:
     def too_few(self) -> bool:
         """Whether surely fewer than half of the expected users count, so that a run must end.
 
-        The total is then three standard deviations below half of what is expected. Nothing is
-        concluded while that would be a negative number: so a run in which all users count, and
-        whose noise is large, ends by chance only where the total is six below what is expected.
+        The total is then three standard deviations below half of the expected total, if that limit
+        is not negative. So a run in which all users count, and whose noise is large, ends by chance
+        only if the total is six standard deviations below the expected total.
         """
         margin, half = _SURE * math.sqrt(self.variance), self.expected / 2.0
         return bool(self) and margin <= half and self.total < half - margin
 
     @property
     def far_off(self) -> bool:
-        """Whether the total is surely another than expected, by more than a tenth."""
+        """Whether the total surely differs from the expected one by more than a tenth."""
         margin = _SURE * math.sqrt(self.variance) + _NEAR * self.expected
         return abs(self.total - self.expected) > margin
 
     def why_ended(self, units: str, done: int, rounds: int) -> str:
-        """In one sentence, why a run ended after so many rounds; `units` are what is counted."""
+        """Return one sentence on why a run ended after `done` rounds; it counts `units`."""
         return (
             f"{Stop.TOO_FEW}: {self} expected {units} counted in a round, as noised counts say; "
             f"the run ended after {done} of {rounds} rounds, and the rest of its budget is not "

@@ -149,7 +149,7 @@ def test_a_server_that_listens_knows_what_was_spent_before(
         )
     (status,) = statuses
     assert status.epsilon == spent > 0.0
-    assert "seed is 1: whoever knows it can compute who is drawn, and the noise" in caplog.messages
+    assert "seed is 1: anyone who knows it can compute cohorts and noise" in caplog.messages
 
 
 def exported(path: Path) -> bytes:
