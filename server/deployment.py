@@ -29,7 +29,7 @@ from fedpriv.errors import (
     sentence_of,
 )
 from fedpriv.experiment.build import Experiment
-from fedpriv.experiment.config import FederationSection
+from fedpriv.experiment.config import FederationSection, load_config
 from fedpriv.ledger import Ledger
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.report.tables import screen
@@ -188,7 +188,7 @@ def serve(
     RunError: the run failed, but may be resumed; any other FedprivError: the input is wrong.
     """
     _allow_many_files()
-    setup = RunSetup.of(file, assignments, out, resume=resume, keep_going=keep_going)
+    setup = RunSetup.at(load_config(file, assignments), out, resume=resume, keep_going=keep_going)
     section = setup.config.federation
     if section is None:
         raise InvalidValueError(f"{file} has no section federation, which `fedpriv serve` needs")

@@ -18,6 +18,7 @@ from flwr.serverapp import Grid, ServerApp
 from rich.console import Console
 
 from fedpriv.experiment.build import Experiment, simulated
+from fedpriv.experiment.config import load_config
 from fedpriv.flower.ray import run_on_ray, simulate_on_ray
 from fedpriv.run.run import Follow, Run, RunSetup
 from fedpriv.run.terminal import execute
@@ -46,7 +47,9 @@ def in_process(users: int, _workers: int, rounds: int) -> Times:
     """`fedpriv simulate` in one process."""
     ends: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        beginning = RunSetup.of(WORK, _set(users, rounds), Path(folder) / "run", resume=False)
+        beginning = RunSetup.at(
+            load_config(WORK, _set(users, rounds)), Path(folder) / "run", resume=False
+        )
         experiment, transport = simulated(beginning.config, beginning.run)
         console = Console(quiet=True)
         execute(beginning, experiment, lambda *_: transport, console, _noting(ends))

@@ -137,14 +137,10 @@ def state_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _deduplicated(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors of a state_dict by their first names, and other name → first name."""
-    unique, tied, first_names = dict[str, Tensor](), dict[str, str](), dict[int, str]()
-    for name, tensor in sorted(state_tensors(model).items()):
-        first = first_names.setdefault(id(tensor), name)
-        if first == name:
-            unique[name] = tensor
-        else:
-            tied[name] = first
-    return unique, tied
+    tensors = dict(sorted(state_tensors(model).items()))
+    first_names = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    tied = {n: first_names[id(t)] for n, t in tensors.items() if first_names[id(t)] != n}
+    return {name: tensor for name, tensor in tensors.items() if name not in tied}, tied
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""From a configuration or values to a resolved and checked experiment, and from values back."""
+"""Turn a configuration or values into a checked experiment, and values into a configuration."""
 
 import hashlib
 import logging
@@ -31,7 +31,6 @@ from fedpriv.evaluation.held_out import check_held_out
 from fedpriv.evaluation.personalisation import HeldOutUsers, Personalisation
 from fedpriv.experiment.config import (
     Config,
-    FederatedEvaluationSection,
     local_table,
     parse_config,
     plain,
@@ -77,7 +76,7 @@ _TRACKER = Choice[Tracker]("callbacks.trackers", {}, Tracker)
 
 @dataclass(frozen=True)
 class Method:
-    """How a model is trained: what the arms of a study may vary."""
+    """The training of a model, which the arms of a study may vary."""
 
     task: Task
     mechanism: Mechanism
@@ -88,7 +87,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Everything that a run needs, resolved and checked."""
+    """All parts of a run, resolved and checked."""
 
     config: Config  # with run and noise multiplier filled in
     held_out: HeldOut  # rows of no enrolled user, to measure the model on
@@ -115,24 +114,24 @@ class Experiment:
 def simulated(
     config: Config, run: str, spent: Sequence[RoundEvent] = ()
 ) -> tuple[Experiment, InProcessTransport]:
-    """The experiment on the configured population, and a transport that trains it here."""
+    """Return the experiment on the configured population, and a transport that trains it here."""
     return on_population(config, run, population_of(config), spent)
 
 
 def population_of(config: Config) -> Population:
-    """The configured population, loaded."""
+    """Load the configured population."""
     data = config.simulated_data
     return load_population(data.name, data.options)
 
 
 class SharedRoads:
-    """The roads that runs on one population have settled, by model; a seed makes another model."""
+    """Decisions of runs on one population how users train, by model; a seed makes another model."""
 
     def __init__(self) -> None:
         self._roads: dict[str | int, tuple[Task | None, dict[Hashable, Road]]] = {}
 
     def of(self, config: Config, task: Task | None) -> dict[Hashable, Road]:
-        """The roads of the model of a configuration, or of a task that exists."""
+        """Return the roads of the model of a configuration, or of a given task."""
         key = config.model.model_dump_json() if task is None else id(task)
         return self._roads.setdefault(key, (task, {}))[1]  # a task that is kept keeps its id
 
@@ -145,23 +144,20 @@ def on_population(
     method: Method | None = None,
     roads: SharedRoads | None = None,
 ) -> tuple[Experiment, InProcessTransport]:
-    """As `simulated`, for a population that is loaded already, and perhaps a method that is made.
+    """As `simulated`, for a loaded population, and perhaps a method that is given.
 
-    Every example or microbatch is enrolled by itself where that is the unit of privacy. Where users
+    If examples or microbatches are the unit of privacy, each is enrolled by itself. If users
     evaluate the model, part of their examples is kept from training, and the charges for that count
     as spent. Runs that share `roads` try the shapes of one model once.
     """
     origin = _origin(method.task) if method else ""
     method = method or method_of(config)
-    mechanism, evaluation = method.mechanism, None
+    mechanism, before = method.mechanism, spent
     population = population_for(method.task, records_of(population, mechanism))
-    if config.federated_evaluation is not None:
-        evaluation, population = _evaluation(
-            config, config.federated_evaluation, run, population, method
-        )
-        asked, before = evaluation.events(config.rounds), spent
+    evaluation, population = _evaluation(config, run, population, method)
+    if evaluation is not None:
+        asked, budget = evaluation.events(config.rounds), mechanism.budget
         spent = [*before, asked]
-        budget = mechanism.budget
         if mechanism.noise_multiplier is None and not budget.admits(spent):
             raise InvalidValueError(
                 f"the evaluations would bring ε to {format_epsilon(budget.epsilon_of(spent))} at "
@@ -198,13 +194,13 @@ def on_population(
         path=engine.path,
         timed=config.seed is None,
         cohort=_usual_cohort(experiment.plan.sampling.event()),
-        most_rows=_most_rows(mechanism, examples_apart=k is not None),
+        most_rows=1 if k is not None or mechanism.unit is Unit.EXAMPLE else mechanism.microbatch,
         roads={} if roads is None else roads.of(config, method.task if method else None),
     )
 
 
 def settled(experiment: Experiment, transport: InProcessTransport) -> tuple[Experiment, Road]:
-    """The experiment with the path that its users take, to be written down with the run, and why.
+    """Return the experiment with the path of its users, for the files of the run, and the reason.
 
     ModelError or InvalidValueError if they cannot train.
     """
@@ -218,49 +214,40 @@ def settled(experiment: Experiment, transport: InProcessTransport) -> tuple[Expe
 
 
 def refuse_if_few_count(experiment: Experiment, transport: InProcessTransport) -> None:
-    """Refuse a simulation in which most users would count as zero: a DataError says why one does.
+    """Refuse a simulation in which most users would count as zero; a DataError names a reason.
 
-    A few users train for one pass, and nothing of it is charged: so whether a *simulation* takes
-    place depends on users' data. Deployments never do this.
+    A few users train for one pass without a charge, so whether a *simulation* takes place depends
+    on users' data. Deployments never do this.
     """
     plan, at = experiment.plan, RoundAttempt(experiment.plan.run, 1, 0)
     request = request_to_nobody(plan, experiment.initial_state, at)
     if request.local.epochs:
         request = replace(request, local=replace(request.local, epochs=1))
-    looked = transport.simulation_only_look(request)
-    zeros = [flaw for flaw in looked if flaw]
-    if 2 * len(zeros) > len(looked):
+    flaws = transport.simulation_only_look(request)
+    zeros = [flaw for flaw in flaws if flaw]
+    if 2 * len(zeros) > len(flaws):
         own = plan.sampling.drawn is plan.sampling.unit  # not one of several places of a user
         user = transport.users.id_of(zeros[0].user)
         name = f"{plan.sampling.unit} {user}" if own else f"an example of a {plan.sampling.unit}"
         raise DataError(
-            f"{SIMULATION_ONLY}: {len(zeros)} of the {len(looked)} that were tried "
+            f"{SIMULATION_ONLY}: {len(zeros)} of the {len(flaws)} that were tried "
             f"before the first round count as zero, such as {name}, as "
             f"{one_line(zeros[0].reason).rstrip('.')}; nothing is charged: repair the data or the "
             "settings, or go on with --keep-going (in Python keep_going=True)"
         )
 
 
-def _most_rows(mechanism: Mechanism, *, examples_apart: bool) -> int | None:
-    """How many rows a record has at most, if that is public."""
-    if examples_apart or mechanism.unit is Unit.EXAMPLE:
-        return 1
-    return mechanism.microbatch
-
-
 def _usual_cohort(sampling: SamplingEvent) -> int:
-    """A number of users that few cohorts exceed."""
+    """Return a number of users that few cohorts exceed."""
     return math.ceil(sampling.expected_cohort_size + math.sqrt(sampling.cohort_variance))
 
 
 def _evaluation(
-    config: Config,
-    section: FederatedEvaluationSection,
-    run: str,
-    population: Population,
-    method: Method,
-) -> tuple[UserEvaluation, Population]:
-    """What users will be asked, and the population with what they train on."""
+    config: Config, run: str, population: Population, method: Method
+) -> tuple[UserEvaluation | None, Population]:
+    """Return how users evaluate models, if they do, and the population with training data alone."""
+    if (section := config.federated_evaluation) is None:
+        return None, population
     asked, task = FederatedEvaluation(**section.model_dump()), method.task
     metrics = tuple(_metric(*named, task, None) for named in asked.report.items())
     trained, kept = kept_apart(population.users, asked.held_out)
@@ -272,7 +259,7 @@ def _evaluation(
 
 
 def few_rows(population: Population) -> Fields:
-    """Rows to try a task on: held-out ones, or one of zeros. Never an enrolled user's."""
+    """Return rows to try a task on, held-out ones or one of zeros; never an enrolled user's."""
     return {n: column[:4] for n, column in population.test.items()} or blank(population.users)
 
 
@@ -282,20 +269,12 @@ def _personalisation(config: Config) -> Personalisation | None:
     return Personalisation(section.local.build(), section.parameters, section.share)
 
 
-def personalisation_table(how: Personalisation | None) -> dict[str, Any] | None:
-    """What the section `personalisation` says of a value."""
-    if how is None:
-        return None
-    table = {"parameters": how.parameters, "share": how.share}
-    return table | {"local": local_table(how.local)}
-
-
 def _naming_the_first(
     population: Population, unit: Unit, places: int, notes: list[str]
 ) -> Callable[[SimulationOnlyDropped], None]:
     """Log and note the first user, or record of another unit, that counts as zero in a simulation.
 
-    Where each has several places, that is an example of theirs.
+    If users have several places, the record is an example of a user.
     """
     named = list[SimulationOnlyDropped]()
     what = str(unit) if places == 1 else f"an example of {unit}"
@@ -314,7 +293,7 @@ def _naming_the_first(
 
 
 def records_of(population: Population, mechanism: Mechanism) -> Population:
-    """A population of what the mechanism protects."""
+    """Return the population of the records that the mechanism protects."""
     if mechanism.unit is Unit.USER:
         if not isinstance(
             mechanism.sampling.of(population.users.population, mechanism.unit), ExampleSampling
@@ -396,9 +375,9 @@ def build(
 def _measured_by(
     method: Method, held_out: HeldOut, few: Fields, device: torch.device, notes: list[str]
 ) -> tuple[HeldOutUsers | None, HeldOut]:
-    """Who makes models their own before they measure them, and the rows that are measured.
+    """Return the users who personalise models, if any do, and the rows to measure models on.
 
-    What is likely to cost accuracy is added to the notes.
+    Problems that are likely to cost accuracy are added to the notes.
     """
     if not few and method.mechanism.metrics:
         raise InvalidValueError(
@@ -427,7 +406,7 @@ def _measured_by(
 def _plan(
     config: Config, run: str, population: str, users: int, method: Method, origin: str
 ) -> TrainingPlan:
-    """The plan of a run by a calibrated mechanism; `origin` says what else decides its result."""
+    """Return the plan of a run; `origin` describes everything else that decides its result."""
     mechanism, layout = method.mechanism, Layout.of(method.task.parameters())
     kinds = [path_of(type(part)) for part in (method.local, mechanism.sampling)]
     grouping = mechanism.clipping.grouping(layout, mechanism.allocation)
@@ -457,7 +436,7 @@ def _plan(
 
 
 def _audited(config: Config, mechanism: Mechanism, sampling: Sampling) -> Sampling:
-    """How cohorts are drawn, with the canaries of an audit beside the users if there is one."""
+    """Return the sampling of cohorts, which draws canaries too if there is an audit."""
     if config.audit is None:
         return sampling
     audit = Audit(config.audit.canaries)
@@ -475,7 +454,7 @@ def _audited(config: Config, mechanism: Mechanism, sampling: Sampling) -> Sampli
 
 
 def _check_personal(method: Method) -> None:
-    """Refuse what does not fit with personal parameters, or without."""
+    """Refuse settings that do not fit personal parameters, or their absence."""
     local, personal = method.local, method.task.personal
     kind = type(local).__name__
     if isinstance(local, FedRecon) and not personal:
@@ -500,7 +479,7 @@ def _check_personal(method: Method) -> None:
 
 
 def check_measured(experiment: Experiment) -> None:
-    """Refuse a model of which nothing would be known on held-out rows."""
+    """Refuse an experiment without figures on held-out rows."""
     if not experiment.held_out:
         raise InvalidValueError(
             "the population has no held-out rows, so nothing would be measured; it must have some"
@@ -513,7 +492,7 @@ def check_measured(experiment: Experiment) -> None:
 
 
 def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
-    """Refuse an experiment that could not pay for one round beside what was spent."""
+    """Refuse an experiment whose budget does not pay for one more round."""
     plan, budget = experiment.plan, experiment.budget
     cost = budget.epsilon_of([*spent, plan.mechanism.event])
     if not cost <= budget.epsilon:
@@ -525,7 +504,7 @@ def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
 
 
 def method_of(config: Config) -> Method:
-    """How a configuration says that its model is trained."""
+    """Return how the model of a configuration is trained."""
     asked = config.federated_evaluation.report if config.federated_evaluation else {}
     metrics, evaluation = [*config.metrics.report, *asked], dict(config.evaluation)
     task = build_task(**config.model.task, metrics=metrics, **evaluation)
@@ -540,7 +519,7 @@ def _calibrated(
     users: int,
     spent: Sequence[RoundEvent],
 ) -> Mechanism:
-    """The mechanism with the least noise within the budget, unless its noise is given."""
+    """Return the mechanism with the least noise within the budget, unless its noise is given."""
     epsilon, delta = mechanism.epsilon, budget.delta
     if mechanism.noise_multiplier is not None or epsilon is None:
         return mechanism
@@ -568,7 +547,7 @@ def _metric(
 
 
 def _statistics(mechanism: Mechanism, task: Task) -> RunningStatistics | None:
-    """How running statistics move: by the metric of that name, if it is asked for."""
+    """Return how running statistics move, if the metric that moves them is reported."""
     layers = running_norms(task.model)
     if BATCH_NORM_METRIC not in mechanism.metrics or not layers:
         return None
@@ -585,7 +564,7 @@ def build_task(
     adapters: Mapping[str, object] = MappingProxyType({}),
     **others: Any,
 ) -> Task:
-    """The task of these names, with equal initial and frozen parameters wherever it is built.
+    """Build a task from names, with the same initial and frozen parameters everywhere.
 
     Metrics that are import paths become its own; `adapters` are options of `with_adapters`, which
     draws by the same seed, and `others` further fields of `Task`. The model's function may raise an
@@ -600,10 +579,9 @@ def build_task(
 
 
 def settings_of(name: str, population: Population, method: Method, **others: object) -> Config:
-    """The configuration of values; `others` are its rounds, seed and further keys of sections.
+    """Return the configuration of values; `others` are rounds, seed and further sections.
 
-    It says of models and functions what their layers are called, and of tensors a digest; not what
-    code does.
+    It has names of a model's layers and of functions, and digests of tensors, but no code.
     """
     task, mechanism = method.task, method.mechanism
     if mechanism.noise_multiplier is None:
@@ -616,6 +594,7 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
     if mechanism.delta is None:
         raise InvalidValueError("the mechanism has no delta; it must be in (0, 1)")
     moved = {**task.parameters(), **task.statistics()}
+    how = method.personalisation
     table: dict[str, Any] = {
         "name": name,
         "rounds": mechanism.rounds,
@@ -635,7 +614,7 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
             "trained": task.trained,
             "frozen": task.frozen,
         },
-        "personalisation": personalisation_table(method.personalisation),
+        "personalisation": how and {**vars(how), "local": local_table(how.local)},
         **tables_of(mechanism, method.local, method.server),
     }
     for key, value in plain(others).items():
@@ -644,12 +623,12 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
 
 
 def begun_in_python(config: Config) -> bool:
-    """Whether a configuration is of `settings_of`, which does not say how its model is made."""
+    """Return whether `settings_of` made a configuration, so that its model cannot be built."""
     return config.model.options.keys() == {"origin", "parameters", "figures"}
 
 
 def _origin(task: Task) -> str:
-    """What decides the result of a task beside the plan; checkpoints hold trained parameters."""
+    """Return what decides the result of a task besides the plan and trained parameters."""
     moved, constants = task.statistics(), task.constants(torch.device("cpu")).items()
     frozen = {name: tensor for name, tensor in constants if name not in moved}
     read = f"{task.inputs} {task.targets} {task.ignore_index} {task.personal}"

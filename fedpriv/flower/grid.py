@@ -20,7 +20,14 @@ from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, StoppedError, WireError, WorkerError
 from fedpriv.experiment.build import Experiment, refuse_if_few_count, simulated
 from fedpriv.experiment.bundled import experiment_file
-from fedpriv.experiment.config import Count, Section, checked, config_of, parse_toml
+from fedpriv.experiment.config import (
+    Count,
+    Section,
+    checked,
+    config_of,
+    load_config,
+    parse_toml,
+)
 from fedpriv.flower import messages as flower_messages
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.report.records import Trouble
@@ -263,16 +270,15 @@ class RunConfig(Section):
             raise InvalidValueError("run config: resume is true; out must then be given")
         assignments = [part.strip() for part in self.set.split(";") if part.strip()]
         out = Path(self.out) if self.out else None
-        resume, going = self.resume, self.keep_going
         if "\n" in self.experiment:
             source = "run config: experiment"
             config = config_of(parse_toml(self.experiment, source), source, assignments)
-            return RunSetup.at(config, out, resume=resume, keep_going=going)
-        # Flower puts the folder of the app at the front of the import path.
-        candidates = (Path(folder) / self.experiment for folder in sys.path)
-        file = next((path for path in candidates if path.is_file()), None)
-        file = file or experiment_file(Path(self.experiment))
-        return RunSetup.of(file, assignments, out, resume=resume, keep_going=going)
+        else:
+            # Flower puts the folder of the app at the front of the import path.
+            candidates = (Path(folder) / self.experiment for folder in sys.path)
+            file = next((path for path in candidates if path.is_file()), None)
+            config = load_config(file or experiment_file(Path(self.experiment)), assignments)
+        return RunSetup.at(config, out, resume=self.resume, keep_going=self.keep_going)
 
 
 app = ServerApp()

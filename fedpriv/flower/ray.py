@@ -83,12 +83,13 @@ def simulate_on_ray(
     import torch
     from flwr.serverapp import ServerApp
 
+    from fedpriv.experiment.config import load_config
     from fedpriv.flower.client_app import app as client_app
     from fedpriv.flower.grid import GridSimulation
     from fedpriv.report.tables import screen
     from fedpriv.run.run import RunSetup
 
-    setup = RunSetup.of(file, assignments, out, resume=resume, keep_going=keep_going)
+    setup = RunSetup.at(load_config(file, assignments), out, resume=resume, keep_going=keep_going)
     simulation = GridSimulation.of(setup, workers)
     server_app, stopping, runs = ServerApp(), threading.Event(), list["Run"]()
 

@@ -69,7 +69,7 @@ _REFRESH = 0.5  # seconds between looks at the metrics of unfinished runs
 
 
 def run_study(file: Path, out: Path | None, workers: int | None, *, stderr: bool = False) -> Path:
-    """Run what is missing of a study, and print how its arms compare.
+    """Run the missing runs of a study, and print how its arms compare.
 
     Guarantees: no run begins before all arms could be built and calibrated; a finished run is not
     run again; of a run that was cut short nothing counts; a run that fails does not stop the
@@ -89,7 +89,7 @@ def run_study(file: Path, out: Path | None, workers: int | None, *, stderr: bool
 
 @dataclass(frozen=True)
 class Comparison:
-    """A study that was run; everything in it is also in its folder."""
+    """A finished study; everything in it is also in its folder."""
 
     folder: Path
     runs: tuple[RunResult, ...]
@@ -97,7 +97,7 @@ class Comparison:
     verdict: str  # which arm is best, and which differ from the baseline, in sentences
 
     def to_pandas(self) -> "pd.DataFrame":
-        """One row for each run; pandas must be installed."""
+        """Return one row for each run; pandas must be installed."""
         return data_frame(list(map(asdict, self.runs)))
 
     def report(self, out: Path | str | None = None) -> Path:
@@ -178,8 +178,8 @@ def compare(
         out=(out, Path | str | None),
     )
     _, server = method_left_out(mechanism, local, server)
-    given = {"task": task, "mechanism": mechanism, "local": local, "server": server}
-    methods = _Methods(population, given, arms, personalisation)
+    shared = {"task": task, "mechanism": mechanism, "local": local, "server": server}
+    methods = _Methods(population, shared, arms, personalisation)
     seeds = plain_numbers(seeds)
     check_types(seeds=(seeds, int | Iterable))
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else plain_numbers(tuple(seeds))
@@ -191,7 +191,7 @@ def compare(
         baseline=baseline or "",
         accuracies=tuple(accuracies),
     )
-    folder, told = Path(out or Path("studies") / name), named("trackers", trackers, Tracker)
+    folder, followers = Path(out or Path("studies") / name), named("trackers", trackers, Tracker)
     console = screen(quiet=quiet)
     if (folder / STUDY).exists() and not resume:
         raise InvalidValueError(
@@ -208,7 +208,7 @@ def compare(
 
     def run(cell: Cell) -> RunResult:
         experiment, transport = methods.prepared(study, cell)
-        followed = replace(experiment, trackers=told)
+        followed = replace(experiment, trackers=followers)
         return _run_prepared(study, cell, folder, followed, transport)
 
     read = _complete(study, folder, start, console)
@@ -217,11 +217,11 @@ def compare(
 
 @dataclass(frozen=True)
 class _Methods:
-    """How the arms of a comparison are trained, as values; errors name the arm."""
+    """The training of each arm of a comparison, as values; errors name the arm."""
 
     population: Population
-    given: Mapping[str, Any]  # task, mechanism, local and server of all arms
-    arms: Mapping[str, Mapping[str, Any]]  # what each has in their place
+    shared: Mapping[str, Any]  # task, mechanism, local and server of all arms
+    arms: Mapping[str, Mapping[str, Any]]  # the values that an arm replaces
     personalisation: Personalisation | None
     roads: SharedRoads = field(default_factory=SharedRoads)
 
@@ -229,13 +229,13 @@ class _Methods:
         for arm, changes in self.arms.items():
             check_types(**{f"arm {arm!r}": (changes, Mapping)})
             for key in changes:
-                if key not in self.given:
-                    known = known_names(key, self.given)
-                    raise InvalidValueError(f"arm {arm!r} sets {key!r}; {known}")
+                if key not in self.shared:
+                    choices = known_names(key, self.shared)
+                    raise InvalidValueError(f"arm {arm!r} sets {key!r}; {choices}")
 
     def of(self, arm: str, seed: int) -> Method:
-        """The method of an arm; a task may be one of the seed."""
-        chosen = {**self.given, **self.arms[arm]}
+        """Return the method of an arm; its task may depend on the seed."""
+        chosen = {**self.shared, **self.arms[arm]}
         if callable(make := chosen["task"]) and not isinstance(make, torch.nn.Module):
             chosen["task"] = make(seed)
         check_types(
@@ -248,7 +248,7 @@ class _Methods:
         return Method(**chosen, personalisation=self.personalisation)
 
     def tables(self, seed: int, **sections: object) -> dict[str, dict[str, Any]]:
-        """What a study says of each arm."""
+        """Return the settings of each arm, for the file of a study."""
         tables, first = dict[str, dict[str, Any]](), dict[str, str]()
         for arm, changes in self.arms.items():
             with _naming_arm(arm):
@@ -262,7 +262,7 @@ class _Methods:
         return tables
 
     def prepared(self, study: Study, cell: Cell) -> tuple[Experiment, InProcessTransport]:
-        """The experiment of a run, and what trains it here."""
+        """Return the experiment of a run, and a transport that trains it here."""
         with _naming_arm(cell.arm.name):
             method = self.of(cell.arm.name, cell.seed)
             config = study.config_of(cell)
@@ -275,7 +275,7 @@ def _complete(
     start: Callable[[Sequence[Cell]], Generator[Ended | None]],
     console: Console,
 ) -> ReadStudy:
-    """Run what is missing of a study, show how far it is, and print how its arms compare.
+    """Run the missing runs of a study, show progress, and print how its arms compare.
 
     Results of finished runs are written even after an error or an interrupt. What `start` returns
     yields each run that ended, and None now and then.
@@ -310,7 +310,7 @@ def _complete(
 
 
 def _refuse_other_files(study: Study, folder: Path, finished: Iterable[Cell]) -> None:
-    """Refuse to let a run stand that was on other files, which may have the same last names."""
+    """Refuse a study with a finished run on other files, which may have the same names."""
     if not (folder / STUDY).exists():
         return
     before = load_study(folder / STUDY)
@@ -328,7 +328,7 @@ def _refuse_other_files(study: Study, folder: Path, finished: Iterable[Cell]) ->
 def _progress(
     study: Study, folder: Path, finished: Mapping[Cell, RunResult], console: Console
 ) -> Iterator[Callable[[], None]]:
-    """A line for each arm and target; call what is yielded to bring it up to date."""
+    """Show a line for each arm and target; yield a function that updates all lines."""
     with displayed(console) as display:
         lines = {}
         for target, arm in itertools.product(study.targets, study.arms):
@@ -340,7 +340,7 @@ def _progress(
         def show() -> None:
             for line, cells in lines.items():
                 results = [finished[cell] for cell in cells if cell in finished]
-                accuracies = [each.accuracy for each in results if each.accuracy is not None]
+                accuracies = [run.accuracy for run in results if run.accuracy is not None]
                 mean = f"accuracy {statistics.fmean(accuracies):.1%}" if accuracies else ""
                 metrics = [RunFolder(folder / cell.path).metrics for cell in cells]
                 rounds = sum(path.read_bytes().count(b"\n") for path in metrics if path.exists())
@@ -362,27 +362,27 @@ def _naming_arm(arm: str) -> Iterator[None]:
 
 
 def calibrated(study: Study, console: Console | None = None) -> dict[tuple[Arm, Target], float]:
-    """Noise multiplier of every arm at every target, from the plan that its runs will have.
+    """Return the noise multiplier of every arm at every target, from the plan of its runs.
 
-    A console is told of a δ that is too large.
+    A console shows a warning if δ is too large.
     """
-    noise, made = {}, dict[str, Experiment]()
+    noise, experiments = {}, dict[str, Experiment]()
     for arm, target in itertools.product(study.arms, study.targets):
         config = study.config_of(Cell(arm, target, study.seeds[0]))
         with _naming_arm(arm.name):
             population, _ = _loaded(config.simulated_data.model_dump_json())
             experiment, _ = on_population(config, str(config.run), population)
         noise[arm, target] = experiment.plan.noise_multiplier
-        made[arm.name] = experiment
+        experiments[arm.name] = experiment
     _loaded.cache_clear()
-    _check_comparable(made, console)
+    _check_comparable(experiments, console)
     return noise
 
 
 def _check_comparable(arms: Mapping[str, Experiment], console: Console | None) -> None:
-    """Refuse arms that are not measured, or whose ε compare different populations.
+    """Refuse arms that are not measured, or with different neighbouring relations.
 
-    Of the arms whose δ is too large, the one with the most users is warned of.
+    If δ is too large, a warning names the arm with the most users.
     """
     for name, arm in arms.items():
         with _naming_arm(name):
@@ -482,7 +482,7 @@ def _in_processes(
     workers: int | None,
     console: Console,
 ) -> Generator[Ended | None]:
-    """Run cells in processes; yields each that ended, and None whenever some time has passed."""
+    """Run cells in processes; yield each cell that ended, and None from time to time."""
     failures = []
     try:
         with _pool(max(1, min(workers or torch.get_num_threads(), len(missing)))) as pool:
@@ -513,7 +513,7 @@ def _in_processes(
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that all end, whatever they are doing, if the block raises or this process dies."""
+    """Yield processes that are ended if the block raises or this process dies."""
     context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads and locks
     with ProcessPoolExecutor(workers, context, _begin) as pool:
         try:
@@ -548,6 +548,6 @@ def _run_in_worker(study: Study, cell: Cell, folder: Path, noise_multiplier: flo
 
 @lru_cache(maxsize=1)
 def _loaded(data: str) -> tuple[Population, SharedRoads]:
-    """The population of a section `data`, as JSON, and its roads: for all runs of this process."""
+    """Return the population of a section `data` in JSON, and roads for all runs of this process."""
     section = DataSection.model_validate_json(data)
     return load_population(section.name, section.options), SharedRoads()

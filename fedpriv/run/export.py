@@ -1,4 +1,4 @@
-"""Released models in the hands of others: in a module, and in files of other libraries."""
+"""Load released models into modules, and export them as files of other libraries."""
 
 import io
 import logging
@@ -68,9 +68,9 @@ def load_model(source: Path | str, model: nn.Module, *, merge: bool = False) -> 
         raise ModelError("merge is true and the model has no adapters; with_adapters gives it some")
     path = model_file(Path(source))
     tensors, release = read_released(path)
-    held = state_tensors(model)
-    _check_fits(path, tensors, held)
-    frozen = {name: held[name] for name in release["frozen"]["names"]}
+    in_model = state_tensors(model)
+    _check_fits(path, tensors, in_model)
+    frozen = {name: in_model[name] for name in release["frozen"]["names"]}
     freezes = not all(parameter.requires_grad for parameter in model.parameters())
     if freezes and frozen and sha256_of(frozen) != release["frozen"]["sha256"]:
         _log.warning(
@@ -78,7 +78,7 @@ def load_model(source: Path | str, model: nn.Module, *, merge: bool = False) -> 
             "base; those in %s replace them",
             path,
         )
-    for name, tensor in held.items():
+    for name, tensor in in_model.items():
         tensor.data = tensors[name].to(tensor, copy=True)
     return merge_adapters(model.eval()) if merge else model.eval()
 
@@ -124,25 +124,24 @@ def export_model(source: Path, to: Format, out: Path | None = None) -> Path:
 
 
 def _plan_of(source: Path) -> Config:
-    """The configuration by which the model of a folder can be made again."""
-    plans = [RunFolder(source).plan, source / "experiment.toml"]  # of a run, of a search
-    found = [path for path in plans if path.is_file()]
-    if not found:
+    """Return the configuration by which the model of a folder can be built again."""
+    paths = (RunFolder(source).plan, source / "experiment.toml")  # of a run, of a search
+    plan = next((path for path in paths if path.is_file()), None)
+    if plan is None:
         raise InvalidValueError(
             f"{source} does not say how its model is made; give the folder of its run"
         )
-    config = load_config(found[0])
+    config = load_config(plan)
     if begun_in_python(config):
         raise InvalidValueError(
-            f"{source} was begun in Python, so its plan does not say how the model is made; "
-            "fedpriv.load_model(folder, model) puts the released numbers into a model of yours, "
-            "which torch.onnx.export or its method save_pretrained writes"
+            f"{source} was begun in Python, so its plan does not say how the model is made; use "
+            "fedpriv.load_model(folder, model), and then torch.onnx.export or save_pretrained"
         )
     return config
 
 
 def _two_rows(config: Config, task: Task) -> dict[str, Tensor]:
-    """Two equal rows of the model's inputs [2, …], by field, which are of no enrolled user."""
+    """Return two equal rows of the model's inputs [2, …], by field, of no enrolled user."""
     if config.federation is None or config.data is not None:
         rows = few_rows(population_of(config))
     else:
@@ -159,14 +158,14 @@ def _two_rows(config: Config, task: Task) -> dict[str, Tensor]:
 
 def _write_onnx(model: nn.Module, rows: dict[str, Tensor], out: Path) -> None:
     """Export a model for any number of rows; its inputs have the names of the fields."""
-    number = {0: torch.export.Dim.DYNAMIC}  # with one row it would be taken for fixed
-    given: dict[str, Any] = {"kwargs": rows, "dynamic_shapes": dict.fromkeys(rows, number)}
-    if len(rows) == 1:  # by position, whatever its argument is called
-        given = {"args": (*rows.values(),), "dynamic_shapes": (number,)}
+    number = {0: torch.export.Dim.DYNAMIC}  # torch would take a single row for a fixed number
+    inputs: dict[str, Any] = {"kwargs": rows, "dynamic_shapes": dict.fromkeys(rows, number)}
+    if len(rows) == 1:  # by position, since its argument may have any name
+        inputs = {"args": (*rows.values(),), "dynamic_shapes": (number,)}
     try:
         with silenced(logging.ERROR), warnings.catch_warnings(action="ignore"):
             program = torch.onnx.export(
-                model, **given, input_names=[*rows], dynamo=True, verbose=False
+                model, **inputs, input_names=[*rows], dynamo=True, verbose=False
             )
     except Exception as error:
         reason = f"{type(error).__name__}: {one_line(str(error))}"
@@ -177,34 +176,34 @@ def _write_onnx(model: nn.Module, rows: dict[str, Tensor], out: Path) -> None:
 
 
 def model_file(source: Path) -> Path:
-    """The file of a released model, given itself or a folder; InvalidValueError if it is absent."""
+    """Return the file of a released model, from it or its folder; InvalidValueError if absent."""
     path = RunFolder(source).model if source.is_dir() else source
     if not path.is_file():
         raise InvalidValueError(
-            f"{source} holds no released model, as {path} is absent; a run writes it when it ends, "
-            "so resume one that was interrupted"
+            f"{source} holds no released model, since {path} is absent; a run writes it at its "
+            "end, so resume a run that was interrupted"
         )
     return path
 
 
-def _check_fits(path: Path, tensors: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> None:
+def _check_fits(path: Path, tensors: Mapping[str, Tensor], in_model: Mapping[str, Tensor]) -> None:
     """Raise ModelError for the first name or shape by which a model differs from a file."""
-    more, into = [*(name for name in tensors if name not in held)], dict[int, tuple[str, Tensor]]()
+    extra, values = [n for n in tensors if n not in in_model], dict[int, tuple[str, Tensor]]()
     cure = "give a model that is made like the one that the run trained"
-    if any("lora_" in name for name in more):
+    if any("lora_" in name for name in extra):
         cure += ", by with_adapters"
-    for name, tensor in held.items():
+    for name, tensor in in_model.items():
         if name not in tensors:
             raise ModelError(f"the model has {name!r}, which {path} lacks; {cure}")
-        found, expected = [*tensors[name].shape], [*tensor.shape]
-        if found != expected:
+        here, there = [*tensor.shape], [*tensors[name].shape]
+        if here != there:
             raise ModelError(
-                f"{name!r} has the shape {expected} in the model and {found} in {path}; {cure}"
+                f"{name!r} has the shape {here} in the model, {there} in {path}; {cure}"
             )
-        first, value = into.setdefault(id(tensor), (name, tensors[name]))
+        first, value = values.setdefault(id(tensor), (name, tensors[name]))
         if value is not tensors[name] and not torch.equal(value, tensors[name]):
             raise ModelError(
                 f"{first!r} and {name!r} are one tensor in the model and two in {path}; {cure}"
             )
-    if more:
-        raise ModelError(f"{path} has {more[0]!r}, which the model lacks; {cure}")
+    if extra:
+        raise ModelError(f"{path} has {extra[0]!r}, which the model lacks; {cure}")

@@ -34,7 +34,7 @@ _Row = TypeVar("_Row")
 
 
 class _File:
-    """The path of a file in a run's folder."""
+    """The path of a file in the folder of a run."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -84,7 +84,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
 
     def held(self) -> AbstractContextManager[None]:
-        """Keep other processes from running in the folder meanwhile."""
+        """Lock the folder against other processes."""
         return held(self.path, f"{self.path} holds a run")
 
     def append_metrics(self, row: Mapping[str, object]) -> None:
@@ -100,24 +100,24 @@ class RunFolder:
         _append(self.simulation_only, row, "null")
 
     def append_measurement(self, row: Mapping[str, object]) -> None:
-        """Add a line to what an audit keeps, durably; its owner alone can read it."""
+        """Add a line to the file of an audit, durably; its owner alone can read it."""
         self.measurements.touch(0o600)
         _append(self.measurements, row, "constants")
 
     def read_measurements(self) -> Iterator[dict[str, object]]:
-        """Lines of what an audit keeps."""
+        """Yield the lines of the file of an audit."""
         return _read(self.measurements)
 
     def read_metrics(self) -> Iterator[dict[str, object]]:
-        """Rows of all releases; lines that a crash cut short are left out."""
+        """Yield rows of all releases, without lines that a crash cut short."""
         return _read(self.metrics)
 
     def releases(self) -> list[RoundResult]:
-        """Results of all releases, in their order."""
+        """Return results of all releases, in their order."""
         return _rows(RoundResult, self.metrics, "metrics")
 
     def results(self) -> list[RoundResult]:
-        """Results of the rounds that led to the newest model, in order.
+        """Return results of the rounds that led to the newest model, in order.
 
         A resumed run repeats rounds: what it had released after its checkpoint led nowhere.
         """
@@ -129,17 +129,17 @@ class RunFolder:
         return led
 
     def collected(self) -> list[SimulationOnlyRound]:
-        """Figures of all rounds that were collected, released or not."""
+        """Return figures of all collected rounds, released or not."""
         return _rows(SimulationOnlyRound, self.simulation_only, "figures of rounds")
 
     def read_audit(self) -> AuditResult | None:
-        """What the audit of the run found, if there was one and the run has ended."""
-        return self._read_if_there(AuditResult, self.audit, "an audit")
+        """Return the result of the audit, if the run has ended and was audited."""
+        return _read_if_there(AuditResult, self.audit, "an audit")
 
     def write_end(self, end: RunEnd) -> None:
         """Write how the run ended; see `append_metrics` for numbers that are not finite.
 
-        What no guarantee covers goes to a file of its own, for its owner alone.
+        Warnings that no guarantee covers go to a file of their own, which its owner alone can read.
         """
         private = [text for text in end.warnings if text.startswith(SIMULATION_ONLY)]
         if private:
@@ -148,41 +148,24 @@ class RunFolder:
         write_atomically(self.end, to_json(asdict(end), indent=2, inf_nan_mode="strings"))
 
     def read_end(self) -> RunEnd | None:
-        """How the run ended; None if it is under way or was cut short."""
-        end = self._read_if_there(RunEnd, self.end, "the end of a run")
+        """Return how the run ended; None if it is under way or was cut short."""
+        end = _read_if_there(RunEnd, self.end, "the end of a run")
         path = self.simulation_only_warnings
-        private = self._read_if_there(tuple[str, ...], path, "warnings") or ()
+        private = _read_if_there(tuple[str, ...], path, "warnings") or ()
         return end and replace(end, warnings=(*end.warnings, *private))
 
     def forget_end(self) -> None:
-        """Remove what says how the run ended, as it goes on."""
+        """Remove the files on how the run ended, since it goes on."""
         for path in (self.end, self.simulation_only_warnings):
             path.unlink(missing_ok=True)
 
-    def _read_if_there(self, kind: type[_Row], path: Path, what: str) -> _Row | None:
-        if not path.exists():
-            return None
-        try:
-            return TypeAdapter(kind).validate_json(path.read_bytes())
-        except ValidationError as error:
-            reason = error.errors()[0]["msg"]
-            raise DataError(f"{path} cannot be read as {what}: {reason}") from error
-
     def write_sites(self, table: SiteTable) -> None:
-        """Replace the table of sites; at no time can others than its owner read it."""
+        """Replace the table of sites; only its owner can ever read it."""
         write_atomically(self.sites, to_json(table, indent=2), 0o600)
 
     def read_sites(self) -> SiteTable:
-        """The table of sites; DataError if it cannot be read."""
-        try:
-            return TypeAdapter(SiteTable).validate_json(self.sites.read_bytes())
-        except OSError as error:
-            reason = str(error.strerror)
-        except ValidationError as error:
-            reason = error.errors()[0]["msg"]
-        raise DataError(
-            f"{self.sites} cannot be read as the sites of a run of `fedpriv serve`: {reason}"
-        )
+        """Return the table of sites; DataError if it cannot be read."""
+        return _read_as(SiteTable, self.sites, "the sites of a run of `fedpriv serve`")
 
 
 @contextmanager
@@ -193,7 +176,7 @@ def held(path: Path, what: str) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            sentence = f"{what} that another process is at; stop that one first"
+            sentence = f"{what} that another process uses; stop that process first"
             raise InvalidValueError(sentence) from error
         yield
     finally:
@@ -201,7 +184,7 @@ def held(path: Path, what: str) -> Iterator[None]:
 
 
 def data_frame(rows: Sequence[Mapping[str, object]]) -> "pd.DataFrame":
-    """Rows as a table of pandas; InvalidValueError if it is not installed."""
+    """Return rows as a table of pandas; InvalidValueError if it is not installed."""
     try:
         import pandas as pd  # noqa: PLC0415 - an extra
     except ImportError as error:
@@ -239,6 +222,18 @@ def _read(path: Path) -> Iterator[dict[str, object]]:
             text, _ = codecs.utf_8_decode(line.removesuffix(b"\n"))
             with suppress(json.JSONDecodeError):
                 yield json.loads(text)
+
+
+def _read_as(kind: type[_Row], path: Path, what: str) -> _Row:
+    try:
+        return TypeAdapter(kind).validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error.errors()[0]["msg"]
+        raise DataError(f"{path} cannot be read as {what}: {reason}") from error
+
+
+def _read_if_there(kind: type[_Row], path: Path, what: str) -> _Row | None:
+    return _read_as(kind, path, what) if path.exists() else None
 
 
 def _rows(kind: type[_Row], path: Path, what: str) -> list[_Row]:
@@ -298,7 +293,7 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _verified(ledger: Ledger, participation: Path) -> bool:
-    """Verify a ledger; whether the record of cohorts could be read and was verified too."""
+    """Verify a ledger; return whether the record of cohorts was readable and verified too."""
     if not os.access(participation, os.R_OK):
         ledger.verify()
         return False
@@ -341,17 +336,17 @@ def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -
 
     path = out or folder / "report.html"
     if not (folder / STUDY).exists():
-        found = run_page.page_of_run(_run_in(folder))
+        content = run_page.page_of_run(_run_in(folder))
     elif holds_results_alone(folder):
         raise InvalidValueError(
             f"{folder} holds the results of a study without its runs and ledgers, which a page "
             "verifies; --charts draws what results can show"
         )
     else:
-        read = read_study(folder)
-        runs = {cell: read_run(folder / cell.path) for cell, _ in read.finished}
-        found = study_page.page_of_study(read, runs)
-    page.write_page(page.render(found), path)
+        study = read_study(folder)
+        runs = {cell: read_run(folder / cell.path) for cell, _ in study.finished}
+        content = study_page.page_of_study(study, runs)
+    page.write_page(page.render(content), path)
     if show:
         webbrowser.open(path.absolute().as_uri())
     return path

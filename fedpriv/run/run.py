@@ -77,7 +77,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunSetup:
-    """What is known of a run before its plan is made."""
+    """The settings and files of a run before its plan exists."""
 
     config: Config  # of a resumed run, with the noise that it started with
     run: str  # its name in the ledger
@@ -86,21 +86,6 @@ class RunSetup:
     resuming: bool
     keep_going: bool = False  # whether it goes on though too few users count
     start: Path | None = None  # folder of the run whose model it starts from
-
-    @classmethod
-    def of(
-        cls,
-        file: Path,
-        assignments: list[str],
-        out: Path | None,
-        *,
-        resume: bool,
-        keep_going: bool = False,
-        start: Path | None = None,
-    ) -> Self:
-        """Read an experiment, with "a.b=value" overrides; see `at`."""
-        config = load_config(file, assignments)
-        return cls.at(config, out, resume=resume, keep_going=keep_going, start=start)
 
     @classmethod
     def at(
@@ -147,32 +132,32 @@ class RunSetup:
 
     @property
     def spent(self) -> list[RoundEvent]:
-        """What the noise is calibrated beside; a resumed run was calibrated when it started."""
+        """The events that count in calibration; a resumed run was calibrated when it started."""
         return [] if self.resuming else spent_in(self.ledger)
 
     def refuse_taken_name(self) -> None:
-        """Refuse a new run if its ledger has rounds of another by this name.
+        """Refuse a new run if its ledger has rounds of another run with this name.
 
-        What either has charged could not be told from what the other has.
+        Nobody could tell the charges of these runs apart.
         """
-        if self.ledger.exists():
-            with Ledger.open(self.ledger) as ledger:
-                taken = bool(own_charges(self.run, ledger.charges()))
-            if taken:
+        if not self.ledger.exists():
+            return
+        with Ledger.open(self.ledger) as ledger:
+            if own_charges(self.run, ledger.charges()):
                 raise InvalidValueError(
-                    f"run is {self.run!r}, of which {self.ledger} holds rounds of another folder; "
-                    "it must have another name or seed, or be resumed in that folder"
+                    f"run is {self.run!r}, and {self.ledger} has rounds with this name of another "
+                    "folder; use another name or seed, or resume the run in that folder"
                 )
 
     def on_nodes(
         self, section: FederationSection, population: str, user_ids: Sequence[str]
     ) -> Experiment:
-        """The experiment on a population whose users, by position, are at nodes."""
+        """Return the experiment on a population whose users, by position, are at nodes."""
         self.refuse_true_figures("on nodes")
         if self.config.training().max_examples is None:
             raise InvalidValueError(
                 "local.max_examples is absent; on nodes it must be given, since a user with very "
-                "many examples would take the time of all others of its node"
+                "many examples would take the time of all other users of its node"
             )
         held_out, users = held_out_rows(self.config, section), len(user_ids)
         if HELD_OUT_USER in held_out:
@@ -184,7 +169,7 @@ class RunSetup:
         return replace(experiment, enrolled=digest_of_users(user_ids))
 
     def refuse_true_figures(self, where: str) -> None:
-        """Refuse what only a simulation in one process can know or do."""
+        """Refuse settings that only a simulation in one process can have."""
         if self.config.output.simulation_only:
             raise InvalidValueError(
                 f"output.simulation_only is true; {where} it must be false, since only a "
@@ -229,7 +214,7 @@ class RunSetup:
         write_atomically(self.folder.plan, plan.encode())
 
     def write_budget(self, experiment: Experiment) -> None:
-        """Write the budget and the ledger that a resumed run goes on with into its plan."""
+        """Write the budget and the ledger of a resumed run into its plan."""
         begun, privacy = load_config(self.folder.plan), experiment.config.privacy
         if self.resuming and privacy != begun.privacy:
             config = begun.model_copy(update={"privacy": privacy})
@@ -237,27 +222,27 @@ class RunSetup:
             write_atomically(self.folder.plan, plan.encode())
 
     def refuse_other_plan(self, experiment: Experiment) -> None:
-        """Refuse to resume with another plan than the run began with, however far it has come."""
+        """Refuse to resume a run with a plan other than its first."""
         path, plan = self.folder.plan_digest, experiment.plan
         begun = path.read_text("ascii", "replace").strip() if path.exists() else "unknown"
         if self.resuming and begun != plan.digest:
-            others = _differences(load_config(self.folder.plan), experiment.config)
-            told = f" ({' and '.join(others)})" if others else ""
+            changes = _differences(load_config(self.folder.plan), experiment.config)
+            listed = f" ({' and '.join(changes)})" if changes else ""
             raise InvalidValueError(
                 f"by {path} the run began with plan {begun[:12]!r}, this is {plan.digest[:12]!r}"
-                f"{told}; a run can only be resumed with the plan it began with"
+                f"{listed}; a run can only be resumed with the plan it began with"
             )
 
 
 def _charging_for(start: Path, config: Config) -> Config:
-    """The configuration with the ledger of the run whose model is started from."""
-    folder, given = RunFolder(start), config.privacy.ledger
+    """Return the configuration with the ledger of the run whose model the new run starts from."""
+    folder, ledger = RunFolder(start), config.privacy.ledger
     if not folder.plan.exists():
         raise InvalidValueError(f"{start} holds no run to start from; {folder.plan.name} is absent")
     paid = folder.charged(load_config(folder.plan)).absolute()
-    if given and Path(given).resolve() != paid.resolve():
+    if ledger and Path(ledger).resolve() != paid.resolve():
         raise InvalidValueError(
-            f"privacy.ledger is {given}, and the model of {start} was charged to {paid}; a run "
+            f"privacy.ledger is {ledger}, and the model of {start} was charged to {paid}; a run "
             "that starts from it must charge that ledger too, so leave privacy.ledger out"
         )
     privacy = config.privacy.model_copy(update={"ledger": str(paid)})
@@ -265,17 +250,17 @@ def _charging_for(start: Path, config: Config) -> Config:
 
 
 def _differences(begun: Config, now: Config) -> list[str]:
-    """Which values of two experiments differ, but for what a resumed run may change."""
-    was, given = (_leaves(each.model_dump(exclude=set(_MAY_CHANGE))) for each in (begun, now))
+    """Return differences of two experiments in what a resumed run must not change."""
+    old, new = (_leaves(config.model_dump(exclude=set(_MAY_CHANGE))) for config in (begun, now))
     return [
-        f"{key} is {given.get(key, 'absent')!s:.40}, was {was.get(key, 'absent')!s:.40}"
-        for key in sorted(was.keys() | given.keys())
-        if was.get(key) != given.get(key)
+        f"{key} is {new.get(key, 'absent')!s:.40}, was {old.get(key, 'absent')!s:.40}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
     ]
 
 
 def _leaves(table: object, key: str = "") -> dict[str, object]:
-    """Values of a table, by their keys from the top; what is None is absent."""
+    """Return the values of a table by their full keys, without None."""
     if not isinstance(table, Mapping):
         return {} if table is None else {key: table}
     parts = (_leaves(value, f"{key}.{name}" if key else name) for name, value in table.items())
@@ -283,7 +268,7 @@ def _leaves(table: object, key: str = "") -> dict[str, object]:
 
 
 def _resolved_plan(experiment: Experiment, folder: Path) -> str:
-    """Configuration as it was run, for a file in the folder, under a head of facts."""
+    """Return the configuration as TOML for a file in the folder, under a head of facts."""
     plan = experiment.plan
     facts = {
         "population": plan.population,
@@ -302,7 +287,7 @@ def _resolved_plan(experiment: Experiment, folder: Path) -> str:
 
 
 def held_out_rows(config: Config, section: FederationSection) -> HeldOut:
-    """Rows of no enrolled user: those of `federation.held_out`, else of `data`, if there is any."""
+    """Return rows of no enrolled user, of `federation.held_out` or else `data`, if it is given."""
     if section.held_out is None:
         data = config.data
         return {} if data is None else load_population(data.name, data.options).test
@@ -349,9 +334,9 @@ class Run:
 
     @cached_property
     def rounds(self) -> tuple[RoundResult, ...]:
-        """The result of each round that led to the model, those before a resumption included."""
+        """Results of all rounds that led to the model, also of those before the run was resumed."""
         results = RunFolder(self.folder).results()
-        return tuple(each for each in results if each.round <= self.state.round)
+        return tuple(result for result in results if result.round <= self.state.round)
 
     @property
     def model(self) -> nn.Module:
@@ -363,7 +348,7 @@ class Run:
 
     @property
     def best_model(self) -> nn.Module | None:
-        """As `model`, of the round `best`; None if no model was measured."""
+        """The model of the round `best`; None if no model was measured."""
         return released(self.task, self.best_state.model) if self.best_state else None
 
     def check(self) -> None:
@@ -374,11 +359,11 @@ class Run:
             raise TooFewUsersError(self.warnings[0])
 
     def to_pandas(self) -> "pd.DataFrame":
-        """One row a round, one column for every released number; pandas must be installed."""
-        return data_frame([{"round": each.round, **each.scalars} for each in self.rounds])
+        """Return a row for each round and a column for each released number; needs pandas."""
+        return data_frame([{"round": r.round, **r.scalars} for r in self.rounds])
 
     def trade_off(self) -> TradeOff:
-        """How well any test can tell from all charges of the ledger whether one user took part."""
+        """Return how well any test can tell whether one user took part, by the ledger's charges."""
         record = read_run(self.folder)
         return trade_off(record.ledger.events, record.accountant)
 
@@ -398,17 +383,17 @@ Follow = Callable[[Experiment, int, Callable[[OnRound], Run]], Run]
 
 
 def _state_after(source: Path, experiment: Experiment) -> ServerState:
-    """The state before the first round of a run that starts from another's model.
+    """Return the state before the first round of a run that starts from another run's model.
 
-    Parameters and running statistics are those of the other's end, and so is the server optimiser's
-    state if the optimiser has the same name. InvalidValueError if the models differ.
+    It has the parameters and running statistics of that run's end, and the state of its server
+    optimiser if both optimisers have the same name. InvalidValueError: the models differ.
     """
     folder, plan, begun = RunFolder(source), experiment.plan, experiment.initial_state
     _, release = read_released(folder.model)
-    if not (found := checkpoints(folder.checkpoints)):
+    if not (paths := checkpoints(folder.checkpoints)):
         raise InvalidValueError(f"{source} holds no checkpoint, from which a run could start")
-    state = load_checkpoint(found[-1]).state
-    ours, theirs = ({n: [*t.shape] for n, t in each.model.items()} for each in (begun, state))
+    state = load_checkpoint(paths[-1]).state
+    ours, theirs = ({n: [*t.shape] for n, t in s.model.items()} for s in (begun, state))
     for name in {**ours, **theirs}:
         if ours.get(name) != theirs.get(name):
             there, here = theirs.get(name, "absent"), ours.get(name, "absent")
@@ -418,8 +403,8 @@ def _state_after(source: Path, experiment: Experiment) -> ServerState:
             )
     if release["frozen"]["sha256"] != sha256_of(frozen_of(experiment.task)):
         raise InvalidValueError(
-            f"what is frozen in the model differs from what is frozen in that of {source}; a run "
-            "that starts from it must have the same"
+            f"frozen tensors of the model differ from those of {source}; a run that starts from it "
+            "must have the same"
         )
     statistics = {name: state.statistics[name] for name in begun.statistics}
     state_before = initial_state(plan, state.parameters, statistics)
@@ -550,7 +535,7 @@ class _Best:
 
     def consider(self, result: RoundResult | None, checkpoint: Checkpoint) -> None:
         """Remember a round and its checkpoint if its model is better than all before."""
-        rounds = [each for each in (self.round, result) if each]
+        rounds = [r for r in (self.round, result) if r]
         if result and best_round(rounds) is result:
             self.round, self.checkpoint = result, checkpoint
 
@@ -565,7 +550,7 @@ class _Best:
 
 
 def _settle(experiment: Experiment, state: ServerState, records: PrivacyRecords) -> None:
-    """Charge what the run had drawn when it was killed; without the budget, nothing more is."""
+    """Charge what a killed run had drawn; a charge beyond the budget is left out."""
     plan, evaluation = experiment.plan, experiment.evaluation
     drawn = {plan.run: plan.mechanism_at(state.clipping_norms).event}
     if evaluation:
@@ -629,9 +614,9 @@ def _ended(
 
 
 def _measured(experiment: Experiment, model: Tensors) -> dict[str, Any]:
-    """What a model is worth on held-out rows, as it is and as their users make it their own.
+    """Return figures of a model on held-out rows, and after users of these personalise it.
 
-    What was spent must not be lost for a figure that cannot be computed.
+    A figure that cannot be computed is only logged, so that it costs a run nothing.
     """
     task, users = experiment.task, experiment.personalised
     general, personal = dict[str, Any](), dict[str, Any]()
@@ -646,20 +631,20 @@ def _measured(experiment: Experiment, model: Tensors) -> dict[str, Any]:
         return general or personal or {"loss": None, "accuracy": None}
     own = {"accuracy": personal["accuracy"], "loss": personal["loss"], **personal["figures"]}
     more = {name: value for name, value in own.items() if value is not None}
-    for key, found in (("figures", more), ("held_out_users", personal["held_out_users"])):
-        general[key] = general[key] | {f"personalised_{n}": value for n, value in found.items()}
+    for key, figures in (("figures", more), ("held_out_users", personal["held_out_users"])):
+        general[key] = general[key] | {f"personalised_{n}": value for n, value in figures.items()}
     return general
 
 
-def _figures(found: Evaluation) -> dict[str, Any]:
-    for name, reason in found.failed.items():
+def _figures(evaluation: Evaluation) -> dict[str, Any]:
+    for name, reason in evaluation.failed.items():
         _log.warning("figure %s cannot be computed: %s", name, reason)
-    return {name: getattr(found, name) for name in _MEASURED}
+    return {name: getattr(evaluation, name) for name in _MEASURED}
 
 
 @contextmanager
 def opened(setup: RunSetup, experiment: Experiment) -> Iterator[tuple[PrivacyRecords, ServerState]]:
-    """Open the folder and the records of a run, and find the state to start or to go on from."""
+    """Open the folder and records of a run, and yield records and the state to start from."""
     folder, plan, before = setup.folder, experiment.plan, None
     if setup.resuming:
         setup.refuse_other_plan(experiment)
@@ -686,9 +671,8 @@ def opened(setup: RunSetup, experiment: Experiment) -> Iterator[tuple[PrivacyRec
 
 
 def spent_in(ledger: Path, population: str | None = None) -> list[RoundEvent]:
-    """What a ledger holds, if there is one; LedgerError if it is of another population."""
+    """Return the events of a ledger, if it exists; LedgerError if it is of another population."""
     if not ledger.exists():
         return []
-    opened = Ledger.open_or_create(ledger, population) if population else Ledger.open(ledger)
-    with opened as found:
-        return found.spent()
+    with Ledger.open_or_create(ledger, population) if population else Ledger.open(ledger) as opened:
+        return opened.spent()

@@ -146,7 +146,8 @@ def simulate(
         start=(start, Path | str | None),
         ledger=(ledger, Path | str | None),
     )
-    callbacks, told = named("on_round", on_round, Callable), named("trackers", trackers, Tracker)
+    callbacks = named("on_round", on_round, Callable)
+    followers = named("trackers", trackers, Tracker)
     method = Method(task, mechanism, *method_left_out(mechanism, local, server), personalisation)
     output = {"evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
     sections = {
@@ -160,16 +161,16 @@ def simulate(
     place, source = (Path(path) if path else None for path in (out, start))
     setup = RunSetup.at(config, place, resume=resume, keep_going=keep_going, start=source)
     if setup.resuming and mechanism.rounds:  # it goes on with the noise that it started with
-        begun = setup.config.privacy.noise_multiplier
-        mechanism = replace(mechanism, noise_multiplier=begun, rounds=None)
+        noise_multiplier = setup.config.privacy.noise_multiplier
+        mechanism = replace(mechanism, noise_multiplier=noise_multiplier, rounds=None)
     elif (federated_evaluation or start) and mechanism.rounds:
         mechanism = replace(mechanism, noise_multiplier=None)
     method = replace(method, mechanism=mechanism)
     console = screen(quiet=quiet)
     spent = setup.spent if federated_evaluation or start else ()
     experiment, transport = on_population(setup.config, setup.run, population, spent, method)
-    followed = replace(experiment, on_round=callbacks, trackers=told)
-    return execute(setup, *_in_process(setup, followed, transport, console), console)
+    experiment = replace(experiment, on_round=callbacks, trackers=followers)
+    return execute(setup, *_in_process(setup, experiment, transport, console), console)
 
 
 def run_simulation(
@@ -182,11 +183,13 @@ def run_simulation(
     start: Path | None = None,
     stderr: bool = False,
 ) -> Run:
-    """Run or resume the experiment of a file in this process, and print how it went.
+    """Run or resume the experiment of a file in this process, and print its result.
 
     It starts from the model of the run in the folder `start`, if that is given.
     """
-    setup = RunSetup.of(file, assignments, out, resume=resume, keep_going=keep_going, start=start)
+    setup = RunSetup.at(
+        load_config(file, assignments), out, resume=resume, keep_going=keep_going, start=start
+    )
     config, population = setup.config, population_of(setup.config)
     console = screen(stderr=stderr)
     experiment, transport = on_population(config, setup.run, population, setup.spent)
@@ -196,11 +199,11 @@ def run_simulation(
 def _in_process(
     setup: RunSetup, experiment: Experiment, transport: InProcessTransport, console: Console
 ) -> tuple[Experiment, Hosted]:
-    """The experiment with the settled way of its users, and the transport that trains them here."""
+    """Return the experiment with the path that its users take, and the transport to them here."""
     chosen: Transport = transport
     if experiment.config.output.simulation_only:
-        told = setup.folder.append_simulation_only
-        chosen = ObservedTransport(transport, experiment.plan, told)
+        append = setup.folder.append_simulation_only
+        chosen = ObservedTransport(transport, experiment.plan, append)
     with telling_where(setup, console):
         experiment, road = settled(experiment, transport)
         if not (setup.resuming or setup.keep_going):
@@ -245,7 +248,7 @@ class ObservedTransport(Transport):
 def _signal_to_noise(
     plan: TrainingPlan, request: RoundRequest, total: IntegerVector
 ) -> dict[str, float]:
-    """Norm of the sum of clipped updates over the root mean square norm of its noise, by layer.
+    """Return the norm of the sum of clipped updates over the RMS norm of its noise, by layer.
 
     Both are in the model's units, whatever the clipping; `total` [D] counts steps.
     """
@@ -299,15 +302,15 @@ def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False
 
 
 def _charges(experiment: Experiment) -> list[RoundEvent]:
-    """All planned rounds, and evaluations by users, as events."""
+    """Return the events of all planned rounds and of evaluations by users."""
     plan, evaluation = experiment.plan, experiment.evaluation
     return [plan.event, *([evaluation.events(plan.rounds)] if evaluation else [])]
 
 
 def _facts(experiment: Experiment, held: Sequence[RoundEvent]) -> Iterator[str]:
-    """What a round draws and adds, and what the run costs.
+    """Yield lines on what a round draws and adds, and on the cost of the run.
 
-    What a shared ledger held is apart from it.
+    The events that a shared ledger held have a line of their own.
     """
     plan, config = experiment.plan, experiment.config
     sampling, weight, privacy = plan.sampling, plan.averaging.total_weight, config.privacy
@@ -344,17 +347,17 @@ def _facts(experiment: Experiment, held: Sequence[RoundEvent]) -> Iterator[str]:
 
 
 def _about_strategy(plan: TrainingPlan) -> str:
-    """What correlated noise gains, and what a server keeps for it."""
+    """Return a line on what correlated noise gains, and what a server keeps for it."""
     event, kept = plan.mechanism.event, plan.strategy.vectors_kept
     assert event.sampling.schedule is not None
     schedule = replace(event.sampling.schedule, participations=1)
     if event.sampling.policy is SamplingPolicy.SEPARATED:
         schedule = event.sampling.schedule
-    found = relative_errors(event.strategy, schedule)
+    errors = relative_errors(event.strategy, schedule)
     return (
         f"Noise is correlated over {plan.sampling.rounds} rounds: in the models it is "
-        f"{found.mean:.2f} times (root mean square) and {found.largest:.2f} times (last round) as "
-        "large as independent noise under this sampling at the same ε. It is up to "
+        f"{errors.mean:.2f} times (root mean square) and {errors.largest:.2f} times (last round) "
+        "as large as independent noise under this sampling at the same ε. It is up to "
         f"{plan.mechanism.noise_growth:.2f} × σ in one round. The server keeps {kept} "
         f"{'vector' if kept == 1 else 'vectors'} of "
         f"{plan.mechanism.clipping.layout.dimension:,} numbers for it."

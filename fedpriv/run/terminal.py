@@ -1,6 +1,6 @@
-"""A run on a terminal: what its settings do to its guarantee, how far it is, and its result.
+"""A run on a terminal: warnings about its settings, its progress and its result.
 
-`execute` is a whole run with all of this; `displayed` shows how far any long work is.
+`execute` carries out a whole run; `displayed` shows the progress of any long work.
 """
 
 import math
@@ -56,7 +56,7 @@ _BAR = 10  # columns of a bar
 
 @contextmanager
 def telling_where(setup: RunSetup, console: Console) -> Iterator[None]:
-    """Print which folder an interrupted run goes on in; it may have been charged already."""
+    """Print the folder of an interrupted run, which may have been charged already."""
     try:
         yield
     except KeyboardInterrupt:
@@ -105,26 +105,19 @@ def execute(
     return run
 
 
-def _with_progress(
-    console: Console, experiment: Experiment, first: int, rounds: Callable[[OnRound], Run]
-) -> Run:
-    with _progress(experiment.plan, first, console) as show:
-        return rounds(show)
-
-
 class Display:
-    """How far long work is: bars in a terminal or a notebook, elsewhere a line a minute."""
+    """The progress of long work: bars in a terminal or a notebook, elsewhere a line a minute."""
 
     def __init__(self, progress: Progress, console: Console) -> None:
         self._progress, self._console = progress, console
         self._told = time.monotonic()
 
     def add(self, name: str, rounds: int, done: int = 0) -> TaskID:
-        """A new line."""
+        """Add a line."""
         return self._progress.add_task(name, total=rounds, completed=done, figures=())
 
     def update(self, line: TaskID, done: int, *figures: str) -> None:
-        """Say how far a line is; empty figures are left out, and the last where bars are short."""
+        """Update a line; empty figures are left out, and the last ones if bars are short."""
         self._progress.update(line, completed=done, figures=tuple(filter(None, figures)))
 
     def tell(self, *, last: bool = False) -> None:
@@ -167,7 +160,7 @@ class _Figures(ProgressColumn):
 
 @contextmanager
 def displayed(console: Console) -> Iterator[Display]:
-    """A display that is empty at first."""
+    """Yield a display without lines."""
     rounds = MofNCompleteColumn(table_column=Cells(no_wrap=True))
     left = TimeRemainingColumn(table_column=Cells(no_wrap=True))
     name = TextColumn("{task.description}", markup=False, table_column=Cells())
@@ -180,11 +173,12 @@ def displayed(console: Console) -> Iterator[Display]:
             display.tell(last=True)
 
 
-@contextmanager
-def _progress(plan: TrainingPlan, first: int, console: Console) -> Iterator[OnRound]:
-    """What to call with each result, so that a line shows how far the run is."""
-    units, last, counted = plural(plan.sampling.drawn), "", Contributors()
-    sampling = plan.sampling.event()
+def _with_progress(
+    console: Console, experiment: Experiment, first: int, rounds: Callable[[OnRound], Run]
+) -> Run:
+    """Run the rounds, and show progress after each."""
+    plan, last, counted = experiment.plan, "", Contributors()
+    units, sampling = plural(plan.sampling.drawn), plan.sampling.event()
     with displayed(console) as display:
         line = display.add(plan.run, plan.rounds, first)
 
@@ -202,11 +196,11 @@ def _progress(plan: TrainingPlan, first: int, console: Console) -> Iterator[OnRo
             display.update(line, result.round, *figures)
             display.tell()
 
-        yield show
+        return rounds(show)
 
 
 def released_text(result: RoundResult, rounds: int) -> str:
-    """One line on a release, for a log."""
+    """Return one line on a release, for a log."""
     accuracy = () if result.accuracy is None else (f"accuracy {result.accuracy:.1%}",)
     spent = f"ε {format_epsilon(result.epsilon)} at δ {result.delta}"
     released = f"round {result.round} of {rounds} released"
@@ -217,7 +211,7 @@ def released_text(result: RoundResult, rounds: int) -> str:
 
 
 def warn_of_delta(experiment: Experiment, console: Console) -> None:
-    """Say that δ is so large that it allows for a breach."""
+    """Print a warning if δ is so large that it allows a breach."""
     delta, sampling = experiment.budget.delta, experiment.plan.sampling
     if delta >= (share := 1.0 / sampling.population):
         console.print(
@@ -228,7 +222,7 @@ def warn_of_delta(experiment: Experiment, console: Console) -> None:
 
 
 def _warn(setup: RunSetup, experiment: Experiment, console: Console) -> None:
-    """Say what the experiment's settings do to its guarantee."""
+    """Print what the experiment's settings do to its guarantee."""
     if not setup.resuming:
         spent = spent_in(setup.ledger, experiment.plan.population)
         _warn_of_budget(spent, experiment, console)
@@ -240,7 +234,7 @@ def _warn(setup: RunSetup, experiment: Experiment, console: Console) -> None:
 
 
 def _warn_of_budget(spent: Sequence[RoundEvent], experiment: Experiment, console: Console) -> None:
-    """Say that a budget that pays for a first round does not pay for the last."""
+    """Print a warning if the budget pays for the first round but not for all."""
     plan, budget, asked = experiment.plan, experiment.budget, experiment.evaluation
     first, whole = ([*spent, plan.mechanism.event], [*spent, plan.event])
     whole += [asked.events(plan.rounds)] if asked else []
@@ -281,7 +275,7 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
 
 
 def _measured_rows(run: Run, plan: TrainingPlan) -> list[tuple[str, str]]:
-    """What the model is worth, and what users released of themselves beside it."""
+    """Return figures of the model, and metrics that users released."""
     rows = [] if run.accuracy is None else [("accuracy on held-out rows", f"{run.accuracy:.2%}")]
     if run.loss is not None:
         rows.append(("loss on held-out rows", f"{run.loss:.4f}"))
@@ -310,7 +304,7 @@ def _measured_rows(run: Run, plan: TrainingPlan) -> list[tuple[str, str]]:
 def _privacy_rows(
     experiment: Experiment, run: Run, spent: Sequence[RoundEvent], charges: Sequence[ChargedRow]
 ) -> list[tuple[str, str]]:
-    """What all charges of the ledger cost, what this run's alone do, and what that rests on."""
+    """Return the costs of the ledger and of this run, and the assumptions behind them."""
     privacy, plan = experiment.config.privacy, experiment.plan
     own = own_charges(plan.run, charges)
     loss = epsilon_of(spent, privacy.delta, privacy.accountant)
@@ -333,7 +327,7 @@ def _privacy_rows(
 def _plan_rows(
     experiment: Experiment, run: Run, charges: Sequence[ChargedRow]
 ) -> list[tuple[str, str]]:
-    """How many of the planned rounds took place, and by which mechanism."""
+    """Return how many of the planned rounds took place, and by which mechanism."""
     plan, clipping = experiment.plan, experiment.config.clipping
     own = own_charges(plan.run, charges)
     paying = len(paid_events(own))

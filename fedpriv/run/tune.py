@@ -129,7 +129,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What a search found. On users it is all that the search releases."""
+    """The result of a search. On users it is all that the search releases."""
 
     folder: Path  # of experiment.toml; with a model and the ledger's charge if it was on users
     settings: Settings  # the best ones; empty if there was no trial that ended
@@ -223,8 +223,8 @@ def tune(
         raise InvalidValueError("the mechanism has no budget; calibrate it, as for simulate")
     for key in space or ():
         if not isinstance(key, str) or not _takes(method, key):
-            legal = "rounds, privacy.sampling_probability, local.…, clipping.… and server.options.…"
-            raise InvalidValueError(f"space has {key!r}, which is no field; legal is: {legal}")
+            keys = "rounds, privacy.sampling_probability, local.…, clipping.… or server.options.…"
+            raise InvalidValueError(f"space has {key!r}, which is no field; it must be {keys}")
     searched = {key: _values_of(key, part) for key, part in (space or {}).items()}
     section = {
         "trials": trials, "law": law, "shape": shape, "objective": objective, "better": better,
@@ -246,17 +246,17 @@ def tune(
     setup = RunSetup.at(config, Path(out) if out else None, resume=False, home=_HOME)
     table, value_of = config.model_dump(exclude_none=True), partial(_value_of, method)
     search = _Search(setup, prepare, screen(quiet=quiet), value_of, table)
-    found = search.on_users() if on == "users" else search.on_public()
-    if not found.settings:
-        return found
-    chosen = _applied(method, found.settings)
+    tuning = search.on_users() if on == "users" else search.on_public()
+    if not tuning.settings:
+        return tuning
+    chosen = _applied(method, tuning.settings)
     enrolled = users or records_of(population, mechanism).users.population
     delta, rounds = cast(float, mechanism.delta), cast(int, chosen.mechanism.rounds)
     calibrated = chosen.mechanism.calibrate(
         epsilon=mechanism.epsilon, delta=delta, rounds=rounds, users=enrolled
     )
     arguments = {"mechanism": calibrated, "local": chosen.local, "server": chosen.server}
-    return replace(found, arguments=arguments)
+    return replace(tuning, arguments=arguments)
 
 
 def tune_file(
@@ -268,7 +268,7 @@ def tune_file(
     synthetic: bool,
     price_only: bool,
 ) -> Tuning | None:
-    """Search for an experiment in a file, print what was found, and write it to a folder.
+    """Search settings for an experiment in a file, print the best, and write them to a folder.
 
     On public users the enrolled ones of the section `data` are never loaded.
     """
@@ -306,7 +306,7 @@ def tune_file(
 
 
 def _public_data(config: Config, *, synthetic: bool) -> DataSection:
-    """Who takes part instead of the enrolled users."""
+    """Return the data of people who take part instead of the enrolled users."""
     section = config.tune or TuneSection()
     if not synthetic:
         if section.public is None:
@@ -315,12 +315,12 @@ def _public_data(config: Config, *, synthetic: bool) -> DataSection:
                 "--synthetic"
             )
         return section.public
-    known: Options = {}
+    options: Options = {"seed": config.seed or 0}
     if isinstance(inputs := config.model.options.get("inputs"), int):
-        known["shape"] = [inputs]
+        options["shape"] = [inputs]
     if "classes" in config.model.options:
-        known["classes"] = config.model.options["classes"]
-    options = {"seed": config.seed or 0, **known, **section.synthetic}
+        options["classes"] = config.model.options["classes"]
+    options |= section.synthetic
     if "shape" not in options or "classes" not in options:
         raise InvalidValueError(
             "--synthetic needs the shape and the classes of examples: give them as "
@@ -331,7 +331,7 @@ def _public_data(config: Config, *, synthetic: bool) -> DataSection:
 
 @dataclass(frozen=True)
 class _Search:
-    """One search, on public users or on the enrolled ones."""
+    """A search, on public or enrolled users."""
 
     setup: RunSetup
     prepare: Prepare
@@ -346,12 +346,12 @@ class _Search:
 
     @property
     def shape(self) -> float | None:
-        """That of the law of the number of trials; None for Poisson."""
+        """The shape of the law of the number of trials; None for Poisson."""
         return None if self.section.law == "poisson" else self.section.shape
 
     @property
     def sign(self) -> float:
-        """What makes the objective one whose largest value is best."""
+        """The factor by which the largest objective is best: 1 or -1."""
         objective = self.section.objective
         better = self.section.better or BETTER.get(objective.removeprefix(_PRIVATE))
         if better is None:
@@ -363,11 +363,12 @@ class _Search:
 
     @cached_property
     def space(self) -> Mapping[str, Candidates]:
-        """What is searched: by default what is a number in the experiment, around what it is."""
-        found = {key: self.value_of(key) for key in DEFAULT_SPACE if key not in self.kept}
-        numbers = {key: value for key, value in found.items() if isinstance(value, int | float)}
+        """Candidates by key; by default around the numbers of the experiment."""
+        present = {key: self.value_of(key) for key in DEFAULT_SPACE if key not in self.kept}
         space = self.section.space or {
-            k: _with_value(DEFAULT_SPACE[k], v) for k, v in numbers.items()
+            key: _with_value(DEFAULT_SPACE[key], value)
+            for key, value in present.items()
+            if isinstance(value, int | float)
         }
         for key, values in space.items():
             if key.split(".")[0] in _FIXED and key != _Q:
@@ -399,7 +400,7 @@ class _Search:
                 "optuna cannot be imported; pip install 'fedpriv[tune]' installs it"
             )
         section, space = self.section, self.space
-        known = {key: self.value_of(key) for key in space}
+        present = {key: self.value_of(key) for key in space}
         first, _ = self.prepare({}, None, "trial")
         ratio = first.plan.sampling.population / (section.users or first.plan.sampling.population)
         if ratio != 1.0 and isinstance(first.plan.sampling, FixedSizeSampling):
@@ -412,36 +413,36 @@ class _Search:
         tried, why = list[Tried](), ""
         folder = self._make_folder()
         with _optuna_study(self.setup.config.seed) as study:
-            if all(_holds(space[key], value) for key, value in known.items()):
-                study.enqueue_trial(known, skip_if_exists=True)
+            if all(_holds(space[key], value) for key, value in present.items()):
+                study.enqueue_trial(present, skip_if_exists=True)
             for number in range(section.trials):
                 trial = study.ask()
-                settings = {key: _suggested(trial, key, each) for key, each in space.items()}
-                found = None
+                settings = {key: _suggested(trial, key, values) for key, values in space.items()}
+                result = None
                 try:
                     experiment, transport = self.prepare(settings, None, f"trial-{number}")
                     if ratio != 1.0:
                         noise = experiment.plan.noise_multiplier * ratio
                         experiment, transport = self.prepare(settings, noise, f"trial-{number}")
-                    found = score(*_trained(experiment, transport))
+                    result = score(*_trained(experiment, transport))
                 except Exception as error:  # a trial that fails is no reason to lose the others
                     why = f"{type(error).__name__}: {error}"
                     _log.warning("trial %d failed: %s", number, why)
-                study.tell(trial, -math.inf if found is None else sign * found)
-                tried.append(Tried(settings, found))
-                said = "failed" if found is None else f"{section.objective} {found:.4f}"
-                self._say(f"trial {number + 1} of {section.trials}: {said}  {_words(settings)}")
-        ended = [(sign * each.score, each) for each in tried if each.score is not None]
+                study.tell(trial, -math.inf if result is None else sign * result)
+                tried.append(Tried(settings, result))
+                text = "failed" if result is None else f"{section.objective} {result:.4f}"
+                self._say(f"trial {number + 1} of {section.trials}: {text}  {_words(settings)}")
+        ended = [(sign * trial.score, trial) for trial in tried if trial.score is not None]
         if not ended:
             raise RunError(f"none of {len(tried)} trials ended; the last one raised {why}")
         best = max(ended, key=itemgetter(0))[1]
-        lines = [json.dumps({**each.settings, "score": each.score}) for each in tried]
+        lines = [json.dumps({**trial.settings, "score": trial.score}) for trial in tried]
         write_atomically(folder.path / "trials.jsonl", "\n".join([*lines, ""]).encode())
-        result = Tuning(folder.path, best.settings, best.score, tuple(tried))
-        return self._told(result, "no enrolled user's data was read")
+        tuning = Tuning(folder.path, best.settings, best.score, tuple(tried))
+        return self._written(tuning, "no enrolled user's data was read")
 
     def on_users(self, *, price_only: bool = False) -> Tuning:
-        """Search on the enrolled users: say the price, charge it, try, and release the best."""
+        """Search on the enrolled users: print the price, charge it, try, and release the best."""
         setup, privacy = self.setup, self.setup.config.privacy
         self._check_on_users()
         self._check_trials()
@@ -466,14 +467,14 @@ class _Search:
         if best is None:
             self._say("no trial ended; the charge stays, and nothing is released")
             return Tuning(folder.path, {}, None, epsilon=price)
-        settings, found, task, state, last = best
+        settings, best_score, task, state, last = best
         result = replace(
             last, run=run, epsilon=price, delta=delta, charge=charge, randomness=randomness
         )
         model = released_model(task, state, [result], first.classes)
         with_room(lambda: write_atomically(folder.model, model))
         about = f"ε = {format_epsilon(price)} at δ = {delta}, the model included"
-        return self._told(Tuning(folder.path, settings, found, epsilon=price), about)
+        return self._written(Tuning(folder.path, settings, best_score, epsilon=price), about)
 
     def _check_on_users(self) -> None:
         section = self.section
@@ -503,7 +504,7 @@ class _Search:
                 self._poisson(first | {key: value}, 1.0)
 
     def _poisson(self, settings: Settings, noise: float | None) -> TrainingPlan:
-        """The plan of a trial, which must draw cohorts by coins."""
+        """Return the plan of a trial, which must draw cohorts by coins."""
         plan = self.prepare(settings, noise, "trial")[0].plan
         if not isinstance(plan.sampling, PoissonSampling):
             raise InvalidValueError(
@@ -516,7 +517,7 @@ class _Search:
     def _charged(
         self, run: str, event: RoundEvent, budget: PrivacyBudget, first: Experiment
     ) -> Iterator[tuple[str, float, Randomness]]:
-        """Charge the search, and keep its ledger open; the charge's hash, and of the ledger ε."""
+        """Charge the search; yield the charge's hash and the ε of the ledger, which stays open."""
         files = self.setup.ledger, record_path(self.setup.ledger)
         with PrivacyRecords.open(*files, first.plan.population, budget) as records:
             # Who is in any trial stays secret; all may be.
@@ -530,7 +531,7 @@ class _Search:
             yield charge.hash, records.ledger.epsilon(budget), records.ledger.randomness
 
     def _event(self, spent: Sequence[RoundEvent]) -> tuple[RoundEvent, Mapping[Any, Trial]]:
-        """The search as an event, and what trials are by their q and rounds.
+        """Return the search as an event, and the trials by their q and rounds.
 
         The noise of all kinds of trials is scaled alike, to the least for which the search fits.
         """
@@ -563,7 +564,7 @@ class _Search:
     def _best_of(
         self, kinds: Mapping[Any, Trial], score: "_Score", sign: float
     ) -> tuple[Settings, float, Task, ServerState, RoundResult] | None:
-        """The best of a random number of independent trials; of those with equal scores the first.
+        """Return the best of a random number of independent trials; the first of equal scores.
 
         Trials are alike, so which of equals is first says nothing. What fails counts as worst: it
         may have failed because of somebody's data.
@@ -574,7 +575,7 @@ class _Search:
         # Logs and warnings could tell of trials that are not released.
         with silenced(logging.CRITICAL), warnings.catch_warnings(action="ignore"):
             for number in range(count):
-                settings = {key: _drawn(secret, each) for key, each in self.space.items()}
+                settings = {key: _drawn(secret, values) for key, values in self.space.items()}
                 kind = kinds[tuple(settings[key] for key in self.priced)]
                 try:
                     noise = kind.noise_multiplier / _MARGIN
@@ -582,11 +583,11 @@ class _Search:
                     _check_kind(experiment, kind)
                     # A full disk says nothing of users, and must not be taken for a bad trial.
                     state, result = with_room(partial(_trained, experiment, transport))
-                    found = score(state, result)
+                    value = score(state, result)
                 except Exception:  # no word of it may leave
                     continue
-                if best is None or sign * found > sign * best[1]:
-                    best = settings, found, experiment.task, state, result
+                if best is None or sign * value > sign * best[1]:
+                    best = settings, value, experiment.task, state, result
         return best
 
     def _print_price(self, event: RoundEvent, budget: PrivacyBudget, price: float) -> None:
@@ -613,21 +614,21 @@ class _Search:
     def _say(self, line: str, style: str | None = None) -> None:
         self.console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
 
-    def _told(self, found: Tuning, cost: str) -> Tuning:
-        """Write the experiment that `fedpriv simulate` runs, and print what was found."""
-        table = _with(self.table, found.settings)
+    def _written(self, tuning: Tuning, cost: str) -> Tuning:
+        """Write the experiment that `fedpriv simulate` runs, and print the best settings."""
+        table = _with(self.table, tuning.settings)
         table.pop("tune", None)
-        text = tomli_w.dumps(plain(for_folder(found.folder, table)))
-        with_room(lambda: write_atomically(found.folder / "experiment.toml", text.encode()))
-        rows = [(key, str(value)) for key, value in found.settings.items()]
-        rows += [
-            (self.section.objective, f"{found.score:.4f}"),
+        text = tomli_w.dumps(plain(for_folder(tuning.folder, table)))
+        with_room(lambda: write_atomically(tuning.folder / "experiment.toml", text.encode()))
+        rows = [
+            *((key, str(value)) for key, value in tuning.settings.items()),
+            (self.section.objective, f"{tuning.score:.4f}"),
             ("what it cost", cost),
-            ("folder", str(found.folder)),
+            ("folder", str(tuning.folder)),
         ]
         columns = [Column("", "text"), Column("", "text")]
         print_table(Table(self.setup.config.name, columns, rows), self.console, box.HEAVY_HEAD)
-        return found
+        return tuning
 
 
 _Score = Callable[[ServerState, RoundResult], float]
@@ -636,7 +637,7 @@ _Score = Callable[[ServerState, RoundResult], float]
 def _trained(
     experiment: Experiment, transport: InProcessTransport
 ) -> tuple[ServerState, RoundResult]:
-    """Train to the last round; the records are a trial's own, and are thrown away."""
+    """Train to the last round, with temporary records of the trial's own."""
     plan, entropy = experiment.plan, experiment.entropy
     if isinstance(entropy, SeededEntropy):  # each trial is the first run of its ledger: no name
         entropy = SeededEntropy(int.from_bytes(entropy.key(plan.run)))
@@ -646,42 +647,42 @@ def _trained(
             ledger, record_path(ledger), plan.population, _UNLIMITED
         ) as records:
             state, result = experiment.initial_state, None
-            for each in train(plan, state, transport, records, entropy):
-                state, result = each
+            for step in train(plan, state, transport, records, entropy):
+                state, result = step
     if result is None:
         raise RunError("no round was released")
     return state, result
 
 
 def _scorer(objective: str, first: Experiment) -> _Score:
-    """What tells how good a trial is: a finite number."""
-    device, held_out, task, users = first.device, first.held_out, first.task, first.personalised
+    """Return the function that scores a trial with a finite number."""
+    task, users = first.task, first.personalised
     check_measured(first)
     metrics = {f"{_PRIVATE}{metric.name}": metric.name for metric in first.plan.metrics}
     names = [*ALWAYS, *task.figures, *metrics]
     if objective not in names:
-        known = known_names(objective, names)
-        raise InvalidValueError(f"tune.objective is {objective!r}; {known}")
+        choices = known_names(objective, names)
+        raise InvalidValueError(f"tune.objective is {objective!r}; {choices}")
 
     def score(state: ServerState, result: RoundResult) -> float:
-        found: object
+        value: object
         if objective in metrics:
-            found = result.metrics[metrics[objective]]
+            value = result.metrics[metrics[objective]]
         else:
             if users is not None and task.personal:
                 measured = users.evaluate(state.model)
             else:
-                measured = evaluate(task, held_out, device, state.model)
-            found = {**vars(measured), **measured.figures}[objective]
-        if not (isinstance(found, float) and math.isfinite(found)):
-            raise RunError(f"the score is {found}; it must be one finite number")
-        return found
+                measured = evaluate(task, first.held_out, first.device, state.model)
+            value = {**vars(measured), **measured.figures}[objective]
+        if not (isinstance(value, float) and math.isfinite(value)):
+            raise RunError(f"the score is {value}; it must be one finite number")
+        return value
 
     return score
 
 
 def _check_kind(experiment: Experiment, kind: Trial) -> None:
-    """Refuse to train what is not priced."""
+    """Refuse a trial that differs from the priced one."""
     event, rounds = experiment.plan.mechanism.event, experiment.plan.rounds
     kept = event.sampling.sampling_probability, rounds
     priced = kind.sampling_probability, kind.rounds
@@ -713,33 +714,33 @@ def _suggested(trial: "optuna.Trial", key: str, values: Candidates) -> Any:
 def _drawn(secret: random.Random, values: Candidates) -> Any:
     if isinstance(values, list):
         return secret.choice(values)
-    found = math.exp(secret.uniform(math.log(values.low), math.log(values.high)))
-    found = min(max(found, values.low), values.high)
-    return round(found) if values.whole else found
+    value = math.exp(secret.uniform(math.log(values.low), math.log(values.high)))
+    value = min(max(value, values.low), values.high)
+    return round(value) if values.whole else value
 
 
-def _values_of(key: str, given: object) -> object:
-    """What the configuration says of values that are given as a pair or a list."""
-    numbers = plain_numbers(given)
+def _values_of(key: str, values: object) -> object:
+    """Return candidates, a pair or a list, as the configuration has them."""
+    numbers = plain_numbers(values)
     if isinstance(numbers, tuple):
         if len(numbers) == 2 and all(type(number) in (int, float) for number in numbers):
             return {"low": numbers[0], "high": numbers[1]}
-    elif isinstance(given, Sequence | np.ndarray) and not isinstance(given, str | bytes):
-        return list(given)
+    elif isinstance(values, Sequence | np.ndarray) and not isinstance(values, str | bytes):
+        return list(values)
     raise InvalidValueError(
-        f"space has {given!r} for {key}; it must be a pair (low, high) of numbers or a list"
+        f"space has {values!r} for {key}; it must be a pair (low, high) of numbers or a list"
     )
 
 
 def _check_writable(key: str, value: object) -> None:
-    """Refuse what the files of a search cannot hold, since what was found would be lost."""
+    """Refuse a value that the files of a search cannot hold, since the result would be lost."""
     table = plain({key: value})
     try:
         json.dumps(table)
         tomli_w.dumps(table)
     except (TypeError, ValueError):
-        legal = "its values must be numbers, text, true or false"
-        raise InvalidValueError(f"tune.space.{key} has {value!r}; {legal}") from None
+        types = "its values must be numbers, text, true or false"
+        raise InvalidValueError(f"tune.space.{key} has {value!r}; {types}") from None
 
 
 def _holds(values: Candidates, value: Any) -> bool:
@@ -749,7 +750,7 @@ def _holds(values: Candidates, value: Any) -> bool:
 
 
 def _with_value(values: Candidates, value: float) -> Candidates:
-    """The candidates with one more among them."""
+    """Return the candidates with one more among them."""
     if _holds(values, value) or value <= 0.0:
         return values
     if isinstance(values, list):
@@ -765,7 +766,7 @@ def _words(settings: Settings) -> str:
 
 
 def _with(table: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
-    """An experiment's table with other values."""
+    """Return an experiment's table with other values."""
     copied = deepcopy(dict(table))
     for key, value in settings.items():
         put(copied, key.split("."), value)
@@ -773,14 +774,14 @@ def _with(table: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
 
 
 def _at(table: Any, key: str) -> Any:
-    """A value of a table by its key, or None."""
+    """Return a value of a table by its key, or None."""
     for part in key.split("."):
         table = table.get(part) if isinstance(table, Mapping) else None
     return table
 
 
 def _parts(method: Method) -> dict[str, Any]:
-    """What has the fields that keys name, by all of a key but its last word."""
+    """Return the values that have the fields of keys, by all words of a key but the last."""
     mechanism = method.mechanism
     return {
         "": mechanism, "local": method.local, "clipping": mechanism.clipping,
@@ -789,15 +790,15 @@ def _parts(method: Method) -> dict[str, Any]:
 
 
 def _place(key: str) -> tuple[str, str]:
-    """The part of a method that a key is of, and its field there."""
+    """Return the part of a method that a key belongs to, and its field there."""
     part, _, name = key.rpartition(".")
     return part, "probability" if key == _Q else name
 
 
 def _takes(method: Method, key: str) -> bool:
     part, name = _place(key)
-    found = _parts(method).get(part) if part or key == _ROUNDS else None
-    return found is not None and name in {each.name for each in fields(found)}
+    value = _parts(method).get(part) if part or key == _ROUNDS else None
+    return value is not None and name in {field.name for field in fields(value)}
 
 
 def _value_of(method: Method, key: str) -> Any:
@@ -806,7 +807,7 @@ def _value_of(method: Method, key: str) -> Any:
 
 
 def _applied(method: Method, settings: Settings) -> Method:
-    """A method with other settings; the mechanism's rounds are those of the run."""
+    """Return a method with other settings; the mechanism's rounds are those of the run."""
     parts = _parts(method)
     for key, value in settings.items():
         part, name = _place(key)

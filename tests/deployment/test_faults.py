@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with site.server() as server, site.node("node-1", users) as stranger:
         server.await_text("listening on")
         with Site(tmp_path, free_port()).server() as same_folder:
-            assert "holds a run that another process is at" in refused(same_folder)
+            assert "holds a run that another process uses" in refused(same_folder)
         with site.server(f"--out={tmp_path / 'other'}") as same_port:
             assert "the server cannot listen: Address already in use" in refused(same_port)
         assert not (tmp_path / "other").exists()

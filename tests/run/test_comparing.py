@@ -168,7 +168,7 @@ def test_a_study_that_another_process_is_at_is_left_alone(folder: Path) -> None:
         sentence = refused("compare", study_file(folder), "--out", "part", cwd=folder)
     finally:
         os.close(descriptor)
-    assert "part holds a study that another process is at" in sentence
+    assert "part holds a study that another process uses" in sentence
 
 
 def test_bad_input_is_refused_before_anything_is_written(folder: Path) -> None:

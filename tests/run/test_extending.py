@@ -293,7 +293,7 @@ def test_the_local_algorithm_of_the_guide_runs_from_a_file_and_nodes_refuse_it(
     printed("simulate", file, "--out", folder)
     begun = load_config(folder / "plan.toml").training()
     assert repr(begun) == repr(documented(0.05, steps=2, beta2=0.98))
-    setup = RunSetup.of(file, [], tmp_path / "other", resume=False)
+    setup = RunSetup.at(load_config(file, []), tmp_path / "other", resume=False)
     with pytest.raises(InvalidValueError, match="'mine:Lion'; on nodes"):
         setup.refuse_true_figures("on nodes")
 

@@ -116,7 +116,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 def test_a_run_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
     # The lock is that of an open file, so a second opening stands for another process.
     folder = RunFolder(tmp_path)
-    again = "holds a run that another process is at; stop that one first"
+    again = "holds a run that another process uses; stop that process first"
     for _ in range(2):
         with folder.held(), pytest.raises(InvalidValueError, match=again), folder.held():
             pass
@@ -127,7 +127,7 @@ def test_a_run_that_another_process_begins_is_left_alone(tmp_path: Path) -> None
     out.mkdir()
     # Before it has a plan.
     with RunFolder(out).held():
-        assert "that another process is at" in refused("simulate", "digits", "--out", out)
+        assert "that another process uses" in refused("simulate", "digits", "--out", out)
     assert list(out.iterdir()) == []
 
 

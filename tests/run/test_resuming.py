@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 import fedpriv as private
 from fedpriv.errors import InvalidValueError
+from fedpriv.experiment.config import load_config
 from fedpriv.flower.grid import GridSimulation
 from fedpriv.ledger.ledger import ChargedRow, Head, Ledger, ProposedCharge
 from fedpriv.ledger.participation import ParticipationRecord, record_path
@@ -314,8 +315,8 @@ def test_a_run_whose_plan_is_damaged_is_not_resumed(
 
 def test_workers_are_not_started_for_another_plan(run: RunFolder) -> None:
     assignments = list(SETTINGS[1::2])
-    GridSimulation.of(RunSetup.of(DIGITS, assignments, run.path, resume=True), 2)
-    changed = RunSetup.of(DIGITS, [*assignments, "rounds=4"], run.path, resume=True)
+    GridSimulation.of(RunSetup.at(load_config(DIGITS, assignments), run.path, resume=True), 2)
+    changed = RunSetup.at(load_config(DIGITS, [*assignments, "rounds=4"]), run.path, resume=True)
     with pytest.raises(InvalidValueError, match=BOUND):
         GridSimulation.of(changed, 2)
 
@@ -352,7 +353,7 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
     enrolment.write_text(f'population = "{"5f" * 16}"\n{node}')
     file = SIMULATIONS / "federation.toml"
     at = [f"federation.enrolment={enrolment}", "federation.least_nodes=1"]
-    beginning = RunSetup.of(file, at, run.path, resume=True)
+    beginning = RunSetup.at(load_config(file, at), run.path, resume=True)
     section = beginning.config.federation
     assert section is not None
     enrolled = Enrolment.load(enrolment)
@@ -372,7 +373,7 @@ def test_a_server_does_not_go_on_with_another_plan(tmp_path: Path) -> None:
     for changed in ("local.learning_rate=0.4", "rounds=4", "clipping.norm=0.6"):
         assert BOUND in refused(*given, "--set", changed)
         assert (content(run), head_of(run)) == before
-    going_on = RunSetup.of(file, at, run.path, resume=True)
+    going_on = RunSetup.at(load_config(file, at), run.path, resume=True)
     again = going_on.on_nodes(section, enrolled.population_id, enrolled.user_ids)
     going_on.write_plan(again)
     assert again.plan.digest == plan.digest

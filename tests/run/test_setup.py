@@ -11,6 +11,7 @@ from rich.console import Console
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.experiment.build import simulated
 from fedpriv.experiment.bundled import experiment_file
+from fedpriv.experiment.config import load_config
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.run.folder import write_report
 from fedpriv.run.run import RunSetup
@@ -24,7 +25,7 @@ DATA = '[data]\nname = "digits"\noptions = { users = 287 }\n'
 
 def test_the_population_of_nodes_is_called_by_its_id(tmp_path: Path) -> None:
     population = "5f" * 16
-    setup = RunSetup.of(FEDERATION, [], tmp_path / "run", resume=False)
+    setup = RunSetup.at(load_config(FEDERATION, []), tmp_path / "run", resume=False)
     assert setup.config.federation is not None
     experiment = setup.on_nodes(setup.config.federation, population, ["a", "b"])
     assert experiment.plan.population == population
@@ -33,7 +34,7 @@ def test_the_population_of_nodes_is_called_by_its_id(tmp_path: Path) -> None:
 
 def test_nodes_are_not_asked_for_figures_that_are_not_private(tmp_path: Path) -> None:
     assignments = ["output.simulation_only=true"]
-    setup = RunSetup.of(FEDERATION, assignments, tmp_path / "run", resume=False)
+    setup = RunSetup.at(load_config(FEDERATION, assignments), tmp_path / "run", resume=False)
     assert setup.config.federation is not None
     with pytest.raises(InvalidValueError, match="on nodes it must be false"):
         setup.on_nodes(setup.config.federation, "people", ["a", "b"])
@@ -42,7 +43,7 @@ def test_nodes_are_not_asked_for_figures_that_are_not_private(tmp_path: Path) ->
 
 def test_nodes_are_not_asked_for_training_that_they_do_not_know(tmp_path: Path) -> None:
     assignments = ["local.algorithm=mine:SignSGD"]
-    setup = RunSetup.of(FEDERATION, assignments, tmp_path / "run", resume=False)
+    setup = RunSetup.at(load_config(FEDERATION, assignments), tmp_path / "run", resume=False)
     assert setup.config.federation is not None
     with pytest.raises(InvalidValueError, match="is 'mine:SignSGD'"):
         setup.on_nodes(setup.config.federation, "people", ["a", "b"])
@@ -52,7 +53,7 @@ def test_nodes_are_not_asked_for_work_without_bound(tmp_path: Path) -> None:
     experiment = tmp_path / "endless.toml"
     kept = [line for line in FEDERATION.read_text().splitlines() if "max_examples" not in line]
     experiment.write_text("\n".join(kept))
-    setup = RunSetup.of(experiment, [], tmp_path / "run", resume=False)
+    setup = RunSetup.at(load_config(experiment, []), tmp_path / "run", resume=False)
     assert setup.config.federation is not None
     with pytest.raises(InvalidValueError, match=r"local\.max_examples is absent"):
         setup.on_nodes(setup.config.federation, "people", ["a", "b"])
@@ -63,7 +64,7 @@ def without_data(folder: Path, *more: str) -> RunSetup:
     text = FEDERATION.read_text()
     assert DATA in text
     (folder / "a.toml").write_text(text.replace(DATA, ""))
-    return RunSetup.of(folder / "a.toml", list(more), folder / "run", resume=False)
+    return RunSetup.at(load_config(folder / "a.toml", list(more)), folder / "run", resume=False)
 
 
 def test_a_server_with_rows_of_its_own_needs_no_section_data(tmp_path: Path) -> None:
@@ -103,7 +104,9 @@ def test_a_server_without_any_rows_measures_nothing_and_releases_no_metric(tmp_p
 
 def test_a_run_without_held_out_rows_has_neither_loss_nor_accuracy(tmp_path: Path) -> None:
     settings = ["rounds=2", "data.options.users=40", "output.evaluate_every=1"]
-    setup = RunSetup.of(experiment_file(Path("digits")), settings, tmp_path / "run", resume=False)
+    setup = RunSetup.at(
+        load_config(experiment_file(Path("digits")), settings), tmp_path / "run", resume=False
+    )
     experiment, transport = simulated(setup.config, setup.run)
     unmeasured = replace(experiment, held_out={})
     run = execute(setup, unmeasured, lambda *_: transport, Console(quiet=True))
@@ -148,7 +151,7 @@ def test_a_ledger_has_one_run_of_each_name(tmp_path: Path) -> None:
     printed(*first)
     before = ledger.read_bytes()
     said = refused(*given, "--set", "seed=1", "--out", tmp_path / "second")
-    assert "run is 'digits-seed1', of which" in said
+    assert "run is 'digits-seed1', and " in said
     assert ledger.read_bytes() == before
     assert not (tmp_path / "second").exists()
     printed(*first, "--resume")

@@ -108,7 +108,7 @@ OTHERS = fedpriv.Population.from_arrays(
     [
         ({"model": network(classes=5)}, InvalidValueError, r"weight' is \[3, 4\] in .* \[5, 4\]"),
         ({"model": network()[:2]}, InvalidValueError, "'2.bias' is .* and absent in the run"),
-        ({"model": network(seed=1)}, InvalidValueError, "what is frozen in the model differs"),
+        ({"model": network(seed=1)}, InvalidValueError, "frozen tensors of the model differ"),
         ({"ledger": "other.sqlite"}, InvalidValueError, "privacy.ledger is .*other.sqlite"),
         ({"population": OTHERS}, LedgerError, "population"),
         ({"mechanism": PRIVATE}, InvalidValueError, "privacy.epsilon"),

@@ -24,6 +24,7 @@ from fedpriv.data import from_arrays
 from fedpriv.data.population import cut_up
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, LedgerError, UnsupportedEventError
+from fedpriv.experiment.config import load_config
 from fedpriv.experiment.mechanism import ClippingPolicy
 from fedpriv.ledger.events import RoundEvent, Unit
 from fedpriv.ledger.ledger import ExportedLedger, Ledger
@@ -520,7 +521,9 @@ def test_local_training_that_is_one_gradient_may_be_spelled_out(
 
 def test_nodes_and_workers_have_users_alone(tmp_path: Path) -> None:
     change = ["privacy.unit=example", "local={learning_rate=1.0,steps=1}"]
-    setup = RunSetup.of(SIMULATIONS / "federation.toml", change, tmp_path / "run", resume=False)
+    setup = RunSetup.at(
+        load_config(SIMULATIONS / "federation.toml", change), tmp_path / "run", resume=False
+    )
     assert setup.config.federation is not None
     with pytest.raises(InvalidValueError, match=r"privacy.unit is 'example'; on nodes"):
         setup.on_nodes(setup.config.federation, "people", ["a", "b"])

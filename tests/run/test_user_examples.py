@@ -17,6 +17,7 @@ import fedpriv
 from fedpriv.accounting.policies import poisson_examples_gaussian
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiment.bundled import experiment_file
+from fedpriv.experiment.config import load_config
 from fedpriv.flower.grid import GridSimulation
 from fedpriv.ledger.events import SamplingPolicy, Unit
 from fedpriv.ledger.ledger import Ledger
@@ -310,7 +311,9 @@ def test_nodes_have_whole_users_alone(tmp_path: Path) -> None:
         "sampling={policy='poisson-examples',options={examples_per_user=4}}",
         "local={learning_rate=1.0,steps=1}",
     ]
-    setup = RunSetup.of(SIMULATIONS / "federation.toml", change, tmp_path / "run", resume=False)
+    setup = RunSetup.at(
+        load_config(SIMULATIONS / "federation.toml", change), tmp_path / "run", resume=False
+    )
     assert setup.config.federation is not None
     with pytest.raises(InvalidValueError, match="is 'poisson-examples'"):
         setup.on_nodes(setup.config.federation, "people", ["a", "b"])
@@ -320,11 +323,13 @@ def test_nodes_and_workers_have_whole_users_whatever_the_policy_is_called(tmp_pa
     policy = "fedpriv.experiment.mechanism:PoissonExamples"
     change = [f"sampling={{policy='{policy}',options={{examples_per_user=4}}}}"]
     file = SIMULATIONS / "federation.toml"
-    setup = RunSetup.of(file, change, tmp_path / "run", resume=False)
+    setup = RunSetup.at(load_config(file, change), tmp_path / "run", resume=False)
     assert setup.config.federation is not None
     with pytest.raises(InvalidValueError, match=f"'{policy}' draws examples of users; on nodes it"):
         setup.on_nodes(setup.config.federation, "people", [*map(str, range(30))])
-    setup = RunSetup.of(experiment_file(Path("digits")), change, tmp_path / "run", resume=False)
+    setup = RunSetup.at(
+        load_config(experiment_file(Path("digits")), change), tmp_path / "run", resume=False
+    )
     with pytest.raises(InvalidValueError, match=f"'{policy}' draws examples of users; on workers"):
         GridSimulation.of(setup, 2)
     assert list(tmp_path.iterdir()) == []

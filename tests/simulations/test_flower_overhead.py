@@ -8,6 +8,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from fedpriv.experiment.build import simulated
+from fedpriv.experiment.config import load_config
 from fedpriv.run.run import RunSetup
 from fedpriv.run.terminal import execute
 from simulations.flower_overhead import Measured, measured, summary
@@ -20,7 +21,7 @@ FREE_OF_NOISE = ["privacy.noise_multiplier=0.0", "privacy.unsafe_no_privacy=true
 
 def test_without_noise_flowers_usual_way_gives_the_same_model(tmp_path: Path) -> None:
     assignments = [*FREE_OF_NOISE, f"data.options.users={USERS}", f"rounds={ROUNDS}"]
-    beginning = RunSetup.of(WORK, assignments, tmp_path / "run", resume=False)
+    beginning = RunSetup.at(load_config(WORK, assignments), tmp_path / "run", resume=False)
     experiment, transport = simulated(beginning.config, beginning.run)
     execute(beginning, experiment, lambda *_: transport, Console(quiet=True))
     ours = load_file(beginning.folder.model)
