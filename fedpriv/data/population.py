@@ -214,6 +214,9 @@ class Population:
     # Names of the classes in y, by number, if they have names.
     classes: tuple[str, ...] | None = None
     classes_given: bool = True  # False: they are all labels of these rows, so not public as such
+    # Name of the population in whose ledger this one goes on, after users joined or left. Charges
+    # add up over both, so ε holds for users who stayed, and more than holds for others.
+    succeeds: str | None = None
 
     def __post_init__(self) -> None:
         check_types(name=(self.name, str), users=(self.users, UserStore), test=(self.test, Mapping))
@@ -226,6 +229,11 @@ class Population:
         if self.test:
             self._check_test()
         object.__setattr__(self, "test", dict(self.test))
+
+    @property
+    def ledger_name(self) -> str:
+        """The name in the ledger: that of the first of successive populations."""
+        return self.succeeds or self.name
 
     def _check_test(self) -> None:
         owners = self.test.get(HELD_OUT_USER)
@@ -433,7 +441,9 @@ def cut_up(population: Population, rows: int, called: str) -> Population:
     named = np.char.add(owners, _narrow(number.astype(np.str_)))
     fields = {field: column for field, column in users.fields.items() if field != ROW_OWNERS}
     store = UserStore(fields, np.append(starts, users.rows), named)
-    return replace(population, name=f"{population.name}; {called}", users=store)
+    succeeds = population.succeeds and f"{population.succeeds}; {called}"
+    name = f"{population.name}; {called}"
+    return replace(population, name=name, users=store, succeeds=succeeds)
 
 
 def sharing(users: UserStore) -> str:

@@ -34,7 +34,7 @@ from fedpriv.experiment.build import Experiment
 from fedpriv.experiment.trackers import Followers, StartedRun
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import ChargedRow, Ledger, paid_events
-from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table
+from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table, protected
 from fedpriv.run import notes
 from fedpriv.run.auditor import Auditor
 from fedpriv.run.run import Follow, Hosted, Run, RunSetup, conduct, opened, spent_in
@@ -326,6 +326,8 @@ def _privacy_rows(
     if len(own) < len(charges):
         alone = epsilon_of(paid_events(own), privacy.delta, privacy.accountant)
         rows.append(("of which this run alone", format_epsilon(alone.epsilon)))
+    if users := protected(charges):
+        rows.append(("for users", users))
     if paid_events(own):
         rows.append(("what it means", loss.assumptions))
         rows.append(("randomness", str(weakest_randomness(charges))))
