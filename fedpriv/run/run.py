@@ -170,36 +170,28 @@ class RunSetup:
 
     def refuse_true_figures(self, where: str) -> None:
         """Refuse settings that only a simulation in one process can have."""
-        if self.config.output.simulation_only:
-            raise InvalidValueError(
-                f"output.simulation_only is true; {where} it must be false, since only a "
-                "simulation in one process has figures that are not private"
-            )
-        if not self.config.whole_users:
-            drawn, must_be = self.config.not_whole
-            raise InvalidValueError(
-                f"{drawn}; {where} it must be {must_be}, since only a simulation in one process "
-                "has the data of all users"
-            )
-        if self.config.federated_evaluation is not None:
-            raise InvalidValueError(
-                f"federated_evaluation is given; {where} it must be absent, since surveys reach "
-                "users only where they train in the process of fedpriv simulate"
-            )
-        local = self.config.local
-        if local is not None and local.algorithm not in ALGORITHMS:
-            raise InvalidValueError(
-                f"local.algorithm is {local.algorithm!r}; {where} it must be one of "
-                f"{', '.join(ALGORITHMS)}, since others are not known there"
-            )
+        config, local = self.config, self.config.local
+        if config.output.simulation_only:
+            setting, must_be = "output.simulation_only is true", "false"
+        elif not config.whole_users:
+            setting, must_be = config.not_whole
+        elif config.federated_evaluation is not None:
+            setting, must_be = "federated_evaluation is given", "absent"
+        elif local is not None and local.algorithm not in ALGORITHMS:
+            setting, must_be = f"local.algorithm is {local.algorithm!r}", " or ".join(ALGORITHMS)
+        else:
+            return
+        raise InvalidValueError(
+            f"{setting}; {where} it must be {must_be}, since only a simulation in one process "
+            "supports it"
+        )
 
     def refuse_examples(self, plan: TrainingPlan, where: str) -> None:
         """Refuse a policy that draws examples of users, whatever its name in the file."""
         if plan.sampling.drawn is not plan.sampling.unit:
             raise InvalidValueError(
                 f"sampling.policy {self.config.sampling.policy!r} draws examples of users; {where} "
-                "it must draw whole users, since only a simulation in one process has the data of "
-                "all users"
+                "it must draw whole users, since only a simulation in one process supports it"
             )
 
     def write_plan(self, experiment: Experiment) -> None:
