@@ -43,7 +43,10 @@ class Consent(Section):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read limits from TOML, with the attributes' names as keys; InvalidValueError if wrong."""
+        """Read limits from a TOML file, whose keys are the names of the attributes.
+
+        InvalidValueError: the file cannot be read, or a key or value is invalid.
+        """
         return checked(cls, read_toml(path), str(path))
 
     def delta_for(self, population: int) -> float:

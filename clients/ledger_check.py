@@ -339,9 +339,9 @@ class LedgerVerifier:
             raise InvalidValueError(f"the ledger takes more than {seconds} to check") from error
 
     def series_of(self, offer: RoundOffer) -> RoundSeries | None:
-        """Return the series of an offer that was checked before; None if its event is one round.
+        """Return the series to which a checked offer belongs; None if its event is one round.
 
-        UntrustedLedgerError: it is a later part of a series that is not in the ledger.
+        UntrustedLedgerError: the offer is a later part of a series that the ledger does not have.
         """
         schedule = offer.price.event.sampling.schedule
         if schedule is None:

@@ -456,7 +456,10 @@ async def _prepare(process: Process, welcome: Welcome) -> None:
 
 
 async def _within_reason(process: Process, message: object, what: str) -> object:
-    """Return the answer to a message that prepares training; ModelError if it fails."""
+    """Return a process's answer to a message that prepares training.
+
+    ModelError, beginning with `what`: the preparation fails or takes too long.
+    """
     try:
         async with asyncio.timeout(_LONGEST_PREPARATION_SECONDS):
             return await process.ask(message)
@@ -468,6 +471,6 @@ async def _within_reason(process: Process, message: object, what: str) -> object
 
 
 def _added(total: PartialSum, more: PartialSum) -> PartialSum:
-    """Return the sum of two, in the memory of the first."""
+    """Return the sum of two partial sums, in the memory of the first."""
     np.add(total.total, more.total, out=total.total)
     return PartialSum("", total.users + more.users, total.total, total.weight + more.weight)

@@ -76,7 +76,7 @@ class Releases:
 
 @dataclass(frozen=True)
 class PricedReleases:
-    """The price of releases by one accountant: ε and δ, one given and the other computed."""
+    """The cost (ε, δ) of releases by one accountant; one of the two is given, one computed."""
 
     releases: Releases
     epsilon: float

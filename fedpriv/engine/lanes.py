@@ -536,7 +536,7 @@ def _normalised(*parameters: str) -> Rule:
 
 
 def _channels(parameter: Tensor, axes: int) -> Tensor:
-    """Return a parameter [channels] in a shape that is broadcast over rows [l·W, channels, …]."""
+    """Return a parameter [channels] in a shape that broadcasts over rows [l·W, channels, …]."""
     shape = (-1, *[1] * (axes - 2))
     if isinstance(parameter, Weights):
         return Weights.of(parameter.own.reshape(len(parameter.own), *shape))

@@ -63,7 +63,10 @@ def parse_toml(text: str, source: str) -> dict[str, object]:
 
 
 def read_experiment(path: Path) -> dict[str, object]:
-    """Read the table of an experiment, `spelled_out`; its paths become absolute."""
+    """Read an experiment from a file as a `spelled_out` table with absolute paths.
+
+    InvalidValueError: the file cannot be read, is not valid TOML, or is a study.
+    """
     table = read_toml(path)
     if "base" in table:
         raise InvalidValueError(f"{path} is a study, not an experiment; use `fedpriv compare`")

@@ -155,7 +155,7 @@ class EveryUser(CohortPolicy):
     relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE
 
     def of(self, users: int | None, unit: Unit) -> EveryUserSampling:
-        """Return the policy that draws all of N users."""
+        """Return the policy that draws all N users; N is 1 if it is None."""
         return EveryUserSampling(users or 1, self.relation, unit)
 
 
@@ -174,7 +174,7 @@ class RandomAllocation(CohortPolicy):
         Schedule(self.rounds, self.participations)
 
     def of(self, users: int | None, unit: Unit) -> RandomAllocationSampling:
-        """Return random allocation of N users."""
+        """Return the policy that allocates N users to random rounds; N is 1 if it is None."""
         return RandomAllocationSampling(users or 1, self.rounds, self.participations, unit)
 
 
@@ -195,7 +195,7 @@ class Separated(CohortPolicy):
         Schedule(self.rounds, separation=self.separation)
 
     def of(self, users: int | None, unit: Unit) -> SeparatedSampling:
-        """Return turns of N users."""
+        """Return the policy by which N users take turns; N is `separation` if it is None."""
         relation, enrolled = self.relation, users or self.separation
         return SeparatedSampling(enrolled, self.rounds, self.separation, relation, unit)
 

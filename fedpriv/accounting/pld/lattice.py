@@ -131,7 +131,7 @@ class GaussianPair(LossLaw):
 
     @property
     def shift(self) -> float:
-        """Distance of the means for q = 1, in sensitivities."""
+        """Distance between the two means for q = 1, in sensitivities."""
         return 1.0
 
     def centre(self, step: float) -> float:  # noqa: ARG002
@@ -140,7 +140,7 @@ class GaussianPair(LossLaw):
 
     @property
     def resolution(self) -> float:
-        """About the relative difference of the masses of a loss near 0, at most q."""
+        """Approximate relative difference between the masses of a loss near 0, at most q."""
         return self.q
 
     def at(self, q: float, z: float) -> Self:
