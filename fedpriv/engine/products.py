@@ -370,7 +370,7 @@ class LowRank:
         self._lanes, self._present = lanes, weight.new_ones(0)
 
     def begin(self, lanes: int, present: Tensor | None) -> None:
-        """Begin a slice of the first l users, or of those who are `present`, [l]; None: all."""
+        """Begin a slice of the first l users; `present` [l] marks users with rows; None: all."""
         self._lanes, self._present = lanes, self._present[:0] if present is None else present
 
     def end_step(self) -> None:
@@ -382,7 +382,7 @@ class LowRank:
         return _through(self, self.probe, x).view(*x.shape[:-1], -1)
 
     def outputs(self, x: Tensor) -> tuple[Tensor, slice]:
-        """Return outputs [l, r, out] in memory of their own, and the place of the stored rows."""
+        """Return outputs [l, r, out] in new memory, and the slice in which the rows are stored."""
         rows = x.detach().reshape(self._lanes, -1, x.shape[-1])
         factor, matrix = lowered(rows), lowered(self._weight)
         with torch.autocast(rows.device.type, enabled=False):

@@ -428,7 +428,7 @@ _CLIPPING_KEYS = ClippedSection.model_fields.keys() - {"strategy"}
 
 
 class GroupSection(ClippedSection):
-    """Tensors with a clipping of their own: those whose first match is one of these patterns."""
+    """Tensors that are clipped together: their first match is one of this group's patterns."""
 
     name: Name
     tensors: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]  # globs, as "*.bias"
@@ -445,7 +445,7 @@ class AdaptiveSection(Section):
 
 
 class ClippingSection(ClippedSection):
-    """How updates are clipped: all tensors together, to `norm`, or each of `groups` by itself."""
+    """How updates are clipped: all tensors together, to `norm`, or each of `groups` separately."""
 
     groups: Annotated[tuple[GroupSection, ...], Field(strict=False)] = ()
     adaptive: AdaptiveSection | None = None
@@ -551,7 +551,7 @@ class EngineSection(Section):
 
 
 class OutputSection(Section):
-    """Outputs and their intervals in rounds; no guarantee covers what is `simulation_only`."""
+    """Outputs and their intervals in rounds; no guarantee covers `simulation_only` outputs."""
 
     evaluate_every: Count = 1
     checkpoint_every: Count = 1

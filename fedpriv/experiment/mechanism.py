@@ -479,7 +479,7 @@ class Joint(ClippingPolicy):
 
 @dataclass(frozen=True)
 class Part:
-    """Tensors of a model with a clipping policy of their own."""
+    """Some tensors of a model, and the clipping policy for them."""
 
     tensors: Sequence[str]  # globs over parameter names, such as "conv*" or "*.bias"
     clipping: ClippingPolicy

@@ -359,9 +359,9 @@ def contribution(
         if set(returned) != set(names):
             raise InvalidValueError("its arrays are not named as those that were sent")
         tensors = {name: returned[name].numpy() for name in sent}
-        with np.errstate(all="ignore"):  # what is not finite is zeroed below
+        with np.errstate(all="ignore"):  # numbers that are not finite are zeroed below
             update = layout.unflatten(layout.flatten(tensors) - layout.flatten(sent))
-    except Exception:  # of anything that bytes can be instead of arrays; its text may hold data
+    except Exception:  # bytes may be anything instead of arrays; the text may hold data
         _log.warning("an update counts as zero: its arrays have other names, shapes or types")
         return np.zeros(clipping.layout.dimension, np.int64)
     counted = {CONTRIBUTORS.tensor: np.ones(())} if CONTRIBUTORS.tensor in clipping.spans else {}
