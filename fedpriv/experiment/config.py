@@ -230,11 +230,17 @@ class Section(BaseModel):
         return table
 
 
-class DataSection(Section):
-    """The enrolled population, by name or import path, with its options."""
+class PeopleSection(Section):
+    """A population, by name or import path, with its options."""
 
     name: str
     options: Options = {}
+
+
+class DataSection(PeopleSection):
+    """The enrolled population."""
+
+    succeeds: str | None = None  # name of the population whose ledger this one continues
 
 
 class AdaptersSection(Section):
@@ -596,7 +602,7 @@ class TuneSection(Section):
     objective: str = "accuracy"  # a figure of the held-out rows, or "private:NAME" of a metric
     better: Literal["larger", "smaller"] | None = None  # None: known for built-in objectives
     held_out_is_public: bool = False  # must be true to compare trials on users
-    public: DataSection | None = None  # people who are not enrolled
+    public: PeopleSection | None = None  # people who are not enrolled
     synthetic: Options = {}  # options of the population `synthetic`, used instead of `public`
     users: Count | None = None  # number of enrolled users, to add as much noise as for them
     space: dict[str, RangeSection | list[Any]] = {}  # by key; values of a list are equally likely

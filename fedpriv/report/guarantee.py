@@ -37,6 +37,7 @@ from fedpriv.report.tables import (
     json_text,
     lower_end,
     plural,
+    protected,
 )
 from fedpriv.support.disk import writing
 
@@ -101,6 +102,7 @@ def assumptions(loss: PrivacyLoss, ledger: LedgerContent) -> PageSection:
         "relation": loss.relation,
         "compares": templates["relations"][loss.relation].format(unit=loss.unit),
         "unit": templates["units"][loss.unit],
+        "protected": protected(ledger.charges) or "all who are enrolled",
         "sampling": _sampling(ledger),
         "delta": loss.delta,
         "share": 1.0 / users_of(ledger),

@@ -23,7 +23,7 @@ from fedpriv.accounting.pricing import Arithmetic, Spending, read_ledger
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Head
 from fedpriv.ledger.events import RoundEvent, SamplingEvent, SumQueryEvent, Unit
-from fedpriv.ledger.ledger import ExportedLedger, Ledger, is_export
+from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, is_export
 from fedpriv.ledger.participation import ParticipationRecord
 
 _UNBROKEN = 10_000  # characters of a line that is not for a terminal
@@ -231,6 +231,14 @@ def plural(unit: str) -> str:
     ('users', 'microbatches')
     """
     return f"{unit}es" if unit.endswith("ch") else f"{unit}s"
+
+
+def protected(charges: Iterable[ChargedRow]) -> str:
+    """Return which users the ε of a ledger is for, if users joined or left; else ""."""
+    sizes = dict.fromkeys(row.event.sampling.population for row in charges)
+    if len(sizes) < 2:
+        return ""
+    return f"those enrolled in all runs (N = {', '.join(map(str, sizes))}); others spent less"
 
 
 def cohort_text(sampling: SamplingEvent) -> str:

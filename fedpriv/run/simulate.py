@@ -265,7 +265,7 @@ def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False
     """Print how a round of an experiment is released and what all rounds cost; spend nothing."""
     config = load_config(file, assignments)
     population, ledger = population_of(config), config.privacy.ledger
-    name = records_of(population, config.mechanism()).name
+    name = records_of(population, config.mechanism()).ledger_name
     held = spent_in(Path(ledger), name) if ledger else []
     experiment, _ = on_population(config, "plan", population, held)
     plan, console = experiment.plan, screen()

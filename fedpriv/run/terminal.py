@@ -34,10 +34,11 @@ from fedpriv.experiment.build import Experiment
 from fedpriv.experiment.trackers import Followers, StartedRun
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import ChargedRow, Ledger, paid_events
-from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table
+from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table, protected
 from fedpriv.run import notes
 from fedpriv.run.auditor import Auditor
 from fedpriv.run.run import Follow, Hosted, Run, RunSetup, conduct, opened, spent_in
+from fedpriv.support.logs import SIMULATION_ONLY
 from fedpriv.training.contributors import Contributors
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
@@ -271,10 +272,11 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
         f"head   {head.count}:{head.hash}",
     ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if run.warnings:
+    # Whether a user counts as zero shows in the lines with that mark alone, one for each note.
+    if any(not note.startswith(SIMULATION_ONLY) for note in run.warnings):
         console.print("what you should know", style="bold")
     for note in run.warnings:
-        console.print(f"- {note}", style="yellow", highlight=False, markup=False)
+        console.print(f"- {note}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     if run.audit is not None:
         style = "green" if run.audit.consistent else "bold red"
         console.print(f"audit: {run.audit.text}", style=style, highlight=False, markup=False)
@@ -326,6 +328,8 @@ def _privacy_rows(
     if len(own) < len(charges):
         alone = epsilon_of(paid_events(own), privacy.delta, privacy.accountant)
         rows.append(("of which this run alone", format_epsilon(alone.epsilon)))
+    if users := protected(charges):
+        rows.append(("for users", users))
     if paid_events(own):
         rows.append(("what it means", loss.assumptions))
         rows.append(("randomness", str(weakest_randomness(charges))))
