@@ -31,7 +31,7 @@ class CharacterMLP(nn.Module):
         self.scores = nn.Linear(hidden, alphabet)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Scores of the next character at each place."""
+        """Return the scores [B, alphabet, T] of the next character at each position."""
         seen = functional.pad(text, (self.context - 1, 0)).unfold(1, self.context, 1)
         hidden = torch.tanh(self.hidden(self.characters(seen).flatten(2)))
         scores: torch.Tensor = self.scores(hidden).transpose(1, 2)
@@ -55,7 +55,7 @@ class CharacterTransformer(nn.Module):
         self.scores = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, alphabet))
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Scores of the next character at each place."""
+        """Return the scores [B, alphabet, T] of the next character at each position."""
         # Positions are repeated for each text, since the engine needs the axis of examples.
         places = torch.arange(text.shape[1], device=text.device).expand_as(text)
         hidden = self.characters(text) + self.places(places)

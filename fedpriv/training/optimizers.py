@@ -69,7 +69,7 @@ class PolynomialDecay(RateSchedule):
         _check_schedule(self)
 
     def at(self, number: int) -> float:
-        """The rate in a round."""
+        """Return the rate in a round, from 1."""
         left = max(0.0, 1.0 - (number - 1) / self.rounds)
         return float(self.end + (self.start - self.end) * left**self.power)
 
@@ -93,7 +93,7 @@ class CosineDecay(RateSchedule):
         _check_schedule(self)
 
     def at(self, number: int) -> float:
-        """The rate in a round."""
+        """Return the rate in a round, from 1."""
         angle = math.pi * min(1.0, (number - 1) / self.rounds)
         return float(self.end + (self.start - self.end) * (1.0 + math.cos(angle)) / 2.0)
 
@@ -110,7 +110,7 @@ class ExponentialDecay(RateSchedule):
         _check_schedule(self)
 
     def at(self, number: int) -> float:
-        """The rate in a round."""
+        """Return the rate in a round, from 1."""
         return float(self.start * self.factor ** ((number - 1) / self.rounds))
 
 
@@ -126,7 +126,7 @@ class StepDecay(RateSchedule):
         _check_schedule(self)
 
     def at(self, number: int) -> float:
-        """The rate in a round."""
+        """Return the rate in a round, from 1."""
         return float(self.start * self.factor ** ((number - 1) // self.rounds))
 
 
@@ -141,7 +141,7 @@ class PowerDecay(RateSchedule):
         _check_schedule(self)
 
     def at(self, number: int) -> float:
-        """The rate in a round."""
+        """Return the rate in a round, from 1."""
         return float(self.start / number**self.power)
 
 
