@@ -333,7 +333,7 @@ def convolved(images: Tensor, weight: Tensor, bias: Tensor | None, window: Windo
 
 
 def lowered(x: Tensor) -> Tensor:
-    """Convert a tensor to the dtype of products in the present forward pass."""
+    """Convert a tensor to the dtype of products in the current forward pass."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
@@ -355,7 +355,7 @@ class LowRank:
         rate: float,
         block: int | None = None,
     ) -> None:
-        """Reserve memory for so many `rows` of each user in all steps; it grows if there are more.
+        """Reserve memory for `rows` rows of each user in all steps; it grows if there are more.
 
         `block`: rows of a product, which affects the rounding of sums; None: all rows.
         """

@@ -589,13 +589,13 @@ class Mechanism:
     averaging: Averaging = Averaging()  # noqa: RUF009 - frozen, so sharing it is safe
     metrics: Mapping[str, Mapping[str, float | Sequence[float]]] = field(default_factory=dict)
     metrics_share: float = 0.05  # of the round's privacy, for all metrics together
-    # Likewise, for the number of users of a cohort whose update counted; 0 releases no number.
+    # Of the round's privacy, to count the users of a cohort whose update counts; 0: no count.
     contributors_share: float = CONTRIBUTORS_SHARE
     accountant: str = "tight"  # prices the budget; it must give upper bounds
     unsafe_no_privacy: bool = False  # allows a run without noise or without a budget
     noise: NoisePolicy = IndependentNoise()
-    unit: Unit = Unit.USER  # what is sampled, clipped and protected
-    microbatch: int | None = None  # rows of a microbatch; given for that unit alone
+    unit: Unit = Unit.USER  # the unit that is sampled, clipped and protected
+    microbatch: int | None = None  # rows of a microbatch; only for the unit microbatch
 
     def __post_init__(self) -> None:
         hold_numbers(self)

@@ -155,7 +155,7 @@ class WandB(Tracker):
             config=dict(run.settings),
             settings=private,
         )
-        self._run.define_metric("*", step_metric="round")  # a repeated round may go back
+        self._run.define_metric("*", step_metric="round")  # repeated rounds may go back
 
     def on_round(self, result: RoundResult) -> None:
         """Send the scalars of a round."""
@@ -308,7 +308,7 @@ def _mlflow_experiment(client: "mlflow.MlflowClient") -> str:
     if found is None:
         try:
             return str(client.create_experiment(name))
-        except MlflowException:  # another run of a study made it in the meantime
+        except MlflowException:  # another run of a study created it in the meantime
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise

@@ -56,7 +56,7 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Page:
-    """A page: heading, a line below it, and sections that are not empty."""
+    """A page: a heading, a line below it, and sections; empty sections are omitted."""
 
     title: str
     lead: str

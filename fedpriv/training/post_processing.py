@@ -18,7 +18,7 @@ from fedpriv.support.checks import hold_numbers
 from fedpriv.training.optimizers import Parameters
 
 _SMALLEST_NORM, _LARGEST_NORM = 1e-12, 1e12
-_MOST_CHANGE = 4.0  # of a variance in a round, as a factor, whatever the noise
+_MOST_CHANGE = 4.0  # largest factor by which a round changes a variance, for any noise
 _LARGEST_MEAN, _LARGEST_VARIANCE = 1e15, 1e30
 
 
@@ -113,8 +113,8 @@ class RunningStatistics:
     """
 
     layers: tuple[str, ...]  # names, in the order of the model
-    channels: tuple[int, ...]  # of each
-    eps: tuple[float, ...]  # ≥ 0, of each
+    channels: tuple[int, ...]  # of each layer
+    eps: tuple[float, ...]  # ≥ 0, of each layer
     momentum: float = 0.1  # β in (0, 1]
 
     def __post_init__(self) -> None:

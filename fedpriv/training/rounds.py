@@ -124,7 +124,7 @@ class TrainingPlan:
             found = f"the plan has {found_shape or 'none'}"
             raise InvalidValueError(f"running statistics move by {needed}; {found}")
         for number in range(1, self.rounds + 1) if self.optimizer.schedules else ():
-            self.optimizer.at(number)  # learning rates out of range are refused here
+            self.optimizer.at(number)  # raises if a learning rate is out of range
         for number in range(1, self.rounds + 1) if self._local_schedules else ():
             self.local.at(number)
         if self.adaptive is not None and self.sampling.rounds > 1:
@@ -132,7 +132,7 @@ class TrainingPlan:
                 f"clipping norms adapt and {self.sampling.event().policy} sampling charges "
                 f"{self.sampling.rounds} rounds at once, by norms that stay; only one can be"
             )
-        _ = self.mechanism  # groups, shares and sampling that do not fit are refused here
+        _ = self.mechanism  # raises if groups, shares and sampling do not match
 
     @property
     def clipping_norms(self) -> tuple[float, ...]:
@@ -598,7 +598,7 @@ def own_charges(run: str, charges: Iterable[ChargedRow]) -> list[ChargedRow]:
 def checkpoints(folder: Path) -> list[Path]:
     """Return the paths of a folder's checkpoints, oldest first."""
     found = folder.glob("round-*.safetensors")
-    return sorted(found, key=lambda path: (len(path.name), path.name))  # from 10⁶, names are longer
+    return sorted(found, key=lambda path: (len(path.name), path.name))  # a name grows at 10⁶ rounds
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
