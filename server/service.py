@@ -599,7 +599,7 @@ async def _accepts(address: Address) -> bool:
     except ConnectionRefusedError:
         return False
     except (OSError, TimeoutError):
-        return True  # an overloaded machine or a lack of descriptors is no reason to restart
+        return True  # neither overload nor a lack of descriptors requires a restart
     writer.close()
     return True
 

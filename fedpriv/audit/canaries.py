@@ -171,7 +171,7 @@ class Measurement:
     energy: float  # Σ_g ‖R_g‖²/σ_g² of the released sums R_g
     dimension: int  # the number of squares in this sum
     probe: FloatVector  # the numbers R_g/σ_g at fixed places
-    drawn: Flags | None = None  # whether each canary was drawn, if that is no secret: [m]
+    drawn: Flags | None = None  # whether each canary was drawn, if that is public: [m]
 
 
 @dataclass(frozen=True)

@@ -266,7 +266,7 @@ def _is_shared(constant: Tensor, axes: int) -> bool:
 
 
 def _over_rows(weights: Weights, axes: int) -> Tensor:
-    """Return weights in a shape that is broadcast over rows [l, W, …], which have `axes` axes."""
+    """Return weights in a shape that broadcasts over rows [l, W, …], which have `axes` axes."""
     shape = weights.own.shape[1:]
     if len(shape) == axes and shape[0] == 1:
         shape = shape[1:]

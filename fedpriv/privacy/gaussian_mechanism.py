@@ -475,7 +475,7 @@ class Metric:
                 f"metric {self.name!r} has centre {self.centre} and options {self.options}; they "
                 "must be finite"
             )
-        _ = self.group  # refuses a radius that is no clipping norm
+        _ = self.group  # raises if the radius is not a legal clipping norm
 
     @property
     def tensor(self) -> str:
