@@ -27,6 +27,7 @@ from fedpriv.support.importing import call_imported, check_options, import_funct
 
 FigureFunction = Callable[[Tensor, Tensor], float | Tensor | Mapping[str, float | Tensor]]
 """Maps outputs and targets of held-out rows [n, …], on the CPU, to a number or numbers by name."""
+_MOST_CONFUSED = 20  # most classes of a confusion matrix
 ALWAYS = ("accuracy", "loss")  # figures that are always measured
 # Whether a larger or a smaller number is better, for `ALWAYS` and `FIGURES`.
 BETTER: Mapping[str, Literal["larger", "smaller"]] = {
@@ -318,6 +319,29 @@ def _area(scores: Tensor, positive: Tensor) -> float:
     return float(ranks[places[positive.numpy()]].sum() - n1 * (n1 + 1) / 2.0) / pairs
 
 
+def _confusion() -> FigureFunction:
+    """Return how many targets of each class are taken for each class: "2 as 3" is their number."""
+
+    def confusion(outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        if targets.dtype.is_floating_point or outputs.dim() != targets.dim() + 1:
+            raise InvalidValueError(
+                f"confusion needs targets that are classes, and scores of them; targets are "
+                f"{targets.dtype} {list(targets.shape)} and outputs {list(outputs.shape)}"
+            )
+        scores = outputs.movedim(1, -1).flatten(0, -2)
+        single, count = scores.shape[-1] == 1, max(2, scores.shape[-1])
+        if count > _MOST_CONFUSED:
+            raise InvalidValueError(
+                f"confusion is asked for and there are {count} classes; {_MOST_CONFUSED} at most"
+            )
+        chosen = (scores[:, 0] > 0.0).long() if single else scores.argmax(-1)
+        pairs = torch.bincount(targets.flatten().long() * count + chosen, minlength=count**2)
+        names = (f"{true} as {taken}" for true in range(count) for taken in range(count))
+        return dict(zip(names, pairs.tolist(), strict=True))
+
+    return confusion
+
+
 FIGURES: Mapping[str, Callable[..., Figure]] = {
     "auc": lambda: _auc,
     "balanced-accuracy": partial(
@@ -325,6 +349,7 @@ FIGURES: Mapping[str, Callable[..., Figure]] = {
     ),
     "brier": _brier,
     "calibration-error": _calibration_error,
+    "confusion": _confusion,
     "f1": _of_classes(
         "f1", lambda right, guessed, true: _share(2 * right, guessed + true, guessed + true)
     ),
