@@ -76,7 +76,7 @@ class GrpcTransport(Transport):
     _stopping: threading.Event = field(default_factory=threading.Event)
 
     def stop(self) -> None:
-        """Abandon the present round and all later ones; safe in a signal handler."""
+        """Abandon the current round and all later rounds; safe in a signal handler."""
         self._stopping.set()
         self.listener.loop.call_soon_threadsafe(self._wake)
 

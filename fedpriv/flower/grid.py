@@ -288,7 +288,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run or resume an experiment; FedprivError if the input is wrong or the run fails."""
     configure(LogFormat.TEXT)
-    logging.getLogger("flwr").propagate = False  # it has a handler of its own
+    logging.getLogger("flwr").propagate = False  # it has its own handler
     logging.getLogger("httpx").setLevel(logging.WARNING)  # Flower makes several calls a second
     config = checked(RunConfig, context.run_config, "run config")
     setup, stopping = config.setup(), threading.Event()

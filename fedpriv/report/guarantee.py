@@ -41,7 +41,7 @@ from fedpriv.report.tables import (
 )
 from fedpriv.support.disk import writing
 
-_PUBLIC_POLICIES = {SamplingPolicy.EVERY_USER, SamplingPolicy.SEPARATED}  # cohorts are no secret
+_PUBLIC_POLICIES = {SamplingPolicy.EVERY_USER, SamplingPolicy.SEPARATED}  # cohorts are public
 _FALSE_ALARMS = 0.05
 _READ_AT = (0.001, 0.01, 0.05, 0.1)  # rates of false alarms in tables of a trade-off function
 _LONG = 10**6  # larger numbers are written as powers of ten
