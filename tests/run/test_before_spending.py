@@ -224,7 +224,7 @@ def test_a_baseline_without_privacy_is_a_mechanism(
         return " ".join(capsys.readouterr().out.split())
 
     assert "rounded" not in baseline(100.0)
-    assert "warning: updates are rounded to whole multiples of 0.031, as" in baseline(1e6)
+    assert "warning: updates are rounded to whole multiples of 0.031" in baseline(1e6)
     with pytest.raises(InvalidValueError, match=r"^the mechanism has no delta"):
         baseline(1.0, None)
 
