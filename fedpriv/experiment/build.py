@@ -99,6 +99,7 @@ class Experiment:
     device: torch.device
     enrolled: str = ""  # `digest_of_users` of all that may be drawn
     classes: tuple[str, ...] = ()  # names of the classes, if they have some that are public
+    initial_loss: float | None = None  # on held-out rows, if there are any
     on_round: Mapping[str, OnRound] = field(default_factory=dict)  # called with each release
     evaluation: UserEvaluation | None = None  # what users are asked of released models
     personalised: HeldOutUsers | None = None  # who make released models their own
@@ -352,7 +353,7 @@ def build(
     if few is None:
         few = {name: column[:4] for name, column in held_out.items()}
     notes = list[str]()
-    personalised, rows = _measured_by(method, held_out, few, device, notes)
+    personalised, rows, loss = _measured_by(method, held_out, few, device, notes)
     budget = mechanism.budget
     strategy = mechanism.noise.strategy(mechanism.sampling.of(users, mechanism.unit).event())
     mechanism = replace(mechanism, noise=given(strategy))
@@ -381,6 +382,7 @@ def build(
     return Experiment(
         config=config,
         held_out=rows,
+        initial_loss=loss,
         task=method.task,
         plan=plan,
         budget=budget,
@@ -395,8 +397,8 @@ def build(
 
 def _measured_by(
     method: Method, held_out: HeldOut, few: Fields, device: torch.device, notes: list[str]
-) -> tuple[HeldOutUsers | None, HeldOut]:
-    """Who makes models their own before they measure them, and the rows that are measured.
+) -> tuple[HeldOutUsers | None, HeldOut, float | None]:
+    """Who makes models their own, the rows that are measured, and the initial loss on them.
 
     What is likely to cost accuracy is added to the notes.
     """
@@ -406,22 +408,17 @@ def _measured_by(
             "federation.held_out or data must be given"
         )
     if few:
-        whole = method.mechanism.unit is Unit.USER
-        check_task(method.task, few, apart=not whole)
         if held_out:
             check_targets(method.task, held_out)
+        check_task(method.task, few, apart=method.mechanism.unit is not Unit.USER)
     how, personalised = method.personalisation, None
     if how is not None:
         personalised = HeldOutUsers(how, method.task, held_out, device)
         held_out = personalised.rows
-    if held_out:
-        check_held_out(method.task, held_out, device)
-    if few and check_learns(method.task, held_out, few, method.local):
-        notes.append(
-            "outputs of the model look like probabilities, of which cross-entropy takes the "
-            "softmax again, so that it learns slowly: let the model end before its softmax"
-        )
-    return personalised, held_out
+    loss = check_held_out(method.task, held_out, device) if held_out else None
+    if few:
+        notes += check_learns(method.task, held_out, few, method.local)
+    return personalised, held_out, loss
 
 
 def _plan(

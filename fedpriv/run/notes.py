@@ -25,11 +25,26 @@ def of_run(
     counted: Contributors,
     results: Sequence[RoundResult],
     charged: float,
+    loss: float | None,
 ) -> tuple[str, ...]:
-    """All notes of a run that has ended, after these rounds; `charged` is the ε of its ledger."""
+    """All notes of a run that has ended, after these rounds, at a loss on held-out rows.
+
+    `charged` is the ε of its ledger.
+    """
     released = () if stop is Stop.TOO_FEW else _of_releases(experiment, counted, results)
     ended = _of_early_end(experiment, counted, results, charged) if stop is Stop.TOO_FEW else ()
-    return (*ended, *experiment.notes, *of_settings(experiment), *released)
+    undone = _of_losses(experiment.initial_loss, loss)
+    return (*ended, *experiment.notes, *of_settings(experiment), *undone, *released)
+
+
+def _of_losses(before: float | None, after: float | None) -> Iterator[str]:
+    """Whether a run made the model worse, by its loss on held-out rows."""
+    if before is not None and after is not None and not after <= before:
+        yield (
+            f"the loss on held-out rows rose from {before:.4g} to {after:.4g}, so noise or long "
+            "steps undid what was learnt: scale inputs to about 1, or choose a smaller clipping "
+            "norm, a smaller learning rate or more users"
+        )
 
 
 def of_settings(experiment: Experiment) -> Iterator[str]:
@@ -40,6 +55,12 @@ def of_settings(experiment: Experiment) -> Iterator[str]:
         yield (
             f"a cohort has {expected:.2g} {plural(sampling.drawn)} on average; rounds of one "
             "release its update and noise, rounds of none noise alone, and each is charged"
+        )
+    if sampling.drawn is sampling.unit and experiment.budget.delta * sampling.population >= 1.0:
+        yield (
+            f"δ is {experiment.budget.delta:g} for {sampling.population} "
+            f"{plural(sampling.unit)}: such a slack allows a release to show one of them as they "
+            f"are; choose δ well below {1.0 / sampling.population:.2g}"
         )
     if plan.statistics is None and running_norms(task.model):
         yield (

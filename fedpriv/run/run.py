@@ -641,7 +641,9 @@ def _ended(
         "stop": stop,
         "epsilon": _guaranteed(plan, stop, state, records),
         "delta": records.budget.delta,
-        "warnings": notes.of_run(experiment, stop, counted, folder.results(), charged),
+        "warnings": notes.of_run(
+            experiment, stop, counted, folder.results(), charged, figures["loss"]
+        ),
     }
     with_room(partial(folder.write_end, RunEnd(round=state.round, **facts, **figures)))
     return Run(
