@@ -71,7 +71,7 @@ def join(
         LogFormat, _option("of the log, on stderr", "--log-format", default=True)
     ] = LogFormat.TEXT,
 ) -> None:
-    """Take part with the users whose data are here; their data do not leave this machine."""
+    """Take part with the users whose data are on this machine, which their data never leave."""
     _check_identity(certificates, node, insecure=insecure)
     if seconds is not None and not 0.0 < seconds < math.inf:
         raise InvalidValueError(f"--seconds is {seconds}; it must be positive and finite")
@@ -99,8 +99,8 @@ def status(
 ) -> None:
     """Show where a run stands: ask its server as a node, or read its sites as the operator.
 
-    A node learns the round, ε spent and left, and how many nodes are connected. What each site did
-    is secret, and stored in the run's folder.
+    A node learns the round, the ε spent and left, and the number of connected nodes. The actions of
+    each site are secret, and are stored in the run's folder.
     """
     if (folder is None) == (server is None):
         raise InvalidValueError("exactly one of FOLDER and --server must be given")

@@ -310,7 +310,10 @@ async def _assembled(
     parts: AsyncGenerator[pb.LedgerPart | pb.ModelPart, None],
     most: int,
 ) -> npt.NDArray[np.uint8]:
-    """Return the content of chunks, of the size that the first part declares, at most `most`."""
+    """Return the bytes of all chunks, joined; WireError unless their size is as declared.
+
+    The first part declares the size, which may be `most` bytes at most.
+    """
     if first.WhichOneof("part") != "size":
         raise WireError(f"the server does not say how long its {what} is")
     assembler = wire.Assembler(first.size, most)

@@ -22,7 +22,7 @@ class Consent(Section):
 
     largest_clipping_norm: Positive | None = None  # how far a user may move the model: `reach_of`
     least_noise_multiplier: NonNegative | None = None  # of a whole round
-    # The node's answers with sums in the last 24 hours, which bound those that contain one user.
+    # Answers with sums in the last 24 hours; this also bounds how many of them contain one user.
     most_rounds_per_day: Annotated[int, Field(ge=0)] | None = None
     total_epsilon: Positive | None = None  # at `delta`, of all charges and the offered round
     delta: Annotated[float, Field(ge=1e-60, lt=1.0)] | None = None
@@ -43,7 +43,10 @@ class Consent(Section):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read limits from TOML, with the attributes' names as keys; InvalidValueError if wrong."""
+        """Read limits from a TOML file, whose keys are the names of the attributes.
+
+        InvalidValueError: the file cannot be read, or a key or value is invalid.
+        """
         return checked(cls, read_toml(path), str(path))
 
     def delta_for(self, population: int) -> float:
@@ -94,7 +97,7 @@ class Consent(Section):
         if largest is not None and not norm <= largest * (1.0 + _ROUNDING):
             return f"the clipping norm is {norm}; this node consents to at most {largest}"
         price, least = offer.price, self.least_noise_multiplier
-        # That of the first round of a series; later rounds have at least as much, see `RoundEvent`.
+        # In the first round of a series; later rounds have at least as much noise (`RoundEvent`).
         noise = price.noise_multiplier / price.event.strategy[0]
         if least is not None and not noise >= least * (1.0 - _ROUNDING):
             return f"the noise multiplier is {noise}; this node consents to at least {least}"

@@ -196,7 +196,7 @@ class Journal:
             return True
 
     def remembered(self, population_name: str) -> Remembered:
-        """Return the node's memory of a population now, participations sorted by run and round."""
+        """Return all that the node remembers of a population, participations by run and round."""
         sql = "SELECT ledger_id, count, hash FROM ledgers WHERE population_name = ?"
         ledgers = self._read(sql, population_name)
         rows = self._read(_TAKEN_PART, population_name)  # before `events`, which contains theirs

@@ -89,7 +89,7 @@ def confirm(examined: Examined, history: Remembered, offer: Terms | None = None)
     """Raise UntrustedLedgerError if the server omitted a charge, or understates its offer's price.
 
     A round is closed when a later round of its run was charged, or was offered to this node. For
-    each run of which the node was offered a round, the following must hold:
+    each run in which the node was offered a round, the following must hold:
 
     * Every closed round was charged, whether or not it included users of the node.
     * If the node took part in an attempt at a closed round, the round was charged by this attempt
@@ -102,7 +102,7 @@ def confirm(examined: Examined, history: Remembered, offer: Terms | None = None)
       not below the least possible cost, at its δ, of the counted charges and the offered round.
 
     The last round of a run can be checked only when another follows, because a round has no charge
-    if the budget did not admit it or it was given up. `Consent.most_rounds_per_day` alone bounds
+    if it did not fit into the budget or was abandoned. Only `Consent.most_rounds_per_day` bounds
     what a dishonest server learns from such rounds. Charges that other runs make after the offer
     are not part of its ε, but they are part of `price_with`, by which the node decides.
     """
@@ -170,7 +170,7 @@ def _unless_seeded(rows: Iterable[ChargedRow], loss: PrivacyLoss) -> float:
 def _fits(row: ChargedRow, part: TakenPart) -> bool:
     """Return whether a charge pays for an offer: by the same attempt or a later one, as offered."""
     charged, offered = row.event, part.event
-    # A server that lost its progress, for instance by a restore, pays for a later attempt anew.
+    # A server that lost its progress, such as after a restore, pays again for a later attempt.
     pays_anew = row.pays and row.attempt > part.attempt
     return (
         row.attempt >= part.attempt
@@ -339,9 +339,9 @@ class LedgerVerifier:
             raise InvalidValueError(f"the ledger takes more than {seconds} to check") from error
 
     def series_of(self, offer: RoundOffer) -> RoundSeries | None:
-        """Return the series of an offer that was checked before; None if its event is one round.
+        """Return the series to which a checked offer belongs; None if its event is one round.
 
-        UntrustedLedgerError: it is a later part of a series that is not in the ledger.
+        UntrustedLedgerError: the offer is a later part of a series that the ledger does not have.
         """
         schedule = offer.price.event.sampling.schedule
         if schedule is None:

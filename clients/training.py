@@ -248,7 +248,7 @@ def _limited(settings: HostSettings) -> Iterator[None]:
 
 
 def _limit(mebibytes: int | None) -> None:
-    """Limit the address space of this process to its present one and so much more; None: no limit.
+    """Let the address space of this process grow by at most so many MiB; None: no limit.
 
     InvalidValueError: there is a limit, and the system is not Linux.
     """

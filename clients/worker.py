@@ -11,8 +11,8 @@ The main process never imports torch; the training process holds the users' data
 | `Timed`        | `Ready`, any number of them; then None: all users of the request are done      |
 | `OneByOne`     | the same, one for each user in order                                           |
 
-A `FedprivError` may take the place of any answer, and is the last one. Any other failure ends the
-training process.
+The process may send a `FedprivError` instead of any answer, as its last one. Any other failure ends
+the training process.
 """
 
 import asyncio
@@ -123,8 +123,8 @@ class OneByOne:
 def share_of(seconds: float, users: int) -> float:
     """Return how long each drawn user of a node may train, given the node's time for a round.
 
-    Users train together. Those whose chunk takes too long train again, one by one. Both, including
-    the time to fork processes, end within half of the node's time.
+    Users train together in chunks, and the users of a chunk that takes too long train again, one by
+    one. Both phases, including the time to fork processes, end within half of the node's time.
     """
     return max(0.0, seconds) / (6 * max(1, users))
 
@@ -456,7 +456,10 @@ async def _prepare(process: Process, welcome: Welcome) -> None:
 
 
 async def _within_reason(process: Process, message: object, what: str) -> object:
-    """Return the answer to a message that prepares training; ModelError if it fails."""
+    """Return a process's answer to a message that prepares training.
+
+    ModelError, beginning with `what`: the preparation fails or takes too long.
+    """
     try:
         async with asyncio.timeout(_LONGEST_PREPARATION_SECONDS):
             return await process.ask(message)
@@ -468,6 +471,6 @@ async def _within_reason(process: Process, message: object, what: str) -> object
 
 
 def _added(total: PartialSum, more: PartialSum) -> PartialSum:
-    """Return the sum of two, in the memory of the first."""
+    """Return the sum of two partial sums, in the memory of the first."""
     np.add(total.total, more.total, out=total.total)
     return PartialSum("", total.users + more.users, total.total, total.weight + more.weight)

@@ -7,10 +7,10 @@ from io import TextIOWrapper
 
 def main() -> None:
     """Run the command line; an interrupt while it is being imported leaves no traceback."""
-    # To look for garbage among all that is imported, torch above all, takes a quarter of the time
-    # in which a command starts and ends. So it is done less often, and not at the end.
+    # Garbage collection over all imported objects, most of them torch's, would take a quarter of
+    # the time of a short command. So it runs less often, and not at the end.
     gc.set_threshold(700, 10, 1000)
-    # What a terminal cannot show must end no run that has been charged.
+    # A character that a terminal cannot show must not end a run that has been charged.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -1,7 +1,7 @@
-"""The command line. Each command imports what it runs, so that help and errors come at once.
+"""The command line. Each command imports its modules when it runs, so help and errors are fast.
 
-Commands of other packages, such as those of the server and of nodes, are entry points in the group
-`fedpriv.commands`: functions that are given the `typer.Typer` to add their commands to.
+Other packages, such as those of the server and of nodes, add commands through entry points in the
+group `fedpriv.commands`: functions that add commands to the `typer.Typer` that they get.
 """
 
 import io
@@ -41,7 +41,10 @@ def _file_of(given: Path) -> Path:
 
 
 def _ledger_of(given: Path) -> Path:
-    """The ledger file, also of a run's folder, in it or shared with others."""
+    """Return the path of a ledger, given as a file or as the folder of a run.
+
+    The ledger of a run is in its folder, unless the run shares the ledger with other runs.
+    """
     inside, plan = given / "ledger.sqlite", given / "plan.toml"
     if inside.is_file() or not plan.is_file():
         return inside if inside.is_file() else given
@@ -145,7 +148,7 @@ def export(
     ledger: LedgerPath,
     out: Annotated[Path | None, _option("new file to write", default="the terminal")] = None,
 ) -> None:
-    """Write a ledger as JSON lines, for anyone to check; never who took part."""
+    """Write a ledger as JSON lines, which anyone can check; they do not tell who took part."""
     from fedpriv.ledger.ledger import Ledger
 
     with Ledger.open(ledger) as opened:
@@ -164,7 +167,7 @@ def backup(
     ledger: LedgerPath,
     to: Annotated[Path, typer.Argument(help="the file to write; it must not exist")],
 ) -> None:
-    """Copy a ledger, also one in use, and the secret record of who took part beside it."""
+    """Copy a ledger, even while it is in use, and the secret record next to it of who took part."""
     from fedpriv.run.backup import back_up
 
     head = back_up(ledger, to)
@@ -179,7 +182,7 @@ def restore(
         bool, _option("even if charges are lost, which are then printed", "--older")
     ] = False,
 ) -> None:
-    """Put a backup in the place of a ledger and of the record beside it; stop runs first."""
+    """Replace a ledger and the record next to it by a backup; stop runs first."""
     from fedpriv.run.backup import restore as put_back
 
     head, missing = put_back(backup, ledger, older=older)
@@ -197,7 +200,7 @@ def compare(
 ) -> None:
     """Run an experiment under several settings that all cost the same ε, and compare them.
 
-    Runs that are finished in the folder are not run again.
+    Runs that have finished in the folder do not run again.
     """
     from fedpriv.run.compare import run_study
     from fedpriv.run.folder import summary_json
@@ -266,10 +269,10 @@ def simulate(
     workers: Annotated[int | None, _option("of the engine flower", min=1, default="2")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train across simulated users, and print accuracy beside the (ε, δ) of the ledger.
+    """Train across simulated users, and print the accuracy and the (ε, δ) of the ledger.
 
-    Exit code 3: the audit of the run refutes what its ledger says. Exit code 4: the run ended since
-    too few users count.
+    Exit code 3: the audit of the run refutes its ledger. Exit code 4: the run ended because too few
+    users count.
     """
     if resume and out is None:
         raise InvalidValueError("--resume needs --out, the folder of the run to go on with")
@@ -297,7 +300,7 @@ def simulate(
 
 @app.command(rich_help_panel=_TRAIN)
 def plan(file: ExperimentFile, assignments: Assignments = None, as_json: AsJson = False) -> None:
-    """Show what each vector group of a round gets, and what all rounds would cost."""
+    """Show the norm and noise of each vector group in a round, and the cost of all rounds."""
     from fedpriv.run.simulate import show_allocation
 
     show_allocation(file, assignments or [], as_json=as_json)
@@ -338,7 +341,7 @@ def epsilon(
     accountant: Annotated[str, _option("name of an accountant, or all")] = "all",
     as_json: AsJson = False,
 ) -> None:
-    """Print the ε that the releases of ledgers cost, for each run and in all."""
+    """Print the ε of the releases in ledgers, for each run and in total."""
     from fedpriv.accounting import pricing
     from fedpriv.report import tables
 
@@ -371,10 +374,11 @@ def calibrate(
     accountant: Annotated[str, _option("name of an accountant")] = "tight",
     as_json: AsJson = False,
 ) -> None:
-    """Find the noise, the rounds or the sampling within (ε, δ); the other two are given.
+    """Compute the noise, the rounds or the sampling for (ε, δ), given the other two.
 
-    With all three given: how large a share of every round one more sum query may have. With
-    --same-as instead of --epsilon: the smaller noise that spends the ε that accountant reports.
+    If all three are given, compute the share of every round that one more sum query may have.
+    With --same-as instead of --epsilon, compute the smaller noise that spends the ε which that
+    accountant reports.
     """
     if epsilon is None and same_as is None:
         raise InvalidValueError("--epsilon is absent; it or --same-as must be given")
@@ -412,7 +416,7 @@ def curves(
     delta: Delta = None,
     suffix: Annotated[Literal["png", "svg"], _option("of the charts", "--format")] = "png",
 ) -> None:
-    """Draw ε by rounds, δ by ε and the errors of a test for one user; with CSV and JSON."""
+    """Draw ε by rounds, δ by ε and the errors of a test for one user; also write CSV and JSON."""
     from fedpriv.accounting.pricing import default_delta, read_ledger
     from fedpriv.report.guarantee import write_curves
 
@@ -428,10 +432,11 @@ for _entry in sorted(entry_points(group="fedpriv.commands")):
 
 
 def main() -> None:
-    """Run the command line; bad input is one sentence and exit code 2.
+    """Run the command line; bad input prints one sentence and exits with code 2.
 
-    What may pass by itself is one sentence and exit code 1, such as a full disk; code 3 is for a
-    run whose audit refutes its ledger, and 4 for one that ended since too few users count.
+    A temporary problem, such as a full disk, prints one sentence and exits with code 1. Code 3 is
+    for a run whose audit refutes its ledger, and 4 for a run that ended because too few users
+    count.
     """
     # Models and populations named package.module:function may lie in the working folder.
     with suppress(FileNotFoundError):  # it may have been removed

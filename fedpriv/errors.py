@@ -43,7 +43,7 @@ class RefutedError(FedprivError):
 
 
 class TooFewUsersError(FedprivError):
-    """Far fewer users count than are expected; what was charged stays charged."""
+    """Far fewer users count than expected; charges are not undone."""
 
 
 class CheckpointError(FedprivError):

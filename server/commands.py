@@ -89,7 +89,7 @@ def request(
     node: Annotated[str, typer.Argument(help="name of the node")],
     folder: Annotated[Path, _option("folder of the node's keys")] = Path("certs"),
 ) -> None:
-    """At the node: make its key, which stays there, and a request for the authority to sign."""
+    """At the node: create its key, which stays there, and a request for the authority to sign."""
     from fedpriv.server import certificates
 
     path = certificates.request(folder, node)

@@ -35,7 +35,7 @@ from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.report.tables import screen
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Run, RunSetup
-from fedpriv.run.terminal import carry_out, released_text
+from fedpriv.run.terminal import execute, released_text
 from fedpriv.server.authentication import Authentication, Endpoint, RateLimit, endpoint_of
 from fedpriv.server.collection import Collection, End, prices, welcomes
 from fedpriv.server.enrolment import Enrolment
@@ -76,7 +76,7 @@ class GrpcTransport(Transport):
     _stopping: threading.Event = field(default_factory=threading.Event)
 
     def stop(self) -> None:
-        """Abandon the present round and all later ones; safe in a signal handler."""
+        """Abandon the current round and all later rounds; safe in a signal handler."""
         self._stopping.set()
         self.listener.loop.call_soon_threadsafe(self._wake)
 
@@ -211,7 +211,7 @@ def serve(
             monitor = service.authentication.monitor
             resources.enter_context(monitor.served(metrics.host, metrics.port))
         server = _Server(setup, section, service, endpoint, console, resources)
-        ended = carry_out(setup, experiment, server.hosted, console, server.follow, clock=None)
+        ended = execute(setup, experiment, server.hosted, console, server.follow, clock=None)
         if ended.stop is Stop.DECLINED:
             console.print("the log says why nodes do not agree; --resume goes on with the run")
         elif not (leave or ended.stop.may_go_on):

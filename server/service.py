@@ -144,7 +144,7 @@ class Transfers:
 
     @asynccontextmanager
     async def turn(self, node: str, until: float | None = None) -> AsyncIterator[None]:
-        """Like `newest`, but also wait for a place, and keep it for `seconds` at most."""
+        """Do as `newest`, but also wait for a place, and keep it for at most `seconds`."""
         async with self.newest(node, until), self.places, asyncio.timeout(self._seconds):
             yield
 
@@ -599,7 +599,7 @@ async def _accepts(address: Address) -> bool:
     except ConnectionRefusedError:
         return False
     except (OSError, TimeoutError):
-        return True  # an overloaded machine or a lack of descriptors is no reason to restart
+        return True  # neither overload nor a lack of descriptors requires a restart
     writer.close()
     return True
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rich.console import Console
 from torch import nn
 
 from fedpriv.audit import AuditResult
@@ -29,7 +30,8 @@ from fedpriv.experiment.bundled import experiment_file
 from fedpriv.experiment.config import load_config
 from fedpriv.report.charts import Axis, Chart, Series, figure
 from fedpriv.report.tables import Column, Table
-from fedpriv.run.run import RunSetup, run_rounds
+from fedpriv.run.run import RunSetup
+from fedpriv.run.terminal import execute
 from simulations import broken_engines
 from simulations.broken_engines import Broken
 from simulations.papers.results import read_results, write_numbers, write_results
@@ -85,10 +87,11 @@ def audited(file: Path, settings: Sequence[str], fault: Broken = nullcontext) ->
         config = load_config(file, [*QUIET, *settings])
         setup = RunSetup.at(config, Path(folder) / "run", resume=False)
         experiment, transport = simulated(config, setup.run)
-        run = run_rounds(
+        run = execute(
             setup,
             experiment,
             lambda *_: transport,
+            Console(quiet=True),
             lambda _experiment, _first, rounds: rounds(lambda _result: None),
             None,
         )

@@ -20,7 +20,7 @@ from rich.console import Console
 from fedpriv.experiment.build import Experiment, simulated
 from fedpriv.flower.ray import run_on_ray, simulate_on_ray
 from fedpriv.run.run import Follow, Run, RunSetup
-from fedpriv.run.terminal import carry_out
+from fedpriv.run.terminal import execute
 from fedpriv.training.rounds import OnRound
 from simulations.flower_usual import WORK, federate
 from simulations.flower_usual import app as usual_app
@@ -49,7 +49,7 @@ def in_process(users: int, _workers: int, rounds: int) -> Times:
         beginning = RunSetup.of(WORK, _set(users, rounds), Path(folder) / "run", resume=False)
         experiment, transport = simulated(beginning.config, beginning.run)
         console = Console(quiet=True)
-        carry_out(beginning, experiment, lambda *_: transport, console, _noting(ends))
+        execute(beginning, experiment, lambda *_: transport, console, _noting(ends))
     return Times.of(ends)
 
 

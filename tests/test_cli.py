@@ -461,7 +461,7 @@ def test_what_is_interrupted_says_whether_it_can_go_on(
 def test_an_interrupted_run_says_which_folder_holds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedpriv.run.run.conduct", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("fedpriv.run.terminal.conduct", Mock(side_effect=KeyboardInterrupt))
     done = fedpriv("simulate", DIGITS, *SHORT, "--set", "seed=5", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "interrupted; continue with --resume\n")
     assert "runs/digits-seed5 holds the run so far" in done.stdout

@@ -293,7 +293,7 @@ def _still(hostile: Hostile) -> Iterator[None]:
         patch.setattr(Database, "inode", 1)  # by which keys are bound to a file
         patch.setattr(roads, "time", clock)
         patch.setattr(terminal, "time", clock)
-        patch.setattr(terminal.carry_out, "__defaults__", (None, clock.monotonic))
+        patch.setattr(terminal.execute, "__defaults__", (None, clock.monotonic))
         patch.setattr(rich.console, "monotonic", clock.monotonic)
         patch.setenv("COLUMNS", "200")
         try:

@@ -112,14 +112,14 @@ def _fixed_size(events: Sequence[RoundEvent]) -> PairBounds:
 
 
 def _separated(events: Sequence[RoundEvent]) -> PairBounds:
-    """Return one Gaussian for each series; below, for those with an exact sensitivity."""
+    """Return one Gaussian for each series; the lower bound has only those of exact sensitivity."""
     exact = [event for event in events if decreasing(event.strategy)]
     above, below = _pairs(PoissonPair, events), _pairs(PoissonPair, exact)
     return PairBounds(above, below, len(exact) == len(events))
 
 
 def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
-    """Return exact bounds for one participation or n; else the sum of all rounds bounds below."""
+    """Return exact bounds for 1 or n participations; for others, all rounds' sum bounds below."""
     by_schedule: dict[Schedule, list[RoundEvent]] = {}
     for event in events:
         if event.sampling.schedule is None:

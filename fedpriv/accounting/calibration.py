@@ -94,7 +94,8 @@ def largest_probability(
 ) -> float:
     """Return the largest sampling probability whose events stay within (ε, δ).
 
-    A probability larger by a thousandth is priced above ε.
+    The result is exact to one part in a thousand: the price of 1.001 times the result exceeds ε.
+    InvalidValueError: no probability stays within (ε, δ), or all of them do.
     """
     price = _price(target_epsilon, delta, events_of, accountant)
     q = last_within(price, target_epsilon, 1.0, _LEAST_PROBABILITY, 1.0)

@@ -35,11 +35,11 @@ _ROUNDING = 2.0**-50  # of the few operations of f_{ε,δ}, whose relevant parts
 class TradeOff:
     """A bound on every test that guesses from all releases whether one user took part."""
 
-    accountant: str  # that computed δ by ε
+    accountant: str  # the accountant that computed δ for each ε
     relation: NeighbouringRelation  # of the two populations to distinguish
-    bound: Bound  # of an estimate, all is one; else errors are lower, and powers upper bounds
+    bound: Bound  # if not an estimate, type II errors are lower bounds, and powers upper bounds
     pairs: tuple[tuple[float, float], ...]  # (ε, δ(ε)), ε increasing from 0; all hold at once
-    mu: float | None  # of the Gaussian that the releases are, or converge to; None if unknown
+    mu: float | None  # μ of the Gaussian that the releases equal or converge to; None if unknown
     is_gdp: bool  # whether they are exactly μ-GDP, as if every user takes part; else μ is the CLT's
 
     def type_two(self, type_one: ArrayLike) -> Vector:

@@ -76,7 +76,7 @@ class Releases:
 
 @dataclass(frozen=True)
 class PricedReleases:
-    """The price of releases by one accountant: ε and δ, one given and the other computed."""
+    """The cost (ε, δ) of releases by one accountant; one of the two is given, one computed."""
 
     releases: Releases
     epsilon: float
@@ -197,7 +197,10 @@ def weakest_randomness(charges: Iterable[ChargedRow]) -> Randomness:
 
 
 def _all_releases(ledgers: Sequence[LedgerContent]) -> list[Releases]:
-    """Return those of runs, of ledgers without exactly one run, and of all of several ledgers."""
+    """Return the releases of each run, each ledger and all ledgers together, without repetition.
+
+    A ledger is left out if it has exactly one run, and the total if there is only one ledger.
+    """
     releases = []
     for ledger in ledgers:
         runs, path = ledger.runs(), str(ledger.path)

@@ -220,9 +220,10 @@ def unsampled_noise_multiplier(rounds: Rounds) -> float:
 
 
 def folded(rounds: Rounds) -> Rounds:
-    """Return rounds in which those with q = 1 are replaced by m equal ones.
+    """Return the rounds, with all those of q = 1 replaced by m equal rounds of the same total cost.
 
-    Together they have the noise of all of them, rounded down: each has √m times that.
+    All rounds of q = 1 together equal one with noise multiplier z, rounded down. Each of the m new
+    rounds has √m·z.
     """
     everybody = {(q, z): n for (q, z), n in rounds.items() if q == 1.0}
     if len(everybody) < 2:

@@ -104,7 +104,7 @@ class PrincipalComponents:
         """Return the first k = `components` components of an answer to `SecondMoments`.
 
         This is post-processing: more components, or further calls, cost no privacy.
-        InvalidValueError if the answer is no square matrix or k is not from 1 to D.
+        InvalidValueError if the answer is not a square matrix or k is not from 1 to D.
         """
         matrix = answer.value
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:

@@ -1,12 +1,12 @@
-"""Audits of a run by itself: it adds canaries to its users and measures what releases reveal.
+"""Audits, in which a run adds canaries to its users and measures how much its releases reveal.
 
 An accountant bounds the leakage of a correct program; an audit measures that of a real run.
 Read in this order:
 
-1. `canaries`: who they are, how they move, and the measurement of a release; `canary_transport`
-   adds them to the users, and is the only module here that imports torch;
+1. `canaries`: the invented users, their updates, and the measurement of a release;
+   `canary_transport` adds them to the users, and is the only module here that imports torch;
 2. `likelihood`: the evidence that a canary is included, from all measurements;
-3. `one_run`: what guesses about canaries prove;
+3. `one_run`: the bound on ε that guesses about canaries prove;
 4. `verdict`: the conclusion, and two tests of the noise that need no canaries.
 
 The guarantee does not depend on an audit, and an audit cannot weaken it: canaries are users with

@@ -171,7 +171,7 @@ class Measurement:
     energy: float  # Σ_g ‖R_g‖²/σ_g² of the released sums R_g
     dimension: int  # the number of squares in this sum
     probe: FloatVector  # the numbers R_g/σ_g at fixed places
-    drawn: Flags | None = None  # whether each canary was drawn, if that is no secret: [m]
+    drawn: Flags | None = None  # whether each canary was drawn, if that is public: [m]
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Past:
         return release - before * (share * float(release @ before) / squared_length)
 
     def with_release(self, name: str, release: FloatVector) -> FloatVector:
-        """Return the sum of a group with one more release."""
+        """Return the sum [d] of a group's releases, including one more release [d]."""
         before = self.sums.get(name)
         return release if before is None else before + release
 
@@ -211,8 +211,8 @@ def measure(
     In units of its noise, group g of a release contains ±u_g·S_g/σ_g for an included canary that
     was drawn, with its direction u_g. Noise and the users' sum have the variance v_g along any
     direction. The score adds up projections on u_g with weights proportional to (S_g/σ_g)/v_g. They
-    give the least variance, z² with noise alone, at a mean of 1 for such a canary and 0 for others.
-    Returns the measurement, and the past with this release.
+    minimise the variance, which is z² with noise alone, for a mean score of 1 if the canary is
+    included and drawn, and 0 otherwise. Returns the measurement, and the past with this release.
     """
     clipping, query = mechanism.clipping, mechanism.query
     layout, (number, attempt, part) = clipping.layout, at

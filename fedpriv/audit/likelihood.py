@@ -9,7 +9,7 @@ canaries better. For the rounds of one event it is
 * if a user is in exactly k of n rounds, every set of k equally likely,
   log(e_k(w_1, …, w_n)/(n choose k)) with w_t = exp((2·s_t − 1)/(2·v_t)) and the elementary
   symmetric polynomial e_k;
-* if a user's rounds are no secret, x·y − ‖x‖²/2 in units of the noise. Here x = C·π are the
+* if a user's rounds are public, x·y − ‖x‖²/2 in units of the noise. Here x = C·π are the
   canary's moves in its rounds π, and y = C·s are its scores after the strategy C, which leaves
   fresh noise (Choquette-Choo et al. 2023).
 
@@ -111,7 +111,7 @@ def _by_coins(scores: FloatMatrix, q: float, k: int) -> FloatVector:
 
 def _by_allocation(scores: FloatMatrix, schedule: Schedule) -> FloatVector:
     n, k = schedule.rounds, schedule.participations
-    weights = np.zeros((n, scores.shape[1]))  # 0 for missing rounds, which are no evidence
+    weights = np.zeros((n, scores.shape[1]))  # 0 for missing rounds, which give no evidence
     weights[: len(scores)] = (2.0 * scores - 1.0) / (2.0 * _variances(scores))
     sums = np.full((k + 1, scores.shape[1]), -math.inf)
     sums[0] = 0.0

@@ -40,7 +40,7 @@ MOST_CANARIES = 100_000  # these take half a minute to plan, and 1 GB of scores 
 
 @dataclass(frozen=True)
 class Audit:
-    """The audit of a run by itself.
+    """The settings of an audit, in which a run measures how much its own releases reveal.
 
     Canaries are invented users in addition to the real ones. Each is included by a secret coin.
     Included canaries are drawn, clipped, added up and noised like users, and add a little noise to

@@ -287,6 +287,7 @@ class FrameRows:
     ids: Array  # [rows]; [0] if the frame does not name users
     inputs: Hashable | list[Hashable]  # names of the columns of x
     categories: list[Any] | None  # of y, if it is categorical
+    groups: Mapping[str, Array]  # columns by which figures are grouped: [rows] each
 
     @classmethod
     def of(
@@ -296,6 +297,7 @@ class FrameRows:
         x: Hashable | list[Hashable],
         y: Hashable | list[Hashable],
         user: Hashable,
+        by: Sequence[Hashable] = (),
     ) -> Self:
         """Read a frame, see `Population.from_frame`; without `user` its users have no names."""
         if not is_frame(frame):
@@ -303,8 +305,8 @@ class FrameRows:
             raise DataError(f"{kind}; it must be a table with named columns, as of pandas")
         columns = columns_by_name(frame)
         others = [*_listed(y), *([] if user is None else [user])]
-        inputs = [name for name in columns if name not in others] if x is None else x
-        for name in (*_listed(inputs), *others):
+        inputs = [name for name in columns if name not in (*others, *by)] if x is None else x
+        for name in (*_listed(inputs), *others, *by):
             if name not in columns:
                 known = known_names(str(name), map(str, columns))
                 raise DataError(f"{what} has no column {name!r}; {known}")
@@ -318,7 +320,8 @@ class FrameRows:
             values = matrix("x", {name: columns[name] for name in _listed(inputs)})
         refuse_missing(f"column {y!r}", targets)
         categories = None if isinstance(y, list) else categories_of(columns[y])
-        return cls(values, targets, ids, inputs, categories)
+        groups = {str(name): to_array(f"column {name!r}", columns[name]) for name in by}
+        return cls(values, targets, ids, inputs, categories, groups)
 
     def split(self, share: float, seed: int) -> tuple[Self, Self]:
         """Rows of most users, and rows of a share of them in (0, 1) that the seed draws."""
@@ -331,8 +334,9 @@ class FrameRows:
             )
         apart = np.isin(self.ids, np.random.default_rng(seed).permutation(distinct)[:drawn])
         kept, drawn_rows = (
-            replace(self, x=self.x[rows], y=self.y[rows], ids=self.ids[rows])
+            replace(self, x=self.x[rows], y=self.y[rows], ids=self.ids[rows], groups=groups)
             for rows in (~apart, apart)
+            for groups in [{name: column[rows] for name, column in self.groups.items()}]
         )
         return kept, drawn_rows
 

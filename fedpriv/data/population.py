@@ -214,6 +214,9 @@ class Population:
     # Names of the classes in y, by number, if they have names.
     classes: tuple[str, ...] | None = None
     classes_given: bool = True  # False: they are all labels of these rows, so not public as such
+    # Name of the population in whose ledger this one goes on, after users joined or left. Charges
+    # add up over both, so ε holds for users who stayed, and more than holds for others.
+    succeeds: str | None = None
 
     def __post_init__(self) -> None:
         check_types(name=(self.name, str), users=(self.users, UserStore), test=(self.test, Mapping))
@@ -226,6 +229,11 @@ class Population:
         if self.test:
             self._check_test()
         object.__setattr__(self, "test", dict(self.test))
+
+    @property
+    def ledger_name(self) -> str:
+        """The name in the ledger: that of the first of successive populations."""
+        return self.succeeds or self.name
 
     def _check_test(self) -> None:
         owners = self.test.get(HELD_OUT_USER)
@@ -347,6 +355,7 @@ class Population:
         x: Hashable | list[Hashable] = None,
         held_out: ColumnLike | float | None = None,
         seed: int = 0,
+        by: Sequence[Hashable] = (),
         classes: Classes | None = None,
         name: str = "people",
     ) -> "Population":
@@ -358,23 +367,27 @@ class Population:
           input float32 [rows, columns]; or one column, whose values may be arrays.
         * held_out: another frame, of people who are not enrolled; or a share of the users in
           (0, 1), who are drawn with the seed and are then not enrolled.
+        * by: columns of held-out rows that group figures, see `Task.by`; no inputs by default.
 
         All else is as in `from_arrays`. DataError names a column that is absent, holds text, or has
         no value in some rows.
         """
         from fedpriv.data.arrays import from_arrays  # noqa: PLC0415 - it needs the store
 
-        rows, apart = FrameRows.of("the frame", frame, x, y, user), None
+        of_users = by
+        if not isinstance(held_out, int | float) and is_frame(frame):  # it may lack them
+            of_users = [column for column in by if column in columns_by_name(frame)]
+        rows, apart = FrameRows.of("the frame", frame, x, y, user, of_users), None
         rows = replace(rows, ids=as_id_array(rows.ids))
         if isinstance(held_out, int | float):
             rows, apart = rows.split(held_out, seed)
         elif held_out is not None:
             named = is_frame(held_out) and user in columns_by_name(held_out)
             apart = FrameRows.of(
-                "the frame held_out", held_out, rows.inputs, y, user if named else None
+                "the frame held_out", held_out, rows.inputs, y, user if named else None, by
             )
         users = from_arrays({"x": rows.x, "y": rows.y}, rows.ids)
-        test = None if apart is None else (apart.x, apart.y)
+        test = None if apart is None else ({"x": apart.x, **apart.groups}, apart.y)
         owners = apart.ids if apart is not None and len(apart.ids) else None
         return _with_held_out(name, users, test, owners, classes, rows.categories)
 
@@ -433,7 +446,9 @@ def cut_up(population: Population, rows: int, called: str) -> Population:
     named = np.char.add(owners, _narrow(number.astype(np.str_)))
     fields = {field: column for field, column in users.fields.items() if field != ROW_OWNERS}
     store = UserStore(fields, np.append(starts, users.rows), named)
-    return replace(population, name=f"{population.name}; {called}", users=store)
+    succeeds = population.succeeds and f"{population.succeeds}; {called}"
+    name = f"{population.name}; {called}"
+    return replace(population, name=name, users=store, succeeds=succeeds)
 
 
 def sharing(users: UserStore) -> str:

@@ -123,9 +123,9 @@ class AloneModel:
         lean: Mapping[str, LowRank],
         steps: int,
     ) -> Updates:
-        """Return how far one user moves in these steps on these batches, [1, *shape] by name.
+        """Return one user's displacement after these steps on these batches, [1, *shape] by name.
 
-        This includes personal parameters, and the control variates of an algorithm that has them.
+        It includes that of personal parameters, and the changes of control variates if any.
         """
         with self.begun(start, lean, training=True) as model:
             unused = self._keys_of(lean)

@@ -50,7 +50,7 @@ class WithinBounds(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Called by torch instead of each of its functions."""
+        """Torch calls this method instead of each of its functions."""
         kwargs = dict(kwargs or {})
         if function not in _BEYOND:
             return function(*args, **kwargs)

@@ -227,7 +227,7 @@ class OwnExamples:
 
 
 def numbers_of(store: UserStore, task: Task) -> int:
-    """Return how many numbers a task reads of one row."""
+    """Return how many numbers a task reads from one row."""
     fields = (store.fields[name] for name in task.fields)
     return sum(math.prod(column.shape[1:]) for column in fields)
 

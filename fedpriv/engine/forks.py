@@ -135,7 +135,7 @@ def _serve(trainer: Trainer, connection: Connection) -> None:
 
 
 def _answers(trainer: Trainer, work: Work) -> Iterator[tuple[int, ChunkSum | Exception]]:
-    """Yield numbers of chunks and their sums; or an error, which is the last."""
+    """Yield numbers of chunks and their sums; after an error, the last pair is 0 and the error."""
     try:
         request: RoundRequest = pickle.loads(work.request)
         parts = [[chunk] for chunk in work.chunks] if work.one_by_one else [work.chunks]

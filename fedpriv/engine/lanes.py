@@ -147,7 +147,7 @@ class Derived(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Arguments = (),
         kwargs: Options | None = None,
     ) -> Any:
-        """Called by torch for each operation."""
+        """Torch calls this method for each operation."""
         options = kwargs or {}
         result = function(*args, **options)
         inputs = [t for t in tree_leaves((args, options)) if isinstance(t, Tensor)]
@@ -184,7 +184,7 @@ class Lanes(TorchFunctionMode):
         args: Arguments = (),
         kwargs: Options | None = None,
     ) -> Any:
-        """Called by torch instead of each of its functions."""
+        """Torch calls this method instead of each of its functions."""
         call = Call(function, _name_of(function), args, kwargs or {})
         if not any(isinstance(t, Rows | Weights) for t in call.tensors):
             return function(*args, **call.options)
@@ -223,12 +223,12 @@ Rule = Callable[[Lanes, Call], Any]
 
 
 def _public(_: Lanes, call: Call) -> Any:
-    """Rule for functions that return only shapes and types."""
+    """Apply the rule for functions that return only shapes and types."""
     return call.function(*call.args, **call.options)
 
 
 def _pointwise(lanes: Lanes, call: Call) -> Any:
-    """Rule for elementwise functions of rows, users' weights, and tensors that all rows share."""
+    """Apply the rule for elementwise functions of rows, users' weights and shared tensors."""
     tensors = [*call.tensors]
     rows = [t for t in tensors if isinstance(t, Rows)]
     weights = [t for t in tensors if isinstance(t, Weights)]
@@ -266,7 +266,7 @@ def _is_shared(constant: Tensor, axes: int) -> bool:
 
 
 def _over_rows(weights: Weights, axes: int) -> Tensor:
-    """Return weights in a shape that is broadcast over rows [l, W, …], which have `axes` axes."""
+    """Return weights in a shape that broadcasts over rows [l, W, …], which have `axes` axes."""
     shape = weights.own.shape[1:]
     if len(shape) == axes and shape[0] == 1:
         shape = shape[1:]
@@ -312,7 +312,7 @@ def _each_row(axes: int) -> Rule:
 
 
 def _loss(_: Lanes, call: Call) -> Any:
-    """Rule for losses of each row."""
+    """Apply the rule for losses of each row."""
     x, y = call.given("input", "target")
     call.need(isinstance(x, Rows) and isinstance(y, Rows) and x.dim() >= y.dim())
     call.need(not any(isinstance(t, Rows | Weights) for t in [*call.tensors][2:]))
@@ -359,7 +359,7 @@ def _turned(rows: Rows, axis: int) -> Rows:
 
 
 def _selected(_: Lanes, call: Call) -> Any:
-    """Rule for selecting along the first axis, when rows are along another."""
+    """Apply the rule for selections along the first axis, when rows are along another axis."""
     x, number = call.args[0], [*call.args[1:], *call.options.values(), 0][0]
     call.need(type(number) is int and (call.name == "__getitem__" or number == 0))
     result = call.as_rows()
@@ -393,7 +393,7 @@ def _indexed(_: Lanes, call: Call) -> Any:
 
 
 def _filled(_: Lanes, call: Call) -> Any:
-    """Rule for new tensors of one number, which are rows if they have as many as the argument."""
+    """Apply the rule for new constant tensors, which are rows if as many as the argument has."""
     result, rows = call.function(*call.args, **call.options), len(call.args[0])
     are_rows = isinstance(call.args[0], Rows) and result.dim() and len(result) == rows
     return _as_rows(result) if are_rows else result
@@ -536,7 +536,7 @@ def _normalised(*parameters: str) -> Rule:
 
 
 def _channels(parameter: Tensor, axes: int) -> Tensor:
-    """Return a parameter [channels] in a shape that is broadcast over rows [l·W, channels, …]."""
+    """Return a parameter [channels] in a shape that broadcasts over rows [l·W, channels, …]."""
     shape = (-1, *[1] * (axes - 2))
     if isinstance(parameter, Weights):
         return Weights.of(parameter.own.reshape(len(parameter.own), *shape))

@@ -333,7 +333,7 @@ def convolved(images: Tensor, weight: Tensor, bias: Tensor | None, window: Windo
 
 
 def lowered(x: Tensor) -> Tensor:
-    """Convert a tensor to the dtype of products in the present forward pass."""
+    """Convert a tensor to the dtype of products in the current forward pass."""
     kind = x.device.type
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
@@ -355,7 +355,7 @@ class LowRank:
         rate: float,
         block: int | None = None,
     ) -> None:
-        """Reserve memory for so many `rows` of each user in all steps; it grows if there are more.
+        """Reserve memory for `rows` rows of each user in all steps; it grows if there are more.
 
         `block`: rows of a product, which affects the rounding of sums; None: all rows.
         """
@@ -370,7 +370,7 @@ class LowRank:
         self._lanes, self._present = lanes, weight.new_ones(0)
 
     def begin(self, lanes: int, present: Tensor | None) -> None:
-        """Begin a slice of the first l users, or of those who are `present`, [l]; None: all."""
+        """Begin a slice of the first l users; `present` [l] marks users with rows; None: all."""
         self._lanes, self._present = lanes, self._present[:0] if present is None else present
 
     def end_step(self) -> None:
@@ -382,7 +382,7 @@ class LowRank:
         return _through(self, self.probe, x).view(*x.shape[:-1], -1)
 
     def outputs(self, x: Tensor) -> tuple[Tensor, slice]:
-        """Return outputs [l, r, out] in memory of their own, and the place of the stored rows."""
+        """Return outputs [l, r, out] in new memory, and the slice in which the rows are stored."""
         rows = x.detach().reshape(self._lanes, -1, x.shape[-1])
         factor, matrix = lowered(rows), lowered(self._weight)
         with torch.autocast(rows.device.type, enabled=False):

@@ -66,7 +66,7 @@ class Road:
 
     @property
     def path(self) -> Path:
-        """Name of the way in settings."""
+        """The road's name in settings, engine.path."""
         return "together" if self.shapes else "alone"
 
     def __str__(self) -> str:
@@ -321,7 +321,7 @@ class _Trials:
         return [Chunk(users, road.shapes, road.width, way or ())]
 
     def _digests(self, road: Road, users: Integers) -> dict[int, bytes]:
-        """Return digests of the contributions of users who train in this order."""
+        """Return a SHA-256 digest of each user's contribution; the users train in this order."""
         digests = {}
         for chunk in self._chunks(road, users):
             sent = self.trainer.sent(self.request, self._start, chunk, self._store)

@@ -1,7 +1,7 @@
-"""What users train: a `Task`.
+"""The task that users train: a model, its loss and its metrics.
 
-Batch normalisation uses its running statistics in training too, so that neither examples nor users
-mix; the server moves the statistics by a private metric, "batch-norm".
+Batch normalisation uses its running statistics in training too, so neither examples nor users mix.
+The server updates the statistics from a private metric, "batch-norm".
 """
 
 import copy
@@ -31,22 +31,28 @@ from fedpriv.support.importing import import_function
 from fedpriv.training.request import RoundRequest
 
 HeldOut = Mapping[str, npt.NDArray[np.generic]]
-"""Rows of no enrolled user, by field; figures are also by user if there is a `HELD_OUT_USER`."""
+"""Rows of no enrolled user, by field; with a field `HELD_OUT_USER`, figures are also by user."""
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Maps outputs and targets [B, …] to one loss per example [B], or to losses [B, …]."""
 Inputs = Tensor | dict[str, Tensor]
-"""What a model reads of examples: one tensor [B, …], or several by the names of its arguments."""
+"""The inputs of a model: one tensor [B, …], or several tensors by the names of its arguments."""
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_IGNORED = -100  # the target that torch's losses leave out
+_IGNORED = -100  # the target that torch's losses ignore
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of class scores [B, K, …] against classes [B, …]; ModelError if K is 1."""
+    """Return the cross-entropy [B, …] of class scores [B, K, …] against classes [B, …].
+
+    ModelError: K is 1, or the targets are not classes.
+    """
     return class_losses(outputs, targets, reduction="none")
 
 
 def class_losses(outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
-    """`torch.nn.functional.cross_entropy`, in a third of the time where scores lie side by side."""
+    """Return `torch.nn.functional.cross_entropy`, in a third of the time for contiguous scores.
+
+    ModelError: there is one score, or the targets are not classes.
+    """
     if has_torch_function((outputs, targets)):
         both = outputs, targets
         found: Tensor = handle_torch_function(class_losses, both, *both, reduction=reduction)
@@ -78,23 +84,32 @@ def class_losses(outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
 
 
 def binary_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of logits of class 1, [B, …] or [B, 1, …], against targets 0 and 1, [B, …]."""
+    """Return the cross-entropy [B, …] of logits of class 1 against targets 0 and 1, [B, …].
+
+    The logits are [B, …] or [B, 1, …]; ModelError if they have another shape.
+    """
     both = _alike("binary-cross-entropy", outputs, targets)
     return functional.binary_cross_entropy_with_logits(*both, reduction="none")
 
 
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Squared error of outputs [B, …] or [B, 1, …] against targets [B, …]; ModelError if not."""
+    """Return the squared error of outputs [B, …] or [B, 1, …] against targets [B, …].
+
+    ModelError: the outputs have another shape.
+    """
     return functional.mse_loss(*_alike("mse", outputs, targets), reduction="none")
 
 
 def huber(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Huber's loss with δ = 1 of outputs [B, …] or [B, 1, …] against targets [B, …]."""
+    """Return Huber's loss with δ = 1 of outputs [B, …] or [B, 1, …] against targets [B, …].
+
+    ModelError: the outputs have another shape.
+    """
     return functional.huber_loss(*_alike("huber", outputs, targets), reduction="none")
 
 
 def _alike(loss: str, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs and targets as numbers of one shape; ModelError if the outputs do not fit."""
+    """Return outputs and targets with one shape and type; ModelError if the shapes do not match."""
     if outputs.dim() == targets.dim() + 1 and outputs.shape[1] == 1:
         outputs = outputs.squeeze(1)
     if outputs.shape != targets.shape:  # torch would broadcast [B, 1] − [B] to [B, B]
@@ -112,7 +127,10 @@ LOSSES: Mapping[str, Loss] = {
 
 
 def find_loss(name: str) -> Loss:
-    """Loss of a name, or "package.module:function"; another is a `ModelError`."""
+    """Return the loss with a name in `LOSSES` or at an import path "package.module:function".
+
+    ModelError: the name is unknown, or the function cannot be imported.
+    """
     if name in LOSSES:
         return LOSSES[name]
     if ":" not in name:
@@ -124,48 +142,50 @@ def find_loss(name: str) -> Loss:
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its loss and its own metrics.
+    """A model, its loss and its metrics.
 
     >>> task = Task(nn.Linear(4, 3), loss="cross-entropy")
     >>> sorted(task.parameters())
     ['bias', 'weight']
 
-    A layer that depends on other examples or keeps state across them is a `ModelError`, and so is
-    one of TorchScript, or a trained parameter that is complex or has a hook.
+    ModelError: a layer mixes examples, keeps state across them or is TorchScript, or a trained
+    parameter is complex or has a hook.
 
     Attributes:
-        model: any module that maps inputs [B, …] to outputs [B, …], without mixing examples where
-            they, and not users, are protected. Its forward must reach parameters through `self`,
-            since users train on copies of it; what it keeps of a user is put back. Batch
-            normalisation is replaced, in a copy, by `RunningNorm`.
-        loss: maps outputs and targets [B, …], and nothing else that is trained, to one loss per
-            example [B], or to losses [B, …] that are averaged over all but the first axis; or the
-            name of one: "cross-entropy", "binary-cross-entropy" (one logit of each target, 0 or 1),
-            "mse", "huber" or "package.module:function".
-        inputs: name of the field that the model reads; or names of several, which it is given as
-            arguments of these names; `targets`: of that which the loss reads.
-        metrics: own metrics by names of your own, e.g. from `own_metrics`: functions of outputs and
-            targets [B, …], which they must not change, to a vector of each example, [B, *shape]. A
-            user's metric is the mean over its examples. A round can ask for these and for built-in
-            ones.
-        ignore_index: integer targets of this class count nowhere: not in losses and their means,
-            not in metrics, not in evaluation. A loss gets −100 in their place, which torch's leave
-            out; what another gives for them is not read. Own metrics are given them as they are,
-            but an example of which no target counts does not count in their means.
-        figures: what models are measured by on held-out rows beside accuracy and loss, by names of
-            your own: a name of `measures.figures.FIGURES`, a table of one as `figure` and its
-            options, "package.module:function", or a function of outputs and targets of all rows
-            to a number. None is asked of users.
+        model: a module that maps inputs [B, …] to outputs [B, …]. It must not mix examples if
+            examples, rather than users, are protected. Its `forward` must reach parameters through
+            `self`, since users train copies of the model; any state that it keeps of a user is
+            restored. A copy has `RunningNorm` in place of batch normalisation.
+        loss: a function that maps outputs and targets [B, …] to one loss per example [B], or to
+            losses [B, …], which are averaged over all axes but the first. It must not depend on
+            other trained tensors. Or a name: "cross-entropy", "binary-cross-entropy" (one logit for
+            each target, 0 or 1), "mse", "huber" or "package.module:function".
+        inputs: the name of the field that the model reads, or the names of several fields, which
+            are passed as arguments with these names.
+        targets: the name of the field that the loss reads.
+        metrics: your own metrics by name, for example from `own_metrics`. Each is a function of
+            outputs and targets [B, …], which it must not change, and returns a vector for each
+            example, [B, *shape]. A user's metric is the mean over the user's examples. A round can
+            ask for these and for built-in metrics.
+        ignore_index: integer targets of this class are ignored in losses and their means, in
+            metrics and in evaluation. A loss gets −100 instead, which torch's losses ignore; the
+            values that other losses return for such targets are not read. Your own metrics get
+            these targets unchanged, but their means leave out examples without any other target.
+        figures: more figures for held-out rows, in addition to accuracy and loss, by name. Each is
+            a name in `measures.figures.FIGURES`, a table with such a name as `figure` and its
+            options, "package.module:function", or a function that maps the outputs and targets of
+            all rows to a number. Users are never asked for figures.
         personal: names of trainable parameters, or patterns such as "head.*", that stay with users.
-            Each user begins every round with them as the model has them, trains them beside the
-            others, and sends nothing of them; how is up to the algorithm, such as `FedRecon`.
-        trained: names of parameters, or patterns, that users train; by default those that require
-            gradients. All others are frozen: they are part of the model, and of no update.
-        frozen: names of parameters, or patterns, that are frozen among these. Where `trained` or
-            `frozen` changes what requires gradients, the task has a copy of the model with the
-            same numbers.
-        by: fields of the held-out rows, such as a site, or the targets: accuracy, loss and figures
-            are also those of the rows with each of a field's values.
+            In every round, each user starts with the model's values, trains them along with the
+            other parameters, and sends nothing about them; the algorithm, such as `FedRecon`,
+            decides how.
+        trained: names or patterns of the parameters that users train; by default, the parameters
+            that require gradients. All others are frozen: the model has them, but updates do not.
+        frozen: names or patterns of parameters to freeze among the trained ones. If `trained` or
+            `frozen` changes which parameters require gradients, the task has a copy of the model
+            that shares its numbers.
+        by: fields of the held-out rows, such as a site or the targets. Accuracy, loss and figures
+            are also computed over the rows with each value of such a field.
     """
 
     model: nn.Module
@@ -174,7 +194,7 @@ class Task:
     targets: str = "y"
     metrics: Mapping[str, MetricFunction] = field(default_factory=dict)
     ignore_index: int = _IGNORED
-    figures: Mapping[str, object] = field(default_factory=dict)  # of `Figure`, once it is made
+    figures: Mapping[str, object] = field(default_factory=dict)  # later of type `Figure`
     personal: tuple[str, ...] = ()
     trained: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
@@ -250,15 +270,15 @@ class Task:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the fields that are read: inputs, then targets, which may be one of them."""
+        """Names of the fields to read: inputs, then targets; no name occurs twice."""
         inputs = (self.inputs,) if isinstance(self.inputs, str) else self.inputs
         return tuple(dict.fromkeys((*inputs, self.targets)))
 
     def given(self, columns: Mapping[str, Tensor]) -> tuple[Inputs, Tensor]:
-        """The inputs of the model in these columns, and the targets of the loss.
+        """Return the model's inputs and the loss's targets from the columns of a batch.
 
-        Numbers of 64 bits become float32, as parameters are. Booleans that are all the model reads
-        become 0 and 1, and so do, for the losses of `LOSSES`, those that are targets.
+        Float64 becomes float32, the type of parameters. Booleans become 0 and 1 if they are the
+        model's only input, or targets of a loss in `LOSSES`.
         """
         y = _as_input(columns[self.targets])
         if self.loss in LOSSES.values() and not (y.is_floating_point() or y.is_complex()):
@@ -271,24 +291,24 @@ class Task:
         return {name: _as_input(columns[name]) for name in self.inputs}, y
 
     def evaluated(self) -> "Task":
-        """The task with a copy of the model in evaluation mode: without dropout."""
+        """Return the task with a copy of the model in evaluation mode, without dropout."""
         return replace(self, model=copy.deepcopy(self.model).eval())
 
     def apart(self) -> "Task":
-        """The task with a copy of the model, which shares its parameters.
+        """Return the task with a copy of the model that shares its parameters.
 
-        What the copy writes down of users' data, in buffers or elsewhere, is not in the model.
+        If the copy stores users' data, in buffers or elsewhere, the model does not change.
         """
         shared: dict[int, object] = {id(p): p for p in self.model.parameters()}
         return replace(self, model=copy.deepcopy(self.model, shared))
 
     def parameters(self) -> dict[str, npt.NDArray[np.float32]]:
-        """Copy of the parameters that users send updates of, in the order of the model."""
+        """Return a copy of the parameters for which users send updates, in the model's order."""
         sent = {n: p for n, p in self.trainable().items() if n not in self.personal}
         return {n: p.to("cpu", torch.float32).numpy().copy() for n, p in sent.items()}
 
     def statistics(self) -> dict[str, npt.NDArray[np.float32]]:
-        """Copy of the running statistics of normalisations, by name, in the order of the model."""
+        """Return a copy of the normalisations' running statistics by name, in the model's order."""
         return {
             f"{layer}.{kind}" if layer else kind: tensor.detach().to("cpu").numpy().copy()
             for layer, norm in running_norms(self.model).items()
@@ -296,20 +316,24 @@ class Task:
         }
 
     def trainable(self) -> TorchTensors:
-        """Trainable parameters, personal ones included, where the model has them."""
+        """Return the trainable parameters, including personal ones, in the model's own memory."""
         return {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
 
     def constants(self, device: torch.device) -> TorchTensors:
-        """All that updates leave out: frozen and personal parameters as they begin, and buffers."""
+        """Return, on a device, the tensors that updates leave out.
+
+        They are frozen parameters, buffers, and the initial values of personal parameters.
+        """
         sent = self.trainable().keys() - set(self.personal)
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
         return {n: t.detach().to(device) for n, t in tensors.items() if n not in sent}
 
     def losses_of(self, outputs: Tensor, y: Tensor) -> Tensor:
-        """Loss of each example [B] from the model's outputs [B, …] and targets [B, …].
+        """Return the loss of each example [B], from the model's outputs [B, …] and targets [B, …].
 
-        It is the sum over targets that count, over the number of all: the mean of those that count
-        times their `shares`. So sums of both over examples give the mean over targets.
+        It is the sum over an example's targets that count, divided by the number of all its
+        targets: the mean over targets that count, times their share. Over a batch, the sum of
+        losses divided by the sum of `shares` is the mean over all targets that count.
         """
         counts, given = self.counts(y), y
         if counts is not None and self.ignore_index != _IGNORED:
@@ -317,26 +341,27 @@ class Task:
         with nullcontext() if self.loss in LOSSES.values() else WithinBounds():
             losses = cast(Loss, self.loss)(outputs, given)
         means = losses if losses.dim() <= 1 else losses.flatten(1).mean(1)
-        # Cross-entropy is zero for what does not count; a loss without axes is refused elsewhere.
+        # Cross-entropy is zero for ignored targets; a loss without axes is refused elsewhere.
         if counts is None or self.loss is cross_entropy or losses.dim() == 0:
             return means
         if losses.shape == counts.shape:
             losses = torch.where(counts, losses, 0.0)
             return losses if losses.dim() == 1 else losses.flatten(1).mean(1)
-        shares = self.shares(y)  # the loss took a mean over an example's targets itself
+        shares = self.shares(y)  # the loss itself averaged over an example's targets
         return torch.where(shares > 0.0, means * shares, 0.0)
 
     def summed_loss(self, outputs: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum of the losses of a batch, and what the sum is divided by for their mean.
+        """Return the sum of the losses of a batch, and the divisor that makes it their mean.
 
-        That is how many targets count, or 1 where none does.
+        The divisor is the sum of shares, or for cross-entropy the number of targets that count; it
+        is 1 if no target counts.
         """
         if self.loss is not cross_entropy:
             counted = self.shares(y).sum()
             return self.losses_of(outputs, y).sum(), torch.where(counted > 0.0, counted, 1.0)
         counts, given = self.counts(y), y
         if counts is None:
-            targets = outputs.numel() // outputs.shape[1]  # of which y may have probabilities
+            targets = outputs.numel() // outputs.shape[1]  # y may hold probabilities of classes
             return class_losses(outputs, y, "sum"), outputs.new_full(
                 (), targets, dtype=torch.float32
             )
@@ -347,11 +372,14 @@ class Task:
     def seen(
         self, outputs: Tensor, y: Tensor, moments: Mapping[str, Sequence[Tensor]] | None = None
     ) -> Seen:
-        """What measures see of rows: outputs [n, …], targets [n, …] and inputs of running norms."""
+        """Return the view of rows that measures get, from outputs [n, …] and targets [n, …].
+
+        `moments` are the metrics of running statistics, [n, 2·channels] for each call of a layer.
+        """
         counts = self.counts(y)
         counts = torch.ones_like(y, dtype=torch.bool) if counts is None else counts
         losses = self.losses_of(outputs, y)
-        if self.loss is binary_cross_entropy:  # as classes, with one score of each target
+        if self.loss is binary_cross_entropy:  # classes, with one score for each target
             y = (y > 0.5).long() if y.is_floating_point() else y.long()
             outputs = outputs.unsqueeze(1) if outputs.shape == y.shape else outputs
         elif self.loss in (squared_error, huber) and outputs.dim() > y.dim():
@@ -359,15 +387,18 @@ class Task:
         return Seen(outputs, y, counts, losses, moments or {})
 
     def counts(self, y: Tensor) -> Tensor | None:
-        """Whether each target counts, of the same shape; None if none can be ignored."""
+        """Return whether each target counts, in the shape of y; None if no target can be ignored.
+
+        Only integer targets that can hold `ignore_index` can be ignored.
+        """
         kind = y.dtype
         if kind.is_floating_point or kind.is_complex or kind == torch.bool:
             return None
-        limits = torch.iinfo(kind)  # a number beyond them would be taken for another class
+        limits = torch.iinfo(kind)  # beyond them, the index would wrap to another class
         return y != self.ignore_index if limits.min <= self.ignore_index <= limits.max else None
 
     def shares(self, y: Tensor, axes: int = 1, kind: torch.dtype = torch.float32) -> Tensor:
-        """Share of an example's targets that count, over the first axes of y; 1 where all do."""
+        """Return the share of targets that count for each index of the first `axes` axes of y."""
         counts = self.counts(y)
         if counts is None:
             return torch.ones(y.shape[:axes], dtype=kind, device=y.device)
@@ -382,7 +413,7 @@ def _as_input(column: Tensor) -> Tensor:
 
 
 def check_holds(name: str, tensor: Tensor) -> None:
-    """Refuse a parameter or buffer that has no numbers yet."""
+    """Raise ModelError if a parameter or buffer has no numbers yet."""
     why = "its layer is lazy; call the model on a row first" if is_lazy(tensor) else None
     why = "it is on the device meta; make the model on cpu" if tensor.is_meta else why
     if why:
@@ -390,7 +421,7 @@ def check_holds(name: str, tensor: Tensor) -> None:
 
 
 def _check_trainable(name: str, parameter: Tensor) -> None:
-    """Refuse what would be lost of a parameter that users train."""
+    """Raise ModelError if training would drop a parameter's imaginary part or its hooks."""
     if not parameter.is_floating_point():
         kind = str(parameter.dtype).removeprefix("torch.")
         raise ModelError(
@@ -409,11 +440,11 @@ def _check_trainable(name: str, parameter: Tensor) -> None:
 class RoundParameters:
     """The model at the start of a round, on the device where users train; never written to."""
 
-    parameters: TorchTensors  # what is trained
+    parameters: TorchTensors  # trained parameters, including personal ones
     constants: TorchTensors  # frozen parameters and buffers
-    # The server's control variates, where the local algorithm has some.
+    # The server's control variates, if the local algorithm has any.
     control: TorchTensors = field(default_factory=dict)
-    personal: tuple[str, ...] = ()  # names of the parameters of which nothing is sent
+    personal: tuple[str, ...] = ()  # names of the parameters that stay with users
 
     @classmethod
     def of(
@@ -434,12 +465,15 @@ class RoundParameters:
 
 
 def each_input(change: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
-    """What a model reads, with each tensor of it changed."""
+    """Return a model's inputs with `change` applied to each tensor."""
     return {name: change(t) for name, t in x.items()} if isinstance(x, dict) else change(x)
 
 
 def called(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor:
-    """Outputs of a model with tensors put in by name; their `logits` if they are no tensor."""
+    """Return the outputs of a model that uses these tensors in place of its own, by name.
+
+    If the model returns an object with `logits`, these are the outputs; ModelError if it has none.
+    """
     unnamed, named = ((), x) if isinstance(x, dict) else ((x,), {})
     put_in = _in_all_places(model, tensors)
     with WithinBounds():
@@ -448,10 +482,13 @@ def called(model: nn.Module, tensors: Mapping[str, Tensor], x: Inputs) -> Tensor
 
 
 def outputs_of(model: nn.Module, x: Inputs, activations: Activations = "float32") -> Tensor:
-    """Outputs of a model as it is, float32; their `logits` if they are no tensor."""
+    """Return the outputs of a model with its own tensors; float32 if activations are bfloat16.
+
+    If the model returns an object with `logits`, these are the outputs; ModelError if it has none.
+    """
     if activations == "bfloat16":
         device = next(iter(x.values())).device if isinstance(x, dict) else x.device
-        # Users' weights are lowered anew in each step, so there is nothing to cache.
+        # Users' weights are cast again in each step, so a cache has no use.
         with torch.autocast(device.type, torch.bfloat16, cache_enabled=False):
             return outputs_of(model, x).float()
     found = model(**x) if isinstance(x, dict) else model(x)
@@ -470,10 +507,10 @@ def _logits_of(outputs: object) -> Tensor:
 
 
 def _in_all_places(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by name, and by all other names of tied ones; a module in two places has one.
+    """Return tensors by name, with tied ones under each of their names, once for each module.
 
-    Where torch finds these names itself, it puts tensors into such a module twice, and what was put
-    in first comes back at the end in place of the model's own.
+    If torch looks for these names itself, it replaces the tensors of a module that occurs twice two
+    times, and afterwards restores its first replacement instead of the model's own tensor.
     """
     found, first_names = dict[str, Tensor](), dict[int, str]()
     for path, module in model.named_modules():
@@ -485,7 +522,10 @@ def _in_all_places(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def matching(patterns: Iterable[str], names: Iterable[str], what: str) -> tuple[str, ...]:
-    """The names, in their order, that some pattern matches; a `ModelError` if one matches none."""
+    """Return the names that some pattern matches, in order; ModelError if a pattern matches none.
+
+    `what` describes a name in the message of the error.
+    """
     patterns, names = [patterns] if isinstance(patterns, str) else list(patterns), list(names)
     for pattern in patterns:
         check_types(**{"a pattern of names": (pattern, str)})
@@ -502,10 +542,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def training_only(model: nn.Module, trained: Iterable[str], frozen: Iterable[str]) -> nn.Module:
-    """The model with gradients of the parameters that some of the patterns name, as in a `Task`.
+    """Return the model with only the chosen parameters trainable; the patterns are those of `Task`.
 
-    A copy of it, which shares its numbers, unless that changes nothing. A `ModelError` says that a
-    pattern matches no parameter, or that none is left to train.
+    The result is a copy that shares the model's numbers, or the model itself if nothing changes.
+    ModelError: a pattern matches no parameter, or no parameter is left to train.
     """
     held = dict(model.named_parameters())
     names = [name for name, p in held.items() if p.is_floating_point()]
@@ -528,8 +568,9 @@ def training_only(model: nn.Module, trained: Iterable[str], frozen: Iterable[str
 class RunningNorm(nn.Module):
     """A batch normalisation (Ioffe & Szegedy 2015) that is always in evaluation mode.
 
-    Output is x̂·weight + bias per channel with x̂ = (x − running_mean)/√(running_var + eps), so that
-    examples do not mix and no buffer changes. Parameters and buffers are those of the layer.
+    The output is x̂·weight + bias per channel with x̂ = (x − running_mean)/√(running_var + eps), so
+    examples do not mix and no buffer changes. Weight and bias are those of the layer; buffers are
+    copies.
     """
 
     running_mean: Tensor
@@ -549,7 +590,7 @@ class RunningNorm(nn.Module):
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """What a private metric may move."""
+        """The buffers that a private metric may change: running mean and variance, [channels]."""
         return {"running_mean": self.running_mean, "running_var": self.running_var}
 
     @property
@@ -558,7 +599,7 @@ class RunningNorm(nn.Module):
         return len(self.running_mean)
 
     def standardised(self, x: Tensor) -> Tensor:
-        """x̂ of inputs [n, channels, …]: same shape."""
+        """Return x̂ for inputs [n, channels, …], in the same shape."""
         shape = (1, -1, *[1] * (x.dim() - 2))
         scale = torch.rsqrt(self.running_var + self.eps)
         return (x - self.running_mean.view(shape)) * scale.view(shape)
@@ -570,9 +611,10 @@ class RunningNorm(nn.Module):
 
 
 def without_batch_norm(model: nn.Module) -> nn.Module:
-    """A copy of the model with `RunningNorm` for every batch normalisation; itself if it has none.
+    """Return a copy of the model with a `RunningNorm` in place of each batch normalisation.
 
-    Another layer that mixes examples or keeps statistics of them is a `ModelError`.
+    It is the model itself if there are none. ModelError: another layer mixes examples or keeps
+    statistics of them.
     """
     for name, layer in model.named_modules(remove_duplicate=False):
         # torch has no public common base of the normalisations with running statistics.
@@ -592,5 +634,5 @@ def without_batch_norm(model: nn.Module) -> nn.Module:
 
 
 def running_norms(model: nn.Module) -> dict[str, RunningNorm]:
-    """The layers that normalise with running statistics, by name, in the order of the model."""
+    """Return the layers that normalise with running statistics by name, in the model's order."""
     return {n: layer for n, layer in model.named_modules() if isinstance(layer, RunningNorm)}

@@ -330,24 +330,6 @@ class Trainer:
                 reason = f"its field {name!r} holds NaN or infinity"
         return SimulationOnlyDropped(user, f"{reason}: {error}" if error else reason)
 
-    def simulation_only_flaw(
-        self, request: RoundRequest, user: int
-    ) -> SimulationOnlyDropped | None:
-        """Train a user alone, as a round would; return why the user would count as zero, or None.
-
-        The user must have rows.
-        """
-        chunk = Chunk(np.array([user]))
-        try:
-            if self.device.type != "cpu":
-                self.indices.check(chunk.users)
-            sent = self.sent(request, self.begin(request), chunk)
-        except Exception as error:
-            return self._dropped(user, f"training raised {type(error).__name__}", error)
-        if all(bool(torch.isfinite(update[:1]).all()) for update in sent.values()):
-            return None
-        return self._dropped(user, "its update is not finite")
-
     def moved(
         self,
         request: RoundRequest,

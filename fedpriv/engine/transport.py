@@ -175,12 +175,17 @@ class InProcessTransport(Transport):
         with_rows = np.flatnonzero(self.users.sizes)
         size = min(_LARGE_SAMPLE, len(with_rows))
         sample = np.random.default_rng(0).choice(with_rows, size, replace=False).tolist()
-        with computing_with(self._threads), plain_arithmetic(self.device):
-            trainer = self._trainer
-            flaws = [trainer.simulation_only_flaw(request, user) for user in sample[:_SMALL_SAMPLE]]
-            rest = sample[_SMALL_SAMPLE:] if any(flaws) else []
-            flaws += [trainer.simulation_only_flaw(request, user) for user in rest]
-        return tuple(flaws)
+        flaws = [self._flaw(request, user) for user in sample[:_SMALL_SAMPLE]]
+        rest = sample[_SMALL_SAMPLE:] if any(flaws) else []
+        return (*flaws, *(self._flaw(request, user) for user in rest))
+
+    def _flaw(self, request: RoundRequest, user: int) -> SimulationOnlyDropped | None:
+        """Train a user alone, where rounds train; return why the user would count as zero."""
+        for _, chunk_sum in self._sums(replace(request, users=np.array([user])), None):
+            if chunk_sum.dropped is None and not chunk_sum.partial.total.any():
+                return SimulationOnlyDropped(user, "its update is zero, NaN or infinite")
+            return chunk_sum.dropped
+        return None
 
     def road(self, request: RoundRequest) -> Road:
         """Return how users train in such rounds; ModelError or InvalidValueError if they cannot."""

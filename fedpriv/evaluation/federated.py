@@ -250,7 +250,7 @@ class UserEvaluation:
                 )
 
     def _extremes(self, rows: Fields) -> Iterator[Fields]:
-        """Yield copies of rows with the smallest or largest legal numbers, or not finite ones."""
+        """Yield copies of rows that hold the least or largest legal numbers, or non-finite ones."""
         indices = Indices(self.task.evaluated(), self.users)
         for end, number in enumerate(_EXTREMES):
             extreme = {name: rows[name].copy() for name in self.task.fields}

@@ -39,8 +39,9 @@ class Evaluation:
 
     loss: float  # mean over targets that count
     accuracy: float | None  # in [0, 1]; None unless targets are classes
-    # The task's, by name. For each field of `Task.by` also those of groups of rows, such as
-    # "accuracy by sex: F", and the largest difference of two groups, "accuracy by sex: gap".
+    # The task's figures, by name. For each field of `Task.by`, they include the figures of groups
+    # of rows, such as "accuracy by sex: F", and the largest difference between two groups, such as
+    # "accuracy by sex: gap".
     figures: Mapping[str, float]
     # `spread_over_users` of each figure, loss and accuracy; empty if rows have no `HELD_OUT_USER`.
     held_out_users: Mapping[str, Mapping[str, float]]

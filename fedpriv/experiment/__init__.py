@@ -1,1 +1,1 @@
-"""What a run is, as values and as TOML, and how its parts are made."""
+"""The description of a run, as values and as TOML, and the construction of its parts."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -123,7 +124,8 @@ def simulated(
 def population_of(config: Config) -> Population:
     """The configured population, loaded."""
     data = config.simulated_data
-    return load_population(data.name, data.options)
+    population = load_population(data.name, data.options)
+    return replace(population, succeeds=data.succeeds) if data.succeeds else population
 
 
 class SharedRoads:
@@ -169,7 +171,12 @@ def on_population(
                 f"delta {budget.delta} without a round; privacy.epsilon is {budget.epsilon} and "
                 "must be larger, or federated_evaluation.noise_multiplier must be"
             )
-    engine, name, users = config.engine, population.name, population.users.population
+    if population.succeeds and not Path(config.privacy.ledger or "?").is_file():
+        raise InvalidValueError(
+            f"the population succeeds {population.succeeds!r} and privacy.ledger is "
+            f"{config.privacy.ledger}; it must be the ledger of that population"
+        )
+    engine, name, users = config.engine, population.ledger_name, population.users.population
     few = few_rows(population)
     experiment = build(config, run, name, users, population.test, spent, method, few, origin)
     if evaluation is not None:
@@ -616,7 +623,7 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
     table: dict[str, Any] = {
         "name": name,
         "rounds": mechanism.rounds,
-        "data": {"name": population.name},
+        "data": {"name": population.name, "succeeds": population.succeeds},
         "model": {
             "name": path_of(type(task.model)),
             "options": {

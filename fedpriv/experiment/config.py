@@ -63,7 +63,10 @@ def parse_toml(text: str, source: str) -> dict[str, object]:
 
 
 def read_experiment(path: Path) -> dict[str, object]:
-    """Read the table of an experiment, `spelled_out`; its paths become absolute."""
+    """Read an experiment from a file as a `spelled_out` table with absolute paths.
+
+    InvalidValueError: the file cannot be read, is not valid TOML, or is a study.
+    """
     table = read_toml(path)
     if "base" in table:
         raise InvalidValueError(f"{path} is a study, not an experiment; use `fedpriv compare`")
@@ -227,11 +230,17 @@ class Section(BaseModel):
         return table
 
 
-class DataSection(Section):
-    """The enrolled population, by name or import path, with its options."""
+class PeopleSection(Section):
+    """A population, by name or import path, with its options."""
 
     name: str
     options: Options = {}
+
+
+class DataSection(PeopleSection):
+    """The enrolled population."""
+
+    succeeds: str | None = None  # name of the population whose ledger this one continues
 
 
 class AdaptersSection(Section):
@@ -425,7 +434,7 @@ _CLIPPING_KEYS = ClippedSection.model_fields.keys() - {"strategy"}
 
 
 class GroupSection(ClippedSection):
-    """Tensors with a clipping of their own: those whose first match is one of these patterns."""
+    """Tensors that are clipped together: their first match is one of this group's patterns."""
 
     name: Name
     tensors: Annotated[tuple[str, ...], Field(min_length=1, strict=False)]  # globs, as "*.bias"
@@ -442,7 +451,7 @@ class AdaptiveSection(Section):
 
 
 class ClippingSection(ClippedSection):
-    """How updates are clipped: all tensors together, to `norm`, or each of `groups` by itself."""
+    """How updates are clipped: all tensors together, to `norm`, or each of `groups` separately."""
 
     groups: Annotated[tuple[GroupSection, ...], Field(strict=False)] = ()
     adaptive: AdaptiveSection | None = None
@@ -548,7 +557,7 @@ class EngineSection(Section):
 
 
 class OutputSection(Section):
-    """Outputs and their intervals in rounds; no guarantee covers what is `simulation_only`."""
+    """Outputs and their intervals in rounds; no guarantee covers `simulation_only` outputs."""
 
     evaluate_every: Count = 1
     checkpoint_every: Count = 1
@@ -593,7 +602,7 @@ class TuneSection(Section):
     objective: str = "accuracy"  # a figure of the held-out rows, or "private:NAME" of a metric
     better: Literal["larger", "smaller"] | None = None  # None: known for built-in objectives
     held_out_is_public: bool = False  # must be true to compare trials on users
-    public: DataSection | None = None  # people who are not enrolled
+    public: PeopleSection | None = None  # people who are not enrolled
     synthetic: Options = {}  # options of the population `synthetic`, used instead of `public`
     users: Count | None = None  # number of enrolled users, to add as much noise as for them
     space: dict[str, RangeSection | list[Any]] = {}  # by key; values of a list are equally likely

@@ -155,7 +155,7 @@ class EveryUser(CohortPolicy):
     relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE
 
     def of(self, users: int | None, unit: Unit) -> EveryUserSampling:
-        """Return the policy that draws all of N users."""
+        """Return the policy that draws all N users; N is 1 if it is None."""
         return EveryUserSampling(users or 1, self.relation, unit)
 
 
@@ -174,7 +174,7 @@ class RandomAllocation(CohortPolicy):
         Schedule(self.rounds, self.participations)
 
     def of(self, users: int | None, unit: Unit) -> RandomAllocationSampling:
-        """Return random allocation of N users."""
+        """Return the policy that allocates N users to random rounds; N is 1 if it is None."""
         return RandomAllocationSampling(users or 1, self.rounds, self.participations, unit)
 
 
@@ -195,7 +195,7 @@ class Separated(CohortPolicy):
         Schedule(self.rounds, separation=self.separation)
 
     def of(self, users: int | None, unit: Unit) -> SeparatedSampling:
-        """Return turns of N users."""
+        """Return the policy by which N users take turns; N is `separation` if it is None."""
         relation, enrolled = self.relation, users or self.separation
         return SeparatedSampling(enrolled, self.rounds, self.separation, relation, unit)
 
@@ -479,7 +479,7 @@ class Joint(ClippingPolicy):
 
 @dataclass(frozen=True)
 class Part:
-    """Tensors of a model with a clipping policy of their own."""
+    """Some tensors of a model, and the clipping policy for them."""
 
     tensors: Sequence[str]  # globs over parameter names, such as "conv*" or "*.bias"
     clipping: ClippingPolicy
@@ -589,13 +589,13 @@ class Mechanism:
     averaging: Averaging = Averaging()  # noqa: RUF009 - frozen, so sharing it is safe
     metrics: Mapping[str, Mapping[str, float | Sequence[float]]] = field(default_factory=dict)
     metrics_share: float = 0.05  # of the round's privacy, for all metrics together
-    # Likewise, for the number of users of a cohort whose update counted; 0 releases no number.
+    # Of the round's privacy, to count the users of a cohort whose update counts; 0: no count.
     contributors_share: float = CONTRIBUTORS_SHARE
     accountant: str = "tight"  # prices the budget; it must give upper bounds
     unsafe_no_privacy: bool = False  # allows a run without noise or without a budget
     noise: NoisePolicy = IndependentNoise()
-    unit: Unit = Unit.USER  # what is sampled, clipped and protected
-    microbatch: int | None = None  # rows of a microbatch; given for that unit alone
+    unit: Unit = Unit.USER  # the unit that is sampled, clipped and protected
+    microbatch: int | None = None  # rows of a microbatch; only for the unit microbatch
 
     def __post_init__(self) -> None:
         hold_numbers(self)

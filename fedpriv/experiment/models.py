@@ -1,4 +1,4 @@
-"""Models by name, small ones from the field's papers, and any other by import path."""
+"""Models by name: small models from the field's papers, and any other model by import path."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,9 +16,9 @@ from fedpriv.support.importing import call_imported, check_options, import_funct
 class CharacterMLP(nn.Module):
     """The model of Bengio et al. 2003 ("A neural probabilistic language model") on characters.
 
-    The embeddings of the last characters, side by side, go through one hidden layer. Before its
-    beginning a text is taken to have the character 0. Maps characters [B, T], of any length T, to
-    scores [B, alphabet, T]: 11,936 parameters by default.
+    One hidden layer reads the concatenated embeddings of the last `context` characters. A text is
+    padded with character 0 before its beginning. The model maps characters [B, T], for any length
+    T, to scores [B, alphabet, T]. It has 11,936 parameters by default.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class CharacterMLP(nn.Module):
         self.scores = nn.Linear(hidden, alphabet)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Scores of the next character at each place."""
+        """Return the scores [B, alphabet, T] of the next character at each position."""
         seen = functional.pad(text, (self.context - 1, 0)).unfold(1, self.context, 1)
         hidden = torch.tanh(self.hidden(self.characters(seen).flatten(2)))
         scores: torch.Tensor = self.scores(hidden).transpose(1, 2)
@@ -39,10 +39,10 @@ class CharacterMLP(nn.Module):
 
 
 class CharacterTransformer(nn.Module):
-    """Two causal blocks with normalisation before each part, as in Radford et al. 2019.
+    """A causal transformer with normalisation before each sublayer, as in Radford et al. 2019.
 
-    Maps characters [B, T], T at most `length`, to scores [B, alphabet, T]: 115,040 parameters by
-    default.
+    The model maps characters [B, T], with T at most `length`, to scores [B, alphabet, T]. By
+    default, it has two blocks and 115,040 parameters.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class CharacterTransformer(nn.Module):
         self.scores = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, alphabet))
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Scores of the next character at each place."""
-        # The places of each text, though all are alike: the engine tells users apart by examples.
+        """Return the scores [B, alphabet, T] of the next character at each position."""
+        # Positions are repeated for each text, since the engine needs the axis of examples.
         places = torch.arange(text.shape[1], device=text.device).expand_as(text)
         hidden = self.characters(text) + self.places(places)
         scores: torch.Tensor = self.scores(self.blocks(hidden)).transpose(1, 2)
@@ -87,7 +87,7 @@ class _Block(nn.Module):
 
 
 def softmax_regression(inputs: int = 64, classes: int = 10) -> nn.Module:
-    """Multinomial logistic regression from inputs of any shape, starting at zero."""
+    """Return multinomial logistic regression on inputs of any shape; all weights start at 0."""
     linear = nn.Linear(inputs, classes)
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
@@ -95,17 +95,17 @@ def softmax_regression(inputs: int = 64, classes: int = 10) -> nn.Module:
 
 
 def mlp(inputs: int = 784, hidden: int = 128, classes: int = 10) -> nn.Module:
-    """One hidden layer of rectified units: 101,770 parameters by default."""
+    """Return a network with one hidden layer of ReLUs; it has 101,770 parameters by default."""
     return nn.Sequential(
         nn.Flatten(), nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, classes)
     )
 
 
 def cnn(classes: int = 10) -> nn.Module:
-    """The small CNN of the DP-SGD tutorials for images [B, 1, 28, 28]: 26,010 parameters.
+    """Return the small CNN of the DP-SGD tutorials, for images [B, 1, 28, 28].
 
-    Papernot et al. 2021 ("Tempered sigmoid activations") give its form: two convolutions of
-    16 and 32 filters, max pooling, and a hidden layer of 32 units.
+    It has two convolutions of 16 and 32 filters, max pooling, and a hidden layer of 32 units
+    (Papernot et al. 2021, "Tempered sigmoid activations"), and 26,010 parameters by default.
     """
     return nn.Sequential(
         nn.Conv2d(1, 16, 8, stride=2, padding=3),
@@ -131,9 +131,10 @@ MODELS: Mapping[str, Callable[..., nn.Module]] = {
 
 
 def build_model(name: str, options: Mapping[str, object], seed: int) -> nn.Module:
-    """Build a model of `MODELS`, or of the function at an import path, from options and a seed.
+    """Build a model from a name in `MODELS` or the import path of a function.
 
-    Initial parameters are public, and depend on the seed alone.
+    `options` are the function's arguments. Initial parameters are public, and depend only on the
+    seed. ModelError: the name or an option is unknown, or the function fails or returns no module.
     """
     check_types(name=(name, str), options=(options, Mapping))
     if name not in MODELS and ":" not in name:

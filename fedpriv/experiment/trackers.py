@@ -1,7 +1,7 @@
-"""Trackers: who is told of a run when it starts, after each release, and when it ends.
+"""Trackers, which follow a run: they are called at its start, after each release, and at its end.
 
-They are given what may be published, and nothing else: settings, released rounds, and why the run
-ended. A tracker that fails is named once and left alone; the run goes on.
+They receive only what may be published: settings, released rounds, and the reason why the run
+ended. A tracker that fails is reported once and not called again; the run continues.
 """
 
 import hashlib
@@ -27,29 +27,32 @@ if TYPE_CHECKING:
     import wandb
     from torch.utils.tensorboard import SummaryWriter
 
-_PROJECT = "fedpriv"  # where a service keeps runs, unless its own variable says otherwise
+_PROJECT = "fedpriv"  # default project of runs; a service's environment variable overrides it
 _MLFLOW_KEY = "fedpriv.key"
-_MLFLOW_PARAMETERS, _MLFLOW_LENGTH = 100, 6000  # in one request; characters of one
+_MLFLOW_PARAMETERS, _MLFLOW_LENGTH = 100, 6000  # most in one request; most characters of each
 _Follower = TypeVar("_Follower")
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class StartedRun:
-    """A run before its first round, or before it goes on."""
+    """A run before its first round, or before it is resumed."""
 
-    name: str  # in its ledger; in a study, with its arm and seed
-    group: str  # name of the experiment; in a study, with the arm
-    key: str  # the same when the run is resumed, and of no other run
-    folder: Path  # of its files
-    released: int  # rounds that were released before
-    settings: Mapping[str, object]  # resolved, under keys "a.b"; see `settings_of`
+    name: str  # in its ledger; in a study it includes the arm and seed
+    group: str  # name of the experiment; in a study it includes the arm
+    key: str  # unique to the run, and the same when the run is resumed
+    folder: Path  # of the run's files
+    released: int  # number of rounds that were released before
+    settings: Mapping[str, object]  # resolved, under keys "a.b"; see `shown_settings`
 
     @classmethod
     def of(
         cls, config: Config, plan: TrainingPlan, ledger_id: str, folder: Path, released: int
     ) -> "StartedRun":
-        """What is told of a run; a ledger has at most one of each name."""
+        """Return the description of a run; its key is a hash of ledger and name, unique together.
+
+        `released` is the number of rounds that were released before.
+        """
         key = hashlib.sha256(f"{ledger_id}/{plan.run}".encode()).hexdigest()[:16]
         facts = {"population": plan.population, "enrolled": plan.sampling.population}
         facts["parameters"] = plan.layout.dimension
@@ -59,10 +62,10 @@ class StartedRun:
 
 @dataclass(frozen=True)
 class EndedRun:
-    """How a run ended."""
+    """The end of a run."""
 
-    stop: Stop | None  # None: an error or an interrupt cut it short, and it can be resumed
-    last: RoundResult | None  # the last round that was released since it started
+    stop: Stop | None  # None: an error or an interrupt cut the run short; it can be resumed
+    last: RoundResult | None  # the last round released since the start or resumption
 
     def __str__(self) -> str:
         why = self.stop or "it was cut short"
@@ -70,21 +73,21 @@ class EndedRun:
 
 
 class Tracker(ABC):
-    """Follows runs; derive a class from it that takes no arguments, to name it in a file.
+    """Base class of trackers. A configuration can name a derived class that takes no arguments.
 
-    Whatever a method raises ends the following of that run, and never the run. A round waits for
-    the method that is told of the one before.
+    If a method raises, the tracker is not called again for that run, and the run continues. The
+    next round starts only after `on_round` has returned.
     """
 
-    def on_start(self, run: StartedRun) -> None:  # noqa: B027 - may be left out
-        """Called before anything is charged."""
+    def on_start(self, run: StartedRun) -> None:  # noqa: B027 - optional
+        """Start to follow a run; called before anything is charged."""
 
     @abstractmethod
     def on_round(self, result: RoundResult) -> None:
-        """Called after each release, in the order of rounds."""
+        """Record a round; called after each release, in the order of rounds."""
 
-    def on_end(self, run: EndedRun) -> None:  # noqa: B027 - may be left out
-        """Called in the end, after an error and an interrupt too."""
+    def on_end(self, run: EndedRun) -> None:  # noqa: B027 - optional
+        """Stop following a run; called at its end, even after an error or an interrupt."""
 
 
 class TensorBoard(Tracker):
@@ -95,7 +98,7 @@ class TensorBoard(Tracker):
         self._writer: SummaryWriter
 
     def on_start(self, run: StartedRun) -> None:
-        """Write the settings; events of rounds that a run repeats after a crash are hidden."""
+        """Write the settings, and hide earlier events of rounds that run again after a crash."""
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an extra, and slow
 
         folder = str(run.folder / "tensorboard")
@@ -109,15 +112,15 @@ class TensorBoard(Tracker):
             self._writer.add_scalar(name, value, result.round)
 
     def on_end(self, run: EndedRun) -> None:
-        """Write why it ended, and close the file."""
+        """Write why the run ended, and close the file."""
         self._writer.add_text("end", str(run))
         self._writer.close()
 
 
 class WandB(Tracker):
-    """Sends to Weights & Biases, into the project WANDB_PROJECT or "fedpriv".
+    """Sends runs to Weights & Biases, to the project WANDB_PROJECT or "fedpriv".
 
-    Of the machine nothing is sent: no output, no load, no code.
+    It sends nothing about the machine: no output, no load and no code.
     """
 
     def __init__(self) -> None:
@@ -125,7 +128,7 @@ class WandB(Tracker):
         self._run: wandb.Run
 
     def on_start(self, run: StartedRun) -> None:
-        """Start a run of its name, grouped by experiment or arm, or go on with it."""
+        """Create a W&B run with the run's name, grouped by experiment or arm, or resume it."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb  # noqa: PLC0415 - an extra, and slow
 
@@ -134,8 +137,8 @@ class WandB(Tracker):
             disable_code=True,
             disable_git=True,
             disable_job_creation=True,
-            host=_PROJECT,  # in place of the machine's name
-            silent=not sys.stderr.isatty(),  # else it would write between the lines of a log
+            host=_PROJECT,  # instead of the machine's name
+            silent=not sys.stderr.isatty(),  # otherwise it would write between the lines of a log
             x_disable_machine_info=True,
             x_disable_meta=True,
             x_disable_stats=True,
@@ -147,27 +150,28 @@ class WandB(Tracker):
             group=run.group,
             id=run.key,
             resume="allow",
-            reinit="create_new",  # beside a run that the caller has open
+            reinit="create_new",  # does not affect a run that the caller has open
             dir=os.environ.get("WANDB_DIR", str(run.folder)),
             config=dict(run.settings),
             settings=private,
         )
-        self._run.define_metric("*", step_metric="round")  # a repeated round may go back
+        self._run.define_metric("*", step_metric="round")  # repeated rounds may go back
 
     def on_round(self, result: RoundResult) -> None:
         """Send the scalars of a round."""
         self._run.log({"round": result.round, **result.scalars})
 
     def on_end(self, run: EndedRun) -> None:
-        """Send why it ended; a run that was cut short has failed."""
+        """Send why the run ended; a run that was cut short is marked as failed."""
         self._run.summary["end"] = str(run)
         self._run.finish(exit_code=0 if run.stop else 1)
 
 
 class MLflow(Tracker):
-    """Sends to MLflow at MLFLOW_TRACKING_URI: experiment MLFLOW_EXPERIMENT_NAME, or "fedpriv".
+    """Sends runs to MLflow at MLFLOW_TRACKING_URI.
 
-    A run that the caller has open in MLflow is left alone.
+    The experiment is MLFLOW_EXPERIMENT_NAME or "fedpriv". A run that the caller has open in MLflow
+    is not affected.
     """
 
     def __init__(self) -> None:
@@ -176,7 +180,7 @@ class MLflow(Tracker):
         self._run = ""
 
     def on_start(self, run: StartedRun) -> None:
-        """Create a run of its name, with settings as parameters, or go on with it."""
+        """Create an MLflow run with the run's name and its settings as parameters, or resume it."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow import MlflowClient  # noqa: PLC0415 - an extra, and slow
         from mlflow.entities import Param  # noqa: PLC0415
@@ -203,7 +207,7 @@ class MLflow(Tracker):
         self._client.log_batch(self._run, metrics=metrics)
 
     def on_end(self, run: EndedRun) -> None:
-        """Send why it ended; a run that was cut short was killed."""
+        """Send why the run ended; a run that was cut short is marked as killed."""
         self._client.set_tag(self._run, "fedpriv.end", str(run))
         self._client.set_terminated(self._run, "FINISHED" if run.stop else "KILLED")
 
@@ -216,7 +220,7 @@ TRACKERS: Mapping[str, type[Tracker]] = {  # by their key in the section output
 
 
 class Followers:
-    """Functions and trackers that follow one run; whatever they raise is logged once."""
+    """The functions and trackers that follow one run; the errors of each are logged once."""
 
     def __init__(self, functions: Mapping[str, OnRound], trackers: Mapping[str, Tracker]) -> None:
         self._functions, self._trackers = dict(functions), dict(trackers)
@@ -224,39 +228,42 @@ class Followers:
         self._last: RoundResult | None = None
 
     def start(self, run: StartedRun) -> None:
-        """Tell trackers that the run starts."""
+        """Tell the trackers that the run starts."""
         self._tell("at the start", lambda tracker: tracker.on_start(run))
 
     def released(self, result: RoundResult) -> None:
-        """Tell of a release."""
+        """Pass a round's result to all trackers and functions."""
         self._last = result
         when = f"in round {result.round}"
         self._tell(when, lambda tracker: tracker.on_round(result))
         for name, function in self._functions.items():
             try:
                 function(result)
-            except Exception as error:  # must not cost a run what it has spent
+            except Exception as error:  # must not end a run that has spent budget
                 if name not in self._named:
                     goes_on = "it is called after later rounds too, with no other warning"
                     _log.warning("callback %s raised %s; %s", name, _told(error, when), goes_on)
                 self._named.add(name)
 
     def end(self, stop: Stop | None) -> None:
-        """Tell trackers why the run ended; None: it was cut short."""
+        """Tell the trackers why the run ended; None if it was cut short."""
         self._tell("at the end", lambda tracker: tracker.on_end(EndedRun(stop, self._last)))
 
     def _tell(self, when: str, what: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
                 what(tracker)
-            except Exception as error:  # nor is it waited for again
+            except Exception as error:  # must not end the run either
                 left = "the run goes on without it, and metrics.jsonl has every round"
                 _log.warning("tracker %s raised %s; %s", name, _told(error, when), left)
                 del self._trackers[name]
 
 
 def named(what: str, followers: Sequence[_Follower], kind: Any) -> dict[str, _Follower]:
-    """Trackers or callbacks by name, each by another; what is of another kind is refused."""
+    """Return trackers or callbacks under distinct names.
+
+    InvalidValueError: one of them is not of the type `kind`; `what` names them in its message.
+    """
     check_types(**{what: (followers, Sequence)})
     for number, each in enumerate(followers):
         check_types(**{f"{what}[{number}]": (each, kind)})
@@ -264,10 +271,10 @@ def named(what: str, followers: Sequence[_Follower], kind: Any) -> dict[str, _Fo
 
 
 def shown_settings(config: Config) -> dict[str, object]:
-    """Settings under keys "a.b", without what is about machines.
+    """Return settings under keys "a.b", without those that describe machines.
 
-    That is the sections federation and tune, folders of files, and the options of data of one's
-    own, which may hold anything.
+    The result leaves out the sections callbacks, federation and tune, the folders of paths, and
+    the options of the user's own data functions, which may hold anything.
     """
     table: dict[str, Any] = config.model_dump(
         exclude_none=True, exclude={"callbacks", "federation", "tune"}
@@ -293,7 +300,7 @@ def _check_installed(name: str) -> None:
 
 
 def _mlflow_experiment(client: "mlflow.MlflowClient") -> str:
-    """Id of the experiment, which is made if there is none."""
+    """Return the id of the experiment, and create it if there is none."""
     from mlflow.exceptions import MlflowException  # noqa: PLC0415
 
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
@@ -301,7 +308,7 @@ def _mlflow_experiment(client: "mlflow.MlflowClient") -> str:
     if found is None:
         try:
             return str(client.create_experiment(name))
-        except MlflowException:  # another run of a study made it in the meantime
+        except MlflowException:  # another run of a study created it in the meantime
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise

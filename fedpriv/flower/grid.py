@@ -26,7 +26,7 @@ from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.report.records import Trouble
 from fedpriv.report.tables import screen
 from fedpriv.run.run import Follow, Run, RunSetup
-from fedpriv.run.terminal import carry_out, released_text
+from fedpriv.run.terminal import execute, released_text
 from fedpriv.server.collection import RoundTerms, prices, task_of
 from fedpriv.server.enrolment import Hosting
 from fedpriv.support.logs import SIMULATION_ONLY, LogFormat, configure, one_line, trouble
@@ -243,7 +243,7 @@ class GridSimulation:
             seconds = float(DEFAULT_TTL)
             return GridTransport(grid, hosting, node_ids, headers, price_of, seconds, stopping)
 
-        return carry_out(self.setup, self.experiment, hosted, console, follow)
+        return execute(self.setup, self.experiment, hosted, console, follow)
 
 
 class RunConfig(Section):
@@ -282,7 +282,7 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run or resume an experiment; FedprivError if the input is wrong or the run fails."""
     configure(LogFormat.TEXT)
-    logging.getLogger("flwr").propagate = False  # it has a handler of its own
+    logging.getLogger("flwr").propagate = False  # it has its own handler
     logging.getLogger("httpx").setLevel(logging.WARNING)  # Flower makes several calls a second
     config = checked(RunConfig, context.run_config, "run config")
     setup, stopping = config.setup(), threading.Event()

@@ -41,11 +41,11 @@ def switch_off_telemetry() -> None:
 
 
 def lock_ray() -> None:
-    """Make a Ray cluster that this process starts require a token in all calls.
+    """Require a token in all calls to a Ray cluster that this process starts.
 
-    Its ports are open on all interfaces, and without a token any caller could run code.
-    InvalidValueError: Ray is in use here already, and would be shut down in the end; or it was
-    imported before this call, which is too late to require a token.
+    The cluster's ports are open on all interfaces, so without a token any caller could run code.
+    InvalidValueError: this process already uses Ray, which would be shut down at the end; or it
+    imported Ray before this call, when it is too late to require a token.
     """
     if os.environ.get("RAY_ADDRESS") in ("", "local"):  # with these, Ray starts a cluster too
         del os.environ["RAY_ADDRESS"]

@@ -1,11 +1,11 @@
-"""User-level privacy for an app of Flower's: a strategy for its ServerApp, a mod for its ClientApp.
+"""User-level privacy for a Flower app: a strategy for its ServerApp, and a mod for its ClientApp.
 
     strategy = PrivateStrategy(mechanism, connected(grid, 50), "clinics", "/data/ledger.sqlite")
     result = strategy.start(grid, ArrayRecord(model.state_dict()), num_rounds=20)
 
-The ClientApp stays as it is, where each node is one user: a patient's phone, or a clinic that is
-protected as a whole. With `clipping_mod`, a node brings many users, each protected by itself, and
-the server gets only the sum of what they give.
+If each node is one user, such as a patient's phone or a clinic that is protected as a whole, the
+ClientApp needs no change. With `clipping_mod`, a node can host many users, each of whom is
+protected, and the server gets only the sum of their contributions.
 """
 
 import copy
@@ -64,10 +64,10 @@ Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 def connected(grid: Grid, nodes: int, users: int = 1) -> dict[int, int]:
-    """Wait until so many nodes are connected: id → how many users each brings.
+    """Wait until `nodes` nodes are connected; return the number of users of each, `users`, by id.
 
-    For simulations, and to see the ids of a deployment. Where nodes come and go, name those that
-    are registered. InvalidValueError if more are connected.
+    This is for simulations, and to see the ids of a deployment. If nodes come and go, list the
+    registered nodes instead. InvalidValueError: more than `nodes` nodes are connected.
     """
     while len(ids := sorted(grid.get_node_ids())) < nodes:
         _log.info("waiting for %d nodes; %d are connected", nodes, len(ids))
@@ -79,31 +79,33 @@ def connected(grid: Grid, nodes: int, users: int = 1) -> dict[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class PrivateStrategy(Strategy):
-    """Federated averaging over users who are drawn, clipped, summed and noised once.
+    """Federated averaging that draws users, clips and sums their updates, and adds noise once.
 
-    Guarantees, beside those of `fedpriv.privacy.round.private_round`:
+    Guarantees, in addition to those of `fedpriv.privacy.round.private_round`:
 
-    * cohorts are drawn by the mechanism's policy from the users of all named nodes, whether the
-      node is connected or not, and other nodes are never asked;
-    * whatever a node returns, it moves the sum by at most the clipping norms times its users who
-      were drawn; what is late, absent, in error, malformed or not finite counts as zero;
+    * the mechanism's policy draws cohorts from the users of all nodes in `nodes`, whether they are
+      connected or not, and other nodes are never asked;
+    * whatever a node returns, it changes the sum by at most the clipping norms times the number of
+      its users who were drawn; a reply that is late, absent, malformed, not finite or an error
+      counts as zero;
     * the average is over the expected number of users, which is fixed.
 
-    Where the policy charges a pass or a series of rounds at once, each start begins a new one.
+    If the policy charges a pass or a series of rounds at once, each call of `start` begins a new
+    one.
 
-    A node's id must stay the same for as long as the run lasts: with SuperNode authentication it
-    does, in a simulation too; without, a node that connects again is unknown and counts as zero.
+    A node's id must stay the same throughout a run. It does with SuperNode authentication, and in a
+    simulation; otherwise a node that reconnects is unknown and counts as zero.
     """
 
     mechanism: Mechanism  # with noise, from `Mechanism.calibrate` or `Mechanism.with_noise`
-    nodes: Mapping[int, int]  # id → how many users the node brings; more than one need the mod
+    nodes: Mapping[int, int]  # number of users by node id; more than one requires the mod
     population: str  # name in the ledger, the same in every run on these users
-    ledger: Path | str  # charged by every run on these users, and made if there is none
+    ledger: Path | str  # charged by every run on these users; created if it does not exist
     server: ServerOptimizer = FedAvg()  # noqa: RUF009 - frozen, so sharing it is safe
-    # Patterns of floating-point arrays that are sent, but keep their values; others always do.
-    # Frozen layers belong here, and the running statistics of batch normalisations.
+    # Patterns of floating-point arrays that are sent but not trained, such as frozen layers and the
+    # running statistics of batch normalisations. Arrays of other types are never trained.
     frozen: Sequence[str] = ()
-    name: str = "flower"  # begins the name of each run in the ledger
+    name: str = "flower"  # prefix of the name of each run in the ledger
 
     def __post_init__(self) -> None:
         check_types(
@@ -147,14 +149,14 @@ class PrivateStrategy(Strategy):
         *,
         keep_going: bool = False,
     ) -> Result:
-        """Run private rounds to their number or to the end of the budget; what was released.
+        """Run `num_rounds` private rounds, or fewer if the budget ends; return the releases.
 
-        Each round waits for replies for `timeout` seconds at most. The train metrics of a round are
-        its released numbers, with `privacy/epsilon`, of all charges of the ledger so far.
-        Unless `keep_going` is true, an error in the log ends the rounds once noised counts say that
-        too few users count; the guarantee is then the budget, and not what the charges cost.
-        BudgetExceededError: not one round fits the budget. LedgerError: the ledger is of another
-        population, or cannot be believed or written.
+        Each round waits at most `timeout` seconds for replies. The train metrics of a round are its
+        released numbers, including `privacy/epsilon`, the ε of all charges of the ledger so far.
+        Unless `keep_going` is true, the rounds end with an error in the log if noised counts show
+        that too few users count; the guarantee is then the budget, not the cost of the charges.
+        BudgetExceededError: the first round does not fit into the budget. LedgerError: the ledger
+        belongs to another population, fails its checks, or cannot be written.
         """
         check_types(
             initial_arrays=(initial_arrays, ArrayRecord),
@@ -192,7 +194,7 @@ class PrivateStrategy(Strategy):
         return result
 
     def summary(self) -> None:
-        """Log what is released and what it may cost."""
+        """Log the number of users, the mechanism and its privacy budget."""
         made, of = self.mechanism, f"{sum(self.nodes.values())} users at {len(self.nodes)} nodes"
         noise, budget = made.noise_multiplier, f"ε = {made.epsilon} at δ = {made.delta}"
         _log.info(
@@ -241,14 +243,18 @@ def _evaluate(evaluate_fn: Evaluate | None, number: int, result: Result) -> None
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The arrays of a model, and which of them are trained."""
+    """The initial arrays of a model, and the trained ones among them."""
 
-    arrays: Mapping[str, Array]  # all, as they began
-    trained: Parameters  # as they began
+    arrays: Mapping[str, Array]  # initial values of all arrays
+    trained: Parameters  # initial values of the trained arrays, in float32
 
     @classmethod
     def of(cls, arrays: ArrayRecord, frozen: Sequence[str]) -> Self:
-        """InvalidValueError: a pattern fits no array, nothing is trained, or not all is finite."""
+        """Return the model of these arrays; those that match a pattern of `frozen` are not trained.
+
+        InvalidValueError: a pattern matches no array, no array is trained, or a trained array is
+        not finite in float32.
+        """
         kept = {name for name in arrays for pattern in frozen if fnmatchcase(name, pattern)}
         for pattern in frozen:
             if not any(fnmatchcase(name, pattern) for name in kept):
@@ -264,28 +270,28 @@ class TrainedModel:
         return cls(dict(arrays), floating)
 
     def sent(self, parameters: Parameters) -> Tensors:
-        """What nodes receive of the trained arrays, in the types that they began with."""
+        """Return the trained arrays as nodes receive them, in their original types."""
         with np.errstate(over="ignore"):
             return {name: p.astype(self.arrays[name].dtype) for name, p in parameters.items()}
 
     def record(self, parameters: Parameters) -> ArrayRecord:
-        """All arrays in their order."""
+        """Return all arrays in their original order, with these values of the trained ones."""
         new = {name: Array(np.asarray(value)) for name, value in self.sent(parameters).items()}
         return ArrayRecord({name: new.get(name, array) for name, array in self.arrays.items()})
 
 
 @dataclass(frozen=True, eq=False)
 class NodesTransport(Transport):
-    """Asks the nodes of the drawn users for updates or, where they have the mod, for sums."""
+    """Asks the nodes of the drawn users for updates, or for sums if the nodes have the mod."""
 
     grid: Grid
-    nodes: Mapping[int, int]  # id → how many users; their positions follow each other
+    nodes: Mapping[int, int]  # number of users by node id, in the order of users' positions
     model: TrainedModel
-    config: ConfigRecord  # to tell ClientApps
+    config: ConfigRecord  # passed to ClientApps
     seconds: float  # from the first message to the deadline
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
-        """Yield what each drawn node gives, as it comes."""
+        """Yield the partial sum of each node that has drawn users, as replies arrive."""
         clipping, drawn = request.clipping, self._drawn(request.users)
         arrays, sent = self.model.record(request.parameters), self.model.sent(request.parameters)
         config = ConfigRecord({**self.config, "server-round": request.round})
@@ -308,7 +314,7 @@ class NodesTransport(Transport):
                 yield PartialSum(node, users, total, users * clipping.weight_cap)
 
     def _drawn(self, users: npt.NDArray[np.int64]) -> dict[int, npt.NDArray[np.int64]]:
-        """The nodes of drawn users, and which of its own, from 0, each is asked for."""
+        """Return the drawn users of each node by its id, numbered from 0 within the node."""
         ids, counts = list(self.nodes), np.array(list(self.nodes.values()))
         ends = np.cumsum(counts)
         hosts = np.searchsorted(ends, users, side="right")
@@ -318,15 +324,15 @@ class NodesTransport(Transport):
     def _total(
         self, clipping: Clipping, sent: Tensors, node: int, reply: Message | str
     ) -> IntegerVector:
-        """What a node adds to the sum; WireError if it adds nothing.
+        """Return a node's term of the sum, [D] integers; WireError if the reply counts as zero.
 
-        With k users of it drawn, the norm of group g is at most k·S_g, whatever the node returns: a
-        user's own update is clipped here, and `add_up` holds a sum to the bound of k users. Where a
-        node is one user, adding or removing that user changes the sum by its contribution alone,
-        that is by at most S_g, since nothing else in the sum depends on it. Where it brings many,
-        its mod clips each, and removing one takes away what that one gave: at most S_g, too.
-        A plain update of a node of many is refused: with one of them removed, clipping would give
-        another vector, up to 2·S_g away.
+        If k of the node's users were drawn, the norm of group g is at most k·S_g, whatever the node
+        returns: a single user's update is clipped here, and `add_up` holds a sum to the bound for k
+        users. If a node is one user, adding or removing that user changes the sum only by the
+        user's contribution, so by at most S_g, since nothing else in the sum depends on the user.
+        If a node hosts many users, its mod clips the update of each, and removing one removes that
+        user's contribution, again at most S_g. A plain update of a node with many users is refused:
+        without one of them, clipping would return another vector, up to 2·S_g away.
         """
         if isinstance(reply, str):
             raise WireError(reply)
@@ -342,10 +348,10 @@ class NodesTransport(Transport):
 def contribution(
     clipping: Clipping, sent: Tensors, names: Iterable[str], content: RecordDict
 ) -> IntegerVector:
-    """What one user adds to the sum, who received parameters and returned others; total.
+    """Return a user's term of the sum: the clipped difference of returned and sent parameters.
 
-    It is the clipped difference: [D] integers with the guarantees of `Clipping.contribution`. The
-    content must hold one record of arrays, with exactly these names; any other counts as zero.
+    The result is [D] integers with the guarantees of `Clipping.contribution`. `content` must hold
+    one record of arrays with exactly these names; any other content counts as zero. Never raises.
     """
     layout = Layout.of(sent)
     try:
@@ -353,9 +359,9 @@ def contribution(
         if set(returned) != set(names):
             raise InvalidValueError("its arrays are not named as those that were sent")
         tensors = {name: returned[name].numpy() for name in sent}
-        with np.errstate(all="ignore"):  # what is not finite is zeroed below
+        with np.errstate(all="ignore"):  # numbers that are not finite are zeroed below
             update = layout.unflatten(layout.flatten(tensors) - layout.flatten(sent))
-    except Exception:  # of anything that bytes can be instead of arrays; its text may hold data
+    except Exception:  # bytes may be anything instead of arrays; the text may hold data
         _log.warning("an update counts as zero: its arrays have other names, shapes or types")
         return np.zeros(clipping.layout.dimension, np.int64)
     counted = {CONTRIBUTORS.tensor: np.ones(())} if CONTRIBUTORS.tensor in clipping.spans else {}
@@ -365,18 +371,18 @@ def contribution(
 def clipping_mod(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
-    """Train each drawn user of the node by itself, and send only the sum of clipped updates.
+    """Train each drawn user of the node separately, and send only the sum of clipped updates.
 
-    For `ClientApp(mods=[clipping_mod])`, first of the mods, so that nothing is sent past it. The
-    app is called once for each user, with the user's number at the node, from 0, as `user` in its
-    config, with an empty state, and with configs of its own. It must train on that user's data
-    alone, and carry nothing over to the next: no cache, no generator of random numbers that the
-    data advance.
+    Use it as `ClientApp(mods=[clipping_mod])`. It must be the first mod, so that nothing bypasses
+    it. The app is called once for each user, with the user's number at the node, from 0, as `user`
+    in its config, with an empty state and its own copies of the configs. It must train only on that
+    user's data and carry nothing over to the next user: no cache, and no random number generator
+    whose state depends on the data.
 
-    Guarantees: of training nothing else leaves the node; a user whose training raises or returns
-    anything malformed counts as zero and changes nothing for others. WireError: the message is not
-    of a `PrivateStrategy`; the app is then not called. Other messages than for training pass as
-    they are.
+    Guarantees: training sends nothing else from the node; a user whose training raises or returns
+    anything malformed counts as zero and changes nothing for other users. WireError: the message is
+    not from a `PrivateStrategy`; the app is then not called. Messages that do not ask for training
+    pass unchanged.
     """
     if message.metadata.message_type.partition(".")[0] != MessageType.TRAIN:
         return call_next(message, context)

@@ -382,7 +382,8 @@ class Ledger:
         if ledger.population_name != population:
             ledger.close()
             raise LedgerError(
-                f"ledger {path} is of population {ledger.population_name!r}, not {population!r}"
+                f"ledger {path} is of population {ledger.population_name!r}, not {population!r}; "
+                "a population that succeeds it must say so, as data.succeeds or Population.succeeds"
             )
         return ledger
 

@@ -170,7 +170,7 @@ class ParticipationRecord:
     def series_key(self, commitment: str) -> bytes | None:
         """Return the key of the series whose first cohort has this commitment, or None.
 
-        It is also None if the file is a copy, as of a whole folder, or if the key was changed.
+        It is also None if the file is a copy, such as in a copied folder, or the key was changed.
         """
         sql = "SELECT key, bound FROM series WHERE commitment = ?"
         for key, bound in self.database.read(sql, (commitment,)):

@@ -1,8 +1,8 @@
 """Figures of a model on held-out rows, by name, or functions of outputs and targets.
 
-A figure is a `Sums` over rows, whose memory does not grow with their number, or a function of all
-outputs and targets, which are then collected. No figure counts targets that a task ignores. The
-rows belong to no enrolled user, so figures are exact and no private releases.
+A figure is either a `Sums` over rows, which needs the same memory for any number of rows, or a
+function of all outputs and targets, which are then collected. Figures leave out targets that a task
+ignores. The rows belong to no enrolled user, so figures are exact, and are not private releases.
 
 If targets [n, …] are classes, outputs are scores [n, K, …], with one more axis; every position
 counts as a row of its own. A single score is the logit of class 1, and class 0 has the score 0.
@@ -26,9 +26,10 @@ from fedpriv.support.checks import is_whole, plain_numbers, require
 from fedpriv.support.importing import call_imported, check_options, import_function, raised_with
 
 FigureFunction = Callable[[Tensor, Tensor], float | Tensor | Mapping[str, float | Tensor]]
-"""Maps outputs and targets of held-out rows [n, …], on the CPU, to a number, or some by name."""
-ALWAYS = ("accuracy", "loss")  # what is measured without being asked for
-# Which way is better, of those and of `FIGURES`.
+"""Maps outputs and targets of held-out rows [n, …], on the CPU, to a number or numbers by name."""
+_MOST_CONFUSED = 20  # most classes of a confusion matrix
+ALWAYS = ("accuracy", "loss")  # figures that are always measured
+# Whether a larger or a smaller number is better, for `ALWAYS` and `FIGURES`.
 BETTER: Mapping[str, Literal["larger", "smaller"]] = {
     **dict.fromkeys(("accuracy", "auc", "balanced-accuracy", "f1"), "larger"),
     **dict.fromkeys(("precision", "r2", "recall", "top-k"), "larger"),
@@ -42,8 +43,8 @@ class Seen(NamedTuple):
     outputs: Tensor  # [n, …]
     targets: Tensor  # [n, …]
     counts: Tensor  # of the same shape: whether each target counts
-    losses: Tensor  # [n], the task's; means over a row's targets, 0 for those that do not count
-    # Of layers that normalise with running statistics, by name: [n, 2·channels] for each call.
+    losses: Tensor  # [n], the task's losses: means over a row's targets, where ignored ones are 0
+    # By name of a layer that normalises with running statistics: [n, 2·channels] for each call.
     moments: Mapping[str, Sequence[Tensor]] = {}
 
 
@@ -318,6 +319,29 @@ def _area(scores: Tensor, positive: Tensor) -> float:
     return float(ranks[places[positive.numpy()]].sum() - n1 * (n1 + 1) / 2.0) / pairs
 
 
+def _confusion() -> FigureFunction:
+    """Return how many targets of each class are taken for each class: "2 as 3" is their number."""
+
+    def confusion(outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        if targets.dtype.is_floating_point or outputs.dim() != targets.dim() + 1:
+            raise InvalidValueError(
+                f"confusion needs targets that are classes, and scores of them; targets are "
+                f"{targets.dtype} {list(targets.shape)} and outputs {list(outputs.shape)}"
+            )
+        scores = outputs.movedim(1, -1).flatten(0, -2)
+        single, count = scores.shape[-1] == 1, max(2, scores.shape[-1])
+        if count > _MOST_CONFUSED:
+            raise InvalidValueError(
+                f"confusion is asked for and there are {count} classes; {_MOST_CONFUSED} at most"
+            )
+        chosen = (scores[:, 0] > 0.0).long() if single else scores.argmax(-1)
+        pairs = torch.bincount(targets.flatten().long() * count + chosen, minlength=count**2)
+        names = (f"{true} as {taken}" for true in range(count) for taken in range(count))
+        return dict(zip(names, pairs.tolist(), strict=True))
+
+    return confusion
+
+
 FIGURES: Mapping[str, Callable[..., Figure]] = {
     "auc": lambda: _auc,
     "balanced-accuracy": partial(
@@ -325,6 +349,7 @@ FIGURES: Mapping[str, Callable[..., Figure]] = {
     ),
     "brier": _brier,
     "calibration-error": _calibration_error,
+    "confusion": _confusion,
     "f1": _of_classes(
         "f1", lambda right, guessed, true: _share(2 * right, guessed + true, guessed + true)
     ),

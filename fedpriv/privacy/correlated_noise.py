@@ -161,7 +161,7 @@ class BandedStrategy:
 
     @cached_property
     def _multipliers(self) -> list[int]:
-        """a_1, …, a_{p−1}."""
+        """The multipliers a_1, …, a_{p−1}."""
         return [int(c / COEFFICIENT_STEP) for c in self.coefficients[1 : self.vectors_kept + 1]]
 
 

@@ -157,7 +157,7 @@ class GaussianQuery:
     # by the cohort's own weight B, but at least by m = φ·qW. If A is their sum, noise is added to
     # m·A/max(m, B).
     floor: float | None = None
-    # What the arithmetic of correlated noise adds to each group's sensitivity; (): nothing.
+    # The increase of each group's sensitivity by the arithmetic of correlated noise; (): none.
     slack: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -441,7 +441,7 @@ def _noises(
 def _slacks(
     clipping: Clipping, stddevs: tuple[float, ...], strategy: Strategy, rounds: int
 ) -> tuple[float, ...]:
-    """Return what the arithmetic of noise adds to each group's sensitivity, in units of c(v)."""
+    """Return how much the noise's arithmetic raises each group's sensitivity, in units of c(v)."""
     noises = _noises(clipping, stddevs, strategy, rounds)
     return tuple(
         noise.sensitivity_inflation * group.granularity
@@ -475,7 +475,7 @@ class Metric:
                 f"metric {self.name!r} has centre {self.centre} and options {self.options}; they "
                 "must be finite"
             )
-        _ = self.group  # refuses a radius that is no clipping norm
+        _ = self.group  # raises if the radius is not a legal clipping norm
 
     @property
     def tensor(self) -> str:

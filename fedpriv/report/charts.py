@@ -26,9 +26,9 @@ _MARKERS = 20  # on a line, at most
 _LARGEST = 400  # area of the largest marker of points with sizes, in square pixels
 _BREAK = 40  # characters of an axis title that fit on a phone
 _SIZE = (600, 300)  # of the plot in a file, in pixels at 96 per inch
-# Width of the legend; Vega computes that of the plot too late.
+# Width of the legend, since Vega computes the width of the plot too late.
 _WIDTH = f"(isFinite(containerSize()[0]) ? containerSize()[0] - 70 : {_SIZE[0]})"
-# Labels at 1, 2 and 5 of each decade; at all ticks of an axis of less than one.
+# Labels at 1, 2 and 5 of each decade, or at all ticks if the axis covers less than one decade.
 _LOG_LABEL = (
     "domain('SCALE')[1] < 10 * domain('SCALE')[0] || "
     "indexof('125', slice(format(datum.value, '.0e'), 0, 1)) >= 0 ? "
@@ -44,7 +44,7 @@ class Axis:
     name: str
     unit: str = ""
     log: bool = False
-    ends: tuple[float, float] | None = None  # None: those of the data
+    ends: tuple[float, float] | None = None  # None: the ends of the data
     from_zero: bool = False  # whether a linear scale without ends includes zero
     ticks: tuple[tuple[float, str], ...] = ()  # values and labels; empty: round numbers
 

@@ -37,10 +37,11 @@ from fedpriv.report.tables import (
     json_text,
     lower_end,
     plural,
+    protected,
 )
 from fedpriv.support.disk import writing
 
-_PUBLIC_POLICIES = {SamplingPolicy.EVERY_USER, SamplingPolicy.SEPARATED}  # cohorts are no secret
+_PUBLIC_POLICIES = {SamplingPolicy.EVERY_USER, SamplingPolicy.SEPARATED}  # cohorts are public
 _FALSE_ALARMS = 0.05
 _READ_AT = (0.001, 0.01, 0.05, 0.1)  # rates of false alarms in tables of a trade-off function
 _LONG = 10**6  # larger numbers are written as powers of ten
@@ -101,6 +102,7 @@ def assumptions(loss: PrivacyLoss, ledger: LedgerContent) -> PageSection:
         "relation": loss.relation,
         "compares": templates["relations"][loss.relation].format(unit=loss.unit),
         "unit": templates["units"][loss.unit],
+        "protected": protected(ledger.charges) or "all who are enrolled",
         "sampling": _sampling(ledger),
         "delta": loss.delta,
         "share": 1.0 / users_of(ledger),

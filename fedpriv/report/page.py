@@ -56,7 +56,7 @@ class PageSection:
 
 @dataclass(frozen=True)
 class Page:
-    """A page: heading, a line below it, and sections that are not empty."""
+    """A page: a heading, a line below it, and sections; empty sections are omitted."""
 
     title: str
     lead: str
@@ -97,7 +97,7 @@ def render(page: Page) -> str:
 
 
 def write_page(text: str, path: Path) -> None:
-    """Write a page atomically; InvalidValueError if it would replace a file that is no HTML."""
+    """Write a page atomically; InvalidValueError if it would replace a file that is not HTML."""
     with writing(path):
         if path.exists() and not _begins_as_page(path):
             raise InvalidValueError(f"{path} exists already and is no HTML; it is not overwritten")

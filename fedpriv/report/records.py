@@ -43,10 +43,10 @@ class Verification:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a run ended, and what it is worth: see `fedpriv.run.run.Run`."""
+    """The end of a run: its reason, last round and results; see `fedpriv.run.run.Run`."""
 
     stop: Stop
-    round: int  # the last that was released
+    round: int  # the last released round
     epsilon: float
     delta: float
     loss: float | None = None
@@ -69,14 +69,14 @@ class RunRecord:
     accountant: str  # of the budget
     ledger: LedgerContent  # all its charges, including other runs over the same users
     verification: Verification
-    rounds: tuple[RoundResult, ...]  # those that led to the newest model, in order
+    rounds: tuple[RoundResult, ...]  # the rounds that led to the newest model, in order
     simulation_only: tuple[SimulationOnlyRound, ...] = ()  # empty if the run did not record them
     audit: AuditResult | None = None  # None if the run did not audit itself
     end: RunEnd | None = None  # None: it is under way, or was cut short
 
     @property
     def early_epsilon(self) -> float | None:
-        """The ε of a run that ended because of what it released, as its charges are no bound."""
+        """The ε of a run whose releases ended it, for which the cost of its charges is no bound."""
         end = self.end
         early = end and end.stop is Stop.TOO_FEW and end.round < self.rounds_planned
         return end.epsilon if end and early else None

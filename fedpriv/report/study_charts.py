@@ -332,7 +332,10 @@ def _digits(value: float | None) -> str:
 
 
 def _rounds(arm: ArmSummary, level: float) -> str:
-    """Return rounds until an arm reached an accuracy, and how many seeds did, if only some did."""
+    """Return the median number of rounds in which an arm reached an accuracy, as text.
+
+    It includes the number of seeds that reached the accuracy if only some did.
+    """
     rounds, seeds = arm.rounds_to[level], len(arm.seeds)
     median = "never" if rounds.median is None else f"{rounds.median:g}"
     return median if rounds.reached in {0, seeds} else f"{median} ({rounds.reached}/{seeds})"

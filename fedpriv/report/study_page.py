@@ -155,7 +155,7 @@ def _over_seeds(arm: _Arm, measure: Measure) -> tuple[list[int], list[Interval]]
 
 
 def _privacy(arms: Sequence[_Arm]) -> list[PageSection]:
-    """Return the meaning of ε, and its curves for each kind of ledger that the arms have."""
+    """Return sections that explain ε, and show its curves once for all arms with the same price."""
     kinds: dict[object, list[_Arm]] = {}
     for arm in arms:
         kinds.setdefault(_price_key(arm.records[0]), []).append(arm)

@@ -1,4 +1,4 @@
-"""Tables and numbers in the terminal, and the same for other programs as JSON."""
+"""Tables and numbers for the terminal, and as JSON for other programs."""
 
 import math
 import os
@@ -23,20 +23,21 @@ from fedpriv.accounting.pricing import Arithmetic, Spending, read_ledger
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Head
 from fedpriv.ledger.events import RoundEvent, SamplingEvent, SumQueryEvent, Unit
-from fedpriv.ledger.ledger import ExportedLedger, Ledger, is_export
+from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, is_export
 from fedpriv.ledger.participation import ParticipationRecord
 
-_UNBROKEN = 10_000  # characters of a line that no terminal shows
-_READABLE, _LEAST = 24, 8  # characters of a text that is shortened: while columns can go, and after
+_UNBROKEN = 10_000  # characters of a line that is not for a terminal
+# Fewest characters of a shortened text, while columns can be left out and afterwards.
+_READABLE, _LEAST = 24, 8
 
 
 @dataclass(frozen=True)
 class Column:
-    """Heading of a column, with its unit if there is one, and what its cells hold."""
+    """The heading of a column, with its unit if it has one, and the kind of its cells."""
 
     name: str
     kind: Literal["number", "text", "long"] = "number"  # "long" may be broken anywhere
-    spare: int = 0  # where it is narrow, the columns of the highest are left out first; 0: never
+    spare: int = 0  # on narrow terminals, columns with the largest are left out first; 0: never
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,11 @@ class Table:
     caption: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[str]]
-    simulation_only: bool = False  # whether it shows what no guarantee covers
+    simulation_only: bool = False  # whether it shows numbers that no guarantee covers
 
 
 def screen(*, quiet: bool = False, highlight: bool = True, stderr: bool = False) -> Console:
-    """Return a console that breaks lines on a terminal only: other programs read whole rows."""
+    """Return a console that breaks lines only on a terminal; other programs read whole rows."""
     console = Console(markup=False, emoji=False, quiet=quiet, highlight=highlight, stderr=stderr)
     if not (console.is_terminal or console.is_jupyter or "COLUMNS" in os.environ):
         console.width = _UNBROKEN
@@ -60,9 +61,9 @@ def screen(*, quiet: bool = False, highlight: bool = True, stderr: bool = False)
 def print_table(
     table: Table, console: Console | None = None, border: box.Box = box.SIMPLE_HEAD
 ) -> None:
-    """Print a table; cells are text, whatever brackets they contain.
+    """Print a table; brackets in cells are text, not markup.
 
-    Where words would be broken, each row is a list of its cells under the headings.
+    If the columns would break words, each row is printed as a list of its cells with headings.
     """
     console, light = console or screen(), border is box.SIMPLE_HEAD
     mark = "simulation only: " if table.simulation_only else ""
@@ -93,7 +94,7 @@ def print_table(
 
 
 def _whole_words(table: Table, room: int) -> list[int]:
-    """Widths of columns that break no word in so many characters; none if there are no such."""
+    """Return widths of columns, `room` in total, that break no word; empty if there are none."""
     words, lines = list[int](), list[int]()
     for at, column in enumerate(table.columns):
         cells = [column.name, *(row[at] for row in table.rows)]
@@ -109,7 +110,7 @@ def _whole_words(table: Table, room: int) -> list[int]:
 
 
 def _print_rows(table: Table, console: Console) -> None:
-    """Print each row as a list of its cells, under its headings."""
+    """Print each row as a list of its cells, next to their headings."""
     console.print(table.caption)
     for row in table.rows:
         cells = rich.table.Table.grid(padding=(0, 2))
@@ -119,10 +120,10 @@ def _print_rows(table: Table, console: Console) -> None:
 
 
 def fitted(table: Table, width: int) -> tuple[Table, tuple[str, ...]]:
-    """The table with each row in one line of a terminal, and the columns that this leaves out.
+    """Return the table with each row on one line of a terminal, and the names of omitted columns.
 
-    Texts are shortened a little before columns are left out, and more when none can be. Texts that
-    differ still do. Very narrow terminals may not have room for the numbers that remain.
+    Texts are shortened a little before columns are left out, and further when no more columns can
+    be. Different texts stay different. Very narrow terminals may not have room for all numbers.
     """
     left_out: list[str] = []
     while True:
@@ -138,7 +139,7 @@ def fitted(table: Table, width: int) -> tuple[Table, tuple[str, ...]]:
 
 
 def _widths(table: Table) -> list[int]:
-    """Of each column with the two spaces between columns or, together, at both ends."""
+    """Return the width of each column, including two spaces between columns or at the ends."""
     columns = enumerate(table.columns)
     return [2 + max(_heading(each), _longest(table, at)) for at, each in columns]
 
@@ -152,7 +153,7 @@ def _longest(table: Table, at: int) -> int:
 
 
 def _shortened(table: Table, width: int, least: int) -> Table:
-    """The table with texts shortened, the longest first, to no fewer characters than `least`."""
+    """Return the table with texts shortened, the longest first, to at least `least` characters."""
     texts = [at for at, column in enumerate(table.columns) if column.kind == "text"]
     while (over := sum(_widths(table)) - width) > 0:
         lengths = {_longest(table, at): at for at in texts}
@@ -169,13 +170,13 @@ def _shortened(table: Table, width: int, least: int) -> Table:
 
 
 def shortened(names: Iterable[str], most: int) -> dict[str, str]:
-    """Names of at most so many characters, at least 5, by name; those that differ still do.
+    """Return names shortened to `most` ≥ 5 characters, by name; different names stay different.
 
     >>> list(shortened(["norm-0.25_per-layer", "norm-0.5_per-layer", "flat"], 12).values())
     ['norm-0.2…yer', 'norm-0.5…yer', 'flat']
     """
     given = list(dict.fromkeys(names))
-    # As much of the beginning as of the end, unless another cut tells them apart.
+    # Keep as much of the beginning as of the end, unless only another cut distinguishes names.
     cuts = sorted(range(most), key=lambda head: abs(2 * head - most))
     for head in cuts:
         tail = most - 1 - head
@@ -187,7 +188,7 @@ def shortened(names: Iterable[str], most: int) -> dict[str, str]:
 
 
 def format_epsilon_low(epsilon: float) -> str:
-    """A lower end of ε like `format_epsilon`, but rounded down; empty if it is zero.
+    """Return a lower bound on ε as `format_epsilon` does, but rounded down; empty if it is zero.
 
     >>> format_epsilon_low(1.9999), format_epsilon_low(5.678e-4), format_epsilon_low(0.0)
     ('1.999', '5.67e-4', '')
@@ -202,12 +203,12 @@ def format_epsilon_low(epsilon: float) -> str:
 
 
 def lower_end(loss: PrivacyLoss) -> str:
-    """The proven lower end of ε, rounded down; empty if there is none."""
+    """Return the proven lower bound on ε as text, rounded down; empty if there is none."""
     return format_epsilon_low(loss.epsilon_low) if math.isfinite(loss.epsilon) else ""
 
 
 def format_delta(delta: float) -> str:
-    """δ to three digits, rounded up: what is printed is never below what is true.
+    """Return δ to three digits, rounded up, so that the text is never below the true δ.
 
     >>> format_delta(1.2341e-6), format_delta(0.5), format_delta(0.0)
     ('1.24e-6', '0.500', '0')
@@ -219,12 +220,12 @@ def format_delta(delta: float) -> str:
 
 
 def number(value: float) -> float | str:
-    """A number of JSON, or the string "Infinity", since JSON has no such number."""
+    """Return a number for JSON, or the string "Infinity", since JSON has no infinite numbers."""
     return "Infinity" if math.isinf(value) else value
 
 
 def plural(unit: str) -> str:
-    """Several users, examples or microbatches.
+    """Return the plural of a unit.
 
     >>> plural("user"), plural("microbatch")
     ('users', 'microbatches')
@@ -232,8 +233,16 @@ def plural(unit: str) -> str:
     return f"{unit}es" if unit.endswith("ch") else f"{unit}s"
 
 
+def protected(charges: Iterable[ChargedRow]) -> str:
+    """Return which users the ε of a ledger is for, if users joined or left; else ""."""
+    sizes = dict.fromkeys(row.event.sampling.population for row in charges)
+    if len(sizes) < 2:
+        return ""
+    return f"those enrolled in all runs (N = {', '.join(map(str, sizes))}); others spent less"
+
+
 def cohort_text(sampling: SamplingEvent) -> str:
-    """How cohorts are drawn, and of how many."""
+    """Return a description of how cohorts are drawn, and from how many units."""
     k = sampling.examples_per_user
     of_each = f"up to {k} examples of each of " if k else ""
     return f"{sampling.text} of {of_each}N = {sampling.population} {plural(sampling.unit)}"
@@ -269,7 +278,7 @@ def print_spending(spending: Spending) -> None:
             console.print(f"{content.path} has no charge: nothing was released, so ε = 0.")
     if several:
         console.print(f"All ledgers: for one {unit} that may be in each of their populations.")
-    # The table says which accountant gives what; what all assume is said once.
+    # The table shows each accountant's result; their assumptions are printed once.
     assumed = (price.loss.assumptions.partition(";")[0].rstrip(".") + "." for price in charged)
     refused = (f"Not priced: {refusal}." for refusal in spending.refusals)
     for sentence in (*dict.fromkeys(assumed), *refused):
@@ -286,9 +295,10 @@ def _kind(loss: PrivacyLoss) -> str:
 
 
 def print_plan(plan: Plan, by_clt: Plan | None) -> None:
-    """Print settings that stay within a budget, and what they really cost.
+    """Print settings that stay within a budget, and their cost.
 
-    `by_clt` is the same plan by the central limit theorem, if it is to be seen beside it.
+    `by_clt`, if given, is the plan by the central limit theorem, and is printed for comparison with
+    its true cost.
     """
     loss, rows = plan.loss, []
     for name, words, extreme in (
@@ -296,7 +306,7 @@ def print_plan(plan: Plan, by_clt: Plan | None) -> None:
         ("rounds", "rounds T", "largest"),
         ("sampling_probability", "sampling probability q", "largest"),
     ):
-        # In full, as a digit less would be another price.
+        # In full, since fewer digits would have another price.
         found = f"{extreme} that fits" if name == plan.found else "given"
         rows.append((words, str(getattr(plan, name)), found))
     if plan.share is not None:
@@ -316,13 +326,13 @@ def print_plan(plan: Plan, by_clt: Plan | None) -> None:
 
 
 def _cost(plan: Plan) -> PrivacyLoss:
-    """What all rounds of a plan cost by the default accountant."""
+    """Return the cost of all rounds of a plan, by the default accountant."""
     queries = (SumQueryEvent("update", 1.0, plan.noise_multiplier),)
     return epsilon([RoundEvent(plan.sampling, queries, plan.rounds)], plan.loss.delta)
 
 
 def print_ledger(path: Path, last: int | None) -> None:
-    """Print the charges of a ledger or an export of one, and what is the same for all below."""
+    """Print the charges of a ledger or of an export, and values that all charges share below."""
     content = read_ledger(path)
     names = ("#", "run", "round", "attempt", "sampling", "q", "N", "group: S, σ", "z")
     rows, noise = [], dict[str, None]()
@@ -351,7 +361,7 @@ def print_ledger(path: Path, last: int | None) -> None:
     if paid_before := sum(not row.pays for row in content.charges):
         title += f", {paid_before} of them paid by others"
     columns = [Column(name, "text") for name in (*names, "randomness")]
-    # What is long and the same in all rows is said once, below.
+    # Long values that are the same in all rows are printed once, below.
     same = [at for at in (4, len(names)) if len({row[at] for row in rows}) == 1]
     left = [at for at in range(len(columns)) if at not in same]
     shown = [[row[at] for at in left] for row in rows]
@@ -362,7 +372,7 @@ def print_ledger(path: Path, last: int | None) -> None:
 
 
 def print_verification(path: Path, participation: Path | None, head: str | None) -> None:
-    """Verify a ledger or an export and say what was checked; an error names the first bad row."""
+    """Verify a ledger or an export, and print the result; an error names the first bad row."""
     count, _, digest = (head or "0:").partition(":")
     if head is not None and not (digest and count.isdecimal() and len(count) < 20):
         raise InvalidValueError(f"--head is {head!r:.80}; it must be COUNT:HASH")
@@ -384,11 +394,11 @@ def print_verification(path: Path, participation: Path | None, head: str | None)
 
 
 def write_spending(spending: Spending, stream: TextIO) -> None:
-    """Write one JSON object: what was priced, and a row for each of its releases and accountants.
+    """Write one JSON object: the ledgers, and a row for each pair of releases and accountant.
 
-    In a row, `ledger` is null for all ledgers and `run` is null for all runs; the lower end
-    `epsilon_low` is there if ε was found. `refusals` says why an accountant has no row. An infinite
-    ε is the string "Infinity", which no program takes for a small number.
+    In a row, `ledger` is null for all ledgers and `run` is null for all runs; the row has the lower
+    bound `epsilon_low` if ε was computed. `refusals` has the reasons why accountants have no rows.
+    An infinite ε is the string "Infinity", which no program mistakes for a small number.
     """
     ledgers, runs, rows = [], [], []
     for ledger in spending.ledgers:
@@ -417,14 +427,14 @@ def write_spending(spending: Spending, stream: TextIO) -> None:
 
 
 def json_text(content: object) -> str:
-    """JSON of several lines, in which numbers that are not finite are "Infinity" and "NaN"."""
+    """Return indented JSON, in which numbers that are not finite are "Infinity" and "NaN"."""
     return to_json(content, indent=2, inf_nan_mode="strings").decode() + "\n"
 
 
 def write_plan(plan: Plan, by_clt: Plan | None, stream: TextIO) -> None:
-    """Write one JSON object: the settings, which of them was found, and what they cost.
+    """Write one JSON object: the settings, the name of the computed one, and their cost.
 
-    `by_clt`, if given, is in it as an estimate of the noise multiplier, with what it really costs.
+    `by_clt`, if given, is included as an estimate of the noise multiplier, with its true cost.
     """
     names = "found rounds sampling_probability noise_multiplier share share_noise_multiplier"
     content = {name: getattr(plan, name) for name in names.split()}
@@ -439,7 +449,7 @@ def write_plan(plan: Plan, by_clt: Plan | None, stream: TextIO) -> None:
 
 
 def _query_text(query: SumQueryEvent) -> str:
-    """Group, clipping norm and noise."""
+    """Return the text "group: clipping norm, standard deviation of noise" for a query."""
     return f"{_group(query)}: {query.clipping_norm:.4g}, {query.noise_stddev:.4g}"
 
 
@@ -449,7 +459,7 @@ def _group(query: SumQueryEvent) -> str:
 
 
 def _noise_text(query: SumQueryEvent) -> str:
-    """Over which numbers the noise of a group is."""
+    """Return a description of the arithmetic of a group's noise, with B and σ/γ if it is exact."""
     text = f"noise of {_group(query)}"
     if query.granularity is None:
         return f"{text}: {Arithmetic.FLOATING_POINT}"

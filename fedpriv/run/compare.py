@@ -14,7 +14,6 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -42,9 +41,9 @@ from fedpriv.experiment.trackers import Tracker, named
 from fedpriv.report.study_charts import print_study, results_json
 from fedpriv.report.tables import screen
 from fedpriv.run.folder import RunFolder, data_frame, held, write_charts, write_report
-from fedpriv.run.run import Run, RunSetup, run_rounds
+from fedpriv.run.run import Run, RunSetup
 from fedpriv.run.simulate import ObservedTransport
-from fedpriv.run.terminal import displayed, warn_of_delta
+from fedpriv.run.terminal import displayed, execute, warn_of_delta
 from fedpriv.studies import Arm, ArmSummary, Cell, ReadStudy, RunResult, Study, Target, read_study
 from fedpriv.studies.results import (
     ALL_RESULTS,
@@ -436,12 +435,12 @@ def _run_prepared(
     output = config.output.model_copy(update={"checkpoint_every": config.rounds})
     experiment = replace(experiment, config=config.model_copy(update={"output": output}))
     observed = ObservedTransport(transport, plan, run.append_simulation_only)
-    outcome = run_rounds(
+    outcome = execute(
         RunSetup(experiment.config, plan.run, run, run.ledger, resuming=False),
         experiment,
         lambda _experiment, _records: observed,
+        Console(quiet=True),
         lambda _experiment, _first, rounds: rounds(lambda _result: None),
-        monotonic,
     )
     result = _result(study, cell, experiment, outcome, run)
     write_atomically(run.path / RESULT, results_text([result]).encode())

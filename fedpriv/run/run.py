@@ -1,13 +1,13 @@
 """A run in its folder, from its start or resumption to its result.
 
-`conduct` is the loop, the same in a simulation and in a deployment; `run_rounds` opens what it
-needs in the folder. `terminal` shows a run to whoever started it.
+`opened` opens the folder and its records, and `conduct` runs the rounds, in simulations and in
+deployments alike. `fedpriv.run.terminal.execute` shows a run to its user.
 """
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -39,7 +39,6 @@ from fedpriv.errors import (
 from fedpriv.evaluation.held_out import Evaluation, evaluate
 from fedpriv.experiment.build import Experiment, build, check_budget
 from fedpriv.experiment.config import Config, FederationSection, for_folder, load_config
-from fedpriv.experiment.trackers import Followers, StartedRun
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger, paid_events
 from fedpriv.ledger.participation import digest_of_users, record_path
@@ -688,14 +687,9 @@ def _figures(found: Evaluation) -> dict[str, Any]:
     return {name: getattr(found, name) for name in _MEASURED}
 
 
-def run_rounds(
-    setup: RunSetup,
-    experiment: Experiment,
-    hosted: Hosted,
-    follow: Follow,
-    clock: Callable[[], float] | None,
-) -> Run:
-    """Start or resume an experiment in its folder; callbacks are not told how long rounds took."""
+@contextmanager
+def opened(setup: RunSetup, experiment: Experiment) -> Iterator[tuple[PrivacyRecords, ServerState]]:
+    """Open the folder and the records of a run, and find the state to start or to go on from."""
     folder, plan, before = setup.folder, experiment.plan, None
     if setup.resuming:
         setup.refuse_other_plan(experiment)
@@ -705,10 +699,10 @@ def run_rounds(
         before = _state_after(setup.start, experiment) if setup.start else None
         folder.create()
     files, budget = (setup.ledger, record_path(setup.ledger)), experiment.budget
-    with ExitStack() as stack:
-        stack.enter_context(folder.held())
-        opened = PrivacyRecords.open(*files, plan.population, budget, resuming=setup.resuming)
-        records = stack.enter_context(opened)
+    with (
+        folder.held(),
+        PrivacyRecords.open(*files, plan.population, budget, resuming=setup.resuming) as records,
+    ):
         records.participation.bind(setup.run, experiment.enrolled)
         if before:  # before the plan, as a folder with a plan is resumed from its checkpoints
             begun = Checkpoint(before, plan.digest, records.ledger.head)
@@ -719,30 +713,7 @@ def run_rounds(
         state = state_to_start_from(folder, plan, records, start, every)
         folder.results()  # what is damaged is refused before users are asked
         setup.write_budget(experiment)  # after the ledger was found to be the run's
-        auditor = Auditor.of(folder, experiment)
-        transport = hosted(experiment, records)
-        if auditor:
-            transport = auditor.beside(transport)
-        followed = bool(experiment.on_round or experiment.trackers)
-        followers, stop = Followers(experiment.on_round, experiment.trackers), None
-
-        def run(show: OnRound) -> Run:
-            def on_round(result: RoundResult) -> None:
-                if followed:
-                    followers.released(replace(result, simulation_only_seconds=None))
-                show(result)
-
-            given = folder, experiment, state, transport, records, on_round, clock, auditor
-            return conduct(*given, keep_going=setup.keep_going)
-
-        place = records.ledger.ledger_id, folder.path, state.round
-        followers.start(StartedRun.of(experiment.config, plan, *place))
-        try:
-            ended = follow(experiment, state.round, run)
-            stop = ended.stop
-            return ended
-        finally:
-            followers.end(stop)
+        yield records, state
 
 
 def spent_in(ledger: Path, population: str | None = None) -> list[RoundEvent]:

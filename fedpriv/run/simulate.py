@@ -41,8 +41,8 @@ from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
 from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import PartialSum
 from fedpriv.report.tables import Column, Table, cohort_text, print_table, screen
-from fedpriv.run.run import Run, RunSetup, spent_in
-from fedpriv.run.terminal import carry_out, telling_where
+from fedpriv.run.run import Hosted, Run, RunSetup, spent_in
+from fedpriv.run.terminal import execute, telling_where
 from fedpriv.support.checks import check_types
 from fedpriv.support.disk import with_room
 from fedpriv.training.optimizers import ServerOptimizer
@@ -169,7 +169,7 @@ def simulate(
     spent = setup.spent if federated_evaluation or start else ()
     experiment, transport = on_population(setup.config, setup.run, population, spent, method)
     followed = replace(experiment, on_round=callbacks, trackers=told)
-    return _run(setup, followed, transport, console)
+    return execute(setup, *_in_process(setup, followed, transport, console), console)
 
 
 def run_simulation(
@@ -190,12 +190,13 @@ def run_simulation(
     config, population = setup.config, population_of(setup.config)
     console = screen(stderr=stderr)
     experiment, transport = on_population(config, setup.run, population, setup.spent)
-    return _run(setup, experiment, transport, console)
+    return execute(setup, *_in_process(setup, experiment, transport, console), console)
 
 
-def _run(
+def _in_process(
     setup: RunSetup, experiment: Experiment, transport: InProcessTransport, console: Console
-) -> Run:
+) -> tuple[Experiment, Hosted]:
+    """The experiment with the settled way of its users, and the transport that trains them here."""
     chosen: Transport = transport
     if experiment.config.output.simulation_only:
         told = setup.folder.append_simulation_only
@@ -206,7 +207,7 @@ def _run(
             refuse_if_few_count(experiment, transport)
     if road.path == "together":  # else a note says so
         console.print(f"users train {road}", highlight=False)
-    return carry_out(setup, experiment, lambda *_: chosen, console)
+    return experiment, lambda *_: chosen
 
 
 class ObservedTransport(Transport):
@@ -264,7 +265,7 @@ def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False
     """Print how a round of an experiment is released and what all rounds cost; spend nothing."""
     config = load_config(file, assignments)
     population, ledger = population_of(config), config.privacy.ledger
-    name = records_of(population, config.mechanism()).name
+    name = records_of(population, config.mechanism()).ledger_name
     held = spent_in(Path(ledger), name) if ledger else []
     experiment, _ = on_population(config, "plan", population, held)
     plan, console = experiment.plan, screen()

@@ -1,13 +1,15 @@
 """A run on a terminal: what its settings do to its guarantee, how far it is, and its result.
 
-`carry_out` is a whole run with all of this; `displayed` shows how far any long work is.
+`execute` is a whole run with all of this; `displayed` shows how far any long work is.
 """
 
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 from rich import box
 from rich.cells import cell_len
@@ -29,11 +31,14 @@ from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
 from fedpriv.experiment.build import Experiment
+from fedpriv.experiment.trackers import Followers, StartedRun
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import ChargedRow, Ledger, paid_events
-from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table
+from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table, protected
 from fedpriv.run import notes
-from fedpriv.run.run import Follow, Hosted, Run, RunSetup, run_rounds, spent_in
+from fedpriv.run.auditor import Auditor
+from fedpriv.run.run import Follow, Hosted, Run, RunSetup, conduct, opened, spent_in
+from fedpriv.support.logs import SIMULATION_ONLY
 from fedpriv.training.contributors import Contributors
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
@@ -61,7 +66,7 @@ def telling_where(setup: RunSetup, console: Console) -> Iterator[None]:
         raise
 
 
-def carry_out(
+def execute(
     setup: RunSetup,
     experiment: Experiment,
     hosted: Hosted,
@@ -69,23 +74,43 @@ def carry_out(
     follow: Follow | None = None,
     clock: Callable[[], float] | None = time.monotonic,
 ) -> Run:
-    """Run an experiment, with all that it prints; `follow` replaces the progress bar."""
+    """Run an experiment in its folder, and print its progress and result.
 
-    def shown(experiment: Experiment, first: int, run: Callable[[OnRound], Run]) -> Run:
-        if setup.resuming:
-            console.print(
-                f"resuming {setup.folder.path} after {first} of {experiment.plan.rounds} rounds"
-            )
-        if follow:
-            return follow(experiment, first, run)
-        with _progress(experiment.plan, first, console) as show:
-            return run(show)
-
+    `follow` replaces the progress bar. Callbacks are not told how long rounds took.
+    """
+    folder, plan = setup.folder, experiment.plan
     _warn(setup, experiment, console)
-    with telling_where(setup, console):
-        run = run_rounds(setup, experiment, hosted, shown, clock)
+    with telling_where(setup, console), opened(setup, experiment) as (records, state):
+        if setup.resuming:
+            console.print(f"resuming {folder.path} after {state.round} of {plan.rounds} rounds")
+        auditor, transport = Auditor.of(folder, experiment), hosted(experiment, records)
+        transport = auditor.beside(transport) if auditor else transport
+        followers, stop = Followers(experiment.on_round, experiment.trackers), None
+
+        def rounds(show: OnRound) -> Run:
+            def on_round(result: RoundResult) -> None:
+                followers.released(replace(result, simulation_only_seconds=None))
+                show(result)
+
+            work = folder, experiment, state, transport, records, on_round, clock, auditor
+            return conduct(*work, keep_going=setup.keep_going)
+
+        place = records.ledger.ledger_id, folder.path, state.round
+        followers.start(StartedRun.of(experiment.config, plan, *place))
+        try:
+            run = (follow or partial(_with_progress, console))(experiment, state.round, rounds)
+            stop = run.stop
+        finally:
+            followers.end(stop)
     _print_result(setup, experiment, run, console)
     return run
+
+
+def _with_progress(
+    console: Console, experiment: Experiment, first: int, rounds: Callable[[OnRound], Run]
+) -> Run:
+    with _progress(experiment.plan, first, console) as show:
+        return rounds(show)
 
 
 class Display:
@@ -247,10 +272,11 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
         f"head   {head.count}:{head.hash}",
     ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if run.warnings:
+    # Whether a user counts as zero shows in the lines with that mark alone, one for each note.
+    if any(not note.startswith(SIMULATION_ONLY) for note in run.warnings):
         console.print("what you should know", style="bold")
     for note in run.warnings:
-        console.print(f"- {note}", style="yellow", highlight=False, markup=False)
+        console.print(f"- {note}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     if run.audit is not None:
         style = "green" if run.audit.consistent else "bold red"
         console.print(f"audit: {run.audit.text}", style=style, highlight=False, markup=False)
@@ -302,6 +328,8 @@ def _privacy_rows(
     if len(own) < len(charges):
         alone = epsilon_of(paid_events(own), privacy.delta, privacy.accountant)
         rows.append(("of which this run alone", format_epsilon(alone.epsilon)))
+    if users := protected(charges):
+        rows.append(("for users", users))
     if paid_events(own):
         rows.append(("what it means", loss.assumptions))
         rows.append(("randomness", str(weakest_randomness(charges))))

@@ -48,8 +48,8 @@ from fedpriv.experiment.build import (
 )
 from fedpriv.experiment.config import (
     Config,
-    DataSection,
     Options,
+    PeopleSection,
     RangeSection,
     TuneSection,
     assign,
@@ -310,7 +310,7 @@ def tune_file(
     return search.on_users(price_only=price_only) if on == "users" else search.on_public()
 
 
-def _public_data(config: Config, *, synthetic: bool) -> DataSection:
+def _public_data(config: Config, *, synthetic: bool) -> PeopleSection:
     """Who takes part instead of the enrolled users."""
     section = config.tune or TuneSection()
     if not synthetic:
@@ -331,7 +331,7 @@ def _public_data(config: Config, *, synthetic: bool) -> DataSection:
             "--synthetic needs the shape and the classes of examples: give them as "
             "tune.synthetic = { shape = [64], classes = 10 }"
         )
-    return DataSection(name="synthetic", options=options)
+    return PeopleSection(name="synthetic", options=options)
 
 
 @dataclass(frozen=True)

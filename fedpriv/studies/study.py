@@ -84,7 +84,7 @@ class Cell:
 
     @property
     def path(self) -> str:
-        """Its folder in that of the study."""
+        """The cell's folder, relative to the study's folder."""
         return f"{RUNS}/{self.arm.name}/epsilon-{self.target.epsilon:g}/seed-{self.seed}"
 
 

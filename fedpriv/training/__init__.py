@@ -1,7 +1,7 @@
-"""One round as pure functions, the plan that governs it, and the loop around it.
+"""The plan of a run, the functions that run one round, and the loop over rounds.
 
-Read `rounds`. Nothing here can weaken the guarantee: users are reached and sums
-released by `fedpriv.privacy` alone.
+Start with `rounds`. Nothing here can weaken the guarantee: only `fedpriv.privacy` draws users and
+releases sums.
 """
 
 from fedpriv.training.optimizers import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi

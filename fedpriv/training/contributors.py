@@ -1,7 +1,8 @@
-"""How many users count, as rounds release it, and when a run must end since too few do.
+"""The released number of users who count, and the decision to end a run if it is too small.
 
-A user counts if its update does: one that fails, is absent or gives NaN is the zero vector. If most
-are, a run spends its budget on noise. All of this is post-processing of what was released.
+A user counts if its update counts. The update of a user that fails, is absent or returns NaN is
+the zero vector. If most updates are zero, a run spends its budget on noise. All of this is
+post-processing of released numbers.
 """
 
 import math
@@ -13,36 +14,36 @@ from fedpriv.ledger.events import SamplingEvent
 from fedpriv.training.rounds import CONTRIBUTORS_METRIC, RoundResult, Stop
 
 _SURE = 3.0  # standard deviations
-_NEAR = 0.1  # of what is expected: a difference that is not spoken of
+_NEAR = 0.1  # of the expected number: smaller differences are not reported
 
 
 @dataclass(frozen=True)
 class Contributors:
-    """The counts of some rounds, added up; empty if they were not asked for."""
+    """The sum of the counts of some rounds; empty if no round released a count."""
 
-    rounds: int = 0  # that released a count
-    total: float = 0.0  # of all counts
-    expected: float = 0.0  # of the total, if every user counts
-    variance: float = 0.0  # of the total, by noise and coins
+    rounds: int = 0  # number of rounds that released a count
+    total: float = 0.0  # sum of the counts
+    expected: float = 0.0  # expectation of the total if every user counts
+    variance: float = 0.0  # variance of the total, due to noise and to the draws of cohorts
 
     @classmethod
     def of(cls, results: Iterable[RoundResult], sampling: SamplingEvent) -> Self:
-        """The counts of these rounds."""
+        """Return the sum of the counts of these rounds."""
         found = cls()
         for result in results:
             found = found.with_round(result, sampling)
         return found
 
     def with_round(self, result: RoundResult, sampling: SamplingEvent) -> Self:
-        """Those with the count of one more round.
+        """Return the sum with the count of one more round.
 
-        Over a series the variance is too large, as noise that is correlated cancels, and so does
-        who was in other rounds.
+        For a series of rounds the variance is too large, because correlated noise partly cancels,
+        and the draws of different rounds depend on each other.
         """
         count = result.scalar_metrics.get(CONTRIBUTORS_METRIC)
         if count is None:
             return self
-        expected = result.expected_cohort_size  # an event does not say how many examples there are
+        expected = result.expected_cohort_size  # an event does not state the number of examples
         coins = sampling.cohort_variance * expected / sampling.expected_cohort_size
         noise = result.metrics_noise_stddev[CONTRIBUTORS_METRIC] ** 2
         return type(self)(
@@ -56,10 +57,11 @@ class Contributors:
         return self.rounds > 0
 
     def __str__(self) -> str:
-        """The means over rounds, as "82.3 ± 4.5 of 86.1", or "" without rounds.
+        """Return the means over rounds, such as "82.3 ± 4.5 of 86.1", or "" without rounds.
 
-        What follows ± is one standard deviation of noise and coins together, so that the figure can
-        be held against the expected one; if it is as large, only more rounds will tell.
+        The number after ± is one standard deviation of noise and draws together, so that readers
+        can compare the mean with the expected one. If it is as large as the mean, only more rounds
+        can show whether users count.
         """
         if not self:
             return ""
@@ -70,23 +72,26 @@ class Contributors:
 
     @property
     def too_few(self) -> bool:
-        """Whether surely fewer than half of the expected users count, so that a run must end.
+        """Whether fewer than half of the expected users surely count, so that a run must end.
 
-        The total is then three standard deviations below half of what is expected. Nothing is
-        concluded while that would be a negative number: so a run in which all users count, and
-        whose noise is large, ends by chance only where the total is six below what is expected.
+        The total must be three standard deviations below half of the expected total. While that
+        limit is negative, this is false. A run in which all users count therefore ends by chance
+        only if its total is at least six standard deviations below the expected total.
         """
         margin, half = _SURE * math.sqrt(self.variance), self.expected / 2.0
         return bool(self) and margin <= half and self.total < half - margin
 
     @property
     def far_off(self) -> bool:
-        """Whether the total is surely another than expected, by more than a tenth."""
+        """Whether the total surely differs from the expected total by more than a tenth of it."""
         margin = _SURE * math.sqrt(self.variance) + _NEAR * self.expected
         return abs(self.total - self.expected) > margin
 
     def why_ended(self, units: str, done: int, rounds: int) -> str:
-        """In one sentence, why a run ended after so many rounds; `units` are what is counted."""
+        """Return, in one sentence, why a run ended after `done` of `rounds` rounds.
+
+        `units` names what was counted, such as "users".
+        """
         return (
             f"{Stop.TOO_FEW}: {self} expected {units} counted in a round, as noised counts say; "
             f"the run ended after {done} of {rounds} rounds, and the rest of its budget is not "

@@ -1,8 +1,9 @@
-"""Ways to train locally, by the names that a configuration gives them.
+"""Algorithms of local training, and their names in a configuration.
 
-Each is one frozen class with the fields of `LocalTraining` and its own. Privacy is the same for
-all: what a user sends is a function of its own data and the round's request, is clipped afterwards
-to the norms of the round's vector groups, and nothing that a user computed is kept at the user.
+Each algorithm is one frozen class with the fields of `LocalTraining` and its own fields. The
+argument for privacy is the same for all: a user's contribution is a function of the user's own data
+and the round's request, and is clipped afterwards to the norms of the round's vector groups. Users
+keep nothing that they computed.
 """
 
 import math
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 class SGD(LocalTraining):
     """Minibatch SGD on a user's own examples, with heavy-ball momentum and FedProx's term.
 
-    One step on all examples is FedSGD (McMahan et al. 2017), `proximal` > 0 is FedProx
-    (Li et al. 2020). Give exactly one of epochs and steps; the fields are those of `LocalTraining`.
-    The rate may be a schedule by round, as of the server.
+    One step on all examples is FedSGD (McMahan et al. 2017); `proximal` > 0 is FedProx
+    (Li et al. 2020). The fields are those of `LocalTraining`. Give either `epochs` or `steps`. The
+    learning rate may be a schedule over rounds, as it may for server optimisers.
 
     >>> SGD(0.5, batch_size=10, epochs=2).proximal
     0.0
@@ -35,13 +36,14 @@ class SGD(LocalTraining):
 
 @dataclass(frozen=True)
 class AdamW(LocalTraining):
-    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2), as torch has it.
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2), as in torch.
 
     m ← β₁·m + (1 − β₁)·g;  v ← β₂·v + (1 − β₂)·g²;  in step t, from 1,
     y ← y − η·(m/(1 − β₁ᵗ)/(√(v/(1 − β₂ᵗ)) + ε) + λ·y).
 
-    Privacy: m, v and t begin at zero for each user in each round, and are thrown away after it. So
-    the update, which is clipped like any other, depends on the user's own data and the model alone.
+    Privacy: m, v and t start at zero for each user in each round and are discarded after it. The
+    update, which is clipped like any other, therefore depends only on the user's own data and the
+    model.
     """
 
     weight_decay: float = 0.01  # λ ≥ 0
@@ -62,11 +64,11 @@ class AdamW(LocalTraining):
 
     @property
     def memories(self) -> int:
-        """Two: m and v."""
+        """Two tensors per parameter: m and v."""
         return 2
 
     def direction(self, step: LocalStep) -> tuple["Tensor", tuple["Tensor", ...]]:
-        """The step's direction, and m and v."""
+        """Return the direction [C, *shape] of a step, and the pair (m, v)."""
         taken, (m, v) = step.number + 1, step.memory
         m = m.mul_(self.beta1).add_(step.gradient * (1.0 - self.beta1))
         v = v.mul_(self.beta2).add_(step.gradient.square() * (1.0 - self.beta2))
@@ -77,20 +79,22 @@ class AdamW(LocalTraining):
 
 @dataclass(frozen=True)
 class Scaffold(LocalTraining):
-    """SCAFFOLD (Karimireddy et al. 2020, algorithm 1) by option I, without state at users.
+    """SCAFFOLD (Karimireddy et al. 2020, algorithm 1) with option I, without state at users.
 
-    At the round's model x, a user's control variate is its own gradient, c_i = ∇f_i(x), on all of
-    its examples. Each step is y ← y − η·(∇f_i(y) − c_i + c), so that a user goes the way of all
-    users, c, and adds what its own way bends. Beside its update, it sends Δc_i = c_i − c.
+    At the round's model x, a user's control variate is the gradient c_i = ∇f_i(x) on all of the
+    user's examples. Each step is y ← y − η·(∇f_i(y) − c_i + c): it follows the common direction c,
+    corrected by the change of the user's own gradient since x. In addition to the update, the user
+    sends Δc_i = c_i − c.
 
-    The paper's users keep c_i until they take part again. Here c_i is found anew in each round; it
-    is the gradient of the first step, and users need no state. For a user that has kept nothing,
-    Δc_i is the difference from c; and c ← c + β·Δc, with β in the place of the paper's |S|/N.
+    In the paper, users keep c_i until they take part again. Here they compute c_i again in each
+    round, as the gradient of the first step, and need no state. The server then sets
+    c ← c + β·Δc, with β in place of the paper's |S|/N.
 
-    Privacy: Δc_i is a vector group of its own, clipped to `control_norm`, in the same round: one
-    cohort, one query, one charge. The group gets `control_share` of the round's privacy, and what
-    it gets the update's groups do without: Σ_g (Δ_g/σ_g)² is 1/z² in all, as without it. c was
-    released. No user has a state, so a user's part in a round depends on that round's request only.
+    Privacy: Δc_i is a separate vector group, clipped to `control_norm`, in the same round: one
+    cohort, one query, one charge. The group gets `control_share` of the round's privacy, at the
+    expense of the update's groups: in total Σ_g (Δ_g/σ_g)² is 1/z², as it is without control
+    variates. c was released. Users have no state, so a user's contribution to a round depends only
+    on that round's request and the user's own data.
     """
 
     control_norm: float = field(kw_only=True)  # S > 0, the bound on the L2 norm of Δc_i
@@ -103,16 +107,16 @@ class Scaffold(LocalTraining):
 
     @property
     def memories(self) -> int:
-        """One: Δc_i."""
+        """One tensor per parameter: Δc_i."""
         return 1
 
     @property
     def control(self) -> ControlVariates:
-        """How Δc_i is clipped, and how the server moves by it."""
+        """The clipping norm of Δc_i, its share of privacy, and the server's rate β."""
         return ControlVariates(self.control_norm, self.control_share, self.control_rate)
 
     def direction(self, step: LocalStep) -> tuple["Tensor", tuple["Tensor", ...]]:
-        """∇f_i(y) − Δc_i, and Δc_i."""
+        """Return the direction ∇f_i(y) − Δc_i, [C, *shape], and Δc_i as the only memory."""
         change = step.memory[0] if step.number else step.gradient - step.control
         return step.gradient - change, (change,)
 
@@ -121,15 +125,15 @@ class Scaffold(LocalTraining):
 class FedRecon(LocalTraining):
     """Federated reconstruction (Singhal et al. 2021, algorithm 1) on all of a user's examples.
 
-    In the first `personal_steps` of the steps, a user trains the personal parameters of the task
-    at `personal_rate`, from the values with which everyone begins, and the others stand still. In
-    the rest it trains the others, and its own stand still. The paper splits a user's examples
-    into a support and a query set, one for each part; here all of them serve for both.
+    In the first `personal_steps` steps, a user trains only the task's personal parameters, at
+    `personal_rate`, from initial values that are the same for all users. In the remaining steps,
+    the user trains only the other parameters. The paper splits a user's examples into a support set
+    and a query set, one for each phase; here both phases use all examples.
 
-    Privacy: personal parameters are no part of the update, and no user keeps them: each round they
-    are found anew from the user's own examples and the round's parameters. So the update, which is
-    clipped like any other, depends on the user's own data and the model alone; and a model that a
-    user makes its own afterwards is a function of what was released and of that user's data.
+    Privacy: personal parameters are not part of the update, and users do not keep them: each round
+    trains them again from the user's own examples and the round's parameters. The update, which is
+    clipped like any other, therefore depends only on the user's own data and the model. A model
+    that is personalised later is a function of released numbers and of that user's data.
     """
 
     personal_steps: int = field(kw_only=True)  # from 1 to steps − 1
@@ -150,7 +154,11 @@ class FedRecon(LocalTraining):
             raise InvalidValueError(f"{found}; it must be positive and finite")
 
     def direction(self, step: LocalStep) -> tuple["Tensor", tuple["Tensor", ...]]:
-        """That of SGD, where it is the parameter's turn, and else zero."""
+        """Return SGD's direction in the parameter's own phase, zeros in the other; and the memory.
+
+        The direction is [C, *shape]. That of a personal parameter is scaled from the learning rate
+        to `personal_rate`.
+        """
         if step.personal != (step.number < self.personal_steps):
             return step.gradient.new_zeros(step.gradient.shape), step.memory
         way, memory = super().direction(step)
@@ -158,8 +166,8 @@ class FedRecon(LocalTraining):
 
 
 GRADIENT = SGD(1.0, steps=1)
-"""The update is minus the gradient of the mean loss: the only training of an example's or of a
-microbatch's, whose step size is the server's (Abadi et al. 2016, Algorithm 1)."""
+"""Makes the update minus the gradient of the mean loss. If the unit is an example or a microbatch,
+no other local training is legal; the server sets the step size (Abadi et al. 2016, Algorithm 1)."""
 
 ALGORITHMS: Mapping[str, type[LocalTraining]] = {
     "sgd": SGD,
@@ -167,10 +175,10 @@ ALGORITHMS: Mapping[str, type[LocalTraining]] = {
     "scaffold": Scaffold,
     "fedrecon": FedRecon,
 }
-"""The values of local.algorithm in a configuration; nodes know these."""
+"""Algorithms by their name in a configuration, local.algorithm; nodes accept only these."""
 
 COMMON = tuple(each.name for each in fields(LocalTraining))
-"""The fields that all of them have."""
+"""The fields that all algorithms have."""
 
 
 def _refuse_momentum(local: LocalTraining, why: str) -> None:

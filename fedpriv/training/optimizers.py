@@ -1,13 +1,14 @@
-"""Server optimisers: pairs of pure functions over named float32 tensors.
+"""Server optimisers: pairs of pure functions on named float32 tensors.
 
 The released average Δ of the users' updates takes the place of the negative gradient
 (Reddi et al. 2021, "Adaptive Federated Optimization", algorithm 2). Everything here sees
-released quantities only. A learning rate, here and in local training, is a number, or a
-`RateSchedule` of the public round number.
+only released numbers. A learning rate, here and in local training, is a number, or a
+`RateSchedule`, which depends only on the public round number.
 
-Where Δ is minus an average of clipped gradients, FedAvg is NoisySGD (Abadi et al. 2016, algorithm
-1) and FedAdam NoisyAdam (Bu et al. 2020, algorithm 2), with m₀ = 0, u₀ = τ² and ξ = τ; their sums
-are divided by the size of the lot that was drawn, ours by the expected one, which is public.
+If Δ is minus an average of clipped gradients, FedAvg is NoisySGD (Abadi et al. 2016, algorithm 1)
+and FedAdam is NoisyAdam (Bu et al. 2020, algorithm 2), with m₀ = 0, u₀ = τ² and ξ = τ. The papers
+divide a sum by the size of the lot that was drawn; we divide it by the expected size, which is
+public.
 """
 
 import math
@@ -31,7 +32,7 @@ Moments = Mapping[str, Array]
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """First moment m and second moment v by tensor; empty where an optimiser keeps none."""
+    """The first moment m and second moment v, by tensor; empty if the optimiser keeps none."""
 
     first: Moments
     second: Moments
@@ -45,13 +46,14 @@ class RateSchedule(ABC):
 
     @abstractmethod
     def at(self, number: int) -> float:
-        """The rate ≥ 0 in round t, from 1: a function of that number alone, which is public."""
+        """Return the rate ≥ 0 of a round, from 1; it depends only on that public number."""
 
 
 @dataclass(frozen=True)
 class PolynomialDecay(RateSchedule):
-    """From `start` in round 1 to `end` after so many rounds, and from then on; linear at power 1.
+    """A rate that falls from `start` in round 1 to `end` after `rounds` rounds, then stays there.
 
+    It is linear if `power` is 1: in round t ≤ rounds + 1 the rate is
     end + (start − end)·(1 − (t − 1)/rounds)^power.
 
     >>> [PolynomialDecay(1.0, 0.5, rounds=2).at(number) for number in (1, 2, 3, 4)]
@@ -67,16 +69,17 @@ class PolynomialDecay(RateSchedule):
         _check_schedule(self)
 
     def at(self, number: int) -> float:
-        """The rate in a round."""
+        """Return the rate in a round, from 1."""
         left = max(0.0, 1.0 - (number - 1) / self.rounds)
         return float(self.end + (self.start - self.end) * left**self.power)
 
 
 @dataclass(frozen=True)
 class CosineDecay(RateSchedule):
-    """From `start` in round 1 to `end` after so many rounds, and from then on, along a cosine.
+    """A rate that goes from `start` to `end` in `rounds` rounds along a cosine, then stays there.
 
-    end + (start − end)·(1 + cos(π·(t − 1)/rounds))/2 (Loshchilov & Hutter 2017, without restarts).
+    In round t ≤ rounds + 1 it is end + (start − end)·(1 + cos(π·(t − 1)/rounds))/2
+    (Loshchilov & Hutter 2017, without restarts).
 
     >>> [round(CosineDecay(1.0, 0.0, rounds=2).at(number), 9) for number in (1, 2, 3, 4)]
     [1.0, 0.5, 0.0, 0.0]
@@ -90,14 +93,14 @@ class CosineDecay(RateSchedule):
         _check_schedule(self)
 
     def at(self, number: int) -> float:
-        """The rate in a round."""
+        """Return the rate in a round, from 1."""
         angle = math.pi * min(1.0, (number - 1) / self.rounds)
         return float(self.end + (self.start - self.end) * (1.0 + math.cos(angle)) / 2.0)
 
 
 @dataclass(frozen=True)
 class ExponentialDecay(RateSchedule):
-    """start·factor^((t − 1)/rounds): it falls by the factor in so many rounds."""
+    """The rate start·factor^((t − 1)/rounds): it shrinks by `factor` every `rounds` rounds."""
 
     start: float
     factor: float
@@ -107,13 +110,13 @@ class ExponentialDecay(RateSchedule):
         _check_schedule(self)
 
     def at(self, number: int) -> float:
-        """The rate in a round."""
+        """Return the rate in a round, from 1."""
         return float(self.start * self.factor ** ((number - 1) / self.rounds))
 
 
 @dataclass(frozen=True)
 class StepDecay(RateSchedule):
-    """start·factor^⌊(t − 1)/rounds⌋: it falls by the factor at once, after every so many rounds."""
+    """The rate start·factor^⌊(t − 1)/rounds⌋: it is constant for `rounds` rounds at a time."""
 
     start: float
     factor: float
@@ -123,13 +126,13 @@ class StepDecay(RateSchedule):
         _check_schedule(self)
 
     def at(self, number: int) -> float:
-        """The rate in a round."""
+        """Return the rate in a round, from 1."""
         return float(self.start * self.factor ** ((number - 1) // self.rounds))
 
 
 @dataclass(frozen=True)
 class PowerDecay(RateSchedule):
-    """start/t^power (Robbins & Monro 1951)."""
+    """The rate start/t^power in round t (Robbins & Monro 1951)."""
 
     start: float
     power: float = 0.5
@@ -138,7 +141,7 @@ class PowerDecay(RateSchedule):
         _check_schedule(self)
 
     def at(self, number: int) -> float:
-        """The rate in a round."""
+        """Return the rate in a round, from 1."""
         return float(self.start / number**self.power)
 
 
@@ -167,36 +170,37 @@ def _check_schedule(schedule: RateSchedule) -> None:
 
 
 class ServerOptimizer(ABC):
-    """Turns the released average into the next model."""
+    """Computes the next model from the released average."""
 
     def at(self, number: int) -> Self:
-        """The optimiser of a round, from 1: a number stands in the place of each schedule."""
+        """Return the optimiser for a round, from 1, with each schedule replaced by its rate."""
         found = {name: value.at(number) for name, value in self.schedules.items()}
         placed: Self = replace(cast(Any, self), **found) if found else self
         return placed
 
     @property
     def schedules(self) -> Mapping[str, RateSchedule]:
-        """The schedules among its fields."""
+        """The optimiser's schedules, by the name of their field."""
         return {
             name: value for name, value in vars(self).items() if isinstance(value, RateSchedule)
         }
 
     def init(self, parameters: Parameters) -> OptimizerState:  # noqa: ARG002
-        """State before the first round; no moments, unless an optimiser keeps some."""
+        """Return the state before the first round; by default it has no moments."""
         return OptimizerState({}, {})
 
     @abstractmethod
     def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
-        """Next parameters and next state; the arguments are left as they are."""
+        """Return the next parameters and the next state; the arguments must not be changed."""
 
 
 def stepped(
     optimizer: ServerOptimizer, average: Average, state: OptimizerState, parameters: Parameters
 ) -> Step:
-    """What `update` gives; InvalidValueError unless it is tensors like the parameters and a state.
+    """Return the result of `update`, after a check of its names, shapes and types.
 
-    Other tensors would train nothing, or end a run whose round is charged.
+    InvalidValueError: it is not a pair of parameters like the given ones and an `OptimizerState`.
+    Other tensors would train nothing, or end a run after its round was charged.
     """
     kind = type(optimizer).__name__
     step = optimizer.update(average, state, parameters)
@@ -214,7 +218,10 @@ def stepped(
 
 
 def try_out(optimizer: ServerOptimizer, parameters: Parameters) -> None:
-    """Refuse an optimiser that cannot step these parameters, before anything is charged."""
+    """Raise InvalidValueError if an optimiser cannot step these parameters.
+
+    Call it before anything is charged.
+    """
     copies = {name: p.copy() for name, p in parameters.items()}
     average = {name: np.ones(p.shape) for name, p in parameters.items()}
     try:
@@ -227,7 +234,7 @@ def try_out(optimizer: ServerOptimizer, parameters: Parameters) -> None:
 
 
 def _described(tensors: Mapping[str, object]) -> dict[str, str]:
-    # NumPy makes numbers of its own of arrays without axes.
+    # NumPy turns results without axes into scalars of type np.generic.
     arrays = {n: t for n, t in tensors.items() if isinstance(t, np.ndarray | np.generic)}
     found = {name: f"{array.dtype}{list(array.shape)}" for name, array in arrays.items()}
     return {name: type(t).__name__ for name, t in tensors.items()} | found
@@ -243,7 +250,7 @@ class FedAvg(ServerOptimizer):
         _check(self)
 
     def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
-        """One step along the average."""
+        """Take a step along the average."""
         return _moved(parameters, average, self.learning_rate), state
 
 
@@ -258,11 +265,11 @@ class FedAvgM(ServerOptimizer):
         _check(self)
 
     def init(self, parameters: Parameters) -> OptimizerState:
-        """No velocity: m = 0."""
+        """Return the state with zero velocity, m = 0."""
         return OptimizerState(_filled(parameters, 0.0), {})
 
     def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
-        """One step along the velocity."""
+        """Take a step along the velocity."""
         velocity = {name: self.momentum * m + average[name] for name, m in state.first.items()}
         return _moved(parameters, velocity, self.learning_rate), OptimizerState(velocity, {})
 
@@ -280,14 +287,14 @@ class _Adaptive(ServerOptimizer):
 
     @abstractmethod
     def _second(self, v: Array, square: Array) -> Array:
-        """The next v, given Δ²."""
+        """Return the next v, given Δ²."""
 
     def init(self, parameters: Parameters) -> OptimizerState:
-        """No velocity, m = 0, and v = τ²."""
+        """Return the state with m = 0 and v = τ²."""
         return OptimizerState(_filled(parameters, 0.0), _filled(parameters, self.tau**2))
 
     def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
-        """One adaptive step."""
+        """Take an adaptive step."""
         kept, new = self.beta1, 1.0 - self.beta1
         first = {name: kept * m + new * average[name] for name, m in state.first.items()}
         second = {n: self._second(v, average[n] ** 2) for n, v in state.second.items()}
@@ -299,7 +306,8 @@ class _Adaptive(ServerOptimizer):
 class FedAdam(_Adaptive):
     """m ← β₁·m + (1 − β₁)·Δ;  v ← β₂·v + (1 − β₂)·Δ²;  x ← x + η·m / (√v + τ).
 
-    No bias correction, and v starts at τ², as in Reddi et al. 2021; so in the two below.
+    As in Reddi et al. 2021, there is no bias correction, and v starts at τ². FedAdagrad and FedYogi
+    do the same.
     """
 
     beta2: float = 0.99  # decay of v in [0, 1)
@@ -337,7 +345,7 @@ def _check(optimizer: ServerOptimizer) -> None:
     hold_plain_numbers(optimizer)
     for name, value in vars(optimizer).items():
         if isinstance(value, RateSchedule) and name == "learning_rate":
-            continue  # its numbers are checked when they take its place
+            continue  # its rates are checked when they replace it
         if isinstance(value, RateSchedule):
             raise InvalidValueError(f"{name} is {value}; only a learning_rate may have a schedule")
         below = math.inf if name in {"learning_rate", "tau"} else 1.0
@@ -352,7 +360,7 @@ def _filled(parameters: Parameters, value: float) -> Moments:
 
 
 def _moved(parameters: Parameters, direction: Average, learning_rate: Rate) -> Parameters:
-    """Parameters after a step, saturated to what float32 holds so that a model stays finite."""
+    """Return the parameters after a step, clamped to float32's range so that they stay finite."""
     if isinstance(learning_rate, RateSchedule):
         found = f"learning_rate is {learning_rate}"
         raise InvalidValueError(f"{found}; a step needs its number, of the optimiser `at` a round")

@@ -1,6 +1,7 @@
-"""What the server moves by a release, besides the model: post-processing of released numbers.
+"""What a release changes besides the model: clipping norms, control variates, running statistics.
 
-Clipping norms that adapt, control variates, and the running statistics of batch normalisations.
+All of it is post-processing of released numbers. The running statistics are those of batch
+normalisations.
 """
 
 import math
@@ -17,7 +18,7 @@ from fedpriv.support.checks import hold_numbers
 from fedpriv.training.optimizers import Parameters
 
 _SMALLEST_NORM, _LARGEST_NORM = 1e-12, 1e12
-_MOST_CHANGE = 4.0  # of a variance in a round, as a factor, whatever the noise
+_MOST_CHANGE = 4.0  # largest factor by which a round changes a variance, for any noise
 _LARGEST_MEAN, _LARGEST_VARIANCE = 1e15, 1e30
 
 
@@ -56,7 +57,7 @@ class AdaptiveClipping:
         return min(max(next_norm, _SMALLEST_NORM), _LARGEST_NORM)
 
 
-CONTROL_PREFIX = "control/"  # starts the names of their tensors and group
+CONTROL_PREFIX = "control/"  # starts the names of control variates' tensors and of their group
 
 
 @dataclass(frozen=True)
@@ -104,16 +105,16 @@ class ControlVariates:
 class RunningStatistics:
     """How the server moves the running statistics of batch normalisations.
 
-    With x̂ = (x − μ)/s, s² = v + eps, the metric is the average over users of a = mean x̂ and
-    b = mean x̂² − 1, per channel. Moments about the running mean then move by a share β, the
-    momentum: they are m₁ = β·a and m₂ = 1 + β·b, and so μ moves by s·m₁ and s² by m₂ − m₁². Where
-    all users' moments are those of the running statistics, a = b = 0 and nothing moves. All of this
-    is post-processing of what was released.
+    With x̂ = (x − μ)/s and s² = v + eps, the metric is the average over users of a = mean x̂ and
+    b = mean x̂² − 1, per channel. The moments about the running mean move by a share β, the
+    momentum, to m₁ = β·a and m₂ = 1 + β·b. Therefore s·m₁ is added to μ, and s² is multiplied by
+    m₂ − m₁². If all users' moments equal the running statistics, a = b = 0 and nothing moves. All
+    of this is post-processing of released numbers.
     """
 
     layers: tuple[str, ...]  # names, in the order of the model
-    channels: tuple[int, ...]  # of each
-    eps: tuple[float, ...]  # ≥ 0, of each
+    channels: tuple[int, ...]  # of each layer
+    eps: tuple[float, ...]  # ≥ 0, of each layer
     momentum: float = 0.1  # β in (0, 1]
 
     def __post_init__(self) -> None:
@@ -130,14 +131,14 @@ class RunningStatistics:
 
     @property
     def shape(self) -> tuple[int]:
-        """Shape of the metric: for each layer a and then b of its channels."""
+        """Shape of the metric, which holds a and then b of all channels, layer by layer."""
         return (2 * sum(self.channels),)
 
     def moved(self, statistics: Parameters, released: FloatVector) -> dict[str, np.ndarray]:
-        """Statistics after a round, by name, given the released metric [2ΣC].
+        """Return the statistics after a round, by name, given the released metric [2ΣC].
 
-        Guarantees: variances are finite and not negative, means finite, for any released vector;
-        s² changes by a factor of at least 1/4 and at most 4.
+        Guarantees for any released vector: means are finite, and variances are finite and not
+        negative; s² changes by a factor of at least 1/4 and at most 4.
         """
         after, start = dict[str, np.ndarray](), 0
         for layer, channels, eps in zip(self.layers, self.channels, self.eps, strict=True):
@@ -153,7 +154,7 @@ class RunningStatistics:
         return after
 
     def check(self, statistics: Mapping[str, np.ndarray]) -> None:
-        """Raise InvalidValueError unless there are statistics of exactly these layers."""
+        """Raise InvalidValueError unless the statistics are those of exactly these layers."""
         sizes = zip(self.layers, self.channels, strict=True)
         wanted = {name: (size,) for layer, size in sizes for name in _names(layer)}
         found = {name: tensor.shape for name, tensor in statistics.items()}

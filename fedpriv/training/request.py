@@ -1,6 +1,6 @@
-"""The interface to users in a training round: a `Transport` takes a `RoundRequest` to them.
+"""The interface to users in a training round.
 
-It returns `fedpriv.privacy.round.PartialSum`s.
+A `Transport` takes a `RoundRequest` to the users, and returns `fedpriv.privacy.round.PartialSum`s.
 """
 
 import math

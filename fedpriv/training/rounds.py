@@ -1,8 +1,8 @@
 """Training: the plan of a run, its private rounds, and the checkpoints between them.
 
-A round asks, releases, steps the server and reports. A checkpoint is the server's state in one
-file, bound to its plan and its ledger: released quantities only, and never a random state, so that
-a resumed run draws fresh cohorts and fresh noise.
+A round asks users, releases, steps the server and reports. A checkpoint is the server's state in
+one file, bound to its plan and its ledger. It holds only released numbers and no random state, so a
+resumed run draws fresh cohorts and fresh noise.
 """
 
 import hashlib
@@ -63,8 +63,8 @@ from fedpriv.training.request import LocalTraining, Rates, RoundRequest, Transpo
 
 BATCH_NORM_METRIC = "batch-norm"  # the metric that moves running statistics
 CONTRIBUTORS_METRIC = CONTRIBUTORS.name  # the count of users whose update counted
-EVALUATION_PREFIX = "evaluation/"  # begins names of what users say of the model after a round
-_MOST_RAISED = 1.01  # as a factor of calibrated noise, which rounding never makes miss by as much
+EVALUATION_PREFIX = "evaluation/"  # of metrics that users report on the model after a round
+_MOST_RAISED = 1.01  # factor of calibrated noise; rounding makes it miss the budget by less
 _FORMAT = "fedpriv checkpoint 3"
 _PARTS = ("parameters", "first", "second", "statistics", "control")  # of a checkpoint
 _KEPT = 3  # checkpoints
@@ -72,28 +72,28 @@ _KEPT = 3  # checkpoints
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What is trained, on whom, for how long and under which mechanism."""
+    """The model, users, number of rounds and mechanism of a training run."""
 
     run: str  # name in the ledger
     population: str  # name of the enrolled population, as in the ledger
     rounds: int  # T ≥ 1
-    layout: Layout  # of the tensors that are trained
-    groups: tuple[VectorGroup, ...]  # how an update is clipped at first: a partition of the layout
-    noise_shares: tuple[float, ...]  # ω_g: how groups split what metrics and counting leave them
+    layout: Layout  # of the trained tensors
+    groups: tuple[VectorGroup, ...]  # a partition of the layout, with the initial clipping norms
+    noise_shares: tuple[float, ...]  # ω_g of each group, of the privacy that goes to the update
     noise_multiplier: float  # z ≥ 0 of the whole round
     sampling: Sampling
     local: LocalTraining
     optimizer: ServerOptimizer = FedAvg()  # noqa: RUF009 - frozen, so sharing it is safe
-    # Whatever else decides the result (model, data, loss, initial parameters), in words or as a
-    # digest; it binds checkpoints to the plan.
+    # Everything else that determines the result (model, data, loss, initial parameters), in words
+    # or as a digest; it binds checkpoints to the plan.
     description: str = ""
-    metrics: tuple[Metric, ...] = ()  # what is released beside the update
+    metrics: tuple[Metric, ...] = ()  # released in addition to the update
     metrics_share: float = 0.0  # of the round's privacy, for all metrics in equal parts
-    contributors_share: float = 0.0  # likewise, for counting users whose update counts; 0: nobody
-    adaptive: AdaptiveClipping | None = None  # how clipping norms move; None: they stay
+    contributors_share: float = 0.0  # of the round's privacy, to count contributors; 0: no count
+    adaptive: AdaptiveClipping | None = None  # moves clipping norms; None: they are constant
     averaging: Averaging = Averaging()  # noqa: RUF009
-    statistics: RunningStatistics | None = None  # how running statistics move, if they do
-    strategy: Strategy = INDEPENDENT  # how noise is correlated over the rounds of a series
+    statistics: RunningStatistics | None = None  # moves running statistics, if there are any
+    strategy: Strategy = INDEPENDENT  # correlates noise over the rounds of a series
 
     def __post_init__(self) -> None:
         if not is_whole(self.rounds):
@@ -124,7 +124,7 @@ class TrainingPlan:
             found = f"the plan has {found_shape or 'none'}"
             raise InvalidValueError(f"running statistics move by {needed}; {found}")
         for number in range(1, self.rounds + 1) if self.optimizer.schedules else ():
-            self.optimizer.at(number)  # learning rates out of range are refused here
+            self.optimizer.at(number)  # raises if a learning rate is out of range
         for number in range(1, self.rounds + 1) if self._local_schedules else ():
             self.local.at(number)
         if self.adaptive is not None and self.sampling.rounds > 1:
@@ -132,7 +132,7 @@ class TrainingPlan:
                 f"clipping norms adapt and {self.sampling.event().policy} sampling charges "
                 f"{self.sampling.rounds} rounds at once, by norms that stay; only one can be"
             )
-        _ = self.mechanism  # groups, shares and sampling that do not fit are refused here
+        _ = self.mechanism  # raises if groups, shares and sampling do not match
 
     @property
     def clipping_norms(self) -> tuple[float, ...]:
@@ -141,7 +141,7 @@ class TrainingPlan:
 
     @property
     def reported(self) -> tuple[Metric, ...]:
-        """What users report beside their update: metrics, and that they contribute, if asked."""
+        """The metrics that users report, including the count of contributors if it has a share."""
         return (*self.metrics, CONTRIBUTORS) if self.contributors_share else self.metrics
 
     @cached_property
@@ -151,11 +151,14 @@ class TrainingPlan:
 
     @property
     def event(self) -> RoundEvent:
-        """What all rounds are charged as, if clipping norms stay: a last pass counts whole."""
+        """The event of all rounds together, if clipping norms are constant.
+
+        A pass or series of rounds that is cut short at the end is charged in full.
+        """
         return replace(self.mechanism.event, count=-(-self.rounds // self.sampling.rounds))
 
     def mechanism_at(self, clipping_norms: tuple[float, ...]) -> GaussianMechanism:
-        """The mechanism of a round with these clipping norms, at the plan's noise multiplier."""
+        """Return the mechanism for these clipping norms, with the plan's noise multiplier."""
         first = clipping_norms == self.clipping_norms
         return self.mechanism if first else self._mechanism(clipping_norms)
 
@@ -183,10 +186,10 @@ class TrainingPlan:
         )
 
     def within(self, budget: PrivacyBudget, spent: Sequence[RoundEvent] = ()) -> "TrainingPlan":
-        """The plan with the noise raised until all rounds fit beside what was spent.
+        """Return the plan with just enough more noise that all rounds fit into what is unspent.
 
-        Rounding may make a plan that was calibrated to the budget miss it. InvalidValueError where
-        that is not why, as if it was calibrated for another number of users.
+        A plan that was calibrated to the budget may miss it by rounding. InvalidValueError: it
+        misses the budget by more, for example because it was calibrated for other users.
         """
 
         def louder(plan: TrainingPlan, factor: float) -> TrainingPlan:
@@ -209,7 +212,7 @@ class TrainingPlan:
 
     @cached_property
     def shares(self) -> tuple[float, ...]:
-        """ω of every vector group of a round: of the update, control, metrics, the indicator."""
+        """ω of each vector group of a round: update, control variates, metrics and indicator."""
         metrics = (self.metrics_share / max(1, len(self.metrics)),) * len(self.metrics)
         contributors = (self.contributors_share,) if self.contributors_share else ()
         counting = (*contributors, *((self.adaptive.share,) if self.adaptive else ()))
@@ -224,7 +227,7 @@ class TrainingPlan:
 
     @property
     def control(self) -> ControlVariates | None:
-        """What users send beside their update, if the local algorithm has them do so."""
+        """The control variates that users send with their update; None if they send none."""
         return self.local.control
 
     @property
@@ -251,9 +254,9 @@ def _unwritable(value: object) -> NoReturn:
 
 @dataclass(frozen=True)
 class ServerState:
-    """What the server carries from round to round; all of it was released."""
+    """The server's state between two rounds; all of it was released."""
 
-    round: int  # the last that was released, from 1; 0 before the first
+    round: int  # the last released round, from 1; 0 before the first
     parameters: Parameters  # in the order of the plan's layout
     optimizer: OptimizerState
     clipping_norms: tuple[float, ...]  # S_g of each group of the update in the next round
@@ -262,7 +265,7 @@ class ServerState:
 
     @property
     def model(self) -> Parameters:
-        """All tensors of the model that training has moved: parameters and running statistics."""
+        """All tensors that training changes, by name: parameters and running statistics."""
         return {**self.parameters, **self.statistics}
 
 
@@ -277,54 +280,56 @@ class Stop(StrEnum):
 
     @property
     def may_go_on(self) -> bool:
-        """Whether more rounds may follow, if somebody resumes the run."""
+        """Whether more rounds may follow if the run is resumed."""
         return self in (Stop.ASKED, Stop.DECLINED, Stop.TOO_FEW)
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What one round released and what it cost: a line of the metrics; callbacks are given it.
+    """The release of one round and its cost, as written to the metrics and passed to callbacks.
 
-    Among the metrics, `contributors` is a count, of users of the cohort whose update counted, and
-    those that begin with `evaluation/` are of the model after the round.
-    All of it may be published but for `simulation_only_seconds`, the wall time of the round in a
-    simulation, which depends on who took part. Nothing else depends on users but through the noise.
+    Among the metrics, `contributors` is the count of users in the cohort whose update counted, and
+    metrics whose names begin with `evaluation/` measure the model after the round.
+    All fields may be published except `simulation_only_seconds`, the wall time of the round in a
+    simulation, which depends on who took part. All others depend on users only through noised
+    releases.
     """
 
     run: str
-    rounds: int  # T, how many are planned
+    rounds: int  # T, the planned number of rounds
     round: int  # from 1
-    attempt: int  # which attempt at the round succeeded, from 0
+    attempt: int  # the attempt at the round that succeeded, from 0
     charge: str  # hash of the round's charge
     epsilon: float  # of all charges of the ledger so far, at `delta`
     delta: float
-    expected_cohort_size: float  # a public constant, by which averages divide
+    expected_cohort_size: float  # a public constant, the divisor of averages
     clipping_norms: Mapping[str, float]  # by vector group
     # By vector group, the noised fraction of users that were not clipped, if clipping is adaptive.
     unclipped: Mapping[str, float] = field(default_factory=dict)
-    # Private averages by name, at the model before the round, and the noise in each component.
+    # Private averages by name, of the model before the round, and the noise in each component.
     metrics: Mapping[str, object] = field(default_factory=dict)
     metrics_noise_stddev: Mapping[str, float] = field(default_factory=dict)
-    loss: float | None = None  # of the new model on held-out rows, where it was evaluated
+    loss: float | None = None  # of the new model on held-out rows; None if it was not evaluated
     accuracy: float | None = None  # likewise
-    figures: Mapping[str, float] = field(default_factory=dict)  # likewise, those of the task
-    # Likewise, if held-out rows have users, none of whom is enrolled: by figure, loss and accuracy
-    # included, the number of `users`, their `mean`, and the quantiles `q10`, `q50` and `q90`.
+    figures: Mapping[str, float] = field(default_factory=dict)  # the task's figures, likewise
+    # If held-out rows have users, none of whom is enrolled: for each figure, and for loss and
+    # accuracy, the number of `users`, their `mean`, and the quantiles `q10`, `q50` and `q90`.
     held_out_users: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     simulation_only_seconds: float | None = None
     unit: Unit = Unit.USER  # what (ε, δ) protects
-    relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE  # what it compares
-    # The weakest of all charges so far; if seeded, no ε holds against those who know the seed.
+    # The relation between the two populations that (ε, δ) compares.
+    relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE
+    # The weakest of all charges so far; if seeded, no ε holds against anyone who knows the seed.
     randomness: Randomness = Randomness.OPERATING_SYSTEM
 
     @property
     def scalar_metrics(self) -> dict[str, float]:
-        """The metrics that are one number."""
+        """The metrics that are a single number, by name."""
         return {n: float(v) for n, v in self.metrics.items() if isinstance(v, int | float)}
 
     @property
     def scalars(self) -> dict[str, float]:
-        """Every released number by name, as experiment trackers take it; no vectors.
+        """All released numbers by name, without vectors, for experiment trackers.
 
         >>> result = RoundResult("run", 9, 1, 0, "5f", 0.25, 1e-5, 8.0, {"u": 0.5}, accuracy=0.9)
         >>> result.scalars
@@ -343,16 +348,16 @@ class RoundResult:
 
     @property
     def measured(self) -> str:
-        """How good the model is on held-out rows, for people to read; "" if that is unknown."""
+        """The model's accuracy on held-out rows, or else its loss, as text; "" if it has none."""
         if self.accuracy is not None:
             return f"accuracy {self.accuracy:.2%}"
         return "" if self.loss is None else f"loss {self.loss:.4g}"
 
     @property
     def metrics_text(self) -> tuple[str, ...]:
-        """The metrics that are one number, each with its noise, for people to read.
+        """The metrics that are a single number, each as text with the stddev of its noise.
 
-        Not the count of contributors, which `Contributors` averages over rounds.
+        The count of contributors is missing, since `Contributors` averages it over rounds.
         """
         return tuple(
             f"{name} {value:.3g} ± {self.metrics_noise_stddev[name]:.2g}"
@@ -362,10 +367,10 @@ class RoundResult:
 
 
 def best_round(results: Iterable[RoundResult]) -> RoundResult | None:
-    """The round with the best model on held-out rows, by accuracy, or by loss without classes.
+    """Return the round with the highest held-out accuracy, or the lowest loss if there is none.
 
-    Of equals it is the first; None if no model was measured. To choose is post-processing of what
-    all rounds released, so it costs what they cost together.
+    A tie goes to the earliest round; None if no model was measured. The choice is post-processing
+    of the releases of all rounds, so its cost is that of all rounds together.
     """
 
     def score(result: RoundResult) -> float:
@@ -378,15 +383,18 @@ def best_round(results: Iterable[RoundResult]) -> RoundResult | None:
     return None if best is None or score(best) == -math.inf else best
 
 
-OnRound = Callable[[RoundResult], object]  # called after each round; its result is not read
-# Called with what a round released, before anything is made of it: mechanism, round, release.
+OnRound = Callable[[RoundResult], object]  # called after each round; its result is ignored
+# Called with mechanism, round and release, before the release is used.
 OnRelease = Callable[[GaussianMechanism, int, Release], object]
 
 
 def initial_state(
     plan: TrainingPlan, parameters: Parameters, statistics: Parameters | None = None
 ) -> ServerState:
-    """State before the first round, with the model's parameters and running statistics."""
+    """Return the state before the first round, for a model's parameters and running statistics.
+
+    InvalidValueError: the running statistics are not those of the plan's layers.
+    """
     statistics = dict(statistics or {})
     if plan.statistics is not None:
         plan.statistics.check(statistics)
@@ -405,15 +413,16 @@ def train(
     entropy: Entropy,
     on_release: OnRelease = lambda *_: None,
 ) -> Generator[tuple[ServerState, RoundResult], None, Stop]:
-    """Run rounds from `state` to the end of the plan, yielding state and result after each.
+    """Run rounds from `state` to the end of the plan, and yield state and result after each.
 
-    Each round has the guarantees of `private_round`. Training stops *before* the budget would be
-    passed, when the transport was asked to stop, or when too few nodes agreed to the round; only a
-    round that was drawn is charged then. The generator returns why training ended.
+    Each round has the guarantees of `private_round`. Training stops *before* it would exceed the
+    budget, when the transport was asked to stop, or when too few nodes agreed to the round; in
+    these cases the round is charged only if it was drawn. The generator returns the reason why
+    training ended.
     """
     while state.round < plan.rounds:
         try:
-            state, result = run_round(plan, state, transport, records, entropy, on_release)
+            state, result = _one_round(plan, state, transport, records, entropy, on_release)
         except BudgetExceededError:
             return Stop.BUDGET
         except StoppedError:
@@ -424,15 +433,15 @@ def train(
     return Stop.ROUNDS
 
 
-def run_round(
+def _one_round(
     plan: TrainingPlan,
     state: ServerState,
     transport: Transport,
     records: PrivacyRecords,
     entropy: Entropy,
-    on_release: OnRelease = lambda *_: None,
+    on_release: OnRelease,
 ) -> tuple[ServerState, RoundResult]:
-    """One round of `train`: the state after it, and its result."""
+    """Return the state after the next round, and its result."""
 
     def prepare(at: RoundAttempt) -> None:
         transport.prepare(request_to_nobody(plan, state, at))
@@ -456,13 +465,13 @@ def round_request(
     users: npt.NDArray[np.int64],
     entropy: Entropy,
 ) -> RoundRequest:
-    """What an attempt at the next round asks of the users of its cohort."""
+    """Return the request of an attempt at the next round to the users of its cohort."""
     asked = request_to_nobody(plan, state, at)
     return replace(asked, users=users, local_key=entropy.key(at.purpose("local")))
 
 
 def request_to_nobody(plan: TrainingPlan, state: ServerState, at: RoundAttempt) -> RoundRequest:
-    """What a round asks, whoever is drawn."""
+    """Return the part of a round's request that does not depend on its cohort: it has no users."""
     return RoundRequest(
         run=at.run,
         round=at.round,
@@ -481,9 +490,10 @@ def request_to_nobody(plan: TrainingPlan, state: ServerState, at: RoundAttempt) 
 def close_round(
     plan: TrainingPlan, state: ServerState, release: Release, epsilon: float, delta: float
 ) -> tuple[ServerState, RoundResult]:
-    """Step the server by what a round released, and only then move clipping norms: post-processing.
+    """Return the server's state after a release, and the round's result: post-processing.
 
-    The round was opened with `state`; all charges so far cost (`epsilon`, `delta`).
+    `state` is the state with which the round began; the result has its clipping norms. All charges
+    so far cost (`epsilon`, `delta`).
     """
     mechanism = plan.mechanism_at(state.clipping_norms)
     query, noise = mechanism.query, mechanism.tensor_stddevs
@@ -497,7 +507,7 @@ def close_round(
         norms = tuple(map(plan.adaptive.step, norms, unclipped))
     metrics = {metric.name: tensors[metric.tensor] + metric.centre for metric in plan.metrics}
     stddevs = {metric.name: noise[metric.tensor] for metric in plan.metrics}
-    if plan.contributors_share:  # a count: the constant that it was divided by is public
+    if plan.contributors_share:  # the average becomes a count; its divisor is public
         name, tensor, users = CONTRIBUTORS.name, CONTRIBUTORS.tensor, query.denominator
         metrics[name], stddevs[name] = users * tensors[tensor], users * noise[tensor]
     statistics = state.statistics
@@ -527,7 +537,7 @@ def close_round(
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A server state, with the plan and the point of the ledger that it belongs to."""
+    """A server state, with the digest of its plan and the head of its ledger."""
 
     state: ServerState
     plan_digest: str
@@ -535,9 +545,9 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, best: Checkpoint | None = None) -> Path:
-    """Write `round-NNNNNN.safetensors`, named by its last round, atomically.
+    """Write `round-NNNNNN.safetensors`, named after its last round, atomically; return its path.
 
-    The last 3 are kept, and `best`, which is written too if it is not there.
+    The folder keeps the last 3 checkpoints and `best`, which is written as well if it is missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = kept = _path_of(folder, checkpoint)
@@ -576,23 +586,23 @@ def _write(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def evaluation_run(run: str) -> str:
-    """Under which name a ledger has what users are asked of the models of a run."""
+    """Return the name under which a ledger charges users' evaluations of a run's models."""
     return f"{run}-evaluation"
 
 
 def own_charges(run: str, charges: Iterable[ChargedRow]) -> list[ChargedRow]:
-    """All that a run charged: its rounds, and what users said of its models."""
+    """Return all charges of a run: those of its rounds, and those of evaluations of its models."""
     return [row for row in charges if row.run in (run, evaluation_run(run))]
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints of a folder, oldest first."""
+    """Return the paths of a folder's checkpoints, oldest first."""
     found = folder.glob("round-*.safetensors")
-    return sorted(found, key=lambda path: (len(path.name), path.name))  # of a million rounds too
+    return sorted(found, key=lambda path: (len(path.name), path.name))  # a name grows at 10⁶ rounds
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint; CheckpointError if it is absent, damaged or of another format."""
+    """Read a checkpoint; CheckpointError if it is absent or damaged, or has another format."""
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
@@ -625,7 +635,11 @@ def _digest(metadata: Mapping[str, str], tensors: Mapping[str, np.ndarray]) -> s
 
 
 def resume(path: Path, plan: TrainingPlan, ledger: Ledger) -> ServerState:
-    """State to resume from; CheckpointError if it is another plan's or the ledger lacks charges."""
+    """Return the state to resume from.
+
+    CheckpointError: the checkpoint cannot be read or belongs to another plan, or the ledger lacks
+    charges that it has seen.
+    """
     checkpoint = load_checkpoint(path)
     if checkpoint.plan_digest != plan.digest:
         found = f"{path} belongs to plan {checkpoint.plan_digest[:12]}, not to {plan.digest[:12]}"

@@ -265,7 +265,7 @@ class RoundOffer(Checked):
     def request(self, tensors: Tensors) -> RoundRequest:
         """Return the offered request, given the tensors that `model` declares.
 
-        InvalidValueError: the tensors differ from those.
+        InvalidValueError: the tensors have other names, another order or other shapes.
         """
         if Layout.of(tensors) != self.model.layout:
             raise InvalidValueError("the tensors are not those of the offered model")

@@ -323,7 +323,7 @@ def test_figures_that_cannot_be_made_are_refused(figures: dict[str, object], mes
 
 
 def test_it_is_known_which_way_each_is_better() -> None:
-    assert BETTER.keys() == {*ALWAYS, *FIGURES}
+    assert BETTER.keys() == {*ALWAYS, *FIGURES} - {"confusion"}  # which is no single number
 
 
 def test_what_is_measured_in_any_case_may_be_named() -> None:
@@ -372,3 +372,28 @@ def test_shapes_that_would_be_broadcast_are_refused() -> None:
 def test_the_value_of_an_unknown_kind_is_named() -> None:
     with pytest.raises(InvalidValueError, match="figure 'a' is None"):
         Task(nn.Identity(), "cross-entropy", figures={"a": None})
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_the_confusion_matrix_is_that_of_scikit_learn(single) -> None:
+    x, y, count = (SCORES[:, :1], CLASSES % 2, 2) if single else (SCORES, CLASSES, 4)
+    loss = "binary-cross-entropy" if single else "cross-entropy"
+    task = Task(nn.Identity(), loss, figures={"matrix": "confusion"})
+    figures = evaluate(task, {"x": x, "y": y}, CPU, {}).figures
+    chosen = (x[:, 0] > 0.0).astype(int) if single else x.argmax(1)
+    expected = known.confusion_matrix(y, chosen, labels=range(count))
+    assert figures == {
+        f"matrix: {true} as {taken}": expected[true, taken]
+        for true in range(count)
+        for taken in range(count)
+    }
+
+
+def test_the_confusion_of_many_classes_or_of_numbers_is_refused() -> None:
+    for x, y, loss in (
+        (np.zeros((4, 21), np.float32), np.arange(4), "cross-entropy"),
+        (np.zeros((4, 1), np.float32), np.zeros((4, 1), np.float32), "mse"),
+    ):
+        task = Task(nn.Identity(), loss, figures={"matrix": "confusion"})
+        with pytest.raises(ModelError, match=r"'matrix'.*confusion"):
+            check_held_out(task, {"x": x, "y": y}, CPU)

@@ -38,10 +38,11 @@ def population() -> fedpriv.Population:
     x = rng.normal(size=(USERS * ROWS, 5)).astype(np.float32)
     y = rng.integers(0, 3, USERS * ROWS)
     held_out = (x[:4].copy(), y[:4].copy())
-    x[NAN * ROWS] = np.nan
     y[ILLEGAL * ROWS] = 99
     ids = np.repeat([f"user {number}" for number in range(USERS)], ROWS)
-    return fedpriv.Population.from_arrays(x, y, ids, held_out=held_out)
+    people = fedpriv.Population.from_arrays(x, y, ids, held_out=held_out)
+    people.users.fields["x"][NAN * ROWS] = np.nan  # which `from_arrays` refuses
+    return people
 
 
 def task() -> fedpriv.Task:

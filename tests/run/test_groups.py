@@ -117,3 +117,18 @@ def test_a_file_and_a_study_say_by_what(tmp_path: Path) -> None:
     assert "accuracy by y: gap" in shown
     said = refused("simulate", "a.toml", "--set", 'evaluation.by=["z"]', cwd=tmp_path)
     assert "by 'z'" in said
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_frame_has_columns_that_group_its_held_out_rows(tmp_path: Path, apart) -> None:
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame(X, columns=["a", "b", "c"])
+    frame = frame.assign(y=Y, site=SITE, who=np.arange(300) // 4)
+    rows = {"held_out": 0.3}
+    if apart:
+        rows = {"held_out": frame[200:].drop(columns="who")}
+        frame = frame[:200]
+    users = fedpriv.Population.from_frame(frame, y="y", user="who", by=["site"], **rows)
+    assert users.users.fields["x"].shape[1] == 3
+    figures = simulated(tmp_path, users, by="site").figures
+    assert {f"accuracy by site: {name}" for name in ("Bern", "Lyon", "Oslo")} <= figures.keys()

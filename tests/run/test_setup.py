@@ -14,7 +14,7 @@ from fedpriv.experiment.bundled import experiment_file
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.run.folder import write_report
 from fedpriv.run.run import RunSetup
-from fedpriv.run.terminal import carry_out
+from fedpriv.run.terminal import execute
 from tests.commandline import printed, refused
 
 SIMULATIONS = Path(__file__).parents[2] / "simulations"
@@ -106,7 +106,7 @@ def test_a_run_without_held_out_rows_has_neither_loss_nor_accuracy(tmp_path: Pat
     setup = RunSetup.of(experiment_file(Path("digits")), settings, tmp_path / "run", resume=False)
     experiment, transport = simulated(setup.config, setup.run)
     unmeasured = replace(experiment, held_out={})
-    run = carry_out(setup, unmeasured, lambda *_: transport, Console(quiet=True))
+    run = execute(setup, unmeasured, lambda *_: transport, Console(quiet=True))
     assert (run.loss, run.accuracy) == (None, None)
     assert [(each.loss, each.accuracy) for each in run.rounds] == [(None, None)] * 2
     assert "ε" in write_report(run.folder).read_text(encoding="utf-8")

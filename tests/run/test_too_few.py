@@ -71,10 +71,10 @@ def charged(folder: Path) -> int:
 
 
 def broken(share: float) -> np.ndarray:
-    """Inputs of which a share of cells is NaN."""
+    """Inputs with a share of infinite cells."""
     rng = np.random.default_rng(1)
     x = rng.standard_normal((USERS * ROWS, 3)).astype(np.float32)
-    x[rng.random(x.shape) < share] = np.nan
+    x[rng.random(x.shape) < share] = np.inf
     return x
 
 

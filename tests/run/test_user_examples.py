@@ -15,6 +15,7 @@ import pytest
 
 import fedpriv
 from fedpriv.accounting.policies import poisson_examples_gaussian
+from fedpriv.data import from_arrays
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiment.bundled import experiment_file
 from fedpriv.flower.grid import GridSimulation
@@ -170,7 +171,6 @@ def moved_by_one_user(
     people, total = population((2, 4)), 3 * k
     x, y = people.users.fields["x"], people.users.fields["y"]
     ids = np.repeat(np.arange(2), [2, 4])
-    held_out = (people.test["x"], people.test["y"])
     # The user is last, so that the coins of the others are the same; its place stays empty.
     sums = []
     for name, more in (("with", len(rows)), ("without", 0)):
@@ -178,9 +178,8 @@ def moved_by_one_user(
             "x": np.concatenate([x, rows[:more]]),
             "y": np.concatenate([y, np.zeros(more, y.dtype)]),
         }
-        whole = fedpriv.Population.from_arrays(
-            fields["x"], fields["y"], np.append(ids, np.full(more, 2)), held_out=held_out
-        )
+        users = from_arrays(fields, np.append(ids, np.full(more, 2)))
+        whole = fedpriv.Population(f"people: {users.population}", users, people.test)
         if not more:  # enrolled, without an example
             offsets = np.append(whole.users.offsets, whole.users.rows)
             whole = replace(whole, users=replace(whole.users, offsets=offsets, user_ids=None))

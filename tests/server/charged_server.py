@@ -22,7 +22,7 @@ from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.service import TransferLimits
 from fedpriv.support.logs import LogFormat, configure
-from fedpriv.training.rounds import initial_state, run_round
+from fedpriv.training.rounds import initial_state, train
 from tests.server.loopback import PATIENCE, POPULATION_ID, RemoteSite, site
 from tests.training.federation import LAYOUT, PARAMETERS, make_plan, rounds_spent
 
@@ -115,7 +115,7 @@ def _serve(folder: Path, users: Users, pipe: Connection) -> None:
             pipe.send(made.server.address.port)
             while pipe.recv():
                 transport = made.transport(patience)
-                after, _ = run_round(plan, state, transport, books, OperatingSystemEntropy())
+                after, _ = next(train(plan, state, transport, books, OperatingSystemEntropy()))
                 step = flat_of(after.parameters) - flat_of(state.parameters)
                 state = after
                 gc.collect()

@@ -14,7 +14,7 @@ from fedpriv.privacy.sampling import EveryUserSampling
 from fedpriv.server.deployment import GrpcTransport
 from fedpriv.server.service import Listener
 from fedpriv.training.request import RoundRequest
-from fedpriv.training.rounds import initial_state, run_round
+from fedpriv.training.rounds import initial_state, train
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.loopback import PATIENCE, clipped, nodes, site
 from tests.training.federation import PARAMETERS, constant_update, make_plan, open_records
@@ -75,7 +75,7 @@ def test_whatever_the_server_is_doing_when_it_ends_the_round_is_charged(
             attempts, before, steps, collecting = attempts + 1, ended, 0, False
             sys.settrace(trace)
             try:
-                run_round(plan, state, transport, records, SeededEntropy(0))
+                next(train(plan, state, transport, records, SeededEntropy(0)))
             except EndedError:
                 pass
             finally:

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from fedpriv.experiment.build import simulated
 from fedpriv.run.run import RunSetup
-from fedpriv.run.terminal import carry_out
+from fedpriv.run.terminal import execute
 from simulations.flower_overhead import Measured, measured, summary
 from simulations.flower_usual import WORK, app, federate, work_of
 from tests.flower.local_grid import LocalGrid, in_turns
@@ -22,7 +22,7 @@ def test_without_noise_flowers_usual_way_gives_the_same_model(tmp_path: Path) ->
     assignments = [*FREE_OF_NOISE, f"data.options.users={USERS}", f"rounds={ROUNDS}"]
     beginning = RunSetup.of(WORK, assignments, tmp_path / "run", resume=False)
     experiment, transport = simulated(beginning.config, beginning.run)
-    carry_out(beginning, experiment, lambda *_: transport, Console(quiet=True))
+    execute(beginning, experiment, lambda *_: transport, Console(quiet=True))
     ours = load_file(beginning.folder.model)
 
     told = []

@@ -26,7 +26,6 @@ from fedpriv.training.rounds import (
     Checkpoint,
     initial_state,
     resume,
-    run_round,
     save_checkpoint,
     train,
 )
@@ -51,7 +50,7 @@ def test_the_control_variate_moves_by_what_was_released(tmp_path: Path) -> None:
     with open_records(tmp_path) as records:
         for _ in range(3):
             before = state.parameters["w"]
-            state, result = run_round(plan, state, FakeTransport(sent), records, SeededEntropy(0))
+            state, result = next(train(plan, state, FakeTransport(sent), records, SeededEntropy(0)))
             expected += 0.4 * (0.1 - expected)  # by hand: c + β·(g − c), with all users there
             np.testing.assert_allclose(state.control["b"], expected, rtol=1e-6)
             np.testing.assert_allclose(state.control["w"], 0.0, atol=1e-7)
@@ -119,8 +118,14 @@ def test_without_control_variates_nothing_of_them_is_asked_or_kept(tmp_path: Pat
 
     plan = make_plan()
     with open_records(tmp_path) as records:
-        state, _ = run_round(
-            plan, initial_state(plan, PARAMETERS), FakeTransport(note), records, SeededEntropy(0)
+        state, _ = next(
+            train(
+                plan,
+                initial_state(plan, PARAMETERS),
+                FakeTransport(note),
+                records,
+                SeededEntropy(0),
+            )
         )
     assert asked
     assert all(not request.control for request in asked)

@@ -13,7 +13,7 @@ from fedpriv.privacy.layout import flat
 from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg
-from fedpriv.training.rounds import initial_state, run_round, train
+from fedpriv.training.rounds import initial_state, train
 from tests.opening import open_round
 from tests.training.federation import CONSTANT, LAYOUT, PARAMETERS, make_plan, open_records
 
@@ -25,7 +25,7 @@ def test_without_noise_the_average_is_over_the_fixed_denominator(tmp_path) -> No
     state = initial_state(plan, PARAMETERS)
     request = open_round(plan, state, 0, SEEDED)
     with open_records(tmp_path) as records:
-        after, _ = run_round(plan, state, CONSTANT, records, SEEDED)
+        after, _ = next(train(plan, state, CONSTANT, records, SEEDED))
     # 20 enrolled users, q = 0.5: the denominator is 10, whoever came. Steps are 2^-18.
     sent = [Fraction(float(np.float32(user / 100.0))) for user in request.users.tolist()]
     steps = sum(math.floor(value * 2**18) for value in sent)

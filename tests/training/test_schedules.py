@@ -28,7 +28,7 @@ from fedpriv.training.optimizers import (
     ServerOptimizer,
     StepDecay,
 )
-from fedpriv.training.rounds import ServerState, initial_state, run_round, train
+from fedpriv.training.rounds import ServerState, initial_state, train
 from tests.training.federation import CONSTANT, PARAMETERS, make_plan, open_records
 
 SCHEDULES: list[RateSchedule] = [
@@ -102,7 +102,7 @@ def test_each_round_steps_by_its_own_rate(
         state = initial_state(plan, PARAMETERS)
         for number, found in enumerate(states, start=1):
             placed = replace(plan, optimizer=kind(learning_rate=schedule.at(number)))
-            state, _ = run_round(placed, state, CONSTANT, records, SeededEntropy(0))
+            state, _ = next(train(placed, state, CONSTANT, records, SeededEntropy(0)))
             for name, tensor in state.parameters.items():
                 np.testing.assert_array_equal(found.parameters[name], tensor)
     assert len(states) == 5

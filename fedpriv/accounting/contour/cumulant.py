@@ -109,22 +109,22 @@ class Tilted:
 
     @cached_property
     def mean(self) -> Vector:
-        """[p] mean of the loss."""
+        """Mean of the loss, [p]."""
         return np.asarray(self.losses.direction * (self.mass * self.losses.log_ratio).sum(axis=1))
 
     @cached_property
     def loss(self) -> Vector:
-        """[p, n] loss minus its mean."""
+        """The loss minus its mean, [p, n]."""
         return self.losses.direction * self.losses.log_ratio - self.mean[:, None]
 
     @cached_property
     def variance(self) -> Vector:
-        """[p] variance of the loss."""
+        """Variance of the loss, [p]."""
         return np.asarray((self.mass * self.loss**2).sum(axis=1))
 
     @cached_property
     def rounding(self) -> Vector:
-        """[p] bound on the relative error of sums over the nodes, per unit of |s|."""
+        """Bound on the relative error of sums over the nodes, per unit of |s|: [p]."""
         # The error of a sum of n products is at most n + 2 roundings of its absolute terms, which
         # are at most |s|·|L|·max(1, A^s) for E[A^s − 1]. A loss has some 60 roundings, a product of
         # 32 factors e^{iL} has 5 for each, and a weight has (60 + n/32)/(1 − x²), since 1 − x²

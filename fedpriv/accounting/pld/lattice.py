@@ -131,7 +131,7 @@ class GaussianPair(LossLaw):
 
     @property
     def shift(self) -> float:
-        """Distance of the means for q = 1, in sensitivities."""
+        """Distance between the two means for q = 1, in sensitivities."""
         return 1.0
 
     def centre(self, step: float) -> float:  # noqa: ARG002
@@ -140,7 +140,7 @@ class GaussianPair(LossLaw):
 
     @property
     def resolution(self) -> float:
-        """About the relative difference of the masses of a loss near 0, at most q."""
+        """Approximate relative difference between the masses of a loss near 0, at most q."""
         return self.q
 
     def at(self, q: float, z: float) -> Self:
@@ -272,7 +272,10 @@ def dominated(law: LossLaw, lattice: Lattice, direction: Direction) -> LossAtoms
 
 
 def _without_small(masses: Vector) -> tuple[Vector, Vector]:
-    """Return the masses between edges, 0 for those that lost digits, and sums [3] of the latter."""
+    """Return the masses between edges, with small ones set to 0, and the sums [3] of small ones.
+
+    Masses below 1e-290 have lost digits.
+    """
     inner = masses[:, 1:-1]
     is_small = (inner[:2] < _SMALLEST).any(axis=0)
     return np.where(is_small, 0.0, inner), np.where(is_small, inner, 0.0).sum(axis=1)

@@ -8,10 +8,11 @@ NAMES = tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.toml"))
 
 
 def experiment_file(given: Path, folder: Path = Path()) -> Path:
-    """The file that was given, relative to a folder, or that of the experiment with this name.
+    """Return the path of an experiment, given as a file relative to a folder or as a name.
 
-    A file in the folder comes first. What has a suffix or lies elsewhere is no name.
-    InvalidValueError: there is neither, and the sentence lists all names; or it is a folder.
+    A file in the folder takes precedence. A path with a suffix or a folder is never a name.
+    InvalidValueError: there is neither a file nor such a name, and the message lists all names; or
+    the path is a folder.
     """
     path, a_name = folder / given, not given.suffix and given.name == str(given)
     if path.is_dir() and not (a_name and given.name in NAMES):
