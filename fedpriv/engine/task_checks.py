@@ -71,7 +71,7 @@ def check_targets(task: Task, rows: HeldOut) -> None:
     A `ModelError` says so of losses that go by name: "cross-entropy" takes classes from 0, one for
     each score, or numbers that are not negative, and "binary-cross-entropy" numbers from 0 to 1.
     """
-    if not rows.keys() >= {*task.fields}:
+    if not rows.keys() >= {*task.fields} or rows[task.targets].dtype.kind not in "iubf":
         return  # `check_task` says so
     y = rows[task.targets]
     whole = y.dtype.kind in "iub"

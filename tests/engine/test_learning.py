@@ -228,4 +228,6 @@ def test_targets_that_the_loss_cannot_mean_are_refused(
 
 def test_targets_are_left_to_a_model_that_fails_or_gives_other_shapes() -> None:
     for model in (nn.Linear(5, 3), nn.Linear(4, 1), nn.Flatten(0), nn.Unflatten(1, (2, 2))):
-        check_targets(Task(model, trained=()), {"x": X, "y": CLASSES})
+        check_targets(Task(model), {"x": X, "y": CLASSES})
+    for fields in ({"x": X}, {"x": X, "y": np.array(["a", "b"])}):
+        check_targets(Task(nn.Linear(4, 3)), fields)
