@@ -188,7 +188,7 @@ def refuse_masked(what: str, column: object) -> None:
 
 def refuse_missing(what: str, array: Array) -> None:
     """Raise DataError if numbers are NaN, as those are that a frame lacks."""
-    if array.dtype.kind == "f":
+    if array.dtype.kind == "f" and array.size:
         missing = np.isnan(cast(NDArray[np.floating[Any]], array)).reshape(len(array), -1).any(1)
         _refuse_missing_rows(what, int(missing.sum()), len(array))
 
@@ -396,8 +396,11 @@ def checked_classes(classes: object) -> tuple[str, ...]:
     if isinstance(classes, str) or not isinstance(classes, Sequence | np.ndarray):
         raise DataError(f"classes are {classes!r}; they must be a list of labels")
     names = tuple(map(str, classes))
-    if not names or len(set(names)) < len(names):
-        raise DataError(f"classes are {list(names)}; there must be at least one, each once")
+    if not names or len({name.strip() for name in names}) < len(names):
+        raise DataError(
+            f"classes are {list(names)}; there must be at least one, each once, and not again with "
+            "other spaces at its ends, which str.strip() of labels takes away"
+        )
     return names
 
 

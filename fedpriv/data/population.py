@@ -528,7 +528,10 @@ def as_id_array(ids: Sequence[object] | Array) -> IdArray:
     for position, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, kind):
             found = f"user id number {position} is {value!r}"
-            raise DataError(f"{found}; ids must be all strings or all integers")
+            raise DataError(
+                f"{found}; ids must be all strings or all integers, so leave out rows without an "
+                "id, and turn ids into integers, as astype(int) does, or into text, as astype(str)"
+            )
         if isinstance(value, str) and value.endswith("\0"):
             raise DataError(f"user id number {position} is {value!r}; it must not end in a null")
     array = np.array(values) if values else np.empty(0, dtype=np.str_)

@@ -264,7 +264,8 @@ class _Trials:
     def _invent_batches(self, users: int, batches: Sequence[int], rows: int | None) -> None:
         """Invent users with these numbers of batches, repeatedly, and with at most `rows` rows."""
         local = self.request.local
-        size = local.batch_size or rows or _UNBOUNDED
+        # Rows that no user has would fill the memory: a few slices stand for a larger batch.
+        size = min(local.batch_size or rows or _UNBOUNDED, 4 * _WIDEST)
         limit = min(local.max_examples or math.inf, rows or math.inf)
         sizes = [int(min(batches[user % len(batches)] * size, limit)) for user in range(users)]
         for zeros in (False, True):

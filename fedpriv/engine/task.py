@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -207,6 +207,7 @@ class Task:
             patterns = getattr(self, name)
             one = isinstance(patterns, str)
             object.__setattr__(self, name, (patterns,) if one else tuple(patterns))
+        object.__setattr__(self, "model", unwrapped(self.model))
         for name, layer in self.model.named_modules():
             if isinstance(layer, torch.jit.ScriptModule):
                 raise ModelError(
@@ -225,6 +226,11 @@ class Task:
         )
         if self.personal and not self.parameters():
             raise ModelError("personal names all parameters of the model; users must send some")
+        if isinstance(self.loss, type):
+            name = self.loss.__name__
+            raise ModelError(
+                f'loss is the class {name}; give an object of it, as {name}(reduction="none")'
+            )
         if isinstance(self.loss, str):
             object.__setattr__(self, "loss", find_loss(self.loss))
         if not isinstance(self.inputs, str):
@@ -489,14 +495,15 @@ def outputs_of(model: nn.Module, x: Inputs, activations: Activations = "float32"
     return found if isinstance(found, Tensor) else _logits_of(found)
 
 
-def _logits_of(outputs: Any) -> Tensor:
-    try:
-        return cast(Tensor, outputs.logits)
-    except AttributeError as error:
+def _logits_of(outputs: object) -> Tensor:
+    logits = getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor):
         kind = type(outputs).__name__
         raise ModelError(
-            f"the model returns a {kind}; it must return one tensor, or an object with logits"
-        ) from error
+            f"the model returns a {kind}; it must return one tensor, or an object with a tensor "
+            "logits, so wrap it in a module whose forward returns the output that the loss reads"
+        )
+    return logits
 
 
 def _in_all_places(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -525,6 +532,13 @@ def matching(patterns: Iterable[str], names: Iterable[str], what: str) -> tuple[
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ModelError(f"{pattern!r} matches no {what}; they are {names}")
     return tuple(n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module in those of `torch.compile` and of data parallelism, which change its names."""
+    parallel = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+    inner = getattr(model, "module" if parallel else "_orig_mod", None)  # torch names no other way
+    return unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 def training_only(model: nn.Module, trained: Iterable[str], frozen: Iterable[str]) -> nn.Module:

@@ -46,7 +46,10 @@ def check_task(task: Task, examples: HeldOut, *, apart: bool = False) -> None:
             raise ModelError(f"the data have no field {column!r}; they have {sorted(examples)}")
     parameters = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
     if not parameters:
-        raise ModelError("the model has no trainable parameter")
+        raise ModelError(
+            "the model has no trainable parameter, that is none which requires a gradient; name "
+            "those to train in trained, a setting of the task, such as trained='*'"
+        )
     for name, layer in task.model.named_modules():
         trained = any(p.requires_grad for p in layer.parameters(recurse=False))
         if trained and getattr(layer, "sparse", False) is True:
@@ -70,6 +73,8 @@ def check_targets(task: Task, rows: HeldOut) -> None:
     "cross-entropy" takes classes from 0, one for each score, or shares of classes, which are not
     negative; "binary-cross-entropy" takes numbers from 0 to 1. Other losses are not checked.
     """
+    if not rows.keys() >= {*task.fields} or rows[task.targets].dtype.kind not in "iubf":
+        return  # `check_task` says so
     y = rows[task.targets]
     whole = y.dtype.kind in "iub"
     y = y[y != task.ignore_index] if whole else y
@@ -82,8 +87,9 @@ def check_targets(task: Task, rows: HeldOut) -> None:
     elif not whole:
         most, cure = math.inf, "for numbers use the loss mse"
         rule = f" and are {y.dtype}; under cross-entropy shares of classes must not be negative"
+    elif not (scores := _number_of_scores(task, rows)):
+        return  # other checks name what is wrong
     else:
-        scores = _number_of_scores(task, rows)
         most, cure = scores - 1, f"give the model {high + 1.0:g} scores"
         rule = f" and the model gives {scores} scores; cross-entropy takes 0 to {most}"
         if low < 0.0:
@@ -96,17 +102,26 @@ def check_targets(task: Task, rows: HeldOut) -> None:
 
 
 def _number_of_scores(task: Task, rows: HeldOut) -> int:
-    x, _ = _tensors(task, {column: rows[column][:2] for column in task.fields})
+    """Return how many scores the model gives for each target, or 0 if outputs are no scores."""
+    few = {column: rows[column][:2] for column in task.fields}
     model, constants = task.evaluated().model, task.constants(torch.device("cpu"))
     parameters = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
-    return _outputs_once(model, parameters | constants, x).shape[1]
+    try:
+        outputs = _outputs_once(model, parameters | constants, _tensors(task, few)[0])
+    except Exception:  # of any class; `check_task` names it
+        return 0
+    of_targets = (*outputs.shape[:1], *outputs.shape[2:]) == few[task.targets].shape
+    return outputs.shape[1] if of_targets and outputs.dim() > 1 and outputs.shape[1] > 1 else 0
 
 
-def check_learns(task: Task, rows: HeldOut, examples: HeldOut, local: LocalTraining) -> bool:
-    """Refuse a task that no user could train, and return whether it is likely to train badly.
+def check_learns(
+    task: Task, rows: HeldOut, examples: HeldOut, local: LocalTraining
+) -> tuple[str, ...]:
+    """Refuse a task that no user could train, and return why it is likely to train badly.
 
-    It is if the model ends in a softmax and cross-entropy takes another. The task is tried on
-    held-out `rows`, or without them on random rows like `examples`.
+    A model that ends in a softmax or a sigmoid, whose loss takes another, is likely to train badly,
+    and so is a loss that reaches only some parameters. The task is tried on held-out `rows`, or
+    without them on random rows like `examples`.
 
     ModelError: gradients by all parameters are zero or not finite, or a first local step of SGD is
     not finite.
@@ -117,7 +132,7 @@ def check_learns(task: Task, rows: HeldOut, examples: HeldOut, local: LocalTrain
         # A model that fits rows exactly has no gradient on them, but on others it has.
         random = [*_on_random_rows(task, examples)]
         if not random or any(trial.learns or not trial.finite for trial in random):
-            return any(trial.are_probabilities for trial in random)
+            return random[0].notes if random else ()
         tried = tried or random[0]
     if not tried.learns:
         kind = "zero" if tried.finite else "NaN or infinite"
@@ -126,7 +141,7 @@ def check_learns(task: Task, rows: HeldOut, examples: HeldOut, local: LocalTrain
             f"{len(tried.y)} {'held-out' if rows else 'random'} rows; {tried.likely_cause}"
         )
     tried.check_first_step(local)
-    return tried.are_probabilities
+    return tried.notes
 
 
 @dataclass(frozen=True)
@@ -165,12 +180,42 @@ class _Tried:
 
     @property
     def are_probabilities(self) -> bool:
-        """Whether cross-entropy takes the softmax of outputs that look like those of a softmax."""
+        """Whether the loss takes the softmax or sigmoid of outputs that look like those of one."""
         scores = self.outputs
+        if self.task.loss is binary_cross_entropy:
+            # Logits change their sign if that of all parameters does, and a sigmoid has none.
+            turned = {name: -p for name, p in _trained(self.task).items()}
+            turned |= self.task.constants(torch.device("cpu"))
+            both = scores, _outputs_once(self.task.model, turned, self.x)
+            return all(bool(((each > 0.0) & (each < 1.0)).all()) for each in both)
         if self.task.loss is not cross_entropy or scores.dim() < 2 or bool((scores < 0.0).any()):
             return False
         sums = scores.sum(1)
         return torch.allclose(sums, torch.ones_like(sums), rtol=0.0, atol=_SUM_ROUNDING)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Why the task is likely to train badly, in a sentence each, with the cure."""
+        notes, last = list[str](), "softmax" if self.task.loss is cross_entropy else "sigmoid"
+        if self.are_probabilities:
+            notes.append(
+                f"outputs of the model look like probabilities, of which the loss takes the {last} "
+                f"again, so that it learns slowly: let the model end before its {last}"
+            )
+        try:
+            tensors = self.task.constants(torch.device("cpu")) | _trained(self.task)
+            _check_apart(self.task, tensors, self.x, self.y)
+        except ModelError as error:  # of users, whose examples may mix
+            notes.append(
+                f"examples do not stand alone in a batch, so that figures depend on it: {error}"
+            )
+        if unused := [name for name in self.task.trainable() if name not in self.gradients]:
+            notes.append(
+                f"the loss has no gradient by {len(unused)} of the trained parameters, such as "
+                f"{unused[0]!r}, so that users send zeros and the noise alone moves them: use them "
+                f"in forward, without detach, or freeze them, as Task(frozen={unused[0]!r}) does"
+            )
+        return tuple(notes)
 
     @property
     def likely_cause(self) -> str:
@@ -193,7 +238,7 @@ class _Tried:
         if type(local) not in (LocalTraining, SGD):
             return
         rate, several = local.at(1).rate, max(local.epochs or 1, local.steps or 1) > 1
-        moved = {name: p.cpu() for name, p in self.task.trainable().items()}
+        moved = _trained(self.task)
         for _ in range(1 + several):
             ones = torch.ones(len(self.y))
             gradients = _differentiated(self.task, moved, self.x, self.y, ones)[2]
@@ -210,8 +255,7 @@ def _differentiated(
 ) -> tuple[Tensor, Tensor, TorchTensors]:
     """Return outputs, losses [n], and gradients of their weighted mean by trained tensors."""
     constants = task.constants(torch.device("cpu"))
-    trained = {n: p.to("cpu", torch.float32) for n, p in task.trainable().items()} | moved
-    trained = {name: p.clone().requires_grad_() for name, p in trained.items()}
+    trained = {n: p.clone().requires_grad_() for n, p in (_trained(task) | moved).items()}
     with torch.enable_grad(), generator_apart(0):
         outputs = called(task.model, _cloned(constants) | trained, each_input(torch.clone, x))
         losses = task.losses_of(outputs, y)
@@ -219,6 +263,10 @@ def _differentiated(
         gradients = torch.autograd.grad(mean, [*trained.values()], allow_unused=True)
     by_name = {n: g for n, g in zip(trained, gradients, strict=True) if g is not None}
     return outputs.detach(), losses.detach(), by_name
+
+
+def _trained(task: Task) -> TorchTensors:
+    return {n: p.to("cpu", torch.float32) for n, p in task.trainable().items()}
 
 
 def _finite(tensors: TorchTensors) -> bool:
@@ -333,7 +381,7 @@ def _check_apart(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> Non
     if not _close(alone, losses(slice(None))) and not _draws(model, tensors, x):
         raise ModelError(
             "model or loss mix examples: the loss of one depends on the others, or on their "
-            "number, and each is a record of its own"
+            "number, as in nn.LSTM without batch_first=True; each must count by itself"
         )
 
 

@@ -77,8 +77,8 @@ def evaluate(
     return accumulator.evaluation()
 
 
-def check_held_out(task: Task, rows: HeldOut, device: torch.device) -> None:
-    """Raise ModelError if a task cannot be evaluated on all held-out rows.
+def check_held_out(task: Task, rows: HeldOut, device: torch.device) -> float:
+    """Return the mean loss of all held-out rows; ModelError if a task cannot be evaluated on them.
 
     At its initial parameters, its mean loss and all figures must be finite. InvalidValueError if
     rows cannot be grouped by a field of `Task.by`.
@@ -108,8 +108,10 @@ def check_held_out(task: Task, rows: HeldOut, device: torch.device) -> None:
         if not math.isfinite(value):
             raise ModelError(
                 f"{label} of the {len(rows[task.targets])} held-out rows is {value} at the initial "
-                "parameters; it must be finite, so leave out rows with NaN or infinite numbers"
+                "parameters; it must be finite, so leave out rows with NaN or infinite numbers, "
+                "and give rows of all classes"
             )
+    return initial.loss
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,7 @@ class Experiment:
     device: torch.device
     enrolled: str = ""  # `digest_of_users` of all that may be drawn
     classes: tuple[str, ...] = ()  # names of the classes, if they have some that are public
+    initial_loss: float | None = None  # on held-out rows, if there are any
     on_round: Mapping[str, OnRound] = field(default_factory=dict)  # called with each release
     evaluation: UserEvaluation | None = None  # what users are asked of released models
     personalised: HeldOutUsers | None = None  # who make released models their own
@@ -338,7 +339,7 @@ def build(
     if few is None:
         few = {name: column[:4] for name, column in held_out.items()}
     notes = list[str]()
-    personalised, rows = _measured_by(method, held_out, few, device, notes)
+    personalised, rows, loss = _measured_by(method, held_out, few, device, notes)
     budget = mechanism.budget
     strategy = mechanism.noise.strategy(mechanism.sampling.of(users, mechanism.unit).event())
     mechanism = replace(mechanism, noise=given(strategy))
@@ -367,6 +368,7 @@ def build(
     return Experiment(
         config=config,
         held_out=rows,
+        initial_loss=loss,
         task=method.task,
         plan=plan,
         budget=budget,
@@ -381,8 +383,8 @@ def build(
 
 def _measured_by(
     method: Method, held_out: HeldOut, few: Fields, device: torch.device, notes: list[str]
-) -> tuple[HeldOutUsers | None, HeldOut]:
-    """Return the users who personalise models, if any do, and the rows to measure models on.
+) -> tuple[HeldOutUsers | None, HeldOut, float | None]:
+    """Return the users who personalise models, if any, the rows to measure, and the initial loss.
 
     Problems that are likely to cost accuracy are added to the notes.
     """
@@ -392,22 +394,17 @@ def _measured_by(
             "federation.held_out or data must be given"
         )
     if few:
-        whole = method.mechanism.unit is Unit.USER
-        check_task(method.task, few, apart=not whole)
         if held_out:
             check_targets(method.task, held_out)
+        check_task(method.task, few, apart=method.mechanism.unit is not Unit.USER)
     how, personalised = method.personalisation, None
     if how is not None:
         personalised = HeldOutUsers(how, method.task, held_out, device)
         held_out = personalised.rows
-    if held_out:
-        check_held_out(method.task, held_out, device)
-    if few and check_learns(method.task, held_out, few, method.local):
-        notes.append(
-            "outputs of the model look like probabilities, of which cross-entropy takes the "
-            "softmax again, so that it learns slowly: let the model end before its softmax"
-        )
-    return personalised, held_out
+    loss = check_held_out(method.task, held_out, device) if held_out else None
+    if few:
+        notes += check_learns(method.task, held_out, few, method.local)
+    return personalised, held_out, loss
 
 
 def _plan(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedpriv.engine.adapters import Adapted, merge_adapters
 from fedpriv.engine.reading import rows_for
 from fedpriv.engine.released import read_released, sha256_of, state_tensors
-from fedpriv.engine.task import Task, check_holds
+from fedpriv.engine.task import Task, check_holds, unwrapped
 from fedpriv.errors import InvalidValueError, ModelError
 from fedpriv.experiment.build import begun_in_python, build_task, few_rows, population_of
 from fedpriv.experiment.config import Config, load_config
@@ -62,6 +62,7 @@ def load_model(source: Path | str, model: nn.Module, *, merge: bool = False) -> 
         ModelError: the module has other names or shapes; the first of them is named.
     """
     check_types(source=(source, Path | str), model=(model, nn.Module), merge=(merge, bool))
+    whole, model = model, unwrapped(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         check_holds(name, tensor)
     if merge and not any(isinstance(layer, Adapted) for layer in model.modules()):
@@ -80,7 +81,7 @@ def load_model(source: Path | str, model: nn.Module, *, merge: bool = False) -> 
         )
     for name, tensor in in_model.items():
         tensor.data = tensors[name].to(tensor, copy=True)
-    return merge_adapters(model.eval()) if merge else model.eval()
+    return merge_adapters(model.eval()) if merge else whole.eval()
 
 
 def export_model(source: Path, to: Format, out: Path | None = None) -> Path:

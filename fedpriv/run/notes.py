@@ -26,8 +26,12 @@ def of_run(
     counted: Contributors,
     results: Sequence[RoundResult],
     charged: float,
+    loss: float | None,
 ) -> Iterator[str]:
-    """Yield all notes of a run that ended after these rounds; `charged` is the ε of its ledger."""
+    """Yield all notes of a run that ended after these rounds, with a loss on held-out rows.
+
+    `charged` is the ε of its ledger.
+    """
     plan, budget = experiment.plan, experiment.budget
     if stop is Stop.TOO_FEW:
         done = results[-1].round
@@ -40,6 +44,13 @@ def of_run(
             )
     yield from experiment.notes
     yield from of_settings(experiment)
+    before = experiment.initial_loss
+    if before is not None and loss is not None and not loss <= before:
+        yield (
+            f"the loss on held-out rows rose from {before:.4g} to {loss:.4g}, so noise or long "
+            "steps undid the training: scale inputs to about 1, or choose a smaller clipping norm, "
+            "a smaller learning rate or more users"
+        )
     if stop is not Stop.TOO_FEW:
         yield from _of_releases(experiment, counted, results)
 
@@ -52,6 +63,12 @@ def of_settings(experiment: Experiment) -> Iterator[str]:
         yield (
             f"a cohort has {expected:.2g} {plural(sampling.drawn)} on average; rounds of one "
             "release its update and noise, rounds of none noise alone, and each is charged"
+        )
+    if sampling.drawn is sampling.unit and experiment.budget.delta * sampling.population >= 1.0:
+        yield (
+            f"δ is {experiment.budget.delta:g} for {sampling.population} "
+            f"{plural(sampling.unit)}: such a slack allows a release to show one of them as they "
+            f"are; choose δ well below {1.0 / sampling.population:.2g}"
         )
     if plan.statistics is None and running_norms(task.model):
         yield (

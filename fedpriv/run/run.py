@@ -589,7 +589,9 @@ def _ended(
         "stop": stop,
         "epsilon": epsilon,
         "delta": records.budget.delta,
-        "warnings": tuple(notes.of_run(experiment, stop, counted, results, charged)),
+        "warnings": tuple(
+            notes.of_run(experiment, stop, counted, results, charged, figures["loss"])
+        ),
     }
     with_room(partial(folder.write_end, RunEnd(round=state.round, **facts, **figures)))
     return Run(

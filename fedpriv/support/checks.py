@@ -35,7 +35,11 @@ def check_types(**values: tuple[object, type | UnionType]) -> None:
 
 
 def _type_of(value: object) -> str:
-    return "None" if value is None else f"of the type {type(value).__name__}"
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself"
+    kind, home = type(value), type(value).__module__.partition(".")[0]
+    place = "" if home in ("builtins", "fedpriv") else f" of {home}"
+    return "None" if value is None else f"of the type {kind.__name__}{place}"
 
 
 def named_value(kind: type[Name], name: str, value: object) -> Name:

@@ -147,6 +147,7 @@ GAP = np.where(np.arange(12).reshape(6, 2) % 5 == 3, np.nan, X)  # in rows 1 and
         ([[1.0], [1.0, 2.0], *[[1.0]] * 4], TEXTS, {}, "field 'x' cannot be an array"),
         (X, TEXTS, {"classes": "no"}, "classes are 'no'; they must be a list"),
         (X, TEXTS, {"classes": ["no", "no"]}, "at least one, each once"),
+        (X, [f"{text} "[: 3 - row % 2] for row, text in enumerate(TEXTS)], {}, r"str\.strip\(\)"),
         (
             X,
             TEXTS,

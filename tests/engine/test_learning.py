@@ -114,11 +114,63 @@ def test_a_softmax_before_cross_entropy_is_suspected_and_not_refused() -> None:
     rows = {"x": X, "y": CLASSES}
     for model, suspected in ((softmax(), True), (nn.Linear(4, 3), False)):
         for held in (rows, {}):
-            assert check_learns(Task(model), held, rows, LOCAL) is suspected
+            notes = check_learns(Task(model), held, rows, LOCAL)
+            assert any("takes the softmax again" in note for note in notes) is suspected
     own = Task(
         softmax(), lambda outputs, y: functional.nll_loss(outputs.log(), y, reduction="none")
     )
     assert not check_learns(own, rows, rows, LOCAL)
+
+
+def test_a_sigmoid_before_binary_cross_entropy_is_suspected_and_not_refused() -> None:
+    rows = {"x": X, "y": CLASSES % 2}
+    small = zeros(nn.Linear(4, 1))
+    nn.init.constant_(small.bias, 0.5)  # type: ignore[arg-type]
+    for model, suspected in ((nn.Sequential(nn.Linear(4, 1), nn.Sigmoid()), True), (small, False)):
+        notes = check_learns(Task(model, "binary-cross-entropy"), rows, rows, LOCAL)
+        assert any("takes the sigmoid again" in note for note in notes) is suspected
+
+
+class Cut(nn.Module):
+    """A layer behind `detach`, and one that forward leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.unused = (nn.Linear(4, n) for n in (4, 3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).detach())
+
+
+def test_parameters_that_noise_alone_would_move_are_noted() -> None:
+    rows = {"x": X, "y": CLASSES}
+    (note,) = check_learns(Task(Cut()), rows, rows, LOCAL)
+    assert "no gradient by 4 of the trained parameters, such as 'first.weight'" in note
+    assert not check_learns(Task(Cut(), frozen=("first.*", "unused.*")), rows, rows, LOCAL)
+
+
+class OverRows(nn.Module):
+    """An LSTM that takes the rows of a batch for the steps of a sequence."""
+
+    def __init__(self, *, batch_first: bool) -> None:
+        super().__init__()
+        self.lstm, self.last = nn.LSTM(1, 5, batch_first=batch_first), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.lstm(x.unsqueeze(-1))[0][:, -1])
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_examples_that_mix_are_noted(*, batch_first: bool) -> None:
+    rows = {"x": X, "y": CLASSES}
+    notes = check_learns(Task(OverRows(batch_first=batch_first)), rows, rows, LOCAL)
+    assert any("mix examples" in note for note in notes) is not batch_first
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.float16, torch.bfloat16])
+def test_models_of_other_precision_pass(kind: torch.dtype) -> None:
+    rows = {"x": X, "y": CLASSES}
+    assert not check_learns(Task(nn.Linear(4, 3).to(kind)), rows, rows, LOCAL)
 
 
 @pytest.mark.parametrize(("rate", "epochs", "refused"), [(1e300, 1, 1), (1e30, 2, 1), (1e30, 1, 0)])
@@ -172,3 +224,10 @@ def test_targets_that_the_loss_cannot_mean_are_refused(
         return
     with pytest.raises(ModelError, match=f"^targets of the held-out rows .*{message}"):
         check_targets(task, {"x": X, "y": y})
+
+
+def test_targets_are_left_to_a_model_that_fails_or_gives_other_shapes() -> None:
+    for model in (nn.Linear(5, 3), nn.Linear(4, 1), nn.Flatten(0), nn.Unflatten(1, (2, 2))):
+        check_targets(Task(model), {"x": X, "y": CLASSES})
+    for fields in ({"x": X}, {"x": X, "y": np.array(["a", "b"])}):
+        check_targets(Task(nn.Linear(4, 3)), fields)

@@ -328,3 +328,7 @@ def test_random_users_who_do_not_stay_finite_train_at_a_smaller_rate() -> None:
     chunk = Chunk(np.zeros(1, np.int64))
     moved = transport._trainer.moved(trials.request, trials._start, chunk, trials._store)
     assert all(bool(torch.isfinite(update[:]).all()) for update in moved.values())
+
+
+def test_a_batch_larger_than_any_user_is_tried_on_few_rows() -> None:
+    assert road_of(mlp(), SGD(0.1, batch_size=10**12, epochs=1)).shapes

@@ -462,3 +462,25 @@ def test_the_mean_loss_of_probabilities_is_that_of_torch(shape: tuple[int, ...])
     outputs, targets = torch.randn(shape), torch.randn(shape).softmax(1)
     total, count = Task(nn.Linear(1, 1)).summed_loss(outputs, targets)
     torch.testing.assert_close(total / count, nn.functional.cross_entropy(outputs, targets))
+
+
+def test_wrappers_of_a_model_are_taken_off() -> None:
+    layer = nn.Linear(4, 3)
+    for wrapped in (
+        torch.compile(layer, backend="eager"),
+        nn.DataParallel(layer),
+        nn.DataParallel(nn.DataParallel(layer)),
+    ):
+        assert list(Task(wrapped).parameters()) == ["weight", "bias"]
+
+
+def test_a_loss_that_is_a_class_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"class CrossEntropyLoss; .*\(reduction=\"none\"\)"):
+        Task(nn.Linear(4, 3), nn.CrossEntropyLoss)
+
+
+def test_a_class_or_a_namesake_of_another_library_is_named() -> None:
+    with pytest.raises(InvalidValueError, match="model is the class Linear itself; it must be of"):
+        Task(nn.Linear)
+    with pytest.raises(InvalidValueError, match="model is of the type SGD of torch; it must"):
+        Task(torch.optim.SGD([torch.zeros(1)], 0.1))

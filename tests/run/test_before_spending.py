@@ -250,7 +250,7 @@ def test_batch_normalisation_that_nothing_moves_is_warned_of(
 
 WRONG: list[tuple[dict[str, object], str]] = [
     ({"trackers": [3]}, r"trackers\[0\] is of the type int"),
-    ({"trackers": [TensorBoard]}, r"trackers\[0\] is of the type ABCMeta"),
+    ({"trackers": [TensorBoard]}, r"trackers\[0\] is the class TensorBoard itself"),
     (
         {"trackers": TensorBoard()},
         "trackers is of the type TensorBoard",

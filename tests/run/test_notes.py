@@ -23,7 +23,7 @@ class Unknown(nn.Module):
 
 
 def run(folder: Path, model: nn.Module, *, rounds: int = 10, rate: float = 0.5, q: float = 1.0,
-        **others: object) -> Run:  # fmt: skip
+        delta: float = 1e-3, noise: float = 0.0, **others: object) -> Run:  # fmt: skip
     rng = np.random.default_rng(0)
     x = rng.standard_normal((USERS * ROWS, 3)).astype(np.float32)
     y = x.argmax(1)
@@ -31,7 +31,7 @@ def run(folder: Path, model: nn.Module, *, rounds: int = 10, rate: float = 0.5, 
         x, y, np.repeat(np.arange(USERS), ROWS), held_out=(x[:20], y[:20])
     )
     exact = fedpriv.Mechanism(
-        fedpriv.Poisson(q), fedpriv.Flat(1.0), 0.0, delta=1e-3, unsafe_no_privacy=True
+        fedpriv.Poisson(q), fedpriv.Flat(1.0), noise, delta=delta, unsafe_no_privacy=True
     )
     return fedpriv.simulate(
         people,
@@ -89,3 +89,15 @@ def test_a_loss_that_still_falls_is_noted(tmp_path: Path, rate: float, *, noted:
 def test_rounds_of_few_users_are_noted(tmp_path: Path) -> None:
     found = run(tmp_path / "run", linear(), rounds=1, q=0.01, quiet=True)
     assert any(text.startswith("a cohort has 0.2 users on average") for text in found.warnings)
+
+
+@pytest.mark.parametrize(("noise", "noted"), [(0.0, False), (50.0, True)])
+def test_a_loss_that_rose_is_noted(tmp_path: Path, noise: float, *, noted: bool) -> None:
+    found = run(tmp_path / "run", linear(), rounds=2, noise=noise, quiet=True)
+    assert any("loss on held-out rows rose from" in text for text in found.warnings) is noted
+
+
+@pytest.mark.parametrize(("delta", "noted"), [(0.06, True), (0.04, False)])
+def test_a_delta_of_a_user_or_more_is_noted(tmp_path: Path, delta: float, *, noted: bool) -> None:
+    found = run(tmp_path / "run", linear(), rounds=1, delta=delta, quiet=True)
+    assert any(text.startswith(f"δ is {delta} for 20 users") for text in found.warnings) is noted

@@ -126,6 +126,8 @@ def test_a_file_loads_as_its_folder_does_and_says_nothing_of_the_same_base(
     run: fedpriv.Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     loaded, expected = fedpriv.load_model(run.folder / "model.safetensors", Net()), run.model
+    wrapped = fedpriv.load_model(run.folder, nn.DataParallel(Net()))
+    assert torch.equal(wrapped.module.head.weight, expected.head.weight)
     assert not caplog.messages
     assert loaded.one.weight is loaded.two.weight
     assert not loaded.training
