@@ -49,11 +49,17 @@ from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.support.checks import check_types, is_whole
 from fedpriv.support.importing import raised_at
 from fedpriv.support.logs import one_line
-from fedpriv.training.contributors import Contributors
 from fedpriv.training.local import SGD
 from fedpriv.training.optimizers import FedAvg, Parameters, ServerOptimizer, try_out
 from fedpriv.training.request import RoundRequest, Transport
-from fedpriv.training.rounds import RoundResult, Stop, TrainingPlan, initial_state, train
+from fedpriv.training.rounds import (
+    Contributors,
+    RoundResult,
+    Stop,
+    TrainingPlan,
+    initial_state,
+    train,
+)
 
 _log = logging.getLogger("flwr")  # its handler shows our lines among Flower's own
 _ARRAYS, _CONFIG = "arrays", "config"  # records, as Flower's own strategies name them

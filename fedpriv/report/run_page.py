@@ -31,10 +31,10 @@ from fedpriv.report.records import Figures, RunRecord, versions
 from fedpriv.report.study_charts import measured
 from fedpriv.report.tables import format_epsilon_low, plural
 from fedpriv.studies.results import ACCURACY, LOSS
-from fedpriv.training.contributors import Contributors
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
     EVALUATION_PREFIX,
+    Contributors,
     RoundResult,
     Stop,
     best_round,

@@ -12,8 +12,7 @@ from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.engine.task import running_norms
 from fedpriv.experiment.build import Experiment
 from fedpriv.report.tables import plural
-from fedpriv.training.contributors import Contributors
-from fedpriv.training.rounds import RoundResult, Stop
+from fedpriv.training.rounds import Contributors, RoundResult, Stop
 
 _FINE = 1e-4  # steps of updates that change no training to speak of
 _EVALUATIONS = 10  # the fewest that can show a trend

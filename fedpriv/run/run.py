@@ -45,11 +45,11 @@ from fedpriv.run.auditor import Auditor
 from fedpriv.run.folder import RunFolder, data_frame, read_run, write_charts, write_report
 from fedpriv.support.disk import with_room, write_atomically
 from fedpriv.support.logs import one_line
-from fedpriv.training.contributors import Contributors
 from fedpriv.training.local import ALGORITHMS
 from fedpriv.training.request import Transport
 from fedpriv.training.rounds import (
     Checkpoint,
+    Contributors,
     OnRelease,
     OnRound,
     RoundResult,

@@ -39,10 +39,10 @@ from fedpriv.run import notes
 from fedpriv.run.auditor import Auditor
 from fedpriv.run.run import Follow, Hosted, Run, RunSetup, conduct, opened, spent_in
 from fedpriv.support.logs import SIMULATION_ONLY
-from fedpriv.training.contributors import Contributors
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
     EVALUATION_PREFIX,
+    Contributors,
     OnRound,
     RoundResult,
     Stop,

@@ -23,8 +23,7 @@ from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.report import run_page
 from fedpriv.run.folder import read_run
 from fedpriv.run.run import Run
-from fedpriv.training.contributors import Contributors
-from fedpriv.training.rounds import RoundResult, round_request
+from fedpriv.training.rounds import Contributors, RoundResult, round_request
 from tests.commandline import printed, refused
 
 FILE = Path(__file__).parents[2] / "fedpriv/experiment/bundled/digits.toml"

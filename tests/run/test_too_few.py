@@ -19,8 +19,7 @@ from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.report import run_page
 from fedpriv.run.folder import RunFolder, read_run
 from fedpriv.run.run import Run
-from fedpriv.training.contributors import Contributors
-from fedpriv.training.rounds import RoundResult, Stop
+from fedpriv.training.rounds import Contributors, RoundResult, Stop
 from tests.commandline import fedpriv as typed
 from tests.commandline import refused
 
