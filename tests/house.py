@@ -18,9 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST = {
-    "code lines of the product": 27_730,
-    "code lines of privacy and ledger": 3_290,
-    "modules of the product": 140,
+    "code lines of the product": 29_230,
+    "code lines of privacy and ledger": 3_250,
+    "modules of the product": 143,
     "names at the root of fedpriv": 2,
     "public names that stand in two modules": 7,
     "names of modules that stand twice": 2,
