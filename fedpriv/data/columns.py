@@ -187,7 +187,7 @@ def refuse_masked(what: str, column: object) -> None:
 
 
 def refuse_missing(what: str, array: Array) -> None:
-    """Raise DataError if numbers are NaN, as those are that a frame lacks."""
+    """Raise DataError if numbers are NaN, as missing ones of a frame are."""
     if array.dtype.kind == "f" and array.size:
         missing = np.isnan(cast(NDArray[np.floating[Any]], array)).reshape(len(array), -1).any(1)
         _refuse_missing_rows(what, int(missing.sum()), len(array))
@@ -229,7 +229,7 @@ def _only_column(targets: ColumnLike) -> ColumnLike:
 def matrix(what: str, columns: Mapping[Hashable, ColumnLike]) -> NDArray[np.float32]:
     """Columns of numbers or booleans, [rows] each, as float32 [rows, columns].
 
-    DataError names the columns that hold text, categories, or no value in some rows.
+    Missing numbers are NaN. DataError names the columns that hold text or categories.
     """
     if not columns:
         raise DataError(f"{what} is made of no columns; there must be at least one")
@@ -245,7 +245,6 @@ def matrix(what: str, columns: Mapping[Hashable, ColumnLike]) -> NDArray[np.floa
         if array.ndim != 1 or array.dtype.kind == "c":
             shape = f"{array.dtype}{list(array.shape[1:])}"
             raise DataError(f"column {name!r} of {what} has {shape} per row; it must be one number")
-        refuse_missing(f"column {name!r}", array)
     return np.stack([*arrays.values()], axis=1).astype(np.float32)
 
 
@@ -318,7 +317,6 @@ class FrameRows:
         targets, values = _named(columns, y), _named(columns, inputs)
         if values.ndim == 1:
             values = matrix("x", {name: columns[name] for name in _listed(inputs)})
-        refuse_missing(f"column {y!r}", targets)
         categories = None if isinstance(y, list) else categories_of(columns[y])
         groups = {str(name): to_array(f"column {name!r}", columns[name]) for name in by}
         return cls(values, targets, ids, inputs, categories, groups)
@@ -368,7 +366,8 @@ def numbered(
             what = f"{place}field {name!r}"
             if name != "y" and field.dtype.kind in "US":
                 raise DataError(f"{what} holds text; give numbers, such as places in a public list")
-            refuse_missing(what, field)
+            if place:  # a user without some numbers counts as zero, and nobody else does
+                refuse_missing(what, field)
     labels = [fields["y"] for fields in (users, test) if "y" in fields]
     texts = [each for each in labels if each.dtype.kind in "US"]
     if classes is None:

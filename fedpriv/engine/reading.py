@@ -3,8 +3,9 @@
 What rows alone decide is settled where a population is made, see `fedpriv.data.columns`.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from fedpriv.engine.task import (
     squared_error,
 )
 from fedpriv.errors import ModelError
+
+_NO_CLASS = -(2**31)
 
 
 def rows_for(task: Task, rows: Fields) -> Fields:
@@ -47,18 +50,20 @@ def rows_for(task: Task, rows: Fields) -> Fields:
 
 
 def population_for(task: Task, population: Population) -> Population:
-    """A population as a task reads it: `rows_for`, and targets of cross-entropy as classes.
+    """Return a population as a task reads it: `rows_for`, and targets of cross-entropy as classes.
 
-    They may be one-hot, or whole numbers in floats, in all rows: that is a property of users' data,
-    so this is for simulations. ModelError if loss or outputs do not fit the population's classes.
+    Held-out targets alone decide whether targets are one-hot, or whole numbers in floats, since no
+    user's rows may decide how those of others are read. A user's row that is none becomes a class
+    that no model has, so that this user counts as zero. ModelError if loss or outputs do not fit
+    the population's classes.
     """
     fields, test = population.users.fields, rows_for(task, population.test)
     users = rows_for(task, fields)
     if population.classes and task.targets == "y":
         _check_classes(task, population, _outputs(task, users) or ())
-    if task.loss is cross_entropy:
-        one, other = _with_classes(task, users), _with_classes(task, test) if test else test
-        users, test = (users, test) if one is None or other is None else (one, other)
+    classes = _classes_of(task, test) if test and task.loss is cross_entropy else None
+    if classes:
+        users, test = ({**r, task.targets: classes(r[task.targets])} for r in (users, test))
     if all(users[name] is fields[name] for name in fields):
         return population
     return replace(population, users=replace(population.users, fields=users), test=test)
@@ -83,19 +88,22 @@ def _check_classes(task: Task, population: Population, outputs: tuple[int, ...])
         )
 
 
-def _with_classes(task: Task, rows: Fields) -> Fields | None:
-    """Rows with classes for targets that are one-hot or whole floats; None for other targets."""
-    y = cast("NDArray[np.float32] | None", rows.get(task.targets))
-    if y is None or y.dtype.kind not in ("f" if y.ndim == 1 else "biuf"):
-        return None
-    outputs = _outputs(task, rows) or ()
-    if len(outputs) != 2 or outputs[1] < 2:
-        return None
-    if y.shape[1:] == outputs[1:] and ((y == 0) | (y == 1)).all() and (y.sum(1) == 1).all():
-        return {**rows, task.targets: y.argmax(1)}
-    if y.ndim == 1 and (np.abs(y) < 2**31).all() and (y == np.rint(y)).all():
-        return {**rows, task.targets: y.astype(np.int64)}
-    return None
+def _classes_of(task: Task, rows: Fields) -> Callable[[Any], NDArray[np.int64]] | None:
+    """Return the function from these rows' targets to classes; None if they are other targets."""
+    y, outputs = rows[task.targets], _outputs(task, rows) or ()
+    read, kinds = (_whole, "f") if y.ndim == 1 else (_one_hot, "biuf")
+    fits = len(outputs) == 2 and outputs[1] > 1 and y.shape[1:] in ((), outputs[1:])
+    return read if fits and y.dtype.kind in kinds and (read(y) != _NO_CLASS).all() else None
+
+
+def _one_hot(y: Any) -> NDArray[np.int64]:
+    valid = ((y == 0) | (y == 1)).all(1) & (y.sum(1) == 1)
+    return np.where(valid, y.argmax(1), _NO_CLASS)
+
+
+def _whole(y: Any) -> NDArray[np.int64]:
+    valid = (np.abs(y) < 2**31) & (y == np.rint(y))
+    return np.where(valid, y, _NO_CLASS).astype(np.int64)
 
 
 def _outputs(task: Task, rows: Fields) -> tuple[int, ...] | None:

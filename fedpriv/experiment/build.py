@@ -186,6 +186,11 @@ def on_population(
     public = population.classes_given and method.task.targets == "y"
     classes = (population.classes or ()) if public else ()
     experiment = replace(experiment, enrolled=enrolled, classes=classes)
+    if population.classes and not population.classes_given:
+        experiment.notes.append(
+            "classes are numbered by the labels of all users, so that one user with another label "
+            "would number them anew, which ε does not cover: give classes=[...], a public list"
+        )
     k, store = experiment.plan.sampling.event().examples_per_user, population.users
     if k is not None:
         store = in_places(store, k)

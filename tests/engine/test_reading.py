@@ -7,6 +7,7 @@ import pytest
 import torch
 from sklearn.metrics import r2_score
 from torch import nn
+from torch.nn import functional
 
 import fedpriv
 from fedpriv.data import Population, UserStore
@@ -17,6 +18,7 @@ from fedpriv.errors import ModelError
 X = np.arange(12).reshape(4, 3)
 Y = np.array([0, 1, 2, 1])
 ONE_HOT = np.eye(3, dtype=int)[Y]
+SEVERAL = np.concatenate([[[1, 1, 0]], ONE_HOT[1:]])
 
 
 class Words(nn.Module):
@@ -77,18 +79,34 @@ def test_one_hot_targets_and_whole_numbers_are_classes() -> None:
     read = population_for(Task(nn.Linear(3, 3)), one_hot(Y.astype(float), Y.astype(float)))
     assert (read.users.fields["y"].tolist(), read.test["y"].dtype) == (users, np.int64)
     halves = Y + np.array([0.5, 0, 0, 0])
-    several = ONE_HOT.copy()
-    several[0] = [1, 1, 0]
     for people, task in (
-        (one_hot(several, ONE_HOT), Task(nn.Linear(3, 3))),
-        (one_hot(ONE_HOT, several), Task(nn.Linear(3, 3))),
+        (one_hot(ONE_HOT, SEVERAL), Task(nn.Linear(3, 3))),
         (one_hot(ONE_HOT, ONE_HOT), Task(nn.Linear(3, 3), "binary-cross-entropy")),
         (one_hot(ONE_HOT, ONE_HOT), Task(nn.Linear(3, 4))),
         (one_hot(Y.astype(float), halves), Task(nn.Linear(3, 3))),
-        (one_hot(np.full(4, np.inf), Y.astype(float)), Task(nn.Linear(3, 3))),
         (one_hot(Y.astype(float), Y.astype(float)), Task(nn.Linear(3, 1), "mse")),
     ):
         assert population_for(task, people) is people
+
+
+@pytest.mark.parametrize(
+    ("y", "held_out"),
+    [
+        (SEVERAL, ONE_HOT),
+        (np.array([np.inf, 1.0, 2.0, 1.0]), Y.astype(float)),
+        (np.array([np.nan, 1.0, 2.0, 1.0]), Y.astype(float)),
+        (np.array([0.5, 1.0, 2.0, 1.0]), Y.astype(float)),
+    ],
+)
+def test_no_row_of_a_user_decides_how_those_of_others_are_read(y, held_out) -> None:
+    """The first row is no class, so that its user fails; all others are read as without it."""
+    task = Task(nn.Linear(3, 3))
+    fine = np.where(np.isin(np.arange(4), 0).reshape(4, *[1] * (y.ndim - 1)), held_out, y)
+    odd, even = (population_for(task, one_hot(rows, held_out)).users for rows in (y, fine))
+    assert odd.fields["y"][0] < -(2**30)
+    assert odd.fields["y"][1:].tolist() == even.fields["y"][1:].tolist()
+    with pytest.raises(IndexError):
+        functional.cross_entropy(torch.zeros(1, 3), torch.tensor(odd.fields["y"][:1]))
 
 
 @pytest.mark.parametrize(
