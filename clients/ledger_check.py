@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from fedpriv.accounting.accountants import PrivacyLoss
 from fedpriv.accounting.accountants import epsilon as priced
-from fedpriv.accounting.pricing import weakest_randomness
+from fedpriv.accounting.pricing import sampling_text, weakest_randomness
 from fedpriv.clients.connection import Backoff, FederationStub, persist
 from fedpriv.clients.consent import Consent, misfit
 from fedpriv.clients.journal import Journal, Remembered, RoundSeries, TakenPart
@@ -133,7 +133,7 @@ def confirm(examined: Examined, history: Remembered, offer: Terms | None = None)
             event, index = parts[-1].event, parts[-1].part
             raise UntrustedLedgerError(
                 f"attempt {attempt} at round {number} of run {run!r} was offered with "
-                f"{event.sampling.text}, N = {event.sampling.population}, "
+                f"{sampling_text(event.sampling)}, N = {event.sampling.population}, "
                 f"z = {event.noise_multiplier}, as part {index} of its event; neither it nor one "
                 "after it was charged so"
             )

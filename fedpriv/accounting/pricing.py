@@ -6,7 +6,9 @@ is out of range or missing, and `LedgerError` if a ledger cannot be opened or ve
 """
 
 import math
+import sqlite3
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -23,8 +25,15 @@ from fedpriv.accounting.accountants import (
 )
 from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
-from fedpriv.ledger.events import Randomness, RoundEvent, merge_equal
-from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, is_export, paid_events
+from fedpriv.ledger.events import (
+    WITH_STRATEGY,
+    Randomness,
+    RoundEvent,
+    SamplingEvent,
+    SamplingPolicy,
+    merge_equal,
+)
+from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, paid_events
 from fedpriv.support.checks import require
 
 _POINTS = 30  # of a curve
@@ -103,6 +112,17 @@ class Spending:
     def arithmetic(self) -> Arithmetic:
         """Exact if the arithmetic of all charges is."""
         return weakest_arithmetic(row for ledger in self.ledgers for row in ledger.charges)
+
+
+def is_export(path: Path) -> bool:
+    """Return whether a file may be an export: it is neither SQLite, empty nor absent."""
+    # Opening and closing it without SQLite would release this process's SQLite locks on it.
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as file:
+            file.execute("PRAGMA schema_version")
+    except sqlite3.Error as error:
+        return error.sqlite_errorcode == sqlite3.SQLITE_NOTADB
+    return False
 
 
 def read_ledger(path: Path) -> LedgerContent:
@@ -194,6 +214,27 @@ def weakest_randomness(charges: Iterable[ChargedRow]) -> Randomness:
     """Return the weakest source of randomness of all charges."""
     seeded = any(row.randomness is Randomness.SEEDED for row in charges)
     return Randomness.SEEDED if seeded else Randomness.OPERATING_SYSTEM
+
+
+def sampling_text(sampling: SamplingEvent) -> str:
+    """Return a short description of how cohorts are drawn.
+
+    >>> from fedpriv.accounting.policies import poisson_gaussian
+    >>> sampling_text(poisson_gaussian(0.3, 1.0, 10).sampling)
+    'q = 0.3'
+    """
+    policy, q, schedule = sampling.policy, sampling.sampling_probability, sampling.schedule
+    if policy in (SamplingPolicy.POISSON, SamplingPolicy.EXAMPLES):
+        return f"q = {q:g}"
+    if policy is SamplingPolicy.FIXED_SIZE:
+        return f"{policy} cohorts, m = {sampling.expected_cohort_size:.0f}"
+    if policy is SamplingPolicy.RANDOM_ALLOCATION and schedule is not None:
+        return f"{policy} to {schedule.participations} of {schedule.rounds} rounds"
+    if policy in WITH_STRATEGY and schedule is not None:
+        chance = "" if q == 1.0 else f", q = {q:g}"
+        turns = f"{schedule.separation} groups in turn{chance}"
+        return f"{policy}, {turns}, {schedule.rounds} rounds at once"
+    return str(policy)
 
 
 def _all_releases(ledgers: Sequence[LedgerContent]) -> list[Releases]:

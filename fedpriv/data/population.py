@@ -217,6 +217,7 @@ class Population:
     # Name of the population in whose ledger this one goes on, after users joined or left. Charges
     # add up over both, so ε holds for users who stayed, and more than holds for others.
     succeeds: str | None = None
+    projected: tuple[int, int | None] | None = None  # N' and the cohort of `as_if`
 
     def __post_init__(self) -> None:
         check_types(name=(self.name, str), users=(self.users, UserStore), test=(self.test, Mapping))
@@ -229,6 +230,16 @@ class Population:
         if self.test:
             self._check_test()
         object.__setattr__(self, "test", dict(self.test))
+
+    def as_if(self, users: int, cohort: int | None = None) -> "Population":
+        """Return these users as a simulation of a larger population, of so many users, N'.
+
+        Runs have the noise, the sampling probability and the budget of N' users, and train those
+        who are there: as many in a round as the cohort of N' has, at most all, or about `cohort`.
+        So a result is a projection. (ε, δ) would hold if N' such users took part; for those who are
+        there it does not, and what holds for them is given beside it.
+        """
+        return replace(self, projected=(users, cohort))
 
     @property
     def ledger_name(self) -> str:

@@ -37,7 +37,7 @@ from fedpriv.experiment.config import (
     plain,
     tables_of,
 )
-from fedpriv.experiment.mechanism import Mechanism, given
+from fedpriv.experiment.mechanism import AsIf, Mechanism, given
 from fedpriv.experiment.models import build_model
 from fedpriv.experiment.trackers import TRACKERS, Tracker
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent, SamplingEvent, Unit
@@ -121,7 +121,9 @@ def simulated(
 def population_of(config: Config) -> Population:
     """Load the configured population."""
     data = config.simulated_data
-    population = load_population(data.name, data.options)
+    population, larger = load_population(data.name, data.options), config.population
+    if larger.as_if is not None:
+        population = population.as_if(larger.as_if, larger.cohort)
     return replace(population, succeeds=data.succeeds) if data.succeeds else population
 
 
@@ -152,7 +154,7 @@ def on_population(
     as spent. Runs that share `roads` try the shapes of one model once.
     """
     origin = _origin(method.task) if method else ""
-    method = method or method_of(config)
+    method = _projected(method or method_of(config), population, config)
     mechanism, before = method.mechanism, spent
     population = population_for(method.task, records_of(population, mechanism))
     evaluation, population = _evaluation(config, run, population, method)
@@ -208,6 +210,21 @@ def on_population(
         most_rows=1 if k is not None or mechanism.unit is Unit.EXAMPLE else mechanism.microbatch,
         roads={} if roads is None else roads.of(config, method.task if method else None),
     )
+
+
+def _projected(method: Method, population: Population, config: Config) -> Method:
+    """Return the method for the larger population that a population stands for, if any."""
+    if population.projected is None:
+        return method
+    larger, cohort = population.projected
+    for name in ("audit", "federated_evaluation"):
+        if getattr(config, name) is not None:
+            raise InvalidValueError(
+                f"as_if is {larger} and {name} is given; it must be absent, since it would ask "
+                "users who are not there"
+            )
+    policy = AsIf.instead_of(method.mechanism.sampling, larger, cohort)
+    return replace(method, mechanism=replace(method.mechanism, sampling=policy))
 
 
 def settled(experiment: Experiment, transport: InProcessTransport) -> tuple[Experiment, Road]:
@@ -606,6 +623,7 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
         "name": name,
         "rounds": mechanism.rounds,
         "data": {"name": population.name, "succeeds": population.succeeds},
+        "population": dict(zip(("as_if", "cohort"), population.projected or (), strict=False)),
         "model": {
             "name": path_of(type(task.model)),
             "options": {

@@ -243,6 +243,19 @@ class DataSection(PeopleSection):
     succeeds: str | None = None  # name of the population whose ledger this one continues
 
 
+class PopulationSection(Section):
+    """The larger population that simulated users stand for; see `Population.as_if`."""
+
+    as_if: Count | None = None
+    cohort: Count | None = None
+
+    @model_validator(mode="after")
+    def _must_have_both(self) -> Self:
+        if self.cohort is not None and self.as_if is None:
+            raise ValueError(f"cohort is {self.cohort}; without as_if it must be absent")
+        return self
+
+
 class AdaptersSection(Section):
     """Low-rank adapters of the layers that match these patterns; the model itself is frozen."""
 
@@ -646,6 +659,7 @@ class Config(Section):
     run: Name | None = None  # in the ledger; derived from `name` if absent
     seed: Seed | None = None  # the guarantee does not hold against those who know it
     data: DataSection | None = None  # needed where users are simulated
+    population: PopulationSection = PopulationSection()  # a simulation's
     model: ModelSection
     local: LocalSection | None = None  # required if users train; other units send a gradient
     privacy: PrivacySection

@@ -26,6 +26,7 @@ from fedpriv.ledger.events import (
     WITH_STRATEGY,
     NeighbouringRelation,
     PrivacyBudget,
+    Projection,
     RoundEvent,
     SamplingEvent,
     SamplingPolicy,
@@ -96,6 +97,46 @@ class Poisson(CohortPolicy):
     def of(self, users: int | None, unit: Unit) -> PoissonSampling:
         """Return Poisson sampling of N users."""
         return PoissonSampling(users or 1, self.probability, unit)
+
+
+@dataclass(frozen=True)
+class AsIf(CohortPolicy):
+    """Poisson sampling of users who stand for a larger population, in a simulation.
+
+    An average gets the noise of the larger population's cohort. It is over as many users, drawn
+    from those who are there, or over fewer. The budget is that of the larger population.
+    """
+
+    drawn: Poisson  # of the larger population
+    population: int  # N'
+    cohort: int | None = None  # expected users of a round; None: q·N', but at most all
+
+    def __post_init__(self) -> None:
+        larger = self.drawn.probability * self.population
+        if self.cohort is not None and not (is_whole(self.cohort) and self.cohort <= larger):
+            limit = f"a whole number from 1 to the cohort of as_if, {larger:g}"
+            raise InvalidValueError(f"cohort is {self.cohort!r}; it must be {limit}")
+
+    def of(self, users: int | None, unit: Unit) -> PoissonSampling:
+        """Return Poisson sampling of N users, up to N', with the probability of the cohort."""
+        enrolled, q = users or 1, self.drawn.probability
+        if enrolled > self.population:
+            limit = f"at least the number of {unit}s that are there, {enrolled}"
+            raise InvalidValueError(f"as_if is {self.population}; it must be {limit}")
+        if (self.cohort or 0) > enrolled:
+            limit = f"at most the number of {unit}s that are there, {enrolled}"
+            raise InvalidValueError(f"cohort is {self.cohort}; it must be {limit}")
+        drawn = min(1.0, (self.cohort or q * self.population) / enrolled)
+        return PoissonSampling(enrolled, drawn, unit, Projection(self.population, q))
+
+    @classmethod
+    def instead_of(cls, policy: CohortPolicy, population: int, cohort: int | None) -> Self:
+        """Return a projection of a policy; InvalidValueError unless it is Poisson sampling."""
+        if not isinstance(policy, Poisson):
+            raise InvalidValueError(
+                f"as_if is {population} and sampling is {type(policy).__name__}; it must be Poisson"
+            )
+        return cls(policy, population, cohort)
 
 
 @dataclass(frozen=True)
@@ -701,8 +742,8 @@ class Mechanism:
         column = strategy.column(sampling.rounds)
 
         def events(z: float) -> list[RoundEvent]:
-            queries = (SumQueryEvent("update", 1.0, z),)
-            return [*before, RoundEvent(drawn, queries, charges, column)]
+            queries = (SumQueryEvent("update", 1.0, z / drawn.growth),)
+            return _as_if([*before, RoundEvent(drawn, queries, charges, column)])
 
         z = smallest_noise(epsilon, delta, events, self.accountant)
         budgeted = replace(self, epsilon=epsilon, delta=delta, rounds=rounds)
@@ -727,7 +768,14 @@ class Mechanism:
             )
         limit = None if self.unsafe_no_privacy else self.epsilon
         limit = float("inf") if limit is None else limit
-        return PrivacyBudget(limit, delta, accountant.upper_epsilon)
+        price = accountant.upper_epsilon
+        if isinstance(self.sampling, AsIf):
+            return PrivacyBudget(limit, delta, lambda events, delta: price(_as_if(events), delta))
+        return PrivacyBudget(limit, delta, price)
+
+
+def _as_if(events: Iterable[RoundEvent]) -> list[RoundEvent]:
+    return [event.as_if for event in events]
 
 
 def check_unit(unit: str, microbatch: int | None) -> str:

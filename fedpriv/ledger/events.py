@@ -113,6 +113,23 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class Projection:
+    """The larger population that a simulation stands for, under Poisson sampling.
+
+    The average of a round gets the noise that it would have with the cohort of that population.
+    """
+
+    population: int  # N' ≥ 1
+    sampling_probability: float  # q' in (0, 1]
+
+    def __post_init__(self) -> None:
+        hold_numbers(self)
+        n, q = self.population, self.sampling_probability
+        require(is_whole(n), f"as_if is {n}; it must be a whole number of at least 1")
+        require(0.0 < q <= 1.0, f"sampling_probability is {q}; it must be in (0, 1]")
+
+
+@dataclass(frozen=True)
 class SamplingEvent:
     """One draw of a cohort; everything released about that cohort belongs to it.
 
@@ -136,6 +153,9 @@ class SamplingEvent:
     examples_per_user: int | None = None
     # Number of an audit's canaries, fictitious users that are drawn like the N users.
     canaries: int = 0
+    # Set if the draw simulates that of a larger population. It never changes the price: q, N and
+    # the noise are those of the N users who are there.
+    projection: Projection | None = None
 
     def __post_init__(self) -> None:
         hold_numbers(self)
@@ -144,7 +164,10 @@ class SamplingEvent:
         for name, kind in named.items():
             if type(value := getattr(self, name)) is not kind:
                 object.__setattr__(self, name, named_value(kind, name, value))
-        check_types(schedule=(self.schedule, Schedule | None))
+        check_types(
+            schedule=(self.schedule, Schedule | None),
+            projection=(self.projection, Projection | None),
+        )
         q, n, policy = self.sampling_probability, self.population, self.policy
         require(0.0 < q <= 1.0, f"sampling_probability is {q}; it must be in (0, 1]")
         require(is_whole(n), f"population is {n}; it must be a whole number of at least 1")
@@ -154,6 +177,9 @@ class SamplingEvent:
         self._check_schedule()
         self._check_examples()
         self._check_canaries()
+        is_plain = policy is SamplingPolicy.POISSON and not self.canaries
+        limit = "it must have poisson sampling, without canaries"
+        require(is_plain or not self.projection, f"a projection has {policy} sampling; {limit}")
         plain_numbers(self.places, "the population, times examples_per_user,")
         if policy is SamplingPolicy.FIXED_SIZE:
             m = round(Fraction(q) * n)
@@ -166,27 +192,6 @@ class SamplingEvent:
             coins = (SamplingPolicy.POISSON, SamplingPolicy.EXAMPLES, SamplingPolicy.BANDED_POISSON)
             exact, limit = q == 1.0 or policy in coins, "1"
         require(exact, f"sampling_probability is {q}; with {policy} sampling it must be {limit}")
-
-    @property
-    def text(self) -> str:
-        """A short description of how cohorts are drawn.
-
-        >>> policy, relation = SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE
-        >>> SamplingEvent(policy, 0.3, 10, relation).text
-        'q = 0.3'
-        """
-        q, schedule = f"q = {self.sampling_probability:g}", self.schedule
-        if self.policy in (SamplingPolicy.POISSON, SamplingPolicy.EXAMPLES):
-            return q
-        if self.policy is SamplingPolicy.FIXED_SIZE:
-            return f"{self.policy} cohorts, m = {self.expected_cohort_size:.0f}"
-        if self.policy is SamplingPolicy.RANDOM_ALLOCATION and schedule is not None:
-            return f"{self.policy} to {schedule.participations} of {schedule.rounds} rounds"
-        if self.policy in WITH_STRATEGY and schedule is not None:
-            chance = "" if q == "q = 1" else f", {q}"
-            turns = f"{schedule.separation} groups in turn{chance}"
-            return f"{self.policy}, {turns}, {schedule.rounds} rounds at once"
-        return str(self.policy)
 
     @property
     def expected_cohort_size(self) -> float:
@@ -205,6 +210,13 @@ class SamplingEvent:
         if self.policy is SamplingPolicy.FIXED_SIZE:
             return 0.0
         return self.expected_cohort_size * (1.0 - self.sampling_probability)
+
+    @property
+    def growth(self) -> float:
+        """Size of the projected cohort over that of the cohort that is drawn; 1 without one."""
+        if (larger := self.projection) is None:
+            return 1.0
+        return larger.sampling_probability * larger.population / self.expected_cohort_size
 
     def _check_schedule(self) -> None:
         schedule, policy = self.schedule, self.policy
@@ -306,10 +318,8 @@ class Trial:
 
     def __post_init__(self) -> None:
         hold_numbers(self)
-        q, z, t = self.sampling_probability, self.noise_multiplier, self.rounds
-        require(0.0 < q <= 1.0, f"sampling_probability of a trial is {q}; it must be in (0, 1]")
-        limit = "it must be positive and finite"
-        require(0.0 < z < math.inf, f"noise_multiplier of a trial is {z}; {limit}")
+        t = self.rounds
+        check_query(self.noise_multiplier, self.sampling_probability)
         limit = "it must be a whole number from 1 to 2^53"
         require(is_whole(t, MOST_REPEATS), f"rounds of a trial is {t}; {limit}")
 
@@ -400,6 +410,16 @@ class RoundEvent:
         same = self.sampling.sampling_probability == first.sampling_probability
         same = same and math.isclose(z, first.noise_multiplier, rel_tol=2.0**-40)
         require(same, f"the round of a selection has z = {z}; it must be one of its first trial")
+
+    @property
+    def as_if(self) -> "RoundEvent":
+        """The event that this one would be for the projected population; itself without one."""
+        if (larger := self.sampling.projection) is None:
+            return self
+        growth = self.sampling.growth
+        queries = [replace(q, noise_stddev=q.noise_stddev * growth) for q in self.queries]
+        sampling = replace(self.sampling, **vars(larger), projection=None)
+        return replace(self, sampling=sampling, queries=tuple(queries))
 
     @property
     def noise_multiplier(self) -> float:

@@ -15,7 +15,6 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, date, datetime
 from functools import cached_property, partial
@@ -31,6 +30,7 @@ from fedpriv.ledger.database import Database, FileFormat, insertion
 from fedpriv.ledger.events import (
     NeighbouringRelation,
     PrivacyBudget,
+    Projection,
     Randomness,
     RoundEvent,
     SamplingEvent,
@@ -223,6 +223,7 @@ def _event_fields(event: RoundEvent) -> dict[str, object]:
         **({} if sampling.unit is Unit.USER else {"unit": sampling.unit}),
         **({} if k is None else {"examples_per_user": int(k)}),
         **({"canaries": int(sampling.canaries)} if sampling.canaries else {}),
+        **({"projection": asdict(sampling.projection)} if sampling.projection else {}),
         "schedule": schedule and {name: int(n) for name, n in asdict(schedule).items()},
         "strategy": [float(c) for c in event.strategy],
         **({} if event.selection is None else {"selection": asdict(event.selection)}),
@@ -407,6 +408,13 @@ class Ledger:
                 next_attempt = self.next_attempt(charge.run, charge.round)
                 raise LedgerError(f"{name} was charged before; the next attempt is {next_attempt}")
             event = charge.event if charge.series is None else None
+            # All charges are alike, so the first tells.
+            first = next(iter(self._counts), charge.event).sampling.projection
+            if (first is None) != (charge.event.sampling.projection is None):
+                raise LedgerError(
+                    f"{name} is {'not ' if first else ''}a projection to a larger population, and "
+                    f"the ledger holds {'nothing else' if first else 'charges of other rounds'}"
+                )
             epsilon = 0.0 if budget is None else self.epsilon(budget, event)
             if budget is not None and event is not None and not epsilon <= budget.epsilon:
                 raise BudgetExceededError(
@@ -656,17 +664,6 @@ class ExportedLedger:
         _check(self.first, self.rows, record, head)
 
 
-def is_export(path: Path) -> bool:
-    """Return whether a file may be an export: it is neither SQLite, empty nor absent."""
-    # Opening and closing it without SQLite would release this process's SQLite locks on it.
-    try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as file:
-            file.execute("PRAGMA schema_version")
-    except sqlite3.Error as error:
-        return error.sqlite_errorcode == sqlite3.SQLITE_NOTADB
-    return False
-
-
 def _reason(error: Exception) -> str:
     """Describe a malformed text in a sentence that never contains Python's own message."""
     if isinstance(error, FedprivError):
@@ -738,7 +735,11 @@ def _event(fields: dict[str, Any]) -> RoundEvent:
     schedule_fields, unit = fields.pop("schedule"), Unit(fields.pop("unit", Unit.USER))
     schedule = None if schedule_fields is None else Schedule(**schedule_fields)
     examples, canaries = fields.pop("examples_per_user", None), fields.pop("canaries", 0)
-    sampling = SamplingEvent(policy, q, population, relation, schedule, unit, examples, canaries)
+    larger = fields.pop("projection", None)
+    projection = None if larger is None else Projection(**larger)
+    sampling = SamplingEvent(
+        policy, q, population, relation, schedule, unit, examples, canaries, projection
+    )
     queries = tuple(SumQueryEvent(**query) for query in fields.pop("sum_queries"))
     strategy, selection = tuple(fields.pop("strategy")), fields.pop("selection", None)
     if selection is not None:

@@ -373,7 +373,10 @@ class GaussianMechanism:
 
         The denominators are the expected size and weight of a cohort. `shares` are the ω_g > 0 of
         the vector groups and sum to 1. With a strategy, z refers to the fresh noise of each round.
+        Of a projection, z is that of a round of the projected population, whose cohort is larger;
+        the noise of a sum over the smaller cohort is smaller by the same factor.
         """
+        noise_multiplier /= sampling.event().growth
         expected = sampling.expected_cohort_size
         weight = expected
         if averaging.total_weight is not None:

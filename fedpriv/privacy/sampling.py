@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import (
     NeighbouringRelation,
+    Projection,
     SamplingEvent,
     SamplingPolicy,
     Schedule,
@@ -99,6 +100,7 @@ class PoissonSampling(Sampling):
     population: int  # N ≥ 1, the number of enrolled users, a public constant
     sampling_probability: float  # q in (0, 1]
     unit: Unit = Unit.USER  # the enrolled unit, called a user here
+    projection: Projection | None = None  # the larger population that these users stand for
 
     def __post_init__(self) -> None:
         self.event()
@@ -111,6 +113,7 @@ class PoissonSampling(Sampling):
             self.population,
             NeighbouringRelation.ADD_OR_REMOVE_ONE,
             unit=self.unit,
+            projection=self.projection,
         )
 
     def draw(self, key: bytes) -> tuple[Users, ...]:

@@ -19,11 +19,11 @@ from rich.text import Text
 
 from fedpriv.accounting.accountants import Bound, PrivacyLoss, epsilon, format_epsilon
 from fedpriv.accounting.calibration import Plan
-from fedpriv.accounting.pricing import Arithmetic, Spending, read_ledger
+from fedpriv.accounting.pricing import Arithmetic, Spending, is_export, read_ledger, sampling_text
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Head
 from fedpriv.ledger.events import RoundEvent, SamplingEvent, SumQueryEvent, Unit
-from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, is_export
+from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger
 from fedpriv.ledger.participation import ParticipationRecord
 
 _UNBROKEN = 10_000  # characters of a line that is not for a terminal
@@ -243,9 +243,13 @@ def protected(charges: Iterable[ChargedRow]) -> str:
 
 def cohort_text(sampling: SamplingEvent) -> str:
     """Return a description of how cohorts are drawn, and from how many units."""
-    k = sampling.examples_per_user
+    k, larger = sampling.examples_per_user, sampling.projection
     of_each = f"up to {k} examples of each of " if k else ""
-    return f"{sampling.text} of {of_each}N = {sampling.population} {plural(sampling.unit)}"
+    text = f"{sampling_text(sampling)} of {of_each}N = {sampling.population} "
+    text += plural(sampling.unit)
+    if larger is None:
+        return text
+    return f"{text}, as if q = {larger.sampling_probability:g} of N = {larger.population:,}"
 
 
 def print_spending(spending: Spending) -> None:
