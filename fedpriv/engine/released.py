@@ -48,7 +48,8 @@ def released_model(
     """Return the model of a state as a file of safetensors, with its cost in the metadata.
 
     The metadata have one key, "release", with a JSON object of: `round`; `run`, `rounds`, `epsilon`
-    ("Infinity" without noise), `delta`, `unit`, `relation` and `randomness` of the round's result;
+    ("Infinity" without noise), `delta`, `unit`, `relation` and `randomness` of the round's result,
+    and `as_if` of a projection;
     `tied`, from each omitted name to the name in the file; `frozen`, with `names` of the tensors
     that neither rounds nor users change, and `sha256`, their `sha256_of`; and `classes`, their
     names, which must be public.
@@ -59,6 +60,8 @@ def released_model(
     for result in results:
         if result.round == state.round:
             release |= {key: getattr(result, key) for key in _RESULT_KEYS}
+            if result.as_if is not None:
+                release["as_if"] = result.as_if
             if math.isinf(result.epsilon):  # not a number in JSON
                 release["epsilon"] = "Infinity"
     tensors, release["tied"] = _deduplicated(released(task, state.model))

@@ -408,13 +408,7 @@ class Ledger:
                 next_attempt = self.next_attempt(charge.run, charge.round)
                 raise LedgerError(f"{name} was charged before; the next attempt is {next_attempt}")
             event = charge.event if charge.series is None else None
-            # All charges are alike, so the first tells.
-            first = next(iter(self._counts), charge.event).sampling.projection
-            if (first is None) != (charge.event.sampling.projection is None):
-                raise LedgerError(
-                    f"{name} is {'not ' if first else ''}a projection to a larger population, and "
-                    f"the ledger holds {'nothing else' if first else 'charges of other rounds'}"
-                )
+            self._refuse_mixture(charge.event)
             epsilon = 0.0 if budget is None else self.epsilon(budget, event)
             if budget is not None and event is not None and not epsilon <= budget.epsilon:
                 raise BudgetExceededError(
@@ -437,12 +431,22 @@ class Ledger:
         """Return ε of all charges, plus one more event of count 1 if given, at the budget's δ."""
         with self._lock:
             self._catch_up()
+            if event is not None:
+                self._refuse_mixture(event)
             # A round asks before it starts, when it is charged and when it is reported.
             request = (self._counted_head, event, budget)
             if self._price[0] != request:
                 counts = self._counts if event is None else self._counts + Counter([event])
                 self._price = request, budget.price(repeated(counts), budget.delta)
             return self._price[1]
+
+    def _refuse_mixture(self, event: RoundEvent) -> None:
+        """Refuse a projection among other charges, and the reverse: their ε is not comparable."""
+        first = next(iter(self._counts), event)  # all charges are of one kind
+        if (first.sampling.projection is None) != (event.sampling.projection is None):
+            kinds = ("a projection to a larger population", "a round of the enrolled users alone")
+            here, there = kinds if event.sampling.projection else kinds[::-1]
+            raise LedgerError(f"{here} cannot be charged to a ledger that holds {there}")
 
     def charges(self) -> Iterator[ChargedRow]:
         """Yield all charges, in the order in which they were made, each checked."""

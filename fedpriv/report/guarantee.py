@@ -26,7 +26,7 @@ from fedpriv.accounting.pricing import (
     weakest_randomness,
 )
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
-from fedpriv.ledger.events import Randomness, SamplingPolicy, Unit, merge_equal
+from fedpriv.ledger.events import Projection, Randomness, SamplingPolicy, Unit, merge_equal
 from fedpriv.report.charts import Chart, Series, declared, save, texts
 from fedpriv.report.page import PageSection
 from fedpriv.report.records import RunRecord
@@ -78,7 +78,21 @@ def warnings(delta: float, ledger: LedgerContent) -> list[str]:
     """Return warnings about the ε of a ledger."""
     seeded = weakest_randomness(ledger.charges) is Randomness.SEEDED
     about_seed = [texts()["warnings"]["seeded"]] if seeded else []
-    return [*about_seed, *large_delta(delta, ledger)]
+    return [*about_projection(ledger), *about_seed, *large_delta(delta, ledger)]
+
+
+def about_projection(ledger: LedgerContent) -> list[str]:
+    """Return a warning if the ledger is of a simulation that stands for a larger population."""
+    if (larger := projection_of(ledger)) is None:
+        return []
+    words: dict[str, object] = {"as_if": larger.population, "enrolled": users_of(ledger)}
+    words |= unit_words(unit_of(ledger))
+    return [texts()["warnings"]["projection"].format(**words)]
+
+
+def projection_of(ledger: LedgerContent) -> Projection | None:
+    """Return the larger population that the users of a ledger stand for, or None."""
+    return next((row.event.sampling.projection for row in ledger.charges), None)
 
 
 def with_warnings(chart: Chart, delta: float, ledger: LedgerContent) -> Chart:
@@ -121,9 +135,14 @@ def terms_section(
     return PageSection(name, title, terms=terms)
 
 
-def loss_of(record: RunRecord) -> PrivacyLoss | None:
-    """Return the cost of all charges of a run's ledger, by the plan's accountant; None if empty."""
+def loss_of(record: RunRecord, *, projected: bool = False) -> PrivacyLoss | None:
+    """Return the cost of all charges of a run's ledger, by the plan's accountant; None if empty.
+
+    If `projected`, that for the larger population that the users stand for, if there is one.
+    """
     events = merge_equal(record.ledger.events)
+    if projected:
+        events = tuple(event.as_if for event in events)
     return accountant_named(record.accountant).epsilon(events, record.delta) if events else None
 
 

@@ -19,6 +19,7 @@ from fedpriv.report.guarantee import (
     assumptions,
     loss_of,
     privacy_sections,
+    projection_of,
     terms_section,
     unit_of,
     unit_words,
@@ -73,7 +74,7 @@ def write_run_charts(record: RunRecord, folder: Path) -> list[Path]:
         if record.budget is not None and math.isfinite(record.budget):
             x, y = [rounds[0].round, rounds[-1].round], [record.budget] * 2
             series.append(Series("budget", x, y, dashed=True, marked=False, colour=7))
-        words = {"delta": record.delta, "unit": rounds[0].unit}
+        words = {"delta": record.delta, "unit": _level(record)}
         chart = declared("spent", series, words, "epsilon")
         charts.append(with_warnings(chart, record.delta, record.ledger))
     if not charts:
@@ -114,6 +115,8 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> PageSection:
     if record.early_epsilon is not None:
         note = f"the budget; charges cost {format_epsilon(epsilon)}"
         epsilon = record.early_epsilon
+    if (projected := _projected(record)) is not None:
+        note = f"of those who are there; {format_epsilon(projected)} in the projection"
     stop = f"; {record.end.stop}" if record.end and record.end.stop is not Stop.ROUNDS else ""
     cards += [
         Card(f"{unit}-level ε", format_epsilon(epsilon), note),
@@ -158,6 +161,20 @@ def _contributors(record: RunRecord) -> list[Card]:
     return [Card("contributors", count, note)] if count else []
 
 
+def _projected(record: RunRecord) -> float | None:
+    """Return the ε of a projection, or None if the run is none."""
+    if projection_of(record.ledger) is None:
+        return None
+    loss = loss_of(record, projected=True)
+    return loss.epsilon if loss else None
+
+
+def _level(record: RunRecord) -> str:
+    """Return the unit of the ε of rounds, for texts."""
+    unit = unit_of(record.ledger)
+    return unit if projection_of(record.ledger) is None else f"projected {unit}"
+
+
 def _epsilon_note(record: RunRecord) -> str:
     charges = own_charges(record.name, record.ledger.charges)
     if len(charges) == len(record.ledger.charges):
@@ -173,6 +190,14 @@ def _statement(record: RunRecord, loss: PrivacyLoss | None) -> str:
         return "Nothing was released, so nothing about anyone's data was."
     if math.isinf(loss.epsilon):
         return "No privacy: no finite ε is proven for what was released. It guarantees nothing."
+    if (projected := _projected(record)) is not None and record.rounds:
+        unit, delta = loss.unit, record.delta
+        return (
+            f"A projection: as if {record.rounds[-1].as_if:,} {plural(unit)} were enrolled, "
+            f"everything that was released would be ({format_epsilon(projected)}, {delta})-"
+            f"differentially private for each of them. For the {users_of(record.ledger):,} who are "
+            f"there it is ({format_epsilon(loss.epsilon)}, {delta})-differentially private."
+        )
     accountant, spent = f"by the {loss.accountant} accountant, {loss.bound}", loss.epsilon
     if record.early_epsilon is not None:
         spent = record.early_epsilon
@@ -248,7 +273,7 @@ def _front_charts(record: RunRecord) -> list[Chart]:
     finite = [result for result in record.rounds if math.isfinite(result.epsilon)]
     results, values = measured(ACCURACY, finite)
     line = Series("models of this run", [result.epsilon for result in results], values)
-    words = {"delta": record.delta, "unit": unit_of(record.ledger)}
+    words = {"delta": record.delta, "unit": _level(record)}
     return [declared("front", [line], words)] if results else []
 
 

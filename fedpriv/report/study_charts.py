@@ -60,7 +60,7 @@ def front_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart:
         x = [arm.epsilon for arm in summaries]
         series.append(line_of(name, x, [*map(measure.end, summaries)], bars=True))
     epsilons = [arm.epsilon for arm in arms]
-    axis = _axis(f"{study.unit}-level ε at δ = {arms[0].target.delta}", "", epsilons)
+    axis = _axis(f"{study.level}-level ε at δ = {arms[0].target.delta}", "", epsilons)
     return measure_chart("study-front", measure, series, "front", axis)
 
 
@@ -309,7 +309,7 @@ def _side_by_side(names: Sequence[str], arms: Sequence[ArmSummary], of: _Of) -> 
 
 def _arms_axis(study: Study, arms: Sequence[ArmSummary]) -> Axis:
     """Return an axis of the targets, or of the arms if there is one target only."""
-    targets, level = _targets(arms), f"{study.unit}-level ε"
+    targets, level = _targets(arms), f"{study.level}-level ε"
     labels = [f"{target.epsilon:g}" for target in targets]
     title = f"{level} at δ = {targets[0].delta}"
     if len(targets) == 1:

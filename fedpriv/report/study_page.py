@@ -10,6 +10,7 @@ from fedpriv.ledger.events import SamplingPolicy, merge_equal
 from fedpriv.report import run_page, study_charts
 from fedpriv.report.charts import Chart, texts
 from fedpriv.report.guarantee import (
+    about_projection,
     assumptions,
     large_delta,
     loss_of,
@@ -77,7 +78,7 @@ def _arms(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> list[_Arm]:
             if (cell.arm.name, cell.target) == (summary.arm, summary.target)
         ]
         for result, record in runs:
-            loss = loss_of(record)
+            loss = loss_of(record, projected=True)
             if loss is None or loss.epsilon > result.epsilon * (1.0 + 1e-9):
                 raise DataError(
                     f"the result of {record.folder} says ε = {result.epsilon:g}, and its ledger "
@@ -103,7 +104,10 @@ def _summary(
     records = [record for arm in arms for record in arm.records]
     users = {users_of(record.ledger) for record in records}
     missing = [f"{read.missing} runs of the study are not finished."] if read.missing else []
-    breaches = (large_delta(record.delta, record.ledger) for record in records)
+    breaches = (
+        [*about_projection(record.ledger), *large_delta(record.delta, record.ledger)]
+        for record in records
+    )
     answers = verdict(study, read.arms)
     epsilons = ", ".join(f"{target.epsilon:g}" for target in targets)
     names = dict.fromkeys(arm.summary.arm for arm in arms)
@@ -117,7 +121,7 @@ def _summary(
         warnings=list(dict.fromkeys([*missing, *itertools.chain.from_iterable(breaches)])),
         cards=[
             Card("arms", str(len(names)), f"against {study.baseline}"),
-            Card(f"{study.unit}-level ε of each run", epsilons, f"at δ = {targets[0].delta}"),
+            Card(f"{study.level}-level ε of each run", epsilons, f"at δ = {targets[0].delta}"),
             Card("seeds", str(len(study.seeds)), "the same in each arm"),
             Card(plural(study.unit), counts, _who(arms)),
         ],
@@ -140,7 +144,7 @@ def _spent_chart(study: Study, arms: Sequence[_Arm], target: Target) -> Chart:
         x = [epsilons[number] for number in rounds]
         series.append(study_charts.line_of(arm.summary.arm, x, intervals))
     return study_charts.measure_chart(
-        "study-spent", measure, series, "front", unit=study.unit, delta=target.delta
+        "study-spent", measure, series, "front", unit=study.level, delta=target.delta
     )
 
 

@@ -8,6 +8,7 @@ private".
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
+from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.engine.task import running_norms
 from fedpriv.experiment.build import Experiment
@@ -57,17 +58,27 @@ def of_run(
 def of_settings(experiment: Experiment) -> Iterator[str]:
     """Yield notes on what settings do to a run, before its first round."""
     plan, sampling, task = experiment.plan, experiment.plan.sampling, experiment.task
-    expected = sampling.expected_cohort_size
+    expected, budget = sampling.expected_cohort_size, experiment.budget
+    enrolled = sampling.population
+    if (larger := sampling.event().projection) is not None:
+        accountant = experiment.config.privacy.accountant
+        real = epsilon_of([plan.event], budget.delta, accountant).epsilon
+        yield (
+            f"ε is a projection, as if {larger.population:,} {plural(sampling.unit)} were enrolled "
+            f"and {larger.sampling_probability * larger.population:,.6g} joined a round: for the "
+            f"{enrolled:,} who are, {plan.rounds} rounds cost ε = {format_epsilon(real)} at δ = "
+            f"{budget.delta}"
+        )
+        enrolled = larger.population
     if expected < 1.0 or sampling.population == 1:
         yield (
             f"a cohort has {expected:.2g} {plural(sampling.drawn)} on average; rounds of one "
             "release its update and noise, rounds of none noise alone, and each is charged"
         )
-    if sampling.drawn is sampling.unit and experiment.budget.delta * sampling.population >= 1.0:
+    if sampling.drawn is sampling.unit and budget.delta * enrolled >= 1.0:
         yield (
-            f"δ is {experiment.budget.delta:g} for {sampling.population} "
-            f"{plural(sampling.unit)}: such a slack allows a release to show one of them as they "
-            f"are; choose δ well below {1.0 / sampling.population:.2g}"
+            f"δ is {budget.delta:g} for {enrolled} {plural(sampling.unit)}: such a slack allows a "
+            f"release to show one of them as they are; choose δ well below {1.0 / enrolled:.2g}"
         )
     if plan.statistics is None and running_norms(task.model):
         yield (

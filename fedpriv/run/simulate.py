@@ -282,6 +282,7 @@ def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False
             "users": plan.sampling.population,
             "expected_cohort_size": plan.sampling.expected_cohort_size,
             "epsilon": loss.epsilon,
+            "projected_epsilon": _projected(experiment),
             "delta": config.privacy.delta,
             "assumptions": loss.assumptions,
             "groups": groups,
@@ -308,6 +309,13 @@ def _charges(experiment: Experiment) -> list[RoundEvent]:
     return [plan.event, *([evaluation.events(plan.rounds)] if evaluation else [])]
 
 
+def _projected(experiment: Experiment) -> float | None:
+    """Return the ε of all rounds for the population that a projection is to; None without one."""
+    if experiment.plan.sampling.event().projection is None:
+        return None
+    return experiment.budget.epsilon_of(_charges(experiment))
+
+
 def _facts(experiment: Experiment, held: Sequence[RoundEvent]) -> Iterator[str]:
     """Yield lines on what a round draws and adds, and on the cost of the run.
 
@@ -327,6 +335,8 @@ def _facts(experiment: Experiment, held: Sequence[RoundEvent]) -> Iterator[str]:
     loss = epsilon_of(events, privacy.delta, privacy.accountant)
     spent = f"ε = {format_epsilon(loss.epsilon)} at δ = {privacy.delta}"
     yield f"{charged} cost {spent}: {loss.assumptions}"
+    if (projected := _projected(experiment)) is not None:
+        yield f"As a projection, as if that many were enrolled: ε = {format_epsilon(projected)}."
     if held:
         total = epsilon_of([*held, *events], privacy.delta, privacy.accountant)
         yield f"With what {privacy.ledger} holds, that is ε = {format_epsilon(total.epsilon)}."

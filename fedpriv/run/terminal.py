@@ -191,6 +191,7 @@ def _with_progress(
             # From the expected cohort, since the realised one is private.
             speed = f"{plan.sampling.expected_cohort_size / seconds:,.0f} {units}/s"
             spent = f"ε {format_epsilon(result.epsilon)}"
+            spent += "" if result.as_if is None else f" as if N = {result.as_if:,}"
             counted = counted.with_round(result, sampling)
             contributors = f"contributors {counted}" if counted else ""
             figures = (last, spent, *result.metrics_text, contributors, speed)
@@ -214,7 +215,8 @@ def released_text(result: RoundResult, rounds: int) -> str:
 def warn_of_delta(experiment: Experiment, console: Console) -> None:
     """Print a warning if δ is so large that it allows a breach."""
     delta, sampling = experiment.budget.delta, experiment.plan.sampling
-    if delta >= (share := 1.0 / sampling.population):
+    larger = sampling.event().projection or sampling
+    if delta >= (share := 1.0 / larger.population):
         console.print(
             f"warning: δ is {delta}; it should be below 1/N = {share:.3g}, since publishing one "
             f"random {sampling.unit}'s data whole satisfies δ = 1/N",
@@ -313,6 +315,12 @@ def _privacy_rows(
     level = f"{plan.sampling.unit}-level (ε, δ)"
     cost = f"({format_epsilon(loss.epsilon)}, {privacy.delta})"
     rows = [(level, cost)]
+    if larger := plan.sampling.event().projection:
+        cost = f"({format_epsilon(run.epsilon)}, {privacy.delta}), a projection"
+        rows = [
+            (f"{level} as if N = {larger.population:,}", cost),
+            (f"of the {plan.sampling.population:,} who are there", rows[0][1]),
+        ]
     if run.epsilon > loss.epsilon and run.stop is Stop.TOO_FEW:
         rows = [(level, f"({format_epsilon(run.epsilon)}, {privacy.delta}), the budget")]
         rows.append(("all charges of the ledger", cost))

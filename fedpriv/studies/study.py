@@ -126,6 +126,12 @@ class Study(Section):
         return tuple(Target(epsilon, self.target.delta) for epsilon in epsilons)
 
     @property
+    def level(self) -> str:
+        """The unit of every ε, "projected" if some arm stands for a larger population."""
+        larger = any(self.config_of(cell).population.as_if for cell in self.cells)
+        return f"projected {self.unit}" if larger else self.unit
+
+    @property
     def unit(self) -> str:
         """The unit that the guarantee of every run protects."""
         return self.config_of(self.cells[0]).privacy.unit

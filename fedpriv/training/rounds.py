@@ -126,6 +126,9 @@ class RoundResult:
     unit: Unit = Unit.USER  # what (ε, δ) protects
     # The relation between the two populations that (ε, δ) compares.
     relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE
+    # N' of a projection: `epsilon` is the cost as if so many users were enrolled, and none of those
+    # who are there has that guarantee. None: `epsilon` is theirs.
+    as_if: int | None = None
     # The weakest of all charges so far; if seeded, no ε holds against anyone who knows the seed.
     randomness: Randomness = Randomness.OPERATING_SYSTEM
 
@@ -148,7 +151,7 @@ class RoundResult:
         for name, over in self.held_out_users.items():
             told = {key: value for key, value in over.items() if key != "users"}
             released |= {f"held_out_users/{name}/{key}": value for key, value in told.items()}
-        released["privacy/epsilon"] = self.epsilon
+        released["privacy/epsilon" if self.as_if is None else "projected/epsilon"] = self.epsilon
         released |= {f"clipping_norm/{name}": norm for name, norm in self.clipping_norms.items()}
         released |= {f"unclipped/{name}": share for name, share in self.unclipped.items()}
         return released | {f"metric/{name}": value for name, value in self.scalar_metrics.items()}
@@ -406,7 +409,7 @@ def close_round(
     if plan.statistics is not None:
         statistics = plan.statistics.moved(statistics, metrics[BATCH_NORM_METRIC])
     control = plan.control.updated(state.control, tensors) if plan.control else state.control
-    names = [group.name for group in plan.groups]
+    names, sampling = [group.name for group in plan.groups], plan.sampling.event()
     result = RoundResult(
         run=plan.run,
         rounds=plan.rounds,
@@ -421,7 +424,8 @@ def close_round(
         metrics={name: value.tolist() for name, value in metrics.items()},
         metrics_noise_stddev=stddevs,
         unit=plan.sampling.unit,
-        relation=plan.sampling.event().relation,
+        relation=sampling.relation,
+        as_if=sampling.projection.population if sampling.projection else None,
     )
     after = ServerState(state.round + 1, parameters, optimizer, norms, statistics, control)
     return after, result

@@ -7,7 +7,13 @@ from typing import Any
 from rich.console import Console
 
 from fedpriv.accounting.accountants import format_epsilon
-from fedpriv.report.tables import Column, Table, format_epsilon_low, plural, print_table
+from fedpriv.report.tables import (
+    Column,
+    Table,
+    cohort_text,
+    format_epsilon_low,
+    print_table,
+)
 from fedpriv.run.terminal import Display, displayed
 from simulations.attack.certification import CONFIDENCE, largest_certifiable
 from simulations.attack.populations import KeptPopulation
@@ -64,8 +70,8 @@ class Report:
         plan = self.target.plan
         sampling = plan.sampling.event()
         return Table(
-            f"{self.name}: {plan.rounds} rounds, {sampling.text} of N = {sampling.population} "
-            f"{plural(sampling.unit)}, z = {plan.noise_multiplier:.4g}, "
+            f"{self.name}: {plan.rounds} rounds, {cohort_text(sampling)}, "
+            f"z = {plan.noise_multiplier:.4g}, "
             f"δ = {self.target.budget.delta}; {self.runs:,} runs in each world",
             columns,
             [_row(finding) for finding in self.findings],

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.accounting.pricing import is_export
 from fedpriv.errors import InvalidValueError, LedgerError
 from fedpriv.ledger.events import Randomness
-from fedpriv.accounting.pricing import is_export
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
 from fedpriv.support.disk import lacks_room
 
