@@ -121,9 +121,7 @@ def simulated(
 def population_of(config: Config) -> Population:
     """Load the configured population."""
     data = config.simulated_data
-    population, larger = load_population(data.name, data.options), config.population
-    if larger.as_if is not None:
-        population = population.as_if(larger.as_if, larger.cohort)
+    population = load_population(data.name, data.options)
     return replace(population, succeeds=data.succeeds) if data.succeeds else population
 
 
@@ -154,7 +152,7 @@ def on_population(
     as spent. Runs that share `roads` try the shapes of one model once.
     """
     origin = _origin(method.task) if method else ""
-    method = _projected(method or method_of(config), population, config)
+    method = _projected(method or method_of(config), config)
     mechanism, before = method.mechanism, spent
     population = population_for(method.task, records_of(population, mechanism))
     evaluation, population = _evaluation(config, run, population, method)
@@ -212,18 +210,17 @@ def on_population(
     )
 
 
-def _projected(method: Method, population: Population, config: Config) -> Method:
-    """Return the method for the larger population that a population stands for, if any."""
-    if population.projected is None:
+def _projected(method: Method, config: Config) -> Method:
+    """Return the method for the larger population that the users stand for, if any."""
+    if (larger := config.population.as_if) is None:
         return method
-    larger, cohort = population.projected
     for name in ("audit", "federated_evaluation"):
         if getattr(config, name) is not None:
             raise InvalidValueError(
                 f"as_if is {larger} and {name} is given; it must be absent, since it would ask "
                 "users who are not there"
             )
-    policy = AsIf.instead_of(method.mechanism.sampling, larger, cohort)
+    policy = AsIf.instead_of(method.mechanism.sampling, larger, config.population.cohort)
     return replace(method, mechanism=replace(method.mechanism, sampling=policy))
 
 

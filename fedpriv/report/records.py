@@ -54,6 +54,8 @@ class RunEnd:
     figures: Mapping[str, float] = field(default_factory=dict)
     held_out_users: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    as_if: int | None = None
+    enrolled_epsilon: float | None = None
 
 
 @dataclass(frozen=True)

@@ -289,6 +289,8 @@ def print_spending(spending: Spending) -> None:
         console.print(sentence)
     console.print(f"Randomness: {spending.randomness}.")
     console.print(f"Sums and noise: {spending.arithmetic}.")
+    if any(row.event.sampling.projection for held in spending.ledgers for row in held.charges):
+        console.print("Runs were projections to larger populations: this is for enrolled users.")
 
 
 def _kind(loss: PrivacyLoss) -> str:
@@ -361,7 +363,9 @@ def print_ledger(path: Path, last: int | None) -> None:
             drawn, sampled = f"round {row.part + 1} of {schedule.rounds}", ("", "")
             queries, z = f"paid by charge {row.series}", ""
         rows.append((*place, drawn, *sampled, queries, z, source))
+    projected = any(row.event.sampling.projection for row in content.charges)
     title = f"{content.population}: {len(content.charges)} charges"
+    title += " of projections to a larger population" if projected else ""
     if paid_before := sum(not row.pays for row in content.charges):
         title += f", {paid_before} of them paid by others"
     columns = [Column(name, "text") for name in (*names, "randomness")]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import tomli_w
 from torch import nn
 
+from fedpriv.accounting.accountants import accountant_named
 from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.audit import AuditResult
 from fedpriv.data.files import read_npz
@@ -175,6 +176,8 @@ class RunSetup:
             setting, must_be = "output.simulation_only is true", "false"
         elif not config.whole_users:
             setting, must_be = config.not_whole
+        elif config.population.as_if is not None:
+            setting, must_be = f"population.as_if is {config.population.as_if}", "absent"
         elif config.federated_evaluation is not None:
             setting, must_be = "federated_evaluation is given", "absent"
         elif local is not None and local.algorithm not in ALGORITHMS:
@@ -319,6 +322,10 @@ class Run:
     # What its owner should know, in a sentence each, with the cure; the first says why the run
     # ended if `stop` is `Stop.TOO_FEW`. Those that say "simulation only" are not private.
     warnings: tuple[str, ...] = ()
+    # N' of a projection, for which `epsilon` would hold if so many users were enrolled, and the ε
+    # of those who are.
+    as_if: int | None = None
+    enrolled_epsilon: float | None = None
     # The round of the best model on held-out rows, by accuracy, else by loss, and its state. As the
     # rows chose the model, its figures there are likely to be better than on others.
     best: RoundResult | None = None
@@ -585,8 +592,14 @@ def _ended(
         with_room(lambda: records.participation.forget_series(plan.run))  # of one that was killed
     # Canaries are in the rounds alone, not in what is asked between them.
     of_rounds = (row for row in records.ledger.charges() if row.run == plan.run)
+    larger, enrolled_epsilon = plan.sampling.event().projection, None
+    if larger is not None:
+        accountant = accountant_named(experiment.config.privacy.accountant)
+        enrolled_epsilon = accountant.upper_epsilon(records.ledger.spent(), records.budget.delta)
     facts: dict[str, Any] = {
         "stop": stop,
+        "as_if": larger.population if larger else None,
+        "enrolled_epsilon": enrolled_epsilon,
         "epsilon": epsilon,
         "delta": records.budget.delta,
         "warnings": tuple(

@@ -342,6 +342,13 @@ class _Search:
     table: Mapping[str, Any]  # of the experiment
     kept: Set[str] = frozenset()  # keys that are not searched unless tune.space names them
 
+    def __post_init__(self) -> None:
+        if (larger := self.setup.config.population.as_if) is not None:
+            raise InvalidValueError(
+                f"population.as_if is {larger}; for a search it must be absent, and tune.users says "
+                "how many users the noise is for"
+            )
+
     @property
     def section(self) -> TuneSection:
         return self.setup.config.tune or TuneSection()
