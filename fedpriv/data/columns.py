@@ -1,7 +1,7 @@
 """Columns as people have them, turned into arrays that a model can train on.
 
-They come from lists, arrays, tensors, frames, torch datasets and .npz files. A frame is anything with named
-columns, as in pandas, polars and pyarrow; neither these packages nor torch are imported.
+They come from lists, arrays, tensors, frames, torch datasets and .npz files. A frame is anything
+with named columns, as in pandas, polars and pyarrow; neither these packages nor torch are imported.
 """
 
 import math
