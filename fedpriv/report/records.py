@@ -54,6 +54,8 @@ class RunEnd:
     figures: Mapping[str, float] = field(default_factory=dict)
     held_out_users: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    mean_accuracy: float | None = None
+    mean_loss: float | None = None
     as_if: int | None = None
     enrolled_epsilon: float | None = None
 

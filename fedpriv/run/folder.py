@@ -56,6 +56,7 @@ class RunFolder:
     simulation_only = _File("simulation_only.jsonl")  # per round, what no guarantee covers
     checkpoints = _File("checkpoints")  # of the server's states
     model = _File("model.safetensors")  # after the last round, also of a run that was stopped
+    mean = _File("mean.safetensors")  # of the models of the last third of all rounds
     best = _File("best.safetensors")  # of the models on held-out rows, if there are any
     measurements = _File("audit.jsonl")  # of an audit: its key, and what it measured of releases
     audit = _File("audit.json")  # what it found

@@ -322,6 +322,9 @@ class Run:
     # What its owner should know, in a sentence each, with the cure; the first says why the run
     # ended if `stop` is `Stop.TOO_FEW`. Those that say "simulation only" are not private.
     warnings: tuple[str, ...] = ()
+    # On held-out rows, of the mean of the models of the last third of the planned rounds.
+    mean_accuracy: float | None = None
+    mean_loss: float | None = None
     # N' of a projection, for which `epsilon` would hold if so many users were enrolled, and the ε
     # of those who are.
     as_if: int | None = None
@@ -344,6 +347,11 @@ class Run:
         It is in evaluation mode, in which accuracy was measured: dropout is off.
         """
         return released(self.task, self.state.model)
+
+    @property
+    def mean_model(self) -> nn.Module | None:
+        """The mean of the models of the last third of the planned rounds; None before it."""
+        return released(self.task, self.state.mean) if self.state.mean else None
 
     @property
     def best_model(self) -> nn.Module | None:
@@ -588,6 +596,12 @@ def _ended(
     model = released_model(experiment.task, state, results, experiment.classes)
     with_room(lambda: write_atomically(folder.model, model))
     best.write(folder, experiment)
+    mean = dict[str, Any]()
+    if state.mean:
+        mean = _measured(experiment, state.mean)
+        averaged = replace(state, parameters=state.mean, statistics={})
+        model = released_model(experiment.task, averaged, results, experiment.classes)
+        with_room(lambda: write_atomically(folder.mean, model))
     if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):
         with_room(lambda: records.participation.forget_series(plan.run))  # of one that was killed
     # Canaries are in the rounds alone, not in what is asked between them.
@@ -600,6 +614,8 @@ def _ended(
         "stop": stop,
         "as_if": larger.population if larger else None,
         "enrolled_epsilon": enrolled_epsilon,
+        "mean_accuracy": mean.get("accuracy"),
+        "mean_loss": mean.get("loss"),
         "epsilon": epsilon,
         "delta": records.budget.delta,
         "warnings": tuple(

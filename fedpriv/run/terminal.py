@@ -290,6 +290,10 @@ def _measured_rows(run: Run, plan: TrainingPlan) -> list[tuple[str, str]]:
     rows += [(f"{title} on held-out rows", ", ".join(texts)) for title, texts in figures.items()]
     if run.best and run.best.round < run.state.round:
         rows.append(("best on these rows", f"round {run.best.round}, {run.best.measured}"))
+    if run.mean_accuracy is not None or run.mean_loss is not None:
+        accuracy = run.mean_accuracy
+        text = f"loss {run.mean_loss:.4g}" if accuracy is None else f"accuracy {accuracy:.2%}"
+        rows.append((f"mean of the models after round {plan.mean_after}", text))
     for name, over in run.held_out_users.items():
         quantiles = ", ".join(f"{over[key]:.3g}" for key in ("q10", "q50", "q90"))
         label = f"{name} of {over['users']:.0f} held-out users"

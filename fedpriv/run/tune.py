@@ -345,8 +345,8 @@ class _Search:
     def __post_init__(self) -> None:
         if (larger := self.setup.config.population.as_if) is not None:
             raise InvalidValueError(
-                f"population.as_if is {larger}; for a search it must be absent, and tune.users says "
-                "how many users the noise is for"
+                f"population.as_if is {larger}; for a search it must be absent; tune.users gives "
+                "the number of users that the noise is for"
             )
 
     @property

@@ -210,6 +210,11 @@ class TrainingPlan:
         return tuple(group.clipping_norm for group in self.groups)
 
     @property
+    def mean_after(self) -> int:
+        """The round after which models are averaged: the last third of all rounds."""
+        return self.rounds - self.rounds // 3
+
+    @property
     def reported(self) -> tuple[Metric, ...]:
         """The metrics that users report, including the count of contributors if it has a share."""
         return (*self.metrics, CONTRIBUTORS) if self.contributors_share else self.metrics

@@ -54,8 +54,8 @@ CONTRIBUTORS_METRIC = CONTRIBUTORS.name  # the count of users whose update count
 _SURE = 3.0  # standard deviations
 _NEAR = 0.1  # of the expected number: smaller differences are not reported
 EVALUATION_PREFIX = "evaluation/"  # of metrics that users report on the model after a round
-_FORMAT = "fedpriv checkpoint 3"
-_PARTS = ("parameters", "first", "second", "statistics", "control")  # of a checkpoint
+_FORMAT = "fedpriv checkpoint 4"
+_PARTS = ("parameters", "first", "second", "statistics", "control", "mean")  # of a checkpoint
 _KEPT = 3  # checkpoints
 
 
@@ -69,11 +69,24 @@ class ServerState:
     clipping_norms: tuple[float, ...]  # S_g of each group of the update in the next round
     statistics: Parameters = field(default_factory=dict)  # running statistics, by name
     control: Parameters = field(default_factory=dict)  # control variates, by parameter
+    # Mean of the models of the last third of the planned rounds so far; empty before.
+    mean: Parameters = field(default_factory=dict)
 
     @property
     def model(self) -> Parameters:
         """All tensors that training changes, by name: parameters and running statistics."""
         return {**self.parameters, **self.statistics}
+
+    def averaged(self, plan: TrainingPlan) -> Self:
+        """Return the state with its model added to the mean, in the last third of the plan.
+
+        The mean is post-processing of releases. It cancels part of their noise (Polyak & Juditsky
+        1992; De et al. 2022, arXiv:2204.13650, section 3).
+        """
+        if (number := self.round - plan.mean_after) < 1:
+            return self
+        mean = {n: m + (self.model[n] - m) / np.float32(number) for n, m in self.mean.items()}
+        return replace(self, mean=mean or self.model)
 
 
 class Stop(StrEnum):
@@ -427,8 +440,10 @@ def close_round(
         relation=sampling.relation,
         as_if=sampling.projection.population if sampling.projection else None,
     )
-    after = ServerState(state.round + 1, parameters, optimizer, norms, statistics, control)
-    return after, result
+    after = ServerState(
+        state.round + 1, parameters, optimizer, norms, statistics, control, state.mean
+    )
+    return after.averaged(plan), result
 
 
 @dataclass(frozen=True)
@@ -463,7 +478,7 @@ def _path_of(folder: Path, checkpoint: Checkpoint) -> Path:
 def _write(path: Path, checkpoint: Checkpoint) -> None:
     state, head = checkpoint.state, checkpoint.ledger_head
     moments = (state.optimizer.first, state.optimizer.second)
-    kept = (state.parameters, *moments, state.statistics, state.control)
+    kept = (state.parameters, *moments, state.statistics, state.control, state.mean)
     tensors = {
         f"{part}/{name}": np.asarray(tensor, order="C")
         for part, named in zip(_PARTS, kept, strict=True)
@@ -514,10 +529,11 @@ def load_checkpoint(path: Path) -> Checkpoint:
     for key, tensor in tensors.items():
         part, _, name = key.partition("/")
         parts[part][name] = tensor
-    parameters, first, second, statistics, control = parts.values()
+    parameters, first, second, statistics, control, mean = parts.values()
     norms = tuple(map(float, metadata["clipping_norms"].split()))
     moments = OptimizerState(first, second)
-    state = ServerState(int(metadata["round"]), parameters, moments, norms, statistics, control)
+    number = int(metadata["round"])
+    state = ServerState(number, parameters, moments, norms, statistics, control, mean)
     head = Head(int(metadata["ledger_count"]), metadata["ledger_hash"])
     return Checkpoint(state, metadata["plan_digest"], head)
 
