@@ -139,7 +139,7 @@ class ForeignSetting:
         if (m, self.enrolled) != (claimed, self.population):
             yield (
                 f"users who are there, about {m:,} of {self.enrolled:,}",
-                f"Sums of {m:,} users get the noise of an average of {claimed:,}.",
+                f"Noise for an average of {claimed:,} is z times a clip on a sum of {m:,}.",
                 poisson_gaussian(m / self.enrolled, z * (m / claimed), self.rounds, self.enrolled),
             )
 
