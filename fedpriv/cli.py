@@ -410,6 +410,48 @@ def calibrate(
 
 
 @app.command(rich_help_panel=_PRICE)
+def price(
+    noise_multiplier: Annotated[
+        float | None, _option("z, noise on the sum of the cohort over the clip")
+    ] = None,
+    noise_stddev: Annotated[float | None, _option("noise on the sum instead, with --clip")] = None,
+    clip: Annotated[float | None, _option("S, largest norm of a user's update")] = None,
+    cohort: Annotated[int | None, _option("users of a round")] = None,
+    population: Annotated[int | None, _option("N", default="the cohort")] = None,
+    rounds: Annotated[int | None, _option("T")] = None,
+    delta: Annotated[float | None, _option("δ")] = None,
+    noise_cohort: Annotated[
+        int | None, _option("users of the round that the noise is for", default="--cohort")
+    ] = None,
+    enrolled: Annotated[int | None, _option("users who are there", default="N")] = None,
+    sampling: Annotated[
+        Literal["poisson", "fixed-size", "unknown"] | None,
+        _option("how cohorts are drawn", default="unknown; fixed-size with --pfl"),
+    ] = None,
+    claimed_epsilon: Annotated[float | None, _option("ε that is claimed")] = None,
+    pfl: Annotated[Path | None, _option("YAML of a benchmark of pfl")] = None,
+    write: Annotated[Path | None, _option("new experiment with these settings")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Price the settings of another tool exactly, and say which claims about them hold."""
+    from fedpriv.run.price import ForeignSetting, price_setting
+
+    given = {
+        "noise_multiplier": noise_multiplier,
+        "clip": clip,
+        "cohort": cohort,
+        "population": population,
+        "rounds": rounds,
+        "delta": delta,
+        "noise_cohort": noise_cohort,
+        "enrolled": enrolled,
+        "sampling": sampling,
+        "claimed_epsilon": claimed_epsilon,
+    }
+    price_setting(ForeignSetting.stated(pfl, noise_stddev, given), write, as_json=as_json)
+
+
+@app.command(rich_help_panel=_PRICE)
 def curves(
     ledger: ReadLedgerPath,
     out: Annotated[Path, _option("folder to write to")],

@@ -1,12 +1,13 @@
 """Columns as people have them, turned into arrays that a model can train on.
 
-They come from lists, arrays, tensors, frames and torch datasets. A frame is anything with named
-columns, as in pandas, polars and pyarrow; neither these packages nor torch are imported.
+They come from lists, arrays, tensors, frames, torch datasets and .npz files. A frame is anything
+with named columns, as in pandas, polars and pyarrow; neither these packages nor torch are imported.
 """
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol, Self, TypeAlias, TypeGuard, cast, runtime_checkable
 
 import numpy as np
@@ -414,3 +415,17 @@ def _places(what: str, labels: Array, place_of: Mapping[Any, int]) -> NDArray[np
             )
     places = np.array([place_of[label] for label in distinct.tolist()], np.int64)
     return places[inverse].reshape(labels.shape)
+
+
+def read_npz(path: Path) -> dict[str, Array]:
+    """Read all arrays of a file into memory, by name; nothing is unpickled or quoted in errors."""
+    try:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+            arrays = dict(file.items())
+    # NumPy and zipfile raise many kinds of errors, and their text may quote the content.
+    except Exception as error:
+        raise DataError(f"{path} cannot be read as an .npz file of numbers or strings") from error
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray) or array.ndim == 0:
+            raise DataError(f"{name!r} in {path} is not an array whose first axis is the rows")
+    return arrays

@@ -1,0 +1,243 @@
+"""The exact price of settings as other tools state them, and which of their claims hold.
+
+Other tools state an ε for rounds that differ from those that take place: they draw cohorts of a
+fixed size, or fewer users than the noise is for. The `tight` accountant prices each reading.
+"""
+
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import tomli_w
+from rich import box
+
+from fedpriv.accounting import (
+    PrivacyLoss,
+    calibrate_noise_multiplier,
+    epsilon,
+    fixed_size_gaussian,
+    poisson_gaussian,
+)
+from fedpriv.accounting.accountants import format_epsilon
+from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import RoundEvent, check_delta, check_query
+from fedpriv.report.tables import (
+    Column,
+    Table,
+    json_text,
+    lower_end,
+    print_table,
+    screen,
+)
+from fedpriv.support.checks import hold_numbers, is_whole, require
+from fedpriv.support.disk import write_atomically, writing
+
+_LOOSE = 1.01  # a claim above the exact ε by less than this factor is not called loose
+_USERS = 287  # most users in the data of an experiment that is written
+_PFL_KEYS = {  # what a benchmark of pfl calls the fields
+    "cohort": "cohort_size",
+    "noise_cohort": "noise_cohort_size",
+    "population": "population",
+    "rounds": "central_num_iterations",
+    "delta": "central_delta",
+    "clip": "central_privacy_clipping_bound",
+    "claimed_epsilon": "central_epsilon",
+}
+
+
+@dataclass(frozen=True)
+class ForeignSetting:
+    """Rounds of a clipped sum with Gaussian noise, and the ε that is claimed for them.
+
+    The noise may be that of a larger cohort M: a sum of m users then has noise of z·S·m/M, so that
+    its average has the noise of an average of M users. The claim is for M of N users.
+    """
+
+    noise_multiplier: float  # z > 0: noise on the sum of M users over the clip
+    cohort: int  # m ≥ 1, users of a round that takes place
+    noise_cohort: int  # M ≥ m
+    population: int  # N ≥ M
+    enrolled: int  # n in [m, N], users who are there
+    rounds: int  # T
+    delta: float
+    clip: float | None = None  # S, which the price does not depend on
+    sampling: Literal["poisson", "fixed-size", "unknown"] = "unknown"
+    claimed_epsilon: float | None = None
+
+    def __post_init__(self) -> None:
+        hold_numbers(self)
+        check_query(self.noise_multiplier, 1.0)
+        check_delta(self.delta)
+        valid = is_whole(self.rounds, 1 << 53)
+        require(valid, f"rounds is {self.rounds}; it must be a whole number from 1 to 2^53")
+        m, larger, n, people = self.cohort, self.noise_cohort, self.enrolled, self.population
+        given = f"cohort is {m}, noise_cohort {larger}, enrolled {n} and population {people}"
+        limit = "it must be 1 ≤ cohort ≤ noise_cohort, enrolled ≤ population ≤ 2^53"
+        valid = 1 <= m <= min(larger, n) and max(larger, n) <= people <= 1 << 53
+        require(valid, f"{given}; {limit}")
+        for name in ("clip", "claimed_epsilon"):
+            value = getattr(self, name)
+            valid = value is None or 0.0 < value < math.inf
+            require(valid, f"{name} is {value}; it must be positive and finite")
+
+    @classmethod
+    def stated(cls, pfl: Path | None, noise_stddev: float | None, given: Mapping[str, Any]) -> Self:
+        """Return the setting of the fields given, which precede those of a benchmark of pfl.
+
+        The noise is the multiplier given or `noise_stddev`, on the sum of the users of a round that
+        takes place. For a benchmark, it is by default the least that keeps its ε. InvalidValueError
+        if a field is absent.
+        """
+        once = noise_stddev is None or given.get("noise_multiplier") is None
+        require(once, f"noise_stddev is {noise_stddev}; with noise_multiplier it must be absent")
+        fields = {} if pfl is None else _read_pfl(pfl)
+        fields |= {name: value for name, value in given.items() if value is not None}
+        needed = [*_PFL_KEYS]
+        if pfl is None:
+            m = fields.get("cohort")
+            fields = {"population": m, "noise_cohort": m} | fields
+            noise = "noise_multiplier" if noise_stddev is None else "clip"
+            needed = ["cohort", "rounds", "delta", noise]
+        for name in needed:
+            option = name.replace("_", "-")
+            require(name in fields, f"{name} is absent; --{option} must be given")
+        fields.setdefault("enrolled", fields["population"])
+        if "noise_multiplier" in fields:
+            return cls(**fields)
+        setting = cls(1.0, **fields)
+        if noise_stddev is None:
+            q, target = setting.noise_cohort / setting.population, fields["claimed_epsilon"]
+            z = calibrate_noise_multiplier(target, setting.delta, setting.rounds, q)
+        else:
+            limit = "it must be positive and finite"
+            require(0.0 < noise_stddev < math.inf, f"noise_stddev is {noise_stddev}; {limit}")
+            z = noise_stddev / fields["clip"] * (setting.noise_cohort / setting.cohort)
+        return replace(setting, noise_multiplier=z)
+
+    def readings(self) -> Iterator[tuple[str, str, RoundEvent]]:
+        """Yield a name, the reason for it, and the event of all rounds, for each reading."""
+        m, claimed, z = self.cohort, self.noise_cohort, self.noise_multiplier
+        of, q = f"{claimed:,} of {self.population:,}", claimed / self.population
+        coins = f"Poisson, about {of}", "Each user joins each round by a secret coin of its own."
+        everybody = "every user, in every round", "Only a random and secret draw lowers the price."
+        yield (
+            *(coins if q < 1.0 else everybody),
+            poisson_gaussian(q, z, self.rounds, self.population),
+        )
+        if self.sampling == "fixed-size":
+            yield (
+                f"exactly {of}",
+                "Neighbours differ by one replaced user, who moves a sum by up to two clips.",
+                fixed_size_gaussian(claimed, self.population, z, self.rounds),
+            )
+        if self.sampling == "unknown" and q < 1.0:
+            yield *everybody, poisson_gaussian(1.0, z, self.rounds, self.population)
+        if (m, self.enrolled) != (claimed, self.population):
+            yield (
+                f"users who are there, about {m:,} of {self.enrolled:,}",
+                f"Noise for an average of {claimed:,} is z times a clip on a sum of {m:,}.",
+                poisson_gaussian(m / self.enrolled, z * (m / claimed), self.rounds, self.enrolled),
+            )
+
+    def experiment(self) -> str:
+        """Return an experiment in TOML with the claim's q, noise, rounds and budget.
+
+        Each user joins by a coin of its own. The data and the model are examples. If N users are
+        not there, the experiment is a projection to N.
+        """
+        require(self.clip is not None, "clip is absent; with --write it must be given")
+        _, _, event = next(self.readings())
+        cost = epsilon([event], self.delta).epsilon
+        require(math.isfinite(cost), "no finite ε holds for these rounds; --write must have one")
+        users = min(self.enrolled, _USERS)
+        table: dict[str, Any] = {
+            "name": "priced",
+            "rounds": self.rounds,
+            "data": {"name": "digits", "options": {"users": users}},
+            "model": {"name": "softmax", "options": {"inputs": 64, "classes": 10}},
+            "clipping": {"norm": self.clip},
+            "metrics": {"contributors_share": 0.0},  # it would add noise to the update
+            "privacy": {
+                "sampling_probability": event.sampling.sampling_probability,
+                "noise_multiplier": self.noise_multiplier,
+                "epsilon": float(format_epsilon(cost)),
+                "delta": self.delta,
+            },
+        }
+        if self.cohort < self.noise_cohort:
+            table["population"] = {"as_if": self.population, "cohort": min(self.cohort, users)}
+        elif users < self.population:
+            table["population"] = {"as_if": self.population}
+        return f"# Replace the data and the model by yours.\n{tomli_w.dumps(table)}"
+
+
+def _read_pfl(path: Path) -> dict[str, Any]:
+    """Return the fields that a benchmark of pfl states; its YAML has one `key: value` a line."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValueError(f"{path} cannot be read as text; --pfl must be YAML") from error
+    stated = dict(re.findall(r"^(\w+)\s*:\s*['\"]?([^#'\"\s]+)", text, re.MULTILINE))
+    fields: dict[str, Any] = {"sampling": "fixed-size"}
+    for name, key in _PFL_KEYS.items():
+        try:
+            number = float(stated[key])
+        except KeyError:
+            continue
+        except ValueError as error:
+            problem = f"{key} is {stated[key]!r} in {path}; it must be a number"
+            raise InvalidValueError(problem) from error
+        fields[name] = int(number) if number.is_integer() else number
+    return fields
+
+
+def verdict_on(claimed: float | None, loss: PrivacyLoss) -> str | None:
+    """Return whether a claimed ε holds at a loss's δ, and how loose it is; None without a claim."""
+    if claimed is None:
+        return None
+    if claimed < loss.epsilon_low:
+        return "does not hold"
+    if claimed < loss.epsilon:
+        return "not proved, and not refuted"
+    if claimed < _LOOSE * loss.epsilon:
+        return "holds"
+    factor = claimed / loss.epsilon if loss.epsilon else math.inf
+    return f"holds, loose by a factor of {factor:.3g}"
+
+
+def price_setting(setting: ForeignSetting, write: Path | None, *, as_json: bool) -> None:
+    """Print what a setting costs in each reading and whether its claim holds; write an experiment.
+
+    As JSON: the setting, and for each reading its numbers; `verdict` is null without a claim.
+    """
+    if write is not None:
+        text = setting.experiment()
+        require(not write.exists(), f"{write} exists already; it is not overwritten")
+        with writing(write):
+            write_atomically(write, text.encode())
+    rows, shown, reasons = [], [], []
+    for reading, reason, event in setting.readings():
+        loss, q = epsilon([event], setting.delta), event.sampling.sampling_probability
+        verdict, z = verdict_on(setting.claimed_epsilon, loss), event.noise_multiplier
+        row = {"reading": reading, "sampling_probability": q, "noise_multiplier": z}
+        rows.append(row | asdict(loss) | {"verdict": verdict, "reason": reason})
+        ends = lower_end(loss), format_epsilon(loss.epsilon)
+        shown.append([reading, loss.relation, f"{q:.4g}", f"{z:.4g}", *ends, verdict or ""])
+        reasons.append(f"{reading}: {reason}")
+    if as_json:
+        sys.stdout.write(json_text({"setting": asdict(setting), "prices": rows}))
+        return
+    headings = [Column("reading", "text"), Column("neighbours", "text"), Column("q"), Column("z")]
+    headings += [Column("ε, at least"), Column("ε, at most"), Column("the claim", "text")]
+    claim = f", claimed {setting.claimed_epsilon:g}" if setting.claimed_epsilon else ""
+    title = f"ε of {setting.rounds:,} rounds at δ = {setting.delta}{claim}"
+    console = screen()
+    print_table(Table(title, headings, shown), console, box.HEAVY_HEAD)
+    if write is not None:
+        reasons.append(f"{write} has Poisson sampling, for which the first row holds.")
+    for reason in reasons:
+        console.print(reason, highlight=False)
