@@ -5,7 +5,6 @@ import json
 import pytest
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
-from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.accounting.calibration import (
     calibrate_noise_multiplier,
     largest_number,
@@ -14,6 +13,7 @@ from fedpriv.accounting.calibration import (
 )
 from fedpriv.accounting.policies import every_user_gaussian, fixed_size_gaussian, poisson_gaussian
 from fedpriv.ledger.events import NeighbouringRelation
+from fedpriv.support.checks import epsilon_up
 from tests.commandline import printed, refused, table
 
 BUDGET = ["calibrate", "--epsilon", "2", "--delta", "1e-5"]
@@ -78,7 +78,7 @@ def test_the_noise_of_the_same_epsilon_beside_its_estimate() -> None:
     assert (estimate["epsilon_low"], estimate["epsilon"]) == (real.epsilon_low, real.epsilon)
     assert real.epsilon_low > spent
     rows = {row[0]: row[1:] for row in table(*command)}
-    assert f"within ε = {format_epsilon(spent)} at δ = 1e-05" in printed(*command)
+    assert f"within ε = {epsilon_up(spent)} at δ = 1e-05" in printed(*command)
     assert float(rows["noise multiplier z"][0]) == plan["noise_multiplier"]
     found, said = rows["z by the central limit theorem"]
     assert float(found) == estimate["noise_multiplier"]

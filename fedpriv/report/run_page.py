@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from fedpriv.accounting.accountants import PrivacyLoss, accountant_named, format_epsilon
+from fedpriv.accounting.accountants import PrivacyLoss, accountant_named
 from fedpriv.audit import AuditResult
 from fedpriv.errors import DataError
 from fedpriv.ledger.events import SamplingEvent, Unit, merge_equal
@@ -29,8 +29,9 @@ from fedpriv.report.guarantee import (
 from fedpriv.report.page import Card, Page, PageSection
 from fedpriv.report.records import Figures, RunRecord, versions
 from fedpriv.report.study_charts import measured
-from fedpriv.report.tables import format_epsilon_low, plural
+from fedpriv.report.tables import plural
 from fedpriv.studies.results import ACCURACY, LOSS
+from fedpriv.support.checks import epsilon_down, epsilon_up
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
     EVALUATION_PREFIX,
@@ -109,14 +110,14 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> PageSection:
     cards += _contributors(record)
     if (audit := record.audit) is not None:
         note = f"shown by {audit.canaries:,} canaries, at 95% confidence"
-        cards.append(Card("audit", f"ε ≥ {format_epsilon_low(audit.epsilon_low) or 0}", note))
+        cards.append(Card("audit", f"ε ≥ {epsilon_down(audit.epsilon_low)}", note))
     epsilon, note = loss.epsilon if loss else 0.0, _epsilon_note(record)
     if record.early_epsilon is not None:
-        note = f"the budget; charges cost {format_epsilon(epsilon)}"
+        note = f"the budget; charges cost {epsilon_up(epsilon)}"
         epsilon = record.early_epsilon
     stop = f"; {record.end.stop}" if record.end and record.end.stop is not Stop.ROUNDS else ""
     cards += [
-        Card(f"{unit}-level ε", format_epsilon(epsilon), note),
+        Card(f"{unit}-level ε", epsilon_up(epsilon), note),
         Card("δ", f"{record.delta}", f"N = {n:,} {plural(unit)} enrolled"),
         Card("rounds", f"{rounds_done:,}", f"of {record.rounds_planned:,} planned{stop}"),
     ]
@@ -161,10 +162,10 @@ def _contributors(record: RunRecord) -> list[Card]:
 def _epsilon_note(record: RunRecord) -> str:
     charges = own_charges(record.name, record.ledger.charges)
     if len(charges) == len(record.ledger.charges):
-        return "no budget was set" if record.budget is None else f"budget {record.budget:g}"
+        return "no budget was set" if record.budget is None else f"budget {record.budget}"
     events = merge_equal(paid_events(charges))
     loss = accountant_named(record.accountant).epsilon(events, record.delta) if events else None
-    epsilon = format_epsilon(loss.epsilon if loss else 0.0)
+    epsilon = epsilon_up(loss.epsilon if loss else 0.0)
     return f"all runs of the ledger; this run alone {epsilon}"
 
 
@@ -178,7 +179,7 @@ def _statement(record: RunRecord, loss: PrivacyLoss | None) -> str:
         spent = record.early_epsilon
         accountant = "the budget, since the run ended because of what it released"
     return (
-        f"Everything that was released is ({format_epsilon(spent)}, {record.delta})-"
+        f"Everything that was released is ({epsilon_up(spent)}, {record.delta})-"
         f"differentially private for each whole {loss.unit} ({loss.relation} neighbours; "
         f"{accountant})."
     )
@@ -187,9 +188,9 @@ def _statement(record: RunRecord, loss: PrivacyLoss | None) -> str:
 def _audit_section(audit: AuditResult) -> PageSection:
     templates = texts()["audit"]
     estimate = "none" if audit.epsilon_estimate is None else f"{audit.epsilon_estimate:.2f}"
-    words = {**vars(audit), "estimate": estimate, "claimed": format_epsilon(audit.epsilon)}
+    words = {**vars(audit), "estimate": estimate, "claimed": epsilon_up(audit.epsilon)}
     lows = {"low": audit.epsilon_low, "mu": audit.mu_low}
-    words |= {name: format_epsilon_low(low) or "0" for name, low in lows.items()}
+    words |= {name: epsilon_down(low) for name, low in lows.items()}
     return replace(
         terms_section("audit", "Audit", templates["terms"], words),
         paragraphs=[f"What was released shows {audit.text}.", templates["cannot"]],

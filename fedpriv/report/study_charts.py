@@ -7,13 +7,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.errors import DataError
 from fedpriv.report.charts import Axis, Chart, Series, declared, save_all, spans_decades, texts
 from fedpriv.report.tables import Column, Table, fitted, json_text, print_table, shortened
 from fedpriv.studies import ArmSummary, Interval, ReadStudy, Study, Target
 from fedpriv.studies.results import ACCURACY, Measure, best_of, measure_of, verdict
 from fedpriv.studies.study import Line, NumericAxis, numeric_axes
+from fedpriv.support.checks import epsilon_up, text_down
 from fedpriv.training.rounds import RoundResult
 
 CAVEAT: str = texts()["study"]["caveat"]
@@ -179,7 +179,7 @@ def results_table(read: ReadStudy, target: Target) -> Table:
         mark = f" {_BEST}" if arm.arm == best else ""
         mean = _NONE if end is None else measure.text(end)
         rounds = [_rounds(arm, level) for level in study.accuracies]
-        cost = (f"{arm.noise_multiplier:.4g}", format_epsilon(arm.epsilon))
+        cost = (text_down(arm.noise_multiplier), epsilon_up(arm.epsilon))
         rows.append((f"{arm.arm}{count}{mark}", mean, difference, *rounds, *cost))
     means = f"means over {seeds} seeds ± Student's 95% interval"
     if seeds == 1:

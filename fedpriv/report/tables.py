@@ -2,12 +2,11 @@
 
 import math
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from fractions import Fraction
+from importlib.resources import files
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -17,14 +16,17 @@ from rich import box
 from rich.console import Console
 from rich.text import Text
 
-from fedpriv.accounting.accountants import Bound, PrivacyLoss, epsilon, format_epsilon
+from fedpriv.accounting.accountants import Bound, PrivacyLoss, gaussian_rounds
 from fedpriv.accounting.calibration import Plan
+from fedpriv.accounting.fdp import trade_off
 from fedpriv.accounting.pricing import Arithmetic, Spending, read_ledger
+from fedpriv.accounting.risks import Risks, event_of, risks_of
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Head
-from fedpriv.ledger.events import RoundEvent, SamplingEvent, SumQueryEvent, Unit
-from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, is_export
+from fedpriv.ledger.events import SamplingEvent, SumQueryEvent, Unit
+from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, is_export, paid_events
 from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.support.checks import epsilon_down, epsilon_up, percent_up, require, text_down, text_up
 
 _UNBROKEN = 10_000  # characters of a line that is not for a terminal
 # Fewest characters of a shortened text, while columns can be left out and afterwards.
@@ -187,41 +189,10 @@ def shortened(names: Iterable[str], most: int) -> dict[str, str]:
     return {n: n if len(n) <= most else n[: most - len(e)] + e for n, e in numbered.items()}
 
 
-def format_epsilon_low(epsilon: float) -> str:
-    """Return a lower bound on ε as `format_epsilon` does, but rounded down; empty if it is zero.
-
-    >>> format_epsilon_low(1.9999), format_epsilon_low(5.678e-4), format_epsilon_low(0.0)
-    ('1.999', '5.67e-4', '')
-    """
-    if epsilon <= 0.0:
-        return ""
-    if epsilon < 0.001:
-        down = Context(prec=3, rounding=ROUND_FLOOR)
-        return f"{down.create_decimal_from_float(epsilon):.2e}"
-    thousandths = min(epsilon * 1000, sys.float_info.max)
-    return f"{math.floor(thousandths) / 1000:.3f}"
-
-
 def lower_end(loss: PrivacyLoss) -> str:
     """Return the proven lower bound on ε as text, rounded down; empty if there is none."""
-    return format_epsilon_low(loss.epsilon_low) if math.isfinite(loss.epsilon) else ""
-
-
-def format_delta(delta: float) -> str:
-    """Return δ to three digits, rounded up, so that the text is never below the true δ.
-
-    >>> format_delta(1.2341e-6), format_delta(0.5), format_delta(0.0)
-    ('1.24e-6', '0.500', '0')
-    """
-    if delta == 0.0:
-        return "0"
-    rounded = Context(prec=3, rounding=ROUND_CEILING).create_decimal_from_float(delta)
-    return f"{rounded:.3f}" if delta >= 0.1 else f"{rounded:.2e}"
-
-
-def number(value: float) -> float | str:
-    """Return a number for JSON, or the string "Infinity", since JSON has no infinite numbers."""
-    return "Infinity" if math.isinf(value) else value
+    known = loss.epsilon_low > 0.0 and math.isfinite(loss.epsilon)
+    return epsilon_down(loss.epsilon_low) if known else ""
 
 
 def plural(unit: str) -> str:
@@ -248,23 +219,44 @@ def cohort_text(sampling: SamplingEvent) -> str:
     return f"{sampling.text} of {of_each}N = {sampling.population} {plural(sampling.unit)}"
 
 
+def risks_text(risks: Risks, unit: str) -> str:
+    """Return sentences on what an attacker achieves, for readers who are not statisticians."""
+    most = "about" if risks.bound is Bound.ESTIMATE else "at most"
+    found = (f"{percent_up(p)} at {percent_up(a)} false alarms" for a, p in risks.power.items())
+    gaussian = f"Gaussian DP: μ = {text_up(risks.mu, 4)}"
+    if risks.slack:
+        gaussian += f" up to {text_up(risks.slack, 2)}, with regret {text_up(risks.regret, 2)}"
+    return (
+        f"The chance to tell whether one {unit} took part rises from 50% to {most} "
+        f"{percent_up(risks.success)}. Of {plural(unit)} who took part, {most} "
+        f"{' and '.join(found)} are found. {gaussian}."
+    )
+
+
+def _risks(spending: Spending) -> Risks | None:
+    """Return the risks of all releases together, by the first accountant; None without releases."""
+    total = spending.prices[-1].releases
+    first = next(price.loss for price in spending.prices if price.releases is total)
+    return risks_of(trade_off(total.events, first.accountant)) if total.events else None
+
+
 def print_spending(spending: Spending) -> None:
     """Print what each run, each ledger and all ledgers cost, in the accountants' words."""
     several = len(spending.ledgers) > 1
     populations = ", ".join(dict.fromkeys(each.population for each in spending.ledgers))
     symbol, fixed = "ε", f"δ = {spending.delta}" if spending.delta is not None else ""
     if spending.epsilon is not None:
-        symbol, fixed = "δ", f"ε = {spending.epsilon:g}"
+        symbol, fixed = "δ", f"ε = {spending.epsilon}"
     headings = [Column("run", "text"), Column("rounds"), Column("accountant", "text")]
     headings += [Column(symbol), Column("what it is", "text")]
     headings = [Column("ledger", "text"), *headings] if several else headings
     rows = []
     for price in spending.prices:
         releases, loss = price.releases, price.loss
-        found = [format_epsilon(price.epsilon), _kind(loss)]
+        found = [epsilon_up(price.epsilon), _kind(loss)]
         if symbol == "δ":
             bound = Bound.ESTIMATE if loss.bound is Bound.ESTIMATE else Bound.UPPER
-            found = [format_delta(price.delta), bound]
+            found = [text_up(price.delta, 3), bound]
         run = releases.run or ("all runs" if releases.events else "(no charge)")
         ledger = [releases.ledger or "all ledgers"] if several else []
         rows.append([*ledger, run, str(releases.rounds), loss.accountant, *found])
@@ -281,8 +273,10 @@ def print_spending(spending: Spending) -> None:
     # The table shows each accountant's result; their assumptions are printed once.
     assumed = (price.loss.assumptions.partition(";")[0].rstrip(".") + "." for price in charged)
     refused = (f"Not priced: {refusal}." for refusal in spending.refusals)
-    for sentence in (*dict.fromkeys(assumed), *refused):
-        console.print(sentence)
+    risks = _risks(spending)
+    told = [risks_text(risks, unit)] if risks else []
+    for sentence in (*dict.fromkeys(assumed), *told, *refused):
+        console.print(sentence, highlight=False)
     console.print(f"Randomness: {spending.randomness}.")
     console.print(f"Sums and noise: {spending.arithmetic}.")
 
@@ -294,11 +288,10 @@ def _kind(loss: PrivacyLoss) -> str:
     return Bound.UPPER if loss.bound is Bound.INTERVAL else loss.bound
 
 
-def print_plan(plan: Plan, by_clt: Plan | None) -> None:
+def print_plan(plan: Plan, advantage: float | None) -> None:
     """Print settings that stay within a budget, and their cost.
 
-    `by_clt`, if given, is the plan by the central limit theorem, and is printed for comparison with
-    its true cost.
+    The budget is an `advantage`, or if that is None, an ε.
     """
     loss, rows = plan.loss, []
     for name, words, extreme in (
@@ -315,20 +308,14 @@ def print_plan(plan: Plan, by_clt: Plan | None) -> None:
         share = math.floor(10_000 * plan.share) / 100
         rows.append(("its share of the round", f"{share:.2f}%", "largest that fits"))
     rows.append(("sampling", str(plan.sampling.policy), str(plan.sampling.relation)))
-    rows.append((f"{loss.unit}-level ε", format_epsilon(loss.epsilon), _kind(loss)))
+    rows.append((f"{loss.unit}-level ε", epsilon_up(loss.epsilon), _kind(loss)))
     rows.append(("accountant", loss.accountant, ""))
-    if by_clt is not None:
-        really = f"estimate; really ε = {format_epsilon(_cost(by_clt).epsilon)}"
-        rows.append(("z by the central limit theorem", str(by_clt.noise_multiplier), really))
-    title = f"within ε = {format_epsilon(plan.target_epsilon)} at δ = {loss.delta}"
+    title = f"within ε = {epsilon_up(plan.target_epsilon)} at δ = {loss.delta}"
+    if advantage is not None:
+        title = f"within an advantage of {advantage}, with ε at δ = {loss.delta}"
     print_table(Table(title, [Column("", "text")] * 3, rows), border=box.HEAVY_HEAD)
-    screen().print(loss.assumptions)
-
-
-def _cost(plan: Plan) -> PrivacyLoss:
-    """Return the cost of all rounds of a plan, by the default accountant."""
-    queries = (SumQueryEvent("update", 1.0, plan.noise_multiplier),)
-    return epsilon([RoundEvent(plan.sampling, queries, plan.rounds)], plan.loss.delta)
+    risks = risks_of(trade_off([event_of(plan)], loss.accountant))
+    screen().print(loss.assumptions, risks_text(risks, loss.unit), sep="\n", highlight=False)
 
 
 def print_ledger(path: Path, last: int | None) -> None:
@@ -339,8 +326,8 @@ def print_ledger(path: Path, last: int | None) -> None:
     for row in content.charges[-(last or len(content.charges)) :]:
         event, sampling = row.event, row.event.sampling
         place = map(str, (row.position, row.run, row.round, row.attempt))
-        sampled = (f"{sampling.sampling_probability:g}", str(sampling.population))
-        queries, z = "\n".join(map(_query_text, event.queries)), f"{event.noise_multiplier:.4g}"
+        sampled = (text_up(sampling.sampling_probability), str(sampling.population))
+        queries, z = "\n".join(map(_query_text, event.queries)), text_down(event.noise_multiplier)
         noise |= dict.fromkeys(map(_noise_text, event.queries))
         source = row.randomness.partition(":")[0]
         drawn, schedule = f"{sampling.policy}, {sampling.relation}", sampling.schedule
@@ -421,9 +408,27 @@ def write_spending(spending: Spending, stream: TextIO) -> None:
         "randomness": spending.randomness,
         "arithmetic": spending.arithmetic,
         "rows": rows,
+        "risks": _risks(spending),
         "refusals": spending.refusals,
     }
     stream.write(json_text(content))
+
+
+def write_dp_events(path: Path, stream: TextIO) -> None:
+    """Write a ledger, or an export of one, as a Python program for dp-accounting.
+
+    Raises UnsupportedEventError unless Poisson-sampled Gaussians have the same price.
+    """
+    charges = read_ledger(path).charges
+    require(bool(charges), f"ledger {path} has no charge; there is no event to write")
+    rounds = gaussian_rounds(paid_events(charges), "dp-accounting")
+    sampled = "SelfComposedDpEvent(PoissonSampledDpEvent({q}, GaussianDpEvent({z})), {count}),"
+    events = (sampled.format(q=q, z=z, count=count) for (q, z), count in rounds.items())
+    sampling, head = charges[0].event.sampling, f"{len(charges)}:{charges[-1].hash}"
+    words = {"head": head, "unit": sampling.unit, "relation": sampling.relation}
+    words["events"] = "\n".join(f"        {event}" for event in events)
+    program = files("fedpriv.report").joinpath("templates", "dp_accounting.txt")
+    stream.write(program.read_text("utf-8").format(**words))
 
 
 def json_text(content: object) -> str:
@@ -431,26 +436,23 @@ def json_text(content: object) -> str:
     return to_json(content, indent=2, inf_nan_mode="strings").decode() + "\n"
 
 
-def write_plan(plan: Plan, by_clt: Plan | None, stream: TextIO) -> None:
+def write_plan(plan: Plan, advantage: float | None, stream: TextIO) -> None:
     """Write one JSON object: the settings, the name of the computed one, and their cost.
 
-    `by_clt`, if given, is included as an estimate of the noise multiplier, with its true cost.
+    The budget is the `advantage`, or if that is None, the ε.
     """
     names = "found rounds sampling_probability noise_multiplier share share_noise_multiplier"
     content = {name: getattr(plan, name) for name in names.split()}
     content |= {"policy": plan.sampling.policy, "target_epsilon": plan.target_epsilon}
-    content |= asdict(plan.loss)
-    if by_clt is not None:
-        real = _cost(by_clt)
-        low, up = real.epsilon_low, real.epsilon
-        estimate = {"noise_multiplier": by_clt.noise_multiplier, "epsilon_low": low, "epsilon": up}
-        content["estimate"] = estimate
+    content |= {"target_advantage": advantage, **asdict(plan.loss)}
+    content["risks"] = risks_of(trade_off([event_of(plan)], plan.loss.accountant))
     stream.write(json_text(content))
 
 
 def _query_text(query: SumQueryEvent) -> str:
     """Return the text "group: clipping norm, standard deviation of noise" for a query."""
-    return f"{_group(query)}: {query.clipping_norm:.4g}, {query.noise_stddev:.4g}"
+    norm, noise = text_up(query.clipping_norm), text_down(query.noise_stddev)
+    return f"{_group(query)}: {norm}, {noise}"
 
 
 def _group(query: SumQueryEvent) -> str:
@@ -464,5 +466,5 @@ def _noise_text(query: SumQueryEvent) -> str:
     if query.granularity is None:
         return f"{text}: {Arithmetic.FLOATING_POINT}"
     squared_bound = math.floor(Fraction(query.clipping_norm / query.granularity) ** 2)
-    steps = query.noise_stddev / query.granularity
-    return f"{text}: {Arithmetic.EXACT}, B = {squared_bound}, σ/γ = {steps:.4g}"
+    steps = text_down(query.noise_stddev / query.granularity)
+    return f"{text}: {Arithmetic.EXACT}, B = {squared_bound}, σ/γ = {steps}"
