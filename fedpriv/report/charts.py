@@ -141,17 +141,18 @@ def figure(*charts: Chart) -> alt.HConcatChart:
     )
 
 
-def save(chart: Chart, folder: Path) -> list[Path]:
-    """Write a chart as PNG and SVG, and return the files.
+def save(chart: Chart, folder: Path, formats: Iterable[str] = ("png", "svg")) -> list[Path]:
+    """Write a chart in each format, "png" or "svg", and return the files.
 
     The same chart always gives the same bytes.
     """
     # Altair would check and draw the chart for each format; the PNG is made of the SVG.
     svg = vl_convert.vegalite_to_svg(figure(chart).to_dict(validate=False))
-    picture, drawing = (folder / f"{chart.name}.{suffix}" for suffix in ("png", "svg"))
-    picture.write_bytes(vl_convert.svg_to_png(svg, scale=2))
-    drawing.write_bytes(svg.encode())
-    return [picture, drawing]
+    paths = [folder / f"{chart.name}.{suffix}" for suffix in formats]
+    for path in paths:
+        is_png = path.suffix == ".png"
+        path.write_bytes(vl_convert.svg_to_png(svg, scale=2) if is_png else svg.encode())
+    return paths
 
 
 def save_all(charts: Iterable[Chart], folder: Path) -> list[Path]:

@@ -47,6 +47,7 @@ from fedpriv.support.checks import text_down, text_up
 from fedpriv.support.disk import with_room, write_atomically
 from fedpriv.support.logs import one_line
 from fedpriv.training.local import ALGORITHMS
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import Transport
 from fedpriv.training.rounds import (
     Checkpoint,
@@ -56,7 +57,6 @@ from fedpriv.training.rounds import (
     RoundResult,
     ServerState,
     Stop,
-    TrainingPlan,
     best_round,
     checkpoints,
     initial_state,

@@ -49,6 +49,7 @@ from fedpriv.run.auditor import Auditor
 from fedpriv.run.run import Follow, Hosted, Run, RunSetup, conduct, opened, spent_in
 from fedpriv.support.checks import epsilon_up, text_down
 from fedpriv.support.logs import SIMULATION_ONLY
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
     EVALUATION_PREFIX,
@@ -56,7 +57,6 @@ from fedpriv.training.rounds import (
     OnRound,
     RoundResult,
     Stop,
-    TrainingPlan,
     own_charges,
 )
 
