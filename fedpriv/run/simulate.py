@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from pydantic_core import to_json
-from rich import box
 from rich.console import Console
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
@@ -299,7 +298,7 @@ def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False
     columns = [Column(name, "text" if at < 2 else "number") for at, name in enumerate(names)]
     cells = ((*zip(texts, group.values(), strict=True),) for group in groups)
     rows = [[text(value) for text, value in row] for row in cells]
-    print_table(Table(title, columns, rows), console, box.HEAVY_HEAD)
+    print_table(Table(title, columns, rows), console)
     for line in (*_facts(experiment, held), "Nothing was spent."):
         console.print(line, highlight=False)
 
