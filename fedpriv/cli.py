@@ -377,10 +377,7 @@ def calibrate(
     policy: Annotated[_Policy, _option("how users are sampled")] = "poisson",
     relation: Annotated[
         Literal["add-or-remove-one", "replace-one"] | None,
-        typer.Option(
-            help="neighbours; if left out, replace-one for fixed-size, else add-or-remove-one",
-            show_default=False,
-        ),
+        _option("neighbours", default="replace-one for fixed-size, else add-or-remove-one"),
     ] = None,
     population: Annotated[int | None, _option("N, for fixed-size sampling")] = None,
     accountant: Annotated[str, _option("name of an accountant")] = "tight",
@@ -393,9 +390,11 @@ def calibrate(
     accountant reports. With --advantage, the budget limits how much better than by guessing anyone
     can tell who took part.
     """
-    if [epsilon, advantage, same_as].count(None) != 2:
-        given = f"--epsilon is {epsilon}, --advantage {advantage} and --same-as {same_as}"
-        raise InvalidValueError(f"{given}; exactly one of them must be given")
+    budgets = {"--epsilon": epsilon, "--advantage": advantage, "--same-as": same_as}
+    given = [f"{name} {value}" for name, value in budgets.items() if value is not None]
+    if len(given) != 1:
+        problem = f"the budget is {' and '.join(given) or 'absent'}"
+        raise InvalidValueError(f"{problem}; it must be one of {', '.join(budgets)}")
     from fedpriv.accounting.calibration import plan_within
     from fedpriv.accounting.risks import plan_of_advantage
     from fedpriv.ledger.events import NeighbouringRelation, SamplingPolicy

@@ -8,7 +8,6 @@ straight line, so a convex function minus f is largest at a corner.
 """
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -23,7 +22,7 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import RoundEvent, SumQueryEvent
 from fedpriv.support.checks import require
 
-FALSE_ALARMS = (0.001, 0.01)
+_FALSE_ALARMS = (0.001, 0.01, 0.05, 0.1)
 _ROUNDING = 1e-12
 _WIDEST, _POINTS = 8.0, 2001  # normal quantiles at which a regret is measured
 
@@ -67,7 +66,7 @@ def risks_of(off: TradeOff) -> Risks:
         mu = max(0.0, float(np.max(least, initial=0.0)) + _ROUNDING)
         alphas = ndtr(np.linspace(-_WIDEST, _WIDEST, _POINTS))
         regret = float(np.max(off.type_two(alphas) - gaussian_trade_off(alphas, mu)))
-    power = {alpha: float(off.power(alpha)) for alpha in FALSE_ALARMS}
+    power = {alpha: float(off.power(alpha)) for alpha in _FALSE_ALARMS}
     success = success_at(off, 0.5)
     return Risks(off.bound, off.advantage, success, power, mu, slack, max(0.0, regret))
 
@@ -106,7 +105,7 @@ def plan_of_advantage(
     δ(0) ≤ δ(ε) + tanh(ε/2).
     """
     require(0.0 < advantage < 1.0, f"advantage is {advantage}; it must be in (0, 1)")
-    zero = sys.float_info.min
+    zero = math.ulp(0.0)
     try:
         plan = plan_within(zero, advantage)
     except InvalidValueError as error:

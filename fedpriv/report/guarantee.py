@@ -19,11 +19,10 @@ from fedpriv.accounting.pricing import (
     weakest_arithmetic,
     weakest_randomness,
 )
-from fedpriv.accounting.risks import risks_of
+from fedpriv.accounting.risks import Risks, risks_of
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import Randomness, SamplingPolicy, Unit, merge_equal
-from fedpriv.report.charts import Chart, Series, declared, save, texts
-from fedpriv.report.page import PageSection
+from fedpriv.report.charts import Chart, PageSection, Series, declared, save, texts
 from fedpriv.report.records import RunRecord
 from fedpriv.report.tables import Column, Table, json_text, plural, protected, risks_text
 from fedpriv.support.checks import epsilon_down, epsilon_up, percent_up, text_up
@@ -31,9 +30,9 @@ from fedpriv.support.disk import writing
 
 _PUBLIC_POLICIES = {SamplingPolicy.EVERY_USER, SamplingPolicy.SEPARATED}  # cohorts are public
 _FALSE_ALARMS = 0.05
-_READ_AT = (0.001, 0.01, 0.05, 0.1)  # rates of false alarms in tables of a trade-off function
 _DELTAS = 30  # points of δ by ε
 _ERRORS, _WIDEST = 121, 4.0  # number of type I errors of a trade-off, and their range in stddevs
+_LARGEST = 1e3  # μ whose curve is 0 as far as a chart shows
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,8 @@ def _cost_sections(
     caption = f"All {charges} charges of the ledger at δ = {cost.delta}"
     table = Table(caption, [*columns, Column("ε, lower end"), Column("ε")], rows)
     rounds, errors = _epsilon_chart(cost, unit), _trade_off_chart(cost.trade_off, unit)
-    powers, told = _powers(cost.trade_off, unit), risks_text(risks_of(cost.trade_off), unit)
+    risks = risks_of(cost.trade_off)
+    powers, told = _powers(risks, unit), risks_text(risks, unit)
     return [
         PageSection(rounds.name, "ε by round", notes, tables=[table], charts=[rounds]),
         PageSection(
@@ -164,12 +164,12 @@ def _cost_sections(
     ]
 
 
-def _powers(off: TradeOff, unit: Unit) -> Table:
-    """Return the largest power of any test at a few rates of false alarms, rounded up."""
+def _powers(risks: Risks, unit: Unit) -> Table:
+    """Return the largest power of any test at a few rates of false alarms."""
     names = ("false alarms", f"{plural(unit)} found, at most", "by guessing")
-    rates = {percent_up(alpha): percent_up(float(off.power(alpha))) for alpha in _READ_AT}
-    rows = [(guess, found, guess) for guess, found in rates.items()]
-    share = percent_up(off.advantage).removesuffix("%")
+    rates = {percent_up(alpha): percent_up(power) for alpha, power in risks.power.items()}
+    rows = [(alpha, power, alpha) for alpha, power in rates.items()]
+    share = percent_up(risks.advantage).removesuffix("%")
     caption = f"No test beats guessing by more than {share} percentage points"
     return Table(caption, [*map(Column, names)], rows)
 
@@ -200,12 +200,10 @@ def _delta_chart(cost: Cost, curves: Sequence[_DeltaCurve], unit: Unit) -> Chart
 
 
 def _trade_off_chart(off: TradeOff, unit: Unit) -> Chart:
-    rows, mu = _trade_off_rows(off), risks_of(off).mu
-    x, misses = [row[0] for row in rows], [row[1] for row in rows]
+    x, misses, gaussian, _ = zip(*_trade_off_rows(off), strict=True)
+    name = f"Gaussian DP: μ = {text_up(risks_of(off).mu, 4)}"
     series = [Series(f"the ledger, by {off.accountant}", x, misses)]
-    if mu < math.inf:
-        name = f"Gaussian DP: μ = {text_up(mu, 4)}"
-        series.append(Series(name, x, [row[2] for row in rows], dashed=True))
+    series.append(Series(name, x, gaussian, dashed=True))
     guessing = "perfect privacy: guessing"
     series.append(Series(guessing, [0.0, 1.0], [1.0, 0.0], dashed=True, marked=False, colour=7))
     # The caption has one point, a lower bound, which is rounded down.
@@ -214,26 +212,15 @@ def _trade_off_chart(off: TradeOff, unit: Unit) -> Chart:
     return declared("trade-off", series, words | unit_words(unit))
 
 
-def _trade_off_rows(off: TradeOff) -> list[tuple[float, float, float | None, float]]:
+def _trade_off_rows(off: TradeOff) -> list[list[float]]:
     """Return type I errors, and the type II errors of the ledger, of G_μ and of guessing."""
     # Even steps of the normal quantile show both ends of the curve, where it is steep.
     inner = ndtr(np.linspace(-_WIDEST, _WIDEST, _ERRORS - 2))
     type_one = np.concatenate([[0.0], inner, [1.0]])
-    gaussian: list[float | None] = [None] * _ERRORS
-    if (mu := risks_of(off).mu) < math.inf:
-        gaussian = gaussian_trade_off(type_one, mu).tolist()
-    columns = type_one.tolist(), off.type_two(type_one).tolist(), gaussian
-    return [(*row, 1 - row[0]) for row in zip(*columns, strict=True)]
-
-
-def trade_off_summary(off: TradeOff) -> dict[str, object]:
-    """Return a trade-off function at a few points, for JSON.
-
-    `power` is by the rate of false alarms. See `Risks` for the other fields.
-    """
-    power = {f"{alpha:g}": float(off.power(alpha)) for alpha in _READ_AT}
-    known = {"accountant": off.accountant, "relation": off.relation}
-    return known | asdict(risks_of(off)) | {"power": power}
+    gaussian = gaussian_trade_off(type_one, min(risks_of(off).mu, _LARGEST))
+    errors = type_one, off.type_two(type_one), gaussian, 1.0 - type_one
+    rows: list[list[float]] = np.column_stack(errors).tolist()
+    return rows
 
 
 def _delta_curves(ledger: LedgerContent, cost: Cost) -> list[_DeltaCurve]:
@@ -253,11 +240,10 @@ def write_curves(ledger: LedgerContent, delta: float, folder: Path) -> list[Path
 
     Columns: `bound` is the kind of ε; `epsilon_low` is its lower end, or 0; `epsilon` is inf if
     none is proven; `delta` is the upper end of an interval; `type_two` is a lower bound;
-    `type_two_gaussian` belongs to G_μ and is empty without μ. `trade_off.json` has the
-    `trade_off_summary`.
+    `type_two_gaussian` belongs to G_μ. `trade_off.json` has the `Risks`.
     """
     cost, unit = cost_of(ledger, delta), unit_of(ledger)
-    curves = _delta_curves(ledger, cost)
+    curves, off = _delta_curves(ledger, cost), cost.trade_off
     by_rounds = [
         (curve.accountant, curve.bound, curve.delta, *point)
         for curve in cost.by_rounds
@@ -271,11 +257,11 @@ def write_curves(ledger: LedgerContent, delta: float, folder: Path) -> list[Path
     delta_names = ("accountant", "bound", "epsilon", "delta")
     rounds_names = ("accountant", "bound", "delta", "rounds", "epsilon_low", "epsilon")
     errors_names = ("type_one", "type_two", "type_two_gaussian", "type_two_perfect")
-    errors = _trade_off_rows(cost.trade_off)
+    errors = _trade_off_rows(off)
     content: dict[str, tuple[Chart, list[Sequence[object]]]] = {
         "epsilon_by_rounds": (_epsilon_chart(cost, unit), [rounds_names, *by_rounds]),
         "delta_by_epsilon": (_delta_chart(cost, curves, unit), [delta_names, *by_epsilon]),
-        "trade_off": (_trade_off_chart(cost.trade_off, unit), [errors_names, *errors]),
+        "trade_off": (_trade_off_chart(off, unit), [errors_names, *errors]),
     }
     files = []
     with writing(folder):
@@ -288,7 +274,8 @@ def write_curves(ledger: LedgerContent, delta: float, folder: Path) -> list[Path
             with table.open("w", newline="", encoding="utf-8") as stream:
                 csv.writer(stream).writerows(rows)
         summary = folder / "trade_off.json"
-        summary.write_text(json_text(trade_off_summary(cost.trade_off)), encoding="utf-8")
+        found = {"accountant": off.accountant, "relation": off.relation, **asdict(risks_of(off))}
+        summary.write_text(json_text(found), encoding="utf-8")
     return [*files, summary]
 
 

@@ -9,12 +9,13 @@ from urllib.parse import quote
 
 import numpy as np
 
-from fedpriv.accounting.accountants import PrivacyLoss, accountant_named
+from fedpriv.accounting.accountants import PrivacyLoss
+from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.audit import AuditResult
 from fedpriv.errors import DataError
-from fedpriv.ledger.events import SamplingEvent, Unit, merge_equal
+from fedpriv.ledger.events import SamplingEvent, Unit
 from fedpriv.ledger.ledger import paid_events
-from fedpriv.report.charts import Chart, Series, declared, save_all, texts
+from fedpriv.report.charts import Card, Chart, Page, PageSection, Series, declared, save_all, texts
 from fedpriv.report.guarantee import (
     assumptions,
     loss_of,
@@ -26,7 +27,6 @@ from fedpriv.report.guarantee import (
     warnings,
     with_warnings,
 )
-from fedpriv.report.page import Card, Page, PageSection
 from fedpriv.report.records import Figures, RunRecord, versions
 from fedpriv.report.study_charts import measured
 from fedpriv.report.tables import plural
@@ -46,13 +46,14 @@ from fedpriv.training.rounds import (
 def page_of_run(record: RunRecord) -> Page:
     """Return the page of a run: its results, their cost, and ways to check both."""
     loss = loss_of(record)
+    figures = round_charts(record.rounds, _sampled_unit(record))
     norms = [*norms_charts([record]), *_clipped_charts(record)] if record.rounds else []
     notes = [] if record.rounds else ["No round was released."]
     sections = [
         _summary(record, loss),
         PageSection("notes", "What you should know", record.end.warnings if record.end else []),
         *([assumptions(loss, record.ledger)] if loss else []),
-        PageSection("accuracy", "How good the model is", notes, charts=_charts_of_rounds(record)),
+        PageSection("accuracy", "How good the model is", notes, charts=figures),
         *privacy_sections(record),
         *([_audit_section(record.audit)] if record.audit else []),
         PageSection("norms", "Clipping", charts=norms),
@@ -68,7 +69,7 @@ def write_run_charts(record: RunRecord, folder: Path) -> list[Path]:
 
     DataError if no round was released; InvalidValueError if the folder cannot be written.
     """
-    rounds, charts = record.rounds, _charts_of_rounds(record)
+    rounds, charts = record.rounds, round_charts(record.rounds, _sampled_unit(record))
     if rounds and all(math.isfinite(result.epsilon) for result in rounds):
         series = [Series("spent", _numbers(rounds), [result.epsilon for result in rounds])]
         if record.budget is not None and math.isfinite(record.budget):
@@ -163,10 +164,8 @@ def _epsilon_note(record: RunRecord) -> str:
     charges = own_charges(record.name, record.ledger.charges)
     if len(charges) == len(record.ledger.charges):
         return "no budget was set" if record.budget is None else f"budget {record.budget}"
-    events = merge_equal(paid_events(charges))
-    loss = accountant_named(record.accountant).epsilon(events, record.delta) if events else None
-    epsilon = epsilon_up(loss.epsilon if loss else 0.0)
-    return f"all runs of the ledger; this run alone {epsilon}"
+    alone = epsilon_of(paid_events(charges), record.delta, record.accountant).epsilon
+    return f"all runs of the ledger; this run alone {epsilon_up(alone)}"
 
 
 def _statement(record: RunRecord, loss: PrivacyLoss | None) -> str:
@@ -189,8 +188,7 @@ def _audit_section(audit: AuditResult) -> PageSection:
     templates = texts()["audit"]
     estimate = "none" if audit.epsilon_estimate is None else f"{audit.epsilon_estimate:.2f}"
     words = {**vars(audit), "estimate": estimate, "claimed": epsilon_up(audit.epsilon)}
-    lows = {"low": audit.epsilon_low, "mu": audit.mu_low}
-    words |= {name: epsilon_down(low) for name, low in lows.items()}
+    words |= {"low": epsilon_down(audit.epsilon_low), "mu": epsilon_down(audit.mu_low)}
     return replace(
         terms_section("audit", "Audit", templates["terms"], words),
         paragraphs=[f"What was released shows {audit.text}.", templates["cannot"]],
@@ -221,12 +219,9 @@ def _ledger_section(record: RunRecord) -> PageSection:
         "runs": ", ".join(record.ledger.runs()) or "none",
         "head": f"{verification.head.count}:{verification.head.hash}",
         "file": record.ledger.path.name,
+        "delta": record.delta,
     }
     return terms_section("ledger", "Ledger verification", templates["terms"], words)
-
-
-def _charts_of_rounds(record: RunRecord) -> list[Chart]:
-    return round_charts(record.rounds, _sampled_unit(record))
 
 
 def round_charts(rounds: Sequence[RoundResult], unit: Unit) -> list[Chart]:

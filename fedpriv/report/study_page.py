@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fedpriv.errors import DataError
 from fedpriv.ledger.events import SamplingPolicy, merge_equal
 from fedpriv.report import run_page, study_charts
-from fedpriv.report.charts import Chart, texts
+from fedpriv.report.charts import Card, Chart, Page, PageSection, texts
 from fedpriv.report.guarantee import (
     assumptions,
     large_delta,
@@ -16,7 +16,6 @@ from fedpriv.report.guarantee import (
     privacy_sections,
     users_of,
 )
-from fedpriv.report.page import Card, Page, PageSection
 from fedpriv.report.records import RunRecord
 from fedpriv.report.tables import Column, Table, plural
 from fedpriv.studies import ArmSummary, Cell, Interval, ReadStudy, Study, Target

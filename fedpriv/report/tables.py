@@ -113,17 +113,12 @@ def _print_rows(table: Table, title: Text, console: Console) -> None:
     for row in table.rows:
         pairs = Table("", [Column("", "text")] * 2, [*zip(names, row, strict=True)])
         cells = rich.table.Table.grid(padding=(0, 2))
-        for width in _whole_words(pairs, console.width - 2) or [None, None]:
+        widths: Sequence[int | None] = _whole_words(pairs, console.width - 2) or (None, None)
+        for width in widths:
             cells.add_column(width=width, overflow="fold")
         for pair in pairs.rows:
             cells.add_row(*map(Text, pair))
         console.print("", cells, sep="\n")
-
-
-def lower_end(loss: PrivacyLoss) -> str:
-    """Return the proven lower bound on ε as text, rounded down; empty if there is none."""
-    known = loss.epsilon_low > 0.0 and math.isfinite(loss.epsilon)
-    return epsilon_down(loss.epsilon_low) if known else ""
 
 
 def plural(unit: str) -> str:
@@ -153,14 +148,14 @@ def cohort_text(sampling: SamplingEvent) -> str:
 def risks_text(risks: Risks, unit: str) -> str:
     """Return sentences on what an attacker achieves, for readers who are not statisticians."""
     most = "about" if risks.bound is Bound.ESTIMATE else "at most"
-    found = (f"{percent_up(p)} at {percent_up(a)} false alarms" for a, p in risks.power.items())
+    few, some = percent_up(risks.power[0.001]), percent_up(risks.power[0.01])
     gaussian = f"Gaussian DP: μ = {text_up(risks.mu, 4)}"
     if risks.slack:
         gaussian += f" up to {text_up(risks.slack, 2)}, with regret {text_up(risks.regret, 2)}"
     return (
         f"The chance to tell whether one {unit} took part rises from 50% to {most} "
-        f"{percent_up(risks.success)}. Of {plural(unit)} who took part, {most} "
-        f"{' and '.join(found)} are found. {gaussian}."
+        f"{percent_up(risks.success)}. Of {plural(unit)} that took part, {most} {some} are found "
+        f"at 1% false alarms, {few} at 0.1%. {gaussian}."
     )
 
 
@@ -213,9 +208,8 @@ def print_spending(spending: Spending) -> None:
 
 
 def _kind(loss: PrivacyLoss) -> str:
-    low = lower_end(loss)
-    if low:
-        return f"upper bound; the truth is at least {low}"
+    if loss.epsilon_low > 0.0 and math.isfinite(loss.epsilon):
+        return f"upper bound; the truth is at least {epsilon_down(loss.epsilon_low)}"
     return Bound.UPPER if loss.bound is Bound.INTERVAL else loss.bound
 
 
@@ -318,13 +312,11 @@ def write_spending(spending: Spending, stream: TextIO) -> None:
     bound `epsilon_low` if ε was computed. `refusals` has the reasons why accountants have no rows.
     An infinite ε is the string "Infinity", which no program mistakes for a small number.
     """
-    ledgers, runs, rows = [], [], []
+    ledgers, rows = [], []
     for ledger in spending.ledgers:
         head = ledger.charges[-1].hash if ledger.charges else None
         found = {name: getattr(ledger, name) for name in ("path", "ledger_id", "population")}
         ledgers.append(found | {"charges": len(ledger.charges), "head": head})
-        for run, events in ledger.runs().items():
-            runs.append({"ledger": ledger.path, "run": run, "rounds": len(events)})
     for price in spending.prices:
         told = {name: getattr(price.releases, name) for name in ("ledger", "run", "rounds")}
         row = told | asdict(price.loss) | {"epsilon": price.epsilon, "delta": price.delta}
@@ -334,7 +326,6 @@ def write_spending(spending: Spending, stream: TextIO) -> None:
     asked = "delta" if spending.epsilon is None else "epsilon"
     content = {
         "ledgers": ledgers,
-        "runs": runs,
         asked: getattr(spending, asked),
         "randomness": spending.randomness,
         "arithmetic": spending.arithmetic,

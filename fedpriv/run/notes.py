@@ -63,7 +63,7 @@ def of_settings(experiment: Experiment) -> Iterator[str]:
             f"a cohort has {expected:.2g} {plural(sampling.drawn)} on average; rounds of one "
             "release its update and noise, rounds of none noise alone, and each is charged"
         )
-    if sampling.drawn is sampling.unit and experiment.budget.delta * sampling.population >= 1.0:
+    if experiment.budget.delta * sampling.population >= 1.0:
         yield (
             f"δ is {experiment.budget.delta} for {sampling.population} "
             f"{plural(sampling.unit)}: such a slack allows a release to show one of them as they "

@@ -220,23 +220,11 @@ def released_text(result: RoundResult, rounds: int) -> str:
     return ", ".join((released, *accuracy, *counted, *result.metrics_text, spent))
 
 
-def warn_of_delta(experiment: Experiment, console: Console) -> None:
-    """Print a warning if δ is so large that it allows a breach."""
-    delta, sampling = experiment.budget.delta, experiment.plan.sampling
-    if delta >= (share := 1.0 / sampling.population):
-        console.print(
-            f"warning: δ is {delta}; it should be below 1/N = {share:.3g}, since publishing one "
-            f"random {sampling.unit}'s data whole satisfies δ = 1/N",
-            style="yellow",
-        )
-
-
 def _warn(setup: RunSetup, experiment: Experiment, console: Console) -> None:
     """Print what the experiment's settings do to its guarantee."""
     if not setup.resuming:
         spent = spent_in(setup.ledger, experiment.plan.population)
         _warn_of_budget(spent, experiment, console)
-    warn_of_delta(experiment, console)
     for note in notes.of_settings(experiment):
         console.print(f"warning: {note}", style="yellow")
     for note in experiment.notes:

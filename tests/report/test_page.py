@@ -26,9 +26,8 @@ from fedpriv.ledger.events import (
     SamplingPolicy,
     SumQueryEvent,
 )
-from fedpriv.report.charts import Axis, Chart, Series, embedded
+from fedpriv.report.charts import Axis, Chart, Series, embedded, render
 from fedpriv.report.guarantee import assumptions, loss_of, write_curves
-from fedpriv.report.page import render
 from fedpriv.report.records import SimulationOnlyRound
 from fedpriv.report.run_page import page_of_run, write_run_charts
 from tests.report.pages import drawn, figures, made_up, parsed, released, section, words
