@@ -19,8 +19,8 @@ from fedpriv.accounting.calibration import Plan
 from fedpriv.accounting.fdp import TradeOff, gaussian_trade_off
 from fedpriv.accounting.round_counts import Vector
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import RoundEvent, SumQueryEvent
-from fedpriv.support.checks import require
+from fedpriv.ledger.events import RoundEvent, SumQueryEvent, Unit
+from fedpriv.support.checks import percent_up, require, text_up
 
 _FALSE_ALARMS = (0.001, 0.01, 0.05, 0.1)
 _ROUNDING = 1e-12
@@ -39,13 +39,31 @@ class Risks:
     slack: float  # most by which the power may exceed that of μ-GDP
     regret: float  # most by which μ-GDP overstates the power; 0 if every user takes part
 
+    @property
+    def gaussian(self) -> str:
+        """The μ of Gaussian differential privacy as text, with its slack and regret."""
+        text = f"Gaussian DP: μ = {text_up(self.mu, 4)}"
+        if not self.slack:
+            return text
+        return f"{text}, up to δ = {text_up(self.slack, 2)}; regret {text_up(self.regret, 2)}"
+
+    def text(self, unit: Unit) -> str:
+        """Return sentences for a person who may be protected."""
+        most = "about" if self.bound is Bound.ESTIMATE else "at most"
+        few, some = percent_up(self.power[0.001]), percent_up(self.power[0.01])
+        return (
+            f"The chance to tell whether one {unit} took part rises from 50% to {most} "
+            f"{percent_up(self.success)}. Of those that took part, {most} {some} are found at 1% "
+            f"false alarms, {few} at 0.1%. {self.gaussian}."
+        )
+
 
 def risks_of(off: TradeOff) -> Risks:
     """Return the risks that a trade-off function bounds.
 
     μ is the least for which G_μ(α) − s ≤ f(α) at every α, with s = 1 − f(0), the δ of the largest
     ε. G_μ is convex, so the corners (α, β) of f decide: Φ(Φ⁻¹(1 − α) − μ) ≤ β + s, which is
-    μ ≥ Φ⁻¹(1 − α) − Φ⁻¹(β + s). If every user takes part, μ is exact and s is 0. The regret is
+    μ ≥ −Φ⁻¹(α) − Φ⁻¹(β + s). If every user takes part, μ is exact and s is 0. The regret is
     max f − G_μ, at least that of Gomez et al. 2025, which measures along a diagonal.
 
     >>> from fedpriv.accounting import poisson_gaussian, trade_off
@@ -62,8 +80,8 @@ def risks_of(off: TradeOff) -> Risks:
         corners = _corners(off)
         allowed = off.type_two(corners) + slack
         binding = (corners > 0.0) & (allowed < 1.0)
-        least = ndtri(1.0 - corners[binding]) - ndtri(allowed[binding])
-        mu = max(0.0, float(np.max(least, initial=0.0)) + _ROUNDING)
+        least = -ndtri(corners[binding]) - ndtri(allowed[binding])
+        mu, slack = float(np.max(least, initial=0.0)), slack + _ROUNDING
         alphas = ndtr(np.linspace(-_WIDEST, _WIDEST, _POINTS))
         regret = float(np.max(off.type_two(alphas) - gaussian_trade_off(alphas, mu)))
     power = {alpha: float(off.power(alpha)) for alpha in _FALSE_ALARMS}

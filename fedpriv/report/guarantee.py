@@ -24,7 +24,7 @@ from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import Randomness, SamplingPolicy, Unit, merge_equal
 from fedpriv.report.charts import Chart, PageSection, Series, declared, save, texts
 from fedpriv.report.records import RunRecord
-from fedpriv.report.tables import Column, Table, json_text, plural, protected, risks_text
+from fedpriv.report.tables import Column, Table, json_text, plural, protected
 from fedpriv.support.checks import epsilon_down, epsilon_up, percent_up, text_up
 from fedpriv.support.disk import writing
 
@@ -32,7 +32,6 @@ _PUBLIC_POLICIES = {SamplingPolicy.EVERY_USER, SamplingPolicy.SEPARATED}  # coho
 _FALSE_ALARMS = 0.05
 _DELTAS = 30  # points of δ by ε
 _ERRORS, _WIDEST = 121, 4.0  # number of type I errors of a trade-off, and their range in stddevs
-_LARGEST = 1e3  # μ whose curve is 0 as far as a chart shows
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ def _cost_sections(
     table = Table(caption, [*columns, Column("ε, lower end"), Column("ε")], rows)
     rounds, errors = _epsilon_chart(cost, unit), _trade_off_chart(cost.trade_off, unit)
     risks = risks_of(cost.trade_off)
-    powers, told = _powers(risks, unit), risks_text(risks, unit)
+    powers, told = _powers(risks, unit), risks.text(unit)
     return [
         PageSection(rounds.name, "ε by round", notes, tables=[table], charts=[rounds]),
         PageSection(
@@ -201,9 +200,8 @@ def _delta_chart(cost: Cost, curves: Sequence[_DeltaCurve], unit: Unit) -> Chart
 
 def _trade_off_chart(off: TradeOff, unit: Unit) -> Chart:
     x, misses, gaussian, _ = zip(*_trade_off_rows(off), strict=True)
-    name = f"Gaussian DP: μ = {text_up(risks_of(off).mu, 4)}"
     series = [Series(f"the ledger, by {off.accountant}", x, misses)]
-    series.append(Series(name, x, gaussian, dashed=True))
+    series.append(Series(risks_of(off).gaussian, x, gaussian, dashed=True))
     guessing = "perfect privacy: guessing"
     series.append(Series(guessing, [0.0, 1.0], [1.0, 0.0], dashed=True, marked=False, colour=7))
     # The caption has one point, a lower bound, which is rounded down.
@@ -217,10 +215,10 @@ def _trade_off_rows(off: TradeOff) -> list[list[float]]:
     # Even steps of the normal quantile show both ends of the curve, where it is steep.
     inner = ndtr(np.linspace(-_WIDEST, _WIDEST, _ERRORS - 2))
     type_one = np.concatenate([[0.0], inner, [1.0]])
-    gaussian = gaussian_trade_off(type_one, min(risks_of(off).mu, _LARGEST))
+    # A larger μ has no other curve that anyone could see.
+    gaussian = gaussian_trade_off(type_one, min(risks_of(off).mu, 1e3))
     errors = type_one, off.type_two(type_one), gaussian, 1.0 - type_one
-    rows: list[list[float]] = np.column_stack(errors).tolist()
-    return rows
+    return [[*map(float, row)] for row in np.column_stack(errors)]
 
 
 def _delta_curves(ledger: LedgerContent, cost: Cost) -> list[_DeltaCurve]:

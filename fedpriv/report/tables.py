@@ -26,7 +26,7 @@ from fedpriv.ledger import Head
 from fedpriv.ledger.events import SamplingEvent, SumQueryEvent, Unit
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, is_export, paid_events
 from fedpriv.ledger.participation import ParticipationRecord
-from fedpriv.support.checks import epsilon_down, epsilon_up, percent_up, require, text_down, text_up
+from fedpriv.support.checks import epsilon_down, epsilon_up, require, text_down, text_up
 
 _UNBROKEN = 10_000  # characters of a line that is not for a terminal
 
@@ -145,20 +145,6 @@ def cohort_text(sampling: SamplingEvent) -> str:
     return f"{sampling.text} of {of_each}N = {sampling.population} {plural(sampling.unit)}"
 
 
-def risks_text(risks: Risks, unit: str) -> str:
-    """Return sentences on what an attacker achieves, for readers who are not statisticians."""
-    most = "about" if risks.bound is Bound.ESTIMATE else "at most"
-    few, some = percent_up(risks.power[0.001]), percent_up(risks.power[0.01])
-    gaussian = f"Gaussian DP: μ = {text_up(risks.mu, 4)}"
-    if risks.slack:
-        gaussian += f" up to {text_up(risks.slack, 2)}, with regret {text_up(risks.regret, 2)}"
-    return (
-        f"The chance to tell whether one {unit} took part rises from 50% to {most} "
-        f"{percent_up(risks.success)}. Of {plural(unit)} that took part, {most} {some} are found "
-        f"at 1% false alarms, {few} at 0.1%. {gaussian}."
-    )
-
-
 def _risks(spending: Spending) -> Risks | None:
     """Return the risks of all releases together, by the first accountant; None without releases."""
     total = spending.prices[-1].releases
@@ -200,7 +186,7 @@ def print_spending(spending: Spending) -> None:
     assumed = (price.loss.assumptions.partition(";")[0].rstrip(".") + "." for price in charged)
     refused = (f"Not priced: {refusal}." for refusal in spending.refusals)
     risks = _risks(spending)
-    told = [risks_text(risks, unit)] if risks else []
+    told = [risks.text(unit)] if risks else []
     for sentence in (*dict.fromkeys(assumed), *told, *refused):
         console.print(sentence, highlight=False)
     console.print(f"Randomness: {spending.randomness}.")
@@ -240,7 +226,7 @@ def print_plan(plan: Plan, advantage: float | None) -> None:
         title = f"within an advantage of {advantage}, with ε at δ = {loss.delta}"
     print_table(Table(title, [Column("", "text")] * 3, rows))
     risks = risks_of(trade_off([event_of(plan)], loss.accountant))
-    screen().print(loss.assumptions, risks_text(risks, loss.unit), sep="\n", highlight=False)
+    screen().print(loss.assumptions, risks.text(loss.unit), sep="\n", highlight=False)
 
 
 def print_ledger(path: Path, last: int | None) -> None:

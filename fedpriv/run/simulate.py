@@ -40,7 +40,7 @@ from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
 from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import PartialSum
-from fedpriv.report.tables import Column, Table, cohort_text, print_table, risks_text, screen
+from fedpriv.report.tables import Column, Table, cohort_text, print_table, screen
 from fedpriv.run.run import Hosted, Run, RunSetup, spent_in
 from fedpriv.run.terminal import execute, telling_where
 from fedpriv.support.checks import check_types, epsilon_up, text_down, text_up
@@ -333,7 +333,7 @@ def _facts(experiment: Experiment, held: Sequence[RoundEvent]) -> Iterator[str]:
     loss = epsilon_of(events, privacy.delta, privacy.accountant)
     spent = f"ε = {epsilon_up(loss.epsilon)} at δ = {privacy.delta}"
     yield f"{charged} cost {spent}: {loss.assumptions}"
-    yield risks_text(_risks(experiment), loss.unit)
+    yield _risks(experiment).text(loss.unit)
     if held:
         total = epsilon_of([*held, *events], privacy.delta, privacy.accountant)
         yield f"With what {privacy.ledger} holds, that is ε = {epsilon_up(total.epsilon)}."

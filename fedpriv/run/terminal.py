@@ -34,15 +34,7 @@ from fedpriv.experiment.build import Experiment
 from fedpriv.experiment.trackers import Followers, StartedRun
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import ChargedRow, Ledger, paid_events
-from fedpriv.report.tables import (
-    Column,
-    Table,
-    cohort_text,
-    plural,
-    print_table,
-    protected,
-    risks_text,
-)
+from fedpriv.report.tables import Column, Table, cohort_text, plural, print_table, protected
 from fedpriv.run import notes
 from fedpriv.run.auditor import Auditor
 from fedpriv.run.run import Follow, Hosted, Run, RunSetup, conduct, opened, spent_in
@@ -323,7 +315,7 @@ def _privacy_rows(
     if paid_events(own):
         rows.append(("what it means", loss.assumptions))
         risks = risks_of(trade_off(spent, privacy.accountant))
-        rows.append(("what anyone can tell", risks_text(risks, loss.unit)))
+        rows.append(("what anyone can tell", risks.text(loss.unit)))
         rows.append(("randomness", str(weakest_randomness(charges))))
         rows.append(("sums and noise", str(weakest_arithmetic(charges))))
     return rows
