@@ -124,6 +124,8 @@ def privacy_sections(record: RunRecord, of: str = "", number: int = 0) -> list[P
         sections = [PageSection("privacy", "Privacy", notes, warnings=[warning])]
     else:
         sections = _cost_sections(cost, len(charges), notes, unit_of(record.ledger))
+    if record.early_epsilon is not None:  # the ledger is no bound on what an attacker can tell
+        sections = sections[:1]
     if not number:
         return sections
     suffix, numbered = f"-{number}", []

@@ -304,7 +304,8 @@ def _privacy_rows(
     level = f"{plan.sampling.unit}-level (ε, δ)"
     cost = f"({epsilon_up(loss.epsilon)}, {privacy.delta})"
     rows = [(level, cost)]
-    if run.epsilon > loss.epsilon and run.stop is Stop.TOO_FEW:
+    early = run.epsilon > loss.epsilon and run.stop is Stop.TOO_FEW
+    if early:
         rows = [(level, f"({epsilon_up(run.epsilon)}, {privacy.delta}), the budget")]
         rows.append(("all charges of the ledger", cost))
     if len(own) < len(charges):
@@ -314,8 +315,9 @@ def _privacy_rows(
         rows.append(("for users", users))
     if paid_events(own):
         rows.append(("what it means", loss.assumptions))
-        risks = risks_of(trade_off(spent, privacy.accountant))
-        rows.append(("what anyone can tell", risks.text(loss.unit)))
+        if not early:  # else the ledger is no bound
+            risks = risks_of(trade_off(spent, privacy.accountant))
+            rows.append(("what anyone can tell", risks.text(loss.unit)))
         rows.append(("randomness", str(weakest_randomness(charges))))
         rows.append(("sums and noise", str(weakest_arithmetic(charges))))
     return rows
