@@ -145,8 +145,8 @@ def test_every_accountant_speaks_for_itself(folder: Path) -> None:
 def test_what_an_attacker_can_tell_is_said_of_all_releases(folder: Path) -> None:
     text = " ".join(printed("epsilon", folder / "full.sqlite", "--delta", "1e-5").split())
     said = re.search(
-        r"rises from 50% to at most (\S+)%\. Of those that took part, at most (\S+)% are found at 1% "
-        r"false alarms, (\S+)% at 0\.1%\. Gaussian DP: μ = 0\.5\.",
+        r"rises from 50% to at most (\S+)%\. Of those that took part, at most (\S+)% are found "
+        r"at 1% false alarms, (\S+)% at 0\.1%\. Gaussian DP: μ = 0\.5\.",
         text,
     )
     assert said is not None
