@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from decimal import ROUND_CEILING, Context, Decimal
+from decimal import ROUND_CEILING, Context
 from enum import StrEnum
 from functools import partial, reduce
 from itertools import product
@@ -285,23 +285,6 @@ class PrivacyLoss:
 
 
 _CEILING = Context(prec=400, rounding=ROUND_CEILING)  # no float has more digits before its point
-
-
-def format_epsilon(epsilon: float) -> str:
-    """Return ε to three decimals, below 0.001 to three digits, rounded up; ∞ if it is too large.
-
-    >>> format_epsilon(1.9991), format_epsilon(0.0), format_epsilon(1e306), format_epsilon(math.inf)
-    ('2.000', '0.000', '∞', '∞')
-    >>> format_epsilon(1.2341e-9)
-    '1.24e-9'
-    """
-    shortest = repr(float(epsilon))  # text that is read as this float
-    if 0.0 < epsilon < 0.001:
-        up = Context(prec=3, rounding=ROUND_CEILING)
-        return f"{up.create_decimal(shortest):.2e}"
-    if math.isinf(epsilon * 1000):
-        return "∞"
-    return str(Decimal(shortest).quantize(Decimal("0.001"), context=_CEILING))
 
 
 class Accountant(ABC):

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
-from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.engine.task import running_norms
 from fedpriv.experiment.build import Experiment
 from fedpriv.report.tables import plural
+from fedpriv.support.checks import epsilon_up
 from fedpriv.training.rounds import Contributors, RoundResult, Stop
 
 _FINE = 1e-4  # steps of updates that change no training to speak of
@@ -38,8 +38,8 @@ def of_run(
         yield counted.why_ended(plural(plan.sampling.unit), done, plan.rounds)
         if done < plan.rounds:
             yield (
-                f"the guarantee is the budget, ε = {format_epsilon(budget.epsilon)} at δ = "
-                f"{budget.delta}, and not the {format_epsilon(charged)} that the ledger's charges "
+                f"the guarantee is the budget, ε = {epsilon_up(budget.epsilon)} at δ = "
+                f"{budget.delta}, and not the {epsilon_up(charged)} that the ledger's charges "
                 "add up to, since the run ended because of what it released"
             )
     yield from experiment.notes
@@ -66,7 +66,7 @@ def of_settings(experiment: Experiment) -> Iterator[str]:
         yield (
             f"ε is a projection, as if {larger.population:,} {plural(sampling.unit)} were enrolled "
             f"and {larger.sampling_probability * larger.population:,.6g} joined a round: for the "
-            f"{enrolled:,} who are, {plan.rounds} rounds cost ε = {format_epsilon(real)} at δ = "
+            f"{enrolled:,} who are, {plan.rounds} rounds cost ε = {epsilon_up(real)} at δ = "
             f"{budget.delta}"
         )
         enrolled = larger.population
@@ -75,9 +75,9 @@ def of_settings(experiment: Experiment) -> Iterator[str]:
             f"a cohort has {expected:.2g} {plural(sampling.drawn)} on average; rounds of one "
             "release its update and noise, rounds of none noise alone, and each is charged"
         )
-    if sampling.drawn is sampling.unit and budget.delta * enrolled >= 1.0:
+    if budget.delta * enrolled >= 1.0:
         yield (
-            f"δ is {budget.delta:g} for {enrolled} {plural(sampling.unit)}: such a slack allows a "
+            f"δ is {budget.delta} for {enrolled} {plural(sampling.unit)}: such a slack allows a "
             f"release to show one of them as they are; choose δ well below {1.0 / enrolled:.2g}"
         )
     if plan.statistics is None and running_norms(task.model):

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import tomli_w
-from rich import box
 
 from fedpriv.accounting import (
     PrivacyLoss,
@@ -22,18 +21,24 @@ from fedpriv.accounting import (
     fixed_size_gaussian,
     poisson_gaussian,
 )
-from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import RoundEvent, check_delta, check_query
 from fedpriv.report.tables import (
     Column,
     Table,
     json_text,
-    lower_end,
     print_table,
     screen,
 )
-from fedpriv.support.checks import hold_numbers, is_whole, require
+from fedpriv.support.checks import (
+    epsilon_down,
+    epsilon_up,
+    hold_numbers,
+    is_whole,
+    require,
+    text_down,
+    text_up,
+)
 from fedpriv.support.disk import write_atomically, writing
 
 _LOOSE = 1.01  # a claim above the exact ε by less than this factor is not called loose
@@ -164,7 +169,7 @@ class ForeignSetting:
             "privacy": {
                 "sampling_probability": event.sampling.sampling_probability,
                 "noise_multiplier": self.noise_multiplier,
-                "epsilon": float(format_epsilon(cost)),
+                "epsilon": float(epsilon_up(cost)),
                 "delta": self.delta,
             },
         }
@@ -225,8 +230,9 @@ def price_setting(setting: ForeignSetting, write: Path | None, *, as_json: bool)
         verdict, z = verdict_on(setting.claimed_epsilon, loss), event.noise_multiplier
         row = {"reading": reading, "sampling_probability": q, "noise_multiplier": z}
         rows.append(row | asdict(loss) | {"verdict": verdict, "reason": reason})
-        ends = lower_end(loss), format_epsilon(loss.epsilon)
-        shown.append([reading, loss.relation, f"{q:.4g}", f"{z:.4g}", *ends, verdict or ""])
+        low = epsilon_down(loss.epsilon_low) if math.isfinite(loss.epsilon) else ""
+        ends = low, epsilon_up(loss.epsilon)
+        shown.append([reading, loss.relation, text_up(q, 4), text_down(z), *ends, verdict or ""])
         reasons.append(f"{reading}: {reason}")
     if as_json:
         sys.stdout.write(json_text({"setting": asdict(setting), "prices": rows}))
@@ -236,7 +242,7 @@ def price_setting(setting: ForeignSetting, write: Path | None, *, as_json: bool)
     claim = f", claimed {setting.claimed_epsilon:g}" if setting.claimed_epsilon else ""
     title = f"ε of {setting.rounds:,} rounds at δ = {setting.delta}{claim}"
     console = screen()
-    print_table(Table(title, headings, shown), console, box.HEAVY_HEAD)
+    print_table(Table(title, headings, shown), console)
     if write is not None:
         reasons.append(f"{write} has Poisson sampling, for which the first row holds.")
     for reason in reasons:

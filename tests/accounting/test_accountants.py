@@ -4,8 +4,6 @@ import math
 from itertools import permutations
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from fedpriv.accounting import gaussian
 from fedpriv.accounting.accountants import (
@@ -18,7 +16,6 @@ from fedpriv.accounting.accountants import (
     bounds_of,
     delta,
     epsilon,
-    format_epsilon,
 )
 from fedpriv.accounting.policies import (
     banded_poisson_gaussian,
@@ -267,13 +264,3 @@ def test_no_order_of_schedules_or_examples_changes_the_bounds(events: list[Round
     for each in permutations(events):
         assert list(bounds_of(each).above.items()) == list(first.above.items())
         assert list(bounds_of(each).below.items()) == list(first.below.items())
-
-
-@given(st.floats(0.001, 1e300))
-@example(math.nextafter(0.043, 1.0))
-@example(math.nextafter(0.1, 1.0))
-@example(9007199254740993.0)
-def test_an_epsilon_is_never_shown_below_what_it_is(value: float) -> None:
-    shown = float(format_epsilon(value))
-    assert value <= shown <= value + 0.001 + 2.0**-52 * value
-    assert format_epsilon(0.1) == "0.100"

@@ -8,12 +8,12 @@ import mpmath
 import pytest
 from dp_accounting.pld import privacy_loss_distribution
 
-from fedpriv.accounting.accountants import PrivacyLoss, epsilon, format_epsilon
+from fedpriv.accounting.accountants import PrivacyLoss, epsilon
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.experiment.build import simulated
 from fedpriv.experiment.config import load_config
-from fedpriv.report.tables import format_epsilon_low
 from fedpriv.run.price import ForeignSetting, verdict_on
+from fedpriv.support.checks import epsilon_down, epsilon_up
 from tests.commandline import printed, refused, table
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def priced(*arguments: str | Path) -> list[dict]:
 
 
 def between(loss: PrivacyLoss) -> str:
-    low, up = format_epsilon_low(loss.epsilon_low), format_epsilon(loss.epsilon)
+    low, up = epsilon_down(loss.epsilon_low), epsilon_up(loss.epsilon)
     return up if loss.epsilon <= 1.001 * loss.epsilon_low else f"{low} to {up}"
 
 
@@ -208,7 +208,7 @@ def test_a_written_experiment_costs_the_same(users: list[str], key: str, tmp_pat
 def test_the_table_has_the_numbers_of_the_json() -> None:
     command = [*NOISE, *USERS, *ROUNDS, "--claimed-epsilon", "2", "--sampling", "poisson"]
     (row,), (price,) = table(*command), priced(*command)
-    low, up = format_epsilon_low(price["epsilon_low"]), format_epsilon(price["epsilon"])
+    low, up = epsilon_down(price["epsilon_low"]), epsilon_up(price["epsilon"])
     z_and_q = ["add-or-remove-one", "0.03547", "1.2"]
     assert row == ["Poisson, about 120 of 3,383", *z_and_q, low, up, price["verdict"]]
     assert "by a secret coin of its own" in printed(*command)
