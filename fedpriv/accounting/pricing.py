@@ -34,7 +34,7 @@ from fedpriv.ledger.events import (
     merge_equal,
 )
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, paid_events
-from fedpriv.support.checks import require
+from fedpriv.support.checks import require, text_up
 
 _POINTS = 30  # of a curve
 
@@ -225,13 +225,13 @@ def sampling_text(sampling: SamplingEvent) -> str:
     """
     policy, q, schedule = sampling.policy, sampling.sampling_probability, sampling.schedule
     if policy in (SamplingPolicy.POISSON, SamplingPolicy.EXAMPLES):
-        return f"q = {q:g}"
+        return f"q = {text_up(q)}"
     if policy is SamplingPolicy.FIXED_SIZE:
         return f"{policy} cohorts, m = {sampling.expected_cohort_size:.0f}"
     if policy is SamplingPolicy.RANDOM_ALLOCATION and schedule is not None:
         return f"{policy} to {schedule.participations} of {schedule.rounds} rounds"
     if policy in WITH_STRATEGY and schedule is not None:
-        chance = "" if q == 1.0 else f", q = {q:g}"
+        chance = "" if q == 1.0 else f", q = {text_up(q)}"
         turns = f"{schedule.separation} groups in turn{chance}"
         return f"{policy}, {turns}, {schedule.rounds} rounds at once"
     return str(policy)

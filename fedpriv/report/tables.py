@@ -146,7 +146,7 @@ def cohort_text(sampling: SamplingEvent) -> str:
     text += plural(sampling.unit)
     if larger is None:
         return text
-    return f"{text}, as if q = {larger.sampling_probability:g} of N = {larger.population:,}"
+    return f"{text}, as if q = {text_up(larger.sampling_probability)} of N = {larger.population:,}"
 
 
 def _risks(spending: Spending) -> Risks | None:

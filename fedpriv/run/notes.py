@@ -65,7 +65,7 @@ def of_settings(experiment: Experiment) -> Iterator[str]:
         real = epsilon_of([plan.event], budget.delta, accountant).epsilon
         yield (
             f"ε is a projection, as if {larger.population:,} {plural(sampling.unit)} were enrolled "
-            f"and {larger.sampling_probability * larger.population:,.6g} joined a round: for the "
+            f"and {expected * sampling.event().growth:,.6g} joined a round: for the "
             f"{enrolled:,} who are, {plan.rounds} rounds cost ε = {epsilon_up(real)} at δ = "
             f"{budget.delta}"
         )

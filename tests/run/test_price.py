@@ -209,7 +209,7 @@ def test_the_table_has_the_numbers_of_the_json() -> None:
     command = [*NOISE, *USERS, *ROUNDS, "--claimed-epsilon", "2", "--sampling", "poisson"]
     (row,), (price,) = table(*command), priced(*command)
     low, up = epsilon_down(price["epsilon_low"]), epsilon_up(price["epsilon"])
-    z_and_q = ["add-or-remove-one", "0.03547", "1.2"]
+    z_and_q = ["add-or-remove-one", "0.03548", "1.2"]
     assert row == ["Poisson, about 120 of 3,383", *z_and_q, low, up, price["verdict"]]
     assert "by a secret coin of its own" in printed(*command)
 
