@@ -52,13 +52,7 @@ from fedpriv.privacy.round import PartialSum, PrivacyRecords, Release, private_r
 from fedpriv.privacy.sampling import Sampling
 from fedpriv.support.checks import is_whole
 from fedpriv.support.disk import write_atomically
-from fedpriv.training.optimizers import (
-    FedAvg,
-    OptimizerState,
-    Parameters,
-    ServerOptimizer,
-    stepped,
-)
+from fedpriv.training.optimizers import FedAvg, OptimizerState, Parameters, ServerOptimizer, stepped
 from fedpriv.training.post_processing import AdaptiveClipping, ControlVariates, RunningStatistics
 from fedpriv.training.request import LocalTraining, Rates, RoundRequest, Transport
 
