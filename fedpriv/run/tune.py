@@ -216,7 +216,9 @@ def tune(
         out=(out, Path | str | None),
         ledger=(ledger, Path | str | None),
     )
-    method = Method(task, mechanism, *method_left_out(mechanism, local, server))
+    enrolled = users or records_of(population, mechanism).users.population
+    trained = method_left_out(mechanism, local, server)
+    method = Method(task, mechanism.for_users(enrolled), *trained)
     if on not in ("public", "users"):
         raise InvalidValueError(f"on is {on!r}; it must be 'public' or 'users'")
     if mechanism.epsilon is None or mechanism.rounds is None:
@@ -250,7 +252,6 @@ def tune(
     if not tuning.settings:
         return tuning
     chosen = _applied(method, tuning.settings)
-    enrolled = users or records_of(population, mechanism).users.population
     delta, rounds = cast(float, mechanism.delta), cast(int, chosen.mechanism.rounds)
     calibrated = chosen.mechanism.calibrate(
         epsilon=mechanism.epsilon, delta=delta, rounds=rounds, users=enrolled
@@ -298,7 +299,10 @@ def tune_file(
         return on_population(chosen, run, population, roads=roads)
 
     setup = RunSetup.at(config, out, resume=False, home=_HOME)
-    of_values = tables_of(config.mechanism(), config.training(), config.server.build())
+    mechanism, section = config.mechanism(), config.tune or TuneSection()
+    users = section.users or records_of(population, mechanism).users.population
+    mechanism = mechanism.for_users(users)
+    of_values = tables_of(mechanism, config.training(), config.server.build())
     value_of = partial(_at, config.model_dump() | of_values)  # with what options leave out
     kept = {assignment.partition("=")[0].strip() for assignment in assignments}
     search = _Search(setup, prepare, screen(), value_of, table, kept)
