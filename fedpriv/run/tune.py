@@ -293,6 +293,11 @@ def tune_file(
         raise InvalidValueError("--price is given with --on public, which costs nothing")
     data = config.simulated_data if on == "users" else _public_data(config, synthetic=synthetic)
     population, roads = load_population(data.name, data.options), SharedRoads()
+    mechanism, section = config.mechanism(), config.tune or TuneSection()
+    users = section.users or records_of(population, mechanism).users.population
+    norm = getattr(mechanism.for_users(users).clipping, "norm", None)
+    table = table if norm is None else _with(table, {_NORM: norm})
+    config = parse_config(table, source)
 
     def prepare(settings: Settings, noise: float | None, run: str) -> Prepared:
         chosen = parse_config(_with(table, settings) | {"run": run}, source)
@@ -300,10 +305,7 @@ def tune_file(
         return on_population(chosen, run, population, roads=roads)
 
     setup = RunSetup.at(config, out, resume=False, home=_HOME)
-    mechanism, section = config.mechanism(), config.tune or TuneSection()
-    users = section.users or records_of(population, mechanism).users.population
-    mechanism = mechanism.for_users(users)
-    of_values = tables_of(mechanism, config.training(), config.server.build())
+    of_values = tables_of(config.mechanism(), config.training(), config.server.build())
     value_of = partial(_at, config.model_dump() | of_values)  # with what options leave out
     kept = {assignment.partition("=")[0].strip() for assignment in assignments}
     search = _Search(setup, prepare, screen(), value_of, table, kept)
