@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, Self, cast
+from typing import Literal, Self
 
 from fedpriv.accounting.accountants import Bound, accountant_named
 from fedpriv.accounting.calibration import smallest_noise
@@ -679,11 +679,12 @@ class Mechanism:
         That is √(expected size of a cohort)/100, but at least 0.1 and at most 1: the more users,
         the less noise, and the less the bias of clipping pays (docs/choosing-settings.md).
         """
-        if getattr(self.clipping, "norm", 0.0) is not None:
+        clipping = self.clipping
+        if not isinstance(clipping, Flat | PerLayer | Joint) or clipping.norm is not None:
             return self
         cohort = self.sampling.of(users, self.unit).event().expected_cohort_size
         norm = min(max(0.1, math.sqrt(cohort) / 100.0), 1.0)
-        return replace(self, clipping=replace(cast(Any, self.clipping), norm=norm))
+        return replace(self, clipping=replace(clipping, norm=norm))
 
     def calibrate(
         self,

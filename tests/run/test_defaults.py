@@ -58,8 +58,9 @@ def test_the_norm_grows_as_the_root_of_a_cohort_s_size_from_a_tenth_to_one(
     found = left_out.for_users(users).clipping
     assert isinstance(found, kind)
     assert found.norm == pytest.approx(norm)
-    given = fedpriv.Mechanism.poisson(q, kind(0.7))
-    assert given.for_users(users) is given
+    for other in (kind(0.7), fedpriv.Grouped({"all": fedpriv.Part(["*"], kind(0.7))})):
+        given = fedpriv.Mechanism.poisson(q, other)
+        assert given.for_users(users) is given
 
 
 @pytest.mark.parametrize(
