@@ -6,7 +6,7 @@
 The file has two scores for each task of `TASKS`, those of the best constant and of a model that was
 trained without noise, and a row for each run: a task with its own (ε, δ), a setting, a seed, and
 the score of the last model. Scores are on held-out rows: accuracy, or for a number R². Rows whose
-score is null are run; `--again` runs all, which takes about half an hour of one core.
+score is null are run; `--again` runs all, which takes about twenty minutes of one core.
 
 Rules for the norm are compared by the share of the gap between constant and noiseless model that
 they close. For each task a rule is chosen on all other tasks, under one seed (`leave_one_out`). The
