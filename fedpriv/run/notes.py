@@ -100,8 +100,7 @@ def _of_releases(
     experiment: Experiment, counted: Contributors, results: Sequence[RoundResult]
 ) -> Iterator[str]:
     """Yield notes on releases, and on figures of held-out rows, at the end of a run."""
-    plan = experiment.plan
-    sampling = plan.sampling
+    plan, sampling = experiment.plan, experiment.plan.sampling
     if counted.far_off:
         cure = "look for users whose data are NaN or illegal, and for nodes that are absent"
         if sampling.drawn is not sampling.unit:
