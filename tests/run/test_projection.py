@@ -267,3 +267,8 @@ def test_noise_that_is_given_is_that_of_the_larger_population(tmp_path: Path) ->
     assert run.epsilon == pytest.approx(
         epsilon_of([poisson_gaussian(Q, 1.5, 2)], DELTA).epsilon, rel=1e-6
     )
+
+
+def test_the_default_norm_is_that_of_the_larger_cohort() -> None:
+    mechanism = fedpriv.Mechanism(AsIf(Poisson(0.1), 40_000), fedpriv.Flat())
+    assert mechanism.for_users(500).clipping.norm == pytest.approx(0.632, abs=1e-3)
