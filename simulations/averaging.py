@@ -2,7 +2,7 @@
 
     FEDPRIV_DATA=FOLDER python -m simulations.averaging simulations/results/averaging.json
 
-Each row is a task of `simulations.defaults` at its ε or a quarter of it, with one optimiser and
+Each row is a task of `simulations.default_tasks` at its ε or a quarter of it, with one optimiser and
 norm: accuracy on held-out rows of the last of 100 models, and how many percentage points more each
 mean has, on average over three seeds. A fraction is the share of the last rounds that are averaged,
 "ema 0.9" an exponential average with that decay. Ten minutes of one core.
@@ -21,12 +21,12 @@ from fedpriv.experiment.build import SharedRoads, on_population
 from fedpriv.experiment.config import parse_config, spelled_out
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.training.rounds import train
-from simulations.defaults import TASKS, population_of
+from simulations.default_tasks import TASKS, population_of
 
 FRACTIONS = {"1/2": 2, "1/3": 3, "1/4": 4, "1/10": 10}
 DECAYS = (0.8, 0.9, 0.95)
 SERVERS = (("fedavg", 1.0, 0.5), ("fedadam", 0.03, 0.1), ("fedadam", 0.03, 0.3))
-NAMES, SEEDS, ROUNDS = ("digits", "har", "census"), 3, 100
+NAMES, SEEDS, ROUNDS = ("digits", "activities", "employment"), 3, 100
 
 
 def accuracies(
