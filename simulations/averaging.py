@@ -2,10 +2,10 @@
 
     FEDPRIV_DATA=FOLDER python -m simulations.averaging simulations/results/averaging.json
 
-Each row is a task of `simulations.default_tasks` at its ε or a quarter of it, with one optimiser and
-norm: accuracy on held-out rows of the last of 100 models, and how many percentage points more each
-mean has, on average over three seeds. A fraction is the share of the last rounds that are averaged,
-"ema 0.9" an exponential average with that decay. Ten minutes of one core.
+Each row is a task of `simulations.default_tasks` at its ε or a quarter of it, with one optimiser
+and norm: accuracy on held-out rows of the last of 100 models, and how many percentage points more
+each mean has, on average over three seeds. A fraction is the share of the last rounds that are
+averaged, "ema 0.9" an exponential average with that decay. Ten minutes of one core.
 """
 
 import argparse
