@@ -2,7 +2,7 @@
 
 A `UserStore` holds the rows of all users, in memory or mapped from a folder of .npy files:
 
-    store.json          format, version, names of the fields
+    store.json          format, version, names of the fields, broken users
     offsets.npy         int64 [N + 1]
     user_ids.npy        [N], absent when a user's id is its position
     field-<name>.npy    one per field
@@ -39,7 +39,9 @@ from fedpriv.data.columns import (
     columns_of,
     is_frame,
     numbered,
+    read_column,
     refuse_masked,
+    split_frame,
     to_array,
 )
 from fedpriv.errors import DataError, InvalidValueError, known_names
@@ -79,7 +81,8 @@ class UserStore:
           ids read alike (`plain_id`), and none is empty, as ids that are missing in a file are.
         * A row that belongs to others too names them all in the field `ROW_OWNERS`; whole users
           are never drawn from such a store.
-        * A user may have zero rows.
+        * A user may have zero rows, as all users have who are `broken`: such a user counts as zero,
+          and a simulation is refused.
         * Arrays are held, not copied; memory-mapped fields stay memory-mapped.
         * repr shows fields and counts, never a user's id or data.
 
@@ -91,6 +94,8 @@ class UserStore:
     offsets: NDArray[np.int64]  # [N + 1], from 0 to rows, never decreasing; read-only
     # N distinct ids, held as a read-only array; None where a user's id is its position.
     user_ids: Sequence[str] | IdArray | None = None
+    # What was wrong in rows that were left out, a sentence by the position of their user.
+    broken: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         offsets = _checked_offsets(self.offsets, _checked_rows(self.fields)).view()
@@ -101,6 +106,36 @@ class UserStore:
             object.__setattr__(self, "user_ids", _checked_ids(self.user_ids, self.population))
         if ROW_OWNERS in self.fields:
             _check_owners(self)
+
+    def without(self, faults: Mapping[int, str]) -> Self:
+        """Leave out all rows of users with a fault in one of them; `faults` are by row.
+
+        DataError: rows have several owners, whom one of them would concern.
+        """
+        if not faults:
+            return self
+        broken = dict(self.broken)
+        for row in sorted(faults):
+            user = int(np.searchsorted(self.offsets, row, "right")) - 1
+            place = f"row {row - self.offsets[user]} of user {self.id_of(user)!r}"
+            broken.setdefault(user, f"{faults[row]}, in {place}")
+        if ROW_OWNERS in self.fields:
+            raise DataError(next(iter(broken.values())))
+        whole = ~np.isin(np.arange(self.population), [*broken])
+        kept = np.repeat(whole, self.sizes)
+        fields = {name: column[kept] for name, column in self.fields.items()}
+        return replace(self, fields=fields, offsets=offsets_of(self.sizes * whole), broken=broken)
+
+    def refuse_broken(self) -> None:
+        """Raise DataError if users are broken, which only a node leaves as they are."""
+        if self.broken:
+            raise DataError(f"{self.note_on_broken}; repair their rows, or leave them out")
+
+    @property
+    def note_on_broken(self) -> str:
+        """How many users are broken, and why the first is; for those alone who see the data."""
+        why = next(iter(self.broken.values()), "")
+        return f"{why}; {len(self.broken)} of {self.population} users have such rows" if why else ""
 
     def __repr__(self) -> str:
         columns = ", ".join(f"{name}: {_per_row(rows)}" for name, rows in self.fields.items())
@@ -158,7 +193,9 @@ class UserStore:
         offsets = offsets_of(sizes)
         rows = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], sizes)
         ids = chosen if self.user_ids is None else np.asarray(self.user_ids)[chosen]
-        return UserStore(self.take(rows), offsets, ids)
+        olds = enumerate(chosen.tolist())
+        broken = {new: self.broken[old] for new, old in olds if old in self.broken}
+        return UserStore(self.take(rows), offsets, ids, broken)
 
     def save(self, folder: str | Path) -> None:
         """Write the store to a new folder, which appears once all of it is on disk."""
@@ -190,10 +227,10 @@ class UserStore:
     def load(cls, folder: str | Path, *, mmap: bool = True) -> Self:
         """Open a saved store; with `mmap`, fields are mapped read-only and not yet read."""
         place = Path(folder)
-        names, with_ids = _read_description(place / "store.json")
+        names, with_ids, broken = _read_description(place / "store.json")
         fields = {name: _read_array(place / f"field-{name}.npy", mapped=mmap) for name in names}
         ids = _read_array(place / "user_ids.npy", mapped=False) if with_ids else None
-        return cls(fields, _read_array(place / "offsets.npy", mapped=False), ids)
+        return cls(fields, _read_array(place / "offsets.npy", mapped=False), ids, broken)
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,6 +271,16 @@ class Population:
     def ledger_name(self) -> str:
         """The name in the ledger: that of the first of successive populations."""
         return self.succeeds or self.name
+
+    @property
+    def public_classes(self) -> tuple[str, ...]:
+        """Names of the classes that no user's row tells, by number; the others are empty.
+
+        These are the names that were given, or else those of held-out rows.
+        """
+        names, held_out = self.classes or (), np.unique(self.test.get("y", np.empty(0))).tolist()
+        public = range(len(names)) if self.classes_given else held_out
+        return tuple(name if number in public else "" for number, name in enumerate(names))
 
     def _check_test(self) -> None:
         owners = self.test.get(HELD_OUT_USER)
@@ -372,24 +419,20 @@ class Population:
         All else is as in `from_arrays`. DataError names a column that is absent, holds text, or has
         no value in some rows.
         """
-        from fedpriv.data.arrays import from_arrays  # noqa: PLC0415 - it needs the store
+        from fedpriv.data.arrays import grouped  # noqa: PLC0415 - it needs the store
 
-        of_users = by
-        if not isinstance(held_out, int | float) and is_frame(frame):  # it may lack them
-            of_users = [column for column in by if column in columns_by_name(frame)]
-        rows, apart = FrameRows.of("the frame", frame, x, y, user, of_users), None
-        rows = replace(rows, ids=as_id_array(rows.ids))
         if isinstance(held_out, int | float):
-            rows, apart = rows.split(held_out, seed)
-        elif held_out is not None:
-            named = is_frame(held_out) and user in columns_by_name(held_out)
-            apart = FrameRows.of(
-                "the frame held_out", held_out, rows.inputs, y, user if named else None, by
-            )
-        users = from_arrays({"x": rows.x, "y": rows.y}, rows.ids)
+            _ = FrameRows.of("the frame", frame, x, y, user, by)  # checks the names
+            frame, held_out = split_frame(frame, user, held_out, seed)
+        rows, apart = FrameRows.of("the frame", frame, x, y, user), None
+        if held_out is not None:
+            named = user if is_frame(held_out) and user in columns_by_name(held_out) else None
+            apart = FrameRows.of("the frame held_out", held_out, rows.inputs, y, named, by)
+        columns = {"x": read_column("x", rows.x), "y": read_column(f"column {y!r}", rows.y)}
+        users = grouped(columns, rows.ids)
         test = None if apart is None else ({"x": apart.x, **apart.groups}, apart.y)
         owners = apart.ids if apart is not None and len(apart.ids) else None
-        return _with_held_out(name, users, test, owners, classes, rows.categories)
+        return _with_held_out(name, users, test, owners, classes, categories_of(rows.y))
 
 
 def _with_held_out(
@@ -424,10 +467,10 @@ def numbered_population(
         {name: column for name, column in columns.items() if name not in named}
         for columns in (users.fields, test)
     )
-    fields, rows, names = numbered(fields, rows, classes if given else categories)
+    fields, rows, names, faults = numbered(fields, rows, classes if given else categories)
     if any(column is not users.fields[field] for field, column in fields.items()):
         users = replace(users, fields={**users.fields, **fields})
-    return Population(name, users, {**test, **rows}, names, given)
+    return Population(name, users.without(faults), {**test, **rows}, names, given)
 
 
 def cut_up(population: Population, rows: int, called: str) -> Population:
@@ -676,7 +719,7 @@ def _read_ahead(mapping: mmap.mmap, start: int, size: int, rows: NDArray[np.inte
 def _write_parts(folder: Path, parts: Iterable[UserStore]) -> None:
     """Write all files of a store; of the fields, one part is in memory at a time."""
     like, files = dict[str, Array](), dict[str, BinaryIO]()
-    sizes, ids = list[NDArray[np.int64]](), list[IdArray]()
+    sizes, ids, broken = list[NDArray[np.int64]](), list[IdArray](), dict[int, str]()
     with ExitStack() as opened:
         for part in parts:
             for name, column in part.fields.items() if not sizes else ():
@@ -692,6 +735,8 @@ def _write_parts(folder: Path, parts: Iterable[UserStore]) -> None:
                     found = f"{one} per row in one part, {other} in another"
                     raise DataError(f"field {name!r} is {found}")
                 np.ascontiguousarray(column).tofile(files[name])
+            before = sum(map(len, sizes))
+            broken |= {before + user: why for user, why in part.broken.items()}
             sizes.append(part.sizes)
             ids += [] if part.user_ids is None else [as_id_array(part.user_ids)]
         if not sizes:
@@ -703,6 +748,7 @@ def _write_parts(folder: Path, parts: Iterable[UserStore]) -> None:
     if ids:
         np.save(folder / "user_ids.npy", _joined_ids(ids, len(sizes), len(offsets) - 1))
     description = {"format": _FORMAT, "version": _VERSION, "fields": [*like], "user_ids": bool(ids)}
+    description["broken"] = broken
     (folder / "store.json").write_text(json.dumps(description, indent=1))
 
 
@@ -723,8 +769,8 @@ def _joined_ids(ids: list[IdArray], parts: int, users: int) -> IdArray:
     return _checked_ids(np.concatenate(ids), users)
 
 
-def _read_description(path: Path) -> tuple[list[str], bool]:
-    """Names of the fields, and whether users have ids."""
+def _read_description(path: Path) -> tuple[list[str], bool, dict[int, str]]:
+    """Names of the fields, whether users have ids, and who is broken."""
     if not path.is_file():
         raise DataError(f"{path.parent} is not a saved user store: it has no store.json")
     try:
@@ -738,7 +784,8 @@ def _read_description(path: Path) -> tuple[list[str], bool]:
         raise DataError(f"{path} has version {version!r}; this program reads version {_VERSION}")
     if not isinstance(names, list) or not all(str(name).isidentifier() for name in names):
         raise DataError(f"{path} has the fields {names!r}, not a list of names")
-    return names, bool(description.get("user_ids"))
+    broken = {int(user): str(why) for user, why in description.get("broken", {}).items()}
+    return names, bool(description.get("user_ids")), broken
 
 
 def _read_array(path: Path, *, mapped: bool) -> NDArray[Any]:

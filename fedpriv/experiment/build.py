@@ -98,7 +98,7 @@ class Experiment:
     entropy: Entropy  # of cohorts and noise
     device: torch.device
     enrolled: str = ""  # `digest_of_users` of all that may be drawn
-    classes: tuple[str, ...] = ()  # names of the classes, if they have some that are public
+    classes: tuple[str, ...] = ()  # public names of the classes, "" where one has none
     initial_loss: float | None = None  # on held-out rows, if there are any
     on_round: Mapping[str, OnRound] = field(default_factory=dict)  # called with each release
     evaluation: UserEvaluation | None = None  # what users are asked of released models
@@ -106,6 +106,19 @@ class Experiment:
     trackers: Mapping[str, Tracker] = field(default_factory=dict)  # told from the start to the end
     # What is noticed while it is built and while it runs, in a sentence each, with the cure.
     notes: list[str] = field(default_factory=list)
+
+    def naming(self, classes: tuple[str, ...]) -> "Experiment":
+        """Return the experiment with the names of a population's classes, if it has any.
+
+        InvalidValueError: the configuration has others.
+        """
+        given = self.config.evaluation.classes
+        if given and classes and given != classes:
+            raise InvalidValueError(
+                f"evaluation.classes is {list(given)}, and those of the data are {list(classes)}; "
+                "leave it out"
+            )
+        return replace(self, classes=given or classes)
 
     @property
     def initial_state(self) -> ServerState:
@@ -156,6 +169,7 @@ def on_population(
     origin = _origin(method.task) if method else ""
     method = method or method_of(config)
     mechanism, before = method.mechanism, spent
+    population.users.refuse_broken()
     population = population_for(method.task, records_of(population, mechanism))
     evaluation, population = _evaluation(config, run, population, method)
     if evaluation is not None:
@@ -182,10 +196,8 @@ def on_population(
         experiment = replace(experiment, plan=plan, evaluation=evaluation)
         check_budget(experiment, [*before, replace(asked, count=1)])
     enrolled = digest_of_users(population.users.user_ids)
-    # Names that were read from users' labels say that some user has each.
-    public = population.classes_given and method.task.targets == "y"
-    classes = (population.classes or ()) if public else ()
-    experiment = replace(experiment, enrolled=enrolled, classes=classes)
+    classes = population.public_classes if method.task.targets == "y" else ()
+    experiment = replace(experiment, enrolled=enrolled).naming(classes)
     if population.classes and not population.classes_given:
         experiment.notes.append(
             "classes are numbered by the labels of all users, so that one user with another label "
@@ -515,9 +527,9 @@ def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
 def method_of(config: Config) -> Method:
     """Return how the model of a configuration is trained."""
     asked = config.federated_evaluation.report if config.federated_evaluation else {}
-    metrics, evaluation = [*config.metrics.report, *asked], dict(config.evaluation)
-    task = build_task(**config.model.task, metrics=metrics, **evaluation)
-    how = _personalisation(config)
+    metrics, figures = [*config.metrics.report, *asked], config.evaluation.figures
+    by, how = config.evaluation.by, _personalisation(config)
+    task = build_task(**config.model.task, metrics=metrics, figures=figures, by=by)
     return Method(task, config.mechanism(), config.training(), config.server.build(), how)
 
 

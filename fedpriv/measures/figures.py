@@ -25,8 +25,13 @@ from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.support.checks import is_whole, plain_numbers, require
 from fedpriv.support.importing import call_imported, check_options, import_function, raised_with
 
-FigureFunction = Callable[[Tensor, Tensor], float | Tensor | Mapping[str, float | Tensor]]
-"""Maps outputs and targets of held-out rows [n, …], on the CPU, to a number or numbers by name."""
+FigureFunction = Callable[
+    [Tensor, Tensor], float | Tensor | Mapping[str | tuple[int, ...], float | Tensor]
+]
+"""Maps outputs and targets of held-out rows [n, …], on the CPU, to a number or numbers by name.
+
+A name may be a tuple of numbers of classes, which are shown by their names.
+"""
 _MOST_CONFUSED = 20  # most classes of a confusion matrix
 ALWAYS = ("accuracy", "loss")  # figures that are always measured
 # Whether a larger or a smaller number is better, for `ALWAYS` and `FIGURES`.
@@ -319,10 +324,17 @@ def _area(scores: Tensor, positive: Tensor) -> float:
     return float(ranks[places[positive.numpy()]].sum() - n1 * (n1 + 1) / 2.0) / pairs
 
 
+def class_name(number: int, classes: Sequence[str]) -> str:
+    """Return the name of a class among `classes`, "class 3" if it is empty, "3" without any."""
+    if not classes:
+        return str(number)
+    return (classes[number] if 0 <= number < len(classes) else "") or f"class {number}"
+
+
 def _confusion() -> FigureFunction:
     """Return how many targets of each class are taken for each class: "2 as 3" is their number."""
 
-    def confusion(outputs: Tensor, targets: Tensor) -> dict[str, float]:
+    def confusion(outputs: Tensor, targets: Tensor) -> dict[str | tuple[int, ...], float]:
         if targets.dtype.is_floating_point or outputs.dim() != targets.dim() + 1:
             raise InvalidValueError(
                 f"confusion needs targets that are classes, and scores of them; targets are "
@@ -336,7 +348,7 @@ def _confusion() -> FigureFunction:
             )
         chosen = (scores[:, 0] > 0.0).long() if single else scores.argmax(-1)
         pairs = torch.bincount(targets.flatten().long() * count + chosen, minlength=count**2)
-        names = (f"{true} as {taken}" for true in range(count) for taken in range(count))
+        names = ((true, taken) for true in range(count) for taken in range(count))
         return dict(zip(names, pairs.tolist(), strict=True))
 
     return confusion
@@ -395,14 +407,19 @@ class Collected:
         names = ("outputs", "targets", "owners")
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
-    def values(self, function: FigureFunction) -> dict[str, float]:
+    def values(self, function: FigureFunction, classes: Sequence[str] = ()) -> dict[str, float]:
         """Return a figure of all rows under the name "", or its numbers by name.
 
-        Without rows it is NaN. Errors of the function pass.
+        Without rows it is NaN. Errors of the function pass. `classes` are as for `class_name`.
         """
         value = function(self.outputs, self.targets) if len(self.targets) else math.nan
         numbers = value if isinstance(value, Mapping) else {"": value}
-        return {str(name): float(number) for name, number in numbers.items()}
+        return {
+            " as ".join(class_name(each, classes) for each in name)
+            if isinstance(name, tuple)
+            else str(name): float(number)
+            for name, number in numbers.items()
+        }
 
     def by_user(self, function: FigureFunction, users: int) -> npt.NDArray[np.float64]:
         """Return a figure of each user's rows, [U]; NaN where it cannot be computed."""

@@ -159,14 +159,14 @@ class RunSetup:
                 "local.max_examples is absent; on nodes it must be given, since a user with very "
                 "many examples would take the time of all other users of its node"
             )
-        held_out, users = held_out_rows(self.config, section), len(user_ids)
+        (held_out, classes), users = _held_out(self.config, section), len(user_ids)
         if HELD_OUT_USER in held_out:
             check_not_enrolled(held_out[HELD_OUT_USER], user_ids)
         experiment = build(self.config, self.run, population, users, held_out, self.spent)
         self.refuse_examples(experiment.plan, "on nodes")
         if (seed := self.config.seed) is not None:
             _log.warning("seed is %d: anyone who knows it can compute cohorts and noise", seed)
-        return replace(experiment, enrolled=digest_of_users(user_ids))
+        return replace(experiment, enrolled=digest_of_users(user_ids)).naming(classes)
 
     def refuse_true_figures(self, where: str) -> None:
         """Refuse settings that only a simulation in one process can have."""
@@ -280,9 +280,14 @@ def _resolved_plan(experiment: Experiment, folder: Path) -> str:
 
 def held_out_rows(config: Config, section: FederationSection) -> HeldOut:
     """Return rows of no enrolled user, of `federation.held_out` or else `data`, if it is given."""
+    return _held_out(config, section)[0]
+
+
+def _held_out(config: Config, section: FederationSection) -> tuple[HeldOut, tuple[str, ...]]:
+    """Return `held_out_rows`, and the public names of their classes."""
     if section.held_out is None:
-        data = config.data
-        return {} if data is None else load_population(data.name, data.options).test
+        population = config.data and load_population(config.data.name, config.data.options)
+        return (population.test, population.public_classes) if population else ({}, ())
     rows = read_npz(Path(section.held_out))
     counts = {len(array) for array in rows.values()}
     if len(counts) != 1 or 0 in counts:
@@ -290,7 +295,7 @@ def held_out_rows(config: Config, section: FederationSection) -> HeldOut:
             f"{section.held_out} holds fields with {sorted(counts)} rows; all need the same "
             "number, at least one"
         )
-    return rows
+    return rows, ()
 
 
 @dataclass(frozen=True)
@@ -612,13 +617,14 @@ def _measured(experiment: Experiment, model: Tensors) -> dict[str, Any]:
 
     A figure that cannot be computed is only logged, so that it costs a run nothing.
     """
-    task, users = experiment.task, experiment.personalised
+    task, users, classes = experiment.task, experiment.personalised, experiment.classes
     general, personal = dict[str, Any](), dict[str, Any]()
     if experiment.held_out and not task.personal:
-        general = _figures(evaluate(task, experiment.held_out, experiment.device, model))
+        rows, device = experiment.held_out, experiment.device
+        general = _figures(evaluate(task, rows, device, model, classes=classes))
     if users is not None:
         try:
-            personal = _figures(users.evaluate(model))
+            personal = _figures(users.evaluate(model, classes))
         except Exception as error:
             _log.warning("held-out users cannot personalise the model: %s", error)
     if task.personal or not personal:
