@@ -169,9 +169,11 @@ def read_column(what: str, column: ColumnLike) -> tuple[Array, Faults]:
             return np.where(large, 0, array).astype(np.int64), faults
         case "T":
             return array.astype(np.str_), faults
+        case "S":  # as HDF5 holds text
+            return np.char.decode(array.astype(np.bytes_), "utf-8", "replace"), faults
         case "M" | "m":
             raise DataError(f"{what} holds times; give numbers, such as days since a public date")
-        case kind if kind in "biucUS":
+        case kind if kind in "biucU":
             return array.astype(array.dtype.newbyteorder("="), copy=False), faults
     raise DataError(f"{what} has dtype {array.dtype}; give numbers, or text for classes")
 
@@ -187,7 +189,8 @@ def _of_objects(what: str, objects: Array) -> tuple[Array, Faults]:
     kinds = [_kind_of(value) for value in values]
     legal = [kind for kind in kinds if isinstance(kind, type | tuple)]
     if values and not legal:
-        raise DataError(f"{what} has {kinds[0]} in all {len(objects)} rows; give numbers")
+        cure = "give numbers, as astype(float) makes, or text for classes"
+        raise DataError(f"{what} has {kinds[0]} in all {len(objects)} rows; {cure}")
     usual = _usual(legal) if legal else float
     faults = Faults()
     for place, kind in enumerate(kinds):
@@ -230,10 +233,10 @@ def refuse_masked(what: str, column: object) -> None:
 
 
 def refuse_missing(what: str, array: Array) -> None:
-    """Raise DataError if numbers are NaN, as missing ones of a frame are."""
+    """Raise DataError if numbers are NaN, as missing ones of a frame are, or infinite."""
     if array.dtype.kind == "f":
-        rows = np.nonzero(np.isnan(cast(NDArray[np.floating[Any]], array)))[0].tolist()
-        refuse_faults(dict.fromkeys(rows, f"{what} has {_NO_VALUE}"), len(array))
+        rows = np.nonzero(~np.isfinite(cast(NDArray[np.floating[Any]], array)))[0].tolist()
+        refuse_faults(dict.fromkeys(rows, f"{what} has {_NO_VALUE}, or infinity"), len(array))
 
 
 def is_frame(table: object) -> TypeGuard[_Frame]:
@@ -411,7 +414,7 @@ def numbered(
             )
         classes = np.unique(np.concatenate(texts)).tolist()
     names = checked_classes(classes)
-    if not labels or (not texts and all(isinstance(label, str) for label in classes)):
+    if not labels:
         return dict(users), dict(test), names, {}
     own, faults = _places(users["y"], classes)
     if "y" not in test:
@@ -434,8 +437,18 @@ def checked_classes(classes: object) -> tuple[str, ...]:
     return names
 
 
-def _places(labels: Array, classes: Classes) -> tuple[NDArray[np.int64], Faults]:
-    """The places of labels among the classes, 0 for those that are at fault."""
+def _places(labels: Array, classes: Classes) -> tuple[Array, Faults]:
+    """The places of labels among the classes, 0 for those that are at fault.
+
+    Numbers where classes are texts are places already; negative ones may be ignored by a task.
+    """
+    if labels.dtype.kind not in "US" and all(isinstance(label, str) for label in classes):
+        whole = cast(NDArray[np.int64], labels)
+        return labels, dict.fromkeys(
+            np.nonzero(whole >= len(classes))[0].tolist(),
+            f"field 'y' has a number beyond 0 to {len(classes) - 1}, the places of the classes "
+            f"{[*classes]}",
+        )
     distinct, inverse = np.unique(labels, return_inverse=True)
     place_of = {label: place for place, label in enumerate(classes)}
     found = np.array([place_of.get(label, -1) for label in distinct.tolist()], np.int64)

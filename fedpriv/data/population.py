@@ -61,6 +61,7 @@ ROW_OWNERS = "row_owners"
 
 The first is the user with whom the row is stored; an id is repeated where a row has fewer owners.
 """
+_COMPARED = 50_000  # rows of users and held-out rows that are compared
 _FORMAT = "fedpriv user store"
 _VERSION = 1
 _LOADERS = {
@@ -273,14 +274,30 @@ class Population:
         return self.succeeds or self.name
 
     @property
+    def copies(self) -> int:
+        """The number of held-out rows that users have too, or 0 where rows may be alike by chance."""
+        if not self.test:
+            return 0
+        names = sorted(self.users.fields.keys() - {ROW_OWNERS})
+        held_out, own = (
+            {*zip(*([v.tobytes() for v in fields[n][:_COMPARED]] for n in names), strict=True)}
+            for fields in (self.test, self.users.fields)
+        )
+        copies, rows = len(held_out & own), min(_COMPARED, *map(len, self.test.values()))
+        return copies if copies > 0.1 * rows and len(held_out) > 0.9 * rows else 0
+
+    @property
     def public_classes(self) -> tuple[str, ...]:
         """Names of the classes that no user's row tells, by number; the others are empty.
 
-        These are the names that were given, or else those of held-out rows.
+        These are the names that were given, or else those of held-out rows and one that is empty,
+        as whether users' rows have others is not public.
         """
-        names, held_out = self.classes or (), np.unique(self.test.get("y", np.empty(0))).tolist()
-        public = range(len(names)) if self.classes_given else held_out
-        return tuple(name if number in public else "" for number, name in enumerate(names))
+        if self.classes is None or self.classes_given:
+            return self.classes or ()
+        held_out = np.unique(self.test.get("y", np.empty(0))).tolist()
+        seen = (name if n in held_out else "" for n, name in enumerate(self.classes))
+        return (*seen, "")
 
     def _check_test(self) -> None:
         owners = self.test.get(HELD_OUT_USER)
@@ -424,7 +441,8 @@ class Population:
         if isinstance(held_out, int | float):
             _ = FrameRows.of("the frame", frame, x, y, user, by)  # checks the names
             frame, held_out = split_frame(frame, user, held_out, seed)
-        rows, apart = FrameRows.of("the frame", frame, x, y, user), None
+        of_users = [name for name in by if is_frame(frame) and name in columns_by_name(frame)]
+        rows, apart = FrameRows.of("the frame", frame, x, y, user, of_users), None
         if held_out is not None:
             named = user if is_frame(held_out) and user in columns_by_name(held_out) else None
             apart = FrameRows.of("the frame held_out", held_out, rows.inputs, y, named, by)

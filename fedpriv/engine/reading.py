@@ -5,7 +5,7 @@ What rows alone decide is settled where a population is made, see `fedpriv.data.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,18 +33,19 @@ def rows_for(task: Task, rows: Fields) -> Fields:
     """Rows whose inputs are of the type that the model takes, and targets [n] if one each.
 
     Types and shapes alone decide this, with what the model returns for a row of zeros. Integers
-    become float32, or numbers int64, if the model takes these alone. Inputs that are mapped from
-    disk stay, and so do targets [n, 1] where the outputs fit them, or the loss is not one of
-    `LOSSES`.
+    become int64 or float32, and floats int64, if the model takes these alone. Inputs that are
+    mapped from disk stay, and so do targets [n, 1] where the outputs fit them, or the loss is not
+    one of `LOSSES`.
     """
     if not {*task.fields} <= rows.keys():
         return rows
     x, y = rows.get(str(task.inputs)), rows[task.targets]
     if x is not None and x is not y and x.dtype.kind in "iuf" and not isinstance(x, np.memmap):
-        read = _whole if x.dtype.kind == "f" else _as_floats
-        other = {**rows, str(task.inputs): read(x[:0])}
-        if _outputs(task, rows) is None and _outputs(task, other) is not None:
-            rows = {**rows, str(task.inputs): read(x)}
+        tried = [_whole] if x.dtype.kind == "f" else [_as(np.int64), _as(np.float32)]
+        for read in tried if _outputs(task, rows) is None else ():
+            if _outputs(task, {**rows, str(task.inputs): read(x[:0])}) is not None:
+                rows = {**rows, str(task.inputs): read(x)}
+                break
     if y.shape[1:] == (1,) and task.loss in LOSSES.values():
         axes = 2 if task.loss is cross_entropy else 1
         if len(_outputs(task, rows) or ()) == axes:
@@ -124,9 +125,8 @@ def _whole(numbers: Any) -> NDArray[np.int64]:
     return np.where(valid, numbers, _NO_CLASS).astype(np.int64)
 
 
-def _as_floats(integers: Any) -> NDArray[np.float32]:
-    floats: NDArray[np.float32] = integers.astype(np.float32)
-    return floats
+def _as(kind: type) -> Callable[[Any], NDArray[Any]]:
+    return lambda integers: cast(NDArray[Any], integers.astype(kind))
 
 
 def _outputs(task: Task, rows: Fields) -> tuple[int, ...] | None:

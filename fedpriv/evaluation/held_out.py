@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fedpriv.data.population import HELD_OUT_USER
 from fedpriv.engine.arithmetic import seeded
 from fedpriv.engine.task import HeldOut, Task, called, each_input
+from fedpriv.engine.task_checks import about_words
 from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.measures.figures import (
     ACCURACY,
@@ -104,7 +105,9 @@ def check_held_out(task: Task, rows: HeldOut, device: torch.device) -> float:
     try:
         initial = evaluate(task, rows, device, task.parameters() | task.statistics())
     except Exception as error:
-        raise ModelError(f"the model cannot be evaluated on the held-out rows: {error}") from error
+        words = {n: torch.tensor(rows[n]) for n in task.fields if n != task.targets}
+        why = f"{error}{about_words(error, words)}"
+        raise ModelError(f"the model cannot be evaluated on the held-out rows: {why}") from error
     for name, reason in initial.failed.items():
         raise ModelError(f"figure {name!r} cannot be computed on the held-out rows: {reason}")
     figures = {n: v for n, v in initial.figures.items() if n.partition(": ")[0] in task.figures}

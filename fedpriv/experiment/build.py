@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from fedpriv.accounting.accountants import format_epsilon
@@ -198,6 +199,11 @@ def on_population(
     enrolled = digest_of_users(population.users.user_ids)
     classes = population.public_classes if method.task.targets == "y" else ()
     experiment = replace(experiment, enrolled=enrolled).naming(classes)
+    if copies := population.copies:
+        experiment.notes.append(
+            f"{SIMULATION_ONLY}: {copies} held-out rows are also rows of users, so that figures "
+            "flatter the model, and show private rows: hold out rows of other people"
+        )
     if population.classes and not population.classes_given:
         experiment.notes.append(
             "classes are numbered by the labels of all users, so that one user with another label "
@@ -419,8 +425,18 @@ def _measured_by(
         personalised = HeldOutUsers(how, method.task, held_out, device)
         held_out = personalised.rows
     loss = check_held_out(method.task, held_out, device) if held_out else None
+    y = held_out.get(method.task.targets, np.empty(0))
+    if y.dtype.kind in "biu" and y.ndim == 1 and len(y) > 1 and (y == y[0]).all():
+        notes.append(
+            f"all {len(y)} held-out targets are {y[0]}, so that figures say little: hold out rows "
+            "of all classes, as a file may be sorted by class"
+        )
     if few:
-        notes += check_learns(method.task, held_out, few, method.local)
+        clipping = method.mechanism.clipping.grouping(
+            Layout.of(method.task.parameters()), method.mechanism.allocation
+        )
+        norm = math.hypot(*(group.clipping_norm for group in clipping.groups))
+        notes += check_learns(method.task, held_out, few, method.local, norm)
     return personalised, held_out, loss
 
 

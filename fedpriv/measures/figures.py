@@ -32,6 +32,10 @@ FigureFunction = Callable[
 
 A name may be a tuple of numbers of classes, which are shown by their names.
 """
+SCORES_FIRST = (
+    "scores of classes must be on axis 1, before the axes of targets, as outputs.movedim(-1, 1) "
+    "puts those of a sequence"
+)
 _MOST_CONFUSED = 20  # most classes of a confusion matrix
 ALWAYS = ("accuracy", "loss")  # figures that are always measured
 # Whether a larger or a smaller number is better, for `ALWAYS` and `FIGURES`.
@@ -115,20 +119,32 @@ def hits(seen: Seen) -> Tensor:
 def are_classes(seen: Seen) -> bool:
     """Return whether targets are classes with scores, or 0 and 1 with a single score."""
     outputs, targets = seen.outputs, seen.targets
-    if targets.dtype.is_floating_point or outputs.dim() != targets.dim() + 1:
+    if not _have_scores(outputs, targets):
         return False
     binary = (targets == 0) | (targets == 1) | ~seen.counts
     return outputs.shape[1] > 1 or bool(binary.all())
 
 
+def _have_scores(outputs: Tensor, targets: Tensor) -> bool:
+    """Return whether targets [n, …] may be classes, with scores [n, K, …]."""
+    return (
+        not targets.dtype.is_floating_point
+        and outputs.dim() == targets.dim() + 1
+        and outputs.shape[2:] == targets.shape[1:]
+    )
+
+
+def _check_scores(outputs: Tensor, targets: Tensor, what: str) -> None:
+    if not _have_scores(outputs, targets):
+        raise InvalidValueError(
+            f"{what} needs targets that are classes; they are {targets.dtype} "
+            f"{list(targets.shape)} and outputs {list(outputs.shape)}, and {SCORES_FIRST}"
+        )
+
+
 def _classified(seen: Seen, what: str) -> Tensor:
     """Return the scores of each target, [n, …, K] with K ≥ 2."""
-    if seen.targets.dtype.is_floating_point or seen.outputs.dim() != seen.targets.dim() + 1:
-        raise InvalidValueError(
-            f"{what} needs targets that are classes, and scores of them with one axis more; "
-            f"targets are {seen.targets.dtype} {list(seen.targets.shape)} and outputs "
-            f"{list(seen.outputs.shape)}"
-        )
+    _check_scores(seen.outputs, seen.targets, what)
     scores = seen.outputs.movedim(1, -1)
     return torch.cat([torch.zeros_like(scores), scores], -1) if scores.shape[-1] == 1 else scores
 
@@ -335,11 +351,7 @@ def _confusion() -> FigureFunction:
     """Return how many targets of each class are taken for each class: "2 as 3" is their number."""
 
     def confusion(outputs: Tensor, targets: Tensor) -> dict[str | tuple[int, ...], float]:
-        if targets.dtype.is_floating_point or outputs.dim() != targets.dim() + 1:
-            raise InvalidValueError(
-                f"confusion needs targets that are classes, and scores of them; targets are "
-                f"{targets.dtype} {list(targets.shape)} and outputs {list(outputs.shape)}"
-            )
+        _check_scores(outputs, targets, "confusion")
         scores = outputs.movedim(1, -1).flatten(0, -2)
         single, count = scores.shape[-1] == 1, max(2, scores.shape[-1])
         if count > _MOST_CONFUSED:

@@ -72,6 +72,7 @@ if TYPE_CHECKING:
 _MEASURED = ("loss", "accuracy", "figures", "held_out_users")  # on held-out rows
 # Sections that are no part of a plan.
 _MAY_CHANGE = ("callbacks", "engine", "federation", "output", "trackers", "tune")
+_START = "# starts from: "  # in plans, before other facts
 _log = logging.getLogger(__name__)
 
 
@@ -203,6 +204,11 @@ class RunSetup:
         # The plan last: a folder that has it holds a run, and then has the digest too.
         write_atomically(self.folder.plan_digest, f"{experiment.plan.digest}\n".encode())
         plan = _resolved_plan(experiment, self.folder.path)
+        if self.start:
+            source, number = RunFolder(self.start), read_released(RunFolder(self.start).model)[1]
+            place = os.path.relpath(self.start, self.folder.path)
+            begun = f"round {number['round']} of run {load_config(source.plan).run}, in {place}"
+            plan = f"{_START}{one_line(begun)}\n{plan}"
         write_atomically(self.folder.plan, plan.encode())
 
     def write_budget(self, experiment: Experiment) -> None:
@@ -211,6 +217,8 @@ class RunSetup:
         if self.resuming and privacy != begun.privacy:
             config = begun.model_copy(update={"privacy": privacy})
             plan = _resolved_plan(replace(experiment, config=config), self.folder.path)
+            first = self.folder.plan.read_text(encoding="utf-8").partition("\n")[0]
+            plan = f"{first}\n{plan}" if first.startswith(_START) else plan
             write_atomically(self.folder.plan, plan.encode())
 
     def refuse_other_plan(self, experiment: Experiment) -> None:
