@@ -184,8 +184,8 @@ def enrolment_toml(
         if node in tables:
             raise InvalidValueError(f"node {node!r} is given twice; each of the data is of its own")
         users = hosted_users(source, id_key)
-        if users.broken:
-            _log.warning("%s: users count as zero: %s", source, users.note_on_broken)
+        for why in [*users.broken.values()][:1]:
+            _log.warning("%d users of %s count as zero, one as %s", len(users.broken), source, why)
         ids = [users.id_of(user) for user in range(users.population)]
         for user in ids:
             check_user_id(user, f"a user of {source!r}")

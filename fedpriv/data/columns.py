@@ -123,16 +123,16 @@ def as_numpy(column: Any) -> Array:
 def to_array(what: str, column: ColumnLike) -> Array:
     """Read a column as `read_column` does; DataError if a row has a fault."""
     array, faults = read_column(what, column)
-    refuse_faults(faults, len(array))
+    refuse_faults(faults, array)
     return array
 
 
-def refuse_faults(faults: Faults, rows: int) -> None:
+def refuse_faults(faults: Faults, rows: Array) -> None:
     """Raise DataError for the first of the faults, if there are any."""
     for row in sorted(faults)[:1]:
         raise DataError(
-            f"{faults[row]}, in row {row} and {len(faults)} of {rows} rows; repair them, or leave "
-            "them out, as dropna() of a frame does"
+            f"{faults[row]}, in row {row} and {len(faults)} of {len(rows)} rows; repair them, or "
+            "leave them out, as dropna() of a frame does"
         )
 
 
@@ -192,12 +192,13 @@ def _of_objects(what: str, objects: Array) -> tuple[Array, Faults]:
         cure = "give numbers, as astype(float) makes, or text for classes"
         raise DataError(f"{what} has {kinds[0]} in all {len(objects)} rows; {cure}")
     usual = _usual(legal) if legal else float
-    faults = Faults()
+    faults, legal_place = Faults(), kinds.index(usual) if legal else 0
     for place, kind in enumerate(kinds):
         if kind != usual:
             row = place * len(objects) // len(values)
-            faults[row] = f"{what} has {_named(kind)}, where most values are {_named(usual)}"
-            values[place] = values[kinds.index(usual)]
+            pad = "; pad or crop it" if isinstance(kind, tuple) else ""
+            faults[row] = f"{what} has {_named(kind)}, where most values are {_named(usual)}{pad}"
+            values[place] = values[legal_place]
     if not isinstance(usual, tuple):
         return np.array(values, np.str_ if usual is str else None).reshape(objects.shape), faults
     stacked = np.stack([as_numpy(value) for value in values])
@@ -236,7 +237,7 @@ def refuse_missing(what: str, array: Array) -> None:
     """Raise DataError if numbers are NaN, as missing ones of a frame are, or infinite."""
     if array.dtype.kind == "f":
         rows = np.nonzero(~np.isfinite(cast(NDArray[np.floating[Any]], array)))[0].tolist()
-        refuse_faults(dict.fromkeys(rows, f"{what} has {_NO_VALUE}, or infinity"), len(array))
+        refuse_faults(dict.fromkeys(rows, f"{what} has {_NO_VALUE}, or infinity"), array)
 
 
 def is_frame(table: object) -> TypeGuard[_Frame]:
@@ -350,10 +351,6 @@ class FrameRows:
             if name in by and str(name) in ("x", "y") and name != y:
                 raise DataError(f"by names a column {name!r}; it must have a name but 'x' and 'y'")
         ids = np.empty(0, np.int64) if user is None else as_numpy(columns[user])
-        missing = [row for row, value in enumerate(ids.tolist()) if _kind_of(value) == _NO_VALUE]
-        refuse_faults(
-            dict.fromkeys(missing, f"column {user!r}, which names users, has {_NO_VALUE}"), len(ids)
-        )
         values: ColumnLike = {name: columns[name] for name in _listed(inputs)}
         if not isinstance(inputs, list):
             array = as_numpy(columns[inputs])
@@ -420,7 +417,7 @@ def numbered(
     if "y" not in test:
         return {**users, "y": own}, dict(test), names, faults
     held_out, wrong = _places(test["y"], classes)
-    refuse_faults(wrong, len(held_out))
+    refuse_faults(wrong, held_out)
     return {**users, "y": own}, {**test, "y": held_out}, names, faults
 
 
@@ -442,18 +439,12 @@ def _places(labels: Array, classes: Classes) -> tuple[Array, Faults]:
 
     Numbers where classes are texts are places already; negative ones may be ignored by a task.
     """
+    why = f"field 'y' has a label that is none of the classes {[*classes]}"
     if labels.dtype.kind not in "US" and all(isinstance(label, str) for label in classes):
-        whole = cast(NDArray[np.int64], labels)
-        return labels, dict.fromkeys(
-            np.nonzero(whole >= len(classes))[0].tolist(),
-            f"field 'y' has a number beyond 0 to {len(classes) - 1}, the places of the classes "
-            f"{[*classes]}",
-        )
+        beyond = cast(NDArray[np.int64], labels) >= len(classes)
+        return labels, dict.fromkeys(np.nonzero(beyond)[0].tolist(), f"{why}, numbered from 0")
     distinct, inverse = np.unique(labels, return_inverse=True)
     place_of = {label: place for place, label in enumerate(classes)}
     found = np.array([place_of.get(label, -1) for label in distinct.tolist()], np.int64)
     places = found[inverse].reshape(labels.shape)
-    rows = np.nonzero(places < 0)[0].tolist()
-    return places.clip(min=0), dict.fromkeys(
-        rows, f"field 'y' has a label that is none of the classes {[*classes]}"
-    )
+    return places.clip(min=0), dict.fromkeys(np.nonzero(places < 0)[0].tolist(), why)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 import numpy as np
 
 from fedpriv.data.arrays import grouped, several_ids
-from fedpriv.data.columns import Array, Faults, Fields, read_column, refuse_faults
+from fedpriv.data.columns import Array, ColumnLike, Fields, read_column, to_array
 from fedpriv.data.partition import partition
 from fedpriv.data.population import (
     HELD_OUT_USER,
@@ -63,7 +63,8 @@ def from_dataset(
     [rows, columns]. The user column may hold lists of ids, of up to `owners` users, see
     `from_arrays`.
     """
-    return grouped(_read_columns(dataset, columns), _read_ids(dataset, user_column), owners)
+    read = {field: read_column(*column) for field, column in _columns(dataset, columns).items()}
+    return grouped(read, _read_ids(dataset, user_column), owners)
 
 
 def from_partitioner(
@@ -74,7 +75,7 @@ def from_partitioner(
     No row has two users, and a row in no part is left out. The partitioner must not have a dataset
     yet; it is given this one, with one more column.
     """
-    return _dealt(_whole_columns(dataset, columns), dataset, partitioner)
+    return _dealt(_whole(_columns(dataset, columns)), dataset, partitioner)
 
 
 def redeal(store: UserStore, partitioner: "Partitioner") -> UserStore:
@@ -138,7 +139,7 @@ def load_hugging_face(
         found = f"user_column is {user_column!r} and partitioner {partitioner!r}"
         legal = "exactly one must be given, as text, and arguments with a partitioner only"
         raise InvalidValueError(f"{found}; {legal}")
-    tested = _with_images(_whole_columns(held_out, columns))
+    tested = _with_images(_whole(_columns(held_out, columns)))
     if user_column is not None and user_column in held_out.column_names:
         tested |= _held_out_owners(store, held_out, user_column)
     name = f"hugging-face: {store.population} users by {how} of {source}{sharing(store)}"
@@ -349,26 +350,23 @@ def _fault_of_csv(file: Path) -> str:
     return "it is not a table of values between commas"
 
 
-def _read_columns(dataset: "Dataset", columns: ColumnNames) -> dict[str, tuple[Array, Faults]]:
+def _columns(dataset: "Dataset", columns: ColumnNames) -> dict[str, tuple[str, ColumnLike]]:
+    """Columns of numbers as tables, others as they are, by field, and what they are called."""
     if not isinstance(dataset, _package("datasets", "datasets").Dataset):
         found = f"dataset is a {type(dataset).__name__}"
         raise DataError(f"{found}; it must be a datasets.Dataset, which is one split, no stream")
     named = [[column] if isinstance(column, str) else column for column in columns.values()]
     arrays = _select(dataset, {name for names in named for name in names}, "numpy")
     return {
-        field: read_column(f"column {column!r}", arrays[column])
+        field: (f"column {column!r}", arrays[column])
         if isinstance(column, str)
-        else read_column(f"field {field!r}", {name: arrays[name] for name in column})
+        else (f"field {field!r}", {name: arrays[name] for name in column})
         for field, column in columns.items()
     }
 
 
-def _whole_columns(dataset: "Dataset", columns: ColumnNames) -> dict[str, Array]:
-    """Columns as arrays; DataError for a row with a fault."""
-    read = _read_columns(dataset, columns)
-    for array, faults in read.values():
-        refuse_faults(faults, len(array))
-    return {name: array for name, (array, _) in read.items()}
+def _whole(columns: Mapping[str, tuple[str, ColumnLike]]) -> dict[str, Array]:
+    return {field: to_array(*column) for field, column in columns.items()}
 
 
 def _read_ids(dataset: "Dataset", user_column: str) -> Sequence[object]:

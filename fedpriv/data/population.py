@@ -2,7 +2,7 @@
 
 A `UserStore` holds the rows of all users, in memory or mapped from a folder of .npy files:
 
-    store.json          format, version, names of the fields, broken users
+    store.json          format, names of the fields, broken users
     offsets.npy         int64 [N + 1]
     user_ids.npy        [N], absent when a user's id is its position
     field-<name>.npy    one per field
@@ -62,8 +62,7 @@ ROW_OWNERS = "row_owners"
 The first is the user with whom the row is stored; an id is repeated where a row has fewer owners.
 """
 _COMPARED = 50_000  # rows of users and held-out rows that are compared
-_FORMAT = "fedpriv user store"
-_VERSION = 1
+_FORMAT = "fedpriv user store, version 1"
 _LOADERS = {
     "digits": "fedpriv.data.digits:load_digits",
     "hugging-face": "fedpriv.data.hugging_face:load_hugging_face",
@@ -128,15 +127,12 @@ class UserStore:
         return replace(self, fields=fields, offsets=offsets_of(self.sizes * whole), broken=broken)
 
     def refuse_broken(self) -> None:
-        """Raise DataError if users are broken, which only a node leaves as they are."""
-        if self.broken:
-            raise DataError(f"{self.note_on_broken}; repair their rows, or leave them out")
-
-    @property
-    def note_on_broken(self) -> str:
-        """How many users are broken, and why the first is; for those alone who see the data."""
-        why = next(iter(self.broken.values()), "")
-        return f"{why}; {len(self.broken)} of {self.population} users have such rows" if why else ""
+        """Raise DataError if users are broken, whom only a node lets count as zero."""
+        for why in self.broken.values():
+            raise DataError(
+                f"{why}; {len(self.broken)} of {self.population} users have rows with such faults: "
+                "repair them, or leave them out, as dropna() of a frame does"
+            )
 
     def __repr__(self) -> str:
         columns = ", ".join(f"{name}: {_per_row(rows)}" for name, rows in self.fields.items())
@@ -275,7 +271,7 @@ class Population:
 
     @property
     def copies(self) -> int:
-        """The number of held-out rows that users have too, or 0 where rows may be alike by chance."""
+        """The number of held-out rows that users have too; 0 if rows may be alike by chance."""
         if not self.test:
             return 0
         names = sorted(self.users.fields.keys() - {ROW_OWNERS})
@@ -575,9 +571,7 @@ def as_id_array(ids: Sequence[object] | Array) -> IdArray:
     NumPy would merge or split users by converting mixed, missing (None, NaN, masked), float or bool
     ids, and by taking null characters from the ends of strings, as it did with those that it holds.
     """
-    if not isinstance(ids, Iterable):
-        raise DataError(f"user ids are {ids!r}; they must be a list, one id per row")
-    if isinstance(ids, str | bytes | Set | Mapping):  # which are no list of what rows have
+    if not isinstance(ids, Iterable) or isinstance(ids, str | bytes | Set | Mapping):
         found = f"user ids are of the type {type(ids).__name__}"
         raise DataError(f"{found}; they must be a list, one id per row")
     if isinstance(ids, np.ndarray) and ids.ndim != 1:
@@ -748,10 +742,10 @@ def _write_parts(folder: Path, parts: Iterable[UserStore]) -> None:
             if part.fields.keys() != like.keys():
                 raise DataError(f"parts have the fields {list(like)} and {list(part.fields)}")
             for name, column in part.fields.items():
-                one, other = _per_row(like[name]), _per_row(column)
-                if one != other:
-                    found = f"{one} per row in one part, {other} in another"
-                    raise DataError(f"field {name!r} is {found}")
+                if (one := _per_row(like[name])) != (other := _per_row(column)):
+                    raise DataError(
+                        f"field {name!r} is {one} per row in one part, {other} in another"
+                    )
                 np.ascontiguousarray(column).tofile(files[name])
             before = sum(map(len, sizes))
             broken |= {before + user: why for user, why in part.broken.items()}
@@ -765,9 +759,8 @@ def _write_parts(folder: Path, parts: Iterable[UserStore]) -> None:
     np.save(folder / "offsets.npy", offsets)
     if ids:
         np.save(folder / "user_ids.npy", _joined_ids(ids, len(sizes), len(offsets) - 1))
-    description = {"format": _FORMAT, "version": _VERSION, "fields": [*like], "user_ids": bool(ids)}
-    description["broken"] = broken
-    (folder / "store.json").write_text(json.dumps(description, indent=1))
+    facts = {"format": _FORMAT, "fields": [*like], "user_ids": bool(ids), "broken": broken}
+    (folder / "store.json").write_text(json.dumps(facts, indent=1))
 
 
 def _write_header(file: BinaryIO, like: Array, rows: int) -> None:
@@ -792,18 +785,15 @@ def _read_description(path: Path) -> tuple[list[str], bool, dict[int, str]]:
     if not path.is_file():
         raise DataError(f"{path.parent} is not a saved user store: it has no store.json")
     try:
-        description = json.loads(path.read_text())
-    except ValueError:
-        description = None
-    if not isinstance(description, dict) or description.get("format") != _FORMAT:
-        raise DataError(f"{path} does not describe a user store")
-    version, names = description.get("version"), description.get("fields")
-    if version != _VERSION:
-        raise DataError(f"{path} has version {version!r}; this program reads version {_VERSION}")
-    if not isinstance(names, list) or not all(str(name).isidentifier() for name in names):
-        raise DataError(f"{path} has the fields {names!r}, not a list of names")
-    broken = {int(user): str(why) for user, why in description.get("broken", {}).items()}
-    return names, bool(description.get("user_ids")), broken
+        facts = json.loads(path.read_text())
+        found, names = facts["format"], [*map(str, facts["fields"])]
+        broken = {int(user): str(why) for user, why in facts["broken"].items()}
+        with_ids = bool(facts["user_ids"])
+    except (ValueError, TypeError, KeyError, AttributeError):
+        found = None
+    if found != _FORMAT or not all(name.isidentifier() for name in names):
+        raise DataError(f"{path} has the format {found!r}; this program reads {_FORMAT!r}")
+    return names, with_ids, broken
 
 
 def _read_array(path: Path, *, mapped: bool) -> NDArray[Any]:
