@@ -29,20 +29,20 @@ from fedpriv.data.population import (
 from fedpriv.errors import DataError
 
 Grouped: TypeAlias = Mapping[str, Rows] | Iterable[tuple[str, Rows]] | Iterable[Rows]
-"""Rows by the id of their user, or in a list where each user's id is a position in it."""
+"""Rows by the id of their user, or in a list; then each user's id is its position in the list."""
 
 
 def from_arrays(
     fields: Mapping[str, ColumnLike], user_ids: ColumnLike, owners: int | None = None
 ) -> UserStore:
-    """Group rows in any order by the user id of each, all strings or all integers.
+    """Group rows in any order by their user ids, which are all strings or all integers.
 
-    Users come in order of first appearance, and a user's rows keep their order. Rows that are
-    grouped already are held without a copy: do not write to them afterwards.
+    Users are in order of first appearance, and a user's rows keep their order. Rows that are
+    grouped already are not copied: do not write to them afterwards.
 
-    Where rows may have several owners, up to `owners`, each has a list of ids, or as many as the
-    others, some of them repeated. A row is stored with the first, and the field `ROW_OWNERS` names
-    all. DataError if there are such rows and `owners` is not given, or a row has more.
+    If rows have several owners, at most `owners`, each row has a list of ids, in which ids may be
+    repeated. A row is stored with its first owner, and the field `ROW_OWNERS` names all owners.
+    DataError: there are such rows and `owners` is not given, or a row has more owners.
 
     A user with a fault in some row, see `read_column`, is `broken`.
     """
@@ -53,7 +53,7 @@ def from_arrays(
 def grouped(
     columns: Mapping[str, tuple[Array, Faults]], user_ids: ColumnLike, owners: int | None = None
 ) -> UserStore:
-    """As `from_arrays`, for columns that were read with their faults."""
+    """Group rows like `from_arrays`; `columns` are arrays with their faults."""
     plain = isinstance(user_ids, np.ndarray) or not hasattr(user_ids, "__array__")
     ids = cast("Array | Sequence[object]", user_ids if plain else as_numpy(user_ids))
     fields = {name: array for name, (array, _) in columns.items()}
@@ -80,7 +80,7 @@ def grouped(
 
 
 def several_ids(ids: object) -> bool:
-    """Whether ids are several for each row, or may be."""
+    """Return whether each row has a list of ids."""
     if isinstance(ids, np.ndarray) and ids.dtype != object:
         return ids.ndim == 2
     first = next(iter(ids), None) if isinstance(ids, Iterable) else None
@@ -88,7 +88,7 @@ def several_ids(ids: object) -> bool:
 
 
 def _most_owners(each: Sequence[Sequence[object]], owners: int | None) -> int:
-    """The most owners of a row; DataError if that, or none, is not allowed."""
+    """Return the largest number of owners of a row; DataError if it is illegal, or one is 0."""
     sizes = [len(own) for own in each]
     if 0 in sizes:
         raise DataError(f"row {sizes.index(0)} has no user id; each row must have one or more")
@@ -107,10 +107,10 @@ def _most_owners(each: Sequence[Sequence[object]], owners: int | None) -> int:
 
 
 def from_grouped(users: Grouped) -> UserStore:
-    """Join users whose rows are grouped already; each id comes once, a user may have no rows.
+    """Join users whose rows are grouped already; each id occurs once, and a user may lack rows.
 
     A user's rows are fields by name, a pair of inputs x and targets y, or a torch dataset. A user
-    whose rows cannot be read, or are not as most users' are, is `broken`.
+    whose rows cannot be read, or have other types or shapes than those of most users, is `broken`.
     """
     return from_readers((user_id, partial(columns_of, rows)) for user_id, rows in _by_user(users))
 
@@ -118,7 +118,7 @@ def from_grouped(users: Grouped) -> UserStore:
 def from_readers(
     users: Iterable[tuple[str, Callable[[], Mapping[str, ColumnLike]]]],
 ) -> UserStore:
-    """As `from_grouped`, for functions that return the fields of a user, or raise DataError."""
+    """Join users like `from_grouped`; each function returns a user's fields or raises DataError."""
     parts, broken = dict[str, dict[str, Array]](), dict[str, str]()
     for user_id, read in users:
         if user_id in parts:
@@ -146,7 +146,7 @@ def from_readers(
 
 
 def _arrays_of(fields: Mapping[str, ColumnLike]) -> dict[str, Array]:
-    """The fields of one user; DataError for the first fault."""
+    """Return the fields of one user as arrays; DataError for the first fault."""
     arrays = {name: to_array(f"field {name!r}", column) for name, column in fields.items()}
     lengths = {array.shape[:1] for array in arrays.values()}
     if len(lengths) > 1 or () in lengths:
@@ -159,7 +159,7 @@ def _length(part: Mapping[str, Array]) -> int:
 
 
 def _usual_part(parts: Sequence[dict[str, Array]]) -> dict[str, Array]:
-    """Fields with the names, types and shapes that most of those with rows have."""
+    """Return fields that have the names, types and shapes of most fields with rows."""
     filled = [part for part in parts if _length(part)] or [part for part in parts if part] or [{}]
     forms = [
         tuple(sorted((name, array.dtype.kind, array.shape[1:]) for name, array in part.items()))
@@ -169,7 +169,7 @@ def _usual_part(parts: Sequence[dict[str, Array]]) -> dict[str, Array]:
 
 
 def _as_others(part: dict[str, Array], others: Mapping[str, Array]) -> dict[str, Array]:
-    """A user's fields like those of others, whole numbers as theirs; DataError if they differ."""
+    """Return a user's fields in the types of others'; DataError unless only integers differ."""
     if part.keys() != others.keys():
         raise DataError(f"the fields are {sorted(part)}; most users have {sorted(others)}")
     for name, like in others.items():

@@ -1,7 +1,7 @@
-"""Columns as people have them, turned into arrays that a model can train on.
+"""Turns lists, arrays, tensors, frames and torch datasets into arrays that a model can train on.
 
-They come from lists, arrays, tensors, frames and torch datasets. A frame is anything with named
-columns, as in pandas, polars and pyarrow; neither these packages nor torch are imported.
+A frame is anything with named columns, as in pandas, polars and pyarrow. Neither these packages nor
+torch are imported.
 """
 
 import math
@@ -18,14 +18,14 @@ from fedpriv.errors import DataError, InvalidValueError, known_names
 Array: TypeAlias = NDArray[np.generic]
 Fields: TypeAlias = Mapping[str, Array]  # by field name; the first axis of each is the rows
 Classes: TypeAlias = Sequence[str | int | float | bool]
-"""Labels in the order of their numbers, from 0."""
+"""Labels; a label's place in the list, from 0, is its number."""
 Faults: TypeAlias = dict[int, str]
-"""What is wrong in a row, in a sentence without the row's values, by the number of the row."""
+"""By number of a row: a sentence that says what is wrong with it, and states no values."""
 
 
 @runtime_checkable
 class _Tensor(Protocol):
-    # As much of torch.Tensor as is used here.
+    # The part of torch.Tensor that is used here.
     def detach(self) -> Self: ...
     def cpu(self) -> Self: ...
     def numpy(self) -> Array: ...
@@ -43,11 +43,11 @@ class _Frame(Protocol):
 
 
 ColumnLike: TypeAlias = Array | _Tensor | Sequence[object] | _Frame | Mapping[Any, Any]
-"""Values of a field, [rows, ...]; those of a table have several columns of numbers."""
+"""The values of a field, [rows, ...]; a table has several columns of numbers."""
 Rows: TypeAlias = (
     Mapping[str, ColumnLike] | tuple[ColumnLike | Mapping[str, ColumnLike], ColumnLike] | _Dataset
 )
-"""Rows with all of their fields: by name, as a pair of inputs and targets, or as a dataset."""
+"""Rows with all their fields: by name, as a pair of inputs and targets, or as a dataset."""
 
 _NUMBERS = (int, float, np.number, np.bool_)
 _NESTED = (list, tuple, np.ndarray, _Tensor)
@@ -57,9 +57,9 @@ _Any = TypeVar("_Any")
 
 
 def columns_of(rows: Rows, what: str = "rows") -> dict[str, ColumnLike]:
-    """The fields of rows, by name: those of a pair are its inputs, x unless named, and y.
+    """Return the fields of rows by name; a pair has inputs, named x unless they have names, and y.
 
-    The items of a dataset are such pairs, or have fields by name; without items there is no field.
+    Items of a dataset are such pairs, or have fields by name; a dataset without items has no field.
     """
     if isinstance(rows, Mapping):
         return dict(rows)
@@ -101,18 +101,18 @@ def _fields_of_item(item: object) -> Mapping[str, object]:
 
 
 def _plain(value: object) -> object:
-    """A value of an item, as an array unless it is of one number."""
+    """Return a value of an item as an array, or as a number if the array has no axes."""
     array = as_numpy(value) if isinstance(value, _NESTED) else None
     return value if array is None else array if array.ndim else array.item()
 
 
 def _usual(kinds: Iterable[_Any]) -> _Any:
-    """The kind that occurs most often."""
+    """Return the kind that occurs most often."""
     return Counter(kinds).most_common(1)[0][0]
 
 
 def as_numpy(column: Any) -> Array:
-    """An array or tensor without a copy where possible, anything else as NumPy takes it."""
+    """Return an array or tensor, without a copy if possible, or what NumPy makes of a value."""
     if not isinstance(column, _Tensor):
         return np.asarray(column)
     tensor: Any = column.detach().cpu()
@@ -128,7 +128,7 @@ def to_array(what: str, column: ColumnLike) -> Array:
 
 
 def refuse_faults(faults: Faults, rows: Array) -> None:
-    """Raise DataError for the first of the faults, if there are any."""
+    """Raise DataError for the first fault, if there is one."""
     for row in sorted(faults)[:1]:
         raise DataError(
             f"{faults[row]}, in row {row} and {len(faults)} of {len(rows)} rows; repair them, or "
@@ -139,13 +139,14 @@ def refuse_faults(faults: Faults, rows: Array) -> None:
 def read_column(what: str, column: ColumnLike) -> tuple[Array, Faults]:
     """Turn a column into an array of numbers or of text, [rows, ...], and find its faults.
 
-    Floats become float32, as parameters are, and unsigned integers of more than 8 bits int64. What
-    fits already is not copied. Objects may be numbers and booleans, texts, or arrays of one shape.
-    The columns of a table become one array float32 [rows, columns], in which missing numbers are
-    NaN. DataError: a column cannot be read at all.
+    Floats become float32, the type of parameters, unsigned integers of more than 8 bits int64, and
+    bytes text. Objects may be numbers and booleans, texts, or arrays of one shape. The columns of a
+    table become one array float32 [rows, columns], in which missing numbers are NaN. Data are
+    copied only if they change. DataError: the column as a whole cannot be read.
 
-    A value is at fault if it is missing, of another kind or shape than most, or beyond 63 bits. The
-    array then holds another row's value in its place, so that it decides neither type nor shape.
+    A row has a fault if one of its values is missing, has another kind or shape than most values,
+    or exceeds 63 bits. The array holds another value in its place, so that it decides neither the
+    type nor the shape of the column.
     """
     table = columns_by_name(column) if is_frame(column) else column
     if isinstance(table, Mapping):
@@ -179,7 +180,7 @@ def read_column(what: str, column: ColumnLike) -> tuple[Array, Faults]:
 
 
 def _of_objects(what: str, objects: Array) -> tuple[Array, Faults]:
-    """Objects as numbers, as text or as arrays, whatever most of them are, and faults."""
+    """Return objects as numbers, text or arrays, as most of them are, and the faults of others."""
     if objects.ndim == 0:
         value = objects.item()
         cure = "its toarray()" if hasattr(value, "toarray") else "an array, a tensor or a list"
@@ -207,7 +208,7 @@ def _of_objects(what: str, objects: Array) -> tuple[Array, Faults]:
 
 
 def _kind_of(value: object) -> type | tuple[int, ...] | str:
-    """The type float of all numbers, the type str, the shape of an array, or what is wrong."""
+    """Return float for any number, str for text, an array's shape, or what is wrong."""
     if type(value).__name__ in _MISSING or (isinstance(value, float) and math.isnan(value)):
         return _NO_VALUE
     if isinstance(value, int | np.integer) and not -(2**63) <= int(value) < 2**63:
@@ -228,20 +229,20 @@ def _named(kind: type | tuple[int, ...] | str) -> str:
 
 
 def refuse_masked(what: str, column: object) -> None:
-    """Raise DataError for values of which some may be missing, which are numbers all the same."""
+    """Raise DataError for a masked array, since its missing values are numbers in memory."""
     if np.ma.isMaskedArray(column):
         raise DataError(f"{what} is a masked array; fill what is missing, or leave out these rows")
 
 
 def refuse_missing(what: str, array: Array) -> None:
-    """Raise DataError if numbers are NaN, as missing ones of a frame are, or infinite."""
+    """Raise DataError if numbers are infinite, or NaN, as missing numbers of a frame are."""
     if array.dtype.kind == "f":
         rows = np.nonzero(~np.isfinite(cast(NDArray[np.floating[Any]], array)))[0].tolist()
         refuse_faults(dict.fromkeys(rows, f"{what} has {_NO_VALUE}, or infinity"), array)
 
 
 def is_frame(table: object) -> TypeGuard[_Frame]:
-    """Whether something has named columns, as frames of pandas, polars and pyarrow have."""
+    """Return whether an object has named columns, as frames of pandas, polars and pyarrow do."""
     named = hasattr(table, "columns") or hasattr(table, "column_names")
     if not named or not hasattr(table, "__getitem__") or isinstance(table, Mapping):
         return False
@@ -250,7 +251,7 @@ def is_frame(table: object) -> TypeGuard[_Frame]:
 
 
 def columns_by_name(frame: _Frame) -> dict[Hashable, ColumnLike]:
-    """The columns of a frame, in their order; DataError if two have one name."""
+    """Return the columns of a frame in their order; DataError if two have one name."""
     listed = getattr(frame, "column_names", None)
     names = list(getattr(frame, "columns", ()) if listed is None else listed)
     for name in names:
@@ -260,13 +261,13 @@ def columns_by_name(frame: _Frame) -> dict[Hashable, ColumnLike]:
 
 
 def _only_column(targets: ColumnLike) -> ColumnLike:
-    """The column of a frame that has one alone; anything else as it is."""
+    """Return the only column of a frame that has a single one, and anything else as it is."""
     columns = list(columns_by_name(targets).values()) if is_frame(targets) else []
     return columns[0] if len(columns) == 1 else targets
 
 
 def _read_table(what: str, columns: Mapping[Hashable, ColumnLike]) -> tuple[Array, Faults]:
-    """Columns of numbers or booleans, [rows] each; DataError names those of text or categories."""
+    """Read columns of numbers or booleans, [rows]; DataError names those of text or categories."""
     if not columns:
         raise DataError(f"{what} is made of no columns; there must be at least one")
     read = {name: read_column(f"column {name!r}", column) for name, column in columns.items()}
@@ -287,7 +288,7 @@ def _read_table(what: str, columns: Mapping[Hashable, ColumnLike]) -> tuple[Arra
 
 
 def _about_text(names: Sequence[Hashable], first: Array) -> str:
-    """Why columns cannot be inputs of a model, and what to do."""
+    """Return why columns cannot be inputs of a model, and the cure."""
     if (point := _numbers_as_text(first)) is not None:
         how = "decimal=',' of pd.read_csv" if point == "," else f"df[{names[0]!r}].astype(float)"
         return f"column {names[0]!r} holds numbers as text; turn it into numbers, as {how} does"
@@ -299,7 +300,7 @@ def _about_text(names: Sequence[Hashable], first: Array) -> str:
 
 
 def _numbers_as_text(texts: Array) -> str | None:
-    """The decimal mark if all texts are numbers, "." where there is none; None if they are not."""
+    """Return the decimal mark of texts that are all numbers, "." by default; None for others."""
     distinct = np.unique(texts).astype(np.str_).tolist() if texts.dtype.kind in "US" else []
     try:
         for text in distinct:
@@ -310,14 +311,14 @@ def _numbers_as_text(texts: Array) -> str | None:
 
 
 def categories_of(column: object) -> list[Any] | None:
-    """The categories of a categorical column, in their order; None for any other column."""
+    """Return the categories of a categorical column in their order; None for other columns."""
     kinds = getattr(getattr(column, "dtype", None), "categories", None)
     return None if kinds is None or not hasattr(kinds, "__iter__") else list(kinds)
 
 
 @dataclass(frozen=True)
 class FrameRows:
-    """Columns of a frame, unread: inputs, targets and ids of users."""
+    """The columns of a frame before they are read: inputs, targets and ids of users."""
 
     x: ColumnLike  # a table of columns, or one column of arrays
     y: ColumnLike  # a column, or a table of several
@@ -335,7 +336,7 @@ class FrameRows:
         user: Hashable,
         by: Sequence[Hashable] = (),
     ) -> Self:
-        """Find the columns of a frame, see `Population.from_frame`; `user` may be None."""
+        """Find the columns that `Population.from_frame` names; `user` may be None."""
         if not is_frame(frame):
             kind = f"{what} is a {type(frame).__name__}"
             raise DataError(f"{kind}; it must be a table with named columns, as of pandas")
@@ -362,7 +363,7 @@ class FrameRows:
 
 
 def split_frame(frame: Any, user: Hashable, share: float, seed: int) -> tuple[Any, Any]:
-    """Rows of most users, and rows of a share of them in (0, 1) that the seed draws."""
+    """Return the rows of most users, and those of a share of the users in (0, 1), drawn by seed."""
     ids = as_numpy(frame[user])
     distinct = np.unique(ids)
     drawn = round(share * len(distinct))
@@ -383,21 +384,21 @@ def _listed(names: Hashable | list[Hashable]) -> list[Hashable]:
 def numbered(
     users: Fields, test: Fields, classes: Classes | None
 ) -> tuple[dict[str, Array], dict[str, Array], tuple[str, ...] | None, Faults]:
-    """Users' and held-out fields as numbers, the names of classes in y if any, and users' faults.
+    """Return users' and held-out fields as numbers, the names of classes in y, and users' faults.
 
-    Labels are numbered by their places in `classes`, by default in the sorted list of all texts in
-    both; integers stay where classes are texts, which are then their names. A user's label that is
-    not in the list is a fault. DataError names a field with other text, or a held-out one with
-    missing values or such a label.
+    The number of a label is its place in `classes`, by default the sorted list of all texts in both
+    fields y. If classes are texts and labels are integers, the labels stay and the texts are their
+    names. A user's label outside the list is a fault. DataError names a field with other text, or a
+    held-out field with missing values or labels outside the list.
     """
     for place, fields in (("", users), ("held-out ", test)):
         for name, field in fields.items():
-            if name not in users:  # by which held-out rows are grouped, not trained
+            if name not in users:  # it groups held-out rows, and is no input
                 continue
             what = f"{place}field {name!r}"
             if name != "y" and field.dtype.kind in "US":
                 raise DataError(f"{what} holds text; give numbers, such as places in a public list")
-            if place:  # a user without some numbers counts as zero, and nobody else does
+            if place:  # a user with missing numbers counts as zero
                 refuse_missing(what, field)
     labels = [fields["y"] for fields in (users, test) if "y" in fields]
     texts = [each for each in labels if each.dtype.kind in "US"]
@@ -422,7 +423,7 @@ def numbered(
 
 
 def checked_classes(classes: object) -> tuple[str, ...]:
-    """The names of classes; DataError unless they are a list of distinct ones."""
+    """Return the names of classes; DataError unless they are a list of distinct names."""
     if isinstance(classes, str) or not isinstance(classes, Sequence | np.ndarray):
         raise DataError(f"classes are {classes!r}; they must be a list of labels")
     names = tuple(map(str, classes))
@@ -435,9 +436,9 @@ def checked_classes(classes: object) -> tuple[str, ...]:
 
 
 def _places(labels: Array, classes: Classes) -> tuple[Array, Faults]:
-    """The places of labels among the classes, 0 for those that are at fault.
+    """Return the places of labels among the classes, 0 for labels at fault, and the faults.
 
-    Numbers where classes are texts are places already; negative ones may be ignored by a task.
+    Numbers are places already if classes are texts; a task may ignore negative ones.
     """
     why = f"field 'y' has a label that is none of the classes {[*classes]}"
     if labels.dtype.kind not in "US" and all(isinstance(label, str) for label in classes):

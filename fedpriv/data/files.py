@@ -9,11 +9,11 @@ from fedpriv.errors import DataError
 
 
 def read_npz(path: Path) -> dict[str, NDArray[np.generic]]:
-    """Read all arrays of a file into memory, by name; nothing is unpickled or quoted in errors."""
+    """Read all arrays of a file by name; nothing is unpickled, and errors quote no content."""
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays = dict(file.items())
-    # NumPy and zipfile raise many kinds of errors, and their text may quote the content.
+    # NumPy and zipfile raise errors of many classes, and their texts may quote the content.
     except Exception as error:
         raise DataError(f"{path} cannot be read as an .npz file of numbers or strings") from error
     for name, array in arrays.items():
