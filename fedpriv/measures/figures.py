@@ -136,9 +136,11 @@ def _have_scores(outputs: Tensor, targets: Tensor) -> bool:
 
 def _check_scores(outputs: Tensor, targets: Tensor, what: str) -> None:
     if not _have_scores(outputs, targets):
+        axes = f"; {SCORES_FIRST}" if outputs.dim() == targets.dim() + 1 else ""
         raise InvalidValueError(
-            f"{what} needs targets that are classes; they are {targets.dtype} "
-            f"{list(targets.shape)} and outputs {list(outputs.shape)}, and {SCORES_FIRST}"
+            f"{what} needs targets that are classes, and scores of them with one axis more; "
+            f"targets are {targets.dtype} {list(targets.shape)} and outputs {list(outputs.shape)}"
+            f"{axes}"
         )
 
 
