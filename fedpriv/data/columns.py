@@ -129,11 +129,9 @@ def to_array(what: str, column: ColumnLike) -> Array:
 
 def refuse_faults(faults: Faults, rows: Array) -> None:
     """Raise DataError for the first fault, if there is one."""
-    for row in sorted(faults)[:1]:
-        raise DataError(
-            f"{faults[row]}, in row {row} and {len(faults)} of {len(rows)} rows; repair them, or "
-            "leave them out, as dropna() of a frame does"
-        )
+    for row in sorted(faults):
+        found = f"{faults[row]}, in row {row} and {len(faults)} of {len(rows)} rows"
+        raise DataError(f"{found}; repair them, or leave them out, as dropna() of a frame does")
 
 
 def read_column(what: str, column: ColumnLike) -> tuple[Array, Faults]:
@@ -362,9 +360,8 @@ class FrameRows:
         return cls(values, targets, ids, inputs, groups)
 
 
-def split_frame(frame: Any, user: Hashable, share: float, seed: int) -> tuple[Any, Any]:
+def split_frame(frame: Any, ids: Array, share: float, seed: int) -> tuple[Any, Any]:
     """Return the rows of most users, and those of a share of the users in (0, 1), drawn by seed."""
-    ids = as_numpy(frame[user])
     distinct = np.unique(ids)
     drawn = round(share * len(distinct))
     if not 0 < drawn < len(distinct):
@@ -400,26 +397,23 @@ def numbered(
                 raise DataError(f"{what} holds text; give numbers, such as places in a public list")
             if place:  # a user with missing numbers counts as zero
                 refuse_missing(what, field)
-    labels = [fields["y"] for fields in (users, test) if "y" in fields]
+    users, test, faults = dict(users), dict(test), Faults()
+    labels = [fields["y"] for fields in (users, test) if "y" in users.keys() & fields.keys()]
     texts = [each for each in labels if each.dtype.kind in "US"]
-    if classes is None:
-        if not texts:
-            return dict(users), dict(test), None, {}
+    if classes is None and texts:
         if _numbers_as_text(np.concatenate(texts)) is not None:
             raise DataError(
                 "field 'y' holds numbers as text; turn them into numbers, as astype(float) does, "
                 "or give classes, a list of these texts, if they are names"
             )
         classes = np.unique(np.concatenate(texts)).tolist()
-    names = checked_classes(classes)
-    if not labels:
-        return dict(users), dict(test), names, {}
-    own, faults = _places(users["y"], classes)
-    if "y" not in test:
-        return {**users, "y": own}, dict(test), names, faults
-    held_out, wrong = _places(test["y"], classes)
-    refuse_faults(wrong, held_out)
-    return {**users, "y": own}, {**test, "y": held_out}, names, faults
+    names = None if classes is None else checked_classes(classes)
+    if classes is not None and labels:
+        users["y"], faults = _places(users["y"], classes)
+    if classes is not None and len(labels) > 1:
+        test["y"], wrong = _places(test["y"], classes)
+        refuse_faults(wrong, test["y"])
+    return users, test, names, faults
 
 
 def checked_classes(classes: object) -> tuple[str, ...]:

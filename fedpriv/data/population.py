@@ -437,8 +437,8 @@ class Population:
         from fedpriv.data.arrays import grouped  # noqa: PLC0415 - it needs the store
 
         if isinstance(held_out, int | float):
-            _ = FrameRows.of("the frame", frame, x, y, user, by)  # checks the names
-            frame, held_out = split_frame(frame, user, held_out, seed)
+            ids = as_id_array(FrameRows.of("the frame", frame, x, y, user, by).ids)
+            frame, held_out = split_frame(frame, ids, held_out, seed)
         of_users = [name for name in by if is_frame(frame) and name in columns_by_name(frame)]
         rows, apart = FrameRows.of("the frame", frame, x, y, user, of_users), None
         if held_out is not None:

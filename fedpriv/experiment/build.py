@@ -199,8 +199,8 @@ def on_population(
     experiment = replace(experiment, enrolled=enrolled).naming(classes)
     if copies := population.copies:
         experiment.notes.append(
-            f"{SIMULATION_ONLY}: {copies} held-out rows are also rows of users, so that figures "
-            "flatter the model, and show private rows: hold out rows of other people"
+            f"{SIMULATION_ONLY}: {copies} held-out rows are also rows of users, so figures flatter "
+            "the model, and users' rows are taken to be public: hold out rows of other people"
         )
     if population.classes and not population.classes_given:
         experiment.notes.append(

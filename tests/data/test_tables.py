@@ -350,6 +350,12 @@ CITY = FRAME.assign(city=["york"] * 6, job=pd.Categorical([1, 2] * 3))
             InvalidValueError,
             "held_out is 0.01, 0 of 3 users; it must be",
         ),
+        (
+            FRAME.assign(who=[*IDS[:5], None]),
+            {"held_out": 0.4},
+            DataError,
+            "user id number 5 is .*leave out rows without an id",
+        ),
         (FRAME, {"held_out": 1}, InvalidValueError, "held_out is 1, 3 of 3 users; it must be"),
         (FRAME, {"held_out": FRAME[["who"]]}, DataError, "held_out has no column 'age'"),
         (FRAME.assign(x=1), {"by": ["x"], "held_out": 0.4}, DataError, "by names a column 'x'"),
