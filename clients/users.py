@@ -185,7 +185,7 @@ def enrolment_toml(
             raise InvalidValueError(f"node {node!r} is given twice; each of the data is of its own")
         users = hosted_users(source, id_key)
         for why in [*users.broken.values()][:1]:
-            _log.warning("%d users of %s count as zero, one as %s", len(users.broken), source, why)
+            _log.warning("users of %s who count as zero: %d; %s", source, len(users.broken), why)
         ids = [users.id_of(user) for user in range(users.population)]
         for user in ids:
             check_user_id(user, f"a user of {source!r}")

@@ -284,7 +284,10 @@ class _Tried:
                 f"learning_rate is {rate:g}, at which users' first steps are NaN or infinite; it "
                 "must be smaller"
             )
-        if all(torch.equal(moved[name], tensor) for name, tensor in start.items()):
+        still = all(torch.equal(moved[name], tensor) for name, tensor in start.items())
+        if still and any(
+            bool((start[name] - g != start[name]).any()) for name, g in gradients.items()
+        ):
             raise ModelError(
                 f"learning_rate is {rate:g}, at which steps change no parameter in float32; it "
                 "must be larger"

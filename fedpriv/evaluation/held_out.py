@@ -105,7 +105,8 @@ def check_held_out(task: Task, rows: HeldOut, device: torch.device) -> float:
     try:
         initial = evaluate(task, rows, device, task.parameters() | task.statistics())
     except Exception as error:
-        words = {n: torch.tensor(rows[n]) for n in task.fields if n != task.targets}
+        inputs = (n for n in task.fields if n != task.targets and rows[n].dtype.kind in "iu")
+        words = {name: torch.tensor(rows[name]) for name in inputs}
         why = f"{error}{about_words(error, words)}"
         raise ModelError(f"the model cannot be evaluated on the held-out rows: {why}") from error
     for name, reason in initial.failed.items():

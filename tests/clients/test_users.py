@@ -337,5 +337,5 @@ def test_an_enrolment_logs_why_a_user_counts_as_zero(
     np.savez(folder / "d.npz", x=np.zeros((1, 1), np.float32))
     toml = enrolment_toml([str(folder)], [("north", None)], None)
     assert "d" in tomllib.loads(toml)["nodes"]["north"]["users"]
-    assert "1 users" in caplog.text
+    assert "count as zero: 1;" in caplog.text
     assert "user 'd': the fields are ['x']" in caplog.text
