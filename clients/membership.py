@@ -94,7 +94,7 @@ async def take_part(settings: NodeSettings) -> None:
             worker = await Worker.start(settings.host)
             if worker.loaded.broken:
                 counts = worker.loaded.broken, worker.loaded.users
-                _log.warning("%d of %d users count as zero: `fedpriv enrol` says why", *counts)
+                _log.warning("%d of %d users count as zero: fedpriv enrol says why", *counts)
             try:
                 digests = np.frombuffer(worker.loaded.id_digests, "<i8")
                 policy = OfferPolicy(journal, consent, verifier, digests)
