@@ -47,10 +47,10 @@ def from_arrays(
     A user with a fault in some row, see `read_column`, is `broken`.
     """
     named = {name: read_column(f"field {name!r}", column) for name, column in fields.items()}
-    return grouped(named, user_ids, owners)
+    return from_columns(named, user_ids, owners)
 
 
-def grouped(
+def from_columns(
     columns: Mapping[str, tuple[Array, Faults]], user_ids: ColumnLike, owners: int | None = None
 ) -> UserStore:
     """Group rows like `from_arrays`; `columns` are arrays with their faults."""

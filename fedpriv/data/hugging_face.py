@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 
-from fedpriv.data.arrays import grouped, several_ids
+from fedpriv.data.arrays import from_columns, several_ids
 from fedpriv.data.columns import Array, ColumnLike, Fields, read_column, to_array
 from fedpriv.data.partition import partition
 from fedpriv.data.population import (
@@ -64,7 +64,7 @@ def from_dataset(
     `from_arrays`.
     """
     read = {field: read_column(*column) for field, column in _columns(dataset, columns).items()}
-    return grouped(read, _read_ids(dataset, user_column), owners)
+    return from_columns(read, _read_ids(dataset, user_column), owners)
 
 
 def from_partitioner(

@@ -434,7 +434,7 @@ class Population:
         Everything else is as in `from_arrays`. DataError names a column that is absent or holds
         text.
         """
-        from fedpriv.data.arrays import grouped  # noqa: PLC0415 - it needs the store
+        from fedpriv.data.arrays import from_columns  # noqa: PLC0415 - it needs the store
 
         if isinstance(held_out, int | float):
             ids = as_id_array(FrameRows.of("the frame", frame, x, y, user, by).ids)
@@ -445,7 +445,7 @@ class Population:
             named = user if is_frame(held_out) and user in columns_by_name(held_out) else None
             apart = FrameRows.of("the frame held_out", held_out, rows.inputs, y, named, by)
         columns = {"x": read_column("x", rows.x), "y": read_column(f"column {y!r}", rows.y)}
-        users = grouped(columns, rows.ids)
+        users = from_columns(columns, rows.ids)
         test = None if apart is None else ({"x": apart.x, **apart.groups}, apart.y)
         owners = apart.ids if apart is not None and len(apart.ids) else None
         return _with_held_out(name, users, test, owners, classes, categories_of(rows.y))
