@@ -350,12 +350,13 @@ def build(
     method, origin = method or method_of(config), origin or repr(config.model)
     held_out = rows_for(method.task, held_out)
     _check_personal(method)
-    device, mechanism = device_named(config.engine.device), method.mechanism
+    device, mechanism = device_named(config.engine.device), method.mechanism.for_users(users)
+    method = replace(method, mechanism=mechanism)
     if few is None:
         few = {name: column[:4] for name, column in held_out.items()}
     notes = list[str]()
     personalised, rows, loss = _measured_by(method, held_out, few, device, notes)
-    budget, mechanism = mechanism.budget, mechanism.for_users(users)
+    budget = mechanism.budget
     strategy = mechanism.noise.strategy(mechanism.sampling.of(users, mechanism.unit).event())
     mechanism = replace(mechanism, noise=given(strategy))
     mechanism = _calibrated(mechanism, budget, config.rounds, users, spent)
