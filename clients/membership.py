@@ -92,6 +92,9 @@ async def take_part(settings: NodeSettings) -> None:
         with Journal(folder / "journal.sqlite") as journal:
             verifier = LedgerVerifier(server, journal, backoff) if settings.verify_ledger else None
             worker = await Worker.start(settings.host)
+            if worker.loaded.broken:
+                counts = worker.loaded.broken, worker.loaded.users
+                _log.warning("%d of %d users count as zero: fedpriv enrol says why", *counts)
             try:
                 digests = np.frombuffer(worker.loaded.id_digests, "<i8")
                 policy = OfferPolicy(journal, consent, verifier, digests)

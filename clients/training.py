@@ -30,7 +30,7 @@ from fedpriv.clients.worker import (
 )
 from fedpriv.data.population import UserStore
 from fedpriv.engine.arithmetic import Activations, activations_named
-from fedpriv.engine.reading import rows_for
+from fedpriv.engine.reading import users_for
 from fedpriv.engine.task_checks import check_task
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import FedprivError, InvalidValueError
@@ -68,7 +68,7 @@ class Host:
         """Number and digests of the users."""
         ids = sorted(self.users.id_of(user) for user in range(self.users.population))
         digests = (hashlib.sha256(user.encode()).digest()[:8] for user in ids)
-        return Loaded(len(ids), digest_of(ids), b"".join(digests))
+        return Loaded(len(ids), digest_of(ids), b"".join(digests), len(self.users.broken))
 
     def trainer(self, welcome: Welcome) -> "NodeTrainer":
         """Build the task of a welcome, and test it without the users' data.
@@ -77,7 +77,7 @@ class Host:
         """
         hosted = enrolled_positions(self.users, welcome.users)
         settings, task = self.settings, build_task(**vars(welcome.task))
-        users = replace(self.users, fields=rows_for(task, self.users.fields))
+        users = replace(self.users, fields=users_for(task, self.users.fields))
         blank = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in users.fields.items()}
         check_task(task, blank)
         device, activations = machine_of(settings)

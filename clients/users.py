@@ -7,6 +7,7 @@ who the users of another site are.
 """
 
 import hmac
+import logging
 import os
 import re
 import secrets
@@ -14,19 +15,22 @@ import stat
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
-from fedpriv.data.arrays import from_arrays, from_grouped
-from fedpriv.data.columns import read_npz
+from fedpriv.data.arrays import from_arrays, from_readers
+from fedpriv.data.files import read_npz
 from fedpriv.data.population import Population, UserStore, plain_id
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.support.disk import writing
 from fedpriv.support.importing import call_imported, import_function, raised_at
 from fedpriv.wire.naming import check_user_id
+
+_log = logging.getLogger(__name__)
 
 _IDS = "user_id"
 _KEY = re.compile(r"[0-9a-f]{64}\n?")
@@ -35,8 +39,9 @@ _KEY = re.compile(r"[0-9a-f]{64}\n?")
 def load_users(source: str) -> UserStore:
     """Read the users that a node hosts; DataError if that is not possible.
 
-    No data are unpickled. Errors contain no user's data, but may name a user, and a FedprivError of
-    a function passes unchanged; only the node's operator should see them.
+    No data are unpickled. A user with rows that cannot be read is `broken` and counts as zero, and
+    nobody else does. Errors contain no user's data, but may name a user, and a FedprivError of a
+    function passes unchanged; only the node's operator should see them.
 
     The source is one of:
         * a folder saved by `UserStore.save`; its fields are mapped into memory, not read;
@@ -69,7 +74,7 @@ def _from_files(path: Path) -> UserStore:
         for file in files:
             if file.suffix != ".npz" or not file.is_file():
                 raise DataError(f"{file.name} is not an .npz file")
-        return from_grouped((file.stem, read_npz(file)) for file in files)
+        return from_readers((file.stem, partial(read_npz, file)) for file in files)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
 
@@ -168,7 +173,8 @@ def enrolment_toml(
 ) -> str:
     """Return the tables of the server's enrolment for nodes that host the users of these sources.
 
-    `nodes` holds the name of each node, and the fingerprint of its certificate if it has one.
+    `nodes` holds the name of each node, and the fingerprint of its certificate if it has one. The
+    log names a user who is broken.
     FedprivError: an id is invalid, or a user is in two of the sources.
     """
     tables: dict[str, dict[str, object]] = {}
@@ -178,6 +184,8 @@ def enrolment_toml(
         if node in tables:
             raise InvalidValueError(f"node {node!r} is given twice; each of the data is of its own")
         users = hosted_users(source, id_key)
+        for why in [*users.broken.values()][:1]:
+            _log.warning("users of %s who count as zero: %d; %s", source, len(users.broken), why)
         ids = [users.id_of(user) for user in range(users.population)]
         for user in ids:
             check_user_id(user, f"a user of {source!r}")

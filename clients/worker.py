@@ -88,6 +88,7 @@ class Loaded:
     # The first 8 bytes of SHA-256 of each user's id, ids sorted by code points. They identify
     # users; positions do not, since the server assigns them.
     id_digests: bytes
+    broken: int = 0  # number of users whose rows cannot be read, who count as zero
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,7 @@ class Survey:
     def check(self, users: UserStore) -> None:
         """Raise DataError or InvalidValueError if the survey does not fit the users."""
         refuse_shared(users, "whole users are asked")
+        users.refuse_broken()
         size, enrolled = users.population, self.sampling.population
         message = f"the store holds {size} users; the sampling is of {enrolled}"
         require(size == enrolled, message)

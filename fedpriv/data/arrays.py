@@ -1,11 +1,22 @@
 """User stores from arrays and tensors in memory."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias, cast
 
 import numpy as np
 
-from fedpriv.data.columns import Array, ColumnLike, Rows, as_numpy, columns_of, to_array
+from fedpriv.data.columns import (
+    Array,
+    ColumnLike,
+    Faults,
+    Rows,
+    as_numpy,
+    columns_of,
+    read_column,
+    to_array,
+)
 from fedpriv.data.partition import number_ids, partition
 from fedpriv.data.population import (
     ROW_OWNERS,
@@ -18,42 +29,58 @@ from fedpriv.data.population import (
 from fedpriv.errors import DataError
 
 Grouped: TypeAlias = Mapping[str, Rows] | Iterable[tuple[str, Rows]] | Iterable[Rows]
-"""Rows by the id of their user, or in a list where each user's id is a position in it."""
+"""Rows by the id of their user, or in a list; then each user's id is its position in the list."""
 
 
 def from_arrays(
     fields: Mapping[str, ColumnLike], user_ids: ColumnLike, owners: int | None = None
 ) -> UserStore:
-    """Group rows in any order by the user id of each, all strings or all integers.
+    """Group rows in any order by their user ids, which are all strings or all integers.
 
-    Users come in order of first appearance, and a user's rows keep their order. Rows that are
-    grouped already are held without a copy: do not write to them afterwards.
+    Users are in order of first appearance, and a user's rows keep their order. Rows that are
+    grouped already are not copied: do not write to them afterwards.
 
-    Where rows may have several owners, up to `owners`, each has a list of ids, or as many as the
-    others, some of them repeated. A row is stored with the first, and the field `ROW_OWNERS` names
-    all. DataError if there are such rows and `owners` is not given, or a row has more.
+    If rows have several owners, at most `owners`, each row has a list of ids, in which ids may be
+    repeated. A row is stored with its first owner, and the field `ROW_OWNERS` names all owners.
+    DataError: there are such rows and `owners` is not given, or a row has more owners.
+
+    A user with a fault in some row, see `read_column`, is `broken`.
     """
+    named = {name: read_column(f"field {name!r}", column) for name, column in fields.items()}
+    return from_columns(named, user_ids, owners)
+
+
+def from_columns(
+    columns: Mapping[str, tuple[Array, Faults]], user_ids: ColumnLike, owners: int | None = None
+) -> UserStore:
+    """Group rows like `from_arrays`; `columns` are arrays with their faults."""
     plain = isinstance(user_ids, np.ndarray) or not hasattr(user_ids, "__array__")
     ids = cast("Array | Sequence[object]", user_ids if plain else as_numpy(user_ids))
-    columns = {name: to_array(f"field {name!r}", column) for name, column in fields.items()}
-    if ROW_OWNERS in columns:
+    fields = {name: array for name, (array, _) in columns.items()}
+    if ROW_OWNERS in fields:
         raise DataError(f"a field is named {ROW_OWNERS!r}; that name is taken by owners of rows")
     if owners is not None:
         check_count("owners", owners)
-    if not several_ids(ids):
-        distinct, user_of_row = number_ids(as_id_array(ids))
-        return partition(columns, user_of_row, distinct)
-    each = [list(dict.fromkeys(np.asarray(row, object).ravel().tolist())) for row in ids]
-    most = _most_owners(each, owners)
-    filled = [own + own[:1] * (most - len(own)) for own in each]
-    table = as_id_array([owner for own in filled for owner in own]).reshape(-1, most)
-    distinct, position = number_ids(table.ravel())
-    shared = {ROW_OWNERS: table} if most > 1 else {}
-    return partition({**columns, **shared}, position.reshape(-1, most)[:, 0], distinct)
+    if several_ids(ids):
+        each = [list(dict.fromkeys(np.asarray(row, object).ravel().tolist())) for row in ids]
+        most = _most_owners(each, owners)
+        filled = [own + own[:1] * (most - len(own)) for own in each]
+        table = as_id_array([owner for own in filled for owner in own]).reshape(-1, most)
+        fields |= {ROW_OWNERS: table} if most > 1 else {}
+        distinct, position = number_ids(table.ravel())
+        position = position.reshape(-1, most)[:, 0]
+    else:
+        distinct, position = number_ids(as_id_array(ids))
+    store = partition(fields, position, distinct)
+    faults = {row: why for _, wrong in columns.values() for row, why in wrong.items()}
+    if faults:
+        place = np.argsort(np.argsort(position, kind="stable"))
+        faults = {int(place[row]): why for row, why in faults.items()}
+    return store.without(faults)
 
 
 def several_ids(ids: object) -> bool:
-    """Whether ids are several for each row, or may be."""
+    """Return whether each row has a list of ids."""
     if isinstance(ids, np.ndarray) and ids.dtype != object:
         return ids.ndim == 2
     first = next(iter(ids), None) if isinstance(ids, Iterable) else None
@@ -61,7 +88,7 @@ def several_ids(ids: object) -> bool:
 
 
 def _most_owners(each: Sequence[Sequence[object]], owners: int | None) -> int:
-    """The most owners of a row; DataError if that, or none, is not allowed."""
+    """Return the largest number of owners of a row; DataError if it is illegal, or one is 0."""
     sizes = [len(own) for own in each]
     if 0 in sizes:
         raise DataError(f"row {sizes.index(0)} has no user id; each row must have one or more")
@@ -80,28 +107,76 @@ def _most_owners(each: Sequence[Sequence[object]], owners: int | None) -> int:
 
 
 def from_grouped(users: Grouped) -> UserStore:
-    """Join users whose rows are grouped already; each id comes once, a user may have no rows.
+    """Join users whose rows are grouped already; each id occurs once, and a user may lack rows.
 
-    A user's rows are fields by name, a pair of inputs x and targets y, or a torch dataset.
+    A user's rows are fields by name, a pair of inputs x and targets y, or a torch dataset. A user
+    whose rows cannot be read, or have other types or shapes than those of most users, is `broken`.
     """
-    parts: dict[str, dict[str, Array]] = {}
-    for user_id, rows in _by_user(users):
+    return from_readers((user_id, partial(columns_of, rows)) for user_id, rows in _by_user(users))
+
+
+def from_readers(
+    users: Iterable[tuple[str, Callable[[], Mapping[str, ColumnLike]]]],
+) -> UserStore:
+    """Join users like `from_grouped`; each function returns a user's fields or raises DataError."""
+    parts, broken = dict[str, dict[str, Array]](), dict[str, str]()
+    for user_id, read in users:
         if user_id in parts:
             raise DataError(f"user id {user_id!r} comes twice; a user must come once")
-        fields = columns_of(rows)
-        arrays = {k: to_array(f"field {k!r} of user {user_id!r}", v) for k, v in fields.items()}
-        others = next((part for part in parts.values() if part), arrays)
-        if arrays:  # of a dataset without items no field is known
-            _check_part(user_id, arrays, others)
-        parts[user_id] = arrays
+        parts[user_id] = {}
+        try:
+            parts[user_id] = _arrays_of(read())
+        except DataError as error:
+            broken[user_id] = str(error)
     if not parts:
         raise DataError("there are no users; a store needs at least one")
-    names = next((part for part in parts.values() if part), {})
-    empty = {name: array[:0] for name, array in names.items()}
-    whole = [part or empty for part in parts.values()]
-    joined = {name: np.concatenate([part[name] for part in whole]) for name in names}
-    offsets = offsets_of([len(part[next(iter(names))]) if names else 0 for part in whole])
-    return UserStore(joined, offsets, as_id_array(list(parts)))
+    like = _usual_part([*parts.values()])
+    if broken and not like:
+        raise DataError(next(iter(broken.values())))
+    empty = {name: array[:0] for name, array in like.items()}
+    for user_id, part in parts.items():
+        try:
+            parts[user_id] = _as_others(part, like) if _length(part) else empty
+        except DataError as error:
+            parts[user_id], broken[user_id] = empty, str(error)
+    joined = {name: np.concatenate([part[name] for part in parts.values()]) for name in like}
+    sizes = [_length(part) for part in parts.values()]
+    whys = {n: f"user {i!r}: {broken[i]}" for n, i in enumerate(parts) if i in broken}
+    return UserStore(joined, offsets_of(sizes), as_id_array(list(parts)), whys)
+
+
+def _arrays_of(fields: Mapping[str, ColumnLike]) -> dict[str, Array]:
+    """Return the fields of one user as arrays; DataError for the first fault."""
+    arrays = {name: to_array(f"field {name!r}", column) for name, column in fields.items()}
+    lengths = {array.shape[:1] for array in arrays.values()}
+    if len(lengths) > 1 or () in lengths:
+        raise DataError("fields have different numbers of rows")
+    return arrays
+
+
+def _length(part: Mapping[str, Array]) -> int:
+    return len(next(iter(part.values()), ()))
+
+
+def _usual_part(parts: Sequence[dict[str, Array]]) -> dict[str, Array]:
+    """Return fields that have the names, types and shapes of most fields with rows."""
+    filled = [part for part in parts if _length(part)] or [part for part in parts if part] or [{}]
+    forms = [
+        tuple(sorted((name, array.dtype.kind, array.shape[1:]) for name, array in part.items()))
+        for part in filled
+    ]
+    return filled[forms.index(Counter(forms).most_common(1)[0][0])]
+
+
+def _as_others(part: dict[str, Array], others: Mapping[str, Array]) -> dict[str, Array]:
+    """Return a user's fields in the types of others'; DataError unless only integers differ."""
+    if part.keys() != others.keys():
+        raise DataError(f"the fields are {sorted(part)}; most users have {sorted(others)}")
+    for name, like in others.items():
+        if like.dtype.kind == "f" and part[name].dtype.kind in "biu":
+            part = {**part, name: part[name].astype(like.dtype)}
+        check_like(f"field {name!r}", part[name], "most users have", like)
+    return part
 
 
 def _by_user(users: Grouped) -> Iterator[tuple[str, Rows]]:
@@ -114,15 +189,3 @@ def _by_user(users: Grouped) -> Iterator[tuple[str, Rows]]:
     for position, entry in enumerate(users):
         named = isinstance(entry, tuple) and isinstance(entry[0], str | int | np.integer)
         yield cast("tuple[str, Rows]", entry if named else (position, entry))
-
-
-def _check_part(user_id: str, arrays: Mapping[str, Array], others: Mapping[str, Array]) -> None:
-    """Raise DataError unless a user's fields fit each other and those of the others."""
-    if arrays.keys() != others.keys():
-        problem = f"user {user_id!r} has the fields {sorted(arrays)}"
-        raise DataError(f"{problem}; others have {sorted(others)}")
-    lengths = {array.shape[:1] for array in arrays.values()}
-    if len(lengths) != 1 or () in lengths:
-        raise DataError(f"fields of user {user_id!r} have different numbers of rows")
-    for name, array in arrays.items():
-        check_like(f"field {name!r} of user {user_id!r}", array, "others have", others[name])

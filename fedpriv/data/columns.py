@@ -1,14 +1,14 @@
-"""Columns as people have them, turned into arrays that a model can train on.
+"""Turns lists, arrays, tensors, frames and torch datasets into arrays that a model can train on.
 
-They come from lists, arrays, tensors, frames, torch datasets and .npz files. A frame is anything
-with named columns, as in pandas, polars and pyarrow; neither these packages nor torch are imported.
+A frame is anything with named columns, as in pandas, polars and pyarrow. Neither these packages nor
+torch are imported.
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol, Self, TypeAlias, TypeGuard, cast, runtime_checkable
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeAlias, TypeGuard, TypeVar, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +18,14 @@ from fedpriv.errors import DataError, InvalidValueError, known_names
 Array: TypeAlias = NDArray[np.generic]
 Fields: TypeAlias = Mapping[str, Array]  # by field name; the first axis of each is the rows
 Classes: TypeAlias = Sequence[str | int | float | bool]
-"""Labels in the order of their numbers, from 0."""
+"""Labels; a label's place in the list, from 0, is its number."""
+Faults: TypeAlias = dict[int, str]
+"""By number of a row: a sentence that says what is wrong with it, and states no values."""
 
 
 @runtime_checkable
 class _Tensor(Protocol):
-    # As much of torch.Tensor as is used here.
+    # The part of torch.Tensor that is used here.
     def detach(self) -> Self: ...
     def cpu(self) -> Self: ...
     def numpy(self) -> Array: ...
@@ -40,23 +42,24 @@ class _Frame(Protocol):
     def __getitem__(self, name: Any, /) -> Any: ...
 
 
-ColumnLike: TypeAlias = (
-    Array | _Tensor | Sequence[object] | _Frame
-)  # values of a field, [rows, ...]
+ColumnLike: TypeAlias = Array | _Tensor | Sequence[object] | _Frame | Mapping[Any, Any]
+"""The values of a field, [rows, ...]; a table has several columns of numbers."""
 Rows: TypeAlias = (
     Mapping[str, ColumnLike] | tuple[ColumnLike | Mapping[str, ColumnLike], ColumnLike] | _Dataset
 )
-"""Rows with all of their fields: by name, as a pair of inputs and targets, or as a dataset."""
+"""Rows with all their fields: by name, as a pair of inputs and targets, or as a dataset."""
 
 _NUMBERS = (int, float, np.number, np.bool_)
 _NESTED = (list, tuple, np.ndarray, _Tensor)
 _MISSING = ("NoneType", "NAType", "NaTType")  # of Python and pandas
+_NO_VALUE, _TOO_LARGE = "no value (None or NaN)", "an integer beyond 63 bits"
+_Any = TypeVar("_Any")
 
 
 def columns_of(rows: Rows, what: str = "rows") -> dict[str, ColumnLike]:
-    """The fields of rows, by name: those of a pair are its inputs, x unless named, and y.
+    """Return the fields of rows by name; a pair has inputs, named x unless they have names, and y.
 
-    The items of a dataset are such pairs, or have fields by name; without items there is no field.
+    Items of a dataset are such pairs, or have fields by name; a dataset without items has no field.
     """
     if isinstance(rows, Mapping):
         return dict(rows)
@@ -84,12 +87,8 @@ def _columns_of_items(what: str, dataset: _Dataset) -> dict[str, ColumnLike]:
     if isinstance(tensors, tuple) and len(tensors) == 2:
         return {"x": tensors[0], "y": tensors[1]}
     items = [_fields_of_item(dataset[number]) for number in range(len(dataset))]
-    names = sorted(items[0]) if items else []
-    for number, item in enumerate(items):
-        if sorted(item) != names:
-            problem = f"item {number} of the dataset has the fields {sorted(item)}"
-            raise DataError(f"{problem}; others have {names}")
-    return {name: _stacked(f"field {name!r}", [item[name] for item in items]) for name in names}
+    names = _usual(tuple(sorted(item)) for item in items) if items else ()
+    return {name: [_plain(item.get(name)) for item in items] for name in names}
 
 
 def _fields_of_item(item: object) -> Mapping[str, object]:
@@ -101,109 +100,147 @@ def _fields_of_item(item: object) -> Mapping[str, object]:
     raise DataError(f"an item of the dataset is {kind}; it must be a pair (x, y) or a dict")
 
 
-def _stacked(what: str, values: list[Any]) -> ColumnLike:
-    """Values of items as one column; those of more than one number must be alike in shape."""
-    arrays = [as_numpy(value) for value in values]
-    for number, array in enumerate(arrays):
-        if array.shape != arrays[0].shape:
-            raise DataError(
-                f"{what} has shape {list(array.shape)} in row {number} and "
-                f"{list(arrays[0].shape)} in row 0; rows must have one shape, so pad or crop them"
-            )
-    return np.stack(arrays) if arrays[0].ndim else [array.item() for array in arrays]
+def _plain(value: object) -> object:
+    """Return a value of an item as an array, or as a number if the array has no axes."""
+    array = as_numpy(value) if isinstance(value, _NESTED) else None
+    return value if array is None else array if array.ndim else array.item()
+
+
+def _usual(kinds: Iterable[_Any]) -> _Any:
+    """Return the kind that occurs most often."""
+    return Counter(kinds).most_common(1)[0][0]
 
 
 def as_numpy(column: Any) -> Array:
-    """An array or tensor without a copy where possible, anything else as NumPy takes it."""
-    return column.detach().cpu().numpy() if isinstance(column, _Tensor) else np.asarray(column)
+    """Return an array or tensor, without a copy if possible, or what NumPy makes of a value."""
+    if not isinstance(column, _Tensor):
+        return np.asarray(column)
+    tensor: Any = column.detach().cpu()
+    kept = "bfloat16" not in str(tensor.dtype)  # which NumPy lacks
+    return np.asarray((tensor if kept else tensor.float()).numpy())
 
 
 def to_array(what: str, column: ColumnLike) -> Array:
-    """Turn a column into an array of numbers or of text, [rows, ...].
+    """Read a column as `read_column` does; DataError if a row has a fault."""
+    array, faults = read_column(what, column)
+    refuse_faults(faults, array)
+    return array
 
-    Floats become float32, as parameters are, and unsigned integers of more than 8 bits int64. What
-    fits already is not copied. Objects may be numbers and booleans, texts, or arrays of one shape.
-    The columns of a frame become one array, see `matrix`. DataError names what cannot train.
+
+def refuse_faults(faults: Faults, rows: Array) -> None:
+    """Raise DataError for the first fault, if there is one."""
+    for row in sorted(faults):
+        found = f"{faults[row]}, in row {row} and {len(faults)} of {len(rows)} rows"
+        raise DataError(f"{found}; repair them, or leave them out, as dropna() of a frame does")
+
+
+def read_column(what: str, column: ColumnLike) -> tuple[Array, Faults]:
+    """Turn a column into an array of numbers or of text, [rows, ...], and find its faults.
+
+    Floats become float32, the type of parameters, unsigned integers of more than 8 bits int64, and
+    bytes text. Objects may be numbers and booleans, texts, or arrays of one shape. The columns of a
+    table become one array float32 [rows, columns], in which missing numbers are NaN. Data are
+    copied only if they change. DataError: the column as a whole cannot be read.
+
+    A row has a fault if one of its values is missing, has another kind or shape than most values,
+    or exceeds 63 bits. The array holds another value in its place, so that it decides neither the
+    type nor the shape of the column.
     """
-    if is_frame(column):
-        return matrix(what, columns_by_name(column))
+    table = columns_by_name(column) if is_frame(column) else column
+    if isinstance(table, Mapping):
+        return _read_table(what, table)
     refuse_masked(what, column)
     try:
         array = as_numpy(column)
         if array.dtype.kind in "UT" and not isinstance(column, np.ndarray):
             array = np.array(column, object)  # NumPy would turn numbers among texts into text
     except (TypeError, ValueError) as error:
-        raise DataError(f"{what} cannot be an array: {error}") from error
-    if array.dtype.kind == "O":
-        array = _of_objects(what, array)
+        if not isinstance(column, Sequence):
+            raise DataError(f"{what} cannot be an array: {error}") from error
+        array = np.fromiter(column, object, len(column))
+    array, faults = _of_objects(what, array) if array.dtype.kind == "O" else (array, Faults())
     match array.dtype.kind:
         case "f":
-            return array.astype(np.float32, copy=False)
+            return array.astype(np.float32, copy=False), faults
         case "u" if array.dtype.itemsize > 1:
-            if array.size and array.max() > np.iinfo(np.int64).max:
-                raise DataError(f"{what} holds an integer beyond 63 bits; use smaller numbers")
-            return array.astype(np.int64)
+            large = array > np.uint64(np.iinfo(np.int64).max)
+            faults = dict.fromkeys(np.nonzero(large)[0].tolist(), f"{what} has {_TOO_LARGE}")
+            return np.where(large, 0, array).astype(np.int64), faults
         case "T":
-            return array.astype(np.str_)
+            return array.astype(np.str_), faults
+        case "S":  # as HDF5 holds text
+            return np.char.decode(array.astype(np.bytes_), "utf-8", "replace"), faults
         case "M" | "m":
             raise DataError(f"{what} holds times; give numbers, such as days since a public date")
-        case kind if kind in "biucUS":
-            return array.astype(array.dtype.newbyteorder("="), copy=False)
+        case kind if kind in "biucU":
+            return array.astype(array.dtype.newbyteorder("="), copy=False), faults
     raise DataError(f"{what} has dtype {array.dtype}; give numbers, or text for classes")
 
 
-def _of_objects(what: str, objects: Array) -> Array:
-    """Objects as numbers, or as text if all are; DataError if some are missing or neither."""
+def _of_objects(what: str, objects: Array) -> tuple[Array, Faults]:
+    """Return objects as numbers, text or arrays, as most of them are, and the faults of others."""
     if objects.ndim == 0:
         value = objects.item()
         cure = "its toarray()" if hasattr(value, "toarray") else "an array, a tensor or a list"
         type_name = type(value).__name__
         raise DataError(f"{what} is a {type_name}; give {cure}, with a value for each row")
     values = objects.ravel().tolist()
-    rows = np.repeat(np.arange(len(objects)), len(values) // max(len(objects), 1))
-    missing = [_is_missing(value) for value in values]
-    _refuse_missing_rows(what, np.unique(rows[missing]).size, len(objects))
-    if values and all(isinstance(value, _NESTED) for value in values):
-        return to_array(what, _stacked(what, values))
-    if all(isinstance(value, str) for value in values):
-        return np.array(objects.tolist(), np.str_)
-    for row, value in zip(rows.tolist(), values, strict=True):
-        if not isinstance(value, _NUMBERS):
-            kind = type(value).__name__
-            raise DataError(f"{what} has a value of the type {kind} in row {row}; give numbers")
-    numbers = np.array(objects.tolist())
-    if numbers.dtype.kind == "O":
-        raise DataError(f"{what} holds an integer beyond 64 bits; use smaller numbers")
-    return numbers
+    kinds = [_kind_of(value) for value in values]
+    legal = [kind for kind in kinds if isinstance(kind, type | tuple)]
+    if values and not legal:
+        cure = "give numbers, as astype(float) makes, or text for classes"
+        raise DataError(f"{what} has {kinds[0]} in all {len(objects)} rows; {cure}")
+    usual = _usual(legal) if legal else float
+    faults, legal_place = Faults(), kinds.index(usual) if legal else 0
+    for place, kind in enumerate(kinds):
+        if kind != usual:
+            row = place * len(objects) // len(values)
+            pad = "; pad or crop it" if isinstance(kind, tuple) else ""
+            faults[row] = f"{what} has {_named(kind)}, where most values are {_named(usual)}{pad}"
+            values[place] = values[legal_place]
+    if not isinstance(usual, tuple):
+        return np.array(values, np.str_ if usual is str else None).reshape(objects.shape), faults
+    stacked = np.stack([as_numpy(value) for value in values])
+    array, inner = read_column(what, stacked.reshape(*objects.shape, *usual))
+    return array, inner | faults
 
 
-def _is_missing(value: object) -> bool:
-    return type(value).__name__ in _MISSING or (isinstance(value, float) and math.isnan(value))
+def _kind_of(value: object) -> type | tuple[int, ...] | str:
+    """Return float for any number, str for text, an array's shape, or what is wrong."""
+    if type(value).__name__ in _MISSING or (isinstance(value, float) and math.isnan(value)):
+        return _NO_VALUE
+    if isinstance(value, int | np.integer) and not -(2**63) <= int(value) < 2**63:
+        return _TOO_LARGE
+    if isinstance(value, (str, *_NUMBERS)):
+        return str if isinstance(value, str) else float
+    if isinstance(value, _NESTED):
+        try:
+            return as_numpy(value).shape
+        except (TypeError, ValueError):
+            return "lists of different lengths"
+    return f"a value of the type {type(value).__name__}"
+
+
+def _named(kind: type | tuple[int, ...] | str) -> str:
+    names: dict[object, str] = {float: "numbers", str: "text"}
+    return names.get(kind) or (f"arrays {[*kind]}" if isinstance(kind, tuple) else str(kind))
 
 
 def refuse_masked(what: str, column: object) -> None:
-    """Raise DataError for values of which some may be missing, which are numbers all the same."""
+    """Raise DataError for a masked array, since its missing values are numbers in memory."""
     if np.ma.isMaskedArray(column):
         raise DataError(f"{what} is a masked array; fill what is missing, or leave out these rows")
 
 
 def refuse_missing(what: str, array: Array) -> None:
-    """Raise DataError if numbers are NaN, as missing ones of a frame are."""
-    if array.dtype.kind == "f" and array.size:
-        missing = np.isnan(cast(NDArray[np.floating[Any]], array)).reshape(len(array), -1).any(1)
-        _refuse_missing_rows(what, int(missing.sum()), len(array))
-
-
-def _refuse_missing_rows(what: str, missing: int, rows: int) -> None:
-    if missing:
-        raise DataError(
-            f"{what} has no value (None or NaN) in {missing} of {rows} rows; leave out these rows, "
-            "as dropna() of a frame does, or fill them in"
-        )
+    """Raise DataError if numbers are infinite, or NaN, as missing numbers of a frame are."""
+    if array.dtype.kind == "f":
+        rows = np.nonzero(~np.isfinite(cast(NDArray[np.floating[Any]], array)))[0].tolist()
+        refuse_faults(dict.fromkeys(rows, f"{what} has {_NO_VALUE}, or infinity"), array)
 
 
 def is_frame(table: object) -> TypeGuard[_Frame]:
-    """Whether something has named columns, as frames of pandas, polars and pyarrow have."""
+    """Return whether an object has named columns, as frames of pandas, polars and pyarrow do."""
     named = hasattr(table, "columns") or hasattr(table, "column_names")
     if not named or not hasattr(table, "__getitem__") or isinstance(table, Mapping):
         return False
@@ -212,7 +249,7 @@ def is_frame(table: object) -> TypeGuard[_Frame]:
 
 
 def columns_by_name(frame: _Frame) -> dict[Hashable, ColumnLike]:
-    """The columns of a frame, in their order; DataError if two have one name."""
+    """Return the columns of a frame in their order; DataError if two have one name."""
     listed = getattr(frame, "column_names", None)
     names = list(getattr(frame, "columns", ()) if listed is None else listed)
     for name in names:
@@ -222,19 +259,17 @@ def columns_by_name(frame: _Frame) -> dict[Hashable, ColumnLike]:
 
 
 def _only_column(targets: ColumnLike) -> ColumnLike:
-    """The column of a frame that has one alone; anything else as it is."""
+    """Return the only column of a frame that has a single one, and anything else as it is."""
     columns = list(columns_by_name(targets).values()) if is_frame(targets) else []
     return columns[0] if len(columns) == 1 else targets
 
 
-def matrix(what: str, columns: Mapping[Hashable, ColumnLike]) -> NDArray[np.float32]:
-    """Columns of numbers or booleans, [rows] each, as float32 [rows, columns].
-
-    Missing numbers are NaN. DataError names the columns that hold text or categories.
-    """
+def _read_table(what: str, columns: Mapping[Hashable, ColumnLike]) -> tuple[Array, Faults]:
+    """Read columns of numbers or booleans, [rows]; DataError names those of text or categories."""
     if not columns:
         raise DataError(f"{what} is made of no columns; there must be at least one")
-    arrays = {name: to_array(f"column {name!r}", column) for name, column in columns.items()}
+    read = {name: read_column(f"column {name!r}", column) for name, column in columns.items()}
+    arrays = {name: array for name, (array, _) in read.items()}
     texts = [
         name
         for name, array in arrays.items()
@@ -246,11 +281,12 @@ def matrix(what: str, columns: Mapping[Hashable, ColumnLike]) -> NDArray[np.floa
         if array.ndim != 1 or array.dtype.kind == "c":
             shape = f"{array.dtype}{list(array.shape[1:])}"
             raise DataError(f"column {name!r} of {what} has {shape} per row; it must be one number")
-    return np.stack([*arrays.values()], axis=1).astype(np.float32)
+    faults = {row: why for _, wrong in read.values() for row, why in wrong.items()}
+    return np.stack([*arrays.values()], axis=1).astype(np.float32), faults
 
 
 def _about_text(names: Sequence[Hashable], first: Array) -> str:
-    """Why columns cannot be inputs of a model, and what to do."""
+    """Return why columns cannot be inputs of a model, and the cure."""
     if (point := _numbers_as_text(first)) is not None:
         how = "decimal=',' of pd.read_csv" if point == "," else f"df[{names[0]!r}].astype(float)"
         return f"column {names[0]!r} holds numbers as text; turn it into numbers, as {how} does"
@@ -262,7 +298,7 @@ def _about_text(names: Sequence[Hashable], first: Array) -> str:
 
 
 def _numbers_as_text(texts: Array) -> str | None:
-    """The decimal mark if all texts are numbers, "." where there is none; None if they are not."""
+    """Return the decimal mark of texts that are all numbers, "." by default; None for others."""
     distinct = np.unique(texts).astype(np.str_).tolist() if texts.dtype.kind in "US" else []
     try:
         for text in distinct:
@@ -273,21 +309,20 @@ def _numbers_as_text(texts: Array) -> str | None:
 
 
 def categories_of(column: object) -> list[Any] | None:
-    """The categories of a categorical column, in their order; None for any other column."""
+    """Return the categories of a categorical column in their order; None for other columns."""
     kinds = getattr(getattr(column, "dtype", None), "categories", None)
     return None if kinds is None or not hasattr(kinds, "__iter__") else list(kinds)
 
 
 @dataclass(frozen=True)
 class FrameRows:
-    """Inputs, targets and ids of users in the rows of a frame."""
+    """The columns of a frame before they are read: inputs, targets and ids of users."""
 
-    x: Array  # [rows, columns] float32, or values of one column [rows, ...]
-    y: Array  # [rows], or [rows, columns] of several
+    x: ColumnLike  # a table of columns, or one column of arrays
+    y: ColumnLike  # a column, or a table of several
     ids: Array  # [rows]; [0] if the frame does not name users
     inputs: Hashable | list[Hashable]  # names of the columns of x
-    categories: list[Any] | None  # of y, if it is categorical
-    groups: Mapping[str, Array]  # columns by which figures are grouped: [rows] each
+    groups: Mapping[str, ColumnLike]  # columns by which figures are grouped
 
     @classmethod
     def of(
@@ -299,7 +334,7 @@ class FrameRows:
         user: Hashable,
         by: Sequence[Hashable] = (),
     ) -> Self:
-        """Read a frame, see `Population.from_frame`; without `user` its users have no names."""
+        """Find the columns that `Population.from_frame` names; `user` may be None."""
         if not is_frame(frame):
             kind = f"{what} is a {type(frame).__name__}"
             raise DataError(f"{kind}; it must be a table with named columns, as of pandas")
@@ -312,87 +347,77 @@ class FrameRows:
                 raise DataError(f"{what} has no column {name!r}; {known}")
             if name in others and name in _listed(inputs):
                 raise DataError(f"column {name!r} is an input and y or user; it must be one")
+            if name in by and str(name) in ("x", "y") and name != y:
+                raise DataError(f"by names a column {name!r}; it must have a name but 'x' and 'y'")
         ids = np.empty(0, np.int64) if user is None else as_numpy(columns[user])
-        missing = sum(map(_is_missing, ids.tolist()))
-        _refuse_missing_rows(f"column {user!r}, which names users,", missing, len(ids))
-        targets, values = _named(columns, y), _named(columns, inputs)
-        if values.ndim == 1:
-            values = matrix("x", {name: columns[name] for name in _listed(inputs)})
-        categories = None if isinstance(y, list) else categories_of(columns[y])
-        groups = {str(name): to_array(f"column {name!r}", columns[name]) for name in by}
-        return cls(values, targets, ids, inputs, categories, groups)
+        values: ColumnLike = {name: columns[name] for name in _listed(inputs)}
+        if not isinstance(inputs, list):
+            array = as_numpy(columns[inputs])
+            if array.ndim > 1 or any(isinstance(value, _NESTED) for value in array.tolist()):
+                values = columns[inputs]
+        groups = {str(name): columns[name] for name in by}
+        targets = {name: columns[name] for name in y} if isinstance(y, list) else columns[y]
+        return cls(values, targets, ids, inputs, groups)
 
-    def split(self, share: float, seed: int) -> tuple[Self, Self]:
-        """Rows of most users, and rows of a share of them in (0, 1) that the seed draws."""
-        distinct = np.unique(self.ids)
-        drawn = round(share * len(distinct))
-        if not 0 < drawn < len(distinct):
-            raise InvalidValueError(
-                f"held_out is {share!r}, {drawn} of {len(distinct)} users; it must be a share in "
-                "(0, 1) that leaves a user on each side"
-            )
-        apart = np.isin(self.ids, np.random.default_rng(seed).permutation(distinct)[:drawn])
-        kept, drawn_rows = (
-            replace(self, x=self.x[rows], y=self.y[rows], ids=self.ids[rows], groups=groups)
-            for rows in (~apart, apart)
-            for groups in [{name: column[rows] for name, column in self.groups.items()}]
+
+def split_frame(frame: Any, ids: Array, share: float, seed: int) -> tuple[Any, Any]:
+    """Return the rows of most users, and those of a share of the users in (0, 1), drawn by seed."""
+    distinct = np.unique(ids)
+    drawn = round(share * len(distinct))
+    if not 0 < drawn < len(distinct):
+        raise InvalidValueError(
+            f"held_out is {share!r}, {drawn} of {len(distinct)} users; it must be a share in "
+            "(0, 1) that leaves a user on each side"
         )
-        return kept, drawn_rows
+    apart = np.isin(ids, np.random.default_rng(seed).permutation(distinct)[:drawn])
+    of = frame.loc.__getitem__ if hasattr(frame, "loc") else frame.filter
+    return of(~apart), of(apart)
 
 
 def _listed(names: Hashable | list[Hashable]) -> list[Hashable]:
     return names if isinstance(names, list) else [names]
 
 
-def _named(columns: Mapping[Hashable, ColumnLike], names: Hashable | list[Hashable]) -> Array:
-    """Several columns as a matrix, or one as it is."""
-    if isinstance(names, list):
-        return matrix(f"a field of {names}", {name: columns[name] for name in names})
-    return to_array(f"column {names!r}", columns[names])
-
-
 def numbered(
     users: Fields, test: Fields, classes: Classes | None
-) -> tuple[dict[str, Array], dict[str, Array], tuple[str, ...] | None]:
-    """Users' and held-out fields as numbers, and the names of the classes in y, if it has names.
+) -> tuple[dict[str, Array], dict[str, Array], tuple[str, ...] | None, Faults]:
+    """Return users' and held-out fields as numbers, the names of classes in y, and users' faults.
 
-    Labels are numbered by their places in `classes`, by default in the sorted list of all texts in
-    both; integers stay where classes are texts, which are then their names. DataError names a field
-    with other text, with missing values, or with a label that is not in the list.
+    The number of a label is its place in `classes`, by default the sorted list of all texts in both
+    fields y. If classes are texts and labels are integers, the labels stay and the texts are their
+    names. A user's label outside the list is a fault. DataError names a field with other text, or a
+    held-out field with missing values or labels outside the list.
     """
     for place, fields in (("", users), ("held-out ", test)):
         for name, field in fields.items():
-            if name not in users:  # by which held-out rows are grouped, not trained
+            if name not in users:  # it groups held-out rows, and is no input
                 continue
             what = f"{place}field {name!r}"
             if name != "y" and field.dtype.kind in "US":
                 raise DataError(f"{what} holds text; give numbers, such as places in a public list")
-            if place:  # a user without some numbers counts as zero, and nobody else does
+            if place:  # a user with missing numbers counts as zero
                 refuse_missing(what, field)
-    labels = [fields["y"] for fields in (users, test) if "y" in fields]
+    users, test, faults = dict(users), dict(test), Faults()
+    labels = [fields["y"] for fields in (users, test) if "y" in users.keys() & fields.keys()]
     texts = [each for each in labels if each.dtype.kind in "US"]
-    if classes is None:
-        if not texts:
-            return dict(users), dict(test), None
+    if classes is None and texts:
         if _numbers_as_text(np.concatenate(texts)) is not None:
             raise DataError(
                 "field 'y' holds numbers as text; turn them into numbers, as astype(float) does, "
                 "or give classes, a list of these texts, if they are names"
             )
         classes = np.unique(np.concatenate(texts)).tolist()
-    names = checked_classes(classes)
-    if not texts and all(isinstance(label, str) for label in classes):
-        return dict(users), dict(test), names
-    place_of = {label: place for place, label in enumerate(classes)}
-    new_users, new_test = dict(users), dict(test)
-    for fields in (new_users, new_test):
-        if "y" in fields:
-            fields["y"] = _places("field 'y'", fields["y"], place_of)
-    return new_users, new_test, names
+    names = None if classes is None else checked_classes(classes)
+    if classes is not None and labels:
+        users["y"], faults = _places(users["y"], classes)
+    if classes is not None and len(labels) > 1:
+        test["y"], wrong = _places(test["y"], classes)
+        refuse_faults(wrong, test["y"])
+    return users, test, names, faults
 
 
 def checked_classes(classes: object) -> tuple[str, ...]:
-    """The names of classes; DataError unless they are a list of distinct ones."""
+    """Return the names of classes; DataError unless they are a list of distinct names."""
     if isinstance(classes, str) or not isinstance(classes, Sequence | np.ndarray):
         raise DataError(f"classes are {classes!r}; they must be a list of labels")
     names = tuple(map(str, classes))
@@ -404,28 +429,17 @@ def checked_classes(classes: object) -> tuple[str, ...]:
     return names
 
 
-def _places(what: str, labels: Array, place_of: Mapping[Any, int]) -> NDArray[np.int64]:
+def _places(labels: Array, classes: Classes) -> tuple[Array, Faults]:
+    """Return the places of labels among the classes, 0 for labels at fault, and the faults.
+
+    Numbers are places already if classes are texts; a task may ignore negative ones.
+    """
+    why = f"field 'y' has a label that is none of the classes {[*classes]}"
+    if labels.dtype.kind not in "US" and all(isinstance(label, str) for label in classes):
+        beyond = cast(NDArray[np.int64], labels) >= len(classes)
+        return labels, dict.fromkeys(np.nonzero(beyond)[0].tolist(), f"{why}, numbered from 0")
     distinct, inverse = np.unique(labels, return_inverse=True)
-    for label in distinct.tolist():
-        if label not in place_of:
-            rows = np.flatnonzero((labels == label).reshape(len(labels), -1).any(1))
-            raise DataError(
-                f"{what} has a label in row {rows[0]} that is none of the classes "
-                f"{list(place_of)}; add it to them, or leave out such rows"
-            )
-    places = np.array([place_of[label] for label in distinct.tolist()], np.int64)
-    return places[inverse].reshape(labels.shape)
-
-
-def read_npz(path: Path) -> dict[str, Array]:
-    """Read all arrays of a file into memory, by name; nothing is unpickled or quoted in errors."""
-    try:
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
-            arrays = dict(file.items())
-    # NumPy and zipfile raise many kinds of errors, and their text may quote the content.
-    except Exception as error:
-        raise DataError(f"{path} cannot be read as an .npz file of numbers or strings") from error
-    for name, array in arrays.items():
-        if not isinstance(array, np.ndarray) or array.ndim == 0:
-            raise DataError(f"{name!r} in {path} is not an array whose first axis is the rows")
-    return arrays
+    place_of = {label: place for place, label in enumerate(classes)}
+    found = np.array([place_of.get(label, -1) for label in distinct.tolist()], np.int64)
+    places = found[inverse].reshape(labels.shape)
+    return places.clip(min=0), dict.fromkeys(np.nonzero(places < 0)[0].tolist(), why)

@@ -1,7 +1,7 @@
-"""Users from Hugging Face datasets: named by a column, or dealt by a partitioner.
+"""Users from Hugging Face datasets: a column names them, or a partitioner deals rows to them.
 
-Datasets are read from files of this machine, where nothing is fetched and nothing written, or by
-their name on the Hugging Face hub, from there or from the cache of the package `datasets`.
+Datasets are local files, which are read without fetching or writing anything, or have names on the
+Hugging Face hub, and then come from the hub or from the cache of the package `datasets`.
 """
 
 import csv
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 
-from fedpriv.data.arrays import from_arrays, several_ids
-from fedpriv.data.columns import Array, Fields, matrix, to_array
+from fedpriv.data.arrays import from_columns, several_ids
+from fedpriv.data.columns import Array, ColumnLike, Fields, read_column, to_array
 from fedpriv.data.partition import partition
 from fedpriv.data.population import (
     HELD_OUT_USER,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pyarrow import Table
 
 ColumnNames: TypeAlias = Mapping[str, str | Sequence[str]]
-"""Field of the store → column of the dataset, or columns of numbers that are its components."""
+"""By field of a store: the column of the dataset, or the columns of its components, all numbers."""
 
 DEFAULT_COLUMNS: ColumnNames = {"x": "image", "y": "label"}
 _ROW = "fedpriv.row"
@@ -63,22 +63,23 @@ def from_dataset(
     [rows, columns]. The user column may hold lists of ids, of up to `owners` users, see
     `from_arrays`.
     """
-    return from_arrays(_read_columns(dataset, columns), _read_ids(dataset, user_column), owners)
+    read = {field: read_column(*column) for field, column in _columns(dataset, columns).items()}
+    return from_columns(read, _read_ids(dataset, user_column), owners)
 
 
 def from_partitioner(
     dataset: "Dataset", partitioner: "Partitioner", columns: ColumnNames = DEFAULT_COLUMNS
 ) -> UserStore:
-    """Make user i of part i of a dataset, which may be empty; its rows keep their order.
+    """Make part i of a dataset user i, who may have no rows; rows keep their order.
 
-    No row has two users, and a row in no part is left out. The partitioner must not have a dataset
-    yet; it is given this one, with one more column.
+    No row may be in two parts, and a row in no part is left out. The partitioner must not have a
+    dataset yet; it gets this one, with an additional column.
     """
-    return _dealt(_read_columns(dataset, columns), dataset, partitioner)
+    return _dealt(_whole(_columns(dataset, columns)), dataset, partitioner)
 
 
 def redeal(store: UserStore, partitioner: "Partitioner") -> UserStore:
-    """Deal rows of a store to other users by the fields with one value per row, such as y."""
+    """Deal rows of a store to other users; the partitioner reads fields with one value per row."""
     if ROW_OWNERS in store.fields:
         raise DataError("rows have several owners; only rows of one can be dealt to other users")
     flat = {name: field for name, field in store.fields.items() if field.ndim == 1}
@@ -102,13 +103,13 @@ def load_hugging_face(
     partitioner: str | None = None,
     arguments: Mapping[str, object] | None = None,
 ) -> Population:
-    """Load a dataset, its users named by a column or dealt by a partitioner.
+    """Load a dataset whose users a column names, or to whose users a partitioner deals rows.
 
     Either `train` (users' rows) and `test` (held-out rows) are paths as for `open_dataset`, or
     `dataset` is a name on the hub, as for `fetch_splits`. Images in x, uint8 [rows, height, width]
     or [..., channels], become float32 [rows, channels, height, width] in [0, 1]. Text in y becomes
-    classes, as in `Population.from_arrays`. Test rows of an enrolled user are refused: what is
-    measured on them would escape the ledger.
+    classes, as in `Population.from_arrays`. Test rows of an enrolled user are refused, since
+    the ledger does not cover figures on them.
     """
     listed = columns.values() if isinstance(columns, Mapping) else [None]
     names = [name for each in listed for name in (each if isinstance(each, list) else [each])]
@@ -138,7 +139,7 @@ def load_hugging_face(
         found = f"user_column is {user_column!r} and partitioner {partitioner!r}"
         legal = "exactly one must be given, as text, and arguments with a partitioner only"
         raise InvalidValueError(f"{found}; {legal}")
-    tested = _with_images(_read_columns(held_out, columns))
+    tested = _with_images(_whole(_columns(held_out, columns)))
     if user_column is not None and user_column in held_out.column_names:
         tested |= _held_out_owners(store, held_out, user_column)
     name = f"hugging-face: {store.population} users by {how} of {source}{sharing(store)}"
@@ -165,10 +166,10 @@ def load_redealt(
 def fetch_splits(
     name: str, splits: Sequence[str], subset: str | None, revision: str | None
 ) -> tuple["Dataset", "Dataset"]:
-    """Two splits of a dataset on the hub, of one revision: users' rows and held-out ones.
+    """Return two splits of a dataset on the hub, of one revision: users' rows and held-out rows.
 
-    What was loaded once is read from the cache, also where the hub cannot be reached or
-    HF_HUB_OFFLINE=1 forbids it. The cache is that of the package, which HF_HOME moves. Splits may
+    A dataset that was loaded before is read from the cache, even if the hub cannot be reached or
+    HF_HUB_OFFLINE=1 forbids it. The cache is that of the package; HF_HOME moves it. Splits may
     be slices, such as "train[:90%]"; `subset` is one of the dataset's configurations, `revision` a
     commit, tag or branch. A dataset's own code is never run.
     """
@@ -180,12 +181,12 @@ def fetch_splits(
     for option, value in (("subset", subset), ("revision", revision)):
         if value is not None:
             _option(option, value, str)
-    if Path(name).exists():  # which the package would read instead
+    if Path(name).exists():  # the package would read it instead
         raise DataError(f"dataset {name!r} is also a file here; give paths as train and test")
     what = f"dataset {name!r} of the Hugging Face hub"
     try:
         builder = package.load_dataset_builder(name, subset, revision=revision)
-    except Exception as error:  # of many classes; no data were read yet that its text might quote
+    except Exception as error:  # of any class; its text cannot quote data, as none were read
         sentence = " ".join(str(error).split()) or type(error).__name__
         cache = package.config.HF_DATASETS_CACHE
         raise DataError(
@@ -208,9 +209,9 @@ def open_dataset(path: str | Path, texts: Sequence[str] = ()) -> "Dataset":
 
     The path is a folder saved by `Dataset.save_to_disk` (or that of one split of a `DatasetDict`),
     a .parquet file, a .csv file with a line of names, a .jsonl or .json file with an object per
-    line, or a folder of such files of one kind, which are read in the order of their names. Of .csv
-    files the columns `texts` are read as they are written, and not as numbers: ids 1 and 01 differ.
-    Of others a text in them stays one where it could be a time.
+    line, or a folder of such files of one kind, which are read in the order of their names. The
+    columns `texts` of .csv files are read as text, not as numbers: ids 1 and 01 differ. In other
+    files, texts in these columns are not read as times.
     """
     place, package = Path(path), _package("datasets", "datasets")
     if not place.exists():
@@ -224,7 +225,7 @@ def open_dataset(path: str | Path, texts: Sequence[str] = ()) -> "Dataset":
         return package.Dataset(_table_of_files(place, texts))
     except DataError:
         raise
-    # Readers raise errors of many classes, and their texts may quote the content.
+    # Readers raise errors of any class, and their texts may quote the content.
     except Exception as error:
         raise DataError(f"{place} cannot be read ({type(error).__name__})") from error
 
@@ -242,7 +243,7 @@ def partitioner_named(name: str, arguments: Mapping[str, object]) -> "Partitione
 
 
 def _described_partitioner(name: str, arguments: object) -> tuple["Partitioner", str]:
-    """A partitioner, and its public settings for the population's name."""
+    """Return a partitioner, and its public settings for the population's name."""
     given = _option("arguments", arguments or {}, dict)
     text = json.dumps(given, sort_keys=True, default=repr)
     if len(text) > 200:  # some partitioners take a list with an entry per user
@@ -266,7 +267,7 @@ def _package(name: str, extra: str) -> ModuleType:
 
 
 def _table_of_files(place: Path, texts: Sequence[str]) -> "Table":
-    """Rows of a file, or of all files of a folder; the package datasets brings pyarrow."""
+    """Read a file, or all files of a folder; the package datasets depends on pyarrow."""
     import pyarrow  # noqa: PLC0415
     from pyarrow import parquet  # noqa: PLC0415
 
@@ -286,7 +287,7 @@ def _table_of_files(place: Path, texts: Sequence[str]) -> "Table":
 
 
 def _read_json(file: Path, texts: Sequence[str]) -> "Table":
-    """Rows of a file, in some columns of which no text is read as a time."""
+    """Read a file; texts in the columns `texts` are not read as times."""
     import pyarrow  # noqa: PLC0415
     from pyarrow import json  # noqa: PLC0415
 
@@ -299,27 +300,29 @@ def _read_json(file: Path, texts: Sequence[str]) -> "Table":
 
 
 def _read_csv(file: Path, texts: Sequence[str]) -> "Table":
-    """Rows of a file, with some columns as they are written; DataError names a line at fault."""
+    """Read a file, with the columns `texts` as text; DataError names the line of a fault."""
     import pyarrow  # noqa: PLC0415
     from pyarrow import csv as arrow  # noqa: PLC0415
 
     try:
         table = arrow.read_csv(file)
-        readable = not any(map(pyarrow.types.is_binary, table.schema.types))  # it is text that is
+        readable = not any(
+            map(pyarrow.types.is_binary, table.schema.types)
+        )  # text that is not UTF-8
         _check_header(file, table.schema.names)
-    except ValueError:  # of pyarrow or of names that are no text
+    except ValueError:  # of pyarrow, or names are no text
         readable = False
     if not readable:
         raise DataError(f"{file} cannot be read: {_fault_of_csv(file)}")
     found = {name: table.schema.field(name).type for name in texts if name in table.schema.names}
-    # Fractions stay what they are, to be refused as ids: 1.0 is the 1 of another file.
+    # Fractions stay numbers, and are refused as ids: 1.0 here would be 1 in another file.
     kept = [name for name, kind in found.items() if not pyarrow.types.is_floating(kind)]
     as_written = arrow.ConvertOptions(column_types=dict.fromkeys(kept, pyarrow.string()))
     return arrow.read_csv(file, convert_options=as_written) if kept else table
 
 
 def _check_header(file: Path, names: list[str]) -> None:
-    """Raise DataError if the first line of a file does not seem to be names between commas."""
+    """Raise DataError if the first line of a file does not look like names between commas."""
     if len(names) == 1 and (mark := next((m for m in ";\t|" if m in names[0]), None)):
         raise DataError(
             f"{file} has {mark!r} between its values; write commas, and numbers with a decimal "
@@ -331,7 +334,7 @@ def _check_header(file: Path, names: list[str]) -> None:
 
 
 def _fault_of_csv(file: Path) -> str:
-    """Which line of a file is at fault, and how; nothing of its content is quoted."""
+    """Return which line of a file has a fault, and which fault, without quoting the file."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -349,22 +352,27 @@ def _fault_of_csv(file: Path) -> str:
     return "it is not a table of values between commas"
 
 
-def _read_columns(dataset: "Dataset", columns: ColumnNames) -> dict[str, Array]:
+def _columns(dataset: "Dataset", columns: ColumnNames) -> dict[str, tuple[str, ColumnLike]]:
+    """Return for each field what messages call it, and its column, or its columns as a table."""
     if not isinstance(dataset, _package("datasets", "datasets").Dataset):
         found = f"dataset is a {type(dataset).__name__}"
         raise DataError(f"{found}; it must be a datasets.Dataset, which is one split, no stream")
     named = [[column] if isinstance(column, str) else column for column in columns.values()]
     arrays = _select(dataset, {name for names in named for name in names}, "numpy")
     return {
-        field: to_array(f"column {column!r}", arrays[column])
+        field: (f"column {column!r}", arrays[column])
         if isinstance(column, str)
-        else matrix(f"field {field!r}", {name: arrays[name] for name in column})
+        else (f"field {field!r}", {name: arrays[name] for name in column})
         for field, column in columns.items()
     }
 
 
+def _whole(columns: Mapping[str, tuple[str, ColumnLike]]) -> dict[str, Array]:
+    return {field: to_array(*column) for field, column in columns.items()}
+
+
 def _read_ids(dataset: "Dataset", user_column: str) -> Sequence[object]:
-    # In NumPy's format one missing id would turn the others into rounded floats.
+    # In NumPy's format a missing id would turn the others into rounded floats.
     return cast(Sequence[object], _select(dataset, {user_column}, None)[user_column])
 
 
@@ -401,7 +409,7 @@ def _dealt(fields: Fields, dataset: "Dataset", partitioner: "Partitioner") -> Us
 
 @contextmanager
 def _refusals(what: str) -> Iterator[None]:
-    """Turn whatever a partitioner raises, of any class, into one sentence."""
+    """Turn any error of a partitioner into one sentence."""
     try:
         yield
     except Exception as error:
@@ -412,7 +420,7 @@ def _refusals(what: str) -> Iterator[None]:
 def _classes_of(
     rows: "Dataset", held_out: "Dataset", columns: Sequence[Any]
 ) -> dict[str, Sequence[str]]:
-    """Names of the classes in columns that have them; DataError if test numbers them otherwise."""
+    """Return the names of classes of columns that have them; DataError if the splits differ."""
     names = dict[str, Sequence[str]]()
     for column in columns:
         one, other = (getattr(d.features.get(column), "names", None) for d in (rows, held_out))
@@ -425,9 +433,9 @@ def _classes_of(
 
 
 def _held_out_owners(users: UserStore, held_out: "Dataset", user_column: str) -> Fields:
-    """Whose held-out rows are, for figures by user; DataError if an owner is enrolled.
+    """Return the owners of held-out rows, for figures by user; DataError if one is enrolled.
 
-    Of rows of several owners there are no figures by user, as those are of rows of its own.
+    There are no figures by user if rows have several owners.
     """
     ids = _read_ids(held_out, user_column)
     several = several_ids(ids)
@@ -441,7 +449,7 @@ def _held_out_owners(users: UserStore, held_out: "Dataset", user_column: str) ->
 
 
 def _with_images(fields: Fields) -> dict[str, Array]:
-    """The fields, of which images in x are float32 with the channels first."""
+    """Return the fields; images in x become float32 with the channels first."""
     x = fields.get("x")
     if x is None or x.dtype != np.uint8 or x.ndim not in (3, 4):
         return dict(fields)

@@ -1,4 +1,4 @@
-"""Which user owns which row: pure functions of the labels and an explicit seed.
+"""Partitions of rows among users: pure functions of the labels and an explicit seed.
 
 Every partitioner returns int64 [rows], the user of each row, such that every row has one user in
 [0, users) and **every user has at least one row**. The seed fixes the result; it protects nothing.
@@ -71,7 +71,7 @@ def shards(labels: Array, users: int, shards_per_user: int, seed: int) -> NDArra
 
 
 def number_ids(ids: IdArray) -> tuple[IdArray, NDArray[np.int64]]:
-    """Distinct ids in order of first appearance [users], and each row's position there [rows]."""
+    """Return distinct ids in order of first appearance [users], and each row's position [rows]."""
     distinct, first, position = np.unique(ids, return_index=True, return_inverse=True)
     appearance = np.argsort(first)
     return distinct[appearance], np.argsort(appearance)[position]
@@ -108,8 +108,8 @@ def partition(
 def _draw_labels(
     rng: np.random.Generator, mixture: NDArray[np.float64], left: NDArray[np.int64], size: int
 ) -> NDArray[np.int64]:
-    # Draws of a used-up label are repeated from the others: the same law as one draw at a time
-    # with the used-up labels dropped.
+    # Draws of a label that is used up are repeated among the others. The distribution is that of
+    # single draws without the labels that are used up.
     drawn = np.zeros_like(left)
     while (missing := size - int(drawn.sum())) > 0:
         rest = left - drawn

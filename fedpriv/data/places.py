@@ -1,4 +1,4 @@
-"""Which examples of a user count where examples are drawn: up to k of them, each in its own place.
+"""Chooses which examples of a user count if examples are drawn: at most k, each in its own place.
 
 A user that is added or removed fills or empties places of its own. Where a row belongs to several
 users at once, such as a message to all who wrote or got it, rows are chosen so that no user owns
@@ -20,7 +20,7 @@ from fedpriv.errors import DataError
 
 
 def in_places(users: UserStore, examples_per_user: int) -> UserStore:
-    """A store of k places for each user, in the order of users: an example each, or nothing.
+    """Return a store of k places per user, in the order of users; a place has at most one example.
 
     Of a user with n > k rows, rows ⌊j·n/k⌋ for j < k count. That depends on n alone: not on what is
     in the rows, and not on other users, so that one user more or less changes nobody else's. Of
@@ -38,7 +38,7 @@ def in_places(users: UserStore, examples_per_user: int) -> UserStore:
 
 
 def shared_among(users: UserStore, examples_per_user: int) -> NDArray[np.int64]:
-    """Rows that count [rows], ascending, of which no user owns more than k; others would not fit.
+    """Return rows that count, ascending, so that no user owns more than k of them: [rows].
 
     In an order that is fixed for a number of rows, each counts if all of its owners have fewer than
     k yet (the greedy algorithm of Ganesh et al. 2025).
@@ -66,9 +66,9 @@ def refuse_shared(users: UserStore, what: str) -> None:
 
 
 def _evenly_spaced(users: UserStore, k: int) -> NDArray[np.int64]:
-    """Up to k rows of each user, ascending."""
+    """Return at most k rows of each user, ascending."""
     taken = np.minimum(users.sizes, k)
     number = np.arange(taken.sum()) - np.repeat(np.cumsum(taken) - taken, taken)
-    spread = np.repeat(np.maximum(users.sizes, k), taken)  # a user with n ≤ k rows has them all
+    spread = np.repeat(np.maximum(users.sizes, k), taken)  # a user with n ≤ k rows keeps all
     rows: NDArray[np.int64] = np.repeat(users.offsets[:-1], taken) + number * spread // k
     return rows

@@ -2,7 +2,7 @@
 
 A `UserStore` holds the rows of all users, in memory or mapped from a folder of .npy files:
 
-    store.json          format, version, names of the fields
+    store.json          format, names of the fields, broken users
     offsets.npy         int64 [N + 1]
     user_ids.npy        [N], absent when a user's id is its position
     field-<name>.npy    one per field
@@ -39,7 +39,9 @@ from fedpriv.data.columns import (
     columns_of,
     is_frame,
     numbered,
+    read_column,
     refuse_masked,
+    split_frame,
     to_array,
 )
 from fedpriv.errors import DataError, InvalidValueError, known_names
@@ -53,14 +55,14 @@ if TYPE_CHECKING:
 IdArray: TypeAlias = Array  # user ids, one per user or row, of a string or an integer dtype
 
 HELD_OUT_USER = "held_out_user"
-"""Field of held-out rows that says whose each is, for figures by user; no enrolled user has it."""
+"""The field of held-out rows with the id of each row's user; users' stores must not have it."""
 ROW_OWNERS = "row_owners"
-"""Field of a store whose rows may belong to several users: the ids [rows, owners] of all of them.
+"""The field with the ids [rows, owners] of all users to whom a row of a store belongs.
 
 The first is the user with whom the row is stored; an id is repeated where a row has fewer owners.
 """
-_FORMAT = "fedpriv user store"
-_VERSION = 1
+_COMPARED = 50_000  # rows of users and held-out rows that are compared
+_FORMAT = "fedpriv user store, version 1"
 _LOADERS = {
     "digits": "fedpriv.data.digits:load_digits",
     "hugging-face": "fedpriv.data.hugging_face:load_hugging_face",
@@ -71,15 +73,16 @@ _LOADERS = {
 
 @dataclass(frozen=True, eq=False, repr=False)
 class UserStore:
-    """The data of N users; user i (a position, 0 ≤ i < N) owns rows offsets[i]:offsets[i+1].
+    """The data of N users. The user at position i, 0 ≤ i < N, owns rows offsets[i]:offsets[i+1].
 
     Guarantees:
         * Every row is stored with exactly one user, and every user has exactly one position: the
           user is the unit of privacy, so a user enrolled twice would void the guarantee. So no two
-          ids read alike (`plain_id`), and none is empty, as ids that are missing in a file are.
-        * A row that belongs to others too names them all in the field `ROW_OWNERS`; whole users
+          ids read alike (`plain_id`), and no id is empty, as missing ids in a file are.
+        * If a row belongs to several users, the field `ROW_OWNERS` names all of them; whole users
           are never drawn from such a store.
-        * A user may have zero rows.
+        * A user may have zero rows. Users who are `broken` have none: they count as zero on a node,
+          and a simulation refuses them.
         * Arrays are held, not copied; memory-mapped fields stay memory-mapped.
         * repr shows fields and counts, never a user's id or data.
 
@@ -89,8 +92,10 @@ class UserStore:
 
     fields: Fields  # names are Python identifiers
     offsets: NDArray[np.int64]  # [N + 1], from 0 to rows, never decreasing; read-only
-    # N distinct ids, held as a read-only array; None where a user's id is its position.
+    # N distinct ids, stored as a read-only array; None: each id is the user's position.
     user_ids: Sequence[str] | IdArray | None = None
+    # By position of a user whose rows were left out: a sentence that says why.
+    broken: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         offsets = _checked_offsets(self.offsets, _checked_rows(self.fields)).view()
@@ -102,53 +107,80 @@ class UserStore:
         if ROW_OWNERS in self.fields:
             _check_owners(self)
 
+    def without(self, faults: Mapping[int, str]) -> Self:
+        """Return the store without the rows of users who have a fault; `faults` are by row.
+
+        DataError: there is a fault, and rows have several owners.
+        """
+        if not faults:
+            return self
+        broken = dict(self.broken)
+        for row in sorted(faults):
+            user = int(np.searchsorted(self.offsets, row, "right")) - 1
+            place = f"row {row - self.offsets[user]} of user {self.id_of(user)!r}"
+            broken.setdefault(user, f"{faults[row]}, in {place}")
+        if ROW_OWNERS in self.fields:
+            raise DataError(next(iter(broken.values())))
+        whole = ~np.isin(np.arange(self.population), [*broken])
+        kept = np.repeat(whole, self.sizes)
+        fields = {name: column[kept] for name, column in self.fields.items()}
+        return replace(self, fields=fields, offsets=offsets_of(self.sizes * whole), broken=broken)
+
+    def refuse_broken(self) -> None:
+        """Raise DataError if some user is broken; only a node lets such a user count as zero."""
+        for why in self.broken.values():
+            raise DataError(
+                f"{why}; {len(self.broken)} of {self.population} users have rows with such faults: "
+                "repair them, or leave them out, as dropna() of a frame does"
+            )
+
     def __repr__(self) -> str:
         columns = ", ".join(f"{name}: {_per_row(rows)}" for name, rows in self.fields.items())
         return f"UserStore(population={self.population}, rows={self.rows}, fields={{{columns}}})"
 
     @property
     def population(self) -> int:
-        """N, the number of users, with or without rows."""
+        """The number N of users, with or without rows."""
         return len(self.offsets) - 1
 
     @property
     def rows(self) -> int:
-        """Number of rows of all users together."""
+        """The number of rows of all users together."""
         return int(self.offsets[-1])
 
     @property
     def sizes(self) -> NDArray[np.int64]:
-        """Number of rows of each user, [N]; computed at each access."""
+        """The number of rows of each user, [N]; computed at each access."""
         return np.diff(self.offsets)
 
     def id_of(self, user: int) -> str:
-        """Id of the user at a position; InvalidValueError if it is not a position."""
+        """Return the id of the user at a position; InvalidValueError if it is not a position."""
         self.rows_of(user)
         return str(user if self.user_ids is None else self.user_ids[user])
 
     def rows_of(self, user: int) -> slice:
-        """Rows of the user at a position; InvalidValueError if it is not a position."""
+        """Return the rows of the user at a position; InvalidValueError if it is not a position."""
         if check_count("user", user, least=0) >= self.population:
             raise InvalidValueError(f"user is {user}; it must be below {self.population}")
         return slice(int(self.offsets[user]), int(self.offsets[user + 1]))
 
     def examples_of(self, user: int) -> dict[str, Array]:
-        """Fields of one user, name → array [rows of the user, ...]: views, or read-only mapped."""
+        """Return the fields of one user by name, [rows of the user, ...]: views of the store."""
         rows = self.rows_of(user)
         return {name: array[rows] for name, array in self.fields.items()}
 
     def take(self, rows: NDArray[np.integer], out: Fields | None = None) -> dict[str, Array]:
-        """Gather rows by number (any shape, repeats allowed), name → writable [*rows.shape, ...].
+        """Return a copy of rows by their numbers, of any shape: fields by name [*rows.shape, ...].
 
-        Reads only these rows of a mapped field and leaves none of its pages resident, so memory
-        does not grow with what was read. `out` has arrays to write to, for the fields wanted.
+        Of a mapped field only these rows are read, and no page stays resident, so memory does not
+        grow with the number of reads. `out` holds arrays to fill, and names the fields to read.
         """
         _check_positions("rows", rows, self.rows)
         wanted = dict.fromkeys(self.fields) if out is None else out
         return {name: _gather(self.fields[name], rows, into) for name, into in wanted.items()}
 
     def subset(self, users: NDArray[np.integer] | Sequence[int]) -> "UserStore":
-        """Store of some users, at distinct positions, with their ids and a copy of their rows."""
+        """Return a store of users at distinct positions, with their ids and copies of rows."""
         chosen = np.asarray(users, dtype=None if len(users) else np.int64)
         _check_positions("users", chosen, self.population)
         if chosen.ndim != 1:
@@ -158,7 +190,9 @@ class UserStore:
         offsets = offsets_of(sizes)
         rows = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], sizes)
         ids = chosen if self.user_ids is None else np.asarray(self.user_ids)[chosen]
-        return UserStore(self.take(rows), offsets, ids)
+        olds = enumerate(chosen.tolist())
+        broken = {new: self.broken[old] for new, old in olds if old in self.broken}
+        return UserStore(self.take(rows), offsets, ids, broken)
 
     def save(self, folder: str | Path) -> None:
         """Write the store to a new folder, which appears once all of it is on disk."""
@@ -166,7 +200,7 @@ class UserStore:
 
     @staticmethod
     def save_parts(folder: str | Path, parts: Iterable["UserStore"]) -> None:
-        """Write the users of several stores, one store after another, as one store.
+        """Write the users of several stores into one store, one store after the other.
 
         Parts are consumed lazily, so a generator can make a population larger than memory. A crash
         leaves a whole store or none. DataError if the folder exists or parts do not fit each other.
@@ -188,34 +222,34 @@ class UserStore:
 
     @classmethod
     def load(cls, folder: str | Path, *, mmap: bool = True) -> Self:
-        """Open a saved store; with `mmap`, fields are mapped read-only and not yet read."""
+        """Open a saved store; with `mmap`, fields are mapped read-only, and read later."""
         place = Path(folder)
-        names, with_ids = _read_description(place / "store.json")
+        names, with_ids, broken = _read_description(place / "store.json")
         fields = {name: _read_array(place / f"field-{name}.npy", mapped=mmap) for name in names}
         ids = _read_array(place / "user_ids.npy", mapped=False) if with_ids else None
-        return cls(fields, _read_array(place / "offsets.npy", mapped=False), ids)
+        return cls(fields, _read_array(place / "offsets.npy", mapped=False), ids, broken)
 
 
 @dataclass(frozen=True, eq=False)
 class Population:
-    """Enrolled users, and held-out rows to evaluate a model on, if there are any.
+    """Enrolled users, and perhaps held-out rows on which models are evaluated.
 
     The privacy ledger identifies the population by its name, and the ledger is public. So the name
-    is made of public facts: N, the number of users, and settings such as names of data sets; never
-    of a total or a digest of users' data, against which a guess could be tested. A name that stays
-    while the data change errs on the safe side: the ledger's charges then add up over both.
+    contains public facts: N, the number of users, and settings such as names of data sets. It never
+    contains a total or a digest of users' data, since guesses could be tested against them. A name
+    that stays while the data change errs on the safe side: the ledger adds up the charges of both.
     """
 
     name: str  # one printable line, such as "digits: 287 users, iid, seed 0"
-    users: UserStore  # the enrolled users' data, of which a task names inputs and targets
-    # Rows that no enrolled user trains on; fields, dtypes and row shapes of `users`. One more
-    # field, `HELD_OUT_USER`, may hold the id of each row's user, who is not enrolled. Empty: none.
+    users: UserStore  # the enrolled users' data; a task names the inputs and targets among them
+    # Rows that no enrolled user trains on, with the fields, dtypes and row shapes of `users`. The
+    # field `HELD_OUT_USER` may hold the id of each row's user, who is not enrolled.
     test: Fields = field(repr=False, default_factory=dict)
-    # Names of the classes in y, by number, if they have names.
+    # The names of the classes in y, in the order of their numbers; None: they have no names.
     classes: tuple[str, ...] | None = None
-    classes_given: bool = True  # False: they are all labels of these rows, so not public as such
-    # Name of the population in whose ledger this one goes on, after users joined or left. Charges
-    # add up over both, so ε holds for users who stayed, and more than holds for others.
+    classes_given: bool = True  # False: they are all labels in the rows, so they are not public
+    # The name of an earlier population, whose ledger goes on after users joined or left. Charges
+    # add up over both; ε holds for users who stayed, and is larger than needed for others.
     succeeds: str | None = None
     projected: tuple[int, int | None] | None = None  # N' and the cohort of `as_if`
 
@@ -243,13 +277,39 @@ class Population:
 
     @property
     def ledger_name(self) -> str:
-        """The name in the ledger: that of the first of successive populations."""
+        """The name in the ledger, which is that of the first of successive populations."""
         return self.succeeds or self.name
+
+    @property
+    def copies(self) -> int:
+        """The number of held-out rows that users also have; 0 if rows may be equal by chance."""
+        if not self.test:
+            return 0
+        names = sorted(self.users.fields.keys() - {ROW_OWNERS})
+        held_out, own = (
+            {*zip(*([v.tobytes() for v in fields[n][:_COMPARED]] for n in names), strict=True)}
+            for fields in (self.test, self.users.fields)
+        )
+        copies, rows = len(held_out & own), min(_COMPARED, *map(len, self.test.values()))
+        return copies if copies > 0.1 * rows and len(held_out) > 0.9 * rows else 0
+
+    @property
+    def public_classes(self) -> tuple[str, ...]:
+        """The public names of classes, by number; the name of any other class is empty.
+
+        Names that were given are public. Otherwise the names in held-out rows are public, and a
+        last empty name stands for further classes that users may have.
+        """
+        if self.classes is None or self.classes_given:
+            return self.classes or ()
+        held_out = np.unique(self.test.get("y", np.empty(0))).tolist()
+        seen = (name if n in held_out else "" for n, name in enumerate(self.classes))
+        return (*seen, "")
 
     def _check_test(self) -> None:
         owners = self.test.get(HELD_OUT_USER)
         enrolled = {name: field for name, field in self.users.fields.items() if name != ROW_OWNERS}
-        if not self.test.keys() >= enrolled.keys():  # they may have more, by which to group them
+        if not self.test.keys() >= enrolled.keys():  # more fields may group the rows
             fields, names = sorted(self.test.keys() - {HELD_OUT_USER}), sorted(enrolled)
             raise DataError(
                 f"test rows have the fields {fields}; they must have those of users, {names}"
@@ -279,23 +339,24 @@ class Population:
         classes: Classes | None = None,
         name: str = "people",
     ) -> "Population":
-        """A population from rows in any order, each with the id of its user.
+        """Return a population of rows in any order, each with the id of its user.
 
-        All columns are arrays, tensors, frames or nested lists, [rows, ...]; ids are all strings or
-        all integers, else DataError. `held_out` has inputs and targets of rows that belong to no
-        user; without it, nothing but private metrics says how good a model is. Its inputs may be
-        columns by name, among them columns that users lack, for `Task.by`.
-        The name is public, as it goes into the ledger; the number of users is appended. Several
-        inputs are columns by name, for a task with these names as `inputs`. With the ids of the
-        users of held-out rows, none of whom may be enrolled, models are also measured by user.
+        All columns are arrays, tensors, frames or nested lists, [rows, ...]. Ids must be all
+        strings or all integers. Several inputs are columns by name, for a task with these names as
+        `inputs`. `held_out` has inputs and targets of rows that belong to no user; without it, only
+        private metrics measure models. Its inputs may be columns by name, and may include columns
+        that users lack, for `Task.by`. `held_out_users` are the ids of their users, none of whom
+        may be enrolled; with them, models are also measured by user. The name is public, since the
+        ledger states it; the number of users is appended.
 
-        Labels in y may be text: they become numbers, in the order of `classes`. By default these
-        are the categories of y, or all its texts in order; so they are read from users' data, and
-        whoever is shown them learns that some user has each. Give `classes` where that matters.
-        Text elsewhere, and missing values, are a DataError.
+        Labels in y may be text. They become numbers, in the order of `classes`; by default these
+        are the categories of y, or all its texts in order. The default is read from users' data,
+        and reveals which labels occur, so give `classes` where that matters. DataError: there is
+        text in another field, or a column cannot be read. Users with missing or unknown labels, or
+        other faults of `read_column`, are `broken`.
 
-        A row may belong to several users, up to `owners`: `user_ids` then has a list of ids for
-        each row, and the name says so. Only examples can then be drawn, not whole users.
+        A row may belong to several users, at most `owners`. Then `user_ids` has a list of ids for
+        each row, the name says so, and examples can be drawn, but not whole users.
 
         >>> x, y = np.eye(4), ["no", "yes", "no", "yes"]
         >>> ids = ["ann", "bob", "ann", "eve"]
@@ -324,10 +385,10 @@ class Population:
         classes: Classes | None = None,
         name: str = "people",
     ) -> "Population":
-        """A population from the rows of each user: a table by id, or a list without ids.
+        """Return a population of the rows of each user: a table by id, or a list without ids.
 
-        The rows of a user, and those that are held out, are a pair of inputs and targets, fields by
-        name, or a torch dataset. All else is as in `from_arrays`.
+        The rows of a user, and held-out rows, are a pair of inputs and targets, fields by name, or
+        a torch dataset. Everything else is as in `from_arrays`.
         """
         from fedpriv.data.arrays import from_grouped  # noqa: PLC0415 - it needs the store
 
@@ -345,11 +406,11 @@ class Population:
         classes: Classes | None = None,
         name: str = "people",
     ) -> "Population":
-        """A population from a `torch.utils.data.Dataset`, and the id of each item's user.
+        """Return a population of a `torch.utils.data.Dataset`, with the id of each item's user.
 
-        It has a length. Its items are pairs (x, y), or dicts whose keys are the names of fields;
-        all items have values of one shape, which are held in memory. All else is as in
-        `from_arrays`.
+        The dataset has a length. Its items are pairs (x, y), or dicts whose keys are the names of
+        fields. The values of all items have one shape, and are kept in memory. Everything else is
+        as in `from_arrays`.
         """
         from fedpriv.data.arrays import from_arrays  # noqa: PLC0415 - it needs the store
 
@@ -370,37 +431,35 @@ class Population:
         classes: Classes | None = None,
         name: str = "people",
     ) -> "Population":
-        """A population from a frame of pandas, polars or pyarrow, a row for each example.
+        """Return a population of a frame of pandas, polars or pyarrow, with a row per example.
 
         * y: the column of targets, or a list of several columns of numbers.
-        * user: the column that says whose each row is.
+        * user: the column with the id of each row's user.
         * x: a list of columns of numbers or booleans, by default all others, which become one
           input float32 [rows, columns]; or one column, whose values may be arrays.
         * held_out: another frame, of people who are not enrolled; or a share of the users in
           (0, 1), who are drawn with the seed and are then not enrolled.
-        * by: columns of held-out rows that group figures, see `Task.by`; no inputs by default.
+        * by: columns of held-out rows that group figures, see `Task.by`; by default they are no
+          inputs.
 
-        All else is as in `from_arrays`. DataError names a column that is absent, holds text, or has
-        no value in some rows.
+        Everything else is as in `from_arrays`. DataError names a column that is absent or holds
+        text.
         """
-        from fedpriv.data.arrays import from_arrays  # noqa: PLC0415 - it needs the store
+        from fedpriv.data.arrays import from_columns  # noqa: PLC0415 - it needs the store
 
-        of_users = by
-        if not isinstance(held_out, int | float) and is_frame(frame):  # it may lack them
-            of_users = [column for column in by if column in columns_by_name(frame)]
-        rows, apart = FrameRows.of("the frame", frame, x, y, user, of_users), None
-        rows = replace(rows, ids=as_id_array(rows.ids))
         if isinstance(held_out, int | float):
-            rows, apart = rows.split(held_out, seed)
-        elif held_out is not None:
-            named = is_frame(held_out) and user in columns_by_name(held_out)
-            apart = FrameRows.of(
-                "the frame held_out", held_out, rows.inputs, y, user if named else None, by
-            )
-        users = from_arrays({"x": rows.x, "y": rows.y}, rows.ids)
+            ids = as_id_array(FrameRows.of("the frame", frame, x, y, user, by).ids)
+            frame, held_out = split_frame(frame, ids, held_out, seed)
+        of_users = [name for name in by if is_frame(frame) and name in columns_by_name(frame)]
+        rows, apart = FrameRows.of("the frame", frame, x, y, user, of_users), None
+        if held_out is not None:
+            named = user if is_frame(held_out) and user in columns_by_name(held_out) else None
+            apart = FrameRows.of("the frame held_out", held_out, rows.inputs, y, named, by)
+        columns = {"x": read_column("x", rows.x), "y": read_column(f"column {y!r}", rows.y)}
+        users = from_columns(columns, rows.ids)
         test = None if apart is None else ({"x": apart.x, **apart.groups}, apart.y)
         owners = apart.ids if apart is not None and len(apart.ids) else None
-        return _with_held_out(name, users, test, owners, classes, rows.categories)
+        return _with_held_out(name, users, test, owners, classes, categories_of(rows.y))
 
 
 def _with_held_out(
@@ -411,7 +470,7 @@ def _with_held_out(
     classes: Classes | None,
     categories: Classes | None = None,
 ) -> Population:
-    """A population with held-out rows, and the ids of their users if these are known."""
+    """Return a population with held-out rows, and the ids of their users if they are known."""
     check_types(name=(name, str))
     columns = {} if rows is None else columns_of(rows, "held-out rows")
     test = {field: to_array(f"held-out field {field!r}", each) for field, each in columns.items()}
@@ -428,24 +487,24 @@ def numbered_population(
     classes: Classes | None,
     categories: Classes | None = None,
 ) -> Population:
-    """A population with numbers for labels, see `numbered`, by classes, or else by categories."""
+    """Return a population whose labels are numbered by classes, or else by categories."""
     given = classes is not None
     named = ROW_OWNERS, HELD_OUT_USER  # they hold ids
     fields, rows = (
         {name: column for name, column in columns.items() if name not in named}
         for columns in (users.fields, test)
     )
-    fields, rows, names = numbered(fields, rows, classes if given else categories)
+    fields, rows, names, faults = numbered(fields, rows, classes if given else categories)
     if any(column is not users.fields[field] for field, column in fields.items()):
         users = replace(users, fields={**users.fields, **fields})
-    return Population(name, users, {**test, **rows}, names, given)
+    return Population(name, users.without(faults), {**test, **rows}, names, given)
 
 
 def cut_up(population: Population, rows: int, called: str) -> Population:
-    """Each piece of so many consecutive rows of a user as a record of its own.
+    """Return a population in which each piece of `rows` consecutive rows of a user is a record.
 
-    The last piece of a user may have fewer rows, and a user without rows has none. Rows stay where
-    they are. Ids are "user/number", from 0; `called` is added to the population's name.
+    The last piece of a user may have fewer rows, and a user without rows has no piece. Rows are not
+    copied. Ids are "user/number", from 0; `called` is added to the population's name.
     """
     users = population.users
     pieces = -(-users.sizes // rows)
@@ -463,7 +522,7 @@ def cut_up(population: Population, rows: int, called: str) -> Population:
 
 
 def sharing(users: UserStore) -> str:
-    """What the name of a population says of rows with several owners; nothing without such rows."""
+    """Return what a population's name says about rows with several owners; "" without them."""
     if ROW_OWNERS not in users.fields:
         return ""
     most = users.fields[ROW_OWNERS].shape[1]
@@ -497,8 +556,8 @@ def check_count(name: str, value: object, least: int = 1) -> int:
 
 
 def check_like(what: str, rows: Array, others: str, like: Array) -> None:
-    """Raise DataError unless rows of two arrays may stand in one field."""
-    # The dtype's type, because strings of different widths fit each other.
+    """Raise DataError unless the rows of two arrays fit into one field."""
+    # Types rather than dtypes, because strings of different widths fit each other.
     kind, other = ((a.dtype.type, a.dtype.isnative, a.shape[1:]) for a in (rows, like))
     if kind != other:
         found = f"{what} is {_per_row(rows)} per row; {others} {_per_row(like)}"
@@ -506,14 +565,14 @@ def check_like(what: str, rows: Array, others: str, like: Array) -> None:
 
 
 def offsets_of(sizes: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Offsets [N + 1] of users with these numbers of rows [N]."""
+    """Return the offsets [N + 1] of users with these numbers of rows [N]."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
 def spread_over(offsets: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
-    """A share of each user's rows, spread over them: [rows].
+    """Return whether each row belongs to a share of its user's rows, spread evenly: [rows].
 
-    Of a user's rows j = 0, 1, … those at which ⌊(j + 1)·share⌋ steps up.
+    Row j of a user, from 0, belongs to it if ⌊(j + 1)·share⌋ > ⌊j·share⌋.
     """
     within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
     return np.floor((within + 1) * share) > np.floor(within * share)
@@ -522,12 +581,10 @@ def spread_over(offsets: NDArray[np.int64], share: float) -> NDArray[np.bool_]:
 def as_id_array(ids: Sequence[object] | Array) -> IdArray:
     """Turn user ids [n] into an array of strings or of integers; DataError if they are neither.
 
-    NumPy would merge or split users by converting mixed, missing (None, NaN, masked), float or bool
-    ids, and by taking null characters from the ends of strings, as it did with those that it holds.
+    NumPy would merge or split users: it converts mixed, missing (None, NaN, masked), float and bool
+    ids, and drops null characters at the ends of strings.
     """
-    if not isinstance(ids, Iterable):
-        raise DataError(f"user ids are {ids!r}; they must be a list, one id per row")
-    if isinstance(ids, str | bytes | Set | Mapping):  # which are no list of what rows have
+    if not isinstance(ids, Iterable) or isinstance(ids, str | bytes | Set | Mapping):
         found = f"user ids are of the type {type(ids).__name__}"
         raise DataError(f"{found}; they must be a list, one id per row")
     if isinstance(ids, np.ndarray) and ids.ndim != 1:
@@ -552,14 +609,14 @@ def as_id_array(ids: Sequence[object] | Array) -> IdArray:
 
 
 def plain_id(user: object) -> str:
-    """An id as it reads: without spaces at its ends, in Unicode's form NFC."""
+    """Return an id as people read it: in Unicode's form NFC, without spaces at its ends."""
     return unicodedata.normalize("NFC", str(user)).strip()
 
 
 def check_not_enrolled(owners: Sequence[object] | Array, enrolled: Iterable[object]) -> None:
-    """Raise DataError if an owner of held-out rows is enrolled, by ids that read alike.
+    """Raise DataError if an owner of held-out rows is enrolled; ids are compared by `plain_id`.
 
-    Figures of an enrolled user would be a statement that no guarantee covers.
+    No guarantee covers figures of an enrolled user.
     """
     if both := {*map(plain_id, np.unique(as_id_array(owners)))} & {*map(plain_id, enrolled)}:
         found = f"held-out rows name {len(both)} of the enrolled users"
@@ -567,7 +624,7 @@ def check_not_enrolled(owners: Sequence[object] | Array, enrolled: Iterable[obje
 
 
 def _narrow(texts: NDArray[np.str_]) -> NDArray[np.str_]:
-    """Strings in memory for the longest; numbers as text have room for any."""
+    """Return the strings in an array that is as wide as the longest of them."""
     narrow: NDArray[np.str_] = texts.astype(f"U{np.char.str_len(texts).max(initial=1)}")
     return narrow
 
@@ -587,12 +644,12 @@ def _checked_ids(ids: Sequence[str] | IdArray, users: int) -> IdArray:
 
 
 def _check_read_apart(ids: list[str]) -> None:
-    """Raise DataError if an id is empty, or two would be the same person's."""
+    """Raise DataError if an id is empty, or if two ids read alike."""
     plains = [*map(plain_id, ids)]
     if "" in plains:
         empty = ids[plains.index("")]
         raise DataError(f"user id {empty!r} is empty; every row must name its user")
-    if plains == ids:  # which are distinct
+    if plains == ids:  # ids are distinct
         return
     first: dict[str, str] = {}
     for plain, user in zip(plains, ids, strict=True):
@@ -602,7 +659,7 @@ def _check_read_apart(ids: list[str]) -> None:
 
 
 def _check_owners(users: UserStore) -> None:
-    """Raise DataError unless each row names users alone, and first the one it is stored with."""
+    """Raise DataError unless each row names enrolled users, and first the one that stores it."""
     owners, ids = users.fields[ROW_OWNERS], users.user_ids
     if owners.ndim != 2 or owners.shape[1] < 2 or ids is None:
         shape = owners.shape
@@ -648,7 +705,7 @@ def _checked_offsets(offsets: Array, rows: int) -> NDArray[np.int64]:
 
 
 def _check_positions(name: str, positions: NDArray[np.integer], end: int) -> None:
-    # NumPy would read -1 as the last row, which is another user's.
+    # NumPy would read -1 as the last row, which belongs to another user.
     if positions.dtype.kind not in "iu":
         raise InvalidValueError(f"{name} have dtype {positions.dtype}; they must be integers")
     if positions.size and not (positions.min() >= 0 and positions.max() < end):
@@ -661,7 +718,7 @@ def _per_row(rows: Array) -> str:
 
 
 def _gather(column: Array, rows: NDArray[np.integer], out: Array | None) -> Array:
-    """Copy legal rows of a field; pages of a mapped one are given back to the system's cache."""
+    """Return a copy of legal rows of a field; pages of a mapped field do not stay resident."""
     mapping = column.base if isinstance(column, np.memmap) and column.mode == "r" else None
     if isinstance(mapping, mmap.mmap) and rows.size and column.strides[0]:
         _read_ahead(mapping, column.offset % mmap.ALLOCATIONGRANULARITY, column.strides[0], rows)
@@ -673,7 +730,7 @@ def _gather(column: Array, rows: NDArray[np.integer], out: Array | None) -> Arra
 
 
 def _read_ahead(mapping: mmap.mmap, start: int, size: int, rows: NDArray[np.integer]) -> None:
-    """Ask for the pages of all rows at once: otherwise each page would be waited for in turn."""
+    """Request the pages of all rows at once; otherwise each page would cause a wait of its own."""
     ordered = np.sort(rows.astype(np.int64), axis=None)
     pages = (start + ordered * size) // mmap.PAGESIZE
     ends = (start + (ordered + 1) * size - 1) // mmap.PAGESIZE + 1
@@ -685,9 +742,9 @@ def _read_ahead(mapping: mmap.mmap, start: int, size: int, rows: NDArray[np.inte
 
 
 def _write_parts(folder: Path, parts: Iterable[UserStore]) -> None:
-    """Write all files of a store; of the fields, one part is in memory at a time."""
+    """Write all files of a store; one part is in memory at a time."""
     like, files = dict[str, Array](), dict[str, BinaryIO]()
-    sizes, ids = list[NDArray[np.int64]](), list[IdArray]()
+    sizes, ids, broken = list[NDArray[np.int64]](), list[IdArray](), dict[int, str]()
     with ExitStack() as opened:
         for part in parts:
             for name, column in part.fields.items() if not sizes else ():
@@ -698,11 +755,13 @@ def _write_parts(folder: Path, parts: Iterable[UserStore]) -> None:
             if part.fields.keys() != like.keys():
                 raise DataError(f"parts have the fields {list(like)} and {list(part.fields)}")
             for name, column in part.fields.items():
-                one, other = _per_row(like[name]), _per_row(column)
-                if one != other:
-                    found = f"{one} per row in one part, {other} in another"
-                    raise DataError(f"field {name!r} is {found}")
+                if (one := _per_row(like[name])) != (other := _per_row(column)):
+                    raise DataError(
+                        f"field {name!r} is {one} per row in one part, {other} in another"
+                    )
                 np.ascontiguousarray(column).tofile(files[name])
+            before = sum(map(len, sizes))
+            broken |= {before + user: why for user, why in part.broken.items()}
             sizes.append(part.sizes)
             ids += [] if part.user_ids is None else [as_id_array(part.user_ids)]
         if not sizes:
@@ -713,8 +772,8 @@ def _write_parts(folder: Path, parts: Iterable[UserStore]) -> None:
     np.save(folder / "offsets.npy", offsets)
     if ids:
         np.save(folder / "user_ids.npy", _joined_ids(ids, len(sizes), len(offsets) - 1))
-    description = {"format": _FORMAT, "version": _VERSION, "fields": [*like], "user_ids": bool(ids)}
-    (folder / "store.json").write_text(json.dumps(description, indent=1))
+    facts = {"format": _FORMAT, "fields": [*like], "user_ids": bool(ids), "broken": broken}
+    (folder / "store.json").write_text(json.dumps(facts, indent=1))
 
 
 def _write_header(file: BinaryIO, like: Array, rows: int) -> None:
@@ -727,29 +786,27 @@ def _write_header(file: BinaryIO, like: Array, rows: int) -> None:
 def _joined_ids(ids: list[IdArray], parts: int, users: int) -> IdArray:
     if len(ids) < parts:
         raise DataError(f"{len(ids)} of {parts} parts have user ids; all must have them, or none")
-    # NumPy would make strings of 1 and "1", and floats of signed and unsigned integers.
+    # NumPy would turn 1 and "1" into strings, and signed and unsigned integers into floats.
     kinds = {part.dtype.kind: str(part.dtype) for part in ids}
     if len(kinds) > 1:
         raise DataError(f"parts have user ids of {' and '.join(kinds.values())}, not of one kind")
     return _checked_ids(np.concatenate(ids), users)
 
 
-def _read_description(path: Path) -> tuple[list[str], bool]:
-    """Names of the fields, and whether users have ids."""
+def _read_description(path: Path) -> tuple[list[str], bool, dict[int, str]]:
+    """Return the names of the fields, whether users have ids, and why users are broken."""
     if not path.is_file():
         raise DataError(f"{path.parent} is not a saved user store: it has no store.json")
     try:
-        description = json.loads(path.read_text())
-    except ValueError:
-        description = None
-    if not isinstance(description, dict) or description.get("format") != _FORMAT:
-        raise DataError(f"{path} does not describe a user store")
-    version, names = description.get("version"), description.get("fields")
-    if version != _VERSION:
-        raise DataError(f"{path} has version {version!r}; this program reads version {_VERSION}")
-    if not isinstance(names, list) or not all(str(name).isidentifier() for name in names):
-        raise DataError(f"{path} has the fields {names!r}, not a list of names")
-    return names, bool(description.get("user_ids"))
+        facts = json.loads(path.read_text())
+        found, names = facts["format"], [*map(str, facts["fields"])]
+        broken = {int(user): str(why) for user, why in facts["broken"].items()}
+        with_ids = bool(facts["user_ids"])
+    except (ValueError, TypeError, KeyError, AttributeError):
+        found = None
+    if found != _FORMAT or not all(name.isidentifier() for name in names):
+        raise DataError(f"{path} has the format {found!r}; this program reads {_FORMAT!r}")
+    return names, with_ids, broken
 
 
 def _read_array(path: Path, *, mapped: bool) -> NDArray[Any]:
@@ -761,6 +818,6 @@ def _read_array(path: Path, *, mapped: bool) -> NDArray[Any]:
     except (ValueError, EOFError) as error:  # NumPy's text may quote the content
         raise DataError(f"{path} cannot be read as an array of numbers or strings") from error
     if isinstance(array.base, mmap.mmap):
-        # Cohorts are scattered: without this, each page read would bring in unwanted neighbours.
+        # Users of a cohort are scattered: otherwise each read would load unused pages nearby.
         array.base.madvise(mmap.MADV_RANDOM)
     return array

@@ -69,7 +69,7 @@ def _draw(
     x = np.empty((rows, width), dtype=np.float32)
     first, at_once = 0, max(1, _VALUES_AT_ONCE // width)
     while first < len(offsets) - 1:
-        # Users of about `at_once` rows together, at least one user: temporaries stay small.
+        # At least one user, and users with about `at_once` rows: temporary arrays stay small.
         end = int(np.searchsorted(offsets, offsets[first] + at_once))
         last = min(max(end, first + 1), len(offsets) - 1, first + at_once)
         sizes = np.diff(offsets[first : last + 1])

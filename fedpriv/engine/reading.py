@@ -5,7 +5,7 @@ What rows alone decide is settled where a population is made, see `fedpriv.data.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,22 +26,26 @@ from fedpriv.engine.task import (
 from fedpriv.errors import ModelError
 
 _NO_CLASS = -(2**31)
+_EXACT = 2**24  # up to which float32 holds every whole number
 
 
 def rows_for(task: Task, rows: Fields) -> Fields:
-    """Rows whose inputs are float32 if the model takes no integers, and targets [n] if one each.
+    """Rows whose inputs are of the type that the model takes, and targets [n] if one each.
 
-    Types and shapes alone decide this, with what the model returns for a row of zeros. Inputs that
-    are mapped from disk stay, and so do targets [n, 1] where the outputs fit them, or the loss is
-    not one of `LOSSES`.
+    Types and shapes alone decide this, with what the model returns for a row of zeros. Integers
+    become int64 or float32, and floats int64, if the model takes these alone. Inputs that are
+    mapped from disk stay, and so do targets [n, 1] where the outputs fit them, or the loss is not
+    one of `LOSSES`.
     """
     if not {*task.fields} <= rows.keys():
         return rows
     x, y = rows.get(str(task.inputs)), rows[task.targets]
-    if x is not None and x is not y and x.dtype.kind in "iu" and not isinstance(x, np.memmap):
-        numbers = {**rows, str(task.inputs): x[:0].astype(np.float32)}
-        if _outputs(task, rows) is None and _outputs(task, numbers) is not None:
-            rows = {**rows, str(task.inputs): x.astype(np.float32)}
+    if x is not None and x is not y and x.dtype.kind in "iuf" and not isinstance(x, np.memmap):
+        tried = [_whole] if x.dtype.kind == "f" else [_as(np.int64), _as(np.float32)]
+        for read in tried if _outputs(task, rows) is None else ():
+            if _outputs(task, {**rows, str(task.inputs): read(x[:0])}) is not None:
+                rows = {**rows, str(task.inputs): read(x)}
+                break
     if y.shape[1:] == (1,) and task.loss in LOSSES.values():
         axes = 2 if task.loss is cross_entropy else 1
         if len(_outputs(task, rows) or ()) == axes:
@@ -61,12 +65,25 @@ def population_for(task: Task, population: Population) -> Population:
     users = rows_for(task, fields)
     if population.classes and task.targets == "y":
         _check_classes(task, population, _outputs(task, users) or ())
-    classes = _classes_of(task, test) if test and task.loss is cross_entropy else None
-    if classes:
-        users, test = ({**r, task.targets: classes(r[task.targets])} for r in (users, test))
+    read = _reader(task, test) if test else None
+    if read and (read(test[task.targets]) != _NO_CLASS).all():
+        users, test = ({**r, task.targets: read(r[task.targets])} for r in (users, test))
     if all(users[name] is fields[name] for name in fields):
         return population
     return replace(population, users=replace(population.users, fields=users), test=test)
+
+
+def users_for(task: Task, fields: Fields) -> Fields:
+    """Return users' fields as a task reads them where nothing is held out, as at a node.
+
+    Types and shapes alone decide: a missing label may have made floats of the classes of all users,
+    and with cross-entropy they can be nothing else. Shares of classes in floats stay.
+    """
+    users = rows_for(task, fields)
+    read = _reader(task, users)
+    if read is None or (users[task.targets].dtype.kind == "f" and users[task.targets].ndim > 1):
+        return users
+    return {**users, task.targets: read(users[task.targets])}
 
 
 def _check_classes(task: Task, population: Population, outputs: tuple[int, ...]) -> None:
@@ -88,12 +105,14 @@ def _check_classes(task: Task, population: Population, outputs: tuple[int, ...])
         )
 
 
-def _classes_of(task: Task, rows: Fields) -> Callable[[Any], NDArray[np.int64]] | None:
-    """Return the function from these rows' targets to classes; None if they are other targets."""
+def _reader(task: Task, rows: Fields) -> Callable[[Any], NDArray[np.int64]] | None:
+    """Return the function from targets to classes if their type and shape may need it."""
+    if task.loss is not cross_entropy or not {*task.fields} <= rows.keys():
+        return None
     y, outputs = rows[task.targets], _outputs(task, rows) or ()
     read, kinds = (_whole, "f") if y.ndim == 1 else (_one_hot, "biuf")
     fits = len(outputs) == 2 and outputs[1] > 1 and y.shape[1:] in ((), outputs[1:])
-    return read if fits and y.dtype.kind in kinds and (read(y) != _NO_CLASS).all() else None
+    return read if fits and y.dtype.kind in kinds else None
 
 
 def _one_hot(y: Any) -> NDArray[np.int64]:
@@ -101,9 +120,13 @@ def _one_hot(y: Any) -> NDArray[np.int64]:
     return np.where(valid, y.argmax(1), _NO_CLASS)
 
 
-def _whole(y: Any) -> NDArray[np.int64]:
-    valid = (np.abs(y) < 2**31) & (y == np.rint(y))
-    return np.where(valid, y, _NO_CLASS).astype(np.int64)
+def _whole(numbers: Any) -> NDArray[np.int64]:
+    valid = (np.abs(numbers) <= _EXACT) & (numbers == np.rint(numbers))
+    return np.where(valid, numbers, _NO_CLASS).astype(np.int64)
+
+
+def _as(kind: type) -> Callable[[Any], NDArray[Any]]:
+    return lambda integers: cast(NDArray[Any], integers.astype(kind))
 
 
 def _outputs(task: Task, rows: Fields) -> tuple[int, ...] | None:

@@ -52,10 +52,10 @@ def released_model(
     and `as_if` of a projection;
     `tied`, from each omitted name to the name in the file; `frozen`, with `names` of the tensors
     that neither rounds nor users change, and `sha256`, their `sha256_of`; and `classes`, their
-    names, which must be public.
+    names, which must be public, unless some are "".
     """
     release: dict[str, object] = {"round": state.round}
-    if classes:
+    if classes and all(classes):
         release["classes"] = classes
     for result in results:
         if result.round == state.round:

@@ -23,7 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from fedpriv.engine.arithmetic import Activations
 from fedpriv.engine.bounds import WithinBounds
 from fedpriv.errors import InvalidValueError, ModelError, known_names
-from fedpriv.measures.figures import ALWAYS, Seen, figure_of
+from fedpriv.measures.figures import ALWAYS, SCORES_FIRST, Seen, figure_of
 from fedpriv.measures.metrics import MetricFunction
 from fedpriv.privacy.clipping_torch import TorchTensors, to_device
 from fedpriv.support.checks import check_types, plain_numbers, require
@@ -75,6 +75,10 @@ def class_losses(outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
             f"targets are {str(targets.dtype).removeprefix('torch.')}{list(targets.shape)}; "
             "cross-entropy needs classes that are whole numbers, as y.astype(int) makes, and mse "
             "is for others"
+        )
+    if outputs.dim() == targets.dim() + 1 and outputs.shape[2:] != targets.shape[1:]:
+        raise ModelError(
+            f"outputs are {list(outputs.shape)} and targets {list(targets.shape)}; {SCORES_FIRST}"
         )
     if outputs.dim() == targets.dim() + 1 > 2 and outputs.stride(1) == 1:
         scores = outputs.movedim(1, -1).flatten(0, -2)

@@ -3,7 +3,9 @@
 import copy
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -12,15 +14,20 @@ from torch import Tensor, nn
 
 from fedpriv.engine.arithmetic import generator_apart
 from fedpriv.engine.task import (
+    LOSSES,
     HeldOut,
     Inputs,
+    Loss,
     Task,
     binary_cross_entropy,
     called,
     cross_entropy,
     each_input,
+    huber,
+    squared_error,
 )
 from fedpriv.errors import ModelError
+from fedpriv.measures.figures import SCORES_FIRST
 from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.training.local import SGD
 from fedpriv.training.request import LocalTraining
@@ -28,6 +35,8 @@ from fedpriv.training.request import LocalTraining
 _ROUNDING = 0.02  # relative difference of losses that count as equal, for bfloat16
 _ROWS = 16  # on which gradients are computed
 _LARGE = 1e4  # inputs beyond it are likely to be why a model does not learn
+_UNSCALED = 100.0  # inputs beyond it make a model learn slowly
+_SHORT = 1e-3  # of the clipping norm: shorter updates are lost in the noise
 _SUM_ROUNDING = 1e-4  # how far a sum of probabilities in float32 may be from 1
 
 
@@ -104,9 +113,9 @@ def check_targets(task: Task, rows: HeldOut) -> None:
 def _number_of_scores(task: Task, rows: HeldOut) -> int:
     """Return how many scores the model gives for each target, or 0 if outputs are no scores."""
     few = {column: rows[column][:2] for column in task.fields}
-    model, constants = task.evaluated().model, task.constants(torch.device("cpu"))
-    parameters = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
     try:
+        model, constants = task.evaluated().model, task.constants(torch.device("cpu"))
+        parameters = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
         outputs = _outputs_once(model, parameters | constants, _tensors(task, few)[0])
     except Exception:  # of any class; `check_task` names it
         return 0
@@ -115,16 +124,21 @@ def _number_of_scores(task: Task, rows: HeldOut) -> int:
 
 
 def check_learns(
-    task: Task, rows: HeldOut, examples: HeldOut, local: LocalTraining
+    task: Task,
+    rows: HeldOut,
+    examples: HeldOut,
+    local: LocalTraining,
+    clipping_norm: float = 0.0,
 ) -> tuple[str, ...]:
     """Refuse a task that no user could train, and return why it is likely to train badly.
 
     A model that ends in a softmax or a sigmoid, whose loss takes another, is likely to train badly,
-    and so is a loss that reaches only some parameters. The task is tried on held-out `rows`, or
-    without them on random rows like `examples`.
+    and so are a loss that reaches only some parameters, large inputs, and local steps that are
+    short by the clipping norm. The task is tried on held-out `rows`, or without them on random rows
+    like `examples`.
 
     ModelError: gradients by all parameters are zero or not finite, or a first local step of SGD is
-    not finite.
+    not finite or changes no parameter.
     """
     task = replace(task, model=copy.deepcopy(task.model))
     tried = _Tried.on(task, _counting(task, rows)) if rows else None
@@ -140,8 +154,8 @@ def check_learns(
             f"no user could train the model: gradients of the loss by all parameters are {kind} on "
             f"{len(tried.y)} {'held-out' if rows else 'random'} rows; {tried.likely_cause}"
         )
-    tried.check_first_step(local)
-    return tried.notes
+    short = tried.check_first_step(local, clipping_norm)
+    return (*tried.notes, *short)
 
 
 @dataclass(frozen=True)
@@ -197,6 +211,20 @@ class _Tried:
     def notes(self) -> tuple[str, ...]:
         """Why the task is likely to train badly, in a sentence each, with the cure."""
         notes, last = list[str](), "softmax" if self.task.loss is cross_entropy else "sigmoid"
+        numbers = {"inputs": self.largest_input}
+        if self.task.loss in (squared_error, huber):
+            numbers["targets"] = float(self.y.abs().max())
+        for what, largest in numbers.items():
+            if largest > _UNSCALED:
+                notes.append(
+                    f"{what} are as large as {largest:.3g}, at which models learn slowly: scale "
+                    "them to about 1, by constants that are public"
+                )
+        if not self.y.is_floating_point() and bool((self.losses < 0.0).any()):
+            notes.append(
+                "losses of classes are negative, as those of NLLLoss without a LogSoftmax are: use "
+                "cross-entropy"
+            )
         if self.are_probabilities:
             notes.append(
                 f"outputs of the model look like probabilities, of which the loss takes the {last} "
@@ -218,36 +246,59 @@ class _Tried:
         return tuple(notes)
 
     @property
+    def largest_input(self) -> float:
+        """The largest absolute value among the inputs that are no integers."""
+        inputs = self.x.values() if isinstance(self.x, dict) else [self.x]
+        return max((float(t.abs().max()) for t in inputs if t.is_floating_point()), default=0.0)
+
+    @property
     def likely_cause(self) -> str:
         """The likely reason why nothing is trained, and the cure."""
-        inputs = self.x.values() if isinstance(self.x, dict) else [self.x]
-        largest = max((float(t.abs().max()) for t in inputs if t.is_floating_point()), default=0.0)
         if self.outputs.dim() > 1 and self.outputs.shape[1] == 1 and not self.losses.any():
             return (
                 "the model gives one score, and the cross-entropy of one class is always 0: use "
                 "the loss binary-cross-entropy, and for numbers mse"
             )
-        if not largest <= _LARGE:
-            return f"inputs are as large as {largest:.2g}: scale them to about 1"
+        if not self.largest_input <= _LARGE:
+            return f"inputs are as large as {self.largest_input:.2g}: scale them to about 1"
         if self.are_probabilities:
             return "the model ends in a softmax, and cross-entropy takes another: leave it out"
         return "check how the model is initialised, and whether units such as ReLU give 0 always"
 
-    def check_first_step(self, local: LocalTraining) -> None:
-        """Refuse a learning rate of SGD at which a user who trains has no finite update."""
+    def check_first_step(self, local: LocalTraining, clipping_norm: float) -> tuple[str, ...]:
+        """Refuse a learning rate of SGD at which a user who trains has no finite update, or none.
+
+        Return a note if updates are likely to be lost in the noise.
+        """
         if type(local) not in (LocalTraining, SGD):
-            return
-        rate, several = local.at(1).rate, max(local.epochs or 1, local.steps or 1) > 1
-        moved = _trained(self.task)
+            return ()
+        rate, steps = local.at(1).rate, max(local.epochs or 1, local.steps or 1)
+        several, start = steps > 1, _trained(self.task)
+        moved = start
         for _ in range(1 + several):
             ones = torch.ones(len(self.y))
             gradients = _differentiated(self.task, moved, self.x, self.y, ones)[2]
-            moved |= {name: moved[name] - rate * g for name, g in gradients.items()}
+            moved = moved | {name: moved[name] - rate * g for name, g in gradients.items()}
         if not _finite(moved):
             raise ModelError(
                 f"learning_rate is {rate:g}, at which users' first steps are NaN or infinite; it "
                 "must be smaller"
             )
+        still = all(torch.equal(moved[name], tensor) for name, tensor in start.items())
+        if still and any(
+            bool((start[name] - g != start[name]).any()) for name, g in gradients.items()
+        ):
+            raise ModelError(
+                f"learning_rate is {rate:g}, at which steps change no parameter in float32; it "
+                "must be larger"
+            )
+        length = rate * steps * math.hypot(*(float(g.norm()) for g in self.gradients.values()))
+        if not length < _SHORT * clipping_norm:
+            return ()
+        return (
+            f"updates are about {length:.1g} long and the clipping norm is {clipping_norm:g}, so "
+            "that noise hides them: raise learning_rate or the number of steps, or lower the norm",
+        )
 
 
 def _differentiated(
@@ -332,10 +383,21 @@ def _check_losses(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> No
             sent = {name: tensors[name].clone().requires_grad_() for name in task.parameters()}
             trained = task.losses_of(called(task.model, {**tensors, **sent}, x), y)
     except Exception as error:
+        kinds = (
+            f"inputs are {_kinds(x)}, targets {_kinds(y)}, and parameters are trained as float32"
+        )
         raise ModelError(
-            f"the model cannot be evaluated on the data: {error} (inputs are {_kinds(x)}, targets "
-            f"{_kinds(y)}, and parameters are trained as float32)"
+            f"the model cannot be evaluated on the data: {error} ({kinds})"
+            f"{_cure_of_images(task, tensors, x)}{about_words(error, x)}"
         ) from error
+    if outputs.shape == (*y.shape, 1) and task.loss not in LOSSES.values():
+        each = cast(Loss, task.loss)(outputs, y)
+        if each.shape == (len(y), len(y)) and len(y) > 1:
+            raise ModelError(
+                f"the loss compares each of the outputs {list(outputs.shape)} with all targets "
+                f"{list(y.shape)}; let it flatten the outputs, or use the loss mse"
+            )
+    _check_axes(task, tensors, x, y, outputs.shape)
     if losses.shape != (len(y),):
         raise ModelError(
             f"the loss of {len(y)} examples has shape {list(losses.shape)}; it must be one "
@@ -356,6 +418,45 @@ def _check_losses(task: Task, tensors: TorchTensors, x: Inputs, y: Tensor) -> No
             "the loss has no gradient by any parameter that users send, so that nothing would be "
             "trained; neither model nor loss may detach, round or compare what they compute"
         )
+
+
+def _check_axes(
+    task: Task, tensors: TorchTensors, x: Inputs, y: Tensor, outputs: torch.Size
+) -> None:
+    """Refuse scores [B, T, K] of targets [B, T] with K = T, which would be read as [B, K, T]."""
+    square = y.dim() == 2 and not y.is_floating_point() and outputs == (*y.shape, y.shape[1])
+    if not square or isinstance(x, dict) or x.shape[:2] != y.shape:
+        return
+    try:
+        shorter = called(task.model, tensors, x[:, :-1]).shape
+    except Exception:  # of a model that takes one length only
+        return
+    if shorter[1:] == (y.shape[1] - 1, y.shape[1]):
+        raise ModelError(f"outputs have an axis of positions before one of scores; {SCORES_FIRST}")
+
+
+def _cure_of_images(task: Task, tensors: TorchTensors, x: Inputs) -> str:
+    """Return what to do if the model takes the inputs as images with their channels first."""
+    if isinstance(x, dict) or x.dim() not in (3, 4):
+        return ""
+    images, cure = (
+        (x[:, None], "x[:, None]") if x.dim() == 3 else (x.movedim(-1, 1), "np.moveaxis(x, -1, 1)")
+    )
+    with suppress(Exception), torch.no_grad():
+        called(task.model, tensors, images.float())
+        scaled = "" if x.is_floating_point() else ".astype('f4') / 255"
+        return f"; it takes images with channels first, so give {cure}{scaled}"
+    return ""
+
+
+def about_words(error: Exception, x: Inputs) -> str:
+    """Return what an index that a model lacks says of integer inputs; "" of another error."""
+    tensors = x.values() if isinstance(x, dict) else [x]
+    words = [t for t in tensors if not t.is_floating_point()]
+    if not words or not isinstance(error, IndexError):
+        return ""
+    low, high = min(int(t.min()) for t in words), max(int(t.max()) for t in words)
+    return f"; inputs are integers from {low} to {high}, and an embedding must have a row for each"
 
 
 def _kinds(inputs: Inputs) -> str:

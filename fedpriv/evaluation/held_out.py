@@ -1,7 +1,7 @@
 """Evaluation on held-out rows: loss, accuracy and the task's figures."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import cast
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fedpriv.data.population import HELD_OUT_USER
 from fedpriv.engine.arithmetic import seeded
 from fedpriv.engine.task import HeldOut, Task, called, each_input
+from fedpriv.engine.task_checks import about_words
 from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.measures.figures import (
     ACCURACY,
@@ -24,6 +25,7 @@ from fedpriv.measures.figures import (
     Seen,
     Sums,
     are_classes,
+    class_name,
     spread_over_users,
 )
 from fedpriv.privacy.clipping_torch import TorchTensors
@@ -55,17 +57,21 @@ def evaluate(
     device: torch.device,
     parameters: Tensors,
     personal: Iterable[tuple[npt.NDArray[np.int64], Tensors]] | None = None,
+    classes: Sequence[str] = (),
 ) -> Evaluation:
     """Return loss, accuracy and the task's figures of a model in evaluation mode.
 
     They are of all held-out rows, or of the rows that `personal` gives: positions [k] and the
     tensors of their user, which replace those of the model. Random numbers that a model draws in
-    evaluation are the same each time.
+    evaluation are the same each time. `classes` are names of the targets by number, "" if unknown.
     """
     tensors = {name: tensor.clone() for name, tensor in task.constants(device).items()}
     tensors |= {name: torch.tensor(p, device=device) for name, p in parameters.items()}
     cells, partitions = _partition(rows, (HELD_OUT_USER, *task.by), len(rows[task.targets]))
-    accumulator = _Accumulator(cast(Mapping[str, Figure], task.figures), partitions)
+    if classes and task.targets in partitions:
+        named = [class_name(label, classes) for label in partitions[task.targets].labels.tolist()]
+        partitions[task.targets] = replace(partitions[task.targets], labels=np.array(named))
+    accumulator = _Accumulator(cast(Mapping[str, Figure], task.figures), partitions, classes)
     with _evaluating(task.model), seeded(bytes(32), 0, device):
         tensors = _channels_last(task, tensors, rows, device)
         for piece, personal_tensors in _pieces(len(cells), personal):
@@ -99,7 +105,10 @@ def check_held_out(task: Task, rows: HeldOut, device: torch.device) -> float:
     try:
         initial = evaluate(task, rows, device, task.parameters() | task.statistics())
     except Exception as error:
-        raise ModelError(f"the model cannot be evaluated on the held-out rows: {error}") from error
+        inputs = (n for n in task.fields if n != task.targets and rows[n].dtype.kind in "iu")
+        words = {name: torch.tensor(rows[name]) for name in inputs}
+        why = f"{error}{about_words(error, words)}"
+        raise ModelError(f"the model cannot be evaluated on the held-out rows: {why}") from error
     for name, reason in initial.failed.items():
         raise ModelError(f"figure {name!r} cannot be computed on the held-out rows: {reason}")
     figures = {n: v for n, v in initial.figures.items() if n.partition(": ")[0] in task.figures}
@@ -124,7 +133,7 @@ class _Partition:
 
 def _partition(
     rows: HeldOut, fields: Iterable[str], count: int
-) -> tuple[npt.NDArray[np.int64], Mapping[str, _Partition]]:
+) -> tuple[npt.NDArray[np.int64], dict[str, _Partition]]:
     """Return the cell of each row, [n], and the parts by field, for fields that rows have.
 
     Rows of one cell have the same values of all these fields.
@@ -143,8 +152,13 @@ class _Accumulator:
     A figure that raises is recorded as failed, so that the run keeps its model and other figures.
     """
 
-    def __init__(self, figures: Mapping[str, Figure], partitions: Mapping[str, _Partition]) -> None:
-        self._partitions = partitions
+    def __init__(
+        self,
+        figures: Mapping[str, Figure],
+        partitions: Mapping[str, _Partition],
+        classes: Sequence[str],
+    ) -> None:
+        self._partitions, self._classes = partitions, classes
         self._cells = max((len(part.of_cell) for part in partitions.values()), default=1)
         self._summed = {"loss": LOSS, "accuracy": ACCURACY}
         self._summed |= {n: figure for n, figure in figures.items() if isinstance(figure, Sums)}
@@ -183,7 +197,7 @@ class _Accumulator:
         for name, function in self._functions.items():
             assert rows is not None
             try:
-                values = rows.values(function)
+                values = rows.values(function, self._classes)
             except Exception as error:
                 self._failed[name] = str(error)
                 continue

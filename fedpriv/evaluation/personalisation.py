@@ -9,7 +9,7 @@ evaluated on held-out users, who belong to no enrolled population, or by `Federa
 import copy
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
@@ -179,8 +179,11 @@ class HeldOutUsers:
                 "with NaN or infinite numbers"
             )
 
-    def evaluate(self, model: Tensors) -> Evaluation:
-        """Return figures of personal models on their users' rows, of all rows and by user."""
+    def evaluate(self, model: Tensors, classes: Sequence[str] = ()) -> Evaluation:
+        """Return figures of personal models on their users' rows, of all rows and by user.
+
+        `classes` are as for `evaluate`.
+        """
         models = self._tuning.models(model, self.users)
         personal = ((self._of_users[user], tensors) for user, tensors in models)
-        return evaluate(self._task, self.rows, self._device, model, personal)
+        return evaluate(self._task, self.rows, self._device, model, personal, classes)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from fedpriv.audit import Audit, check_auditable
@@ -90,7 +91,7 @@ class Experiment:
     entropy: Entropy  # of cohorts and noise
     device: torch.device
     enrolled: str = ""  # `digest_of_users` of all that may be drawn
-    classes: tuple[str, ...] = ()  # names of the classes, if they have some that are public
+    classes: tuple[str, ...] = ()  # public names of the classes, "" where one has none
     initial_loss: float | None = None  # on held-out rows, if there are any
     on_round: Mapping[str, OnRound] = field(default_factory=dict)  # called with each release
     evaluation: UserEvaluation | None = None  # what users are asked of released models
@@ -98,6 +99,19 @@ class Experiment:
     trackers: Mapping[str, Tracker] = field(default_factory=dict)  # told from the start to the end
     # What is noticed while it is built and while it runs, in a sentence each, with the cure.
     notes: list[str] = field(default_factory=list)
+
+    def naming(self, classes: tuple[str, ...]) -> "Experiment":
+        """Return the experiment with the names of a population's classes, if it has any.
+
+        InvalidValueError: the configuration has others.
+        """
+        given = self.config.evaluation.classes
+        if given and classes and given != classes:
+            raise InvalidValueError(
+                f"evaluation.classes is {list(given)}, and those of the data are {list(classes)}; "
+                "leave it out"
+            )
+        return replace(self, classes=given or classes)
 
     @property
     def initial_state(self) -> ServerState:
@@ -148,6 +162,7 @@ def on_population(
     origin = _origin(method.task) if method else ""
     method = _projected(method or method_of(config), config)
     mechanism, before = method.mechanism, spent
+    population.users.refuse_broken()
     population = population_for(method.task, records_of(population, mechanism))
     evaluation, population = _evaluation(config, run, population, method)
     if evaluation is not None:
@@ -174,10 +189,13 @@ def on_population(
         experiment = replace(experiment, plan=plan, evaluation=evaluation)
         check_budget(experiment, [*before, replace(asked, count=1)])
     enrolled = digest_of_users(population.users.user_ids)
-    # Names that were read from users' labels say that some user has each.
-    public = population.classes_given and method.task.targets == "y"
-    classes = (population.classes or ()) if public else ()
-    experiment = replace(experiment, enrolled=enrolled, classes=classes)
+    classes = population.public_classes if method.task.targets == "y" else ()
+    experiment = replace(experiment, enrolled=enrolled).naming(classes)
+    if copies := population.copies:
+        experiment.notes.append(
+            f"{SIMULATION_ONLY}: {copies} held-out rows are also rows of users, so figures flatter "
+            "the model, and users' rows are taken to be public: hold out rows of other people"
+        )
     if population.classes and not population.classes_given:
         experiment.notes.append(
             "classes are numbered by the labels of all users, so that one user with another label "
@@ -346,12 +364,13 @@ def build(
     method, origin = method or method_of(config), origin or repr(config.model)
     held_out = rows_for(method.task, held_out)
     _check_personal(method)
-    device, mechanism = device_named(config.engine.device), method.mechanism
+    device, mechanism = device_named(config.engine.device), method.mechanism.for_users(users)
+    method = replace(method, mechanism=mechanism)
     if few is None:
         few = {name: column[:4] for name, column in held_out.items()}
     notes = list[str]()
     personalised, rows, loss = _measured_by(method, held_out, few, device, notes)
-    budget, mechanism = mechanism.budget, mechanism.for_users(users)
+    budget = mechanism.budget
     strategy = mechanism.noise.strategy(mechanism.sampling.of(users, mechanism.unit).event())
     mechanism = replace(mechanism, noise=given(strategy))
     mechanism = _calibrated(mechanism, budget, config.rounds, users, spent)
@@ -415,8 +434,18 @@ def _measured_by(
         personalised = HeldOutUsers(how, method.task, held_out, device)
         held_out = personalised.rows
     loss = check_held_out(method.task, held_out, device) if held_out else None
+    y = held_out.get(method.task.targets, np.empty(0))
+    if y.dtype.kind in "biu" and y.ndim == 1 and len(y) > 1 and (y == y[0]).all():
+        notes.append(
+            f"all {len(y)} held-out targets are {y[0]}, so that figures say little: hold out rows "
+            "of all classes, as a file may be sorted by class"
+        )
     if few:
-        notes += check_learns(method.task, held_out, few, method.local)
+        clipping = method.mechanism.clipping.grouping(
+            Layout.of(method.task.parameters()), method.mechanism.allocation
+        )
+        norm = math.hypot(*(group.clipping_norm for group in clipping.groups))
+        notes += check_learns(method.task, held_out, few, method.local, norm)
     return personalised, held_out, loss
 
 
@@ -523,9 +552,9 @@ def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
 def method_of(config: Config) -> Method:
     """Return how the model of a configuration is trained."""
     asked = config.federated_evaluation.report if config.federated_evaluation else {}
-    metrics, evaluation = [*config.metrics.report, *asked], dict(config.evaluation)
-    task = build_task(**config.model.task, metrics=metrics, **evaluation)
-    how = _personalisation(config)
+    metrics, figures = [*config.metrics.report, *asked], config.evaluation.figures
+    by, how = config.evaluation.by, _personalisation(config)
+    task = build_task(**config.model.task, metrics=metrics, figures=figures, by=by)
     return Method(task, config.mechanism(), config.training(), config.server.build(), how)
 
 

@@ -507,6 +507,7 @@ class EvaluationSection(Section):
 
     figures: Options = {}
     by: Annotated[tuple[str, ...], Field(strict=False)] = ()  # fields whose values group the rows
+    classes: Annotated[tuple[str, ...], Field(strict=False)] = ()  # their public names, by number
 
 
 class FederatedEvaluationSection(Section):

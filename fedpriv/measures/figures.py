@@ -25,8 +25,17 @@ from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.support.checks import is_whole, plain_numbers, require
 from fedpriv.support.importing import call_imported, check_options, import_function, raised_with
 
-FigureFunction = Callable[[Tensor, Tensor], float | Tensor | Mapping[str, float | Tensor]]
-"""Maps outputs and targets of held-out rows [n, …], on the CPU, to a number or numbers by name."""
+FigureFunction = Callable[
+    [Tensor, Tensor], float | Tensor | Mapping[str | tuple[int, ...], float | Tensor]
+]
+"""Maps outputs and targets of held-out rows [n, …], on the CPU, to a number or numbers by name.
+
+A name may be a tuple of numbers of classes, which are shown by their names.
+"""
+SCORES_FIRST = (
+    "scores of classes must be on axis 1, before the axes of targets, as outputs.movedim(-1, 1) "
+    "puts those of a sequence"
+)
 _MOST_CONFUSED = 20  # most classes of a confusion matrix
 ALWAYS = ("accuracy", "loss")  # figures that are always measured
 # Whether a larger or a smaller number is better, for `ALWAYS` and `FIGURES`.
@@ -110,20 +119,34 @@ def hits(seen: Seen) -> Tensor:
 def are_classes(seen: Seen) -> bool:
     """Return whether targets are classes with scores, or 0 and 1 with a single score."""
     outputs, targets = seen.outputs, seen.targets
-    if targets.dtype.is_floating_point or outputs.dim() != targets.dim() + 1:
+    if not _have_scores(outputs, targets):
         return False
     binary = (targets == 0) | (targets == 1) | ~seen.counts
     return outputs.shape[1] > 1 or bool(binary.all())
 
 
-def _classified(seen: Seen, what: str) -> Tensor:
-    """Return the scores of each target, [n, …, K] with K ≥ 2."""
-    if seen.targets.dtype.is_floating_point or seen.outputs.dim() != seen.targets.dim() + 1:
+def _have_scores(outputs: Tensor, targets: Tensor) -> bool:
+    """Return whether targets [n, …] may be classes, with scores [n, K, …]."""
+    return (
+        not targets.dtype.is_floating_point
+        and outputs.dim() == targets.dim() + 1
+        and outputs.shape[2:] == targets.shape[1:]
+    )
+
+
+def _check_scores(outputs: Tensor, targets: Tensor, what: str) -> None:
+    if not _have_scores(outputs, targets):
+        axes = f"; {SCORES_FIRST}" if outputs.dim() == targets.dim() + 1 else ""
         raise InvalidValueError(
             f"{what} needs targets that are classes, and scores of them with one axis more; "
-            f"targets are {seen.targets.dtype} {list(seen.targets.shape)} and outputs "
-            f"{list(seen.outputs.shape)}"
+            f"targets are {targets.dtype} {list(targets.shape)} and outputs {list(outputs.shape)}"
+            f"{axes}"
         )
+
+
+def _classified(seen: Seen, what: str) -> Tensor:
+    """Return the scores of each target, [n, …, K] with K ≥ 2."""
+    _check_scores(seen.outputs, seen.targets, what)
     scores = seen.outputs.movedim(1, -1)
     return torch.cat([torch.zeros_like(scores), scores], -1) if scores.shape[-1] == 1 else scores
 
@@ -319,15 +342,18 @@ def _area(scores: Tensor, positive: Tensor) -> float:
     return float(ranks[places[positive.numpy()]].sum() - n1 * (n1 + 1) / 2.0) / pairs
 
 
+def class_name(number: int, classes: Sequence[str]) -> str:
+    """Return the name of a class among `classes`, "class 3" if it is empty, "3" without any."""
+    if not classes:
+        return str(number)
+    return (classes[number] if 0 <= number < len(classes) else "") or f"class {number}"
+
+
 def _confusion() -> FigureFunction:
     """Return how many targets of each class are taken for each class: "2 as 3" is their number."""
 
-    def confusion(outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        if targets.dtype.is_floating_point or outputs.dim() != targets.dim() + 1:
-            raise InvalidValueError(
-                f"confusion needs targets that are classes, and scores of them; targets are "
-                f"{targets.dtype} {list(targets.shape)} and outputs {list(outputs.shape)}"
-            )
+    def confusion(outputs: Tensor, targets: Tensor) -> dict[str | tuple[int, ...], float]:
+        _check_scores(outputs, targets, "confusion")
         scores = outputs.movedim(1, -1).flatten(0, -2)
         single, count = scores.shape[-1] == 1, max(2, scores.shape[-1])
         if count > _MOST_CONFUSED:
@@ -336,7 +362,7 @@ def _confusion() -> FigureFunction:
             )
         chosen = (scores[:, 0] > 0.0).long() if single else scores.argmax(-1)
         pairs = torch.bincount(targets.flatten().long() * count + chosen, minlength=count**2)
-        names = (f"{true} as {taken}" for true in range(count) for taken in range(count))
+        names = ((true, taken) for true in range(count) for taken in range(count))
         return dict(zip(names, pairs.tolist(), strict=True))
 
     return confusion
@@ -395,14 +421,19 @@ class Collected:
         names = ("outputs", "targets", "owners")
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
-    def values(self, function: FigureFunction) -> dict[str, float]:
+    def values(self, function: FigureFunction, classes: Sequence[str] = ()) -> dict[str, float]:
         """Return a figure of all rows under the name "", or its numbers by name.
 
-        Without rows it is NaN. Errors of the function pass.
+        Without rows it is NaN. Errors of the function pass. `classes` are as for `class_name`.
         """
         value = function(self.outputs, self.targets) if len(self.targets) else math.nan
         numbers = value if isinstance(value, Mapping) else {"": value}
-        return {str(name): float(number) for name, number in numbers.items()}
+        return {
+            " as ".join(class_name(each, classes) for each in name)
+            if isinstance(name, tuple)
+            else str(name): float(number)
+            for name, number in numbers.items()
+        }
 
     def by_user(self, function: FigureFunction, users: int) -> npt.NDArray[np.float64]:
         """Return a figure of each user's rows, [U]; NaN where it cannot be computed."""

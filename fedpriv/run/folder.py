@@ -72,7 +72,9 @@ class RunFolder:
 
     def refuse_run(self) -> None:
         """Refuse a folder that holds a run already."""
-        if self.plan.exists():
+        with writing(self.path):
+            taken = self.plan.exists()
+        if taken:
             raise InvalidValueError(
                 f"{self.path} holds a run already; resume it, unless all of its rounds were run, "
                 "or choose another folder"

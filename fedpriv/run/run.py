@@ -19,7 +19,7 @@ from torch import nn
 from fedpriv.accounting.accountants import accountant_named
 from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.audit import AuditResult
-from fedpriv.data.columns import read_npz
+from fedpriv.data.files import read_npz
 from fedpriv.data.population import HELD_OUT_USER, check_not_enrolled, load_population
 from fedpriv.engine.released import frozen_of, read_released, released, released_model, sha256_of
 from fedpriv.engine.task import HeldOut, Task
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
 _MEASURED = ("loss", "accuracy", "figures", "held_out_users")  # on held-out rows
 # Sections that are no part of a plan.
 _MAY_CHANGE = ("callbacks", "engine", "federation", "output", "trackers", "tune")
+_START = "# starts from: "  # in plans, before other facts
 _log = logging.getLogger(__name__)
 
 
@@ -161,14 +162,14 @@ class RunSetup:
                 "local.max_examples is absent; on nodes it must be given, since a user with very "
                 "many examples would take the time of all other users of its node"
             )
-        held_out, users = held_out_rows(self.config, section), len(user_ids)
+        (held_out, classes), users = _held_out(self.config, section), len(user_ids)
         if HELD_OUT_USER in held_out:
             check_not_enrolled(held_out[HELD_OUT_USER], user_ids)
         experiment = build(self.config, self.run, population, users, held_out, self.spent)
         self.refuse_examples(experiment.plan, "on nodes")
         if (seed := self.config.seed) is not None:
             _log.warning("seed is %d: anyone who knows it can compute cohorts and noise", seed)
-        return replace(experiment, enrolled=digest_of_users(user_ids))
+        return replace(experiment, enrolled=digest_of_users(user_ids)).naming(classes)
 
     def refuse_true_figures(self, where: str) -> None:
         """Refuse settings that only a simulation in one process can have."""
@@ -207,6 +208,11 @@ class RunSetup:
         # The plan last: a folder that has it holds a run, and then has the digest too.
         write_atomically(self.folder.plan_digest, f"{experiment.plan.digest}\n".encode())
         plan = _resolved_plan(experiment, self.folder.path)
+        if self.start:
+            source, number = RunFolder(self.start), read_released(RunFolder(self.start).model)[1]
+            place = os.path.relpath(self.start, self.folder.path)
+            begun = f"round {number['round']} of run {load_config(source.plan).run}, in {place}"
+            plan = f"{_START}{one_line(begun)}\n{plan}"
         write_atomically(self.folder.plan, plan.encode())
 
     def write_budget(self, experiment: Experiment) -> None:
@@ -215,6 +221,8 @@ class RunSetup:
         if self.resuming and privacy != begun.privacy:
             config = begun.model_copy(update={"privacy": privacy})
             plan = _resolved_plan(replace(experiment, config=config), self.folder.path)
+            first = self.folder.plan.read_text(encoding="utf-8").partition("\n")[0]
+            plan = f"{first}\n{plan}" if first.startswith(_START) else plan
             write_atomically(self.folder.plan, plan.encode())
 
     def refuse_other_plan(self, experiment: Experiment) -> None:
@@ -284,9 +292,14 @@ def _resolved_plan(experiment: Experiment, folder: Path) -> str:
 
 def held_out_rows(config: Config, section: FederationSection) -> HeldOut:
     """Return rows of no enrolled user, of `federation.held_out` or else `data`, if it is given."""
+    return _held_out(config, section)[0]
+
+
+def _held_out(config: Config, section: FederationSection) -> tuple[HeldOut, tuple[str, ...]]:
+    """Return `held_out_rows`, and the public names of their classes."""
     if section.held_out is None:
-        data = config.data
-        return {} if data is None else load_population(data.name, data.options).test
+        population = config.data and load_population(config.data.name, config.data.options)
+        return (population.test, population.public_classes) if population else ({}, ())
     rows = read_npz(Path(section.held_out))
     counts = {len(array) for array in rows.values()}
     if len(counts) != 1 or 0 in counts:
@@ -294,7 +307,7 @@ def held_out_rows(config: Config, section: FederationSection) -> HeldOut:
             f"{section.held_out} holds fields with {sorted(counts)} rows; all need the same "
             "number, at least one"
         )
-    return rows
+    return rows, ()
 
 
 @dataclass(frozen=True)
@@ -642,13 +655,14 @@ def _measured(experiment: Experiment, model: Tensors) -> dict[str, Any]:
 
     A figure that cannot be computed is only logged, so that it costs a run nothing.
     """
-    task, users = experiment.task, experiment.personalised
+    task, users, classes = experiment.task, experiment.personalised, experiment.classes
     general, personal = dict[str, Any](), dict[str, Any]()
     if experiment.held_out and not task.personal:
-        general = _figures(evaluate(task, experiment.held_out, experiment.device, model))
+        rows, device = experiment.held_out, experiment.device
+        general = _figures(evaluate(task, rows, device, model, classes=classes))
     if users is not None:
         try:
-            personal = _figures(users.evaluate(model))
+            personal = _figures(users.evaluate(model, classes))
         except Exception as error:
             _log.warning("held-out users cannot personalise the model: %s", error)
     if task.personal or not personal:

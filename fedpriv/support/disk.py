@@ -80,8 +80,9 @@ def writing(path: Path) -> Iterator[None]:
     """Raise InvalidValueError if the file system refuses to write below a path."""
     try:
         yield
-    except OSError as error:
-        raise InvalidValueError(f"{path} cannot be written: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # a null byte is a ValueError
+        reason = getattr(error, "strerror", error)
+        raise InvalidValueError(f"{str(path)!r:.200} cannot be written: {reason}") from error
 
 
 def with_room(write: Callable[[], _Result]) -> _Result:

@@ -2,6 +2,7 @@
 
 import hashlib
 import hmac
+import re
 import stat
 import sys
 import tomllib
@@ -132,21 +133,32 @@ def test_a_folder_in_a_folder_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"x": np.zeros((1, 1), np.float32)}, "has the fields"),
+        ({"x": np.zeros((1, 1), np.float32)}, "the fields are"),
         ({**fields_of([1.0]), "y": np.zeros(2, np.int64)}, "different numbers of rows"),
         ({**fields_of([1.0]), "x": np.zeros((1, 2), np.float32)}, "per row"),
-        ({**fields_of([1.0]), "x": np.zeros((1, 1), np.int64)}, "per row"),
+        ({**fields_of([1.0]), "y": np.zeros(1, np.float32)}, "per row"),
         ({**fields_of([1.0]), "y": np.int64(1)}, "not an array whose first axis is the rows"),
     ],
 )
-def test_a_user_unlike_the_others_is_refused(
+def test_a_user_unlike_the_others_is_broken(
     fields: dict[str, np.ndarray], words: str, tmp_path: Path
 ) -> None:
     folder = write_each(tmp_path / "users")
     np.savez(folder / "d.npz", **fields)
-    with pytest.raises(DataError, match=words) as raised:
-        load_users(str(folder))
-    assert str(folder) in str(raised.value)
+    users = load_users(str(folder))
+    assert as_dict(users) == {**ROWS, "d": []}
+    (why,) = users.broken.values()
+    assert re.search(f"user 'd': .*{words}", why)
+
+
+def test_a_file_of_a_user_that_cannot_be_read_breaks_this_user(tmp_path: Path) -> None:
+    folder = write_each(tmp_path / "users")
+    (folder / "d.npz").write_bytes(b"secret")
+    users = load_users(str(folder))
+    assert as_dict(users) == {**ROWS, "d": []}
+    (why,) = users.broken.values()
+    assert "d.npz cannot be read" in why
+    assert "secret" not in why
 
 
 def test_pickles_are_not_loaded(tmp_path: Path) -> None:
@@ -316,3 +328,14 @@ def test_users_who_cannot_be_enrolled_are_found_before(tmp_path: Path) -> None:
     spaced = write_ids(tmp_path / "c.npz", "x ")
     with pytest.raises(InvalidValueError, match="c\\.npz' is 'x '"):
         enrolment_toml([spaced], [("one", None)], None)
+
+
+def test_an_enrolment_logs_why_a_user_counts_as_zero(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_each(tmp_path / "users")
+    np.savez(folder / "d.npz", x=np.zeros((1, 1), np.float32))
+    toml = enrolment_toml([str(folder)], [("north", None)], None)
+    assert "d" in tomllib.loads(toml)["nodes"]["north"]["users"]
+    assert "count as zero: 1;" in caplog.text
+    assert "user 'd': the fields are ['x']" in caplog.text

@@ -1,5 +1,7 @@
 """Tests of stores made from arrays and tensors in memory."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -95,9 +97,11 @@ def test_tensors_are_taken_with_or_without_gradient():
     np.testing.assert_array_equal(store.fields["y"], [1, 3, 2])
 
 
-def test_tensors_without_a_numpy_dtype_are_refused():
+def test_tensors_without_a_numpy_dtype_become_floats_or_are_refused():
+    store = from_arrays({"x": torch.tensor([0.5, 2.0], dtype=torch.bfloat16)}, [1, 2])
+    assert (store.fields["x"].dtype, store.fields["x"].tolist()) == (np.float32, [0.5, 2.0])
     with pytest.raises(DataError, match="field 'x' cannot be an array"):
-        from_arrays({"x": torch.zeros(2, dtype=torch.bfloat16)}, [1, 2])
+        from_arrays({"x": torch.eye(2).to_sparse()}, [1, 2])
 
 
 @pytest.mark.parametrize("ids", [{"a", "b", "c"}, {"a": 1, "b": 2, "c": 3}, "abc", b"abc"])
@@ -111,9 +115,7 @@ def test_ids_that_are_no_list_of_rows_are_refused(ids):
     [
         ({"x": np.zeros((2, 3))}, r"field 'x' has shape \(2, 3\), not 3 rows"),
         ({"x": np.zeros(3), "y": np.zeros(4)}, "field 'y'"),
-        ({"x": [[1], [1, 2], [3]]}, "field 'x' cannot be an array"),
-        ({"x": np.array([{}, {}, {}])}, "'x' has a value of the type dict in row 0"),
-        ({"x": np.array([[1, True], [2.5, "a"], [0, 0]], object)}, "of the type str in row 1"),
+        ({"x": np.array([{}, {}, {}])}, "'x' has a value of the type dict in all 3 rows"),
         ({"x": np.ma.masked_equal([1.0, -9.0, 2.0], -9.0)}, "field 'x' is a masked array"),
         ({}, "no field"),
     ],
@@ -121,6 +123,47 @@ def test_ids_that_are_no_list_of_rows_are_refused(ids):
 def test_fields_that_do_not_fit_are_refused(fields, message):
     with pytest.raises(DataError, match=message):
         from_arrays(fields, ["a", "b", "a"])
+
+
+@pytest.mark.parametrize(
+    ("x", "why", "kept"),
+    [
+        ([[1], [1, 2], [3]], r"arrays \[2\].*arrays \[1\]", [[1], [3]]),
+        ([[1, 2], None, [3, 4]], "no value", [[1, 2], [3, 4]]),
+        ([[1, 2], [3, None], [5, 6]], "no value", [[1, 2], [5, 6]]),
+        (np.array([[1, True], [2.5, "a"], [0, 0]], object), "text", [[1.0, 1.0], [0.0, 0.0]]),
+        ([1, {}, 3], "the type dict", [1, 3]),
+        ([1, 2**70, 3], "beyond 63 bits", [1, 3]),
+        (np.array([1, 2**63, 3], np.uint64), "beyond 63 bits", [1, 3]),
+        (["no", 2.5, "yes"], "numbers.*text", ["no", "yes"]),
+        (
+            [torch.zeros(2), torch.zeros(3), torch.ones(2)],
+            r"arrays \[3\]",
+            [[0.0, 0.0], [1.0, 1.0]],
+        ),
+        ([np.zeros(1), [[1, 2], [3]], np.ones(1)], "different lengths", [[0.0], [1.0]]),
+    ],
+)
+@pytest.mark.parametrize("ids", ["aba", "bab"])
+def test_a_fault_of_a_row_breaks_its_user_and_nobody_else(x, why, kept, ids):
+    store = from_arrays({"x": x, "y": [5, 6, 7]}, [*ids])
+    broken = next(position for position in range(2) if store.id_of(position) == ids[1])
+    assert [*store.broken] == [broken]
+    assert re.search(f"'x' has .*{why}.* in row 0 of user '{ids[1]}'", store.broken[broken])
+    assert store.fields["x"].tolist() == kept
+    assert store.fields["y"].tolist() == [5, 7]
+    assert store.examples_of(broken)["y"].size == 0
+    # Types are as if nothing were wrong.
+    assert store.fields["x"].dtype == from_arrays({"x": kept}, [1, 2]).fields["x"].dtype
+    with pytest.raises(DataError, match=f"'x' .* row 0 of user '{ids[1]}'.*1 of 2 users"):
+        store.refuse_broken()
+    assert store.subset([1 - broken]).broken == {}
+    assert [*store.subset([1 - broken, broken]).broken] == [1]
+
+
+def test_faults_of_shared_rows_are_refused():
+    with pytest.raises(DataError, match=r"'x' has no value .* row 0 of user 'c'"):
+        from_arrays({"x": [1, 2, None]}, [["a", "b"], ["b"], ["c", "a"]], owners=2)
 
 
 def test_what_may_be_missing_is_refused_everywhere():
@@ -170,20 +213,40 @@ def test_grouped_tensors_and_lists():
 
 
 @pytest.mark.parametrize(
-    ("second", "message"),
+    ("other", "message"),
     [
-        ({"x": np.zeros((1, 1), np.float32)}, r"user 'b' has the fields \['x'\]"),
-        (user(1) | {"z": np.zeros(1)}, r"\['x', 'y', 'z'\]; others have \['x', 'y'\]"),
-        (user(1) | {"y": np.zeros(2, int)}, "user 'b' have different numbers of rows"),
-        (user(1) | {"y": np.int64(3)}, "user 'b' have different numbers of rows"),
-        (user(1) | {"x": np.zeros((1, 2), np.float32)}, r"float32\[2\] per row; others .*\[1\]"),
-        (user(1) | {"x": np.zeros((1, 1), int)}, r"'x' of user 'b' is int64\[1\] per row"),
-        (user(1) | {"x": [[1], [2, 3]]}, "field 'x' of user 'b' cannot be an array"),
+        ({"x": np.zeros((1, 1), np.float32)}, r"the fields are \['x'\]"),
+        (user(1) | {"z": np.zeros(1)}, r"\['x', 'y', 'z'\]; most users have \['x', 'y'\]"),
+        (user(1) | {"y": np.zeros(2, int)}, "different numbers of rows"),
+        (user(1) | {"y": np.int64(3)}, "different numbers of rows"),
+        (user(1) | {"x": np.zeros((1, 2), np.float32)}, r"'x' is float32\[2\].*\[1\]"),
+        (user(1) | {"y": np.zeros(1, np.float32)}, r"'y' is float32\[\].*int64\[\]"),
+        (user(1, 2) | {"x": [[1], [2, 3]]}, "field 'x'.*row 1"),
+        (None, "rows cannot be read from a NoneType"),
     ],
 )
-def test_users_whose_fields_do_not_fit_are_refused(second, message):
-    with pytest.raises(DataError, match=message):
-        from_grouped([("a", user(1, 2)), ("b", second)])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_user_unlike_most_is_broken_and_nobody_else(other, message, place):
+    others = [user(1, 2), user(3)]
+    parts = [*others[:place], other, *others[place:]]
+    store = from_grouped(zip("abc", parts, strict=True))
+    assert [*store.broken] == [place]
+    assert re.search(f"user '{'abc'[place]}': .*{message}", store.broken[place])
+    expected = from_grouped(others)
+    for name, field in expected.fields.items():
+        np.testing.assert_array_equal(store.fields[name], field)
+        assert store.fields[name].dtype == field.dtype
+    assert store.sizes[place] == 0
+
+
+def test_whole_numbers_of_a_user_fit_fractions_of_others():
+    store = from_grouped([("a", {"x": [1.5]}), ("b", {"x": [2]}), ("c", {"x": [0.5]})])
+    assert (store.fields["x"].dtype, store.fields["x"].tolist()) == (np.float32, [1.5, 2.0, 0.5])
+
+
+def test_users_of_whom_none_can_be_read_are_refused():
+    with pytest.raises(DataError, match="cannot be read from a NoneType"):
+        from_grouped({"a": None, "b": None})
 
 
 def test_grouped_nobody_is_refused():

@@ -131,11 +131,11 @@ def test_field_of_another_store_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version 2"),
-        ({"version": None}, "version None"),
-        ({"format": "else"}, "does not describe a user store"),
-        ({"fields": ["../x"]}, "not a list of names"),
-        ({"fields": None}, "not a list of names"),
+        ({"format": "fedpriv user store, version 2"}, "store.json.*version 2.*version 1"),
+        ({"format": "else"}, "store.json has the format 'else'"),
+        ({"fields": ["../x"]}, "store.json"),
+        ({"fields": None}, "store.json"),
+        ({"broken": None}, "store.json"),
         ({"fields": []}, "no field"),
         ({"fields": ["x", "z"]}, "field-z.npy cannot be read"),
     ],

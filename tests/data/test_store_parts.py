@@ -91,3 +91,12 @@ def test_parts_that_do_not_fit_leave_nothing(
     with pytest.raises(DataError, match=message):
         UserStore.save_parts(tmp_path / "store", parts)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_broken_users_stay_broken_in_a_saved_store(tmp_path: Path) -> None:
+    parts = [store_of([1, 2]).without({2: "no number"}), store_of([1]).without({0: "no text"})]
+    UserStore.save_parts(tmp_path / "store", parts)
+    read = UserStore.load(tmp_path / "store")
+    expected = {1: "no number, in row 1 of user '1'", 2: "no text, in row 0 of user '0'"}
+    assert read.broken == expected
+    assert read.sizes.tolist() == [1, 0, 0]

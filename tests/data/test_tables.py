@@ -102,6 +102,20 @@ def test_a_node_takes_classes_from_a_public_list_alone() -> None:
     assert load_users(f"{path}a_list").fields["y"].tolist() == [1, 1, 0, 0, 2, 1]
 
 
+def with_an_unknown_label():
+    labels = [*TEXTS[:5], None]
+    frame = pd.DataFrame({"a": [None, *X[1:, 0]], "y": labels, "who": IDS})
+    frame.loc[1, "y"] = "perhaps"
+    return Population.from_frame(frame, y="y", user="who", classes=["yes", "no", "maybe"])
+
+
+def test_a_node_leaves_out_users_with_unknown_labels_alone() -> None:
+    users = load_users(f"{__name__}:with_an_unknown_label")
+    assert [users.id_of(user) for user in sorted(users.broken)] == ["bob", "eve"]
+    assert users.fields["y"].tolist() == [1, 1]
+    assert np.isnan(users.fields["x"][:, 0]).tolist() == [True, False]
+
+
 def test_classes_are_numbered_alike_in_held_out_rows() -> None:
     def made(y=TEXTS, held_out=("never", "no"), **given):
         return Population.from_arrays(X, y, IDS, held_out=(X[:2], [*held_out]), **given)
@@ -110,7 +124,7 @@ def test_classes_are_numbered_alike_in_held_out_rows() -> None:
     assert made().test["y"].tolist() == [1, 2]
     listed = made(classes=["yes", "never", "no", "maybe"])
     assert (listed.test["y"].tolist(), listed.classes_given) == ([1, 2], True)
-    with pytest.raises(DataError, match="'y' has a label in row 0 that is none of the classes"):
+    with pytest.raises(DataError, match=r"'y' has a label that is none of .*in row 0 "):
         made(classes=["no", "yes", "maybe"])
     levels = pd.Categorical(TEXTS, ["no", "maybe", "yes"], ordered=True)
     assert made(pd.Series(levels), ("yes", "no")).test["y"].tolist() == [2, 0]
@@ -144,19 +158,24 @@ def test_a_user_without_some_numbers_refuses_nobody_else() -> None:
             X,
             TEXTS,
             {"held_out": (GAP, TEXTS)},
-            "held-out field 'x' has no value .* in 2 of 6 rows; leave out these rows",
+            "held-out field 'x' has no value .* in row 1 and 2 of 6 rows",
         ),
-        (X, [1, None, 0, 1, None, 1], {}, "'y' has no value .* in 2 of 6 rows"),
-        (X, ["a", float("nan"), "b", "a", "b", "a"], {}, "'y' has no value .* in 1 of 6 rows"),
+        (X, [1, None, 0, 1, None, 1], {}, "'y' has no value .* user 'bob'; 1 of 3 users"),
+        (X, ["a", float("nan"), "b", "a", "b", "a"], {}, "'y' has no value .* user 'bob'; 1 of 3"),
         (TEXTS, TEXTS, {}, "field 'x' holds text; give numbers"),
         (X, ["1,5", "2", "3", "1", "1", "1"], {}, "field 'y' holds numbers as text"),
-        (X, ["a", 1, 1, 1, 1, 1], {}, "'y' has a value of the type str in row 0; give numbers"),
+        (X, ["a", 1, 1, 1, 1, 1], {}, "'y' has text, .*numbers, in row 0 of user 'ann'"),
         (X, np.array(["2020-01-01"] * 6, "M8[D]"), {}, "'y' holds times; give numbers"),
-        (X, [2**70] * 6, {}, "'y' holds an integer beyond 64 bits"),
-        (X, np.full(6, 2**63, np.uint64), {}, "'y' holds an integer beyond 63 bits"),
+        (X, [2**70] * 6, {}, "'y' has an integer beyond 63 bits"),
+        (X, np.full(6, 2**63, np.uint64), {}, "'y' has an integer beyond 63 bits.*3 of 3 users"),
         (X, np.zeros(6, "i4,f4"), {}, "'y' has dtype .*; give numbers"),
         (None, TEXTS, {}, "'x' is a NoneType; give an array, a tensor or a list"),
-        ([[1.0], [1.0, 2.0], *[[1.0]] * 4], TEXTS, {}, "field 'x' cannot be an array"),
+        (
+            [[1.0], [1.0, 2.0], *[[1.0]] * 4],
+            TEXTS,
+            {},
+            r"'x' has arrays \[2\].* \[1\]; pad or crop it, in row 0 of user 'bob'",
+        ),
         (X, TEXTS, {"classes": "no"}, "classes are 'no'; they must be a list"),
         (X, TEXTS, {"classes": ["no", "no"]}, "at least one, each once"),
         (X, [f"{text} "[: 3 - row % 2] for row, text in enumerate(TEXTS)], {}, r"str\.strip\(\)"),
@@ -170,7 +189,7 @@ def test_a_user_without_some_numbers_refuses_nobody_else() -> None:
 )
 def test_what_cannot_train_is_named_in_one_sentence(x, y, given, message) -> None:
     with pytest.raises(DataError, match=message):
-        Population.from_arrays(x, y, IDS, **given)
+        Population.from_arrays(x, y, IDS, **given).users.refuse_broken()
 
 
 def test_a_sparse_matrix_is_refused_with_the_cure() -> None:
@@ -188,15 +207,15 @@ def test_a_sparse_matrix_is_refused_with_the_cure() -> None:
         ),
         (Stream(), "from a Stream; give .* a dataset with a length"),
         (Items([(1, 2, 3)] * 6), r"an item of the dataset is a tuple of 3; it must be a pair"),
-        (Items([(np.zeros(2), 0)] * 5 + [(np.zeros(3), 0)]), r"'x' has shape \[3\] in row 5"),
-        (Items([{"x": 1, "y": 2}] * 5 + [{"x": 1}]), r"item 5 .* fields \['x'\]; others have"),
+        (Items([(np.zeros(2), 0)] * 5 + [(np.zeros(3), 0)]), r"'x' has arrays \[3\].* user 'eve'"),
+        (Items([{"x": 1, "y": 2}] * 5 + [{"x": 1}]), r"'y' has no value .* user 'eve'"),
         (Items([(np.zeros(2), 0)] * 5), r"has shape \(5, 2\), not 6 rows"),
         (X, "from a ndarray; give a pair"),
     ],
 )
 def test_datasets_that_cannot_be_read_are_one_sentence(dataset, message) -> None:
     with pytest.raises(DataError, match=message):
-        Population.from_dataset(dataset, IDS)
+        Population.from_dataset(dataset, IDS).users.refuse_broken()
 
 
 def test_datasets_of_users_in_a_list_have_their_places_as_ids() -> None:
@@ -306,18 +325,23 @@ CITY = FRAME.assign(city=["york"] * 6, job=pd.Categorical([1, 2] * 3))
             "'city' holds numbers as text; .*decimal=','",
         ),
         (CITY.assign(city=["1.5"] * 6), {}, DataError, r"numbers as text; .*df\['city'\].astype"),
-        (FRAME.assign(mixed=[None] * 6), {}, DataError, "column 'mixed' has no value .* in 6 of 6"),
+        (
+            FRAME.assign(mixed=[None] * 6),
+            {},
+            DataError,
+            "column 'mixed' has no value .* all 6 rows",
+        ),
         (
             FRAME.assign(who=[*IDS[:5], None]),
             {},
             DataError,
-            "column 'who', which names users, has no",
+            "user id number 5 is .*leave out rows without an id",
         ),
         (
             FRAME.assign(label=[*TEXTS[:5], None]),
             {},
             DataError,
-            "column 'label' has no value .* in 1 ",
+            "column 'label' has no value .* in row 1 of user 'eve'; 1 of 3 users",
         ),
         (pd.concat([FRAME, FRAME], axis=1), {}, DataError, "two columns are named 'who'"),
         (
@@ -326,14 +350,23 @@ CITY = FRAME.assign(city=["york"] * 6, job=pd.Categorical([1, 2] * 3))
             InvalidValueError,
             "held_out is 0.01, 0 of 3 users; it must be",
         ),
+        (
+            FRAME.assign(who=[*IDS[:5], None]),
+            {"held_out": 0.4},
+            DataError,
+            "user id number 5 is .*leave out rows without an id",
+        ),
         (FRAME, {"held_out": 1}, InvalidValueError, "held_out is 1, 3 of 3 users; it must be"),
         (FRAME, {"held_out": FRAME[["who"]]}, DataError, "held_out has no column 'age'"),
+        (FRAME.assign(x=1), {"by": ["x"], "held_out": 0.4}, DataError, "by names a column 'x'"),
         (FRAME.assign(who=X[:, 0]), {}, DataError, "user id number 0 is 0.0; ids must be"),
     ],
 )
 def test_frames_that_do_not_fit_are_one_sentence(frame, given, error, message) -> None:
     with pytest.raises(error, match=message):
-        Population.from_frame(frame, **({"y": "label", "user": "who"} | given))
+        Population.from_frame(
+            frame, **({"y": "label", "user": "who"} | given)
+        ).users.refuse_broken()
 
 
 def test_fields_of_a_store_are_converted_as_those_of_a_population() -> None:

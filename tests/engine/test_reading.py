@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import fedpriv
 from fedpriv.data import Population, UserStore
-from fedpriv.engine.reading import population_for, rows_for
+from fedpriv.engine.reading import population_for, rows_for, users_for
 from fedpriv.engine.task import Task
 from fedpriv.errors import ModelError
 
@@ -107,6 +107,24 @@ def test_no_row_of_a_user_decides_how_those_of_others_are_read(y, held_out) -> N
     assert odd.fields["y"][1:].tolist() == even.fields["y"][1:].tolist()
     with pytest.raises(IndexError):
         functional.cross_entropy(torch.zeros(1, 3), torch.tensor(odd.fields["y"][:1]))
+
+
+def test_a_node_reads_users_by_types_and_shapes_alone() -> None:
+    """A missing number may have made floats of all labels or words: others are read the same."""
+    x, task = X.astype("f4"), Task(nn.Linear(3, 3))
+    gap = np.array([0, np.nan, 2, 1], np.float32)
+    for y in (Y, Y.astype("f4"), ONE_HOT, gap):
+        read = users_for(task, {"x": x, "y": y})["y"]
+        assert read[[0, 2, 3]].tolist() == Y[[0, 2, 3]].tolist()
+        assert (read[1] == 1) is not (y is gap)
+        assert read.dtype == np.int64
+    shares = np.full((4, 3), 1 / 3, np.float32)
+    assert users_for(task, {"x": x, "y": shares})["y"] is shares
+    assert users_for(Task(nn.Linear(3, 1), "mse"), {"x": x, "y": gap})["y"] is gap
+    words = np.where(np.arange(12).reshape(4, 3) == 4, np.nan, X).astype("f4")
+    read = users_for(Task(Words()), {"x": words, "y": Y})["x"]
+    assert read[[0, 2, 3]].tolist() == X[[0, 2, 3]].tolist()
+    assert read[1, 1] < 0
 
 
 @pytest.mark.parametrize(

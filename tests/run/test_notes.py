@@ -26,10 +26,10 @@ class Unknown(nn.Module):
 def run(folder: Path, model: nn.Module, *, rounds: int = 10, rate: float = 0.5, q: float = 1.0,
         delta: float = 1e-3, noise: float = 0.0, **others: object) -> Run:  # fmt: skip
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((USERS * ROWS, 3)).astype(np.float32)
+    x = rng.standard_normal((USERS * ROWS + 20, 3)).astype(np.float32)
     y = x.argmax(1)
     people = fedpriv.Population.from_arrays(
-        x, y, np.repeat(np.arange(USERS), ROWS), held_out=(x[:20], y[:20])
+        x[:-20], y[:-20], np.repeat(np.arange(USERS), ROWS), held_out=(x[-20:], y[-20:])
     )
     exact = fedpriv.Mechanism(
         fedpriv.Poisson(q), fedpriv.Flat(1.0), noise, delta=delta, unsafe_no_privacy=True

@@ -32,6 +32,14 @@ def test_the_population_of_nodes_is_called_by_its_id(tmp_path: Path) -> None:
     assert experiment.plan.sampling.population == 2
 
 
+def test_a_server_names_the_classes_of_its_rows(tmp_path: Path) -> None:
+    words = [f"digit {number}" for number in range(10)]
+    config = load_config(FEDERATION, [f"evaluation.classes={words}"])
+    setup = RunSetup.at(config, tmp_path / "run", resume=False)
+    assert setup.config.federation is not None
+    assert setup.on_nodes(setup.config.federation, "people", ["a", "b"]).classes == tuple(words)
+
+
 def test_nodes_are_not_asked_for_figures_that_are_not_private(tmp_path: Path) -> None:
     assignments = ["output.simulation_only=true"]
     setup = RunSetup.at(load_config(FEDERATION, assignments), tmp_path / "run", resume=False)

@@ -72,6 +72,10 @@ def test_two_runs_are_one_run_of_all_their_rounds(
 def test_both_cost_together_what_their_ledger_says(first: fedpriv.Run, tmp_path: Path) -> None:
     more = replace(PRIVATE, epsilon=3.0)
     second = trained(tmp_path / "second", mechanism=more, start=first.folder)
+    plan = (second.folder / "plan.toml").read_text(encoding="utf-8")
+    begun = f"round {first.state.round} of run {first.rounds[0].run}, in ../{first.folder.name}\n"
+    assert plan.startswith(f"# starts from: {begun}") or first.folder.parent != second.folder.parent
+    assert plan.startswith("# starts from: round")
     assert second.ledger == first.folder / "ledger.sqlite"
     assert not (second.folder / "ledger.sqlite").exists()
     assert first.epsilon < 2.0 + 1e-9 < second.epsilon <= 3.0
