@@ -173,8 +173,13 @@ def poisson_pairs(rounds: Rounds) -> Pairs:
 def tightest_epsilon(pairs: Pairs, delta: float) -> Ends:
     """Return an interval of the least ε for which the pairs together are (ε, δ)-DP."""
     methods = gaussian.epsilon_interval, contour.epsilon_interval, pld.epsilon_interval
-    ends = _tightest(pairs, delta, *methods)
-    return _capped(pairs, delta, ends, methods[0], rdp.epsilon_from_rdp)
+    low, up = _capped(
+        pairs, delta, _tightest(pairs, delta, *methods), methods[0], rdp.epsilon_from_rdp
+    )
+    if low < (1.0 - _WIDE) * up < math.inf:
+        rare = pld.noise_of_sampled(pairs, delta / 2)
+        up = min(up, gaussian.epsilon_interval(delta / 2, rare)[1])
+    return low, up
 
 
 def tightest_delta(pairs: Pairs, epsilon: float) -> Ends:
@@ -191,7 +196,7 @@ def _capped(
     closed_form: Callable[[float, float], Ends],
     from_rdp: Callable[[Sequence[float], Vector, float], float],
 ) -> Ends:
-    """Return the ends; if they are far apart, the upper one is capped by two looser bounds.
+    """Return the ends; if they are far apart, the upper one is capped by looser bounds.
 
     These are that of `rdp`, and that of the rounds without sampling.
     """

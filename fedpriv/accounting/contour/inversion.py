@@ -67,14 +67,35 @@ _LARGEST_PLACE = 24 * _GRID  # saddle points are searched between e^−24 and e^
 _FINE, _END = 4, 2  # periods are powers of 2^{1/4}, and ends powers of √2
 _ENDS = 60  # candidates for the end of a contour
 _FEW_TERMS = 32.0  # a sum with fewer terms needs no better window
-_SIZES = (24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 3072)
+_SIZES = (
+    24,
+    32,
+    40,
+    48,
+    64,
+    80,
+    96,
+    128,
+    160,
+    192,
+    256,
+    320,
+    384,
+    512,
+    640,
+    768,
+    1024,
+    1536,
+    2048,
+    3072,
+)
 # Limits on the multiplications of a contour; above them, a convolution is faster.
-_WORK, _WORK_PER_SETTING, _MOST_WORK = 2e7, 1e6, 8e7
+_WORK, _WORK_PER_SETTING, _MOST_WORK = 2e7, 1e6, 1e9
 _PART = 128  # settings in one array
 _WIDEST = 1e-3  # largest width of an interval, relative to its upper end
 _NARROW = 1e-7  # relative width at which no second contour is tried
 _SHIFTS = (1.0, 0.85)  # real parts of contours, relative to the plan
-_LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.1, 1e6, 1e-12
+_LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.02, 1e6, 1e-12
 _MOST_EPSILON = 1e200  # products of larger ones overflow
 # Distances at which a bound is tried, relative to the estimated one.
 _STEPS = [0.0] + [1.01 * 1.5**k for k in range(40)]
@@ -460,7 +481,7 @@ def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
     """Return an interval of the least ε for which the rounds are (ε, δ)-DP, in both directions.
 
     Its width is usually 1e-8 of the upper end, and at most the larger of 1e-3 of it and 1e-9.
-    ContourUnsuitableError if it is wider, z is outside [0.1, 1e6], q below 1e-12 or δ below 1e-100.
+    ContourUnsuitableError if it is wider, z outside [0.02, 1e6], q below 1e-12 or δ below 1e-100.
     """
     check_any_delta(delta)
     log_delta = math.log(delta)
@@ -527,7 +548,7 @@ def _worse(
         return 0.0, 0.0
     q, z, counts = arrays(rounds)
     if z.min() < _LEAST_NOISE or z.max() > _MOST_NOISE or q.min() < _LEAST_PROBABILITY:
-        raise ContourUnsuitableError("the contour needs z from 0.1 to 1e6 and q of at least 1e-12")
+        raise ContourUnsuitableError("the contour needs z from 0.02 to 1e6 and q of at least 1e-12")
     groups = arrays(grouped(rounds, _PLANNED)[0])
     low = up = 0.0
     for direction in Direction:
