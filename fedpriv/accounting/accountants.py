@@ -20,10 +20,11 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from decimal import ROUND_CEILING, Context, Decimal
 from enum import StrEnum
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from itertools import product
 from operator import itemgetter
 from types import MappingProxyType
@@ -66,7 +67,7 @@ from fedpriv.support.checks import check_types, plain_numbers
 ADD_OR_REMOVE, REPLACE = NeighbouringRelation
 
 _MOST_ORDER = 1e6  # of RDP, which is a sum of as many terms
-_GROUPS = (64, 512, 2048)  # numbers of groups of rounds to try, in order
+_GROUPS = (64, 4096)  # numbers of groups of rounds to try, in order
 _NARROW = 2e-4  # relative width of an interval at which finer groups are not tried
 _WIDE = 0.1  # relative width from which looser bounds are tried
 
@@ -187,6 +188,28 @@ def tightest_delta(pairs: Pairs, epsilon: float) -> Ends:
     methods = gaussian.delta_interval, contour.delta_interval, pld.delta_interval
     ends = _tightest(pairs, epsilon, *methods)
     return _capped(pairs, epsilon, ends, methods[0], rdp.delta_from_rdp)
+
+
+def tightest_deltas(pairs: Pairs, epsilons: Sequence[float], near: Sequence[float]) -> Vector:
+    """Return upper bounds of δ at each ε: [epsilons], tight for δ between the deltas `near`."""
+    settings = {(pair.q, pair.z): n for pair, n in pairs.items() if type(pair) is PoissonPair}
+    ups = None
+    if len(settings) == len(pairs) and any(q < 1.0 for q, _ in settings):
+        with suppress(contour.ContourUnsuitableError):
+            rounds, _ = grouped(folded(settings), _GROUPS[-1])
+            ups = contour.deltas_above(rounds, epsilons, near)
+    if ups is None:
+        ups = pld.deltas_above(pairs, epsilons, near)
+    if ups[-1] > (1.0 + _WIDE) * min(near):
+        cap = partial(
+            _capped,
+            ends=(0.0, 1.0),
+            closed_form=gaussian.delta_interval,
+            from_rdp=rdp.delta_from_rdp,
+        )
+        caps = [cap(pairs, epsilon)[1] for epsilon in epsilons]
+        ups = np.minimum(ups, caps)
+    return ups
 
 
 def _capped(
@@ -343,6 +366,17 @@ class Accountant(ABC):
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
         """Return a δ in [0, 1] for which the events together are (ε, δ)-DP; ε ≥ 0 is finite."""
 
+    def deltas(
+        self, events: Iterable[RoundEvent], epsilons: Sequence[float], near: Sequence[float]
+    ) -> Vector:
+        """Return `delta` at each ε, ascending: [epsilons].
+
+        Bounds may be looser where δ is outside the range of the deltas `near`.
+        """
+        del near
+        events = tuple(events)
+        return np.array([self.delta(events, epsilon) for epsilon in epsilons])
+
 
 @dataclass(frozen=True)
 class IntervalAccountant(Accountant):
@@ -356,15 +390,17 @@ class IntervalAccountant(Accountant):
     name: str = "pld"
     epsilon_interval: Callable[[Pairs, float], Ends] = pld.epsilon_interval  # of ε at δ
     delta_interval: Callable[[Pairs, float], Ends] = pld.delta_interval  # of δ at ε
+    # Upper ends of δ at each of several ε.
+    deltas_above: Callable[[Pairs, Sequence[float], Sequence[float]], Vector] = pld.deltas_above
 
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
         """Return an interval of ε, or an upper bound."""
         check_delta(delta)
         events = _checked(events, self.name, tuple(ANALYSES))
         bounds = bounds_of(events)
-        low, up = self.epsilon_interval(bounds.above, delta)
+        low, up = _kept_ends(self.epsilon_interval, tuple(bounds.above.items()), delta)
         if bounds.below is not bounds.above and bounds.below != bounds.above:
-            low, _ = self.epsilon_interval(bounds.below, delta)
+            low, _ = _kept_ends(self.epsilon_interval, tuple(bounds.below.items()), delta)
         kind = Bound.INTERVAL if bounds.complete else Bound.UPPER
         return _loss(events, (float(low) * _BELOW, float(up)), delta, self.name, kind)
 
@@ -373,6 +409,22 @@ class IntervalAccountant(Accountant):
         check_epsilon(epsilon)
         above = bounds_of(_checked(events, self.name, tuple(ANALYSES))).above
         return max(self.delta_interval(above, epsilon)[1], LEAST_DELTA) if above else 0.0
+
+    def deltas(
+        self, events: Iterable[RoundEvent], epsilons: Sequence[float], near: Sequence[float]
+    ) -> Vector:
+        """Return upper ends of δ at each ε, from few compositions: [epsilons]."""
+        above = bounds_of(_checked(events, self.name, tuple(ANALYSES))).above
+        if not above:
+            return np.zeros(len(epsilons))
+        return np.maximum(self.deltas_above(above, epsilons, near), LEAST_DELTA)
+
+
+@lru_cache(maxsize=8)  # a run prices its planned rounds several times
+def _kept_ends(
+    interval: Callable[[Pairs, float], Ends], pairs: tuple[tuple[LossPair, int], ...], delta: float
+) -> Ends:
+    return interval(dict(pairs), delta)
 
 
 @dataclass(frozen=True)
@@ -527,7 +579,7 @@ def _loss(
 
 
 _ALL = (
-    IntervalAccountant("tight", tightest_epsilon, tightest_delta),
+    IntervalAccountant("tight", tightest_epsilon, tightest_delta, tightest_deltas),
     IntervalAccountant(),
     RDPAccountant(),
     ClassicalAccountant("gdp", classical.clt_epsilon, Bound.ESTIMATE),

@@ -20,7 +20,7 @@ with, mostly, Σq < 1, and for a few rounds with q < 1.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
@@ -55,12 +55,13 @@ from fedpriv.accounting.round_counts import (
     check_any_delta,
     check_epsilon,
     check_rounds,
-    grouped,
+    typical,
 )
 from fedpriv.errors import UnsupportedEventError
 
 _LEAST_LOG_DELTA = math.log(1e-100)  # of the smallest δ
-_CERTAINTY = math.log(1e9)  # log of the ratio of δ to each error that a plan controls
+# Logs of the ratio of δ to each error that a plan controls, for few and for many settings.
+_CERTAINTY, _CERTAINTY_OF_MANY = math.log(1e9), math.log(1e5)
 _MARGIN = 7.0  # standard deviations from the tilted mean to the end of a wide window
 _GRID = 32  # plans have tilts c = e^{j/32}
 _LARGEST_PLACE = 24 * _GRID  # saddle points are searched between e^−24 and e^24
@@ -112,6 +113,7 @@ class ContourUnsuitableError(UnsupportedEventError):
 class ContourPlan:
     """Points w = c + i·2πj/P to integrate over, up to imaginary part `stop`."""
 
+    certainty: float  # log of the ratio of δ to each error that the plan controls
     log_tail: float  # log of the probability that one round is outside its window
     c: float
     further: float  # tilt > c of the bound on δ(ε + P)
@@ -142,7 +144,9 @@ class _Saddle(NamedTuple):
         return self.log_delta + (self.epsilon - epsilon) * self.c
 
 
-def plan_at_delta(rounds: DirectedRounds, log_delta: float) -> ContourPlan:
+def plan_at_delta(
+    rounds: DirectedRounds, log_delta: float, certainty: float = _CERTAINTY
+) -> ContourPlan:
     """Return a plan for the ε ≥ 0 at δ."""
 
     def plan(log_tail: float) -> ContourPlan:
@@ -150,33 +154,36 @@ def plan_at_delta(rounds: DirectedRounds, log_delta: float) -> ContourPlan:
         epsilon = saddle.epsilon_at(log_delta)
         if epsilon < 0:
             saddle, epsilon = _saddle(rounds, log_tail, lambda s: -s.epsilon), 0.0
-        return _plan(rounds, saddle.c, epsilon, log_delta, log_tail)
+        return _plan(rounds, saddle.c, epsilon, log_delta, log_tail, certainty)
 
-    return _cheapest(plan, rounds.number, log_delta)
+    return _cheapest(plan, rounds.number, log_delta, certainty)
 
 
-def plan_at_epsilon(rounds: DirectedRounds, epsilon: float) -> ContourPlan:
+def plan_at_epsilon(
+    rounds: DirectedRounds, epsilon: float, certainty: float = _CERTAINTY
+) -> ContourPlan:
     """Return a plan for the δ at ε ≥ 0."""
 
     def excess(saddle: _Saddle) -> float:
         return epsilon - saddle.epsilon if saddle.log_delta > _LEAST_LOG_DELTA else -1.0
 
     def plan(log_tail: float) -> ContourPlan:
-        return _plan(rounds, _saddle(rounds, log_tail, excess).c, epsilon, log_delta, log_tail)
+        c = _saddle(rounds, log_tail, excess).c
+        return _plan(rounds, c, epsilon, log_delta, log_tail, certainty)
 
     log_delta = -1.0
     for _ in range(6):  # the window depends on δ, but δ hardly depends on the window
-        wide, _ = _log_tails(rounds.number, log_delta)
+        wide, _ = _log_tails(rounds.number, log_delta, certainty)
         guess = _saddle(rounds, wide, excess).log_delta_at(epsilon)
         before, log_delta = log_delta, min(max(guess, _LEAST_LOG_DELTA), -1e-3)
         if abs(log_delta - before) < 1.0:
             break
-    return _cheapest(plan, rounds.number, log_delta)
+    return _cheapest(plan, rounds.number, log_delta, certainty)
 
 
-def _log_tails(rounds: float, log_delta: float) -> tuple[float, float]:
+def _log_tails(rounds: float, log_delta: float, certainty: float) -> tuple[float, float]:
     """Return log tails of a wide window, for most losses, and of one for rare, huge losses."""
-    narrow = log_delta - _CERTAINTY - math.log(_power(rounds))
+    narrow = log_delta - certainty - math.log(_power(rounds))
     return min(float(log_ndtr(ndtri_exp(log_delta) - _MARGIN)), narrow), narrow
 
 
@@ -185,9 +192,11 @@ def _power(rounds: float) -> float:
     return 2.0 ** math.ceil(math.log2(rounds))
 
 
-def _cheapest(plan: Callable[[float], ContourPlan], rounds: float, log_delta: float) -> ContourPlan:
+def _cheapest(
+    plan: Callable[[float], ContourPlan], rounds: float, log_delta: float, certainty: float
+) -> ContourPlan:
     """Return the plan with fewer terms of the two windows."""
-    wide, narrow = _log_tails(rounds, log_delta)
+    wide, narrow = _log_tails(rounds, log_delta, certainty)
     first = plan(wide)
     if first.last < _FEW_TERMS or narrow == wide:
         return first
@@ -247,7 +256,12 @@ def _saddle(rounds: DirectedRounds, log_tail: float, excess: Callable[[_Saddle],
 
 
 def _plan(
-    rounds: DirectedRounds, c: float, epsilon: float, log_delta: float, log_tail: float
+    rounds: DirectedRounds,
+    c: float,
+    epsilon: float,
+    log_delta: float,
+    log_tail: float,
+    certainty: float,
 ) -> ContourPlan:
     place = rounds.settings, log_tail
     moments = _moments(*place, c)
@@ -255,8 +269,8 @@ def _plan(
 
     def period_of(further: float) -> float:
         excess = rounds.sum(_moments(*place, further).log_mgf) - further * epsilon
-        right = (excess - log_delta + _CERTAINTY) / (further - c)
-        return max((_CERTAINTY - log_delta) / c, right)
+        right = (excess - log_delta + certainty) / (further - c)
+        return max((certainty - log_delta) / c, right)
 
     tilts = [c + 2.0 ** (k - round(math.log2(spread))) for k in range(-2, 5)]
     period, further = min((period_of(tilt), tilt) for tilt in tilts)
@@ -266,13 +280,13 @@ def _plan(
     def suffices(end: int) -> bool:
         """Return whether the integral beyond this end is negligible, as then for later ones too."""
         stop = 2.0 ** ((least + end) / _END)
-        decay_needed = scale - math.log(math.pi * stop) + _CERTAINTY
+        decay_needed = scale - math.log(math.pi * stop) + certainty
         return rounds.sum(_decay(*place, c, stop)) >= decay_needed
 
     end = bisect_left(range(_ENDS), x=True, key=suffices)
     stop = 2.0 ** ((least + end) / _END) if end < _ENDS else math.inf
     period = 2.0 ** (math.ceil(_FINE * math.log2(period)) / _FINE)
-    return ContourPlan(log_tail, c, further, period, stop, epsilon, log_delta)
+    return ContourPlan(certainty, log_tail, c, further, period, stop, epsilon, log_delta)
 
 
 @dataclass(frozen=True)
@@ -313,6 +327,14 @@ class Contour:
         aliases = left / -math.expm1(-plan.c * plan.period)
         aliases += math.exp(min(right, 700.0)) / -math.expm1(-gap * plan.period)
         return value - error - aliases, value + error
+
+    def delta_ends(self, epsilon: float) -> Ends:
+        """Return lower and upper bounds of δ(ε) of all losses."""
+        below, above = (_log(bound) for bound in self.bounds(epsilon))
+        scale = self.log_scale(epsilon)
+        up = math.exp(min(above + scale, 0.0)) if above > -math.inf else 1.0
+        up = min(max(up + self.dropped, math.exp(_LEAST_LOG_DELTA)), 1.0)
+        return math.exp(min(below + scale, 0.0)), up
 
     def _terms(self, epsilon: float) -> tuple[ComplexVector, ComplexVector]:
         """Return the points w, and their terms of the sum over both signs of t: [points]."""
@@ -358,7 +380,7 @@ def contour(rounds: DirectedRounds, plan: ContourPlan) -> Contour | None:
 
 def cumulant_bound(rounds: DirectedRounds, plan: ContourPlan) -> float:
     """Return an upper bound of K(c) at the plan's c; ∞ if it costs too much."""
-    key = rounds.settings, plan.log_tail, plan.c, _power(rounds.number)
+    key = rounds.settings, plan.certainty, plan.log_tail, plan.c, _power(rounds.number)
     bounds = (_kept_bounds if len(rounds.q) <= _KEPT else _bounds)(*key)
     if bounds is None:
         return math.inf
@@ -405,9 +427,13 @@ def _kept_along(
     return None if parts is None else tuple(parts)
 
 
-def _bounds(settings: RoundSettings, log_tail: float, c: float, rounds: float) -> Vector | None:
+def _bounds(
+    settings: RoundSettings, certainty: float, log_tail: float, c: float, rounds: float
+) -> Vector | None:
     """Return upper bounds of log E[e^{cL}] of one round of each, [p]; None if too expensive."""
-    parts = _parts(settings, ContourPlan(log_tail, c, c, 1.0, 0.0, 0.0, 0.0), 0.0, rounds)
+    parts = _parts(
+        settings, ContourPlan(certainty, log_tail, c, c, 1.0, 0.0, 0.0, 0.0), 0.0, rounds
+    )
     if parts is None:
         return None
     bounds = np.empty(len(settings.q))
@@ -462,7 +488,7 @@ def _parts(
     semiaxes = np.minimum(np.array(HEIGHTS)[:, None], LARGEST_ANGLE * z)
     all_ = DirectedRounds(q, z, np.ones_like(q), settings.direction)
     log_rho, error = log_errors(all_, low, high, plan.c, stop, semiaxes)
-    required = (error - log_mgf + _CERTAINTY + math.log(rounds)) / (2 * log_rho)
+    required = (error - log_mgf + plan.certainty + math.log(rounds)) / (2 * log_rho)
     best = required.argmin(axis=0), np.arange(len(low))
     if not required[best].max() < _SIZES[-1]:
         return None
@@ -489,15 +515,16 @@ def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
         raise ContourUnsuitableError(f"delta is {delta}; the contour needs at least 1e-100")
 
     def ceiling(setting: DirectedRounds, plan: ContourPlan) -> float:
-        """Return a Rényi bound (Canonne et al. 2020, Proposition 12), or the largest loss."""
+        """Return a Rényi bound (Canonne et al. 2020, Proposition 12)."""
         log_rest = _log_allowed(log_delta, setting.number * math.exp(plan.log_tail))
-        renyi = (cumulant_bound(setting, plan) - log_rest - conversion(plan.c)) / plan.c
-        return max(0.0, min(renyi, _largest_loss(setting)))
+        bound = (cumulant_bound(setting, plan) - log_rest - conversion(plan.c)) / plan.c
+        return max(0.0, bound)
 
     def ends(sums: Contour) -> Ends:
         return _epsilon_ends(sums, log_delta)
 
-    return _worse(rounds, lambda setting: plan_at_delta(setting, log_delta), ends, ceiling, 1e-9)
+    plan_of = lambda setting, certainty: plan_at_delta(setting, log_delta, certainty)  # noqa: E731
+    return _worse(rounds, plan_of, ends, _largest_loss, ceiling, 1e-9)
 
 
 def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
@@ -511,20 +538,42 @@ def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
         raise ContourUnsuitableError(f"the contour needs ε of at most {_MOST_EPSILON:g}")
 
     def ceiling(setting: DirectedRounds, plan: ContourPlan) -> float:
-        if epsilon >= _largest_loss(setting):
-            return 0.0
         exponent = cumulant_bound(setting, plan) - plan.c * epsilon - conversion(plan.c)
         dropped = setting.number * math.exp(plan.log_tail)
         return min(1.0, math.exp(min(exponent, 0.0)) + dropped)
 
     def ends(sums: Contour) -> Ends:
-        below, above = (_log(bound) for bound in sums.bounds(epsilon))
-        scale = sums.log_scale(epsilon)
-        up = math.exp(min(above + scale, 0.0)) if above > -math.inf else 1.0
-        up = min(max(up + sums.dropped, math.exp(_LEAST_LOG_DELTA)), 1.0)
-        return math.exp(min(below + scale, 0.0)), up
+        return sums.delta_ends(epsilon)
 
-    return _worse(rounds, lambda setting: plan_at_epsilon(setting, epsilon), ends, ceiling, 1e-90)
+    def largest(setting: DirectedRounds) -> float:
+        return 0.0 if epsilon >= _largest_loss(setting) else math.inf
+
+    plan_of = lambda setting, certainty: plan_at_epsilon(setting, epsilon, certainty)  # noqa: E731
+    return _worse(rounds, plan_of, ends, largest, ceiling, 1e-90)
+
+
+def deltas_above(rounds: Rounds, epsilons: Sequence[float], near: Sequence[float]) -> Vector:
+    """Return upper bounds of δ at each ε: [epsilons], tight where δ is between the deltas `near`.
+
+    Every contour bounds δ at all ε; there is one for each delta of `near` and direction.
+    ContourUnsuitableError if one is too expensive or too wide, or as in `epsilon_interval`.
+    """
+    _check_range(rounds)
+    worse, groups = np.zeros(len(epsilons)), typical(rounds, _PLANNED)
+    for direction in Direction:
+        setting = DirectedRounds(*arrays(rounds), direction)
+        ups = np.where(np.array(epsilons) < _largest_loss(setting), 1.0, 0.0)
+        for delta in near if ups.any() else ():
+            plan = plan_at_delta(
+                DirectedRounds(*groups, direction), math.log(delta), _CERTAINTY_OF_MANY
+            )
+            sums = contour(setting, plan)
+            low, up = sums.delta_ends(plan.epsilon) if sums else (0.0, 1.0)
+            if sums is None or low < 0.99 * up:
+                raise ContourUnsuitableError(f"the contour only finds [{low:.6g}, {up:.6g}] for δ")
+            ups = np.minimum(ups, [sums.delta_ends(epsilon)[1] for epsilon in epsilons])
+        worse = np.maximum(worse, ups)
+    return worse
 
 
 def conversion(c: float) -> float:
@@ -534,31 +583,37 @@ def conversion(c: float) -> float:
 
 def _worse(
     rounds: Rounds,
-    plan_of: Callable[[DirectedRounds], ContourPlan],
+    plan_of: Callable[[DirectedRounds, float], ContourPlan],
     ends_of: Callable[[Contour], Ends],
+    largest: Callable[[DirectedRounds], float],
     ceiling: Callable[[DirectedRounds, ContourPlan], float],
     negligible: float,
 ) -> Ends:
     """Return the ends in the worse direction.
 
-    The second direction is computed only if its ceiling is above the first one's lower end.
+    The second direction is computed only if its `largest` end and its ceiling, which takes longer,
+    are above the first one's lower end.
     """
     check_rounds(rounds)
     if not rounds:
         return 0.0, 0.0
+    _check_range(rounds)
     q, z, counts = arrays(rounds)
-    if z.min() < _LEAST_NOISE or z.max() > _MOST_NOISE or q.min() < _LEAST_PROBABILITY:
-        raise ContourUnsuitableError("the contour needs z from 0.02 to 1e6 and q of at least 1e-12")
-    groups = arrays(grouped(rounds, _PLANNED)[0])
+    groups, few = typical(rounds, _PLANNED), len(q) <= _PLANNED
     low = up = 0.0
     for direction in Direction:
         setting = DirectedRounds(q, z, counts, direction)
-        plan = plan_of(DirectedRounds(*groups, direction))
-        below = 0.0
-        above = ceiling(setting, plan) if direction is Direction.ADD else math.inf
+        below, above = 0.0, largest(setting)
         if above <= low:
             continue
-        for shift in _SHIFTS if len(q) <= _PLANNED else _SHIFTS[:1]:
+        plan = plan_of(
+            DirectedRounds(*groups, direction), _CERTAINTY if few else _CERTAINTY_OF_MANY
+        )
+        if direction is Direction.ADD:
+            above = min(above, ceiling(setting, plan))
+        if above <= low:
+            continue
+        for shift in _SHIFTS if few else _SHIFTS[:1]:
             shifted = replace(plan, c=shift * plan.c, period=plan.period / shift)
             sums = contour(setting, shifted)
             if sums is None:
@@ -576,6 +631,12 @@ def _worse(
         f"the contour only finds [{low:.6g}, {up:.6g}]; it needs a width of at most {_WIDEST:g} "
         "of the upper end"
     )
+
+
+def _check_range(rounds: Rounds) -> None:
+    q, z, _ = arrays(rounds)
+    if z.min() < _LEAST_NOISE or z.max() > _MOST_NOISE or q.min() < _LEAST_PROBABILITY:
+        raise ContourUnsuitableError("the contour needs z from 0.02 to 1e6 and q of at least 1e-12")
 
 
 def _epsilon_ends(sums: Contour, log_delta: float) -> Ends:

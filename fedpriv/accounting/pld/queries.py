@@ -12,7 +12,7 @@ answer depends on pairs and δ, or ε, alone.
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -106,6 +106,31 @@ def delta_interval(pairs: Pairs, epsilon: float) -> Ends:
     most = 0.0 if epsilon >= _largest_added(pairs) else 1.0
     low, up = _refined(pairs, epsilon, _aim_at_epsilon, ends_of, width, int, most)
     return low, min(up, exposure(pairs))
+
+
+def deltas_above(pairs: Pairs, epsilons: Sequence[float], near: Sequence[float]) -> Vector:
+    """Return upper bounds of δ at each ε: [epsilons], tight where δ is between the deltas `near`.
+
+    Every composition bounds δ at all ε; there is one for each delta of `near` and direction, with
+    the plan of `epsilon_interval` at that δ.
+    """
+    z = _closed_form(pairs)
+    if z is not None:
+        return np.array([gaussian.delta_interval(epsilon, z)[1] for epsilon in epsilons])
+    noisy, _, exposed = _split_by_noise(_few(pairs)[0])
+    plan, worse = (
+        tuple((pair, _power_of_two(n)) for pair, n in noisy.items()),
+        np.zeros(len(epsilons)),
+    )
+    for direction in Direction:
+        most = _largest_added(pairs) if direction is Direction.ADD else math.inf
+        ups = np.where(np.array(epsilons) < most, exposure(pairs), 0.0)
+        for delta in near if ups.any() else ():
+            planned = _planned(plan, delta, _aim_at_delta, direction, 1.0)
+            sums = _composed_above(noisy, exposed, *planned, direction)
+            ups = np.minimum(ups, [delta_above(sums, epsilon) for epsilon in epsilons])
+        worse = np.maximum(worse, ups)
+    return worse
 
 
 def exposure(pairs: Pairs) -> float:
@@ -202,10 +227,8 @@ def _refined(
             if parts:
                 below = ends_of[0](compose_atoms(parts, window), at)
                 low[direction] = max(low[direction], below)
-            window, lattice = _planned(plan_above, at, aim_at, direction, precision)
-            parts = [(_at_least_as_bad(pair, lattice, direction), n) for pair, n in noisy.items()]
-            composition = compose_atoms(parts, window)
-            composition = replace(composition, infinite=composition.infinite + exposed)
+            planned = _planned(plan_above, at, aim_at, direction, precision)
+            composition = _composed_above(noisy, exposed, *planned, direction)
             up[direction] = min(up[direction], ends_of[1](composition, at))
         gap, limit = max(up.values()) - max(low.values()), width[0] * max(up.values()) + width[1]
         if not limit < gap < min(math.inf, _PROGRESS * last):
@@ -214,6 +237,14 @@ def _refined(
     if not max(low.values()) <= max(up.values()):
         raise AssertionError(f"the ends contradict each other: {low} > {up}")
     return max(low.values()), max(up.values())
+
+
+def _composed_above(
+    noisy: Pairs, exposed: float, window: FftWindow, lattice: Lattice, direction: Direction
+) -> Composition:
+    parts = [(_at_least_as_bad(pair, lattice, direction), n) for pair, n in noisy.items()]
+    composition = compose_atoms(parts, window)
+    return replace(composition, infinite=composition.infinite + exposed)
 
 
 def _power_of_two(n: int) -> int:
