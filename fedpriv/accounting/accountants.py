@@ -30,7 +30,6 @@ from operator import itemgetter
 from types import MappingProxyType
 
 import numpy as np
-import scipy
 
 from fedpriv.accounting import classical, contour, gaussian, pld, rdp
 from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, PoissonPair, ReplacePair
@@ -70,6 +69,7 @@ _MOST_ORDER = 1e6  # of RDP, which is a sum of as many terms
 _GROUPS = (64, 4096)  # numbers of groups of rounds to try, in order
 _NARROW = 2e-4  # relative width of an interval at which finer groups are not tried
 _WIDE = 0.1  # relative width from which looser bounds are tried
+_NO_SHARE = 2.0**-40
 
 
 @dataclass(frozen=True)
@@ -174,20 +174,20 @@ def poisson_pairs(rounds: Rounds) -> Pairs:
 def tightest_epsilon(pairs: Pairs, delta: float) -> Ends:
     """Return an interval of the least ε for which the pairs together are (ε, δ)-DP."""
     methods = gaussian.epsilon_interval, contour.epsilon_interval, pld.epsilon_interval
-    low, up = _capped(
-        pairs, delta, _tightest(pairs, delta, *methods), methods[0], rdp.epsilon_from_rdp
-    )
-    if low < (1.0 - _WIDE) * up < math.inf:
-        rare = pld.noise_of_sampled(pairs, delta / 2)
-        up = min(up, gaussian.epsilon_interval(delta / 2, rare)[1])
+    low, up = _tightest(pairs, delta, *methods)
+    if low < (1.0 - _WIDE) * up:
+        up = min(up, rdp.epsilon_from_rdp(rdp.DEFAULT_ORDERS, _rdp_above(pairs), delta))
+        for share in (_NO_SHARE, 0.5):  # of δ for a user in many rounds
+            noise = pld.noise_of_sampled(pairs, share * delta)
+            up = min(up, gaussian.epsilon(delta * (1.0 - share), noise))
     return low, up
 
 
 def tightest_delta(pairs: Pairs, epsilon: float) -> Ends:
     """Return an interval of the least δ for which the pairs are (ε, δ)-DP at a finite ε."""
     methods = gaussian.delta_interval, contour.delta_interval, pld.delta_interval
-    ends = _tightest(pairs, epsilon, *methods)
-    return _capped(pairs, epsilon, ends, methods[0], rdp.delta_from_rdp)
+    low, up = _tightest(pairs, epsilon, *methods)
+    return low, _capped_delta(pairs, epsilon, up) if low < (1.0 - _WIDE) * up else up
 
 
 def tightest_deltas(pairs: Pairs, epsilons: Sequence[float], near: Sequence[float]) -> Vector:
@@ -201,39 +201,24 @@ def tightest_deltas(pairs: Pairs, epsilons: Sequence[float], near: Sequence[floa
     if ups is None:
         ups = pld.deltas_above(pairs, epsilons, near)
     if ups[-1] > (1.0 + _WIDE) * min(near):
-        cap = partial(
-            _capped,
-            ends=(0.0, 1.0),
-            closed_form=gaussian.delta_interval,
-            from_rdp=rdp.delta_from_rdp,
-        )
-        caps = [cap(pairs, epsilon)[1] for epsilon in epsilons]
-        ups = np.minimum(ups, caps)
+        ups = np.array(list(map(partial(_capped_delta, pairs), epsilons, ups)))
     return ups
 
 
-def _capped(
-    pairs: Pairs,
-    at: float,
-    ends: Ends,
-    closed_form: Callable[[float, float], Ends],
-    from_rdp: Callable[[Sequence[float], Vector, float], float],
-) -> Ends:
-    """Return the ends; if they are far apart, the upper one is capped by looser bounds.
+def _capped_delta(pairs: Pairs, epsilon: float, up: float) -> float:
+    """Return an upper bound of δ, or one of two looser bounds: of `rdp`, or without sampling."""
+    from_rdp = rdp.delta_from_rdp(rdp.DEFAULT_ORDERS, _rdp_above(pairs), epsilon)
+    noise = pld.noise_of_sampled(pairs, LEAST_DELTA)
+    return min(up, from_rdp, gaussian.delta(epsilon, noise) + LEAST_DELTA)
 
-    These are that of `rdp`, and that of the rounds without sampling.
-    """
-    low, up = ends
-    if low >= (1.0 - _WIDE) * up:
-        return ends
-    everybody, sampled = Counter[tuple[float, float]](), Counter[tuple[float, float]]()
+
+def _rdp_above(pairs: Pairs) -> Vector:
+    """Return bounds of the RDP of all pairs at the default orders."""
+    rounds = Counter[tuple[float, float]]()
     for pair, count in pairs.items():
         unsampled = 1.0, pair.z / (pair.shift if isinstance(pair, GaussianPair) else 1.0)
-        everybody[unsampled] += count
-        sampled[(pair.q, pair.z) if isinstance(pair, PoissonPair) else unsampled] += count
-    moments = rdp.composed_rdp(sampled, rdp.DEFAULT_ORDERS)
-    without_sampling = closed_form(at, unsampled_noise_multiplier(everybody))[1]
-    return low, min(up, without_sampling, from_rdp(rdp.DEFAULT_ORDERS, moments, at))
+        rounds[(pair.q, pair.z) if isinstance(pair, PoissonPair) else unsampled] += count
+    return rdp.composed_rdp(rounds, rdp.DEFAULT_ORDERS)
 
 
 def _tightest(
@@ -507,21 +492,16 @@ class ClassicalAccountant(Accountant):
         if not rounds:
             return 0.0
 
-        def excess(log_delta: float) -> float:
-            """Return a positive number if the price exceeds ε, and a negative one otherwise."""
-            gap = self.price(rounds, math.exp(log_delta)) - epsilon
-            return gap if gap > 0.0 else min(gap, -math.ulp(0.0))
-
-        if any(z == 0.0 for _, z in rounds) or excess(_LOG_MOST) > 0.0:
+        low, high = _LOG_LEAST, _LOG_MOST
+        if any(z == 0.0 for _, z in rounds) or self.price(rounds, math.exp(high)) > epsilon:
             return 1.0
-        if excess(_LOG_LEAST) <= 0.0:
-            return math.exp(_LOG_LEAST)
-        root = scipy.optimize.brentq(
-            excess, _LOG_LEAST, _LOG_MOST, xtol=_FINE**2, rtol=_FINE, maxiter=10_000
-        )
-        while excess(root) > 0.0:  # the root is within the tolerance, on either side
-            root = min(root * (1 - _FINE) + _FINE**2, _LOG_MOST)
-        return math.exp(root)
+        if self.price(rounds, math.exp(low)) <= epsilon:
+            return math.exp(low)
+        while high - low > _FINE * abs(high) + _FINE**2:
+            middle = (low + high) / 2
+            is_enough = self.price(rounds, math.exp(middle)) <= epsilon
+            low, high = (low, middle) if is_enough else (middle, high)
+        return math.exp(high)
 
 
 def gaussian_rounds(events: Iterable[RoundEvent], name: str) -> Rounds:

@@ -69,6 +69,7 @@ class DirectedRounds:
     z: Vector  # [p]
     counts: Vector  # [p] number of rounds of each setting
     direction: Direction
+    certainty: float = math.log(1e9)  # log of the ratio of δ to each error that a plan controls
 
     @property
     def number(self) -> float:

@@ -60,36 +60,14 @@ from fedpriv.accounting.round_counts import (
 from fedpriv.errors import UnsupportedEventError
 
 _LEAST_LOG_DELTA = math.log(1e-100)  # of the smallest δ
-# Logs of the ratio of δ to each error that a plan controls, for few and for many settings.
-_CERTAINTY, _CERTAINTY_OF_MANY = math.log(1e9), math.log(1e5)
+_CERTAINTY_OF_MANY = math.log(1e5)  # instead of that of `DirectedRounds`
 _MARGIN = 7.0  # standard deviations from the tilted mean to the end of a wide window
 _GRID = 32  # plans have tilts c = e^{j/32}
 _LARGEST_PLACE = 24 * _GRID  # saddle points are searched between e^−24 and e^24
 _FINE, _END = 4, 2  # periods are powers of 2^{1/4}, and ends powers of √2
 _ENDS = 60  # candidates for the end of a contour
 _FEW_TERMS = 32.0  # a sum with fewer terms needs no better window
-_SIZES = (
-    24,
-    32,
-    40,
-    48,
-    64,
-    80,
-    96,
-    128,
-    160,
-    192,
-    256,
-    320,
-    384,
-    512,
-    640,
-    768,
-    1024,
-    1536,
-    2048,
-    3072,
-)
+_SIZES = (32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048, 3072)
 # Limits on the multiplications of a contour; above them, a convolution is faster.
 _WORK, _WORK_PER_SETTING, _MOST_WORK = 2e7, 1e6, 1e9
 _PART = 128  # settings in one array
@@ -144,9 +122,7 @@ class _Saddle(NamedTuple):
         return self.log_delta + (self.epsilon - epsilon) * self.c
 
 
-def plan_at_delta(
-    rounds: DirectedRounds, log_delta: float, certainty: float = _CERTAINTY
-) -> ContourPlan:
+def plan_at_delta(rounds: DirectedRounds, log_delta: float) -> ContourPlan:
     """Return a plan for the ε ≥ 0 at δ."""
 
     def plan(log_tail: float) -> ContourPlan:
@@ -154,36 +130,33 @@ def plan_at_delta(
         epsilon = saddle.epsilon_at(log_delta)
         if epsilon < 0:
             saddle, epsilon = _saddle(rounds, log_tail, lambda s: -s.epsilon), 0.0
-        return _plan(rounds, saddle.c, epsilon, log_delta, log_tail, certainty)
+        return _plan(rounds, saddle.c, epsilon, log_delta, log_tail)
 
-    return _cheapest(plan, rounds.number, log_delta, certainty)
+    return _cheapest(plan, rounds, log_delta)
 
 
-def plan_at_epsilon(
-    rounds: DirectedRounds, epsilon: float, certainty: float = _CERTAINTY
-) -> ContourPlan:
+def plan_at_epsilon(rounds: DirectedRounds, epsilon: float) -> ContourPlan:
     """Return a plan for the δ at ε ≥ 0."""
 
     def excess(saddle: _Saddle) -> float:
         return epsilon - saddle.epsilon if saddle.log_delta > _LEAST_LOG_DELTA else -1.0
 
     def plan(log_tail: float) -> ContourPlan:
-        c = _saddle(rounds, log_tail, excess).c
-        return _plan(rounds, c, epsilon, log_delta, log_tail, certainty)
+        return _plan(rounds, _saddle(rounds, log_tail, excess).c, epsilon, log_delta, log_tail)
 
     log_delta = -1.0
     for _ in range(6):  # the window depends on δ, but δ hardly depends on the window
-        wide, _ = _log_tails(rounds.number, log_delta, certainty)
+        wide, _ = _log_tails(rounds, log_delta)
         guess = _saddle(rounds, wide, excess).log_delta_at(epsilon)
         before, log_delta = log_delta, min(max(guess, _LEAST_LOG_DELTA), -1e-3)
         if abs(log_delta - before) < 1.0:
             break
-    return _cheapest(plan, rounds.number, log_delta, certainty)
+    return _cheapest(plan, rounds, log_delta)
 
 
-def _log_tails(rounds: float, log_delta: float, certainty: float) -> tuple[float, float]:
+def _log_tails(rounds: DirectedRounds, log_delta: float) -> tuple[float, float]:
     """Return log tails of a wide window, for most losses, and of one for rare, huge losses."""
-    narrow = log_delta - certainty - math.log(_power(rounds))
+    narrow = log_delta - rounds.certainty - math.log(_power(rounds.number))
     return min(float(log_ndtr(ndtri_exp(log_delta) - _MARGIN)), narrow), narrow
 
 
@@ -193,10 +166,10 @@ def _power(rounds: float) -> float:
 
 
 def _cheapest(
-    plan: Callable[[float], ContourPlan], rounds: float, log_delta: float, certainty: float
+    plan: Callable[[float], ContourPlan], rounds: DirectedRounds, log_delta: float
 ) -> ContourPlan:
     """Return the plan with fewer terms of the two windows."""
-    wide, narrow = _log_tails(rounds, log_delta, certainty)
+    wide, narrow = _log_tails(rounds, log_delta)
     first = plan(wide)
     if first.last < _FEW_TERMS or narrow == wide:
         return first
@@ -256,14 +229,9 @@ def _saddle(rounds: DirectedRounds, log_tail: float, excess: Callable[[_Saddle],
 
 
 def _plan(
-    rounds: DirectedRounds,
-    c: float,
-    epsilon: float,
-    log_delta: float,
-    log_tail: float,
-    certainty: float,
+    rounds: DirectedRounds, c: float, epsilon: float, log_delta: float, log_tail: float
 ) -> ContourPlan:
-    place = rounds.settings, log_tail
+    place, certainty = (rounds.settings, log_tail), rounds.certainty
     moments = _moments(*place, c)
     spread = math.sqrt(max(rounds.sum(moments.variance), 1e-200))
 
@@ -514,17 +482,21 @@ def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
     if log_delta < _LEAST_LOG_DELTA:
         raise ContourUnsuitableError(f"delta is {delta}; the contour needs at least 1e-100")
 
-    def ceiling(setting: DirectedRounds, plan: ContourPlan) -> float:
-        """Return a Rényi bound (Canonne et al. 2020, Proposition 12)."""
+    def ceiling(setting: DirectedRounds, plan: ContourPlan, low: float) -> float:
+        """Return the largest loss if it is at most `low`, and else at most a Rényi bound.
+
+        The latter is that of Canonne et al. 2020, Proposition 12.
+        """
+        if (most := _largest_loss(setting)) <= low:
+            return most
         log_rest = _log_allowed(log_delta, setting.number * math.exp(plan.log_tail))
-        bound = (cumulant_bound(setting, plan) - log_rest - conversion(plan.c)) / plan.c
-        return max(0.0, bound)
+        renyi = (cumulant_bound(setting, plan) - log_rest - conversion(plan.c)) / plan.c
+        return max(0.0, min(renyi, most))
 
     def ends(sums: Contour) -> Ends:
         return _epsilon_ends(sums, log_delta)
 
-    plan_of = lambda setting, certainty: plan_at_delta(setting, log_delta, certainty)  # noqa: E731
-    return _worse(rounds, plan_of, ends, _largest_loss, ceiling, 1e-9)
+    return _worse(rounds, lambda setting: plan_at_delta(setting, log_delta), ends, ceiling, 1e-9)
 
 
 def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
@@ -537,7 +509,9 @@ def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
     if epsilon > _MOST_EPSILON:
         raise ContourUnsuitableError(f"the contour needs ε of at most {_MOST_EPSILON:g}")
 
-    def ceiling(setting: DirectedRounds, plan: ContourPlan) -> float:
+    def ceiling(setting: DirectedRounds, plan: ContourPlan, _low: float) -> float:
+        if epsilon >= _largest_loss(setting):
+            return 0.0
         exponent = cumulant_bound(setting, plan) - plan.c * epsilon - conversion(plan.c)
         dropped = setting.number * math.exp(plan.log_tail)
         return min(1.0, math.exp(min(exponent, 0.0)) + dropped)
@@ -545,11 +519,7 @@ def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
     def ends(sums: Contour) -> Ends:
         return sums.delta_ends(epsilon)
 
-    def largest(setting: DirectedRounds) -> float:
-        return 0.0 if epsilon >= _largest_loss(setting) else math.inf
-
-    plan_of = lambda setting, certainty: plan_at_epsilon(setting, epsilon, certainty)  # noqa: E731
-    return _worse(rounds, plan_of, ends, largest, ceiling, 1e-90)
+    return _worse(rounds, lambda setting: plan_at_epsilon(setting, epsilon), ends, ceiling, 1e-90)
 
 
 def deltas_above(rounds: Rounds, epsilons: Sequence[float], near: Sequence[float]) -> Vector:
@@ -558,15 +528,12 @@ def deltas_above(rounds: Rounds, epsilons: Sequence[float], near: Sequence[float
     Every contour bounds δ at all ε; there is one for each delta of `near` and direction.
     ContourUnsuitableError if one is too expensive or too wide, or as in `epsilon_interval`.
     """
-    _check_range(rounds)
-    worse, groups = np.zeros(len(epsilons)), typical(rounds, _PLANNED)
+    worse = np.zeros(len(epsilons))
     for direction in Direction:
-        setting = DirectedRounds(*arrays(rounds), direction)
+        setting, groups = _directed(rounds, direction)
         ups = np.where(np.array(epsilons) < _largest_loss(setting), 1.0, 0.0)
         for delta in near if ups.any() else ():
-            plan = plan_at_delta(
-                DirectedRounds(*groups, direction), math.log(delta), _CERTAINTY_OF_MANY
-            )
+            plan = plan_at_delta(groups, math.log(delta))
             sums = contour(setting, plan)
             low, up = sums.delta_ends(plan.epsilon) if sums else (0.0, 1.0)
             if sums is None or low < 0.99 * up:
@@ -583,37 +550,27 @@ def conversion(c: float) -> float:
 
 def _worse(
     rounds: Rounds,
-    plan_of: Callable[[DirectedRounds, float], ContourPlan],
+    plan_of: Callable[[DirectedRounds], ContourPlan],
     ends_of: Callable[[Contour], Ends],
-    largest: Callable[[DirectedRounds], float],
-    ceiling: Callable[[DirectedRounds, ContourPlan], float],
+    ceiling: Callable[[DirectedRounds, ContourPlan, float], float],
     negligible: float,
 ) -> Ends:
     """Return the ends in the worse direction.
 
-    The second direction is computed only if its `largest` end and its ceiling, which takes longer,
-    are above the first one's lower end.
+    The second direction is computed only if its ceiling is above the first one's lower end, which
+    the ceiling knows, as it may take long.
     """
     check_rounds(rounds)
     if not rounds:
         return 0.0, 0.0
-    _check_range(rounds)
-    q, z, counts = arrays(rounds)
-    groups, few = typical(rounds, _PLANNED), len(q) <= _PLANNED
     low = up = 0.0
     for direction in Direction:
-        setting = DirectedRounds(q, z, counts, direction)
-        below, above = 0.0, largest(setting)
+        setting, groups = _directed(rounds, direction)
+        plan, below = plan_of(groups), 0.0
+        above = ceiling(setting, plan, low) if direction is Direction.ADD else math.inf
         if above <= low:
             continue
-        plan = plan_of(
-            DirectedRounds(*groups, direction), _CERTAINTY if few else _CERTAINTY_OF_MANY
-        )
-        if direction is Direction.ADD:
-            above = min(above, ceiling(setting, plan))
-        if above <= low:
-            continue
-        for shift in _SHIFTS if few else _SHIFTS[:1]:
+        for shift in _SHIFTS if len(rounds) <= _PLANNED else _SHIFTS[:1]:
             shifted = replace(plan, c=shift * plan.c, period=plan.period / shift)
             sums = contour(setting, shifted)
             if sums is None:
@@ -633,10 +590,15 @@ def _worse(
     )
 
 
-def _check_range(rounds: Rounds) -> None:
-    q, z, _ = arrays(rounds)
+def _directed(rounds: Rounds, direction: Direction) -> tuple[DirectedRounds, DirectedRounds]:
+    """Return the rounds, and fewer ones for plans; ContourUnsuitableError if out of range."""
+    q, z, counts = arrays(rounds)
     if z.min() < _LEAST_NOISE or z.max() > _MOST_NOISE or q.min() < _LEAST_PROBABILITY:
         raise ContourUnsuitableError("the contour needs z from 0.02 to 1e6 and q of at least 1e-12")
+    groups = DirectedRounds(*typical(rounds, _PLANNED), direction)
+    if len(q) > _PLANNED:
+        groups = replace(groups, certainty=_CERTAINTY_OF_MANY)
+    return DirectedRounds(q, z, counts, direction), groups
 
 
 def _epsilon_ends(sums: Contour, log_delta: float) -> Ends:

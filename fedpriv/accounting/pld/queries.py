@@ -21,6 +21,7 @@ import numpy as np
 from scipy.special import logsumexp
 
 from fedpriv.accounting import gaussian, round_counts
+from fedpriv.accounting.contour.cumulant import log_absent
 from fedpriv.accounting.contour.inversion import conversion
 from fedpriv.accounting.pld.dominating_pairs import PoissonPair
 from fedpriv.accounting.pld.fft import Composition, FftWindow, compose_atoms
@@ -117,11 +118,9 @@ def deltas_above(pairs: Pairs, epsilons: Sequence[float], near: Sequence[float])
     z = _closed_form(pairs)
     if z is not None:
         return np.array([gaussian.delta_interval(epsilon, z)[1] for epsilon in epsilons])
-    noisy, _, exposed = _split_by_noise(_few(pairs)[0])
-    plan, worse = (
-        tuple((pair, _power_of_two(n)) for pair, n in noisy.items()),
-        np.zeros(len(epsilons)),
-    )
+    noisy, exposed = _split_by_noise(_few(pairs)[0])
+    plan = tuple((pair, _power_of_two(n)) for pair, n in noisy.items())
+    worse = np.zeros(len(epsilons))
     for direction in Direction:
         most = _largest_added(pairs) if direction is Direction.ADD else math.inf
         ups = np.where(np.array(epsilons) < most, exposure(pairs), 0.0)
@@ -154,21 +153,14 @@ def noise_of_sampled(pairs: Pairs, tail: float) -> float:
     on the probability that 1/z² is larger than v, the divergence is at most that for v, plus t. A
     Chernoff bound, whose v is increased by a billionth for rounding, gives v.
     """
-    least = min((pair.z for pair in pairs), default=math.inf)
-    if not (pairs and least > 1e-100):
-        return 0.0 if pairs else math.inf
     z = np.array([p.z / (p.shift if isinstance(p, GaussianPair) else 1.0) for p in pairs])
-    share, count = (
-        np.array(x, np.float64) for x in (list(map(_share, pairs)), list(pairs.values()))
-    )
-    square = (z.min() / z) ** 2
-    with np.errstate(divide="ignore"):
-        absent = np.log1p(-share)
-    bounds = [
-        (float(count @ np.logaddexp(absent, np.log(share) + w * square)) - math.log(tail)) / w
-        for w in np.geomspace(1e-6, 1e3, 100)
-    ]
-    return float(z.min()) / math.sqrt(min(*bounds, float(count @ square)) * (1.0 + 1e-9))
+    if z.min() < 1e-100:
+        return 0.0
+    share, count = np.array(list(map(_share, pairs))), np.array(list(pairs.values()), np.float64)
+    square, weights = (z.min() / z) ** 2, np.geomspace(1e-6, 1e3, 100)
+    growth = np.logaddexp(log_absent(share), np.log(share) + weights[:, None] * square)
+    bound = float(((growth @ count - math.log(tail)) / weights).min(initial=float(square @ count)))
+    return float(z.min()) / math.sqrt(bound * (1.0 + 1e-9))
 
 
 def _share(pair: LossPair) -> float:
@@ -209,9 +201,9 @@ def _refined(
     the direction in which a user is added.
     """
     worst, best = _few(pairs)
-    noisy, raised, exposed = _split_by_noise(worst)
+    noisy, exposed = _split_by_noise(worst)
     plan_below, plan_above = (
-        tuple((pair, planned_for(n)) for pair, n in counts.items()) for counts in (raised, noisy)
+        tuple((pair, planned_for(n)) for pair, n in counts.items()) for counts in (best, noisy)
     )
     # For many pairs a fine lattice would be expensive, and useless for grouped ones.
     tries, precision = (_TRIES, 1.0) if len(pairs) <= _REFINED else (1, 4.0)
@@ -221,12 +213,12 @@ def _refined(
         for direction in Direction:
             if up[direction] <= max(low.values()):
                 continue
-            window, lattice = _planned(plan_below, at, aim_at, direction, precision)
-            least = [(_at_most_as_bad(pair, lattice, direction), n) for pair, n in best.items()]
-            parts = [(atoms, n) for atoms, n in least if atoms is not None]
-            if parts:
-                below = ends_of[0](compose_atoms(parts, window), at)
-                low[direction] = max(low[direction], below)
+            if best:
+                window, lattice = _planned(plan_below, at, aim_at, direction, precision)
+                least = [(_at_most_as_bad(pair, lattice, direction), n) for pair, n in best.items()]
+                if parts := [(atoms, n) for atoms, n in least if atoms is not None]:
+                    below = ends_of[0](compose_atoms(parts, window), at)
+                    low[direction] = max(low[direction], below)
             planned = _planned(plan_above, at, aim_at, direction, precision)
             composition = _composed_above(noisy, exposed, *planned, direction)
             up[direction] = min(up[direction], ends_of[1](composition, at))
@@ -302,21 +294,17 @@ def _few(pairs: Pairs) -> tuple[Pairs, Pairs]:
     return above, below
 
 
-def _split_by_noise(pairs: Pairs) -> tuple[Pairs, Pairs, float]:
-    """Split pairs by their noise.
+def _split_by_noise(pairs: Pairs) -> tuple[Pairs, float]:
+    """Return the pairs with enough noise, and the `exposure` of the others.
 
-    Return the pairs with enough noise; all pairs, with their noise raised to enough; and the
-    `exposure` of the others. By joint convexity an event with the share s has
-    H_ε(P‖Q) ≤ (1 − s)·(1 − e^ε)₊ + s at every real ε, in both directions and for any noise. That is
-    the curve of a loss which is infinite with probability s, and otherwise 0. It dominates the
-    event, and such losses compose to one that is infinite with probability 1 − Π(1 − s).
+    By joint convexity an event with the share s has H_ε(P‖Q) ≤ (1 − s)·(1 − e^ε)₊ + s at every real
+    ε, in both directions and for any noise. That is the curve of a loss which is infinite with
+    probability s, and otherwise 0. It dominates the event, and such losses compose to one that is
+    infinite with probability 1 − Π(1 − s).
     """
-    noisy, raised, others = dict[LossPair, int](), Counter[LossPair](), dict[LossPair, int]()
-    for pair, count in pairs.items():
-        least, _ = _noise_range(pair)
-        raised[pair.at(pair.q, max(pair.z, least))] += count
-        (noisy if pair.z >= least else others)[pair] = count
-    return noisy or {_NEGLIGIBLE: 1}, raised, exposure(others)
+    noisy = {pair: n for pair, n in pairs.items() if pair.z >= _noise_range(pair)[0]}
+    others = {pair: n for pair, n in pairs.items() if pair not in noisy}
+    return noisy or {_NEGLIGIBLE: 1}, exposure(others)
 
 
 def _noise_range(pair: LossPair) -> tuple[float, float]:
