@@ -34,7 +34,11 @@ import numpy as np
 from fedpriv.accounting import classical, contour, gaussian, pld, rdp
 from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, PoissonPair, ReplacePair
 from fedpriv.accounting.pld.lattice import GaussianPair, LossPair, Pairs
-from fedpriv.accounting.pld.random_allocation import allocation_pairs
+from fedpriv.accounting.pld.random_allocation import (
+    MOST_PARTICIPATIONS,
+    SubsetPair,
+    allocation_pairs,
+)
 from fedpriv.accounting.pld.sampled_examples import examples_pair
 from fedpriv.accounting.round_counts import (
     Ends,
@@ -69,7 +73,6 @@ _MOST_ORDER = 1e6  # of RDP, which is a sum of as many terms
 _GROUPS = (64, 4096)  # numbers of groups of rounds to try, in order
 _NARROW = 2e-4  # relative width of an interval at which finer groups are not tried
 _WIDE = 0.1  # relative width from which looser bounds are tried
-_NO_SHARE = 2.0**-40
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,10 @@ def _separated(events: Sequence[RoundEvent]) -> PairBounds:
 
 
 def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
-    """Return exact bounds for 1 or n participations; for others, all rounds' sum bounds below."""
+    """Return exact bounds for 1 or n participations, and an interval for others.
+
+    From below, there is a `SubsetPair`, or for many participations the sum of all rounds.
+    """
     by_schedule: dict[Schedule, list[RoundEvent]] = {}
     for event in events:
         if event.sampling.schedule is None:
@@ -132,7 +138,12 @@ def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
         for (_, z), count in compose(same).items():
             pairs = {pair: m * count for pair, m in allocation_pairs(n, k, z).items()}
             above.update(pairs)
-            below.update(pairs if k in (1, n) else {PoissonPair(1.0, z * n**0.5 / k): count})
+            some = (
+                SubsetPair(n, k, z)
+                if k <= MOST_PARTICIPATIONS
+                else PoissonPair(1.0, z * n**0.5 / k)
+            )
+            below.update(pairs if k in (1, n) else {some: count})
     return PairBounds(above, below)
 
 
@@ -177,7 +188,7 @@ def tightest_epsilon(pairs: Pairs, delta: float) -> Ends:
     low, up = _tightest(pairs, delta, *methods)
     if low < (1.0 - _WIDE) * up:
         up = min(up, rdp.epsilon_from_rdp(rdp.DEFAULT_ORDERS, _rdp_above(pairs), delta))
-        for share in (_NO_SHARE, 0.5):  # of δ for a user in many rounds
+        for share in (2.0**-40, 0.5):  # of δ for a user in many rounds
             noise = pld.noise_of_sampled(pairs, share * delta)
             up = min(up, gaussian.epsilon(delta * (1.0 - share), noise))
     return low, up

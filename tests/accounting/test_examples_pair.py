@@ -220,7 +220,7 @@ def test_many_settings_are_grouped_outward() -> None:
     assert up < 1.1 * low
 
 
-@pytest.mark.parametrize(("k", "q", "z"), [(1000, 0.3, 1.0), (1000, 0.3, 5.9), (5, 0.5, 0.04)])
+@pytest.mark.parametrize(("k", "q", "z"), [(1000, 0.3, 1.0), (1000, 0.3, 14.9), (5, 0.5, 0.04)])
 def test_what_leaves_the_computed_range_has_no_upper_end(k: int, q: float, z: float) -> None:
     low, up = epsilon_interval_of({ExamplesPair(q, z, examples=k): 1}, 1e-6)
     assert 0.0 < low < up == math.inf

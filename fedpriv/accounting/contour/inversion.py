@@ -22,7 +22,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -493,10 +493,8 @@ def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
         renyi = (cumulant_bound(setting, plan) - log_rest - conversion(plan.c)) / plan.c
         return max(0.0, min(renyi, most))
 
-    def ends(sums: Contour) -> Ends:
-        return _epsilon_ends(sums, log_delta)
-
-    return _worse(rounds, lambda setting: plan_at_delta(setting, log_delta), ends, ceiling, 1e-9)
+    ends_of = partial(_epsilon_ends, log_delta=log_delta)
+    return _worse(rounds, lambda few: plan_at_delta(few, log_delta), ends_of, ceiling, 1e-9)
 
 
 def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
@@ -516,10 +514,8 @@ def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
         dropped = setting.number * math.exp(plan.log_tail)
         return min(1.0, math.exp(min(exponent, 0.0)) + dropped)
 
-    def ends(sums: Contour) -> Ends:
-        return sums.delta_ends(epsilon)
-
-    return _worse(rounds, lambda setting: plan_at_epsilon(setting, epsilon), ends, ceiling, 1e-90)
+    ends_of = partial(Contour.delta_ends, epsilon=epsilon)
+    return _worse(rounds, lambda few: plan_at_epsilon(few, epsilon), ends_of, ceiling, 1e-90)
 
 
 def deltas_above(rounds: Rounds, epsilons: Sequence[float], near: Sequence[float]) -> Vector:

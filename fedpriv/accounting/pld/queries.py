@@ -48,8 +48,8 @@ _FAR = 5e-3  # relative width of an interval of ε that suggests a misplaced win
 _REFINED, _GROUPS = 16, 32
 _ALLOCATION_GROUPS = 12  # groups of passes of random allocation, which take up to some seconds each
 # The range of noise per sensitivity, and of sampling probabilities, for computations.
-_LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.02, 1e6, 1e-12
-_LEAST_ALLOCATION_NOISE = 0.05
+_LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.05, 1e6, 1e-12
+_LEAST_POISSON_NOISE = 0.02
 _NEGLIGIBLE = PoissonPair(_LEAST_PROBABILITY, _MOST_NOISE)
 _TAIL = 1e-4  # share of δ for losses that count as infinite, if it is larger than 1/e^ε
 _TOLERANCE = 2e-4  # share of ε for the lattice of the upper bound
@@ -70,8 +70,8 @@ def epsilon_interval(pairs: Pairs, delta: float) -> Ends:
     For no event it is [0, 0]. For an event without noise it is [∞, ∞] by convention, even if a user
     is sampled so rarely that δ alone would cover it. If δ is at least the `exposure`, it is [0, 0].
     A loss of one event above 600 counts as infinite, so the upper end is ∞ unless δ covers that,
-    and so does any loss for a noise multiplier below 0.02 (0.05 for random allocation; for
-    examples, 0.02 times a user's average number in a cohort). The width is mostly at most
+    and so does any loss for a noise multiplier below 0.02 (0.05 for other policies than Poisson;
+    for examples, 0.05 times a user's average number in a cohort). The width is mostly at most
     up/1000 + 1e-6 for up to 16 different pairs.
     """
     z = _closed_form(pairs)
@@ -309,10 +309,9 @@ def _split_by_noise(pairs: Pairs) -> tuple[Pairs, float]:
 
 def _noise_range(pair: LossPair) -> tuple[float, float]:
     """Return the range of z for computations, relative to the expected number of drawn examples."""
-    if not isinstance(pair, GaussianPair):
-        return _LEAST_ALLOCATION_NOISE, _MOST_NOISE
-    expected = max(1.0, pair.q * pair.shift)
-    return _LEAST_NOISE * expected, _MOST_NOISE * expected
+    expected = max(1.0, pair.q * pair.shift if isinstance(pair, GaussianPair) else 1.0)
+    least = _LEAST_POISSON_NOISE if isinstance(pair, PoissonPair) else _LEAST_NOISE
+    return least * expected, _MOST_NOISE * expected
 
 
 @dataclass(frozen=True)
