@@ -12,8 +12,9 @@ events from above and from below. The tightest interval of pairs comes from
   whenever the contour refuses.
 
 The last two share only the definition of the privacy loss, and tests compare them. Many different
-rounds are priced in groups, first in few, and in finer ones while the interval is wide. If it stays
-wide, a looser bound replaces its upper end where that is larger.
+rounds are priced in a few groups first and, while the interval is wide, one by one up to 4,096. If
+it stays wide, looser bounds replace its upper end where they are smaller: that of `rdp`, that
+without sampling, and that with all coins revealed.
 """
 
 import math
@@ -208,7 +209,7 @@ def tightest_deltas(pairs: Pairs, epsilons: Sequence[float], near: Sequence[floa
     if len(settings) == len(pairs) and any(q < 1.0 for q, _ in settings):
         with suppress(contour.ContourUnsuitableError):
             rounds, _ = grouped(folded(settings), _GROUPS[-1])
-            ups = contour.deltas_above(rounds, epsilons, near)
+            ups = contour.deltas_along(rounds, epsilons, near)
     if ups is None:
         ups = pld.deltas_above(pairs, epsilons, near)
     if ups[-1] > (1.0 + _WIDE) * min(near):

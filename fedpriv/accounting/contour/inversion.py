@@ -518,7 +518,7 @@ def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
     return _worse(rounds, lambda few: plan_at_epsilon(few, epsilon), ends_of, ceiling, 1e-90)
 
 
-def deltas_above(rounds: Rounds, epsilons: Sequence[float], near: Sequence[float]) -> Vector:
+def deltas_along(rounds: Rounds, epsilons: Sequence[float], near: Sequence[float]) -> Vector:
     """Return upper bounds of δ at each ε: [epsilons], tight where δ is between the deltas `near`.
 
     Every contour bounds δ at all ε; there is one for each delta of `near` and direction.
