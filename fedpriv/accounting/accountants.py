@@ -401,6 +401,12 @@ class IntervalAccountant(Accountant):
         kind = Bound.INTERVAL if bounds.complete else Bound.UPPER
         return _loss(events, (float(low) * _BELOW, float(up)), delta, self.name, kind)
 
+    def upper_epsilon(self, events: Iterable[RoundEvent], delta: float) -> float:
+        """Return the upper end of `epsilon`, in less time if bounds from below have other pairs."""
+        check_delta(delta)
+        above = bounds_of(_checked(events, self.name, tuple(ANALYSES))).above
+        return float(_kept_ends(self.epsilon_interval, tuple(above.items()), delta)[1])
+
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
         """Return the upper end of an interval of δ."""
         check_epsilon(epsilon)

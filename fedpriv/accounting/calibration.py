@@ -137,7 +137,7 @@ def _price(
     in_range = isinstance(target_epsilon, Real) and 0.0 < target_epsilon < math.inf
     require(in_range, f"epsilon is {target_epsilon!r}; it must be positive and finite")
     pricing = accountant_named(accountant)
-    return lambda setting: pricing.epsilon(events_of(setting), delta).epsilon
+    return lambda setting: pricing.upper_epsilon(events_of(setting), delta)
 
 
 def _budget_error(target_epsilon: float, delta: float, problem: str) -> InvalidValueError:
