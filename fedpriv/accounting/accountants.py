@@ -12,29 +12,34 @@ events from above and from below. The tightest interval of pairs comes from
   whenever the contour refuses.
 
 The last two share only the definition of the privacy loss, and tests compare them. Many different
-rounds are priced in groups, first in few, and in finer ones while the interval is wide. If it stays
-wide, a looser bound replaces its upper end where that is larger.
+rounds are priced in a few groups first and, while the interval is wide, one by one up to 4,096. If
+it stays wide, looser bounds replace its upper end where they are smaller: that of `rdp`, that
+without sampling, and that with all coins revealed.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from decimal import ROUND_CEILING, Context
 from enum import StrEnum
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from itertools import product
 from operator import itemgetter
 from types import MappingProxyType
 
 import numpy as np
-import scipy
 
 from fedpriv.accounting import classical, contour, gaussian, pld, rdp
 from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, PoissonPair, ReplacePair
 from fedpriv.accounting.pld.lattice import GaussianPair, LossPair, Pairs
-from fedpriv.accounting.pld.random_allocation import allocation_pairs
+from fedpriv.accounting.pld.random_allocation import (
+    MOST_PARTICIPATIONS,
+    SubsetPair,
+    allocation_pairs,
+)
 from fedpriv.accounting.pld.sampled_examples import examples_pair
 from fedpriv.accounting.round_counts import (
     Ends,
@@ -66,7 +71,7 @@ from fedpriv.support.checks import check_types, plain_numbers
 ADD_OR_REMOVE, REPLACE = NeighbouringRelation
 
 _MOST_ORDER = 1e6  # of RDP, which is a sum of as many terms
-_GROUPS = (64, 512, 2048)  # numbers of groups of rounds to try, in order
+_GROUPS = (64, 4096)  # numbers of groups of rounds to try, in order
 _NARROW = 2e-4  # relative width of an interval at which finer groups are not tried
 _WIDE = 0.1  # relative width from which looser bounds are tried
 
@@ -119,7 +124,10 @@ def _separated(events: Sequence[RoundEvent]) -> PairBounds:
 
 
 def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
-    """Return exact bounds for 1 or n participations; for others, all rounds' sum bounds below."""
+    """Return exact bounds for 1 or n participations, and an interval for others.
+
+    From below, there is a `SubsetPair`, or for many participations the sum of all rounds.
+    """
     by_schedule: dict[Schedule, list[RoundEvent]] = {}
     for event in events:
         if event.sampling.schedule is None:
@@ -131,7 +139,12 @@ def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
         for (_, z), count in compose(same).items():
             pairs = {pair: m * count for pair, m in allocation_pairs(n, k, z).items()}
             above.update(pairs)
-            below.update(pairs if k in (1, n) else {PoissonPair(1.0, z * n**0.5 / k): count})
+            some = (
+                SubsetPair(n, k, z)
+                if k <= MOST_PARTICIPATIONS
+                else PoissonPair(1.0, z * n**0.5 / k)
+            )
+            below.update(pairs if k in (1, n) else {some: count})
     return PairBounds(above, below)
 
 
@@ -173,39 +186,51 @@ def poisson_pairs(rounds: Rounds) -> Pairs:
 def tightest_epsilon(pairs: Pairs, delta: float) -> Ends:
     """Return an interval of the least ε for which the pairs together are (ε, δ)-DP."""
     methods = gaussian.epsilon_interval, contour.epsilon_interval, pld.epsilon_interval
-    ends = _tightest(pairs, delta, *methods)
-    return _capped(pairs, delta, ends, methods[0], rdp.epsilon_from_rdp)
+    low, up = _tightest(pairs, delta, *methods)
+    if low < (1.0 - _WIDE) * up:
+        up = min(up, rdp.epsilon_from_rdp(rdp.DEFAULT_ORDERS, _rdp_above(pairs), delta))
+        for share in (2.0**-40, 0.5):  # of δ for a user in many rounds
+            noise = pld.noise_of_sampled(pairs, share * delta)
+            up = min(up, gaussian.epsilon(delta * (1.0 - share), noise))
+    return low, up
 
 
 def tightest_delta(pairs: Pairs, epsilon: float) -> Ends:
     """Return an interval of the least δ for which the pairs are (ε, δ)-DP at a finite ε."""
     methods = gaussian.delta_interval, contour.delta_interval, pld.delta_interval
-    ends = _tightest(pairs, epsilon, *methods)
-    return _capped(pairs, epsilon, ends, methods[0], rdp.delta_from_rdp)
+    low, up = _tightest(pairs, epsilon, *methods)
+    return low, _capped_delta(pairs, epsilon, up) if low < (1.0 - _WIDE) * up else up
 
 
-def _capped(
-    pairs: Pairs,
-    at: float,
-    ends: Ends,
-    closed_form: Callable[[float, float], Ends],
-    from_rdp: Callable[[Sequence[float], Vector, float], float],
-) -> Ends:
-    """Return the ends; if they are far apart, the upper one is capped by two looser bounds.
+def tightest_deltas(pairs: Pairs, epsilons: Sequence[float], near: Sequence[float]) -> Vector:
+    """Return upper bounds of δ at each ε: [epsilons], tight for δ between the deltas `near`."""
+    settings = {(pair.q, pair.z): n for pair, n in pairs.items() if type(pair) is PoissonPair}
+    ups = None
+    if len(settings) == len(pairs) and any(q < 1.0 for q, _ in settings):
+        with suppress(contour.ContourUnsuitableError):
+            rounds, _ = grouped(folded(settings), _GROUPS[-1])
+            ups = contour.deltas_along(rounds, epsilons, near)
+    if ups is None:
+        ups = pld.deltas_above(pairs, epsilons, near)
+    if ups[-1] > (1.0 + _WIDE) * min(near):
+        ups = np.array(list(map(partial(_capped_delta, pairs), epsilons, ups)))
+    return ups
 
-    These are that of `rdp`, and that of the rounds without sampling.
-    """
-    low, up = ends
-    if low >= (1.0 - _WIDE) * up:
-        return ends
-    everybody, sampled = Counter[tuple[float, float]](), Counter[tuple[float, float]]()
+
+def _capped_delta(pairs: Pairs, epsilon: float, up: float) -> float:
+    """Return an upper bound of δ, or one of two looser bounds: of `rdp`, or without sampling."""
+    from_rdp = rdp.delta_from_rdp(rdp.DEFAULT_ORDERS, _rdp_above(pairs), epsilon)
+    noise = pld.noise_of_sampled(pairs, LEAST_DELTA)
+    return min(up, from_rdp, gaussian.delta(epsilon, noise) + LEAST_DELTA)
+
+
+def _rdp_above(pairs: Pairs) -> Vector:
+    """Return bounds of the RDP of all pairs at the default orders."""
+    rounds = Counter[tuple[float, float]]()
     for pair, count in pairs.items():
         unsampled = 1.0, pair.z / (pair.shift if isinstance(pair, GaussianPair) else 1.0)
-        everybody[unsampled] += count
-        sampled[(pair.q, pair.z) if isinstance(pair, PoissonPair) else unsampled] += count
-    moments = rdp.composed_rdp(sampled, rdp.DEFAULT_ORDERS)
-    without_sampling = closed_form(at, unsampled_noise_multiplier(everybody))[1]
-    return low, min(up, without_sampling, from_rdp(rdp.DEFAULT_ORDERS, moments, at))
+        rounds[(pair.q, pair.z) if isinstance(pair, PoissonPair) else unsampled] += count
+    return rdp.composed_rdp(rounds, rdp.DEFAULT_ORDERS)
 
 
 def _tightest(
@@ -321,6 +346,17 @@ class Accountant(ABC):
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
         """Return a δ in [0, 1] for which the events together are (ε, δ)-DP; ε ≥ 0 is finite."""
 
+    def deltas(
+        self, events: Iterable[RoundEvent], epsilons: Sequence[float], near: Sequence[float]
+    ) -> Vector:
+        """Return `delta` at each ε, ascending: [epsilons].
+
+        Bounds may be looser where δ is outside the range of the deltas `near`.
+        """
+        del near
+        events = tuple(events)
+        return np.array([self.delta(events, epsilon) for epsilon in epsilons])
+
 
 @dataclass(frozen=True)
 class IntervalAccountant(Accountant):
@@ -334,23 +370,47 @@ class IntervalAccountant(Accountant):
     name: str = "pld"
     epsilon_interval: Callable[[Pairs, float], Ends] = pld.epsilon_interval  # of ε at δ
     delta_interval: Callable[[Pairs, float], Ends] = pld.delta_interval  # of δ at ε
+    # Upper ends of δ at each of several ε.
+    deltas_above: Callable[[Pairs, Sequence[float], Sequence[float]], Vector] = pld.deltas_above
 
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
         """Return an interval of ε, or an upper bound."""
         check_delta(delta)
         events = _checked(events, self.name, tuple(ANALYSES))
         bounds = bounds_of(events)
-        low, up = self.epsilon_interval(bounds.above, delta)
+        low, up = _kept_ends(self.epsilon_interval, tuple(bounds.above.items()), delta)
         if bounds.below is not bounds.above and bounds.below != bounds.above:
-            low, _ = self.epsilon_interval(bounds.below, delta)
+            low, _ = _kept_ends(self.epsilon_interval, tuple(bounds.below.items()), delta)
         kind = Bound.INTERVAL if bounds.complete else Bound.UPPER
         return _loss(events, (float(low) * _BELOW, float(up)), delta, self.name, kind)
+
+    def upper_epsilon(self, events: Iterable[RoundEvent], delta: float) -> float:
+        """Return the upper end of `epsilon`, in less time if bounds from below have other pairs."""
+        check_delta(delta)
+        above = bounds_of(_checked(events, self.name, tuple(ANALYSES))).above
+        return float(_kept_ends(self.epsilon_interval, tuple(above.items()), delta)[1])
 
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
         """Return the upper end of an interval of δ."""
         check_epsilon(epsilon)
         above = bounds_of(_checked(events, self.name, tuple(ANALYSES))).above
         return max(self.delta_interval(above, epsilon)[1], LEAST_DELTA) if above else 0.0
+
+    def deltas(
+        self, events: Iterable[RoundEvent], epsilons: Sequence[float], near: Sequence[float]
+    ) -> Vector:
+        """Return upper ends of δ at each ε, from few compositions: [epsilons]."""
+        above = bounds_of(_checked(events, self.name, tuple(ANALYSES))).above
+        if not above:
+            return np.zeros(len(epsilons))
+        return np.maximum(self.deltas_above(above, epsilons, near), LEAST_DELTA)
+
+
+@lru_cache(maxsize=8)  # a run prices its planned rounds several times
+def _kept_ends(
+    interval: Callable[[Pairs, float], Ends], pairs: tuple[tuple[LossPair, int], ...], delta: float
+) -> Ends:
+    return interval(dict(pairs), delta)
 
 
 @dataclass(frozen=True)
@@ -433,21 +493,16 @@ class ClassicalAccountant(Accountant):
         if not rounds:
             return 0.0
 
-        def excess(log_delta: float) -> float:
-            """Return a positive number if the price exceeds ε, and a negative one otherwise."""
-            gap = self.price(rounds, math.exp(log_delta)) - epsilon
-            return gap if gap > 0.0 else min(gap, -math.ulp(0.0))
-
-        if any(z == 0.0 for _, z in rounds) or excess(_LOG_MOST) > 0.0:
+        low, high = _LOG_LEAST, _LOG_MOST
+        if any(z == 0.0 for _, z in rounds) or self.price(rounds, math.exp(high)) > epsilon:
             return 1.0
-        if excess(_LOG_LEAST) <= 0.0:
-            return math.exp(_LOG_LEAST)
-        root = scipy.optimize.brentq(
-            excess, _LOG_LEAST, _LOG_MOST, xtol=_FINE**2, rtol=_FINE, maxiter=10_000
-        )
-        while excess(root) > 0.0:  # the root is within the tolerance, on either side
-            root = min(root * (1 - _FINE) + _FINE**2, _LOG_MOST)
-        return math.exp(root)
+        if self.price(rounds, math.exp(low)) <= epsilon:
+            return math.exp(low)
+        while high - low > _FINE * abs(high) + _FINE**2:
+            middle = (low + high) / 2
+            is_enough = self.price(rounds, math.exp(middle)) <= epsilon
+            low, high = (low, middle) if is_enough else (middle, high)
+        return math.exp(high)
 
 
 def gaussian_rounds(events: Iterable[RoundEvent], name: str) -> Rounds:
@@ -505,7 +560,7 @@ def _loss(
 
 
 _ALL = (
-    IntervalAccountant("tight", tightest_epsilon, tightest_delta),
+    IntervalAccountant("tight", tightest_epsilon, tightest_delta, tightest_deltas),
     IntervalAccountant(),
     RDPAccountant(),
     ClassicalAccountant("gdp", classical.clt_epsilon, Bound.ESTIMATE),

@@ -30,7 +30,7 @@ _MOST_ROUNDS, _MOST_USERS = 1 << 30, 1 << 53
 _LEAST_PROBABILITY = 1e-12
 _PRECISION, _NUDGE = 1.0005, 1.0002
 _NEAR, _FAR = 1e-12, 40.0
-_BISECT_EVERY = 4
+_BISECT_EVERY, _LEAST_STRIDE = 8, 0.02
 
 
 def smallest_noise(
@@ -137,7 +137,7 @@ def _price(
     in_range = isinstance(target_epsilon, Real) and 0.0 < target_epsilon < math.inf
     require(in_range, f"epsilon is {target_epsilon!r}; it must be positive and finite")
     pricing = accountant_named(accountant)
-    return lambda setting: pricing.epsilon(events_of(setting), delta).epsilon
+    return lambda setting: pricing.upper_epsilon(events_of(setting), delta)
 
 
 def _budget_error(target_epsilon: float, delta: float, problem: str) -> InvalidValueError:
@@ -167,7 +167,9 @@ def last_within(
 
     last = following = (start, excess(start))
     end = boldest if last[1] < 0.0 else safest
-    factor = 2.0 if end > start else 0.5
+    # A price that is near the target in logarithms is so in the setting.
+    factor = 2.0 if whole else math.exp(min(max(abs(last[1]), _LEAST_STRIDE), math.log(2.0)))
+    factor = factor if end > start else 1.0 / factor
     while (following[1] < 0.0) == (last[1] < 0.0):
         last = following
         if last[0] == end:
@@ -175,15 +177,21 @@ def last_within(
         setting = (min if end > start else max)(last[0] * factor, end)
         following, factor = (setting, excess(setting)), factor * factor
     inside, outside = (last, following) if last[1] < 0.0 else (following, last)
+    was_inside = None
     for number in count(1):
         (a, below), (b, above) = inside, outside
         if abs(a - b) <= 1.0 if whole else max(a, b) <= _PRECISION * min(a, b):
             break
-        # The secant in logarithms, and every fourth time the middle.
+        # The secant in logarithms, and every eighth time the middle. The excess of an end that
+        # stays twice is halved (the Illinois rule), so that it is soon replaced.
         share = below / (below - above) if number % _BISECT_EVERY else 0.5
         setting = _between(a, b, a * (b / a) ** share, whole=whole)
         trial = setting, excess(setting)
-        inside, outside = (trial, outside) if trial[1] < 0.0 else (inside, trial)
+        is_inside = trial[1] < 0.0
+        weight = 0.5 if is_inside is was_inside else 1.0
+        stays = (b, weight * above) if is_inside else (a, weight * below)
+        inside, outside = (trial, stays) if is_inside else (stays, trial)
+        was_inside = is_inside
     return inside[0]
 
 

@@ -28,6 +28,7 @@ from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, merge_equal
 from fedpriv.support.checks import require
 
 _PAIRS, _LEAST_DELTA = 64, 1e-6  # (ε, δ) evenly spaced up to ε at the least δ: accurate to ~0.001
+_LARGE_DELTAS = 0.3, 1e-2  # plans for these and the least δ serve all pairs
 _ROUNDING = 2.0**-50  # of the few operations of f_{ε,δ}, whose relevant parts are at most 1
 
 
@@ -71,7 +72,8 @@ def trade_off(events: Iterable[RoundEvent], accountant: str = "tight") -> TradeO
     loss = pricing.epsilon(merged, _LEAST_DELTA)
     largest = loss.epsilon if math.isfinite(loss.epsilon) else 0.0
     epsilons = sorted({float(x) for x in np.linspace(0.0, largest, _PAIRS)})
-    pairs = tuple((epsilon, pricing.delta(merged, epsilon)) for epsilon in epsilons)
+    deltas = pricing.deltas(merged, epsilons, (*_LARGE_DELTAS, _LEAST_DELTA)).tolist()
+    pairs = tuple(zip(epsilons, deltas, strict=True))
     try:
         rounds = gaussian_rounds(merged, "gdp")
     except UnsupportedEventError:

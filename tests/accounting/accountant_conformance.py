@@ -87,6 +87,12 @@ class AccountantConformance(ABC):
         assert 0.0 <= loss.epsilon_low <= loss.epsilon
         return loss.epsilon
 
+    def test_the_upper_end_alone_is_that_of_the_interval(self) -> None:
+        events = [poisson_gaussian(0.02, 1.0, 2), poisson_gaussian(0.01, 2.0)]
+        assert self.accountant.upper_epsilon(events, 1e-5) == (
+            self.accountant.epsilon(events, 1e-5).epsilon
+        )
+
     def test_no_event_costs_nothing(self) -> None:
         loss = self.accountant.epsilon([], 1e-5)
         assert (loss.epsilon_low, loss.epsilon) == (0.0, 0.0)

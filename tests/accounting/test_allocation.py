@@ -11,7 +11,8 @@ from scipy.integrate import quad
 from scipy.special import ndtr
 from scipy.stats import beta
 
-from fedpriv.accounting import gaussian
+from fedpriv.accounting import epsilon as epsilon_of
+from fedpriv.accounting import gaussian, random_allocation_gaussian
 from fedpriv.accounting.pld import delta_interval as delta_interval_of
 from fedpriv.accounting.pld import epsilon_interval as epsilon_interval_of
 from fedpriv.accounting.pld import queries
@@ -19,10 +20,12 @@ from fedpriv.accounting.pld.dominating_pairs import PoissonPair
 from fedpriv.accounting.pld.lattice import Lattice, dominated, dominating
 from fedpriv.accounting.pld.random_allocation import (
     AllocationPair,
+    SubsetPair,
     allocation_pairs,
     sum_of_ratios,
 )
 from fedpriv.accounting.round_counts import Direction, Vector
+from tests.accounting.closed_forms import gaussian_delta
 from tests.accounting.pair_conformance import nodes_of
 
 ALARM = 1e-9
@@ -288,3 +291,68 @@ def test_beyond_the_computed_noise_bounds_stay_bounds() -> None:
     low, up = delta_interval_of({AllocationPair(5, 2e6): 1}, 1e-9)
     assert low == 0.0
     assert gaussian.delta(1e-9, 2e6) / 10 < up < 1e-3
+
+
+def of_subsets(n: int, k: int, z: float, epsilon: float, *, add: bool) -> float:
+    """δ of one pass in which a user's updates are all equal, on a grid of all outputs."""
+    x = np.linspace(-8 * z, 1 + 8 * z, 121)
+    weight = np.exp(-(x**2) / (2 * z**2))
+    weight /= weight.sum()
+    ratio = np.exp((x - 0.5) / z**2)
+    mass, total = np.ones(()), np.zeros(())
+    for _ in range(n):
+        mass = np.multiply.outer(mass, weight)
+    for chosen in itertools.combinations(range(n), k):
+        term = np.ones(())
+        for i in range(n):
+            term = np.multiply.outer(term, ratio if i in chosen else np.ones_like(x))
+        total = total + term / math.comb(n, k)
+    gain = 1 - math.exp(epsilon) * total if add else total - math.exp(epsilon)
+    return float((mass * np.maximum(gain, 0.0)).sum())
+
+
+@pytest.mark.parametrize(("n", "k"), [(2, 1), (3, 2), (3, 1), (3, 3), (2, 2)])
+@pytest.mark.parametrize("z", [0.5, 1.0, 3.0])
+def test_the_pair_of_subsets_is_just_below_a_pass_of_equal_updates(
+    n: int, k: int, z: float
+) -> None:
+    law = SubsetPair(n, k, z).at_most_as_bad(1e-20)
+    assert law is not None
+    for epsilon in (0.0, 0.3, 1.0, 3.0):
+        removed = float(np.maximum(law.p - math.exp(epsilon) * law.q, 0.0).sum())
+        added = float(np.maximum(law.q - math.exp(epsilon) * law.p, 0.0).sum())
+        for found, add in ((removed, False), (added, True)):
+            exact = of_subsets(n, k, z, epsilon, add=add)
+            assert found <= exact * (1 + 5e-3) + 1e-5  # the grid's error
+            assert found >= exact * (0.98 if k == 1 else 0.5) - 1e-5
+
+
+@pytest.mark.parametrize("n", [3, 4, 31, 500])
+def test_all_rounds_are_one_gaussian_that_the_pair_of_subsets_is_below(n: int) -> None:
+    k, z = min(n, 32), 5.0
+    law = SubsetPair(n, k, z).at_most_as_bad(1e-20)
+    assert law is not None
+    assert law.p.sum() <= 1.0
+    assert law.q.sum() <= 1.0
+    assert law.p.sum() == pytest.approx(1.0, abs=1e-8)
+    assert law.q.sum() == pytest.approx(1.0, abs=1e-8)
+    for epsilon in (0.0, 0.5, 1.0):
+        found = float(np.maximum(law.p - math.exp(epsilon) * law.q, 0.0).sum())
+        exact = float(gaussian_delta(k / math.sqrt(n) / z, epsilon))
+        if n == k:
+            assert exact * 0.9 <= found <= exact
+        else:  # what the sum of all rounds shows
+            assert found >= exact * 0.99
+
+
+@pytest.mark.parametrize(
+    ("rounds", "k", "z", "passes", "width"),
+    [(20, 2, 1.0, 50, 0.05), (100, 3, 2.0, 10, 0.01), (20, 19, 5.0, 3, 0.05)],
+)
+def test_several_participations_have_a_narrow_interval(
+    rounds: int, k: int, z: float, passes: int, width: float
+) -> None:
+    loss = epsilon_of([random_allocation_gaussian(rounds, k, z, passes)], 1e-5)
+    assert 0.0 < loss.low <= loss.up <= loss.low * (1 + width)
+    # One round fewer shows less.
+    assert epsilon_of([random_allocation_gaussian(rounds, k - 1, z, passes)], 1e-5).low < loss.up

@@ -28,7 +28,7 @@ def test_points_cover_the_losses(
     points = lattice_points(pair, Lattice(step, widest, 0.03, 1e-15), direction)
     low, high = pair.span(1e-15)
     assert points.loss[0] <= low
-    assert points.loss[-1] >= min(high, 690.0) - step * (widest + 0.03 * len(points.index))
+    assert points.loss[-1] >= min(high, 600.0) - step * (widest + 0.03 * len(points.index))
     assert (np.diff(points.index) >= 1).all()
     assert 0 in points.index
     assert points.loss == pytest.approx(points.offset + step * points.index, rel=1e-15)

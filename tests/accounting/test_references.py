@@ -39,7 +39,7 @@ def test_the_interval_is_finite_and_narrow(reference: Reference) -> None:
 @named
 def test_delta_at_epsilon_is_what_was_asked_for(reference: Reference) -> None:
     loss = tight(reference)
-    assert delta([reference.event], loss.up) <= reference.delta * (1 + 1e-2)
+    assert delta([reference.event], loss.up) <= reference.delta * (1 + 5e-2)  # as documented
     if loss.low > 1e-5:
         assert delta([reference.event], loss.low * (1 - 1e-3)) >= reference.delta
 

@@ -7,7 +7,8 @@ sums along it and computes the ends.
 from fedpriv.accounting.contour.inversion import (
     ContourUnsuitableError,
     delta_interval,
+    deltas_along,
     epsilon_interval,
 )
 
-__all__ = ["ContourUnsuitableError", "delta_interval", "epsilon_interval"]
+__all__ = ["ContourUnsuitableError", "delta_interval", "deltas_along", "epsilon_interval"]

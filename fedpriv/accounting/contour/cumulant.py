@@ -24,7 +24,7 @@ from fedpriv.accounting.round_counts import Direction, Vector
 
 ComplexVector = NDArray[np.complex128]
 
-EPS = float(np.finfo(np.float64).eps)
+EPS, TINY = (float(x) for x in (np.finfo(np.float64).eps, np.finfo(np.float64).tiny))
 LARGEST_ANGLE = 2.4  # θ stays below π, where A may vanish
 HEIGHTS = (0.2, 0.5, 1.2, 2.4, 4.8)  # of ellipses in the imaginary direction
 _CUT = 50.0  # a density below e^−50 of the largest is left out
@@ -69,6 +69,7 @@ class DirectedRounds:
     z: Vector  # [p]
     counts: Vector  # [p] number of rounds of each setting
     direction: Direction
+    certainty: float = math.log(1e9)  # log of the ratio of δ to each error that a plan controls
 
     @property
     def number(self) -> float:
@@ -303,7 +304,7 @@ def decay(tilted: Tilted, t: float) -> Vector:
     gain = (tilted.mass * p**2).sum(axis=1, keepdims=True)
     cost = slope**2 - tilted.order * slope / z * p**2
     cost = (tilted.mass * cost).sum(axis=1, keepdims=True)
-    alpha = gain / np.maximum(gain + cost, gain / 4)
+    alpha = gain / np.maximum(gain + cost, gain / 4 + TINY)
     half = (losses.high - losses.low) / 2
     taper = 1 - losses.place**_TAPER
     taper_slope = -_TAPER * losses.place ** (_TAPER - 1) / half

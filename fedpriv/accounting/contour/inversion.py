@@ -20,9 +20,9 @@ with, mostly, Σq < 1, and for a few rounds with q < 1.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -55,26 +55,26 @@ from fedpriv.accounting.round_counts import (
     check_any_delta,
     check_epsilon,
     check_rounds,
-    grouped,
+    typical,
 )
 from fedpriv.errors import UnsupportedEventError
 
 _LEAST_LOG_DELTA = math.log(1e-100)  # of the smallest δ
-_CERTAINTY = math.log(1e9)  # log of the ratio of δ to each error that a plan controls
+_CERTAINTY_OF_MANY = math.log(1e5)  # instead of that of `DirectedRounds`
 _MARGIN = 7.0  # standard deviations from the tilted mean to the end of a wide window
 _GRID = 32  # plans have tilts c = e^{j/32}
 _LARGEST_PLACE = 24 * _GRID  # saddle points are searched between e^−24 and e^24
 _FINE, _END = 4, 2  # periods are powers of 2^{1/4}, and ends powers of √2
 _ENDS = 60  # candidates for the end of a contour
 _FEW_TERMS = 32.0  # a sum with fewer terms needs no better window
-_SIZES = (24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 3072)
+_SIZES = (32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048, 3072)
 # Limits on the multiplications of a contour; above them, a convolution is faster.
-_WORK, _WORK_PER_SETTING, _MOST_WORK = 2e7, 1e6, 8e7
+_WORK, _WORK_PER_SETTING, _MOST_WORK = 2e7, 1e6, 1e9
 _PART = 128  # settings in one array
 _WIDEST = 1e-3  # largest width of an interval, relative to its upper end
 _NARROW = 1e-7  # relative width at which no second contour is tried
 _SHIFTS = (1.0, 0.85)  # real parts of contours, relative to the plan
-_LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.1, 1e6, 1e-12
+_LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.02, 1e6, 1e-12
 _MOST_EPSILON = 1e200  # products of larger ones overflow
 # Distances at which a bound is tried, relative to the estimated one.
 _STEPS = [0.0] + [1.01 * 1.5**k for k in range(40)]
@@ -91,6 +91,7 @@ class ContourUnsuitableError(UnsupportedEventError):
 class ContourPlan:
     """Points w = c + i·2πj/P to integrate over, up to imaginary part `stop`."""
 
+    certainty: float  # log of the ratio of δ to each error that the plan controls
     log_tail: float  # log of the probability that one round is outside its window
     c: float
     further: float  # tilt > c of the bound on δ(ε + P)
@@ -131,7 +132,7 @@ def plan_at_delta(rounds: DirectedRounds, log_delta: float) -> ContourPlan:
             saddle, epsilon = _saddle(rounds, log_tail, lambda s: -s.epsilon), 0.0
         return _plan(rounds, saddle.c, epsilon, log_delta, log_tail)
 
-    return _cheapest(plan, rounds.number, log_delta)
+    return _cheapest(plan, rounds, log_delta)
 
 
 def plan_at_epsilon(rounds: DirectedRounds, epsilon: float) -> ContourPlan:
@@ -145,17 +146,17 @@ def plan_at_epsilon(rounds: DirectedRounds, epsilon: float) -> ContourPlan:
 
     log_delta = -1.0
     for _ in range(6):  # the window depends on δ, but δ hardly depends on the window
-        wide, _ = _log_tails(rounds.number, log_delta)
+        wide, _ = _log_tails(rounds, log_delta)
         guess = _saddle(rounds, wide, excess).log_delta_at(epsilon)
         before, log_delta = log_delta, min(max(guess, _LEAST_LOG_DELTA), -1e-3)
         if abs(log_delta - before) < 1.0:
             break
-    return _cheapest(plan, rounds.number, log_delta)
+    return _cheapest(plan, rounds, log_delta)
 
 
-def _log_tails(rounds: float, log_delta: float) -> tuple[float, float]:
+def _log_tails(rounds: DirectedRounds, log_delta: float) -> tuple[float, float]:
     """Return log tails of a wide window, for most losses, and of one for rare, huge losses."""
-    narrow = log_delta - _CERTAINTY - math.log(_power(rounds))
+    narrow = log_delta - rounds.certainty - math.log(_power(rounds.number))
     return min(float(log_ndtr(ndtri_exp(log_delta) - _MARGIN)), narrow), narrow
 
 
@@ -164,7 +165,9 @@ def _power(rounds: float) -> float:
     return 2.0 ** math.ceil(math.log2(rounds))
 
 
-def _cheapest(plan: Callable[[float], ContourPlan], rounds: float, log_delta: float) -> ContourPlan:
+def _cheapest(
+    plan: Callable[[float], ContourPlan], rounds: DirectedRounds, log_delta: float
+) -> ContourPlan:
     """Return the plan with fewer terms of the two windows."""
     wide, narrow = _log_tails(rounds, log_delta)
     first = plan(wide)
@@ -228,14 +231,14 @@ def _saddle(rounds: DirectedRounds, log_tail: float, excess: Callable[[_Saddle],
 def _plan(
     rounds: DirectedRounds, c: float, epsilon: float, log_delta: float, log_tail: float
 ) -> ContourPlan:
-    place = rounds.settings, log_tail
+    place, certainty = (rounds.settings, log_tail), rounds.certainty
     moments = _moments(*place, c)
     spread = math.sqrt(max(rounds.sum(moments.variance), 1e-200))
 
     def period_of(further: float) -> float:
         excess = rounds.sum(_moments(*place, further).log_mgf) - further * epsilon
-        right = (excess - log_delta + _CERTAINTY) / (further - c)
-        return max((_CERTAINTY - log_delta) / c, right)
+        right = (excess - log_delta + certainty) / (further - c)
+        return max((certainty - log_delta) / c, right)
 
     tilts = [c + 2.0 ** (k - round(math.log2(spread))) for k in range(-2, 5)]
     period, further = min((period_of(tilt), tilt) for tilt in tilts)
@@ -245,13 +248,13 @@ def _plan(
     def suffices(end: int) -> bool:
         """Return whether the integral beyond this end is negligible, as then for later ones too."""
         stop = 2.0 ** ((least + end) / _END)
-        decay_needed = scale - math.log(math.pi * stop) + _CERTAINTY
+        decay_needed = scale - math.log(math.pi * stop) + certainty
         return rounds.sum(_decay(*place, c, stop)) >= decay_needed
 
     end = bisect_left(range(_ENDS), x=True, key=suffices)
     stop = 2.0 ** ((least + end) / _END) if end < _ENDS else math.inf
     period = 2.0 ** (math.ceil(_FINE * math.log2(period)) / _FINE)
-    return ContourPlan(log_tail, c, further, period, stop, epsilon, log_delta)
+    return ContourPlan(certainty, log_tail, c, further, period, stop, epsilon, log_delta)
 
 
 @dataclass(frozen=True)
@@ -292,6 +295,14 @@ class Contour:
         aliases = left / -math.expm1(-plan.c * plan.period)
         aliases += math.exp(min(right, 700.0)) / -math.expm1(-gap * plan.period)
         return value - error - aliases, value + error
+
+    def delta_ends(self, epsilon: float) -> Ends:
+        """Return lower and upper bounds of δ(ε) of all losses."""
+        below, above = (_log(bound) for bound in self.bounds(epsilon))
+        scale = self.log_scale(epsilon)
+        up = math.exp(min(above + scale, 0.0)) if above > -math.inf else 1.0
+        up = min(max(up + self.dropped, math.exp(_LEAST_LOG_DELTA)), 1.0)
+        return math.exp(min(below + scale, 0.0)), up
 
     def _terms(self, epsilon: float) -> tuple[ComplexVector, ComplexVector]:
         """Return the points w, and their terms of the sum over both signs of t: [points]."""
@@ -337,7 +348,7 @@ def contour(rounds: DirectedRounds, plan: ContourPlan) -> Contour | None:
 
 def cumulant_bound(rounds: DirectedRounds, plan: ContourPlan) -> float:
     """Return an upper bound of K(c) at the plan's c; ∞ if it costs too much."""
-    key = rounds.settings, plan.log_tail, plan.c, _power(rounds.number)
+    key = rounds.settings, plan.certainty, plan.log_tail, plan.c, _power(rounds.number)
     bounds = (_kept_bounds if len(rounds.q) <= _KEPT else _bounds)(*key)
     if bounds is None:
         return math.inf
@@ -384,9 +395,13 @@ def _kept_along(
     return None if parts is None else tuple(parts)
 
 
-def _bounds(settings: RoundSettings, log_tail: float, c: float, rounds: float) -> Vector | None:
+def _bounds(
+    settings: RoundSettings, certainty: float, log_tail: float, c: float, rounds: float
+) -> Vector | None:
     """Return upper bounds of log E[e^{cL}] of one round of each, [p]; None if too expensive."""
-    parts = _parts(settings, ContourPlan(log_tail, c, c, 1.0, 0.0, 0.0, 0.0), 0.0, rounds)
+    parts = _parts(
+        settings, ContourPlan(certainty, log_tail, c, c, 1.0, 0.0, 0.0, 0.0), 0.0, rounds
+    )
     if parts is None:
         return None
     bounds = np.empty(len(settings.q))
@@ -441,7 +456,7 @@ def _parts(
     semiaxes = np.minimum(np.array(HEIGHTS)[:, None], LARGEST_ANGLE * z)
     all_ = DirectedRounds(q, z, np.ones_like(q), settings.direction)
     log_rho, error = log_errors(all_, low, high, plan.c, stop, semiaxes)
-    required = (error - log_mgf + _CERTAINTY + math.log(rounds)) / (2 * log_rho)
+    required = (error - log_mgf + plan.certainty + math.log(rounds)) / (2 * log_rho)
     best = required.argmin(axis=0), np.arange(len(low))
     if not required[best].max() < _SIZES[-1]:
         return None
@@ -460,23 +475,26 @@ def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
     """Return an interval of the least ε for which the rounds are (ε, δ)-DP, in both directions.
 
     Its width is usually 1e-8 of the upper end, and at most the larger of 1e-3 of it and 1e-9.
-    ContourUnsuitableError if it is wider, z is outside [0.1, 1e6], q below 1e-12 or δ below 1e-100.
+    ContourUnsuitableError if it is wider, z outside [0.02, 1e6], q below 1e-12 or δ below 1e-100.
     """
     check_any_delta(delta)
     log_delta = math.log(delta)
     if log_delta < _LEAST_LOG_DELTA:
         raise ContourUnsuitableError(f"delta is {delta}; the contour needs at least 1e-100")
 
-    def ceiling(setting: DirectedRounds, plan: ContourPlan) -> float:
-        """Return a Rényi bound (Canonne et al. 2020, Proposition 12), or the largest loss."""
+    def ceiling(setting: DirectedRounds, plan: ContourPlan, low: float) -> float:
+        """Return the largest loss if it is at most `low`, and else at most a Rényi bound.
+
+        The latter is that of Canonne et al. 2020, Proposition 12.
+        """
+        if (most := _largest_loss(setting)) <= low:
+            return most
         log_rest = _log_allowed(log_delta, setting.number * math.exp(plan.log_tail))
         renyi = (cumulant_bound(setting, plan) - log_rest - conversion(plan.c)) / plan.c
-        return max(0.0, min(renyi, _largest_loss(setting)))
+        return max(0.0, min(renyi, most))
 
-    def ends(sums: Contour) -> Ends:
-        return _epsilon_ends(sums, log_delta)
-
-    return _worse(rounds, lambda setting: plan_at_delta(setting, log_delta), ends, ceiling, 1e-9)
+    ends_of = partial(_epsilon_ends, log_delta=log_delta)
+    return _worse(rounds, lambda few: plan_at_delta(few, log_delta), ends_of, ceiling, 1e-9)
 
 
 def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
@@ -489,21 +507,36 @@ def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
     if epsilon > _MOST_EPSILON:
         raise ContourUnsuitableError(f"the contour needs ε of at most {_MOST_EPSILON:g}")
 
-    def ceiling(setting: DirectedRounds, plan: ContourPlan) -> float:
+    def ceiling(setting: DirectedRounds, plan: ContourPlan, _low: float) -> float:
         if epsilon >= _largest_loss(setting):
             return 0.0
         exponent = cumulant_bound(setting, plan) - plan.c * epsilon - conversion(plan.c)
         dropped = setting.number * math.exp(plan.log_tail)
         return min(1.0, math.exp(min(exponent, 0.0)) + dropped)
 
-    def ends(sums: Contour) -> Ends:
-        below, above = (_log(bound) for bound in sums.bounds(epsilon))
-        scale = sums.log_scale(epsilon)
-        up = math.exp(min(above + scale, 0.0)) if above > -math.inf else 1.0
-        up = min(max(up + sums.dropped, math.exp(_LEAST_LOG_DELTA)), 1.0)
-        return math.exp(min(below + scale, 0.0)), up
+    ends_of = partial(Contour.delta_ends, epsilon=epsilon)
+    return _worse(rounds, lambda few: plan_at_epsilon(few, epsilon), ends_of, ceiling, 1e-90)
 
-    return _worse(rounds, lambda setting: plan_at_epsilon(setting, epsilon), ends, ceiling, 1e-90)
+
+def deltas_along(rounds: Rounds, epsilons: Sequence[float], near: Sequence[float]) -> Vector:
+    """Return upper bounds of δ at each ε: [epsilons], tight where δ is between the deltas `near`.
+
+    Every contour bounds δ at all ε; there is one for each delta of `near` and direction.
+    ContourUnsuitableError if one is too expensive or too wide, or as in `epsilon_interval`.
+    """
+    worse = np.zeros(len(epsilons))
+    for direction in Direction:
+        setting, groups = _directed(rounds, direction)
+        ups = np.where(np.array(epsilons) < _largest_loss(setting), 1.0, 0.0)
+        for delta in near if ups.any() else ():
+            plan = plan_at_delta(groups, math.log(delta))
+            sums = contour(setting, plan)
+            low, up = sums.delta_ends(plan.epsilon) if sums else (0.0, 1.0)
+            if sums is None or low < 0.99 * up:
+                raise ContourUnsuitableError(f"the contour only finds [{low:.6g}, {up:.6g}] for δ")
+            ups = np.minimum(ups, [sums.delta_ends(epsilon)[1] for epsilon in epsilons])
+        worse = np.maximum(worse, ups)
+    return worse
 
 
 def conversion(c: float) -> float:
@@ -515,29 +548,25 @@ def _worse(
     rounds: Rounds,
     plan_of: Callable[[DirectedRounds], ContourPlan],
     ends_of: Callable[[Contour], Ends],
-    ceiling: Callable[[DirectedRounds, ContourPlan], float],
+    ceiling: Callable[[DirectedRounds, ContourPlan, float], float],
     negligible: float,
 ) -> Ends:
     """Return the ends in the worse direction.
 
-    The second direction is computed only if its ceiling is above the first one's lower end.
+    The second direction is computed only if its ceiling is above the first one's lower end, which
+    the ceiling knows, as it may take long.
     """
     check_rounds(rounds)
     if not rounds:
         return 0.0, 0.0
-    q, z, counts = arrays(rounds)
-    if z.min() < _LEAST_NOISE or z.max() > _MOST_NOISE or q.min() < _LEAST_PROBABILITY:
-        raise ContourUnsuitableError("the contour needs z from 0.1 to 1e6 and q of at least 1e-12")
-    groups = arrays(grouped(rounds, _PLANNED)[0])
     low = up = 0.0
     for direction in Direction:
-        setting = DirectedRounds(q, z, counts, direction)
-        plan = plan_of(DirectedRounds(*groups, direction))
-        below = 0.0
-        above = ceiling(setting, plan) if direction is Direction.ADD else math.inf
+        setting, groups = _directed(rounds, direction)
+        plan, below = plan_of(groups), 0.0
+        above = ceiling(setting, plan, low) if direction is Direction.ADD else math.inf
         if above <= low:
             continue
-        for shift in _SHIFTS if len(q) <= _PLANNED else _SHIFTS[:1]:
+        for shift in _SHIFTS if len(rounds) <= _PLANNED else _SHIFTS[:1]:
             shifted = replace(plan, c=shift * plan.c, period=plan.period / shift)
             sums = contour(setting, shifted)
             if sums is None:
@@ -555,6 +584,17 @@ def _worse(
         f"the contour only finds [{low:.6g}, {up:.6g}]; it needs a width of at most {_WIDEST:g} "
         "of the upper end"
     )
+
+
+def _directed(rounds: Rounds, direction: Direction) -> tuple[DirectedRounds, DirectedRounds]:
+    """Return the rounds, and fewer ones for plans; ContourUnsuitableError if out of range."""
+    q, z, counts = arrays(rounds)
+    if z.min() < _LEAST_NOISE or z.max() > _MOST_NOISE or q.min() < _LEAST_PROBABILITY:
+        raise ContourUnsuitableError("the contour needs z from 0.02 to 1e6 and q of at least 1e-12")
+    groups = DirectedRounds(*typical(rounds, _PLANNED), direction)
+    if len(q) > _PLANNED:
+        groups = replace(groups, certainty=_CERTAINTY_OF_MANY)
+    return DirectedRounds(q, z, counts, direction), groups
 
 
 def _epsilon_ends(sums: Contour, log_delta: float) -> Ends:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import erf, ndtr, ndtri
 
-from fedpriv.accounting.contour.cumulant import log_likelihood_ratio
+from fedpriv.accounting.contour.cumulant import log_absent, log_likelihood_ratio
 from fedpriv.accounting.pld.lattice import (
     SKETCH_NODES,
     GaussianPair,
@@ -34,7 +34,7 @@ def privacy_loss(x: Vector, q: float, z: float) -> Vector:
 
 def sample_at(loss: Vector, q: float, z: float) -> Vector:
     """Return the inverse of the loss: x with L(x) = loss, or −∞ if there is none."""
-    least = math.log1p(-q) if q < 1.0 else -math.inf
+    least = PoissonPair(q, z).least
     gap = -np.expm1(np.minimum(least - loss, 0.0))
     log_gap = np.log(gap, out=np.full(gap.shape, -np.inf), where=gap > 0)
     return np.asarray(z**2 * (loss + log_gap - math.log(q)) + 0.5)
@@ -69,6 +69,11 @@ def gaussian_masses(low: Vector, high: Vector, mean: float, z: float) -> Vector:
 @dataclass(frozen=True)
 class PoissonPair(GaussianPair):
     """A Poisson-sampled round when one user is added or removed; a Gaussian round for q = 1."""
+
+    @property
+    def least(self) -> float:
+        """Infimum of the loss: log(1 − q)."""
+        return float(log_absent(np.array(self.q)))
 
     def span(self, tail: float) -> tuple[float, float]:
         """Return losses with at most `tail` of P and of Q on either side of them."""

@@ -27,7 +27,7 @@ ROUNDING = 1e-12
 # A smaller mass has lost digits: an upper bound makes its loss infinite, a lower bound drops it.
 _SMALLEST = 1e-290
 _NEAR = 0.5  # losses up to this size are computed from P − Q, others from P and Q
-_LARGEST_LOSS = 690.0
+_LARGEST_LOSS, _HUGE_LOSS = 600.0, 550.0
 _HAIR = 1e-12  # distance of the centre from a lattice point, in steps
 _MOST_POINTS = 1 << 14  # largest number of evenly spaced far lattice points
 SKETCH_NODES = 256  # nodes of a sketch
@@ -96,7 +96,7 @@ class LossLaw(ABC):
 
 
 class LossPair(Protocol):
-    """The pair (P, Q) of some event, for z in [0.05, 10⁶]; a value that is compared and hashed."""
+    """The pair (P, Q) of some event, for z in [0.02, 10⁶]; a value that is compared and hashed."""
 
     @property
     def q(self) -> float:
@@ -133,6 +133,11 @@ class GaussianPair(LossLaw):
     def shift(self) -> float:
         """Distance between the two means for q = 1, in sensitivities."""
         return 1.0
+
+    @property
+    def least(self) -> float:
+        """Infimum of the loss when a user is removed."""
+        return -math.inf
 
     def centre(self, step: float) -> float:  # noqa: ARG002
         """Return 0, the loss of merged outputs of opposite losses if the loss is symmetric."""
@@ -180,7 +185,7 @@ class LatticePoints:
 
 
 def lattice_points(law: LossLaw, lattice: Lattice, direction: Direction) -> LatticePoints:
-    """Return the points for one pair, without `lattice.tail` of P and Q and losses beyond ±690.
+    """Return the points for one pair, without `lattice.tail` of P and Q and losses beyond ±600.
 
     One is the centre of the loss. From there they are neighbours first, then spaced in proportion
     to their distance, then evenly, so that a few hundred cover losses of all sizes.
@@ -192,7 +197,7 @@ def lattice_points(law: LossLaw, lattice: Lattice, direction: Direction) -> Latt
     above = _spaced(math.ceil((high - offset) / lattice.step) + 1, lattice)
     index = np.concatenate([-below[::-1], np.zeros(1, np.int64), above])
     loss = offset + lattice.step * index
-    is_inside = np.abs(loss) <= _LARGEST_LOSS  # e^L and e^{−L} must be finite
+    is_inside = np.abs(loss) <= _LARGEST_LOSS  # so that masses under Q do not underflow
     return LatticePoints(offset, index[is_inside], loss[is_inside])
 
 
@@ -243,8 +248,9 @@ def dominated(law: LossLaw, lattice: Lattice, direction: Direction) -> LossAtoms
     """Return a loss on the lattice with compositions at most as bad as those of the true loss.
 
     The line between two lattice points is a tangent of the curve, lowered to meet its neighbours;
-    the lower convex hull of that chain is again a curve. Mass beyond the lattice is dropped, so
-    masses sum to at most 1 within rounding.
+    the lower convex hull of that chain is again a curve. Mass beyond the lattice is dropped, or, if
+    the lattice ends at a huge loss, moved there, which adds less than e^−550 to the mass under Q.
+    So masses sum to at most 1 within rounding.
     """
     points = lattice_points(law, lattice, direction)
     loss, spacing = points.loss, lattice.step * np.diff(points.index)
@@ -268,6 +274,8 @@ def dominated(law: LossLaw, lattice: Lattice, direction: Direction) -> LossAtoms
     mass = _convex_hull(_exchanged(inner(), loss, spacing), loss)
     if direction is Direction.REMOVE:
         mass = mass * np.exp(loss)
+        if loss[-1] > _HUGE_LOSS:
+            mass[-1] += law.masses(loss[-1:])[0, -1]
     return _atoms(law, points, mass, 0.0, direction)
 
 

@@ -12,7 +12,7 @@ answer depends on pairs and δ, or ε, alone.
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -21,6 +21,7 @@ import numpy as np
 from scipy.special import logsumexp
 
 from fedpriv.accounting import gaussian, round_counts
+from fedpriv.accounting.contour.cumulant import log_absent
 from fedpriv.accounting.contour.inversion import conversion
 from fedpriv.accounting.pld.dominating_pairs import PoissonPair
 from fedpriv.accounting.pld.fft import Composition, FftWindow, compose_atoms
@@ -41,15 +42,16 @@ _WIDTH, _LEAST_WIDTH, _DELTA_WIDTH = 1e-3, 1e-6, 0.05
 # Attempts for a wide interval, the smallest factor of the precision of the next one, and the share
 # of the last width above which further attempts are useless.
 _TRIES, _FINEST, _PROGRESS = 6, 1 / 64, 0.8
-_FAR = 0.1  # relative width of an interval of ε that suggests a misplaced window
+_FAR = 5e-3  # relative width of an interval of ε that suggests a misplaced window
 # Numbers of different pairs, each with a transform: up to the first they get several attempts, up
 # to the second one attempt, and more are grouped.
 _REFINED, _GROUPS = 16, 32
 _ALLOCATION_GROUPS = 12  # groups of passes of random allocation, which take up to some seconds each
 # The range of noise per sensitivity, and of sampling probabilities, for computations.
 _LEAST_NOISE, _MOST_NOISE, _LEAST_PROBABILITY = 0.05, 1e6, 1e-12
+_LEAST_POISSON_NOISE = 0.02
 _NEGLIGIBLE = PoissonPair(_LEAST_PROBABILITY, _MOST_NOISE)
-_TAIL = 1e-4  # share of δ for losses that count as infinite
+_TAIL = 1e-4  # share of δ for losses that count as infinite, if it is larger than 1/e^ε
 _TOLERANCE = 2e-4  # share of ε for the lattice of the upper bound
 _CERTAINTY = 10.0  # minus the log of the share of δ that may wrap around the window
 _LEAST_LOG_DELTA = math.log(1e-100)
@@ -66,17 +68,20 @@ def epsilon_interval(pairs: Pairs, delta: float) -> Ends:
     """Return an interval (low, up) of the least ε of all these losses together at δ ≥ 1e-60.
 
     For no event it is [0, 0]. For an event without noise it is [∞, ∞] by convention, even if a user
-    is sampled so rarely that δ alone would cover it. If the noise multiplier is below 0.05 (for
-    examples, below 0.05 times a user's average number in a cohort), a sampled user counts as
-    identified: the upper end is ∞ unless δ covers that. The width is mostly at most
+    is sampled so rarely that δ alone would cover it. If δ is at least the `exposure`, it is [0, 0].
+    A loss of one event above 600 counts as infinite, so the upper end is ∞ unless δ covers that,
+    and so does any loss for a noise multiplier below 0.02 (0.05 for other policies than Poisson;
+    for examples, 0.05 times a user's average number in a cohort). The width is mostly at most
     up/1000 + 1e-6 for up to 16 different pairs.
     """
     z = _closed_form(pairs)
     if z is not None:
         return gaussian.epsilon_interval(delta, z)
-    width = _WIDTH, _LEAST_WIDTH
+    if exposure(pairs) <= delta:
+        return 0.0, 0.0
+    width, most = (_WIDTH, _LEAST_WIDTH), _largest_added(pairs)
     ends_of = epsilon_below, epsilon_above
-    low, up = _refined(pairs, delta, _aim_at_delta, ends_of, width, _power_of_two)
+    low, up = _refined(pairs, delta, _aim_at_delta, ends_of, width, _power_of_two, most)
     is_wide = max(_FAR * up, _LEAST_WIDTH) < up - low < math.inf
     if low == 0.0 or not is_wide:
         return low, up
@@ -85,7 +90,7 @@ def epsilon_interval(pairs: Pairs, delta: float) -> Ends:
     def aim_at_low(counts: Pairs, _delta: float, direction: Direction) -> _Aim:
         return _aim_at_epsilon(counts, low, direction)
 
-    second = _refined(pairs, delta, aim_at_low, ends_of, width, int)
+    second = _refined(pairs, delta, aim_at_low, ends_of, width, int, most)
     return max(low, second[0]), min(up, second[1])
 
 
@@ -98,8 +103,75 @@ def delta_interval(pairs: Pairs, epsilon: float) -> Ends:
     z = _closed_form(pairs)
     if z is not None:
         return gaussian.delta_interval(epsilon, z)
-    width = _DELTA_WIDTH, 0.0
-    return _refined(pairs, epsilon, _aim_at_epsilon, (delta_below, delta_above), width, int)
+    ends_of, width = (delta_below, delta_above), (_DELTA_WIDTH, 0.0)
+    most = 0.0 if epsilon >= _largest_added(pairs) else 1.0
+    low, up = _refined(pairs, epsilon, _aim_at_epsilon, ends_of, width, int, most)
+    return low, min(up, exposure(pairs))
+
+
+def deltas_above(pairs: Pairs, epsilons: Sequence[float], near: Sequence[float]) -> Vector:
+    """Return upper bounds of δ at each ε: [epsilons], tight where δ is between the deltas `near`.
+
+    Every composition bounds δ at all ε; there is one for each delta of `near` and direction, with
+    the plan of `epsilon_interval` at that δ.
+    """
+    z = _closed_form(pairs)
+    if z is not None:
+        return np.array([gaussian.delta_interval(epsilon, z)[1] for epsilon in epsilons])
+    noisy, exposed = _split_by_noise(_few(pairs)[0])
+    plan = tuple((pair, _power_of_two(n)) for pair, n in noisy.items())
+    worse = np.zeros(len(epsilons))
+    for direction in Direction:
+        most = _largest_added(pairs) if direction is Direction.ADD else math.inf
+        ups = np.where(np.array(epsilons) < most, exposure(pairs), 0.0)
+        for delta in near if ups.any() else ():
+            planned = _planned(plan, delta, _aim_at_delta, direction, 1.0)
+            sums = _composed_above(noisy, exposed, *planned, direction)
+            ups = np.minimum(ups, [delta_above(sums, epsilon) for epsilon in epsilons])
+        worse = np.maximum(worse, ups)
+    return worse
+
+
+def exposure(pairs: Pairs) -> float:
+    """Return a bound on the probability that a user takes part in any event; 1 without noise.
+
+    If an event depends on a user with probability s, P = (1 − s)·R + s·A and Q = (1 − s)·R + s·B
+    with a common R, so their total variation is at most s. That of adaptive events together is at
+    most 1 − Π(1 − s) (coupling), and the divergence at any ε ≥ 0 is at most the total variation.
+    """
+    if any(pair.z == 0.0 or _share(pair) >= 1.0 for pair in pairs):
+        return 1.0
+    log_absent = math.fsum(count * math.log1p(-_share(pair)) for pair, count in pairs.items())
+    return min(1.0, -math.expm1(log_absent) * (1.0 + 2.0**-30))
+
+
+def noise_of_sampled(pairs: Pairs, tail: float) -> float:
+    """Return the z of a Gaussian that dominates the events, except with a probability `tail`.
+
+    By joint convexity it costs no less to reveal in which events the user takes part. Given these,
+    the events are a Gaussian with 1/z² = Σ 1/zᵢ² (Dong, Roth & Su 2019, Section 3). With a bound t
+    on the probability that 1/z² is larger than v, the divergence is at most that for v, plus t. A
+    Chernoff bound, whose v is increased by a billionth for rounding, gives v.
+    """
+    z = np.array([p.z / (p.shift if isinstance(p, GaussianPair) else 1.0) for p in pairs])
+    if z.min() < 1e-100:
+        return 0.0
+    share, count = np.array(list(map(_share, pairs))), np.array(list(pairs.values()), np.float64)
+    square, weights = (z.min() / z) ** 2, np.geomspace(1e-6, 1e3, 100)
+    growth = np.logaddexp(log_absent(share), np.log(share) + weights[:, None] * square)
+    bound = float(((growth @ count - math.log(tail)) / weights).min(initial=float(square @ count)))
+    return float(z.min()) / math.sqrt(bound * (1.0 + 1e-9))
+
+
+def _share(pair: LossPair) -> float:
+    """Return a bound on the probability that a user takes part in an event."""
+    return min(1.0, pair.q * pair.shift) if isinstance(pair, GaussianPair) else 1.0
+
+
+def _largest_added(pairs: Pairs) -> float:
+    """Return an upper bound of the loss of all events when a user is added."""
+    least = (n * (p.least if isinstance(p, GaussianPair) else -math.inf) for p, n in pairs.items())
+    return -sum(least) * (1.0 + 2.0**-30)
 
 
 def _closed_form(pairs: Pairs) -> float | None:
@@ -121,37 +193,50 @@ def _refined(
     ends_of: tuple[Callable[[Composition, float], float], Callable[[Composition, float], float]],
     width: tuple[float, float],
     planned_for: Callable[[int], int],
+    most_added: float,
 ) -> Ends:
-    """Return the intersection of attempts, until its width is at most width[0]·up + width[1]."""
+    """Return the worse of two directions, each the intersection of attempts.
+
+    Attempts end at a width of width[0]·up + width[1]. `most_added` is an upper bound of the end in
+    the direction in which a user is added.
+    """
     worst, best = _few(pairs)
-    noisy, raised, exposure = _split_by_noise(worst)
+    noisy, exposed = _split_by_noise(worst)
     plan_below, plan_above = (
-        tuple((pair, planned_for(n)) for pair, n in counts.items()) for counts in (raised, noisy)
+        tuple((pair, planned_for(n)) for pair, n in counts.items()) for counts in (best, noisy)
     )
     # For many pairs a fine lattice would be expensive, and useless for grouped ones.
     tries, precision = (_TRIES, 1.0) if len(pairs) <= _REFINED else (1, 4.0)
-    low, up = 0.0, math.inf
+    low, up = dict.fromkeys(Direction, 0.0), {Direction.REMOVE: math.inf, Direction.ADD: most_added}
     for _ in range(tries):
-        last, below, above = up - low, 0.0, 0.0
+        last = max(up.values()) - max(low.values())
         for direction in Direction:
-            window, lattice = _planned(plan_below, at, aim_at, direction, precision)
-            least = [(_at_most_as_bad(pair, lattice, direction), n) for pair, n in best.items()]
-            parts = [(atoms, n) for atoms, n in least if atoms is not None]
-            if parts:
-                below = max(below, ends_of[0](compose_atoms(parts, window), at))
-            window, lattice = _planned(plan_above, at, aim_at, direction, precision)
-            parts = [(_at_least_as_bad(pair, lattice, direction), n) for pair, n in noisy.items()]
-            composition = compose_atoms(parts, window)
-            composition = replace(composition, infinite=composition.infinite + exposure)
-            above = max(above, ends_of[1](composition, at))
-        low, up = max(low, below), min(up, above)
-        limit = width[0] * up + width[1]
-        if not limit < up - low < min(math.inf, _PROGRESS * last):
+            if up[direction] <= max(low.values()):
+                continue
+            if best:
+                window, lattice = _planned(plan_below, at, aim_at, direction, precision)
+                least = [(_at_most_as_bad(pair, lattice, direction), n) for pair, n in best.items()]
+                if parts := [(atoms, n) for atoms, n in least if atoms is not None]:
+                    below = ends_of[0](compose_atoms(parts, window), at)
+                    low[direction] = max(low[direction], below)
+            planned = _planned(plan_above, at, aim_at, direction, precision)
+            composition = _composed_above(noisy, exposed, *planned, direction)
+            up[direction] = min(up[direction], ends_of[1](composition, at))
+        gap, limit = max(up.values()) - max(low.values()), width[0] * max(up.values()) + width[1]
+        if not limit < gap < min(math.inf, _PROGRESS * last):
             break
-        precision *= max(0.4 * limit / (up - low), _FINEST)
-    if not low <= up:
+        precision *= max(0.4 * limit / gap, _FINEST)
+    if not max(low.values()) <= max(up.values()):
         raise AssertionError(f"the ends contradict each other: {low} > {up}")
-    return low, up
+    return max(low.values()), max(up.values())
+
+
+def _composed_above(
+    noisy: Pairs, exposed: float, window: FftWindow, lattice: Lattice, direction: Direction
+) -> Composition:
+    parts = [(_at_least_as_bad(pair, lattice, direction), n) for pair, n in noisy.items()]
+    composition = compose_atoms(parts, window)
+    return replace(composition, infinite=composition.infinite + exposed)
 
 
 def _power_of_two(n: int) -> int:
@@ -209,32 +294,24 @@ def _few(pairs: Pairs) -> tuple[Pairs, Pairs]:
     return above, below
 
 
-def _split_by_noise(pairs: Pairs) -> tuple[Pairs, Pairs, float]:
-    """Split pairs by their noise.
+def _split_by_noise(pairs: Pairs) -> tuple[Pairs, float]:
+    """Return the pairs with enough noise, and the `exposure` of the others.
 
-    Return the pairs with enough noise; all pairs, with their noise raised to enough; and a bound on
-    the probability that a user is sampled in a round with too little noise.
-
-    If a round depends on a user with probability s, P = (1 − s)·R + s·A and Q = (1 − s)·R + s·B
-    with a common R. By joint convexity H_ε(P‖Q) ≤ (1 − s)·(1 − e^ε)_+ + s at every real ε, in both
-    directions and for any noise. That is the curve of a loss which is infinite with probability s,
-    and otherwise 0. It dominates the round, and such losses compose to at most the sum of their s.
+    By joint convexity an event with the share s has H_ε(P‖Q) ≤ (1 − s)·(1 − e^ε)₊ + s at every real
+    ε, in both directions and for any noise. That is the curve of a loss which is infinite with
+    probability s, and otherwise 0. It dominates the event, and such losses compose to one that is
+    infinite with probability 1 − Π(1 − s).
     """
-    noisy, raised, exposure = dict[LossPair, int](), Counter[LossPair](), 0.0
-    for pair, count in pairs.items():
-        least, _ = _noise_range(pair)
-        raised[pair.at(pair.q, max(pair.z, least))] += count
-        if pair.z >= least:
-            noisy[pair] = count
-        else:
-            exposure += count * (pair.q * pair.shift if isinstance(pair, GaussianPair) else 1.0)
-    return noisy or {_NEGLIGIBLE: 1}, raised, min(1.0, exposure * (1.0 + 2.0**-30))
+    noisy = {pair: n for pair, n in pairs.items() if pair.z >= _noise_range(pair)[0]}
+    others = {pair: n for pair, n in pairs.items() if pair not in noisy}
+    return noisy or {_NEGLIGIBLE: 1}, exposure(others)
 
 
 def _noise_range(pair: LossPair) -> tuple[float, float]:
     """Return the range of z for computations, relative to the expected number of drawn examples."""
     expected = max(1.0, pair.q * pair.shift if isinstance(pair, GaussianPair) else 1.0)
-    return _LEAST_NOISE * expected, _MOST_NOISE * expected
+    least = _LEAST_POISSON_NOISE if isinstance(pair, PoissonPair) else _LEAST_NOISE
+    return least * expected, _MOST_NOISE * expected
 
 
 @dataclass(frozen=True)
@@ -333,7 +410,9 @@ def _resolved(
     """
     step = _step(_without_rare(pairs, aim.log_delta, direction), aim, precision)
     rounds = sum(pairs.values())
-    tail = _TAIL * precision * math.exp(aim.log_delta) / rounds
+    # A share x of δ moves ε by about x/steepness.
+    share = min(_TAIL * precision * max(1.0, aim.steepness * aim.epsilon), 1e-3)
+    tail = share * math.exp(aim.log_delta) / rounds
     k = _cumulant(pairs, tail, direction)
     best = _chernoff(k, aim.epsilon, min(aim.log_delta, _LEAST_LOG_DELTA)).steepness
     certainty = _CERTAINTY - math.log(precision)

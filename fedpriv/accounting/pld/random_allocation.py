@@ -26,11 +26,22 @@ dominated by the product of their pairs. Without B the transcripts are mixtures 
 weights, which cost no more than the worst B, by joint convexity of the hockey-stick divergence.
 This is Lemma 3.2 of the paper of 2025, with blocks of nearly equal length instead of ⌊n/k⌋ rounds
 each.
+
+From below, a pass in which a user's updates are all S·e is the pair of P = mean over sets A of k
+rounds of N(1_A, z²I) against Q, with the likelihood ratio E_k = e_k(r₁, …, r_n)/C(n, k), where e_k
+is the elementary symmetric polynomial. Putting outputs into bins is post-processing, which never
+costs, and P of a bin is the mean of E_k on it under Q. For two halves with a and b rounds,
+
+    E_m = Σ_l h(l)·E_l(first)·E_{m − l}(second),   h(l) = C(a, l)·C(b, m − l)/C(a + b, m),
+
+and the halves are independent under Q. So E_Q[E_m] on pairs of bins follows from those on bins of
+the halves, and pairs of bins are put into bins of E₁, at last into bins of E_k. All terms are
+positive.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -54,6 +65,8 @@ _KEPT = 512  # sums in the cache, some 50 kB each; enough for all passes of one 
 # max(2, 1/z); and the factor of the latter below the median. With these, intervals of ε are
 # narrower than a thousandth.
 _NEAR, _FAR, _BELOW = 0.0045, 0.009, 8.0
+MOST_PARTICIPATIONS = 32  # of a `SubsetPair`
+_BINS, _RARE = 512, 1e-60
 _COARSE = 64  # points of a summand for the outline of a sum
 _BEYOND = 1.5  # extent of points, relative to that of the outline from the median
 
@@ -259,11 +272,67 @@ def _law(ratios: RatioSum, sign: int) -> DiscreteLaw:
     """Return the loss log X, with the errors of the ratios added if the sign is 1, or subtracted.
 
     If X has an error of a factor e^{±v}, so have its masses under P, and the loss has one of v. If
-    X is infinite, or a mass may have underflowed, the loss is infinite for either sign.
+    X is infinite, or a mass may have underflowed, the loss is infinite, or left out for sign −1.
     """
     n, q, infinite = ratios.rounds, ratios.mass, ratios.infinite / ratios.rounds + _LOST
+    infinite = infinite if sign > 0 else 0.0
     finite = [q * ratios.value / n, q, q * (ratios.value - n) / n]
     tails = [[infinite, 0.0], [0.0, _LOST], [infinite, -_LOST]]
     factor = math.exp(sign * (ratios.mass_error + ratios.value_error))
     p, q, gap = factor * np.hstack([finite, tails])
     return DiscreteLaw(p, q, gap, 1.0 + ratios.value_error / (2 * ROUNDING))
+
+
+@dataclass(frozen=True)
+class SubsetPair:
+    """A pair that a pass with every user in k random rounds of n dominates.
+
+    Outputs are put into bins, and dropped if they are rarer than 10⁻⁶⁰.
+    """
+
+    rounds: int  # n
+    participations: int  # k, at most `MOST_PARTICIPATIONS`
+    z: float  # noise_stddev per sensitivity, ≥ 0
+    q: float = 1.0
+
+    def at(self, q: float, z: float) -> "SubsetPair":  # noqa: ARG002
+        """Return the pair of the same kind with other z."""
+        return replace(self, z=z)
+
+    def at_least_as_bad(self, tail: float) -> DiscreteLaw:  # noqa: ARG002
+        """Return the pair's exact loss."""
+        sums, error = _in_bins(self.rounds, self.participations, self.z, self.participations)
+        value = self.rounds * sums[-1] / sums[0]
+        return _law(RatioSum(self.rounds, value, sums[0], 0.0, 2 * error + 4 * _ULP, error), -1)
+
+    at_most_as_bad = at_least_as_bad
+
+
+@lru_cache(maxsize=64)
+def _in_bins(rounds: int, k: int, z: float, order: int) -> tuple[Vector, float]:
+    """Return E_Q[E_m] on each bin of E_`order` for m = 0, …, k, and a bound on relative errors.
+
+    The shape is [1 + k, bins]; the first row is the probabilities of bins.
+    """
+    if rounds == 1:
+        x = np.concatenate([[-np.inf], np.linspace(-9 * z, 1 + 9 * z, _BINS - 1), [np.inf]])
+        sums, error = np.zeros((1 + k, _BINS)), _MASS_ERROR
+        for m in (0, 1):
+            sums[m] = gaussian_masses(x[:-1], x[1:], float(m), z)
+    else:
+        a, b = rounds // 2, rounds - rounds // 2
+        (first, error), (second, other) = _in_bins(a, k, z, 1), _in_bins(b, k, z, 1)
+        pairs = np.zeros((1 + k, first.shape[1], second.shape[1]))
+        for m in range(min(k, rounds) + 1):
+            ways = [
+                math.comb(a, i) * math.comb(b, m - i) / math.comb(rounds, m) for i in range(m + 1)
+            ]
+            pairs[m] = np.einsum("i,ip,iq->pq", ways, first[: m + 1], second[m::-1])
+        sums = pairs.reshape(1 + k, -1)
+        sums = sums[:, (sums[0] > _RARE) & (sums[order] > _RARE**4)]
+        log_value = np.log(sums[order] / sums[0])
+        share = (log_value - log_value.min()) / max(float(np.ptp(log_value)), 1e-9)
+        places = (share * (_BINS - 1)).astype(np.int64)
+        error += other + 2 * _ULP * (int(np.bincount(places).max()) + k + 16)
+        sums = np.array([np.bincount(places, row, _BINS) for row in sums])
+    return sums[:, (sums[0] > _RARE) & (sums[1] > 0.0)], error

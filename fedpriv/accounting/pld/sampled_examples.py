@@ -220,6 +220,11 @@ class ExamplesPair(GaussianPair):
         return float(self.examples)
 
     @property
+    def least(self) -> float:
+        """Infimum of the loss: k·log(1 − q)."""
+        return self.examples * PoissonPair(self.q, self.z).least
+
+    @property
     def resolution(self) -> float:
         """About the probability that any example of a user is drawn."""
         return self._law.resolution
