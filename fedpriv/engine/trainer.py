@@ -424,18 +424,10 @@ class Trainer:
     def _moved_alone(
         self, request: RoundRequest, start: RoundParameters, examples: OwnExamples
     ) -> Updates:
-        local, steps = request.local, examples.steps
-        lean = self.alone.lean(start, local, examples.counts, steps)
-        for layers in (lean, {}) if lean else (lean,):
-            seed_generators(request.local_key, examples.user, self.device)
-            training = self.task, start, examples.batches(), local, self.activations, layers, steps
-            try:
-                with self._product_precision:
-                    return self.alone.moved(*training)
-            except Exception:  # a model may read the weights of a layer that learns without them
-                if not layers:
-                    raise
-        raise AssertionError("a user trains with weights if not without")
+        seed_generators(request.local_key, examples.user, self.device)
+        training = examples.batches(), request.local, self.activations, examples.steps
+        with self._product_precision:
+            return self.alone.moved(self.task, start, *training)
 
     def _blocks(self, start: RoundParameters, examples: AnyExamples) -> Blocks:
         """Yield the evaluation of users' rows by the model at the start."""
@@ -448,7 +440,7 @@ class Trainer:
                 model.kept.put_back()
                 yield measuring.seen(x, y), exists
             return
-        with self.alone.begun(start, {}, training=False) as alone:
+        with self.alone.begun(start, training=False) as alone:
             measuring = Measuring(self.evaluated, alone, partial(outputs_of, alone))
             for x, y, exists in examples.blocks():
                 yield measuring.seen(x, y), exists
