@@ -78,34 +78,6 @@ def _place_matters() -> bool:
     return bool((products != products[0]).any())
 
 
-def shared_product(rows: Tensor, matrix: Tensor, *, out: Tensor) -> None:
-    """Multiply [L, n, k] by one matrix [k, m] for all lanes, into a contiguous `out`.
-
-    The result of a lane does not depend on other lanes. BLAS chooses its algorithm, and so its
-    rounding, by the number of rows. So it gets a fixed number of rows at a time, from several lanes
-    if it treats all places alike. The last piece overlaps the previous one, or is padded.
-    """
-    (lanes, n, k), m = rows.shape, matrix.shape[1]
-    matrix = matrix.contiguous()  # for speed
-    if rows.device.type == "cpu" and _place_matters():
-        product(rows, matrix.expand(lanes, k, m), out=out)
-        return
-    rows, out, count = rows.reshape(-1, k), out.view(-1, m), lanes * n
-    if rows.device.type != "cpu":
-        product(rows, matrix, out=out)
-        return
-    if count < _ROWS:
-        padded = rows.new_zeros((1, _ROWS, k))
-        padded[0, :count] = rows
-        out.copy_(product(padded, matrix[None])[0, :count])
-        return
-    whole = count - count % _ROWS
-    for piece in (slice(0, whole), slice(count - _ROWS, count))[: 1 + (whole < count)]:
-        shape = ((piece.stop - piece.start) // _ROWS, _ROWS)
-        matrices = matrix.expand(shape[0], k, m)
-        product(rows[piece].view(*shape, k), matrices, out=out[piece].view(*shape, m))
-
-
 def _readable(matrices: Tensor) -> Tensor:
     """Return matrices in a layout that BLAS can read; for others, NumPy's own product is slow."""
     rows, columns = matrices.stride()[-2:]
@@ -116,12 +88,37 @@ def _readable(matrices: Tensor) -> Tensor:
 
 
 def _multiply(rows: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
-    """Multiply [L, n, i] by [L, i, o], or by [1, i, o] for all lanes; into `out` if given."""
+    """Multiply [L, n, k] by [L, k, m], or by [1, k, m] for all lanes; into `out` if given.
+
+    The result of a lane does not depend on other lanes. BLAS chooses its algorithm, and so its
+    rounding, by the number of rows. So one matrix gets a fixed number of rows at a time, from
+    several lanes if it treats all places alike. The last piece overlaps the previous one, or is
+    padded.
+    """
+    (lanes, n, k), m = rows.shape, matrices.shape[2]
     if out is None:  # not a view, since autograd forbids changes of views
-        out = rows.new_empty((*rows.shape[:2], matrices.shape[2]))
-    if len(matrices) == len(rows):
+        out = rows.new_empty((lanes, n, m))
+    if len(matrices) == lanes:
         return product(rows, matrices, out=out)
-    shared_product(rows, matrices[0], out=out)
+    on_cpu, matrix = rows.device.type == "cpu", matrices[0].contiguous()  # for speed
+    if on_cpu and _place_matters():
+        return product(rows, matrix.expand(lanes, k, m), out=out)
+    rows, results, count = rows.reshape(-1, k), out.view(-1, m), lanes * n
+    if not on_cpu:
+        product(rows, matrix, out=results)
+    elif count < _ROWS:
+        padded = rows.new_zeros((1, _ROWS, k))
+        padded[0, :count] = rows
+        results.copy_(product(padded, matrix[None])[0, :count])
+    else:
+        whole = count - count % _ROWS
+        for piece in (slice(0, whole), slice(count - _ROWS, count))[: 1 + (whole < count)]:
+            shape = ((piece.stop - piece.start) // _ROWS, _ROWS)
+            product(
+                rows[piece].view(*shape, k),
+                matrix.expand(shape[0], k, m),
+                out=results[piece].view(*shape, m),
+            )
     return out
 
 
