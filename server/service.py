@@ -37,7 +37,7 @@ from fedpriv.server.collection import (
     RoundTerms,
 )
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.training.rounds import TrainingPlan
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Receiver, parse
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import SERVICE, Address
