@@ -37,7 +37,7 @@ class AloneModel:
     def begun(self, start: RoundParameters, *, training: bool) -> Iterator[nn.Module]:
         """Yield the model at the start of a round."""
         model = self._kept.model
-        self._kept.copy_from({**start.parameters, **start.constants}, self._kept.tensors)
+        self._kept.copy_from(start.parameters | start.constants)
         try:
             with self._bounds if self._bounded else nullcontext():
                 yield model if training else model.eval()

@@ -40,11 +40,11 @@ def rows_for(task: Task, rows: Fields) -> Fields:
     x, y = rows.get(str(task.inputs)), rows[task.targets]
     if x is not None and x is not y and x.dtype.kind in "iu" and not isinstance(x, np.memmap):
         numbers = {**rows, str(task.inputs): x[:0].astype(np.float32)}
-        if _outputs(task, rows) is None and _outputs(task, numbers) is not None:
+        if outputs_of_zeros(task, rows) is None and outputs_of_zeros(task, numbers) is not None:
             rows = {**rows, str(task.inputs): x.astype(np.float32)}
     if y.shape[1:] == (1,) and task.loss in LOSSES.values():
         axes = 2 if task.loss is cross_entropy else 1
-        if len(_outputs(task, rows) or ()) == axes:
+        if len(outputs_of_zeros(task, rows) or ()) == axes:
             rows = {**rows, task.targets: y[:, 0]}
     return rows
 
@@ -60,7 +60,7 @@ def population_for(task: Task, population: Population) -> Population:
     fields, test = population.users.fields, rows_for(task, population.test)
     users = rows_for(task, fields)
     if population.classes and task.targets == "y":
-        _check_classes(task, population, _outputs(task, users) or ())
+        _check_classes(task, population, outputs_of_zeros(task, users) or ())
     classes = _classes_of(task, test) if test and task.loss is cross_entropy else None
     if classes:
         users, test = ({**r, task.targets: classes(r[task.targets])} for r in (users, test))
@@ -90,7 +90,7 @@ def _check_classes(task: Task, population: Population, outputs: tuple[int, ...])
 
 def _classes_of(task: Task, rows: Fields) -> Callable[[Any], NDArray[np.int64]] | None:
     """Return the function from these rows' targets to classes; None if they are other targets."""
-    y, outputs = rows[task.targets], _outputs(task, rows) or ()
+    y, outputs = rows[task.targets], outputs_of_zeros(task, rows) or ()
     read, kinds = (_whole, "f") if y.ndim == 1 else (_one_hot, "biuf")
     fits = len(outputs) == 2 and outputs[1] > 1 and y.shape[1:] in ((), outputs[1:])
     return read if fits and y.dtype.kind in kinds and (read(y) != _NO_CLASS).all() else None
@@ -106,7 +106,7 @@ def _whole(y: Any) -> NDArray[np.int64]:
     return np.where(valid, y, _NO_CLASS).astype(np.int64)
 
 
-def _outputs(task: Task, rows: Fields) -> tuple[int, ...] | None:
+def outputs_of_zeros(task: Task, rows: Fields) -> tuple[int, ...] | None:
     """The shape of the model's outputs for a row of zeros like these rows; None if it raises."""
     tensors = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
     try:

@@ -225,7 +225,7 @@ class Group:
         self._activations, self._slices = activations, examples.schedule.slices
         self._names = [*start.parameters]
         model.kept.put_back()
-        model.kept.copy_from(start.constants, model.kept.tensors)
+        model.kept.copy_from(start.constants)
         self._lean = [model.layers[number] for number in lean]
         steps, width = len(examples.slices), examples.schedule.width
         settings = start.parameters, examples.lanes, steps, width, local.rate

@@ -425,7 +425,7 @@ class Trainer:
         """Yield the evaluation of users' rows by the model at the start."""
         if isinstance(examples, Examples):
             lanes, model = examples.lanes, self.measured
-            model.kept.copy_from(start.constants, model.kept.tensors)
+            model.kept.copy_from(start.constants)
             run = partial(model.outputs, same_for_all(start.parameters, lanes), lanes)
             measuring = Measuring(self.evaluated, model.kept.model, run)
             for x, y, exists in examples.blocks():
