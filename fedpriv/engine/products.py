@@ -100,7 +100,8 @@ def _multiply(rows: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tens
         out = rows.new_empty((lanes, n, m))
     if len(matrices) == lanes:
         return product(rows, matrices, out=out)
-    on_cpu, matrix = rows.device.type == "cpu", matrices[0].contiguous()  # for speed
+    on_cpu = rows.device.type == "cpu"
+    matrix = matrices[0].contiguous()  # for speed
     if on_cpu and _place_matters():
         return product(rows, matrix.expand(lanes, k, m), out=out)
     rows, results, count = rows.reshape(-1, k), out.view(-1, m), lanes * n
