@@ -52,11 +52,10 @@ class KeptModel:
             if tensor.requires_grad != self._trained[name]:
                 tensor.requires_grad_(self._trained[name])
 
-    def copy_from(self, values: TorchTensors, names: Iterable[str]) -> None:
+    def copy_from(self, values: TorchTensors) -> None:
         """Overwrite the tensors of these names."""
-        if names := [*names]:
-            targets = [self.numbers[name] for name in names]
-            torch._foreach_copy_(targets, [values[name] for name in names])
+        if values:
+            torch._foreach_copy_([self.numbers[name] for name in values], [*values.values()])
 
 
 class _Attributes:

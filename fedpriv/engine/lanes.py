@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fedpriv.engine.products import LowRank, Window, convolved, multiplied, paired
+from fedpriv.engine.products import LowRank, Window, convolved, multiplied
 from fedpriv.engine.schedule import random_words
 from fedpriv.errors import ModelError
 
@@ -455,7 +455,7 @@ def _product(lanes: Lanes, call: Call) -> Any:
     left, right = reversed(call.args) if call.name == "__rmatmul__" else call.args
     if isinstance(left, Rows) and isinstance(right, Rows):
         call.need(left.shape[:-2] == right.shape[:-2] and left.dim() >= 3)
-        return _as_rows(paired(left, right))
+        return call.as_rows()
     call.need(right.dim() == 2)
     transposed = Weights.of(right.own.mT) if isinstance(right, Weights) else right.mT
     return _multiplied(lanes, call, left, transposed)

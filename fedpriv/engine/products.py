@@ -31,10 +31,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-# The largest product, in multiplications, that OpenBLAS computes without rearranging its factors in
-# memory. For a small result, rearranging takes as long as the product.
-_AS_THEY_LIE = 600_000
-_SMALL = 4096  # numbers in a result that takes little time to add
 _ROWS = 64  # of a product at a time; more are hardly faster, and would need more padding
 _ALIGNED = 16  # float32 numbers in a cache line
 _RUN = 16  # adjacent numbers in memory; copying fewer takes as long
@@ -82,52 +78,6 @@ def _place_matters() -> bool:
     return bool((products != products[0]).any())
 
 
-def shared_product(rows: Tensor, matrix: Tensor, *, out: Tensor) -> None:
-    """Multiply [L, n, k] by one matrix [k, m] for all lanes, into a contiguous `out`.
-
-    The result of a lane does not depend on other lanes. BLAS chooses its algorithm, and so its
-    rounding, by the number of rows. So it gets a fixed number of rows at a time, from several lanes
-    if it treats all places alike. The last piece overlaps the previous one, or is padded.
-    """
-    (lanes, n, k), m = rows.shape, matrix.shape[1]
-    matrix = matrix.contiguous()  # for speed
-    if rows.device.type == "cpu" and _place_matters():
-        product(rows, matrix.expand(lanes, k, m), out=out)
-        return
-    rows, out, count = rows.reshape(-1, k), out.view(-1, m), lanes * n
-    if rows.device.type != "cpu":
-        product(rows, matrix, out=out)
-        return
-    if count < _ROWS:
-        padded = rows.new_zeros((1, _ROWS, k))
-        padded[0, :count] = rows
-        out.copy_(product(padded, matrix[None])[0, :count])
-        return
-    whole = count - count % _ROWS
-    for piece in (slice(0, whole), slice(count - _ROWS, count))[: 1 + (whole < count)]:
-        shape = ((piece.stop - piece.start) // _ROWS, _ROWS)
-        matrices = matrix.expand(shape[0], k, m)
-        product(rows[piece].view(*shape, k), matrices, out=out[piece].view(*shape, m))
-
-
-def summed_outer(left: Tensor, right: Tensor) -> Tensor:
-    """Return the sum over rows of outer products, [L, i, o], of [L, n, i] and [L, n, o]."""
-    (lanes, rows, i), o = left.shape, right.shape[2]
-    pieces = _pieces(rows, i * o) if left.device.type == "cpu" else 1
-    left, right = (t.reshape(lanes * pieces, rows // pieces, t.shape[2]) for t in (left, right))
-    if pieces == 1:
-        return product(left.transpose(1, 2), right)
-    return product(left.transpose(1, 2), right).view(lanes, pieces, i, o).sum(1)
-
-
-def _pieces(rows: int, size: int) -> int:
-    """Return the least number of equal pieces into which to split rows, for results of a size."""
-    if size > _SMALL or rows * size <= _AS_THEY_LIE:
-        return 1
-    least = -(-rows * size // _AS_THEY_LIE)
-    return next((n for n in range(least, 2 * least) if rows % n == 0), 1)
-
-
 def _readable(matrices: Tensor) -> Tensor:
     """Return matrices in a layout that BLAS can read; for others, NumPy's own product is slow."""
     rows, columns = matrices.stride()[-2:]
@@ -138,14 +88,38 @@ def _readable(matrices: Tensor) -> Tensor:
 
 
 def _multiply(rows: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
-    """Multiply [L, n, i] by [L, i, o], or by [1, i, o] for all lanes; into `out` if given."""
+    """Multiply [L, n, k] by [L, k, m], or by [1, k, m] for all lanes; into `out` if given.
+
+    The result of a lane does not depend on other lanes. BLAS chooses its algorithm, and so its
+    rounding, by the number of rows. So one matrix gets a fixed number of rows at a time, from
+    several lanes if it treats all places alike. The last piece overlaps the previous one, or is
+    padded.
+    """
+    (lanes, n, k), m = rows.shape, matrices.shape[2]
     if out is None:  # not a view, since autograd forbids changes of views
-        out = rows.new_empty((*rows.shape[:2], matrices.shape[2]))
-    if len(rows) == 1:  # a user alone, for whom torch is as fast
-        return torch.matmul(rows.detach(), matrices, out=out)
-    if len(matrices) == len(rows):
+        out = rows.new_empty((lanes, n, m))
+    if len(matrices) == lanes:
         return product(rows, matrices, out=out)
-    shared_product(rows, matrices[0], out=out)
+    on_cpu = rows.device.type == "cpu"
+    matrix = matrices[0].contiguous()  # for speed
+    if on_cpu and _place_matters():
+        return product(rows, matrix.expand(lanes, k, m), out=out)
+    rows, results, count = rows.reshape(-1, k), out.view(-1, m), lanes * n
+    if not on_cpu:
+        product(rows, matrix, out=results)
+    elif count < _ROWS:
+        padded = rows.new_zeros((1, _ROWS, k))
+        padded[0, :count] = rows
+        results.copy_(product(padded, matrix[None])[0, :count])
+    else:
+        whole = count - count % _ROWS
+        for piece in (slice(0, whole), slice(count - _ROWS, count))[: 1 + (whole < count)]:
+            shape = ((piece.stop - piece.start) // _ROWS, _ROWS)
+            product(
+                rows[piece].view(*shape, k),
+                matrix.expand(shape[0], k, m),
+                out=results[piece].view(*shape, m),
+            )
     return out
 
 
@@ -272,7 +246,8 @@ class _Multiplied(torch.autograd.Function):
         needs_rows, needs_weight, needs_bias, _ = ctx.needs_input_grad
         by_weight = None
         if needs_weight:
-            by_weight = summed_outer(gradient.float(), rows.float()).view(ctx.shape).movedim(-1, 2)
+            summed = product(gradient.float().transpose(1, 2), rows.float())
+            by_weight = summed.view(ctx.shape).movedim(-1, 2)
         by_bias = gradient.sum(1, dtype=torch.float32) if needs_bias else None
         out = rows if ctx.scratch else None  # fresh memory would take as long as the product
         return _multiply(gradient, matrices, out) if needs_rows else None, by_weight, by_bias, None
@@ -290,36 +265,13 @@ class _Patched(torch.autograd.Function):
         return added(gradient, ctx.window, ctx.size), None
 
 
-class _Paired(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, left: Tensor, right: Tensor) -> Tensor:
-        ctx.save_for_backward(left, right)
-        return product(left, right)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        (left, right), (needs_left, needs_right) = ctx.saved_tensors, ctx.needs_input_grad
-        return (
-            product(gradient, right.mT) if needs_left else None,
-            product(left.mT, gradient) if needs_right else None,
-        )
-
-
 _multiplied: Callable[[Tensor, Tensor, Tensor | None, str], Tensor] = _Multiplied.apply
-_paired: Callable[[Tensor, Tensor], Tensor] = _Paired.apply
 _patched: Callable[[Tensor, Window], Tensor] = _Patched.apply
 
 
 def multiplied(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Apply weights [L, out, in] and biases [L, out] or None to rows [L, n, in]: [L, n, out]."""
     return _multiplied(lowered(rows), weight, bias, "kept")
-
-
-def paired(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply matrices [N, …, n, k] by as many [N, …, k, m], each pair separately."""
-    lefts, rights = (lowered(t).reshape(-1, *t.shape[-2:]) for t in (left, right))
-    return _paired(lefts, rights).view(*left.shape[:-1], right.shape[-1])
 
 
 def convolved(images: Tensor, weight: Tensor, bias: Tensor | None, window: Window) -> Tensor:
@@ -342,8 +294,7 @@ class LowRank:
     """A linear layer of L users: W₀, and the plain steps of each user on few rows.
 
     It stores the rows that go through it, and the gradients of the losses by its outputs. Autograd
-    must differentiate by `probe` too, so that the backward pass reaches the layer. It may be called
-    any number of times in a step.
+    must differentiate by `probe` too, so that the backward pass reaches the layer.
     """
 
     def __init__(
@@ -353,13 +304,13 @@ class LowRank:
         lanes: int,
         rows: int,
         rate: float,
-        block: int | None = None,
+        block: int,
     ) -> None:
-        """Reserve memory for `rows` rows of each user in all steps; it grows if there are more.
+        """Reserve memory for `rows` rows of each user in all steps.
 
-        `block`: rows of a product, which affects the rounding of sums; None: all rows.
+        `block`: rows of a product, which affects the rounding of sums.
         """
-        self._block, rows = block, rows if block is None else -(-rows // block) * block
+        self._block, rows = block, -(-rows // block) * block
         self._ends = [0] * lanes
         self.probe = weight.new_zeros((), requires_grad=True)
         self._weight, self._bias, self._rate = weight, bias, rate
@@ -409,12 +360,10 @@ class LowRank:
 
     def updates(self) -> list[Tensor | OuterProducts]:
         """Return the changes of each user's weights, [L, out, in], and bias, [L, out], if any."""
-        rows = self._steps.shape[1]
-        block = self._block or rows
-        weight = OuterProducts(self._steps, self._inputs, block, self._ends)
+        weight = OuterProducts(self._steps, self._inputs, self._block, self._ends)
         if self._bias is None:
             return [weight]
-        first, *others = (part.sum(1) for part in torch.split(self._steps, block, 1))
+        first, *others = (part.sum(1) for part in torch.split(self._steps, self._block, 1))
         return [weight, sum(others, first)]
 
     def _earlier(self, rows: Tensor) -> Tensor:
@@ -422,11 +371,6 @@ class LowRank:
 
     def _store(self, rows: Tensor) -> slice:
         place = slice(self._used, self._used + rows.shape[1])
-        if place.stop > self._inputs.shape[1]:
-            self._inputs, self._steps = (
-                _aligned_zeros(memory, len(memory), 2 * place.stop, memory.shape[2], memory)
-                for memory in (self._inputs, self._steps)
-            )
         self._inputs[: self._lanes, place] = self._of_present(rows)
         self._used = place.stop
         self._ends[: self._lanes] = [place.stop] * self._lanes
@@ -439,14 +383,9 @@ class LowRank:
         return torch.where(self._present[:, None, None], rows, 0.0)
 
 
-def _aligned_zeros(
-    like: Tensor, lanes: int, rows: int, width: int, first: Tensor | None = None
-) -> Tensor:
-    """Return zeros [L, rows, width], after a copy of `first`; all rows begin at cache lines."""
-    memory = like.new_zeros((lanes, rows, -(-width // _ALIGNED) * _ALIGNED))[:, :, :width]
-    if first is not None:
-        memory[:, : first.shape[1]] = first
-    return memory
+def _aligned_zeros(like: Tensor, lanes: int, rows: int, width: int) -> Tensor:
+    """Return zeros [L, rows, width]; all rows begin at cache lines."""
+    return like.new_zeros((lanes, rows, -(-width // _ALIGNED) * _ALIGNED))[:, :, :width]
 
 
 class _Through(torch.autograd.Function):
@@ -466,5 +405,5 @@ class _Through(torch.autograd.Function):
 
 _through: Callable[..., Tensor] = _Through.apply
 
-OWN_FUNCTIONS = (_Multiplied, _Paired, _Patched, _Through)
+OWN_FUNCTIONS = (_Multiplied, _Patched, _Through)
 """Functions of this module with gradients of their own, which keep users apart."""

@@ -42,13 +42,13 @@ def rows_for(task: Task, rows: Fields) -> Fields:
     x, y = rows.get(str(task.inputs)), rows[task.targets]
     if x is not None and x is not y and x.dtype.kind in "iuf" and not isinstance(x, np.memmap):
         tried = [_whole] if x.dtype.kind == "f" else [_as(np.int64), _as(np.float32)]
-        for read in tried if _outputs(task, rows) is None else ():
-            if _outputs(task, {**rows, str(task.inputs): read(x[:0])}) is not None:
+        for read in tried if outputs_of_zeros(task, rows) is None else ():
+            if outputs_of_zeros(task, {**rows, str(task.inputs): read(x[:0])}) is not None:
                 rows = {**rows, str(task.inputs): read(x)}
                 break
     if y.shape[1:] == (1,) and task.loss in LOSSES.values():
         axes = 2 if task.loss is cross_entropy else 1
-        if len(_outputs(task, rows) or ()) == axes:
+        if len(outputs_of_zeros(task, rows) or ()) == axes:
             rows = {**rows, task.targets: y[:, 0]}
     return rows
 
@@ -64,7 +64,7 @@ def population_for(task: Task, population: Population) -> Population:
     fields, test = population.users.fields, rows_for(task, population.test)
     users = rows_for(task, fields)
     if population.classes and task.targets == "y":
-        _check_classes(task, population, _outputs(task, users) or ())
+        _check_classes(task, population, outputs_of_zeros(task, users) or ())
     read = _reader(task, test) if test else None
     if read and (read(test[task.targets]) != _NO_CLASS).all():
         users, test = ({**r, task.targets: read(r[task.targets])} for r in (users, test))
@@ -109,7 +109,7 @@ def _reader(task: Task, rows: Fields) -> Callable[[Any], NDArray[np.int64]] | No
     """Return the function from targets to classes if their type and shape may need it."""
     if task.loss is not cross_entropy or not {*task.fields} <= rows.keys():
         return None
-    y, outputs = rows[task.targets], _outputs(task, rows) or ()
+    y, outputs = rows[task.targets], outputs_of_zeros(task, rows) or ()
     read, kinds = (_whole, "f") if y.ndim == 1 else (_one_hot, "biuf")
     fits = len(outputs) == 2 and outputs[1] > 1 and y.shape[1:] in ((), outputs[1:])
     return read if fits and y.dtype.kind in kinds else None
@@ -129,7 +129,7 @@ def _as(kind: type) -> Callable[[Any], NDArray[Any]]:
     return lambda integers: cast(NDArray[Any], integers.astype(kind))
 
 
-def _outputs(task: Task, rows: Fields) -> tuple[int, ...] | None:
+def outputs_of_zeros(task: Task, rows: Fields) -> tuple[int, ...] | None:
     """The shape of the model's outputs for a row of zeros like these rows; None if it raises."""
     tensors = {name: torch.from_numpy(p) for name, p in task.parameters().items()}
     try:

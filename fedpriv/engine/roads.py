@@ -46,8 +46,9 @@ _FEWEST = 4  # lanes
 _UNROLLED = 32  # numbers in two AVX-512 vectors; loops over multiples have no remainder
 _COPIES = 4  # of each user's weights in memory at a time
 _ACTIVATIONS = 3  # numbers in memory at a time for each number that a model computes
-_MULTIPLICATIONS = 10_000_000  # in a slice of one user; with more, users are faster alone
-_FAR = 10  # beyond this multiple of it, the faster road need not be measured
+# In a slice of one user, by layers that learn with weights; with more, users are faster alone.
+_MULTIPLICATIONS = 10_000_000
+_FAR = 10  # users with this multiple of it, by all layers, train alone without a measurement
 _BATCHES = (1, 1, 1, 1, 2, 2, 4, 8)  # of the users whose time is measured
 _RATES = (0.05, 1e-4, 1e-8)  # random users get the first rate at which they remain finite
 _LARGE = 2**10  # the largest integer in random rows, even if larger ones are legal
@@ -92,9 +93,8 @@ class Road:
         chunks = []
         for way, places in self._in_ways(trainer, local, steps, slices):
             if way is None:
-                costs = (counts * steps)[places].tolist()
-                single = zip(np.split(users[places], len(places)), costs, strict=True)
-                chunks += [Chunk(user, cost=cost) for user, cost in single]
+                costs = (counts * steps).tolist()
+                chunks += [Chunk(users[n : n + 1], cost=costs[n]) for n in places.tolist()]
                 continue
             order = places[np.lexsort((slices[places], steps[places]))][::-1]
             for part in _dealt(order, self.shapes, processes):
@@ -209,8 +209,7 @@ def _most_lanes(trainer: Trainer, request: RoundRequest, width: int, users: int)
         limit = max(few, many)
     else:
         limit = min(max(_BUSY_DEVICE // per_slice, _DEVICE_LANES), _MANY_LANES)
-    way = Road((1,), width).way(trainer, local, local.steps or local.epochs or 1, 1)
-    unused = {key for number in way or () for key in model.layers[number].keys}
+    unused = {key for number in _lean(trainer, local, width) for key in model.layers[number].keys}
     weights = sum(p.numel() for n, p in trainer.task.trainable().items() if n not in unused)
     metrics = sum(math.prod(metric.shape) for metric in request.measured)
     numbers = weights * (_COPIES + local.memories) + per_slice * _ACTIVATIONS + 4 * metrics
@@ -219,11 +218,19 @@ def _most_lanes(trainer: Trainer, request: RoundRequest, width: int, users: int)
 
 def _is_faster(trials: "_Trials", road: Road, rows: int | None, *, timed: bool) -> bool:
     """Return whether users train faster side by side."""
-    model = trials.trainer.side_by_side
-    products = sum(layer.rows * layer.shape.numel() for layer in model.layers) * road.width
-    if timed and products <= _FAR * _MULTIPLICATIONS:
+    trainer, lean = trials.trainer, _lean(trials.trainer, trials.request.local, road.width)
+    layers = trainer.side_by_side.layers
+    products = [layer.rows * layer.shape.numel() * road.width for layer in layers]
+    few = sum(products) <= _FAR * _MULTIPLICATIONS
+    if timed and few:
         return trials.seconds(road, rows) < trials.seconds(Road(), rows)
-    return trials.trainer.device.type != "cpu" or products <= _MULTIPLICATIONS
+    with_weights = sum(count for n, count in enumerate(products) if n not in lean)
+    return trainer.device.type != "cpu" or (few and with_weights <= _MULTIPLICATIONS)
+
+
+def _lean(trainer: Trainer, local: LocalTraining, width: int) -> tuple[int, ...]:
+    """Return the layers that learn without weights for users with one batch in each epoch."""
+    return trainer.side_by_side.lean(local, local.steps or local.epochs or 1, 1, width)
 
 
 class _Trials:

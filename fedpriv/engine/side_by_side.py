@@ -5,6 +5,7 @@ last step, the others continue in fewer lanes, if these suffice. A batch of more
 split into slices, whose gradients are added in order.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -185,25 +186,13 @@ def _layers(
     weights: Mapping[str, Weights], calls: Sequence[Done], examples: int
 ) -> Iterator[Layer]:
     """Yield the linear layers that share no weight or bias, and are called once."""
-    uses = {
-        name: [done.call for done in calls if any(t is w for t in done.call.tensors)]
-        for name, w in weights.items()
-    }
     names = {id(w): name for name, w in weights.items()}
-    for key, key_calls in uses.items():
-        call = key_calls[0] if len(key_calls) == 1 else None
-        if call is None or call.name != "linear":
-            continue
-        x, weight, bias = call.given("input", "weight", "bias")
-        if weight is not weights[key]:
-            continue
-        keys: tuple[str, ...] = (key,)
-        if bias is not None:
-            bias_key = names.get(id(bias))
-            if bias_key is None or len(uses[bias_key]) > 1:
-                continue
-            keys += (bias_key,)
-        yield Layer(keys, weight.shape, x.numel() // x.shape[-1] // examples)
+    uses = Counter(id(t) for done in calls for t in done.call.tensors)
+    for call in (done.call for done in calls if done.call.name == "linear"):
+        x, weight, *bias = (t for t in call.given("input", "weight", "bias") if t is not None)
+        if all(id(t) in names and uses[id(t)] == 1 for t in (weight, *bias)):
+            keys = tuple(names[id(t)] for t in (weight, *bias))
+            yield Layer(keys, weight.shape, x.numel() // x.shape[-1] // examples)
 
 
 def _numbers(calls: Sequence[Done]) -> int:
@@ -236,7 +225,7 @@ class Group:
         self._activations, self._slices = activations, examples.schedule.slices
         self._names = [*start.parameters]
         model.kept.put_back()
-        model.kept.copy_from(start.constants, model.kept.tensors)
+        model.kept.copy_from(start.constants)
         self._lean = [model.layers[number] for number in lean]
         steps, width = len(examples.slices), examples.schedule.width
         settings = start.parameters, examples.lanes, steps, width, local.rate

@@ -94,10 +94,11 @@ class ChunkSum:
 
 
 class _Sums:
-    """The contributions that have been added up so far."""
+    """The contributions that have been added up so far, in a round with this start."""
 
-    def __init__(self, dimension: int) -> None:
-        self.total = np.zeros(dimension)  # whole numbers below 2^53
+    def __init__(self, request: RoundRequest, start: RoundParameters) -> None:
+        self.request, self.start = request, start
+        self.total = np.zeros(request.clipping.layout.dimension)  # whole numbers below 2^53
         self.users = self.weight = 0
         self.diagnostics = list[npt.NDArray[np.float64]]()
         self.dropped: SimulationOnlyDropped | None = None
@@ -224,18 +225,17 @@ class Trainer:
         user for whom training alone fails counts as zero.
         """
         with plain_arithmetic(self.device), generators_apart(self.device):
-            start, sums = self.begin(request), _Sums(request.clipping.layout.dimension)
+            sums = _Sums(request, self.begin(request))
             for chunk in chunks:
-                self._add(sums, request, start, chunk)
+                self._add(sums, chunk)
                 sums.wait(1)  # a GPU trains one chunk while the sum of another is copied
-            self._clip_alone(sums, request)
+            self._clip_alone(sums)
             return sums.done(str(chunks[0].users[0]))
 
-    def _add(
-        self, sums: _Sums, request: RoundRequest, start: RoundParameters, chunk: Chunk
-    ) -> None:
+    def _add(self, sums: _Sums, chunk: Chunk) -> None:
         """Add the contributions of a chunk's users."""
-        examples, clipping = self._examples(request, chunk), request.clipping
+        request, start, clipping = sums.request, sums.start, sums.request.clipping
+        examples = self._examples(request, chunk)
         weights = np.minimum(examples.counts[: len(chunk.users)], clipping.weight_cap)
         try:
             if self.device.type != "cpu":
@@ -246,8 +246,7 @@ class Trainer:
             if total is None:
                 sent = self._sent(request, start, chunk, examples)
                 if self.observed:
-                    blocks = self._blocks(start, examples)
-                    rows = diagnose_users(blocks, sent, request)
+                    rows = diagnose_users(self._blocks(start, examples), sent, request)
                     sums.diagnostics.append(rows[: len(chunk.users)].cpu().numpy())
         except Exception as error:
             if self.graphs is not None and isinstance(error, torch.OutOfMemoryError):
@@ -256,61 +255,54 @@ class Trainer:
                 self._drop(sums, chunk, f"training raised {type(error).__name__}", error)
             else:
                 for users in np.array_split(chunk.users, min(_PIECES, len(chunk.users))):
-                    self._add(sums, request, start, replace(chunk, users=users))
+                    self._add(sums, replace(chunk, users=users))
             return
         # Training is complete, so later errors are not due to a user, and end the round.
         sums.users, sums.weight = sums.users + len(weights), sums.weight + int(weights.sum())
         if self.device.type == "cpu" and not chunk.shapes:
             sums.alone.append((chunk, sent))
             if len(sums.alone) * clipping.layout.dimension >= _CLIPPED_AT_ONCE:
-                self._clip_alone(sums, request)
+                self._clip_alone(sums)
             return
         if self.device.type == "cpu":
-            self._clip(sums, request, chunk, sent, weights)
+            self._clip(sums, chunk, sent, weights)
             return
         fetch = _fetched(integer_sum(sent, clipping, weights) if total is None else total)
 
         def summed() -> npt.NDArray[np.int64]:
             total, again = fetch(), partial(self._sent, request, start, chunk, examples)
-            self._look_for_lost(sums, request, chunk, _contributors(request, total), again)
+            self._look_for_lost(sums, chunk, _contributors(request, total), again)
             return total
 
         sums.pending.append(summed)
 
-    def _clip_alone(self, sums: _Sums, request: RoundRequest) -> None:
+    def _clip_alone(self, sums: _Sums) -> None:
         """Clip the updates of users who trained alone, all at once, which takes less time."""
         if not sums.alone:
             return
         chunks, sent = zip(*sums.alone, strict=True)
         sums.alone.clear()
         merged = replace(chunks[0], users=np.concatenate([chunk.users for chunk in chunks]))
-        counts = counted(sizes_of(self.users, merged.users), request.local)
-        weights = np.minimum(counts, request.clipping.weight_cap)
+        counts = counted(sizes_of(self.users, merged.users), sums.request.local)
+        weights = np.minimum(counts, sums.request.clipping.weight_cap)
         updates = sent[0]
         if len(sent) > 1:
             updates = {name: torch.cat([update[name][:] for update in sent]) for name in sent[0]}
-        self._clip(sums, request, merged, updates, weights)
+        self._clip(sums, merged, updates, weights)
 
-    def _clip(
-        self, sums: _Sums, request: RoundRequest, chunk: Chunk, sent: Updates, weights: Integers
-    ) -> None:
-        before = _contributors(request, sums.total)
-        add_contributions(sums.total, sent, request.clipping, weights)
-        contributors = _contributors(request, sums.total) - before
-        self._look_for_lost(sums, request, chunk, contributors, lambda: sent)
+    def _clip(self, sums: _Sums, chunk: Chunk, sent: Updates, weights: Integers) -> None:
+        before = _contributors(sums.request, sums.total)
+        add_contributions(sums.total, sent, sums.request.clipping, weights)
+        contributors = _contributors(sums.request, sums.total) - before
+        self._look_for_lost(sums, chunk, contributors, lambda: sent)
 
     def _look_for_lost(
-        self,
-        sums: _Sums,
-        request: RoundRequest,
-        chunk: Chunk,
-        contributors: int,
-        sent: Callable[[], Updates],
+        self, sums: _Sums, chunk: Chunk, contributors: int, sent: Callable[[], Updates]
     ) -> None:
         """Record the first user whose update is not finite, unless all users contributed."""
-        expected = len(chunk.users) if CONTRIBUTORS in request.metrics else 0
+        expected = len(chunk.users) if CONTRIBUTORS in sums.request.metrics else 0
         if self.naming and sums.dropped is None and contributors < expected:
-            norms = torch.stack([*group_norms(sent(), request.clipping.sent).values()], 1)
+            norms = torch.stack([*group_norms(sent(), sums.request.clipping.sent).values()], 1)
             place = int((~torch.isfinite(norms).all(1)).nonzero()[0])
             lost = replace(chunk, users=chunk.users[place:])
             self._drop(sums, lost, "its update is not finite")
@@ -424,31 +416,23 @@ class Trainer:
     def _moved_alone(
         self, request: RoundRequest, start: RoundParameters, examples: OwnExamples
     ) -> Updates:
-        local, steps = request.local, examples.steps
-        lean = self.alone.lean(start, local, examples.counts, steps)
-        for layers in (lean, {}) if lean else (lean,):
-            seed_generators(request.local_key, examples.user, self.device)
-            training = self.task, start, examples.batches(), local, self.activations, layers, steps
-            try:
-                with self._product_precision:
-                    return self.alone.moved(*training)
-            except Exception:  # a model may read the weights of a layer that learns without them
-                if not layers:
-                    raise
-        raise AssertionError("a user trains with weights if not without")
+        seed_generators(request.local_key, examples.user, self.device)
+        training = examples.batches(), request.local, self.activations, examples.steps
+        with self._product_precision:
+            return self.alone.moved(self.task, start, *training)
 
     def _blocks(self, start: RoundParameters, examples: AnyExamples) -> Blocks:
         """Yield the evaluation of users' rows by the model at the start."""
         if isinstance(examples, Examples):
             lanes, model = examples.lanes, self.measured
-            model.kept.copy_from(start.constants, model.kept.tensors)
+            model.kept.copy_from(start.constants)
             run = partial(model.outputs, same_for_all(start.parameters, lanes), lanes)
             measuring = Measuring(self.evaluated, model.kept.model, run)
             for x, y, exists in examples.blocks():
                 model.kept.put_back()
                 yield measuring.seen(x, y), exists
             return
-        with self.alone.begun(start, {}, training=False) as alone:
+        with self.alone.begun(start, training=False) as alone:
             measuring = Measuring(self.evaluated, alone, partial(outputs_of, alone))
             for x, y, exists in examples.blocks():
                 yield measuring.seen(x, y), exists

@@ -142,7 +142,7 @@ def questions_about(
         # In evaluation too, a model may draw random numbers and change its buffers. A user's result
         # must not depend on earlier users, so each gets the same model and the same seed.
         with plain_arithmetic(_CPU), seeded(_KEY, 0, _CPU), WithinBounds():
-            kept.copy_from(tensors, tensors)
+            kept.copy_from(tensors)
             measuring = Measuring(evaluated, kept.model, partial(outputs_of, kept.model))
             try:
                 value = mean_metric(measuring, examples, metric)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from fedpriv.engine import alone as engine_alone
 from fedpriv.engine import side_by_side
 from fedpriv.engine.roads import Path
 from fedpriv.engine.schedule import batches_of
@@ -61,9 +60,7 @@ class SignTraining(LocalTraining):
 @pytest.fixture(autouse=True)
 def _learning_without_weights_would_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the layer, which is small; where a step is more than its gradient, it may not."""
-    monkeypatch.setattr(engine_alone, "_LARGE", 0)
-    for module in (engine_alone, side_by_side):
-        monkeypatch.setattr(module, "_TOUCHES", 10**9)
+    monkeypatch.setattr(side_by_side, "_TOUCHES", 10**9)
 
 
 def task_of(*, personal: bool = False) -> Task:

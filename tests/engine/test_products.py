@@ -21,10 +21,8 @@ from fedpriv.engine.products import (
     convolved,
     multiplied,
     one_blas_thread,
-    paired,
     patches,
     product,
-    summed_outer,
 )
 
 Layer = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -69,7 +67,6 @@ def test_rows_are_multiplied_by_matrices_of_their_lane_or_of_all(
     assert found is given_memory
     assert_close(found, exact(rows, matrices))
     assert_close(product(rows, matrices.expand(lanes, k, m)), exact(rows, matrices))
-    assert_close(summed_outer(rows, rows @ matrices), exact(rows.mT, rows @ matrices))
 
 
 @pytest.mark.parametrize("place_matters", [True, False])
@@ -96,16 +93,6 @@ def test_a_product_has_the_same_bits_in_every_place(
     assert torch.equal(turned, plain[order])
     few = _multiply(a[lane:][:3], b if shared else b[lane:][:3])
     assert len(few) == 1 or torch.equal(few, everyone[lane:][:3])
-
-
-@given(st.integers(1, 3), st.integers(1, 40), SIZES, SIZES, st.sampled_from([1, 10, 50, 10**6]))
-def test_sums_of_outer_products_are_those_of_pieces(
-    lanes: int, rows: int, i: int, o: int, at_once: int
-) -> None:
-    left, right = drawn(0, (lanes, rows, i)), drawn(1, (lanes, rows, o))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_AS_THEY_LIE", at_once)
-        assert_close(summed_outer(left, right), exact(left.mT, right))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
@@ -188,19 +175,6 @@ def test_gradients_of_bfloat16_are_added_up_in_float32(
         assert not torch.equal(true, true.bfloat16())
 
 
-def test_pairs_of_matrices_have_the_gradients_of_torch() -> None:
-    left, right = drawn(0, (3, 2, 4, 5)).requires_grad_(), drawn(1, (3, 2, 5, 6)).requires_grad_()
-    weights = drawn(2, (3, 2, 4, 6))
-    found, expected = paired(left, right), left @ right
-    assert_close(found, exact(left, right))
-    for one, other in zip(
-        torch.autograd.grad((found * weights).sum(), (left, right)),
-        torch.autograd.grad((expected * weights).sum(), (left, right)),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other)
-
-
 @settings(max_examples=30)
 @given(
     st.builds(Window, pairs, pairs, st.tuples(st.integers(0, 2), st.integers(0, 2)), pairs),
@@ -236,17 +210,16 @@ def test_patches_are_those_of_unfold_and_sums_of_them_its_gradient(
     st.lists(st.integers(1, 3), min_size=1, max_size=4),
     st.integers(0, 2**30),
     st.booleans(),
-    st.integers(1, 2),
-    st.none() | st.integers(1, 3),
+    st.integers(1, 3),
 )
 def test_a_layer_without_weights_learns_as_one_with_them(
-    lanes: int, calls: list[int], seed: int, biased: bool, expected_rows: int, block: int | None
+    lanes: int, calls: list[int], seed: int, biased: bool, block: int
 ) -> None:
     """Steps in each of which it is called a few times; from step to step, fewer users go on."""
     rng = np.random.default_rng(seed)
     w, b, rate = rng.standard_normal((4, 5)), rng.standard_normal(4) * biased, 0.1
     weight, bias = (torch.from_numpy(array).float() for array in (w, b))
-    layer = LowRank(weight, bias if biased else None, lanes, expected_rows, rate, block)
+    layer = LowRank(weight, bias if biased else None, lanes, 2 * sum(calls), rate, block)
     own_w, own_b = np.stack([w] * lanes), np.stack([b] * lanes)
     for step, times in enumerate(calls):
         users = max(1, lanes - step)

@@ -120,7 +120,10 @@ def test_what_is_slower_side_by_side_goes_alone(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("path", ["auto", "together"])
 def test_a_model_of_which_much_is_computed_goes_alone_unless_it_is_asked_for(path: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 2000), nn.Linear(2000, 2000), nn.Linear(2000, 3))
-    road = road_of(model, SGD(0.1, batch_size=16, steps=1), path=path, cohort=2)
+    local = SGD(0.1, batch_size=16, steps=1)
+    transport = replace(transport_of(model, path=path, cohort=2), chunk_memory=2**28)
+    assert transport.road(request_to(transport, local)).shapes  # layers learn without weights
+    road = transport.road(request_to(transport, replace(local, momentum=0.5)))
     assert bool(road.shapes) == (path == "together")
 
 

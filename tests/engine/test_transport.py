@@ -12,7 +12,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine import alone as engine_alone
 from fedpriv.engine import side_by_side
 from fedpriv.engine.roads import Path
 from fedpriv.engine.schedule import batches_of
@@ -135,9 +134,7 @@ def test_equals_one_user_at_a_time(
     path: Path, kind: str, local: LocalTraining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # To learn without weights does not pay for layers this small; it must be right all the same.
-    monkeypatch.setattr(engine_alone, "_LARGE", 0)
-    for module in (engine_alone, side_by_side):
-        monkeypatch.setattr(module, "_TOUCHES", 10**9 if kind == "linear" else 0)
+    monkeypatch.setattr(side_by_side, "_TOUCHES", 10**9 if kind == "linear" else 0)
     task, users = make_task(kind), make_users()
     transport = InProcessTransport(task, users, CPU, MEMORY, processes=1, path=path)
     for strategy in ("flat", "per-layer", "joint"):
