@@ -27,7 +27,7 @@ from fedpriv.experiment.config import FederationSection
 from fedpriv.report.records import Trouble
 from fedpriv.server.certificates import load_ca, load_certificate
 from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
-from fedpriv.server.monitoring import SERVER, STRANGER, Monitor, Sites
+from fedpriv.server.monitoring import SERVER, STRANGER, Sites
 from fedpriv.server.traffic import Peer, Traffic, peer_of
 from fedpriv.wire.naming import (
     MALFORMED,
@@ -244,14 +244,13 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
     identify: Identify
     enrolment: Enrolment
     rates: RateLimit
-    monitor: Monitor
     traffic: Traffic = field(default_factory=Traffic)
     _open: Counter[str] = field(default_factory=Counter)
     _held: int = 0  # refusals that are delayed now
     _last_end: float = field(default_factory=monotonic)  # when the last call ended
 
     def __post_init__(self) -> None:
-        self.sites = Sites(self.enrolment.hosting, self.monitor)
+        self.sites = Sites(self.enrolment.hosting)
 
     def idle_seconds(self) -> float:
         """Return the seconds since the last call ended; 0 while a call is open."""
@@ -262,7 +261,6 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         try:
             return self.identify(context)
         except UnknownPeerError as error:
-            self.monitor.add("refused_calls", 1, "identity")
             self.sites.trouble(error.node, error.what, error.why)
             raise
 
@@ -292,7 +290,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         )
 
         async def checked(messages: AsyncIterable[bytes], context: Context) -> object:
-            began, node = monotonic(), None
+            node = None
             try:
                 try:
                     node = self._admitted(context)
@@ -331,7 +329,6 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
                     self._open[node] -= 1
                     if not self._open[node]:
                         del self._open[node]
-                    self.monitor.handled(name, self._last_end - began)
 
         return checked
 
@@ -363,7 +360,6 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         """Return the calling node if it may make this call; RefusedCallError otherwise."""
         code, node = grpc.StatusCode, self.known(context)
         if node not in self.enrolment.users:
-            self.monitor.add("refused_calls", 1, "enrolment")
             self.sites.trouble(STRANGER, Trouble.CALL, f"node {node!r} is not enrolled")
             raise RefusedCallError(code.PERMISSION_DENIED, "the node is not enrolled")
         if not self.rates.admits(node):
@@ -372,7 +368,6 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
             excess = f"the node has {_OPEN_CALLS} calls open"
         else:
             return node
-        self.monitor.add("refused_calls", 1, "rate")
         self.sites.trouble(node, Trouble.CALL, excess)
         raise RefusedCallError(code.RESOURCE_EXHAUSTED, excess)
 

@@ -205,10 +205,10 @@ class Service:
     # Returns the file of the newest model, None before the first release; called in a thread.
     model: Callable[[], bytes | None] = lambda: None
     ballot: Ballot | None = None
+    published: wire.Status | None = None  # the status, once ε is known
 
     def __post_init__(self) -> None:
-        self.enrolment, self._monitor = self.authentication.enrolment, self.authentication.monitor
-        self.sites = self.authentication.sites
+        self.enrolment, self.sites = self.authentication.enrolment, self.authentication.sites
         self.connections, self.arrivals = Connections(self._changed), asyncio.Event()
         seconds = self.limits.seconds
         self._uploads = Transfers(self.limits.uploads, seconds)
@@ -224,15 +224,13 @@ class Service:
         }
 
     def _changed(self) -> None:
-        self._monitor.set("nodes_connected", len(self.connections))
         self.arrivals.set()
         if self.collection is not None:
             self.collection.changed.set()
 
     def publish(self, **changes: object) -> None:
         """Change the status that `get_status` returns."""
-        self.status = replace(self.status, **changes)  # type: ignore[arg-type]
-        self._monitor.progress(self.status.state, self.status.round, self.status.epsilon)
+        self.status = self.published = replace(self.status, **changes)  # type: ignore[arg-type]
 
     def propose(self, terms: wire.Proposal) -> None:
         """Ask all connected nodes to vote; if the terms are unchanged, only those that objected."""
@@ -355,7 +353,6 @@ class Service:
             sentence = "the node that says hello is not the one of the certificate"
             raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, sentence)
         if hello.users_sha256 != self._digests[node]:
-            self._monitor.add("refused_calls", 1, "enrolment")
             why = "the node holds other users than are enrolled at it"
             self.sites.trouble(node, Trouble.ENROLMENT, why)
             sentence = "the users that the node holds are not those that are enrolled at it"
@@ -371,7 +368,6 @@ class Service:
         async with self._downloads.turn(node, collection.terms.deadline):
             for chunk in collection.model_chunks:
                 await self._send(chunk, context)
-                self._monitor.add("sent_bytes", len(chunk))
 
     async def upload(self, parts: CallMessages[pb.UploadPart], context: Context) -> pb.Receipt:
         """Receive a node's answer to the present round; return a receipt, with a reason to refuse.
@@ -447,7 +443,6 @@ class Service:
         receiver = Receiver(content.tensors)
         async for part in parts:
             receiver.add(part.chunk)  # here, since waking a thread would take as long
-        self._monitor.add("received_bytes", content.tensors.size)
 
         def finished() -> tuple[PartialSum, tuple[Trouble, str] | None]:
             (total,) = receiver.finish().values()

@@ -30,7 +30,6 @@ from fedpriv.server.authentication import (
 )
 from fedpriv.server.deployment import GrpcTransport
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment, fingerprint_of
-from fedpriv.server.monitoring import Monitor
 from fedpriv.server.service import Listener, Service, TransferLimits, listening
 from fedpriv.training.request import RoundRequest
 from fedpriv.wire import RunState, Status, TaskDescription, Welcome
@@ -168,7 +167,7 @@ def serving(
     def welcome_of(node: str) -> Welcome:
         return Welcome(POPULATION_ID, enrolment.population, enrolment.users_of(node).copy(), task)
 
-    authentication = Authentication(identify, enrolment, rates, Monitor())
+    authentication = Authentication(identify, enrolment, rates)
     service = Service(authentication, welcome_of, status, transfers, ledger)
     service.model = lambda: MODEL
     with listening(service, Address("127.0.0.1", 0), credentials) as server:

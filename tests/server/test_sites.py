@@ -24,7 +24,7 @@ from fedpriv.server import certificates, monitoring
 from fedpriv.server import service as service_module
 from fedpriv.server.authentication import by_certificate, tls_credentials
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
-from fedpriv.server.monitoring import SERVER, STRANGER, Monitor, Sites
+from fedpriv.server.monitoring import SERVER, STRANGER, Metrics, Sites
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import Decline
 from fedpriv.wire import federation_pb2 as pb
@@ -106,7 +106,8 @@ def table(made: Site) -> dict[str, SiteRecord]:
 
 def counted(made: Site) -> dict[tuple[str, str], float]:
     """Troubles on the page for Prometheus, by node and kind."""
-    with made.server.service.authentication.monitor.served("127.0.0.1", 0) as port:
+    service = made.server.service
+    with Metrics(lambda: service.published, service.sites).served("127.0.0.1", 0) as port:
         text = urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     return {
@@ -320,7 +321,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def sites(clock: Clock) -> Sites:
-    return Sites(Enrolment(POPULATION_ID, USERS).hosting, Monitor(), clock)
+    return Sites(Enrolment(POPULATION_ID, USERS).hosting, clock)
 
 
 def test_of_each_kind_a_node_has_one_line_a_minute_and_all_are_counted(
@@ -401,7 +402,7 @@ def test_the_table_is_for_its_owner_alone_and_outlives_a_server(
     assert stat.S_IMODE(folder.sites.stat().st_mode) == 0o600
     before = folder.read_sites().sites["silo"]
     assert (before.connected, before.certificate_end) == (True, START + timedelta(days=9))
-    later = Sites(Enrolment(POPULATION_ID, USERS).hosting, Monitor())
+    later = Sites(Enrolment(POPULATION_ID, USERS).hosting)
     with later.kept(folder):
         later.trouble("silo", Trouble.DECLINED, "too dear")
     after = folder.read_sites().sites["silo"]
