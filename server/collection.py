@@ -114,13 +114,17 @@ class RoundTerms:
         if not clipping.admits(partial.total, users, weight):
             raise WireError("the sum is longer than its users can make it, each clipped")
 
-    def flaw(self, partial: PartialSum) -> tuple[Trouble, str] | None:
-        """Return a trouble with an accepted sum, and its explanation, for the operator; or None."""
-        if partial.users and not partial.total.any():
-            return Trouble.NOT_FINITE, "all updates of its users are NaN, infinite or zero"
-        if partial.users < self.drawn[partial.node].size:
-            return Trouble.UNFINISHED, "training of some users failed or took too long"
-        return None
+
+def flaw_of(partial: PartialSum, drawn: int) -> tuple[Trouble, str] | None:
+    """Return a trouble with an accepted sum of a node, and its explanation, or None.
+
+    `drawn` is the number of users that were drawn at the node.
+    """
+    if partial.users and not partial.total.any():
+        return Trouble.NOT_FINITE, "all updates of its users are NaN, infinite or zero"
+    if partial.users < drawn:
+        return Trouble.UNFINISHED, "training of some users failed or took too long"
+    return None
 
 
 class End(StrEnum):

@@ -35,6 +35,7 @@ from fedpriv.server.collection import (
     Connections,
     End,
     RoundTerms,
+    flaw_of,
 )
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.rounds import TrainingPlan
@@ -448,7 +449,7 @@ class Service:
             (total,) = receiver.finish().values()
             partial = content.partial_sum(node, total)
             terms.check_sum(partial)
-            return partial, terms.flaw(partial)
+            return partial, flaw_of(partial, terms.drawn[node].size)
 
         work = asyncio.ensure_future(asyncio.to_thread(finished))
         try:
