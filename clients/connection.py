@@ -215,13 +215,13 @@ class FederationStub:
 
         Messages of unknown kinds are skipped.
         """
-        welcomed, first = False, pb.FromNode(hello=wire.encode_hello(hello))
+        welcomed, first = False, pb.FromNode(hello=wire.HELLO.encode(hello))
         call = self.channel.stream_stream(f"/{SERVICE}/Connect")(metadata=self.metadata)
 
         async def send() -> None:
             await call.write(first.SerializeToString())
             while True:
-                vote = wire.encode_vote(await votes.get())
+                vote = wire.VOTE.encode(await votes.get())
                 await call.write(pb.FromNode(vote=vote).SerializeToString())
 
         sender = asyncio.create_task(send())
@@ -234,11 +234,11 @@ class FederationStub:
                     match kind:
                         case "welcome":
                             welcomed = True
-                            yield wire.decode_welcome(message.welcome)
+                            yield wire.WELCOME.decode(message.welcome)
                         case "proposal":
-                            yield wire.decode_proposal(message.proposal)
+                            yield wire.PROPOSAL.decode(message.proposal)
                         case "offer":
-                            yield wire.decode_offer(message.offer)
+                            yield wire.OFFER.decode(message.offer)
         finally:
             sender.cancel()  # if it failed, so did reading
             await asyncio.gather(sender, return_exceptions=True)
@@ -247,7 +247,7 @@ class FederationStub:
 
     async def download(self, offer: RoundOffer) -> Tensors:
         """Return the tensors of an offered round: read-only, of the declared shapes and sizes."""
-        receiver, request = wire.Receiver(offer.model), wire.encode_round_id(offer.id)
+        receiver, request = wire.Receiver(offer.model), wire.ROUND_ID.encode(offer.id)
         async with aclosing(self._responses("Download", request, pb.Chunk)) as chunks:
             async for chunk in chunks:
                 receiver.add(chunk)
@@ -255,11 +255,12 @@ class FederationStub:
 
     async def upload(self, round_id: RoundId, answer: PartialSum | wire.Decline) -> Receipt:
         """Answer an offer, and return the server's receipt."""
-        header, tensors = answer_of(round_id, answer)
+        content, tensors = (answer, {}) if isinstance(answer, wire.Decline) else wire.summed(answer)
+        header = wire.encode_answer(wire.RoundAnswer(round_id, content))
         chunks = (pb.UploadPart(chunk=chunk) for chunk in wire.chunks(wire.pieces(tensors)))
         parts = (p.SerializeToString() for p in chain([pb.UploadPart(answer=header)], chunks))
         data = await self.channel.stream_unary(f"/{SERVICE}/Upload")(parts, metadata=self.metadata)
-        return wire.decode_receipt(wire.parse(pb.Receipt, data, wire.NODE_RECEIVES_BYTES))
+        return wire.RECEIPT.decode(wire.parse(pb.Receipt, data, wire.NODE_RECEIVES_BYTES))
 
     async def fetch_ledger(self, head: Head | None = None) -> Iterator[str] | None:
         """Return the unchecked lines of the public ledger after a head; without one, all of them.
@@ -267,7 +268,7 @@ class FederationStub:
         Bytes that are not ASCII become surrogates. None: according to the server, its ledger never
         had the head.
         """
-        request = wire.encode_ledger_request(wire.LedgerRequest(**vars(head) if head else {}))
+        request = wire.LEDGER_REQUEST.encode(wire.LedgerRequest(**vars(head) if head else {}))
         async with aclosing(self._responses("FetchLedger", request, pb.LedgerPart)) as parts:
             first = await anext(parts, pb.LedgerPart())
             if head is not None and first.unknown:
@@ -287,7 +288,7 @@ class FederationStub:
         """Return the status of the federation."""
         call, request = self.channel.unary_unary(f"/{SERVICE}/GetStatus"), pb.StatusRequest()
         data = await call(request.SerializeToString(), metadata=self.metadata)
-        return wire.decode_status(wire.parse(pb.Status, data, wire.NODE_RECEIVES_BYTES))
+        return wire.STATUS.decode(wire.parse(pb.Status, data, wire.NODE_RECEIVES_BYTES))
 
     def _responses(
         self, method: str, request: Message, kind: type[Kind]
@@ -320,11 +321,3 @@ async def _assembled(
     async for part in parts:
         assembler.add(part.chunk)  # an absent chunk is empty, and is refused
     return assembler.finish()
-
-
-def answer_of(round_id: RoundId, answer: PartialSum | wire.Decline) -> tuple[pb.Answer, Tensors]:
-    """Return the message of an answer, and the tensors that it declares."""
-    if isinstance(answer, wire.Decline):
-        return wire.encode_answer(wire.RoundAnswer(round_id, answer)), {}
-    summed = wire.SummedUpdates.of(answer)
-    return wire.encode_answer(wire.RoundAnswer(round_id, summed)), wire.tensors_of(answer)

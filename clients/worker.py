@@ -62,13 +62,12 @@ class HostSettings:
     # Address space of each process for training, in addition to data and model, and on a CPU for
     # building the model (Linux); None: no limit.
     memory_mebibytes: int | None = None
-    seconds: float | None = None  # the longest training of a round; None: until its deadline
     activations: str = "float32"  # of the model during training
     processes: int | None = None  # number that train in parallel; None: one for each thread
     id_key: Path | None = None  # file of the key for the users' ids; None: ids as in the data
 
     def __post_init__(self) -> None:
-        for name in ("memory_mebibytes", "seconds", "processes"):
+        for name in ("memory_mebibytes", "processes"):
             number = getattr(self, name)
             if number is not None and not number > 0:
                 raise InvalidValueError(f"{name} is {number}; it must be positive")
@@ -329,11 +328,9 @@ class Worker:
         `seconds` / 6n, so that none is late because of others. If users train in forks of the
         process, a fork ends when its user takes longer. Otherwise, and if the process ends, the
         remaining users are trained one by one after half of the time, each within an equal share of
-        the remaining time. The result is None if no training succeeded within `seconds` and the
-        limit of the settings. InvalidValueError: `prepare` was not called, or another call runs.
+        the remaining time. The result is None if no training succeeded within `seconds`.
+        InvalidValueError: `prepare` was not called, or another call runs.
         """
-        longest = self._settings.seconds
-        seconds = seconds if longest is None else min(seconds, longest)
         deadline = asyncio.get_running_loop().time() + seconds
         try:
             async with self._alone(deadline):

@@ -11,7 +11,6 @@ atomically. Other users can never read a key, not even while it is written.
 import ipaddress
 import re
 import secrets
-import shutil
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -25,7 +24,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.server.enrolment import fingerprint_of
-from fedpriv.support.disk import sync, write_atomically, writing
+from fedpriv.support.disk import write_atomically, writing
 from fedpriv.wire.naming import MALFORMED, NODE_URI, check_node_name, read_file, read_key
 
 YEAR = timedelta(days=365)
@@ -82,26 +81,17 @@ def init(folder: Path, hosts: Sequence[str]) -> None:
     """
     _alternatives_of(hosts)
     path = folder / "authority"
-    if path.exists():
+    if (path / "ca.pem").exists():
         more = "it is kept, and `fedpriv certs server` issues the server another certificate"
         raise InvalidValueError(f"an authority is already in {path}; {more}")
-    # An incomplete authority, left by a killed command, has signed nothing and is replaced.
-    draft = folder / "authority.new"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(mode=0o700)
-    except OSError as error:
-        raise InvalidValueError(f"{path} cannot be made: {error.strerror}") from error
     # The name is unique, so that messages distinguish two authorities.
     name, begin = f"fedpriv authority {secrets.token_hex(4)}", datetime.now(UTC) - _CLOCK_SKEW
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = _signed(name, key.public_key(), key, None, begin, _AUTHORITY_LIFETIME)
-    _write_key(draft / "ca.key", key)
-    _write_certificate(draft, "ca", certificate, certificate)
-    with writing(path):
-        draft.rename(path)
-        sync(folder)
+    # The certificate is last: without it, a command that was killed has left a key that signed
+    # nothing, and is replaced.
+    _write_key(path / "ca.key", key)
+    _write_certificate(path, "ca", certificate, certificate)
     issue_server(folder, hosts)
 
 

@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
 from enum import StrEnum
 from functools import cached_property
 from time import monotonic
@@ -17,7 +16,7 @@ from fedpriv.errors import WireError
 from fedpriv.experiment.config import Config
 from fedpriv.ledger.events import Randomness
 from fedpriv.measures.metrics import own_metrics
-from fedpriv.privacy.layout import Layout, Tensors
+from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.report.records import Trouble
 from fedpriv.server.enrolment import Enrolment, Hosting, Positions
@@ -35,19 +34,12 @@ def task_of(config: Config) -> wire.TaskDescription:
     return wire.TaskDescription(**config.model.task, metrics=metrics)
 
 
-def welcomes(
-    config: Config, enrolment: Enrolment, certificate_end: datetime | None = None
-) -> Callable[[str], wire.Welcome]:
-    """Return a function from a node's name to the welcome that it receives when it connects.
-
-    The welcome states when the server's certificate ends, if it has one, because gRPC does not show
-    nodes that certificate, and nodes warn when it is about to end.
-    """
+def welcomes(config: Config, enrolment: Enrolment) -> Callable[[str], wire.Welcome]:
+    """Return a function from a node's name to the welcome that it receives when it connects."""
     task, name, population = task_of(config), enrolment.population_id, enrolment.population
     purpose = config.federation.purpose if config.federation else ""
-    end = 0 if certificate_end is None else int(certificate_end.timestamp())
     return lambda node: wire.Welcome(
-        name, population, enrolment.users_of(node).copy(), task, purpose, end
+        name, population, enrolment.users_of(node).copy(), task, purpose
     )
 
 
@@ -75,7 +67,6 @@ class RoundTerms:
 
     offer: wire.RoundOffer  # to all drawn users; `offer_to` selects those of a node
     model: Tensors
-    expected: Layout  # of sums
     drawn: Mapping[str, Positions]  # node → its drawn users; secret
     deadline: float  # on the clock of `time.monotonic`
 
@@ -84,8 +75,7 @@ class RoundTerms:
         """Return the terms of a request, under a new nonce, with a deadline in `seconds`."""
         model, nonce = wire.model_of(request), secrets.randbits(64)
         offer = wire.RoundOffer.of(request, seconds, price, wire.manifest_of(model), nonce)
-        expected, drawn = wire.layout_of_sums(request.clipping), hosting.drawn(request.users)
-        return cls(offer, model, expected, drawn, monotonic() + seconds)
+        return cls(offer, model, hosting.drawn(request.users), monotonic() + seconds)
 
     def offer_to(self, node: str) -> wire.RoundOffer | None:
         """Return the offer to send now to a node with drawn users; None after the deadline."""
@@ -228,7 +218,7 @@ class Ballot:
     def __init__(self, terms: wire.Proposal) -> None:
         self.terms = terms  # without the nonce
         self._id = replace(terms.id, nonce=secrets.randbits(64))
-        proposal = wire.encode_proposal(replace(terms, id=self._id))
+        proposal = wire.PROPOSAL.encode(replace(terms, id=self._id))
         self.message = pb.FromServer(proposal=proposal)  # to all nodes
         self._objections: dict[str, str] = {}
 

@@ -286,7 +286,7 @@ def _service(
     experiment: Experiment, section: FederationSection, enrolment: Enrolment, endpoint: Endpoint
 ) -> Service:
     """Return the service, without a ledger yet; WireError if a message to nodes is too large."""
-    welcome_of = welcomes(experiment.config, enrolment, endpoint.certificate_end)
+    welcome_of = welcomes(experiment.config, enrolment)
     memory = section.transfer_mebibytes * 2**20
     dimension = experiment.plan.mechanism.clipping.layout.dimension
     limits = TransferLimits.within(memory, dimension, section.transfer_seconds)

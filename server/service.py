@@ -13,8 +13,8 @@ from functools import partial
 from typing import Protocol, Self, TypeVar
 
 import grpc
+import numpy as np
 from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2
 
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError, WireError
@@ -46,7 +46,6 @@ from fedpriv.wire.naming import SERVICE, Address
 _log = logging.getLogger(__name__)
 _LONGEST_REASON = 400  # characters
 _OVER = "the round is over"
-_HEALTH = "grpc.health.v1.Health"
 _NUMBER = re.compile(r"[\d.]+")  # may differ between the same objection to two rounds
 _SMALL = 8192  # bytes of a message without tensors
 _BYTES_PER_COMPONENT = 12  # of a sum: 32 bits as received, and 64 as added
@@ -182,7 +181,7 @@ class TransferLimits:
 
 @dataclass(eq=False)
 class Service:
-    """Handlers of the six methods and the health check; `NODE` is the calling node.
+    """Handlers of the six methods; `NODE` is the calling node.
 
     The constructor raises WireError for a welcome that cannot be sent. If a handler raises
     WireError or TimeoutError, its call ends (see `Authentication`).
@@ -220,7 +219,7 @@ class Service:
         # Computed once, or the event loop would sort and encode all users of a node at each hello.
         self._digests = {n: wire.digest_of(users) for n, users in self.enrolment.users.items()}
         self._welcomes = {
-            node: pb.FromServer(welcome=wire.encode_welcome(self.welcome_of(node)))
+            node: pb.FromServer(welcome=wire.WELCOME.encode(self.welcome_of(node)))
             for node in self._digests
         }
 
@@ -321,7 +320,7 @@ class Service:
                     connection.votes_due += 1
                     await send(message.message)
                 case wire.RoundOffer():
-                    await send(pb.FromServer(offer=wire.encode_offer(message)))
+                    await send(pb.FromServer(offer=wire.OFFER.encode(message)))
 
     async def _take_votes(
         self,
@@ -332,7 +331,7 @@ class Service:
     ) -> None:
         async for message in messages:
             self.authentication.check(context)
-            vote = wire.decode_vote(message.vote)
+            vote = wire.VOTE.decode(message.vote)
             if not connection.votes_due:
                 raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, "a vote on no proposal")
             connection.votes_due -= 1
@@ -349,7 +348,7 @@ class Service:
         self._objections[node] = gist
 
     def _check_hello(self, node: str, request: pb.Hello) -> None:
-        hello = wire.decode_hello(request)
+        hello = wire.HELLO.decode(request)
         if hello.node != node:
             sentence = "the node that says hello is not the one of the certificate"
             raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, sentence)
@@ -362,7 +361,7 @@ class Service:
     async def download(self, request: pb.RoundId, context: Context) -> None:
         """Send the model of the round to a node whose answer is awaited."""
         node, collection = NODE.get(), self.collection
-        id_ = wire.decode_round_id(request)
+        id_ = wire.ROUND_ID.decode(request)
         if collection is None or id_ != collection.terms.offer.id or node not in collection.waiting:
             sentence = "the node is not asked in this round, or the round is over"
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
@@ -378,7 +377,7 @@ class Service:
         """
         node, collection = NODE.get(), self.collection
         if collection is None:
-            return wire.encode_receipt(wire.Receipt(accepted=False, reason="no round is collected"))
+            return wire.RECEIPT.encode(wire.Receipt(accepted=False, reason="no round is collected"))
         # Unless it is closed, a stream that is not read to its end lives until garbage collection,
         # and a connection may have only a few streams.
         async with aclosing(aiter(parts)) as received:
@@ -394,7 +393,7 @@ class Service:
                 refusal = str(error)[:_LONGEST_REASON]
         if refusal and not collection.over:  # otherwise `missed` reports the node as late
             self.sites.trouble(node, Trouble.REFUSED, refusal)
-        return wire.encode_receipt(wire.Receipt(accepted=not refusal, reason=refusal))
+        return wire.RECEIPT.encode(wire.Receipt(accepted=not refusal, reason=refusal))
 
     async def _refusal(
         self,
@@ -406,7 +405,7 @@ class Service:
         """Receive an answer; return why it is not accepted, or "" if it is."""
         async with self._uploads.newest(node, collection.terms.deadline) as limit:
             header = await anext(parts, pb.UploadPart())
-            answer = wire.decode_answer(header.answer, collection.terms.expected)
+            answer = wire.decode_answer(header.answer)
             if collection.counts_already(
                 node, answer
             ):  # sent again, as no receipt reached the node
@@ -441,13 +440,13 @@ class Service:
         terms: RoundTerms,
     ) -> tuple[PartialSum, tuple[Trouble, str] | None]:
         """Receive and check the sum of an answer; return it and its flaw, if any."""
-        receiver = Receiver(content.tensors)
+        receiver = Receiver(content.tensors(terms.offer.clipping.layout.dimension))
         async for part in parts:
             receiver.add(part.chunk)  # here, since waking a thread would take as long
 
         def finished() -> tuple[PartialSum, tuple[Trouble, str] | None]:
             (total,) = receiver.finish().values()
-            partial = content.partial_sum(node, total)
+            partial = PartialSum(node, content.users, total.astype(np.int64), content.weight)
             terms.check_sum(partial)
             return partial, flaw_of(partial, terms.drawn[node].size)
 
@@ -460,7 +459,7 @@ class Service:
 
     async def fetch_ledger(self, request: pb.LedgerRequest, context: Context) -> None:
         """Send the records of the public ledger after a head, in chunks."""
-        decoded = wire.decode_ledger_request(request)
+        decoded = wire.LEDGER_REQUEST.decode(request)
         head = Head(decoded.count, decoded.hash) if decoded.hash else None
         async with self._ledgers.turn(NODE.get()):
             records = await asyncio.to_thread(self.ledger, head)
@@ -493,15 +492,7 @@ class Service:
 
     async def get_status(self, _request: pb.StatusRequest, _context: Context) -> pb.Status:
         """Return the status of the run."""
-        return wire.encode_status(replace(self.status, nodes_connected=len(self.connections)))
-
-    async def check_health(
-        self, request: health_pb2.HealthCheckRequest, _context: Context
-    ) -> health_pb2.HealthCheckResponse:
-        """Return that the server serves; once it stops, it accepts no calls."""
-        if request.service not in ("", SERVICE):
-            raise RefusedCallError(grpc.StatusCode.NOT_FOUND, "the server has no such service")
-        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+        return wire.STATUS.encode(replace(self.status, nodes_connected=len(self.connections)))
 
 
 @dataclass(frozen=True)
@@ -569,7 +560,7 @@ async def _bind(
 ) -> tuple[grpc.aio.Server, Address]:
     options = (*OPTIONS, ("grpc.max_allowed_incoming_connections", most_connections()))
     server = grpc.aio.server(interceptors=[service.authentication], options=options)
-    server.add_generic_rpc_handlers(_generic_handlers(service))
+    server.add_generic_rpc_handlers([_generic_handler(service)])
     try:
         if credentials is None:
             port = server.add_insecure_port(str(address))
@@ -600,8 +591,8 @@ async def _accepts(address: Address) -> bool:
     return True
 
 
-def _generic_handlers(service: Service) -> Sequence[grpc.GenericRpcHandler]:
-    """Return handlers of the methods of federation.proto, and of Check in gRPC's health service.
+def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
+    """Return the handler of the methods of federation.proto.
 
     Our own code parses messages, because gRPC would log a traceback for each malformed request.
     """
@@ -621,15 +612,14 @@ def _generic_handlers(service: Service) -> Sequence[grpc.GenericRpcHandler]:
     read_part = partial(parse, pb.UploadPart, most=SERVER_RECEIVES_BYTES)
     read_message = partial(parse, pb.FromNode, most=_SMALL)
     stream = grpc.unary_stream_rpc_method_handler
-    unary = grpc.unary_unary_rpc_method_handler
     methods = {
         "Connect": grpc.stream_stream_rpc_method_handler(service.connect, read_message, serialised),
         "Download": stream(reading(pb.RoundId, service.download)),  # sends serialised chunks
         "Upload": grpc.stream_unary_rpc_method_handler(service.upload, read_part, serialised),
         "FetchLedger": stream(reading(pb.LedgerRequest, service.fetch_ledger), None, serialised),
         "FetchModel": stream(reading(pb.ModelRequest, service.fetch_model), None, serialised),
-        "GetStatus": unary(reading(pb.StatusRequest, service.get_status), None, serialised),
+        "GetStatus": grpc.unary_unary_rpc_method_handler(
+            reading(pb.StatusRequest, service.get_status), None, serialised
+        ),
     }
-    check = unary(reading(health_pb2.HealthCheckRequest, service.check_health), None, serialised)
-    handlers = grpc.method_handlers_generic_handler
-    return handlers(SERVICE, methods), handlers(_HEALTH, {"Check": check})
+    return grpc.method_handlers_generic_handler(SERVICE, methods)

@@ -47,20 +47,18 @@ class FromServer(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("population_name", "population", "users", "task", "purpose", "certificate_end")
+    __slots__ = ("population_name", "population", "users", "task", "purpose")
     POPULATION_NAME_FIELD_NUMBER: _ClassVar[int]
     POPULATION_FIELD_NUMBER: _ClassVar[int]
     USERS_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
-    CERTIFICATE_END_FIELD_NUMBER: _ClassVar[int]
     population_name: str
     population: int
     users: _containers.RepeatedScalarFieldContainer[int]
     task: Task
     purpose: str
-    certificate_end: int
-    def __init__(self, population_name: _Optional[str] = ..., population: _Optional[int] = ..., users: _Optional[_Iterable[int]] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., purpose: _Optional[str] = ..., certificate_end: _Optional[int] = ...) -> None: ...
+    def __init__(self, population_name: _Optional[str] = ..., population: _Optional[int] = ..., users: _Optional[_Iterable[int]] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., purpose: _Optional[str] = ...) -> None: ...
 
 class Task(_message.Message):
     __slots__ = ("model", "options", "seed", "loss", "metrics", "inputs", "targets", "ignore_index", "personal", "trained", "frozen", "adapters")
@@ -295,14 +293,12 @@ class Answer(_message.Message):
     def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., sum: _Optional[_Union[PartialSum, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ...) -> None: ...
 
 class PartialSum(_message.Message):
-    __slots__ = ("users", "weight", "tensors")
+    __slots__ = ("users", "weight")
     USERS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
-    TENSORS_FIELD_NUMBER: _ClassVar[int]
     users: int
     weight: int
-    tensors: Tensors
-    def __init__(self, users: _Optional[int] = ..., weight: _Optional[int] = ..., tensors: _Optional[_Union[Tensors, _Mapping]] = ...) -> None: ...
+    def __init__(self, users: _Optional[int] = ..., weight: _Optional[int] = ...) -> None: ...
 
 class Decline(_message.Message):
     __slots__ = ("reason",)

@@ -38,7 +38,7 @@ from fedpriv.training.rounds import (
     initial_state,
     save_checkpoint,
 )
-from fedpriv.wire import RunState, decode_welcome, encode_welcome
+from fedpriv.wire import WELCOME, RunState
 from tests.opening import open_round
 from tests.server import test_refused_starts as refused_starts
 from tests.training.federation import PARAMETERS, make_plan, open_records
@@ -60,7 +60,7 @@ CONFIG = Config.model_validate(
 
 def test_a_node_is_told_its_positions_the_population_and_the_task() -> None:
     welcome_of = welcomes(CONFIG, ENROLMENT)
-    told = {node: decode_welcome(encode_welcome(welcome_of(node))) for node in ENROLMENT.nodes}
+    told = {node: WELCOME.decode(WELCOME.encode(welcome_of(node))) for node in ENROLMENT.nodes}
     assert {node: welcome.users.tolist() for node, welcome in told.items()} == {
         "one": [0],
         "silo": [1, 3],

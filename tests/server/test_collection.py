@@ -42,7 +42,7 @@ def collecting(users: list[int], seconds: float = 60.0) -> Collection:
 
 
 def summed(users: int) -> SummedUpdates:
-    return SummedUpdates.of(PartialSum("", users, TOTAL, users))
+    return SummedUpdates(users, users)
 
 
 def of(node: str, users: int = 1) -> PartialSum:

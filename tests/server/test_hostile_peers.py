@@ -176,18 +176,18 @@ def test_a_hello_has_the_server_look_at_no_list_of_users(
         raise AssertionError("the users of a node were looked at")
 
     right, wrong = (
-        pb.FromNode(hello=wire.encode_hello(wire.Hello("four", digest))).SerializeToString()
+        pb.FromNode(hello=wire.HELLO.encode(wire.Hello("four", digest))).SerializeToString()
         for digest in (wire.digest_of(USERS["four"]), bytes(32))
     )
     with site(tmp_path, USERS) as made, made.channel("four") as channel:
         monkeypatch.setattr(wire, "digest_of", looks)
-        monkeypatch.setattr(wire, "encode_welcome", looks)
+        monkeypatch.setattr(wire, "WELCOME.encode", looks)
         says = channel.stream_stream(SERVICE + "Connect")
         with pytest.raises(grpc.RpcError) as caught:
             list(says(iter([wrong]), timeout=PATIENCE))
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         call = says(iter([right]), timeout=PATIENCE)
-        welcome = wire.decode_welcome(pb.FromServer.FromString(next(call)).welcome)
+        welcome = wire.WELCOME.decode(pb.FromServer.FromString(next(call)).welcome)
         call.cancel()
     assert welcome.users.tolist() == [0]
 
