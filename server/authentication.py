@@ -250,7 +250,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
     _last_end: float = field(default_factory=monotonic)  # when the last call ended
 
     def __post_init__(self) -> None:
-        self.sites = Sites(self.enrolment.hosting)
+        self.sites = Sites(self.enrolment)
 
     def idle_seconds(self) -> float:
         """Return the seconds since the last call ended; 0 while a call is open."""

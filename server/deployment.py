@@ -126,7 +126,7 @@ class GrpcTransport(Transport):
             listener.call(lambda: listener.service.close_round(collection))
         if self._stopping.is_set():
             raise StoppedError("the server was asked to stop; nothing of the round is released")
-        if collection.terms.drawn and not contributions:
+        if collection.drawn and not contributions:
             # Whether anybody answers depends on who was drawn, so it must not stop the release.
             _log.warning("no drawn user contributed to round %d; it is charged", request.round)
 

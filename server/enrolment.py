@@ -35,27 +35,6 @@ def fingerprint_of(certificate: x509.Certificate) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Hosting:
-    """Which node hosts which users."""
-
-    nodes: Sequence[str]
-    numbers: Positions  # [N] index in `nodes` of the node of each user, by position
-    alone: frozenset[str]  # nodes with one user, which logs must not name
-
-    def drawn(self, users: Positions) -> dict[str, Positions]:
-        """Return the drawn users of each node that hosts any; positions, ascending."""
-        numbers = self.numbers[users]
-        order = np.argsort(numbers, kind="stable")
-        present, starts = np.unique(numbers[order], return_index=True)
-        parts = np.split(users[order], starts[1:])
-        return {self.nodes[n]: part for n, part in zip(present.tolist(), parts, strict=False)}
-
-    def log_name(self, node: str) -> str:
-        """Return a name for logs, which does not identify a user."""
-        return "a node of one user" if node in self.alone else node
-
-
-@dataclass(frozen=True, eq=False)
 class Enrolment:
     """The users of a population, each at one node.
 
@@ -145,17 +124,27 @@ class Enrolment:
             raise InvalidValueError(f"node {node!r} is not enrolled")
         return self._positions[node]
 
+    def drawn(self, users: Positions) -> dict[str, Positions]:
+        """Return the drawn users of each node that hosts any; positions, ascending."""
+        numbers = self._numbers[users]
+        order = np.argsort(numbers, kind="stable")
+        present, starts = np.unique(numbers[order], return_index=True)
+        parts = np.split(users[order], starts[1:])
+        return {self.nodes[n]: part for n, part in zip(present.tolist(), parts, strict=False)}
+
+    def log_name(self, node: str) -> str:
+        """Return a name for logs, which does not identify a user."""
+        return "a node of one user" if len(self.users.get(node, ())) == 1 else node
+
     @cached_property
-    def hosting(self) -> Hosting:
-        """The node that hosts each position."""
+    def _numbers(self) -> Positions:
+        """Index in `nodes` of the node of each user, by position: [N]."""
         number_of = {user: n for n, ids in enumerate(self.users.values()) for user in ids}
-        numbers = np.array([number_of[user] for user in self.user_ids], np.int64)
-        alone = frozenset(node for node, ids in self.users.items() if len(ids) == 1)
-        return Hosting(self.nodes, numbers, alone)
+        return np.array([number_of[user] for user in self.user_ids], np.int64)
 
     @cached_property
     def _positions(self) -> dict[str, Positions]:
-        positions = self.hosting.drawn(np.arange(self.population))
+        positions = self.drawn(np.arange(self.population))
         for users in positions.values():
             users.flags.writeable = False
         return positions

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fedpriv.errors import DataError, InvalidValueError, reason_of
 from fedpriv.report.records import Happening, SiteRecord, SiteTable, Trouble
 from fedpriv.run.folder import RunFolder
-from fedpriv.server.enrolment import Hosting
+from fedpriv.server.enrolment import Enrolment
 from fedpriv.support.logs import expiry, one_line, trouble
 from fedpriv.wire import RunState, Status
 
@@ -56,12 +56,12 @@ class Sites:
     """
 
     def __init__(
-        self, hosting: Hosting, now: Callable[[], datetime] = lambda: datetime.now(UTC)
+        self, enrolment: Enrolment, now: Callable[[], datetime] = lambda: datetime.now(UTC)
     ) -> None:
-        self._hosting, self._now = hosting, now
+        self._enrolment, self._now = enrolment, now
         self._began, self._changed = now(), False
         self._certificate_end: datetime | None = None  # of the server
-        self._sites = dict.fromkeys(hosting.nodes, SiteRecord())
+        self._sites = dict.fromkeys(enrolment.nodes, SiteRecord())
         self._counts = Counter[tuple[str, ...]]()  # troubles by name in the log, and kind
         self._logged: dict[tuple[str, Trouble], datetime] = {}  # the last line of each kind
 
@@ -84,7 +84,7 @@ class Sites:
 
     def trouble(self, node: str, what: Trouble, why: str) -> None:
         """Count and log a trouble at a node, at SERVER or at a STRANGER."""
-        name = node if what in _INDEPENDENT_OF_COHORT else self._hosting.log_name(node)
+        name = node if what in _INDEPENDENT_OF_COHORT else self._enrolment.log_name(node)
         why = one_line(why)
         if (site := self._sites.get(node)) is not None:
             counts = {**site.troubles, what: site.troubles.get(what, 0) + 1}

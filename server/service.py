@@ -34,7 +34,6 @@ from fedpriv.server.collection import (
     Connection,
     Connections,
     End,
-    RoundTerms,
     flaw_of,
 )
 from fedpriv.server.enrolment import Enrolment
@@ -253,7 +252,7 @@ class Service:
     def open_round(self, collection: Collection) -> None:
         """Begin to collect a round, and offer it to the connected nodes with drawn users."""
         self.collection, self.ballot = collection, None
-        self.publish(round=collection.terms.offer.id.round, state=wire.RunState.COLLECTING)
+        self.publish(round=collection.offer.id.round, state=wire.RunState.COLLECTING)
         for node in collection.waiting:
             if (connection := self.connections.of(node)) and (offer := collection.offer_to(node)):
                 connection.tell(offer)
@@ -362,10 +361,10 @@ class Service:
         """Send the model of the round to a node whose answer is awaited."""
         node, collection = NODE.get(), self.collection
         id_ = wire.ROUND_ID.decode(request)
-        if collection is None or id_ != collection.terms.offer.id or node not in collection.waiting:
+        if collection is None or id_ != collection.offer.id or node not in collection.waiting:
             sentence = "the node is not asked in this round, or the round is over"
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
-        async with self._downloads.turn(node, collection.terms.deadline):
+        async with self._downloads.turn(node, collection.deadline):
             for chunk in collection.model_chunks:
                 await self._send(chunk, context)
 
@@ -403,7 +402,7 @@ class Service:
         context: Context,
     ) -> str:
         """Receive an answer; return why it is not accepted, or "" if it is."""
-        async with self._uploads.newest(node, collection.terms.deadline) as limit:
+        async with self._uploads.newest(node, collection.deadline) as limit:
             header = await anext(parts, pb.UploadPart())
             answer = wire.decode_answer(header.answer)
             if collection.counts_already(
@@ -420,7 +419,7 @@ class Service:
                 return ""
             async with self._uploads.places:
                 async with asyncio.timeout(self.limits.seconds):
-                    received = self._received(node, answer.content, parts, collection.terms)
+                    received = self._received(node, answer.content, parts, collection)
                     partial_sum, flaw = await received
                 self._uploads.excuse(node, limit)  # from here on, nothing waits for the node
                 self.authentication.check(context)
@@ -437,18 +436,18 @@ class Service:
         node: str,
         content: wire.SummedUpdates,
         parts: AsyncIterator[pb.UploadPart],
-        terms: RoundTerms,
+        collection: Collection,
     ) -> tuple[PartialSum, tuple[Trouble, str] | None]:
         """Receive and check the sum of an answer; return it and its flaw, if any."""
-        receiver = Receiver(content.tensors(terms.offer.clipping.layout.dimension))
+        receiver = Receiver(content.tensors(collection.offer.clipping.layout.dimension))
         async for part in parts:
             receiver.add(part.chunk)  # here, since waking a thread would take as long
 
         def finished() -> tuple[PartialSum, tuple[Trouble, str] | None]:
             (total,) = receiver.finish().values()
             partial = PartialSum(node, content.users, total.astype(np.int64), content.weight)
-            terms.check_sum(partial)
-            return partial, flaw_of(partial, terms.drawn[node].size)
+            collection.check_sum(partial)
+            return partial, flaw_of(partial, collection.drawn[node].size)
 
         work = asyncio.ensure_future(asyncio.to_thread(finished))
         try:

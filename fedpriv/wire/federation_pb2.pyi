@@ -209,26 +209,12 @@ class VectorGroup(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[str]] = ..., clipping_norm: _Optional[float] = ..., scales: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class LocalTraining(_message.Message):
-    __slots__ = ("learning_rate", "batch_size", "epochs", "steps", "momentum", "proximal", "max_examples", "algorithm", "options")
-    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
-    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
-    EPOCHS_FIELD_NUMBER: _ClassVar[int]
-    STEPS_FIELD_NUMBER: _ClassVar[int]
-    MOMENTUM_FIELD_NUMBER: _ClassVar[int]
-    PROXIMAL_FIELD_NUMBER: _ClassVar[int]
-    MAX_EXAMPLES_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("algorithm", "options")
     ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
-    learning_rate: float
-    batch_size: int
-    epochs: int
-    steps: int
-    momentum: float
-    proximal: float
-    max_examples: int
     algorithm: str
-    options: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, learning_rate: _Optional[float] = ..., batch_size: _Optional[int] = ..., epochs: _Optional[int] = ..., steps: _Optional[int] = ..., momentum: _Optional[float] = ..., proximal: _Optional[float] = ..., max_examples: _Optional[int] = ..., algorithm: _Optional[str] = ..., options: _Optional[_Iterable[float]] = ...) -> None: ...
+    options: str
+    def __init__(self, algorithm: _Optional[str] = ..., options: _Optional[str] = ...) -> None: ...
 
 class Metric(_message.Message):
     __slots__ = ("name", "shape", "centre", "radius", "options")

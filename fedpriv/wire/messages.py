@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -24,7 +24,7 @@ from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, Tensors, VectorGroup
 from fedpriv.privacy.round import PartialSum
 from fedpriv.support.checks import require
-from fedpriv.training.local import ALGORITHMS, COMMON
+from fedpriv.training.local import ALGORITHMS
 from fedpriv.training.post_processing import CONTROL_PREFIX
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import codec
@@ -49,6 +49,7 @@ _LONGEST_EVENT = 2**22  # characters of a round's event
 # Commas and brackets in an event, which bound the work and memory of parsing it: enough for a
 # strategy of 100,000 coefficients and MAX_TENSORS vector groups.
 _MOST_MARKS = 2**17
+_ALGORITHMS: Mapping[str, type[LocalTraining]] = {"": LocalTraining, **ALGORITHMS}
 _USERS_OF_32_BITS = 63  # each adds less than 2^25 to a component
 
 Parameters = Mapping[str, npt.NDArray[np.float32]]
@@ -393,31 +394,22 @@ def _check_groups(message: pb.Clipping) -> None:
 
 def _spelled_out(local: LocalTraining) -> Any:
     """Return the message's fields of local training; WireError if nodes lack the algorithm."""
-    specific = [part.name for part in fields(local) if part.name not in COMMON]
-    plain = not specific and type(local).direction is LocalTraining.direction
-    names = [""] if plain else [n for n, kind in ALGORITHMS.items() if kind is type(local)]
+    names = [name for name, kind in _ALGORITHMS.items() if kind is type(local)]
     if not names:
         unknown = f"local training is {type(local).__name__}, which nodes do not know"
         raise WireError(f"{unknown}; known names: {', '.join(ALGORITHMS)}")
     with codec.refusing("local training"):
-        common = {name: getattr(local, name) for name in COMMON} | {"learning_rate": local.rate}
-    options = [float(getattr(local, name)) for name in specific]
-    return SimpleNamespace(**common, algorithm=names[0], options=options)
+        return SimpleNamespace(
+            algorithm=names[0], options={**vars(local), "learning_rate": local.rate}
+        )
 
 
-def _local_training(algorithm: str, options: tuple[float, ...], **common: Any) -> LocalTraining:
+def _local_training(algorithm: str, options: Mapping[str, Any]) -> LocalTraining:
     """Return local training from a message's fields; ValueError if they are inconsistent."""
-    if not algorithm and not options:
-        return LocalTraining(**common)
-    if (kind := ALGORITHMS.get(algorithm)) is None:
+    if algorithm not in _ALGORITHMS:
         hint = known_names(algorithm, ALGORITHMS)
         raise InvalidValueError(f"algorithm is {algorithm!r}; {hint}")
-    specific = [part for part in fields(kind) if part.name not in COMMON]
-    for part, value in zip(specific, options, strict=True):
-        # All options are sent as doubles, even those that are whole numbers.
-        whole = part.type is int and value.is_integer()
-        common[part.name] = int(value) if whole else value
-    return kind(**common)
+    return _ALGORITHMS[algorithm](**options)
 
 
 def _checked_marks(text: str) -> str:
@@ -427,7 +419,6 @@ def _checked_marks(text: str) -> str:
 
 _JSON = FieldCodec(_encode_options, _decode_options)
 _POSITIONS = FieldCodec(np.ndarray.tolist, lambda users: np.array(users, np.int64))
-_NONE_IS_ZERO = FieldCodec(int, lambda number: number or None)
 HELLO = Codec(Hello, pb.Hello, "a hello")
 _INPUTS = FieldCodec(
     lambda names: [names] if isinstance(names, str) else list(names),
@@ -451,8 +442,7 @@ _CLIPPING_FIELDS: FieldCodecs = {
 CLIPPING = Codec(
     Clipping, pb.Clipping, "a clipping", _CLIPPING_FIELDS, {}, _check_groups, "indicator"
 )
-_ABSENT = dict.fromkeys(("batch_size", "epochs", "steps", "max_examples"), _NONE_IS_ZERO)
-_LOCAL = Codec(_local_training, pb.LocalTraining, "local training", _ABSENT)
+_LOCAL = Codec(_local_training, pb.LocalTraining, "local training", {"options": _JSON})
 LOCAL_TRAINING = FieldCodec(lambda local: _LOCAL.encode(_spelled_out(local)), _LOCAL.decode)
 METRIC = Codec(Metric, pb.Metric, "a metric", {"shape": SHAPE}, {"options": _MAX_OPTIONS})
 _OFFER_FIELDS: FieldCodecs = {

@@ -23,7 +23,6 @@ from fedpriv.wire import Decline
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.hostile_nodes import (
     CALLS,
-    HEALTH,
     PREFACE,
     SERVICE,
     called,
@@ -239,7 +238,6 @@ def test_a_part_that_is_garbage_counts_as_zero_at_once_and_fills_no_log(
     "method",
     [
         *(SERVICE + name for name in CALLS if name not in ("Upload", "Check")),
-        HEALTH + "Check",
     ],
 )
 @pytest.mark.parametrize("request_bytes", [b"\xff\xff", b"\x0a" * 9000, b"\x0a\x02a"])
@@ -307,9 +305,7 @@ def test_who_downloads_and_never_reads_holds_up_others_no_longer_than_a_transfer
     ):
         made["five"].answering = silent
         with collecting(short, [0, 1], deadline=15.0) as (total, it):
-            call = zero_window(
-                "Download", wire.ROUND_ID.encode(it.terms.offer.id).SerializeToString()
-            )
+            call = zero_window("Download", wire.ROUND_ID.encode(it.offer.id).SerializeToString())
             port, certs = short.server.address.port, short.certs
             with encrypted(port, certs, "four") as connection:
                 connection.sendall(call)

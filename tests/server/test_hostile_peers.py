@@ -19,7 +19,6 @@ from fedpriv.wire import federation_pb2 as pb
 from tests.server.charged_server import ChargedServer, charged_server
 from tests.server.hostile_nodes import (
     CALLS,
-    HEALTH,
     PATIENCE,
     PREFACE,
     SERVICE,
@@ -35,7 +34,7 @@ from tests.server.loopback import TransferLimits, site, strike, until
 
 USERS = {"four": ["4"], "five": ["5"]}
 MEBIBYTE = 2**20
-METHODS = [f"{HEALTH if name == 'Check' else SERVICE}{name}" for name in CALLS]
+METHODS = [SERVICE + name for name in CALLS]
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +133,7 @@ def test_who_reads_nothing_does_not_keep_the_server_from_stopping(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "_GRACE_SECONDS", 0.1)
-    methods = [HEALTH + "Watch", *METHODS]
+    methods = [SERVICE + "Watch", *METHODS]
     with ExitStack() as peer:
         give_up = threading.Timer(PATIENCE, peer.close)  # or the server might never stop
         with site(tmp_path, USERS) as made:

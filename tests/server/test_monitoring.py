@@ -16,7 +16,7 @@ from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.monitoring import STRANGER, Metrics, Sites
 from fedpriv.wire import RunState, Status
 
-HOSTING = Enrolment("0" * 32, {"four": ["4"], "hospital": ["a", "b"]}).hosting
+HOSTING = Enrolment("0" * 32, {"four": ["4"], "hospital": ["a", "b"]})
 STATUS = Status("run", 7, 9, 1.5, 8.0, 1e-6, 2, 0, 3, RunState.COLLECTING)
 
 
@@ -140,10 +140,10 @@ import sys
 
 sys.modules["prometheus_client"] = None
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.enrolment import Hosting
+from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.monitoring import Metrics, Sites
 
-metrics = Metrics(lambda: None, Sites(Hosting([], [], frozenset())))
+metrics = Metrics(lambda: None, Sites(Enrolment("0" * 32, {"a": ["1"]})))
 try:
     metrics.served("127.0.0.1", 0).__enter__()
 except InvalidValueError as error:

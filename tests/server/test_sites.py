@@ -321,7 +321,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def sites(clock: Clock) -> Sites:
-    return Sites(Enrolment(POPULATION_ID, USERS).hosting, clock)
+    return Sites(Enrolment(POPULATION_ID, USERS), clock)
 
 
 def test_of_each_kind_a_node_has_one_line_a_minute_and_all_are_counted(
@@ -402,7 +402,7 @@ def test_the_table_is_for_its_owner_alone_and_outlives_a_server(
     assert stat.S_IMODE(folder.sites.stat().st_mode) == 0o600
     before = folder.read_sites().sites["silo"]
     assert (before.connected, before.certificate_end) == (True, START + timedelta(days=9))
-    later = Sites(Enrolment(POPULATION_ID, USERS).hosting)
+    later = Sites(Enrolment(POPULATION_ID, USERS))
     with later.kept(folder):
         later.trouble("silo", Trouble.DECLINED, "too dear")
     after = folder.read_sites().sites["silo"]

@@ -1,6 +1,7 @@
 """Messages: every value survives the wire, and the bytes are those of the format."""
 
 import hashlib
+import json
 import struct
 from dataclasses import replace
 
@@ -118,7 +119,8 @@ def test_a_request_with_control_variates_survives() -> None:
 
 def test_only_the_rate_of_a_round_and_what_nodes_know_are_sent() -> None:
     falling = SGD(PolynomialDecay(0.5, 0.1, rounds=4), epochs=1)
-    assert LOCAL_TRAINING.encode(falling.at(3)).learning_rate == pytest.approx(0.3)
+    sent = json.loads(LOCAL_TRAINING.encode(falling.at(3)).options)
+    assert sent["learning_rate"] == pytest.approx(0.3)
     with pytest.raises(WireError, match="a step needs its number"):
         LOCAL_TRAINING.encode(falling)
 
@@ -213,6 +215,10 @@ def test_the_bytes_of_an_offer_are_those_of_the_format() -> None:
         b'"relation": "add-or-remove-one", "schedule": null, "strategy": [1.0], "sum_queries": '
         b'[{"group": "update", "clipping_norm": 1.0, "noise_stddev": 1.0, "granularity": null}]}'
     )
+    local = (
+        b'{"learning_rate": 0.25, "batch_size": 10, "epochs": 2, "steps": null, "momentum": 0.0, '
+        b'"proximal": 0.0, "max_examples": 100}'
+    )
     price = double(4, 2.0) + double(5, 1e-6) + message(7, event)
     metric = message(1, b"accuracy") + message(2, b"") + double(3, 0.5) + double(4, 0.5)
     written = [
@@ -220,7 +226,7 @@ def test_the_bytes_of_an_offer_are_those_of_the_format() -> None:
         double(2, 60.0),
         message(3, b"\x01\xac\x02"),
         message(4, clipping),
-        message(5, double(1, 0.25) + b"\x10\x0a\x18\x02\x38\x64"),
+        message(5, message(2, local)),
         message(6, metric + message(5, scale)),
         message(7, bytes(range(32))),
         message(8, price),

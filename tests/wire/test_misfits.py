@@ -1,5 +1,6 @@
 """Messages and values that do not fit are refused, in one sentence, on both sides."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,7 +17,6 @@ from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger import NeighbouringRelation, Selection, Trial
 from fedpriv.ledger.ledger import event_text
 from fedpriv.privacy.gaussian_mechanism import Metric
-from fedpriv.training.request import LocalTraining
 from fedpriv.wire import (
     Decline,
     Hello,
@@ -30,7 +30,7 @@ from fedpriv.wire import (
 )
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import MAX_USERS
-from fedpriv.wire.messages import LOCAL_TRAINING, METRIC
+from fedpriv.wire.messages import METRIC
 from fedpriv.wire.messages import PRICE as PRICE_CODEC
 from tests.wire import examples
 
@@ -40,6 +40,10 @@ PASS = random_allocation_gaussian(3, 1, 1.0, population=1000)
 SEARCH = replace(
     poisson_gaussian(0.5, 1.0, population=1000), selection=Selection((Trial(0.5, 1.0, 9),), 2.0)
 )
+
+
+def with_local(message: pb.Offer, **options: object) -> None:
+    message.local.options = json.dumps(json.loads(message.local.options) | options)
 
 
 def altered(change: Callable[[pb.Offer], object]) -> pb.Offer:
@@ -66,12 +70,16 @@ def altered(change: Callable[[pb.Offer], object]) -> pb.Offer:
         (lambda m: m.clipping.weighted.extend(["update"] * 3), "there are 4 weighted groups"),
         (lambda m: m.clipping.indicator.groups.extend(["x"] * 3), "4 groups of an indicator"),
         (lambda m: setattr(m.clipping.groups[1], "name", "x" * 1025), "1025 characters"),
-        (lambda m: setattr(m.local, "steps", 1), "exactly one must be given"),
-        (lambda m: setattr(m.local, "momentum", 1.0), "momentum is 1.0"),
+        (lambda m: with_local(m, steps=1), "exactly one must be given"),
+        (lambda m: with_local(m, momentum=1.0), "momentum is 1.0"),
+        (lambda m: with_local(m, learning_rate=float("nan")), "not JSON compliant"),
+        (lambda m: with_local(m, learning_rate="0.5"), "learning_rate is '0.5'"),
+        (lambda m: with_local(m, batch_size=2.5), "batch_size is 2.5"),
+        (lambda m: with_local(m, beta1=0.9), "unexpected keyword argument 'beta1'"),
+        (lambda m: setattr(m.local, "options", "[1]"), "not a JSON object"),
         (lambda m: setattr(m.local, "algorithm", "adamm"), "algorithm is 'adamm'"),
-        (lambda m: setattr(m.local, "algorithm", "adamw"), "shorter"),
+        (lambda m: setattr(m.local, "algorithm", "fedrecon"), "personal_steps"),
         (lambda m: setattr(m.local, "algorithm", "x" * 1025), "1025 characters"),
-        (lambda m: m.local.options.append(1.0), "algorithm is ''"),
         (lambda m: m.ClearField("metrics"), "does not begin with the tensors of the update"),
         (lambda m: m.metrics.append(m.metrics[0]), "given twice"),
         (lambda m: setattr(m.metrics[0], "name", "loss"), "no tensor of its shape"),
@@ -211,9 +219,7 @@ def test_a_long_reason_is_cut_and_what_is_no_text_is_refused() -> None:
         lambda: wire.ROUND_ID.encode(RoundId("\ud800", 0, 0)),
         lambda: wire.RECEIPT.encode(Receipt(False, "\ud800")),
         lambda: wire.encode_answer(RoundAnswer(ID, Decline("\ud800"))),
-        lambda: LOCAL_TRAINING.encode(LocalTraining(1.0, epochs=2**32)),
         lambda: METRIC.encode(Metric("m", options=(0.0,) * 100_001)),
-        lambda: LOCAL_TRAINING.encode(LocalTraining(1.0, steps=1, max_examples=2**32)),
     ):
         with pytest.raises(WireError):
             encode()
