@@ -54,7 +54,9 @@ def join(
     ] = None,
     device: Annotated[str, _option("where to train", default=True)] = "auto",
     memory: Annotated[
-        int | None, _option("MiB that training may take", min=1, default="no limit")
+        # The system cannot represent limits that are much larger.
+        int | None,
+        _option("MiB that training may take", min=1, max=2**40 - 1, default="no limit"),
     ] = None,
     activations: Annotated[
         str, _option("of the model while it trains: float32, tf32 or bfloat16", default=True)

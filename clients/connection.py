@@ -11,7 +11,7 @@ from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from typing import Self, TypeVar
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import grpc
 import numpy as np
@@ -31,7 +31,6 @@ from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import (
     MALFORMED,
     NODE_KEY,
-    NODE_URI,
     SERVICE,
     Address,
     check_key,
@@ -74,11 +73,6 @@ class Backoff:
     base: float = 0.5  # seconds
     cap: float = 60.0  # seconds
     draw: Callable[[float, float], float] = random.uniform
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.base <= self.cap < float("inf"):
-            condition = "both must be positive and finite, and base not above cap"
-            raise InvalidValueError(f"base is {self.base} and cap is {self.cap}; {condition}")
 
     def wait(self, failures: int = _LARGEST_EXPONENT) -> float:
         """Draw seconds to wait after so many failures in a row, from 0; by default, up to `cap`."""
@@ -135,28 +129,15 @@ def enrolled_as(certificates: Path) -> tuple[str, str]:
 
 
 def _load_certificate(path: Path) -> tuple[bytes, x509.Certificate, str]:
-    """Return a node's certificate, as PEM and parsed, and the node's name.
-
-    As at the server, the name is in the only `fedpriv:node:` URI, or else is the common name.
-    """
+    """Return a node's certificate, as PEM and parsed, and the node's name, the common name."""
     pem = read_file(path)
     try:
         certificate = x509.load_pem_x509_certificate(pem)
         certificate.public_key()  # raises if it is malformed or of an unknown kind
-        uris = [
-            uri
-            for extension in certificate.extensions
-            if isinstance(extension.value, x509.SubjectAlternativeName)
-            for uri in extension.value.get_values_for_type(x509.UniformResourceIdentifier)
-            if uri.startswith(NODE_URI)
-        ]
-        names = [unquote(uri.removeprefix(NODE_URI), errors="strict") for uri in uris]
-        if not names:
-            common = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-            names = [str(part.value) for part in common]
+        names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
         if len(names) != 1:
-            raise InvalidValueError(f"it has {len(names)} names; it must have one")
-        return pem, certificate, check_node_name(names[0])
+            raise InvalidValueError(f"it has {len(names)} common names; it must have one")
+        return pem, certificate, check_node_name(str(names[0].value))
     except MALFORMED as error:
         reason = f": {error}" if isinstance(error, InvalidValueError) else ""
         raise InvalidValueError(f"{path} is not the certificate of a node{reason}") from error
@@ -269,26 +250,40 @@ class FederationStub:
         had the head.
         """
         request = wire.LEDGER_REQUEST.encode(wire.LedgerRequest(**vars(head) if head else {}))
-        async with aclosing(self._responses("FetchLedger", request, pb.LedgerPart)) as parts:
-            first = await anext(parts, pb.LedgerPart())
-            if head is not None and first.unknown:
-                return None
-            content = await _assembled("ledger", first, parts, LARGEST_LEDGER)
+        content = await self._file("FetchLedger", request, LARGEST_LEDGER)
+        if content is None:
+            return None
         text = io.BytesIO(content.data)
         return io.TextIOWrapper(text, encoding="ascii", errors="surrogateescape", newline="\n")
 
     async def fetch_model(self) -> bytes:
         """Return the unchecked file of the newest released model."""
-        responses = self._responses("FetchModel", pb.ModelRequest(), pb.ModelPart)
-        async with aclosing(responses) as parts:
-            first = await anext(parts, pb.ModelPart())
-            return (await _assembled("model", first, parts, LARGEST_MODEL)).tobytes()
+        content = await self._file("FetchModel", pb.ModelRequest(), LARGEST_MODEL)
+        if content is None:
+            raise WireError("the server does not know its model")
+        return content.tobytes()
 
     async def status(self) -> Status:
         """Return the status of the federation."""
         call, request = self.channel.unary_unary(f"/{SERVICE}/GetStatus"), pb.StatusRequest()
         data = await call(request.SerializeToString(), metadata=self.metadata)
         return wire.STATUS.decode(wire.parse(pb.Status, data, wire.NODE_RECEIVES_BYTES))
+
+    async def _file(self, method: str, request: Message, most: int) -> npt.NDArray[np.uint8] | None:
+        """Return the bytes of a file of at most `most` bytes; None if the server says unknown.
+
+        WireError: the size is not as declared.
+        """
+        async with aclosing(self._responses(method, request, pb.FilePart)) as parts:
+            first = await anext(parts, pb.FilePart())
+            if first.unknown:
+                return None
+            if first.WhichOneof("part") != "size":
+                raise WireError(f"the server does not say how much {method} sends")
+            assembler = wire.Assembler(first.size, most)
+            async for part in parts:
+                assembler.add(part.chunk)  # an absent chunk is empty, and is refused
+            return assembler.finish()
 
     def _responses(
         self, method: str, request: Message, kind: type[Kind]
@@ -303,21 +298,3 @@ async def _read(responses: grpc.aio.Call, kind: type[Kind]) -> AsyncGenerator[Ki
             yield wire.parse(kind, data, wire.NODE_RECEIVES_BYTES)
     finally:
         responses.cancel()
-
-
-async def _assembled(
-    what: str,
-    first: pb.LedgerPart | pb.ModelPart,
-    parts: AsyncGenerator[pb.LedgerPart | pb.ModelPart, None],
-    most: int,
-) -> npt.NDArray[np.uint8]:
-    """Return the bytes of all chunks, joined; WireError unless their size is as declared.
-
-    The first part declares the size, which may be `most` bytes at most.
-    """
-    if first.WhichOneof("part") != "size":
-        raise WireError(f"the server does not say how long its {what} is")
-    assembler = wire.Assembler(first.size, most)
-    async for part in parts:
-        assembler.add(part.chunk)  # an absent chunk is empty, and is refused
-    return assembler.finish()

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
-from urllib.parse import quote
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -25,7 +24,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 from fedpriv.errors import InvalidValueError
 from fedpriv.server.enrolment import fingerprint_of
 from fedpriv.support.disk import write_atomically, writing
-from fedpriv.wire.naming import MALFORMED, NODE_URI, check_node_name, read_file, read_key
+from fedpriv.wire.naming import MALFORMED, check_node_name, read_file, read_key
 
 YEAR = timedelta(days=365)
 _AUTHORITY_LIFETIME = 10 * YEAR
@@ -129,7 +128,7 @@ def request(folder: Path, node: str) -> Path:
 def sign(
     folder: Path, path: Path, *, begin: datetime | None = None, lifetime: timedelta = YEAR
 ) -> Issued:
-    """Issue a certificate (clientAuth, `fedpriv:node:NAME`) for the node that made a request.
+    """Issue a certificate (clientAuth) for the node that made a request.
 
     The certificate takes only the key and the common name, which is the node's name, from the
     request, and replaces the node's certificate in the folder. The server accepts the certificate
@@ -140,9 +139,8 @@ def sign(
     """
     (node, key), (ca, signer) = _load_request(path), _load_authority(folder)
     begin = datetime.now(UTC) - _CLOCK_SKEW if begin is None else begin
-    uri = x509.UniformResourceIdentifier(NODE_URI + quote(node))
     usage, bundle = ExtendedKeyUsageOID.CLIENT_AUTH, folder / "nodes" / node
-    certificate = _signed(node, key, signer, ca, begin, lifetime, usage, [uri])
+    certificate = _signed(node, key, signer, ca, begin, lifetime, usage)
     _write_certificate(bundle, "node", certificate, ca)
     return Issued(node, bundle, fingerprint_of(certificate))
 
@@ -224,6 +222,7 @@ def _signed(
     ]
     if usage is not None:
         extensions.append((x509.ExtendedKeyUsage([usage]), False))
+    if alternatives:
         extensions.append((x509.SubjectAlternativeName(alternatives), False))
     serial, end = x509.random_serial_number(), begin + lifetime
     builder = x509.CertificateBuilder(issuer, subject, key, serial, begin, end)

@@ -465,13 +465,10 @@ class Service:
             if records is None:
                 why = "the node knows a head that the ledger never had"
                 self.sites.trouble(NODE.get(), Trouble.LEDGER, why)
-                await self._send(pb.LedgerPart(unknown=True), context)
+                await self._send(pb.FilePart(unknown=True), context)
                 return
             size, texts = records
-            await self._send(pb.LedgerPart(size=size), context)
-            chunks = wire.chunks(map(str.encode, texts))
-            while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
-                await self._send(pb.LedgerPart(chunk=chunk), context)
+            await self._send_file(size, map(str.encode, texts), context)
 
     async def fetch_model(self, _request: pb.ModelRequest, context: Context) -> None:
         """Send the newest released model that has a checkpoint, to any node, drawn or not."""
@@ -479,9 +476,14 @@ class Service:
             if (model := await asyncio.to_thread(self.model)) is None:
                 sentence = "no round was released yet"
                 raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
-            await self._send(pb.ModelPart(size=len(model)), context)
-            for chunk in wire.chunks([model]):
-                await self._send(pb.ModelPart(chunk=chunk), context)
+            await self._send_file(len(model), iter([model]), context)
+
+    async def _send_file(self, size: int, pieces: Iterator[bytes], context: Context) -> None:
+        """Send the size of a file, and its pieces, which are iterated in threads."""
+        await self._send(pb.FilePart(size=size), context)
+        chunks = wire.chunks(pieces)
+        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+            await self._send(pb.FilePart(chunk=chunk), context)
 
     async def _send(self, part: Message | bytes, context: Context) -> None:
         """Send a part of a transfer to a node that is still enrolled; TimeoutError if not read."""

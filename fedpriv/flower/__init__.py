@@ -11,25 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fedpriv.flower.strategy import (
-        Evaluate,
-        NodesTransport,
-        PrivateStrategy,
-        TrainedModel,
-        clipping_mod,
-        connected,
-        contribution,
-    )
+    from fedpriv.flower.strategy import PrivateStrategy, clipping_mod, connected
 
-__all__ = [
-    "Evaluate",
-    "NodesTransport",
-    "PrivateStrategy",
-    "TrainedModel",
-    "clipping_mod",
-    "connected",
-    "contribution",
-]
+__all__ = ["PrivateStrategy", "clipping_mod", "connected"]
 
 
 def __getattr__(name: str) -> object:

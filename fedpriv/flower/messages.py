@@ -1,7 +1,7 @@
 """The content of messages on Flower's runtime, and their exchange.
 
 Messages consist of records. A message to an app's mod, and its answer, hold serialised messages of
-`fedpriv.wire` and the bytes of `fedpriv.wire.pieces`. A simulation and its workers, which run on
+`fedpriv.wire` and the bytes of a sum. A simulation and its workers, which run on
 one cluster of Ray, trust each other and send pickled values. Both sides must run the same version
 of fedpriv.
 """
@@ -24,20 +24,11 @@ from fedpriv import __version__
 from fedpriv.data.population import UserStore
 from fedpriv.errors import WireError
 from fedpriv.privacy.clipping import Clipping, IntegerVector
-from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.round import PartialSum
-from fedpriv.wire import (
-    NODE_RECEIVES_BYTES,
-    Manifest,
-    Receiver,
-    TaskDescription,
-    chunks,
-    parse,
-    pieces,
-)
+from fedpriv.wire import NODE_RECEIVES_BYTES, TaskDescription, parse
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.codec import MAX_NAME, at_most
-from fedpriv.wire.messages import CLIPPING, SUM
+from fedpriv.wire.codec import MAX_NAME
+from fedpriv.wire.messages import CLIPPING
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid  # which nodes do not use
@@ -45,7 +36,7 @@ if TYPE_CHECKING:
 CLIPPED, USERS = "clipping", "users"  # headers: a clipping, and numbers of users at the node
 WORK, TROUBLE = "work", "trouble"  # headers: a pickled `Work`, and why a worker cannot do it
 RECORD = "fedpriv"  # name of the record with headers
-TENSORS = RECORD + ".tensors"  # name of the record with tensors
+ARRAY = RECORD + ".array"  # name of the record with an array
 _VERSION = "version"
 _RAW = "bytes"  # a format that Flower does not decode
 _BYTES_AT_ONCE = 2**24
@@ -112,16 +103,13 @@ def digest_of_shard(population: str, users: UserStore, shard: range) -> bytes:
     return digest.digest()
 
 
-def packed(tensors: Tensors) -> Array:
-    """Return tensors as the bytes that their manifest declares; several messages may share them."""
-    data = b"".join(pieces(tensors))
+def _raw(data: bytes) -> Array:
     return Array(dtype="uint8", shape=(len(data),), stype=_RAW, data=data)
 
 
 def pickled(value: object) -> Array:
     """Return a value for a process that trusts this one; several messages may share it."""
-    data = pickle.dumps(value)
-    return Array(dtype="uint8", shape=(len(data),), stype=_RAW, data=data)
+    return _raw(pickle.dumps(value))
 
 
 def unpickled(content: RecordDict, kind: type[Value]) -> Value:
@@ -132,11 +120,11 @@ def unpickled(content: RecordDict, kind: type[Value]) -> Value:
     return value
 
 
-def content_of(headers: Mapping[str, bytes], tensors: Array | None = None) -> RecordDict:
-    """Return the content of a message from headers by name, and the tensors that one declares."""
+def content_of(headers: Mapping[str, bytes], array: Array | None = None) -> RecordDict:
+    """Return the content of a message from headers by name, and perhaps an array."""
     content = RecordDict({RECORD: ConfigRecord({_VERSION: __version__, **headers})})
-    if tensors is not None:
-        content[TENSORS] = ArrayRecord({RECORD: tensors})
+    if array is not None:
+        content[ARRAY] = ArrayRecord({RECORD: array})
     return content
 
 
@@ -158,21 +146,11 @@ def header_in(content: RecordDict, name: str) -> bytes | None:
     return header
 
 
-def tensors_in(content: RecordDict, manifest: Manifest) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the tensors that a header has declared, read-only; WireError if there are others."""
-    array = _array_in(content)
-    at_most("bytes of tensors", len(array.data), manifest.size)
-    receiver = Receiver(manifest)
-    for chunk in chunks([array.data]):
-        receiver.add(chunk)
-    return receiver.finish()
-
-
 def _array_in(content: RecordDict) -> Array:
-    arrays = content.get(TENSORS)
+    arrays = content.get(ARRAY)
     array = arrays.get(RECORD) if isinstance(arrays, ArrayRecord) else None
     if array is None:
-        raise WireError("the tensors of a message are missing")
+        raise WireError("the array of a message is missing")
     return array
 
 
@@ -196,14 +174,16 @@ def asked(content: RecordDict) -> tuple[Clipping, npt.NDArray[np.int64]]:
 
 def summed(total: IntegerVector) -> RecordDict:
     """Return the content of an answer with the sum [D] of contributions."""
-    return content_of({}, packed({SUM: total}))
+    return content_of({}, _raw(total.astype("<i8").tobytes()))
 
 
 def sum_in(content: RecordDict, dimension: int) -> IntegerVector:
     """Return the sum [D] in an answer of `summed`, or raise WireError."""
-    header_in(content, SUM)  # raises if the answer is from another version
-    manifest = Manifest(Layout((SUM,), ((dimension,),)), np.dtype("<i8"))
-    return tensors_in(content, manifest)[SUM].astype(np.int64, copy=False)
+    header_in(content, USERS)  # raises if the answer is from another version
+    data = _array_in(content).data
+    if len(data) != 8 * dimension:
+        raise WireError(f"a sum has {len(data)} bytes; it must have {8 * dimension}")
+    return np.frombuffer(data, "<i8").astype(np.int64)
 
 
 def _trouble(reply: Message) -> str:

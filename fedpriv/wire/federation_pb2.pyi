@@ -250,7 +250,7 @@ class Chunk(_message.Message):
     crc32: int
     def __init__(self, number: _Optional[int] = ..., data: _Optional[bytes] = ..., crc32: _Optional[int] = ...) -> None: ...
 
-class LedgerPart(_message.Message):
+class FilePart(_message.Message):
     __slots__ = ("size", "chunk", "unknown")
     SIZE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
@@ -311,14 +311,6 @@ class LedgerRequest(_message.Message):
 class ModelRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
-
-class ModelPart(_message.Message):
-    __slots__ = ("size", "chunk")
-    SIZE_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
-    size: int
-    chunk: Chunk
-    def __init__(self, size: _Optional[int] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

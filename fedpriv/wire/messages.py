@@ -169,11 +169,6 @@ class Price(Checked):
         require(self.part < rounds, f"part is {self.part}; {condition}")
 
     @property
-    def sampling_probability(self) -> float:
-        """q, each user's probability to be in the cohort."""
-        return self.event.sampling.sampling_probability
-
-    @property
     def population(self) -> int:
         """N, the number of enrolled users."""
         return self.event.sampling.population

@@ -16,7 +16,6 @@ from fedpriv.errors import InvalidValueError, reason_of
 
 SERVICE = "fedpriv.v1.Federation"
 NODE_KEY = "fedpriv-node"  # metadata of plain-text calls: the node's name, percent-encoded
-NODE_URI = "fedpriv:node:"  # prefix of the percent-encoded name in a node's certificate
 NEWER = "newer connection of the same node"  # the server's reason to end one; nodes look for it
 # Errors that cryptography raises for a certificate or key that cannot be parsed.
 MALFORMED = (

@@ -144,7 +144,7 @@ class TinyServer:
         parts = self.ledger
         if isinstance(parts, Ledger):
             found = parts.since(Head(request.count, request.hash) if request.hash else None)
-            unknown: list[Said] = [pb.LedgerPart(unknown=True)]
+            unknown: list[Said] = [pb.FilePart(unknown=True)]
             parts = ledger_parts("".join(found[1]).encode()) if found else unknown
         for one in parts:
             yield one
@@ -261,8 +261,8 @@ def said(value: Welcome | Proposal | RoundOffer | Receipt | Status) -> Message:
 
 def ledger_parts(data: bytes) -> list[Said]:
     """What FetchLedger sends of a ledger."""
-    size = pb.LedgerPart(size=len(data))
-    return [size, *(pb.LedgerPart(chunk=chunk) for chunk in chunks([data]))]
+    size = pb.FilePart(size=len(data))
+    return [size, *(pb.FilePart(chunk=chunk) for chunk in chunks([data]))]
 
 
 def make_certificates(folder: Path) -> tuple[grpc.ServerCredentials, Path]:

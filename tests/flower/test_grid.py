@@ -173,11 +173,9 @@ BROKEN: dict[str, App] = {
     "nothing": empty,
     "from another node": from_elsewhere,
     "no record": drop("fedpriv"),
-    "no tensors": drop("fedpriv.tensors"),
+    "no tensors": drop("fedpriv.array"),
     "records of other kinds": content(
-        lambda records: records.update(
-            {"fedpriv": ArrayRecord(), "fedpriv.tensors": ConfigRecord()}
-        )
+        lambda records: records.update({"fedpriv": ArrayRecord(), "fedpriv.array": ConfigRecord()})
     ),
     "another version": content(lambda records: records["fedpriv"].update({"version": "0.0.0"})),
     "a header that is no bytes": content(lambda records: records["fedpriv"].update(trouble="x")),

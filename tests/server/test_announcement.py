@@ -89,7 +89,7 @@ def test_a_price_is_that_of_the_round_and_of_all_before_it(tmp_path: Path) -> No
         request = open_round(plan, initial_state(plan, PARAMETERS), 0, OperatingSystemEntropy())
         for spent in range(3):
             price = price_of(request)
-            assert (price.sampling_probability, price.population) == (0.5, 20)
+            assert (price.event.sampling.sampling_probability, price.population) == (0.5, 20)
             assert 1.0 <= price.noise_multiplier < 1.0 + 1e-9  # what is charged rounds up
             assert (price.epsilon_after, price.delta) == (spent + 1.0, 1e-5)
             charge(plan, records, spent)

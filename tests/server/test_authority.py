@@ -274,8 +274,6 @@ def test_of_a_request_only_key_and_name_are_taken_over(folder: Path, tmp_path: P
     assert found.subject == expected.subject
     assert [str(part.value) for part in found.subject] == ["n"]
     assert list(found.extensions) == list(expected.extensions)
-    names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.UniformResourceIdentifier) == ["fedpriv:node:n"]
     constraints = found.extensions.get_extension_for_class(x509.BasicConstraints).value
     assert not constraints.ca
 

@@ -253,7 +253,7 @@ def test_a_node_that_knows_another_ledger_is_named_unless_it_has_one_user(
     request = pb.LedgerRequest(count=1, hash="ab" * 32).SerializeToString()
     with made.channel(node) as channel:
         parts = channel.unary_stream("/fedpriv.v1.Federation/FetchLedger")(request, timeout=30.0)
-        assert [pb.LedgerPart.FromString(part).unknown for part in parts] == [True]
+        assert [pb.FilePart.FromString(part).unknown for part in parts] == [True]
     assert lines(caplog) == [
         (name, "ledger", "the node knows a head that the ledger never had"),
     ]
