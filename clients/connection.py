@@ -26,18 +26,9 @@ from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger import Head
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum
-from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Terms, Vote, Welcome
+from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Terms, Vote, Welcome, naming
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.naming import (
-    MALFORMED,
-    NODE_KEY,
-    SERVICE,
-    Address,
-    check_key,
-    check_node_name,
-    read_file,
-    read_key,
-)
+from fedpriv.wire.naming import SERVICE, Address
 from fedpriv.wire.tensors import MAX_COMPONENTS
 
 # Codes of failed calls that may succeed later. RESOURCE_EXHAUSTED comes from a server that is busy
@@ -111,10 +102,10 @@ def identity_of(certificates: Path | None, node: str | None) -> Identity:
         arguments = f"certificates is {certificates} and node is {node!r}"
         raise InvalidValueError(f"{arguments}; exactly one must be given")
     if certificates is None:
-        return Identity(check_node_name(str(node)))
-    ca, key = read_file(certificates / "ca.pem"), read_key(certificates / "node.key")
+        return Identity(naming.check_node_name(str(node)))
+    ca, key = naming.read_file(certificates / "ca.pem"), naming.read_key(certificates / "node.key")
     pem, certificate, name = _load_certificate(certificates / "node.pem")
-    check_key(certificates / "node.key", key, certificate)
+    naming.check_key(certificates / "node.key", key, certificate)
     end = certificate.not_valid_after_utc
     return Identity(name, grpc.ssl_channel_credentials(ca, key, pem), end)
 
@@ -130,15 +121,15 @@ def enrolled_as(certificates: Path) -> tuple[str, str]:
 
 def _load_certificate(path: Path) -> tuple[bytes, x509.Certificate, str]:
     """Return a node's certificate, as PEM and parsed, and the node's name, the common name."""
-    pem = read_file(path)
+    pem = naming.read_file(path)
     try:
         certificate = x509.load_pem_x509_certificate(pem)
         certificate.public_key()  # raises if it is malformed or of an unknown kind
         names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
         if len(names) != 1:
             raise InvalidValueError(f"it has {len(names)} common names; it must have one")
-        return pem, certificate, check_node_name(str(names[0].value))
-    except MALFORMED as error:
+        return pem, certificate, naming.check_node_name(str(names[0].value))
+    except naming.MALFORMED as error:
         reason = f": {error}" if isinstance(error, InvalidValueError) else ""
         raise InvalidValueError(f"{path} is not the certificate of a node{reason}") from error
 
@@ -181,7 +172,7 @@ class FederationStub:
         # A proxy on this machine might forward to another.
         options = (*_OPTIONS, ("grpc.enable_http_proxy", 0))
         channel = grpc.aio.secure_channel(target, credentials, options=options)
-        return cls(channel, ((NODE_KEY, quote(identity.node, safe="")),))
+        return cls(channel, ((naming.NODE_KEY, quote(identity.node, safe="")),))
 
     async def __aenter__(self) -> Self:
         return self

@@ -29,15 +29,8 @@ from fedpriv.server.certificates import load_ca, load_certificate
 from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
 from fedpriv.server.monitoring import SERVER, STRANGER, Sites
 from fedpriv.server.traffic import Peer, Traffic, peer_of
-from fedpriv.wire.naming import (
-    MALFORMED,
-    NODE_KEY,
-    Address,
-    check_key,
-    check_node_name,
-    read_file,
-    read_key,
-)
+from fedpriv.wire import naming
+from fedpriv.wire.naming import Address
 
 _log = logging.getLogger(__name__)
 NODE: ContextVar[str] = ContextVar("NODE")  # the node whose call is being handled
@@ -116,11 +109,13 @@ def by_declaration(context: Context) -> str:
 
     UnknownPeerError: the call names no node, several, or an invalid name.
     """
-    names = [value for key, value in context.invocation_metadata() or () if key == NODE_KEY]
+    names = [value for key, value in context.invocation_metadata() or () if key == naming.NODE_KEY]
     try:
         if len(names) != 1:
-            raise InvalidValueError(f"the call has {len(names)} metadata {NODE_KEY}; one is needed")
-        return check_node_name(unquote(str(names[0]), errors="strict"))
+            raise InvalidValueError(
+                f"the call has {len(names)} metadata {naming.NODE_KEY}; one is needed"
+            )
+        return naming.check_node_name(unquote(str(names[0]), errors="strict"))
     except ValueError as error:
         raise UnknownPeerError(_UNAUTHENTICATED, str(error)) from error
 
@@ -171,13 +166,13 @@ def tls_credentials(folder: Path) -> grpc.ServerCredentials:
     certificate, a warning is logged, because nodes that trust only that authority cannot connect.
     """
     authority = load_ca(folder / "ca.pem")
-    ca, certificate = read_file(folder / "ca.pem"), read_file(folder / "server.pem")
-    key, loaded = read_key(folder / "server.key"), load_certificate(folder / "server.pem")
-    check_key(folder / "server.key", key, loaded)
+    ca, certificate = naming.read_file(folder / "ca.pem"), naming.read_file(folder / "server.pem")
+    key, loaded = naming.read_key(folder / "server.key"), load_certificate(folder / "server.pem")
+    naming.check_key(folder / "server.key", key, loaded)
     _check_for_servers(folder / "server.pem", loaded)
     try:
         loaded.verify_directly_issued_by(authority)
-    except (*MALFORMED, InvalidSignature):
+    except (*naming.MALFORMED, InvalidSignature):
         _log.warning(
             "%s is not issued by ca.pem beside it: nodes that trust that one cannot connect",
             folder / "server.pem",

@@ -49,13 +49,7 @@ from fedpriv.server.service import (
     status_at_start,
 )
 from fedpriv.training.request import RoundRequest, Transport
-from fedpriv.training.rounds import (
-    OnRound,
-    RoundResult,
-    Stop,
-    checkpoints,
-    load_checkpoint,
-)
+from fedpriv.training.rounds import OnRound, RoundResult, Stop, checkpoints, load_checkpoint
 from fedpriv.wire import Price, Proposal, RunState
 from fedpriv.wire.naming import Address
 

@@ -28,14 +28,7 @@ from fedpriv.server.authentication import (
     RefusedCallError,
     certificate_end,
 )
-from fedpriv.server.collection import (
-    Ballot,
-    Collection,
-    Connection,
-    Connections,
-    End,
-    flaw_of,
-)
+from fedpriv.server.collection import Ballot, Collection, Connection, Connections, End, flaw_of
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.rounds import TrainingPlan
 from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Receiver, parse
