@@ -68,7 +68,7 @@ if TYPE_CHECKING:
         PowerDecay,
         StepDecay,
     )
-    from fedpriv.training.post_processing import AdaptiveClipping
+    from fedpriv.training.plan import AdaptiveClipping
     from fedpriv.training.rounds import RoundResult
 
 __version__ = "0.1.0"
@@ -111,7 +111,7 @@ _NAMES_IN = {
         "CosineDecay ExponentialDecay FedAdagrad FedAdam FedAvg FedAvgM FedYogi PolynomialDecay "
         "PowerDecay StepDecay"
     ),
-    "training.post_processing": "AdaptiveClipping",
+    "training.plan": "AdaptiveClipping",
     "training.rounds": "RoundResult",
 }
 

@@ -18,8 +18,8 @@ from fedpriv.measures.metrics import own_metrics
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.report.records import Trouble
 from fedpriv.server.enrolment import Enrolment
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import RoundRequest
-from fedpriv.training.rounds import TrainingPlan
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire import naming
 

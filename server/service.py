@@ -30,7 +30,7 @@ from fedpriv.server.authentication import (
 )
 from fedpriv.server.collection import Ballot, Collection, Connection, Connections, End, flaw_of
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.training.rounds import TrainingPlan
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Receiver, parse
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import SERVICE, Address

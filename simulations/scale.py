@@ -36,8 +36,9 @@ from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import LocalTraining
-from fedpriv.training.rounds import TrainingPlan, initial_state, train
+from fedpriv.training.rounds import initial_state, train
 from simulations.benchmarks.machine import made_by
 
 _PART = 4_000_000  # numbers of x that are made at once

@@ -35,9 +35,9 @@ from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import add_up
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.local import SGD, AdamW, FedRecon, Scaffold
-from fedpriv.training.post_processing import AdaptiveClipping, RunningStatistics
+from fedpriv.training.plan import AdaptiveClipping, RunningStatistics, TrainingPlan
 from fedpriv.training.request import LocalTraining, RoundRequest, Transport
-from fedpriv.training.rounds import TrainingPlan, initial_state
+from fedpriv.training.rounds import initial_state
 from tests.opening import open_round
 
 CLASSES, SIDE, WORDS, LENGTH = 4, 6, 9, 5

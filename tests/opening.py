@@ -3,8 +3,9 @@
 from fedpriv.privacy.draws import Draws, RoundAttempt
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import draw_cohort
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import RoundRequest
-from fedpriv.training.rounds import ServerState, TrainingPlan, round_request
+from fedpriv.training.rounds import ServerState, round_request
 
 
 def open_round(

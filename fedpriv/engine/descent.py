@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fedpriv.privacy.clipping_torch import TorchTensors
-from fedpriv.training.post_processing import CONTROL_PREFIX
-from fedpriv.training.request import LocalStep, LocalTraining
+from fedpriv.training.request import CONTROL_PREFIX, LocalStep, LocalTraining
 
 
 def is_plain(local: LocalTraining) -> bool:

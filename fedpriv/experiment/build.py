@@ -59,13 +59,11 @@ from fedpriv.support.importing import (
 from fedpriv.support.logs import SIMULATION_ONLY, one_line
 from fedpriv.training.local import FedRecon
 from fedpriv.training.optimizers import ServerOptimizer, try_out
-from fedpriv.training.post_processing import RunningStatistics
+from fedpriv.training.plan import BATCH_NORM_METRIC, RunningStatistics, TrainingPlan
 from fedpriv.training.request import LocalTraining
 from fedpriv.training.rounds import (
-    BATCH_NORM_METRIC,
     OnRound,
     ServerState,
-    TrainingPlan,
     evaluation_run,
     initial_state,
     request_to_nobody,

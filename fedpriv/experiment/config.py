@@ -34,7 +34,7 @@ from fedpriv.support.checks import plain_numbers
 from fedpriv.support.importing import Choice
 from fedpriv.training.local import ALGORITHMS, COMMON, GRADIENT
 from fedpriv.training.optimizers import SCHEDULES, SERVER_OPTIMIZERS, RateSchedule, ServerOptimizer
-from fedpriv.training.post_processing import AdaptiveClipping
+from fedpriv.training.plan import AdaptiveClipping
 from fedpriv.training.request import LocalTraining
 
 _Model = TypeVar("_Model", bound=BaseModel)

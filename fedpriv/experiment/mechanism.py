@@ -62,7 +62,7 @@ from fedpriv.support.checks import (
     plain_numbers,
     require,
 )
-from fedpriv.training.post_processing import AdaptiveClipping
+from fedpriv.training.plan import AdaptiveClipping
 
 # The noise on the update grows by 1/√(1 − ω), half a per cent. The count has noise of z/√ω = 10·z
 # users: much in one round of a small cohort, but 1/√T of that in the mean over T rounds.

@@ -20,7 +20,8 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.experiment.config import Config, flattened, with_paths
 from fedpriv.support.checks import check_types
 from fedpriv.support.importing import path_of
-from fedpriv.training.rounds import OnRound, RoundResult, Stop, TrainingPlan
+from fedpriv.training.plan import TrainingPlan
+from fedpriv.training.rounds import OnRound, RoundResult, Stop
 
 if TYPE_CHECKING:
     import mlflow

@@ -51,15 +51,9 @@ from fedpriv.support.importing import raised_at
 from fedpriv.support.logs import one_line
 from fedpriv.training.local import SGD
 from fedpriv.training.optimizers import FedAvg, Parameters, ServerOptimizer, try_out
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import RoundRequest, Transport
-from fedpriv.training.rounds import (
-    Contributors,
-    RoundResult,
-    Stop,
-    TrainingPlan,
-    initial_state,
-    train,
-)
+from fedpriv.training.rounds import Contributors, RoundResult, Stop, initial_state, train
 
 _log = logging.getLogger("flwr")  # its handler shows our lines among Flower's own
 _ARRAYS, _CONFIG = "arrays", "config"  # records, as Flower's own strategies name them

@@ -46,6 +46,7 @@ from fedpriv.run.folder import RunFolder, data_frame, read_run, write_charts, wr
 from fedpriv.support.disk import with_room, write_atomically
 from fedpriv.support.logs import one_line
 from fedpriv.training.local import ALGORITHMS
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import Transport
 from fedpriv.training.rounds import (
     Checkpoint,
@@ -55,7 +56,6 @@ from fedpriv.training.rounds import (
     RoundResult,
     ServerState,
     Stop,
-    TrainingPlan,
     best_round,
     checkpoints,
     initial_state,

@@ -46,8 +46,9 @@ from fedpriv.run.terminal import execute, telling_where
 from fedpriv.support.checks import check_types
 from fedpriv.support.disk import with_room
 from fedpriv.training.optimizers import ServerOptimizer
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import LocalTraining, RoundRequest, Transport
-from fedpriv.training.rounds import OnRound, TrainingPlan
+from fedpriv.training.rounds import OnRound
 
 
 def simulate(

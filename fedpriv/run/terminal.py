@@ -39,6 +39,7 @@ from fedpriv.run import notes
 from fedpriv.run.auditor import Auditor
 from fedpriv.run.run import Follow, Hosted, Run, RunSetup, conduct, opened, spent_in
 from fedpriv.support.logs import SIMULATION_ONLY
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
     EVALUATION_PREFIX,
@@ -46,7 +47,6 @@ from fedpriv.training.rounds import (
     OnRound,
     RoundResult,
     Stop,
-    TrainingPlan,
     own_charges,
 )
 

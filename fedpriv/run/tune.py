@@ -85,8 +85,9 @@ from fedpriv.support.checks import check_types, plain_numbers
 from fedpriv.support.disk import with_room, write_atomically, writing
 from fedpriv.support.logs import silenced
 from fedpriv.training.optimizers import ServerOptimizer
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import LocalTraining
-from fedpriv.training.rounds import RoundResult, ServerState, TrainingPlan, train
+from fedpriv.training.rounds import RoundResult, ServerState, train
 
 if TYPE_CHECKING:
     import optuna

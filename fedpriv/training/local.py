@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.support.checks import is_whole
-from fedpriv.training.post_processing import ControlVariates
-from fedpriv.training.request import LocalStep, LocalTraining
+from fedpriv.training.request import ControlVariates, LocalStep, LocalTraining
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -16,20 +16,15 @@ import numpy.typing as npt
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, Metric
+from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup
 from fedpriv.privacy.round import PartialSum
 from fedpriv.support.checks import hold_plain_numbers, is_whole
-from fedpriv.training.post_processing import ControlVariates
+from fedpriv.training.optimizers import Rate, RateSchedule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-@runtime_checkable
-class Rates(Protocol):
-    """A learning rate per round, such as a `fedpriv.training.optimizers.RateSchedule`."""
-
-    def at(self, number: int) -> float:
-        """Return the rate in a round, from 1: a function of that public number alone."""
+CONTROL_PREFIX = "control/"  # starts the names of control variates' tensors and of their group
 
 
 class LocalStep(NamedTuple):
@@ -43,6 +38,47 @@ class LocalStep(NamedTuple):
     memory: tuple["Tensor", ...]
     control: "Tensor"  # the server's control variate, [*shape]; 0 if the algorithm has none
     personal: bool  # whether the parameter stays with the user and is never sent
+
+
+@dataclass(frozen=True)
+class ControlVariates:
+    """A second vector that users send, as large as the update, and the server's update rule for it.
+
+    The server keeps a control variate c of the shape of the model, initially zero, and sends it
+    with each round. A user sends the difference of its own, Δc_i = c_i − c. The server then sets
+    c ← c + β·Δc, where Δc is the release: the noised average of the clipped Δc_i.
+    """
+
+    norm: float  # S, the bound on the L2 norm of Δc_i
+    share: float  # ω in (0, 1), share of the round's privacy
+    rate: float  # β in (0, 1]; averages the noise of about 1/β rounds
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, Real):
+                raise InvalidValueError(f"control_{name} is {value!r}; it must be a number")
+        if not 0.0 < self.share < 1.0:
+            raise InvalidValueError(f"control_share is {self.share}; it must be in (0, 1)")
+        if not 0.0 < self.rate <= 1.0:
+            raise InvalidValueError(f"control_rate is {self.rate}; it must be in (0, 1]")
+        _ = VectorGroup.single(CONTROL_PREFIX, self.norm)  # refuses an illegal norm
+
+    def group(self, layout: Layout) -> VectorGroup:
+        """Return the extra vector group for an update of this layout."""
+        tensors = tuple(CONTROL_PREFIX + name for name in layout.names)
+        return VectorGroup(CONTROL_PREFIX + "variates", tensors, self.norm, (1.0,) * len(tensors))
+
+    def updated(
+        self, control: Mapping[str, npt.NDArray[np.float32]], released: Mapping[str, FloatVector]
+    ) -> dict[str, npt.NDArray[np.float32]]:
+        """Return the control variate after a round, by parameter, saturated to float32's range."""
+        limit = np.finfo(np.float32).max
+        return {
+            name: np.clip(c + self.rate * released[CONTROL_PREFIX + name], -limit, limit).astype(
+                np.float32
+            )
+            for name, c in control.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -60,7 +96,7 @@ class LocalTraining:
     """
 
     # Step size > 0; `at` replaces a schedule by its value in a round.
-    learning_rate: float | Rates
+    learning_rate: Rate
     batch_size: int | None = None  # examples per step; None: one batch of all of a user's examples
     # Exactly one is set: passes over the examples, each in a fresh order, or a number of batches.
     epochs: int | None = None
@@ -76,7 +112,9 @@ class LocalTraining:
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
         rate = self.learning_rate
-        if not isinstance(rate, Rates) and not (isinstance(rate, Real) and 0.0 < rate < math.inf):
+        if not isinstance(rate, RateSchedule) and not (
+            isinstance(rate, Real) and 0.0 < rate < math.inf
+        ):
             raise InvalidValueError(f"learning_rate is {rate!r}; it must be positive and finite")
         if (self.epochs is None) == (self.steps is None):
             raise InvalidValueError(
@@ -108,7 +146,9 @@ class LocalTraining:
     def at(self, number: int) -> Self:
         """Return the settings for a round, from 1, with a schedule replaced by its value."""
         rate = self.learning_rate
-        return replace(self, learning_rate=rate.at(number)) if isinstance(rate, Rates) else self
+        return (
+            replace(self, learning_rate=rate.at(number)) if isinstance(rate, RateSchedule) else self
+        )
 
     @property
     def memories(self) -> int:

@@ -1,4 +1,4 @@
-"""Training: the plan of a run, its private rounds, and the checkpoints between them.
+"""Training: the private rounds of a plan, and the checkpoints between them.
 
 A round asks users, releases, steps the server and reports. A checkpoint is the server's state in
 one file, bound to its plan and its ledger. It holds only released numbers and no random state, so a
@@ -8,12 +8,12 @@ resumed run draws fresh cohorts and fresh noise.
 import hashlib
 import json
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property, reduce
+from functools import reduce
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,235 +24,39 @@ from fedpriv.errors import (
     BudgetExceededError,
     CheckpointError,
     DeclinedError,
-    InvalidValueError,
     StoppedError,
 )
 from fedpriv.ledger import ChargedRow, Head, Ledger
 from fedpriv.ledger.events import (
     NeighbouringRelation,
-    PrivacyBudget,
     Randomness,
-    RoundEvent,
     SamplingEvent,
     Unit,
 )
-from fedpriv.privacy.clipping import UNCLIPPED, Clipping, Indicator
-from fedpriv.privacy.correlated_noise import Strategy
+from fedpriv.privacy.clipping import UNCLIPPED
 from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.gaussian_mechanism import (
     CONTRIBUTORS,
-    INDEPENDENT,
-    Averaging,
     GaussianMechanism,
-    Metric,
 )
-from fedpriv.privacy.layout import Layout, VectorGroup, check_partition
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, Release, private_round
-from fedpriv.privacy.sampling import Sampling
-from fedpriv.support.checks import is_whole
 from fedpriv.support.disk import write_atomically
 from fedpriv.training.optimizers import (
-    FedAvg,
     OptimizerState,
     Parameters,
-    ServerOptimizer,
     stepped,
 )
-from fedpriv.training.post_processing import AdaptiveClipping, ControlVariates, RunningStatistics
-from fedpriv.training.request import LocalTraining, Rates, RoundRequest, Transport
+from fedpriv.training.plan import BATCH_NORM_METRIC, TrainingPlan
+from fedpriv.training.request import RoundRequest, Transport
 
-BATCH_NORM_METRIC = "batch-norm"  # the metric that moves running statistics
 CONTRIBUTORS_METRIC = CONTRIBUTORS.name  # the count of users whose update counted
 _SURE = 3.0  # standard deviations
 _NEAR = 0.1  # of the expected number: smaller differences are not reported
 EVALUATION_PREFIX = "evaluation/"  # of metrics that users report on the model after a round
-_MOST_RAISED = 1.01  # factor of calibrated noise; rounding makes it miss the budget by less
 _FORMAT = "fedpriv checkpoint 3"
 _PARTS = ("parameters", "first", "second", "statistics", "control")  # of a checkpoint
 _KEPT = 3  # checkpoints
-
-
-@dataclass(frozen=True)
-class TrainingPlan:
-    """The model, users, number of rounds and mechanism of a training run."""
-
-    run: str  # name in the ledger
-    population: str  # name of the enrolled population, as in the ledger
-    rounds: int  # T ≥ 1
-    layout: Layout  # of the trained tensors
-    groups: tuple[VectorGroup, ...]  # a partition of the layout, with the initial clipping norms
-    noise_shares: tuple[float, ...]  # ω_g of each group, of the privacy that goes to the update
-    noise_multiplier: float  # z ≥ 0 of the whole round
-    sampling: Sampling
-    local: LocalTraining
-    optimizer: ServerOptimizer = FedAvg()  # noqa: RUF009 - frozen, so sharing it is safe
-    # Everything else that determines the result (model, data, loss, initial parameters), in words
-    # or as a digest; it binds checkpoints to the plan.
-    description: str = ""
-    metrics: tuple[Metric, ...] = ()  # released in addition to the update
-    metrics_share: float = 0.0  # of the round's privacy, for all metrics in equal parts
-    contributors_share: float = 0.0  # of the round's privacy, to count contributors; 0: no count
-    adaptive: AdaptiveClipping | None = None  # moves clipping norms; None: they are constant
-    averaging: Averaging = Averaging()  # noqa: RUF009
-    statistics: RunningStatistics | None = None  # moves running statistics, if there are any
-    strategy: Strategy = INDEPENDENT  # correlates noise over the rounds of a series
-
-    def __post_init__(self) -> None:
-        if not is_whole(self.rounds):
-            legal = "a whole number of at least 1"
-            raise InvalidValueError(f"rounds is {self.rounds}; it must be {legal}")
-        if not self.run or "/" in self.run:
-            raise InvalidValueError(f"run is {self.run!r}; it must be a name without '/'")
-        check_partition(self.layout, self.groups)
-        if not (0.0 < self.metrics_share < 1.0 if self.metrics else self.metrics_share == 0.0):
-            found = f"metrics_share is {self.metrics_share} with {len(self.metrics)} metrics"
-            raise InvalidValueError(f"{found}; it must be in (0, 1), or 0 if there are none")
-        if not 0.0 <= self.contributors_share < 1.0:
-            found = f"contributors_share is {self.contributors_share}"
-            raise InvalidValueError(f"{found}; it must be in [0, 1)")
-        if CONTRIBUTORS.name in (metric.name for metric in self.metrics):
-            raise InvalidValueError(
-                f"a metric is named {CONTRIBUTORS.name!r}; that name is taken by the count of "
-                "users whose update counts, which contributors_share asks for"
-            )
-        if not self._update_share > 0.0:
-            taken = f"{1.0 - self._update_share:g} of the round's privacy"
-            found = f"metrics, control variates and the counting of the clipped take {taken}"
-            raise InvalidValueError(f"{found}; they must leave some to the update")
-        shapes = {metric.name: metric.shape for metric in self.metrics}
-        found_shape = shapes.get(BATCH_NORM_METRIC)
-        if self.statistics is not None and found_shape != self.statistics.shape:
-            needed = f"a metric {BATCH_NORM_METRIC!r} of shape {self.statistics.shape}"
-            found = f"the plan has {found_shape or 'none'}"
-            raise InvalidValueError(f"running statistics move by {needed}; {found}")
-        for number in range(1, self.rounds + 1) if self.optimizer.schedules else ():
-            self.optimizer.at(number)  # raises if a learning rate is out of range
-        for number in range(1, self.rounds + 1) if self._local_schedules else ():
-            self.local.at(number)
-        if self.adaptive is not None and self.sampling.rounds > 1:
-            raise InvalidValueError(
-                f"clipping norms adapt and {self.sampling.event().policy} sampling charges "
-                f"{self.sampling.rounds} rounds at once, by norms that stay; only one can be"
-            )
-        _ = self.mechanism  # raises if groups, shares and sampling do not match
-
-    @property
-    def clipping_norms(self) -> tuple[float, ...]:
-        """S_g of each group of the update before the first round."""
-        return tuple(group.clipping_norm for group in self.groups)
-
-    @property
-    def reported(self) -> tuple[Metric, ...]:
-        """The metrics that users report, including the count of contributors if it has a share."""
-        return (*self.metrics, CONTRIBUTORS) if self.contributors_share else self.metrics
-
-    @cached_property
-    def mechanism(self) -> GaussianMechanism:
-        """The mechanism of the first round."""
-        return self._mechanism(self.clipping_norms)
-
-    @property
-    def event(self) -> RoundEvent:
-        """The event of all rounds together, if clipping norms are constant.
-
-        A pass or series of rounds that is cut short at the end is charged in full.
-        """
-        return replace(self.mechanism.event, count=-(-self.rounds // self.sampling.rounds))
-
-    def mechanism_at(self, clipping_norms: tuple[float, ...]) -> GaussianMechanism:
-        """Return the mechanism for these clipping norms, with the plan's noise multiplier."""
-        first = clipping_norms == self.clipping_norms
-        return self.mechanism if first else self._mechanism(clipping_norms)
-
-    def _mechanism(self, clipping_norms: tuple[float, ...]) -> GaussianMechanism:
-        pairs = zip(self.groups, clipping_norms, strict=True)
-        groups = [replace(group, clipping_norm=norm) for group, norm in pairs]
-        shapes = dict(zip(self.layout.names, self.layout.shapes, strict=True))
-        if self.control is not None:
-            groups.append(self.control.group(self.layout))
-            shapes |= dict(zip(groups[-1].tensors, self.layout.shapes, strict=True))
-        averaged = tuple(group.name for group in groups)
-        groups += [metric.group for metric in self.reported]
-        shapes |= {metric.tensor: metric.shape for metric in self.reported}
-        indicator = Indicator.of(self.groups) if self.adaptive else None
-        if indicator is not None:
-            groups.append(indicator.group)
-            shapes[indicator.tensor] = (len(indicator.groups),)
-        averaging = self.averaging
-        plain = averaging.cap is None and averaging.floor is None
-        weighted = () if plain else averaged
-        layout = Layout(tuple(shapes), tuple(shapes.values()))
-        clipping = Clipping(layout, tuple(groups), indicator, weighted, averaging.cap or 1)
-        return GaussianMechanism.calibrated(
-            self.sampling, clipping, self.noise_multiplier, self.shares, averaging, self.strategy
-        )
-
-    def within(self, budget: PrivacyBudget, spent: Sequence[RoundEvent] = ()) -> "TrainingPlan":
-        """Return the plan with just enough more noise that all rounds fit into what is unspent.
-
-        A plan that was calibrated to the budget may miss it by rounding. InvalidValueError: it
-        misses the budget by more, for example because it was calibrated for other users.
-        """
-
-        def louder(plan: TrainingPlan, factor: float) -> TrainingPlan:
-            return replace(plan, noise_multiplier=plan.noise_multiplier * factor)
-
-        def fits(plan: TrainingPlan) -> bool:
-            return budget.admits([*spent, plan.event])
-
-        plan = self
-        if not fits(plan) and not fits(louder(plan, _MOST_RAISED)):
-            cost = budget.epsilon_of([*spent, plan.event])
-            raise InvalidValueError(
-                f"noise_multiplier is {plan.noise_multiplier:.6g}, at which all rounds with N = "
-                f"{plan.sampling.population} cost ε = {cost:.4g}, not the {budget.epsilon} that it "
-                "was calibrated for; calibrate must be given the same users and rounds"
-            )
-        while not fits(plan):
-            plan = louder(plan, 1.0 + 1e-4)
-        return plan
-
-    @cached_property
-    def shares(self) -> tuple[float, ...]:
-        """ω of each vector group of a round: update, control variates, metrics and indicator."""
-        metrics = (self.metrics_share / max(1, len(self.metrics)),) * len(self.metrics)
-        contributors = (self.contributors_share,) if self.contributors_share else ()
-        counting = (*contributors, *((self.adaptive.share,) if self.adaptive else ()))
-        control = (self.control.share,) if self.control else ()
-        update = (self._update_share * share for share in self.noise_shares)
-        return (*update, *control, *metrics, *counting)
-
-    @property
-    def _update_share(self) -> float:
-        counting = self.contributors_share + (self.adaptive.share if self.adaptive else 0.0)
-        return 1.0 - self.metrics_share - counting - (self.control.share if self.control else 0.0)
-
-    @property
-    def control(self) -> ControlVariates | None:
-        """The control variates that users send with their update; None if they send none."""
-        return self.local.control
-
-    @property
-    def _local_schedules(self) -> tuple[Rates, ...]:
-        rate = self.local.learning_rate
-        return (rate,) if isinstance(rate, Rates) else ()
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of the whole plan; equal plans have equal digests."""
-        parts = (self.optimizer, *self.optimizer.schedules.values(), *self._local_schedules)
-        kinds = " ".join(type(part).__name__ for part in parts)
-        fields = {**asdict(self), "optimizer_class": kinds}
-        text = json.dumps(fields, sort_keys=True, separators=(",", ":"), default=_unwritable)
-        return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _unwritable(value: object) -> NoReturn:
-    raise InvalidValueError(
-        f"the plan has a value of the type {type(value).__name__}, which cannot be written down; "
-        "local training, optimisers and schedules must be frozen dataclasses of numbers and texts"
-    )
 
 
 @dataclass(frozen=True)

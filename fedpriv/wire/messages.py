@@ -25,8 +25,7 @@ from fedpriv.privacy.layout import Layout, Tensors, VectorGroup
 from fedpriv.privacy.round import PartialSum
 from fedpriv.support.checks import require
 from fedpriv.training.local import ALGORITHMS
-from fedpriv.training.post_processing import CONTROL_PREFIX
-from fedpriv.training.request import LocalTraining, RoundRequest
+from fedpriv.training.request import CONTROL_PREFIX, LocalTraining, RoundRequest
 from fedpriv.wire import codec
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import (

@@ -27,8 +27,9 @@ from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import add_up
 from fedpriv.training.optimizers import Parameters
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import Transport
-from fedpriv.training.rounds import RoundResult, ServerState, TrainingPlan, round_request
+from fedpriv.training.rounds import RoundResult, ServerState, round_request
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]

@@ -32,8 +32,9 @@ from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import ExampleSampling
 from fedpriv.support.logs import silenced
 from fedpriv.training.optimizers import FedAvg
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import Transport
-from fedpriv.training.rounds import ServerState, TrainingPlan, train
+from fedpriv.training.rounds import ServerState, train
 from simulations.attack.certification import Certificate, Numbers, best_test, certify
 from simulations.attack.distinguishers import (
     Distinguisher,

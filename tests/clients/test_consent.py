@@ -32,7 +32,7 @@ from fedpriv.privacy.sampling import (
     SeparatedSampling,
 )
 from fedpriv.training.local import SGD, Scaffold
-from fedpriv.training.post_processing import AdaptiveClipping
+from fedpriv.training.plan import AdaptiveClipping
 from fedpriv.training.rounds import initial_state, round_request
 from fedpriv.wire import (
     Price,

@@ -17,9 +17,9 @@ from fedpriv.privacy.layout import Layout, flat, joint, layers, per_layer, scale
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import add_up
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.training.post_processing import AdaptiveClipping
+from fedpriv.training.plan import AdaptiveClipping, TrainingPlan
 from fedpriv.training.request import LocalTraining, RoundRequest, Transport
-from fedpriv.training.rounds import TrainingPlan, initial_state
+from fedpriv.training.rounds import initial_state
 from tests.opening import open_round
 
 

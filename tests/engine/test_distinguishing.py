@@ -20,8 +20,9 @@ from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import PartialSum
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import LocalTraining, RoundRequest, Transport
-from fedpriv.training.rounds import TrainingPlan, initial_state, train
+from fedpriv.training.rounds import initial_state, train
 from tests.training.federation import open_records
 
 CLASSES, OTHERS, NORM = 30, 100, 1e-3

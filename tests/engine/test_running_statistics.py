@@ -15,9 +15,9 @@ from fedpriv.measures.metrics import metric
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.sampling import PoissonSampling
-from fedpriv.training.post_processing import RunningStatistics
+from fedpriv.training.plan import RunningStatistics, TrainingPlan
 from fedpriv.training.request import LocalTraining
-from fedpriv.training.rounds import TrainingPlan, initial_state, train
+from fedpriv.training.rounds import initial_state, train
 from tests.opening import open_round
 from tests.training.federation import open_records
 

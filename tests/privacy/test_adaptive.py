@@ -9,7 +9,7 @@ import pytest
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import Indicator
 from fedpriv.privacy.layout import VectorGroup
-from fedpriv.training.post_processing import AdaptiveClipping
+from fedpriv.training.plan import AdaptiveClipping
 
 
 def test_a_step_by_hand() -> None:

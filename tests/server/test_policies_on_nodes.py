@@ -35,8 +35,9 @@ from fedpriv.privacy.sampling import (
 from fedpriv.server.collection import prices
 from fedpriv.server.deployment import GrpcTransport
 from fedpriv.training.local import SGD
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import RoundRequest, Transport
-from fedpriv.training.rounds import ServerState, Stop, TrainingPlan, initial_state, train
+from fedpriv.training.rounds import ServerState, Stop, initial_state, train
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.loopback import PATIENCE, POPULATION_ID, Answering, Site, clipped, nodes, site
 from tests.training.federation import PARAMETERS, FakeTransport, constant_update, make_plan

@@ -14,8 +14,8 @@ from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS
 from fedpriv.privacy.layout import Layout, Tensors, flat
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import LocalTraining, RoundRequest, Transport
-from fedpriv.training.rounds import TrainingPlan
 
 LAYOUT = Layout(("w", "b"), ((2, 2), (3,)))
 PARAMETERS = {"w": np.ones((2, 2), np.float32), "b": np.zeros(3, np.float32)}

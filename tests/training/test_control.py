@@ -20,15 +20,9 @@ from fedpriv.training.optimizers import (
     RateSchedule,
     StepDecay,
 )
-from fedpriv.training.post_processing import AdaptiveClipping, ControlVariates
-from fedpriv.training.request import LocalTraining, RoundRequest
-from fedpriv.training.rounds import (
-    Checkpoint,
-    initial_state,
-    resume,
-    save_checkpoint,
-    train,
-)
+from fedpriv.training.plan import AdaptiveClipping
+from fedpriv.training.request import ControlVariates, LocalTraining, RoundRequest
+from fedpriv.training.rounds import Checkpoint, initial_state, resume, save_checkpoint, train
 from tests.training.federation import LAYOUT, PARAMETERS, FakeTransport, make_plan, open_records
 
 SCAFFOLD = Scaffold(0.1, epochs=2, control_norm=0.5, control_share=0.25, control_rate=0.4)

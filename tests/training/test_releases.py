@@ -14,12 +14,11 @@ from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import Release
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.training.optimizers import FedAvg
-from fedpriv.training.post_processing import AdaptiveClipping
+from fedpriv.training.plan import AdaptiveClipping, TrainingPlan
 from fedpriv.training.request import RoundRequest
 from fedpriv.training.rounds import (
     Checkpoint,
     ServerState,
-    TrainingPlan,
     close_round,
     initial_state,
     load_checkpoint,

@@ -12,14 +12,8 @@ from hypothesis.extra import numpy as hnp
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.ledger import Head
 from fedpriv.privacy.gaussian_mechanism import Metric
-from fedpriv.training.post_processing import RunningStatistics
-from fedpriv.training.rounds import (
-    BATCH_NORM_METRIC,
-    Checkpoint,
-    initial_state,
-    load_checkpoint,
-    save_checkpoint,
-)
+from fedpriv.training.plan import BATCH_NORM_METRIC, RunningStatistics
+from fedpriv.training.rounds import Checkpoint, initial_state, load_checkpoint, save_checkpoint
 from tests.training.federation import PARAMETERS, make_plan
 
 RULE = RunningStatistics(("a", "b.c"), (3, 1), (1e-5, 0.1), 0.3)
