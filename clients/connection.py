@@ -227,7 +227,9 @@ class FederationStub:
 
     async def upload(self, round_id: RoundId, answer: PartialSum | wire.Decline) -> Receipt:
         """Answer an offer, and return the server's receipt."""
-        content, tensors = (answer, {}) if isinstance(answer, wire.Decline) else wire.summed(answer)
+        content, tensors = (
+            (answer, {}) if isinstance(answer, wire.Decline) else wire.sum_to_send(answer)
+        )
         header = wire.encode_answer(wire.RoundAnswer(round_id, content))
         chunks = (pb.UploadPart(chunk=chunk) for chunk in wire.chunks(wire.pieces(tensors)))
         parts = (p.SerializeToString() for p in chain([pb.UploadPart(answer=header)], chunks))

@@ -24,7 +24,7 @@ from fedpriv.wire import (
     digest_of,
     encode_answer,
     pieces,
-    summed,
+    sum_to_send,
 )
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import SERVICE
@@ -58,7 +58,7 @@ async def _offers(stub: FederationStub, hello: Hello) -> AsyncGenerator[RoundOff
 def _parts(offer: RoundOffer, total: npt.NDArray[np.int64]) -> list[bytes]:
     """An upload of this sum of all users that were drawn."""
     users = len(offer.users)
-    content, tensors = summed(PartialSum("", users, total, users))
+    content, tensors = sum_to_send(PartialSum("", users, total, users))
     parts = [pb.UploadPart(answer=encode_answer(RoundAnswer(offer.id, content)))]
     parts += [pb.UploadPart(chunk=chunk) for chunk in chunks(pieces(tensors))]
     return [part.SerializeToString() for part in parts]

@@ -28,7 +28,7 @@ from fedpriv.wire import (
     encode_answer,
     parse,
     pieces,
-    summed,
+    sum_to_send,
 )
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import SERVICE
@@ -55,7 +55,7 @@ class Prepared:
 
     def _make(self, clipping: Clipping) -> tuple[SummedUpdates, list[bytes]]:
         partial = PartialSum("", 1, self._site.contribution(self._kind, clipping), 1)
-        content, tensors = summed(partial)
+        content, tensors = sum_to_send(partial)
         uploaded = chunks(pieces(tensors))
         return content, [pb.UploadPart(chunk=chunk).SerializeToString() for chunk in uploaded]
 

@@ -21,7 +21,7 @@ from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.experiment.build import build_task
 from fedpriv.flower import messages as flower_messages
-from fedpriv.flower.messages import Introduction, Sum, Work, content_of
+from fedpriv.flower.messages import Introduction, ShareSum, WorkerTask, content_of
 from fedpriv.training.request import RoundRequest
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ def introduce(content: RecordDict, settings: NodeConfig) -> Introduction:
     )
 
 
-def respond(content: RecordDict, settings: NodeConfig) -> Sum:
+def respond(content: RecordDict, settings: NodeConfig) -> ShareSum:
     """Train the users of the request in a message who are in this worker's share.
 
     The text of an error may contain users' data.
@@ -51,7 +51,7 @@ def respond(content: RecordDict, settings: NodeConfig) -> Sum:
     request, header = flower_messages.unpickled(content, RoundRequest), _header_in(content)
     _, shard = _place(_population(header).users.population, settings)
     users = request.users[(request.users >= shard.start) & (request.users < shard.stop)]
-    return Sum(len(users), _trainer(header).answer(replace(request, users=users)))
+    return ShareSum(len(users), _trainer(header).answer(replace(request, users=users)))
 
 
 def _place(population: int, settings: NodeConfig) -> tuple[int, range]:
@@ -70,8 +70,8 @@ def _header_in(content: RecordDict) -> bytes:
     raise InvalidValueError("the message does not say which users a worker is to load")
 
 
-def _work_of(header: bytes) -> Work:
-    work: Work = pickle.loads(header)
+def _work_of(header: bytes) -> WorkerTask:
+    work: WorkerTask = pickle.loads(header)
     return work
 
 
@@ -110,7 +110,7 @@ def say_hello(message: Message, context: Context) -> Message:
 
 
 @app.train()
-def train(message: Message, context: Context) -> Message:
+def answer_request(message: Message, context: Context) -> Message:
     """Reply with the worker's `respond`, or with the type of the error if training fails."""
     return _reply(message, lambda: respond(message.content, context.node_config), _kind_of)
 

@@ -17,7 +17,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, StoppedError, WireError, WorkerError
 from fedpriv.experiment.build import Experiment, refuse_if_few_count, simulated
 from fedpriv.flower import messages as flower_messages
-from fedpriv.flower.messages import Introduction, Sum, Value, Work, content_of
+from fedpriv.flower.messages import Introduction, ShareSum, Value, WorkerTask, content_of
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.run.run import Follow, Run, RunSetup
 from fedpriv.run.terminal import execute
@@ -45,7 +45,7 @@ class GridTransport(Transport):
 
     grid: Grid
     workers: Mapping[int, int]  # number → id on the grid
-    work: bytes  # a pickled `Work`, the same in all rounds
+    work: bytes  # a pickled `WorkerTask`, the same in all rounds
     seconds: float  # from the request to the deadline
     stopping: threading.Event  # set to abandon the present round and all later ones
 
@@ -74,7 +74,7 @@ class GridTransport(Transport):
         """Return the sum in a reply; None, with a line in the log, if there is none."""
         name = f"{SIMULATION_ONLY}: worker-{worker}"
         try:
-            answer = _answer_in(reply, Sum, self.workers[worker])
+            answer = _answer_in(reply, ShareSum, self.workers[worker])
         except WireError as error:
             _log.warning("%s failed: %s", name, error)
             return None
@@ -104,8 +104,8 @@ def introduced_workers(
 ) -> dict[int, int]:
     """Wait until all workers of a simulation have loaded the users; return number → id on the grid.
 
-    `work` is a pickled `Work`. WorkerError: there are more or fewer workers, or one cannot load the
-    same data. StoppedError: `stopping` was set.
+    `work` is a pickled `WorkerTask`. WorkerError: there are more or fewer workers, or one cannot
+    load the same data. StoppedError: `stopping` was set.
     """
     end = monotonic() + _CONNECTION_SECONDS
     while len(ids := list(grid.get_node_ids())) < workers and monotonic() < end:
@@ -168,7 +168,7 @@ class GridSimulation:
         config, population = self.experiment.config, self.experiment.plan.population
         data, engine = config.simulated_data, config.engine
         training = engine.device, engine.chunk_mebibytes, engine.activations, engine.path
-        work = pickle.dumps(Work(data.name, data.options, task_of(config), *training))
+        work = pickle.dumps(WorkerTask(data.name, data.options, task_of(config), *training))
         numbers = introduced_workers(grid, population, self.users, self.workers, work, stopping)
 
         def hosted(_experiment: Experiment, _records: PrivacyRecords) -> Transport:

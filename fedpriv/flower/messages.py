@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from flwr.serverapp import Grid  # which nodes do not use
 
 CLIPPED, USERS = "clipping", "users"  # headers: a clipping, and numbers of users at the node
-WORK, TROUBLE = "work", "trouble"  # headers: a pickled `Work`, and why a worker cannot do it
+WORK, TROUBLE = "work", "trouble"  # headers: a pickled `WorkerTask`, and why a worker cannot do it
 RECORD = "fedpriv"  # name of the record with headers
 ARRAY = RECORD + ".array"  # name of the record with an array
 _VERSION = "version"
@@ -50,7 +50,7 @@ Reply = tuple[str, Message | str]  # key of a message, and its reply or why ther
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkerTask:
     """A description from which every worker of a simulation loads users, and builds the task."""
 
     name: str  # for `fedpriv.data.population.load_population`
@@ -71,7 +71,7 @@ class Introduction:
 
 
 @dataclass(frozen=True)
-class Sum:
+class ShareSum:
     """The answer of a worker to a request."""
 
     drawn: int  # number of its users in the request

@@ -14,7 +14,7 @@ from fedpriv.wire.messages import (
     HELLO, LEDGER_REQUEST, OFFER, PROPOSAL, RECEIPT, ROUND_ID, STATUS, VERSION, VOTE, WELCOME,
     Decline, Hello, LedgerRequest, Price, Proposal, Receipt, RoundAnswer, RoundId, RoundOffer,
     RunState, Status, SummedUpdates, TaskDescription, Terms, Vote, Welcome, decode_answer,
-    digest_of, encode_answer, model_of, summed,
+    digest_of, encode_answer, model_of, sum_to_send,
 )
 from fedpriv.wire.tensors import (
     CHUNK_BYTES, Assembler, Manifest, Receiver, chunks, manifest_of, pieces,
@@ -26,5 +26,5 @@ __all__ = [
     "Assembler", "Decline", "Hello", "LedgerRequest", "Manifest", "Price", "Proposal", "Receipt",
     "Receiver", "RoundAnswer", "RoundId", "RoundOffer", "RunState", "Status", "SummedUpdates",
     "TaskDescription", "Terms", "Vote", "Welcome", "chunks", "decode_answer", "digest_of",
-    "encode_answer", "manifest_of", "model_of", "parse", "pieces", "summed",
+    "encode_answer", "manifest_of", "model_of", "parse", "pieces", "sum_to_send",
 ]

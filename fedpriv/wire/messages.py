@@ -306,7 +306,7 @@ class SummedUpdates:
         return Manifest(Layout((SUM,), ((dimension,),)), dtype)
 
 
-def summed(partial: PartialSum) -> tuple[SummedUpdates, Tensors]:
+def sum_to_send(partial: PartialSum) -> tuple[SummedUpdates, Tensors]:
     """Return the header of a partial sum, without its node, and its total, as it is sent."""
     header = SummedUpdates(partial.users, partial.weight)
     dtype = header.tensors(partial.total.size).dtype

@@ -13,7 +13,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from fedpriv.flower.client_app import app as client_app
 from fedpriv.flower.grid import GridTransport, introduced_workers
-from fedpriv.flower.messages import Work
+from fedpriv.flower.messages import WorkerTask
 from fedpriv.flower.ray import run_on_ray
 from fedpriv.wire import TaskDescription
 from tests.isolation import (
@@ -55,7 +55,7 @@ def on_workers(grid: Grid, plan: Plan) -> GridTransport:
     options = {"users": people, "words": plan.model in READERS}
     kind, own = {"kind": plan.model}, PERSONAL.get(plan.model, ())
     task = TaskDescription("tests.isolation:model", kind, 0, "cross-entropy", personal=own)
-    work = pickle.dumps(Work("tests.isolation:crowd", options, task, "cpu", 32))
+    work = pickle.dumps(WorkerTask("tests.isolation:crowd", options, task, "cpu", 32))
     store, stopping = crowd(**options).users, threading.Event()
     numbers = introduced_workers(grid, "people", store, 2, work, stopping)
     return GridTransport(grid, numbers, work, SECONDS, stopping)

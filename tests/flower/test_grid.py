@@ -24,7 +24,7 @@ from fedpriv.errors import StoppedError, WorkerError
 from fedpriv.flower import messages as flower_messages
 from fedpriv.flower.client_app import respond
 from fedpriv.flower.grid import GridTransport, introduced_workers
-from fedpriv.flower.messages import Sum, Work
+from fedpriv.flower.messages import ShareSum, WorkerTask
 from fedpriv.privacy.round import PartialSum
 from fedpriv.training.request import RoundRequest, Transport
 from tests.engine.everyone import torch_threads
@@ -68,7 +68,7 @@ def introduced(grid: LocalGrid, workers: int, work: bytes) -> dict[int, int]:
 
 
 def crowd(loader: str = "tests.server.crowd:population", **options: object) -> bytes:
-    return pickle.dumps(Work(loader, options, TASK, "cpu", 32))
+    return pickle.dumps(WorkerTask(loader, options, TASK, "cpu", 32))
 
 
 def nothing_of(request: RoundRequest) -> np.ndarray:
@@ -134,7 +134,7 @@ def content(change: Callable[[RecordDict], None]) -> App:
 def quick(message: Message, _context: Context) -> Message:
     """Sends a sum of nobody at once."""
     request = flower_messages.unpickled(message.content, RoundRequest)
-    packed = flower_messages.pickled(Sum(0, PartialSum("", 0, nothing_of(request), 0)))
+    packed = flower_messages.pickled(ShareSum(0, PartialSum("", 0, nothing_of(request), 0)))
     return Message(flower_messages.content_of({}, packed), reply_to=message)
 
 

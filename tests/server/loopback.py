@@ -277,7 +277,7 @@ def sends(offer: wire.RoundOffer, content: object, tensors: Tensors) -> Iterator
 
 def summed(offer: wire.RoundOffer, partial: PartialSum) -> Iterator[pb.UploadPart]:
     """The answer of a node, whatever its sum is."""
-    return sends(offer, *wire.summed(partial))
+    return sends(offer, *wire.sum_to_send(partial))
 
 
 def clipped(offer: wire.RoundOffer, *updates: Tensors) -> Iterator[pb.UploadPart]:

@@ -31,7 +31,7 @@ from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.service import Service, status_at_start
 from fedpriv.training.plan import AdaptiveClipping, TrainingPlan
 from fedpriv.training.rounds import Checkpoint, RoundResult, Stop, initial_state, save_checkpoint
-from fedpriv.wire import RunState
+from fedpriv.wire import WELCOME, RunState
 from tests.opening import open_round
 from tests.server import test_refused_starts as refused_starts
 from tests.training.federation import PARAMETERS, make_plan, open_records

@@ -141,7 +141,7 @@ def test_answers_survive(answer: RoundAnswer) -> None:
 
 def received(partial: PartialSum) -> PartialSum:
     """A partial sum of the node, after the wire."""
-    header, tensors = wire.summed(partial)
+    header, tensors = wire.sum_to_send(partial)
     message = wire.encode_answer(RoundAnswer(ID, header)).SerializeToString()
     content = wire.decode_answer(parse(pb.Answer, message, MOST)).content
     receiver = wire.Receiver(content.tensors(partial.total.size))
