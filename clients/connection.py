@@ -16,9 +16,6 @@ from urllib.parse import quote
 import grpc
 import numpy as np
 import numpy.typing as npt
-from cryptography import x509
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.x509.oid import NameOID
 from google.protobuf.message import Message
 
 from fedpriv import wire
@@ -104,10 +101,12 @@ def identity_of(certificates: Path | None, node: str | None) -> Identity:
     if certificates is None:
         return Identity(naming.check_node_name(str(node)))
     ca, key = naming.read_file(certificates / "ca.pem"), naming.read_key(certificates / "node.key")
-    pem, certificate, name = _load_certificate(certificates / "node.pem")
+    path = certificates / "node.pem"
+    certificate = naming.load_certificate(path)
     naming.check_key(certificates / "node.key", key, certificate)
+    credentials = grpc.ssl_channel_credentials(ca, key, naming.read_file(path))
     end = certificate.not_valid_after_utc
-    return Identity(name, grpc.ssl_channel_credentials(ca, key, pem), end)
+    return Identity(naming.node_named(certificate, path), credentials, end)
 
 
 def enrolled_as(certificates: Path) -> tuple[str, str]:
@@ -115,23 +114,9 @@ def enrolled_as(certificates: Path) -> tuple[str, str]:
 
     InvalidValueError: the folder's node.pem is not the certificate of a node.
     """
-    _, certificate, name = _load_certificate(certificates / "node.pem")
-    return name, certificate.fingerprint(SHA256()).hex()
-
-
-def _load_certificate(path: Path) -> tuple[bytes, x509.Certificate, str]:
-    """Return a node's certificate, as PEM and parsed, and the node's name, the common name."""
-    pem = naming.read_file(path)
-    try:
-        certificate = x509.load_pem_x509_certificate(pem)
-        certificate.public_key()  # raises if it is malformed or of an unknown kind
-        names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-        if len(names) != 1:
-            raise InvalidValueError(f"it has {len(names)} common names; it must have one")
-        return pem, certificate, naming.check_node_name(str(names[0].value))
-    except naming.MALFORMED as error:
-        reason = f": {error}" if isinstance(error, InvalidValueError) else ""
-        raise InvalidValueError(f"{path} is not the certificate of a node{reason}") from error
+    path = certificates / "node.pem"
+    certificate = naming.load_certificate(path)
+    return naming.node_named(certificate, path), naming.fingerprint_of(certificate)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from fedpriv.errors import FedprivError, InvalidValueError, WireError
 from fedpriv.experiment.config import FederationSection
 from fedpriv.report.records import Trouble
-from fedpriv.server.certificates import load_ca, load_certificate
+from fedpriv.server.certificates import load_ca
 from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
 from fedpriv.server.monitoring import SERVER, STRANGER, Sites
 from fedpriv.server.traffic import Peer, Traffic, peer_of
@@ -154,7 +154,7 @@ def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
             f"{section.enrolment} enrols no certificate; each node's table must have the key "
             "certificate, with the fingerprint that `fedpriv certs sign` prints"
         )
-    end = load_certificate(Path(section.certificates) / "server.pem").not_valid_after_utc
+    end = naming.load_certificate(Path(section.certificates) / "server.pem").not_valid_after_utc
     return Endpoint(address, credentials, by_certificate(certificates), end)
 
 
@@ -167,7 +167,10 @@ def tls_credentials(folder: Path) -> grpc.ServerCredentials:
     """
     authority = load_ca(folder / "ca.pem")
     ca, certificate = naming.read_file(folder / "ca.pem"), naming.read_file(folder / "server.pem")
-    key, loaded = naming.read_key(folder / "server.key"), load_certificate(folder / "server.pem")
+    key, loaded = (
+        naming.read_key(folder / "server.key"),
+        naming.load_certificate(folder / "server.pem"),
+    )
     naming.check_key(folder / "server.key", key, loaded)
     _check_for_servers(folder / "server.pem", loaded)
     try:

@@ -12,7 +12,6 @@ from typing import Annotated, Self
 
 import numpy as np
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes
 from numpy.typing import NDArray
 from pydantic import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
@@ -20,18 +19,13 @@ from pydantic_core import PydanticCustomError
 from fedpriv.data.population import plain_id
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.experiment.config import Section, checked, read_toml
-from fedpriv.wire.naming import MALFORMED, check_node_name, check_user_id
+from fedpriv.wire.naming import MALFORMED, check_node_name, check_user_id, fingerprint_of
 
 Positions = NDArray[np.int64]  # users, as ascending positions in the population
 _ID = re.compile("[0-9a-f]{32}")
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
 _LONGEST_SUBJECT = 200  # characters
 _SETTLED_NANOSECONDS = 2_000_000_000  # age from which a file's times are trusted
-
-
-def fingerprint_of(certificate: x509.Certificate) -> str:
-    """Return the SHA-256 of a certificate in DER, as 64 lower-case hexadecimal digits."""
-    return certificate.fingerprint(hashes.SHA256()).hex()
 
 
 @dataclass(frozen=True, eq=False)

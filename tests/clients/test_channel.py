@@ -116,7 +116,7 @@ def test_a_damaged_certificate_and_a_missing_file_are_refused(tmp_path: Path) ->
         identity_of(tmp_path, None)
     write_certificate(tmp_path, ["n"])
     (tmp_path / "node.pem").write_bytes(b"-----BEGIN CERTIFICATE-----\nAAAA\n")
-    with pytest.raises(InvalidValueError, match=r"node\.pem is not the certificate of a node"):
+    with pytest.raises(InvalidValueError, match=r"node\.pem is not a certificate"):
         identity_of(tmp_path, None)
 
 
@@ -137,7 +137,7 @@ def test_a_certificate_whose_key_or_version_is_unknown_is_refused(
     assert good in content
     text = base64.encodebytes(content.replace(good, bad, 1)).decode()
     pem.write_text(f"{begin}\n{text}{end}\n")
-    with pytest.raises(InvalidValueError, match=r"node\.pem is not the certificate of a node$"):
+    with pytest.raises(InvalidValueError, match=r"node\.pem is not a certificate$"):
         identity_of(tmp_path, None)
 
 

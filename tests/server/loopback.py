@@ -29,12 +29,12 @@ from fedpriv.server.authentication import (
     tls_credentials,
 )
 from fedpriv.server.deployment import GrpcTransport
-from fedpriv.server.enrolment import EnrolledCertificates, Enrolment, fingerprint_of
+from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
 from fedpriv.server.service import Listener, Service, TransferLimits, listening
 from fedpriv.training.request import RoundRequest
 from fedpriv.wire import RunState, Status, TaskDescription, Welcome
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.naming import Address
+from fedpriv.wire.naming import Address, fingerprint_of
 from tests.wire.stub import FederationStub
 
 PRICE = wire.Price(poisson_gaussian(0.5, 1.0, population=1000), 0, 2.0, 1e-6, 0)

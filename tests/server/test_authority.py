@@ -17,7 +17,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedpriv.errors import InvalidValueError
 from fedpriv.server.authentication import tls_credentials
 from fedpriv.server.certificates import YEAR, init, issue, issue_server, load_ca, request, sign
-from fedpriv.server.enrolment import fingerprint_of
+from fedpriv.wire.naming import fingerprint_of
 
 NOW = datetime.now(UTC)
 DAY = timedelta(days=1)

@@ -27,9 +27,8 @@ from fedpriv.server.enrolment import (
     CertificateError,
     EnrolledCertificates,
     Enrolment,
-    fingerprint_of,
 )
-from fedpriv.wire.naming import check_node_name
+from fedpriv.wire.naming import check_node_name, fingerprint_of
 
 NOW = datetime.now(UTC) + timedelta(hours=1)  # after what these tests issue
 DAY = timedelta(days=1)

@@ -26,7 +26,7 @@ from fedpriv.server.authentication import by_certificate, tls_credentials
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
 from fedpriv.server.monitoring import SERVER, STRANGER, Metrics, Sites
 from fedpriv.training.request import LocalTraining, RoundRequest
-from fedpriv.wire import Decline
+from fedpriv.wire import Decline, naming
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.loopback import (
     PATIENCE,
@@ -284,7 +284,7 @@ def test_a_certificate_is_warned_of_before_its_end_and_after(
     identify = by_certificate(EnrolledCertificates(enrol(certs, USERS)))
     with serving(certs, USERS, identify, tls_credentials(certs / "server")) as made:
         sites = made.server.service.sites
-        shown = certificates.load_certificate(certs / "server" / "server.pem")
+        shown = naming.load_certificate(certs / "server" / "server.pem")
         sites.serves_until(shown.not_valid_after_utc)
         with (
             sites.kept(RunFolder(tmp_path)),
