@@ -311,7 +311,7 @@ def declared(size: int) -> pb.FilePart:
         ([declared(9)], "ended after 0 of 9"),
         ([*ledger_parts(b"xy"), ledger_parts(b"z")[1]], "follows after all"),
         ([ledger_parts(b"xy")[0], pb.FilePart()], "has 0 bytes"),
-        ([b"\xff"], "not a message LedgerPart"),
+        ([b"\xff"], "not a message FilePart"),
     ],
 )
 def test_what_is_not_the_declared_ledger_is_refused(parts: list[Said], reason: str) -> None:
@@ -339,7 +339,7 @@ def test_a_released_model_arrives_as_it_is() -> None:
         ([pb.FilePart(size=connection.LARGEST_MODEL + 1)], "may be at most"),
         ([pb.FilePart(size=9)], "ended after 0 of 9"),
         ([*model_parts(b"xy"), model_parts(b"z")[1]], "follows after all"),
-        ([b"\xff"], "not a message ModelPart"),
+        ([b"\xff"], "not a message FilePart"),
     ],
 )
 def test_what_is_not_the_declared_released_model_is_refused(parts: list[Said], reason: str) -> None:

@@ -116,7 +116,7 @@ def test_a_round_is_one_message_per_worker(grids: list[LocalGrid]) -> None:
     before = len(grid.sent)
     partials = list(transport.collect(request_to([0, 1, 5])))
     sent = [message.metadata.dst_node_id for message in grid.sent[before:]]
-    assert sent == [FIRST_ID, FIRST_ID + 1, FIRST_ID + 2]
+    assert sorted(sent) == [FIRST_ID, FIRST_ID + 1, FIRST_ID + 2]
     assert {p.node: p.users for p in partials} == {"worker-0": 2, "worker-1": 0, "worker-2": 1}
 
 
