@@ -406,6 +406,13 @@ def _local_training(algorithm: str, options: Mapping[str, Any]) -> LocalTraining
     return _ALGORITHMS[algorithm](**options)
 
 
+def _bounded(options: Mapping[str, object]) -> dict[str, object]:
+    for name, number in options.items():
+        if isinstance(number, int) and number >= 2**32:
+            raise ValueError(f"{name} is {number}; it must be below 2^32")
+    return dict(options)
+
+
 def _checked_marks(text: str) -> str:
     codec.at_most("commas and brackets in an event", sum(map(text.count, ",[{")), _MOST_MARKS)
     return text
@@ -436,7 +443,10 @@ _CLIPPING_FIELDS: FieldCodecs = {
 CLIPPING = Codec(
     Clipping, pb.Clipping, "a clipping", _CLIPPING_FIELDS, {}, _check_groups, "indicator"
 )
-_LOCAL = Codec(_local_training, pb.LocalTraining, "local training", {"options": _JSON})
+_BOUNDED = FieldCodec(
+    lambda options: _encode_options(_bounded(options)), lambda text: _bounded(_decode_options(text))
+)
+_LOCAL = Codec(_local_training, pb.LocalTraining, "local training", {"options": _BOUNDED})
 LOCAL_TRAINING = FieldCodec(lambda local: _LOCAL.encode(_spelled_out(local)), _LOCAL.decode)
 METRIC = Codec(Metric, pb.Metric, "a metric", {"shape": SHAPE}, {"options": _MAX_OPTIONS})
 _OFFER_FIELDS: FieldCodecs = {

@@ -17,6 +17,7 @@ from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger import NeighbouringRelation, Selection, Trial
 from fedpriv.ledger.ledger import event_text
 from fedpriv.privacy.gaussian_mechanism import Metric
+from fedpriv.training.request import LocalTraining
 from fedpriv.wire import (
     Decline,
     Hello,
@@ -30,7 +31,7 @@ from fedpriv.wire import (
 )
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import MAX_USERS
-from fedpriv.wire.messages import METRIC
+from fedpriv.wire.messages import LOCAL_TRAINING, METRIC
 from fedpriv.wire.messages import PRICE as PRICE_CODEC
 from tests.wire import examples
 
@@ -75,6 +76,7 @@ def altered(change: Callable[[pb.Offer], object]) -> pb.Offer:
         (lambda m: with_local(m, learning_rate=float("nan")), "not JSON compliant"),
         (lambda m: with_local(m, learning_rate="0.5"), "learning_rate is '0.5'"),
         (lambda m: with_local(m, batch_size=2.5), "batch_size is 2.5"),
+        (lambda m: with_local(m, max_examples=2**32), "max_examples is 4294967296"),
         (lambda m: with_local(m, beta1=0.9), "unexpected keyword argument 'beta1'"),
         (lambda m: setattr(m.local, "options", "[1]"), "not a JSON object"),
         (lambda m: setattr(m.local, "algorithm", "adamm"), "algorithm is 'adamm'"),
@@ -219,7 +221,9 @@ def test_a_long_reason_is_cut_and_what_is_no_text_is_refused() -> None:
         lambda: wire.ROUND_ID.encode(RoundId("\ud800", 0, 0)),
         lambda: wire.RECEIPT.encode(Receipt(False, "\ud800")),
         lambda: wire.encode_answer(RoundAnswer(ID, Decline("\ud800"))),
+        lambda: LOCAL_TRAINING.encode(LocalTraining(1.0, epochs=2**32)),
         lambda: METRIC.encode(Metric("m", options=(0.0,) * 100_001)),
+        lambda: LOCAL_TRAINING.encode(LocalTraining(1.0, steps=1, max_examples=2**32)),
     ):
         with pytest.raises(WireError):
             encode()
