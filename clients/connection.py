@@ -228,7 +228,7 @@ class FederationStub:
         had the head.
         """
         request = wire.LEDGER_REQUEST.encode(wire.LedgerRequest(**vars(head) if head else {}))
-        content = await self._file("FetchLedger", request, LARGEST_LEDGER)
+        content = await self._file("ledger", request, LARGEST_LEDGER)
         if content is None:
             return None
         text = io.BytesIO(content.data)
@@ -236,7 +236,7 @@ class FederationStub:
 
     async def fetch_model(self) -> bytes:
         """Return the unchecked file of the newest released model."""
-        content = await self._file("FetchModel", pb.ModelRequest(), LARGEST_MODEL)
+        content = await self._file("model", pb.ModelRequest(), LARGEST_MODEL)
         if content is None:
             raise WireError("the server does not know its model")
         return content.tobytes()
@@ -247,17 +247,17 @@ class FederationStub:
         data = await call(request.SerializeToString(), metadata=self.metadata)
         return wire.STATUS.decode(wire.parse(pb.Status, data, wire.NODE_RECEIVES_BYTES))
 
-    async def _file(self, method: str, request: Message, most: int) -> npt.NDArray[np.uint8] | None:
+    async def _file(self, what: str, request: Message, most: int) -> npt.NDArray[np.uint8] | None:
         """Return the bytes of a file of at most `most` bytes; None if the server says unknown.
 
         WireError: the size is not as declared.
         """
-        async with aclosing(self._responses(method, request, pb.FilePart)) as parts:
+        async with aclosing(self._responses(f"Fetch{what.title()}", request, pb.FilePart)) as parts:
             first = await anext(parts, pb.FilePart())
             if first.unknown:
                 return None
             if first.WhichOneof("part") != "size":
-                raise WireError(f"the server does not say how much {method} sends")
+                raise WireError(f"the server does not say how long its {what} is")
             assembler = wire.Assembler(first.size, most)
             async for part in parts:
                 assembler.add(part.chunk)  # an absent chunk is empty, and is refused

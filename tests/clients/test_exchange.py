@@ -336,6 +336,7 @@ def test_a_released_model_arrives_as_it_is() -> None:
     [
         ([], "how long its model is"),
         (model_parts(b"x")[1:], "how long its model is"),
+        ([pb.FilePart(unknown=True)], "does not know its model"),
         ([pb.FilePart(size=connection.LARGEST_MODEL + 1)], "may be at most"),
         ([pb.FilePart(size=9)], "ended after 0 of 9"),
         ([*model_parts(b"xy"), model_parts(b"z")[1]], "follows after all"),
