@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import grpc
@@ -180,7 +181,7 @@ def test_a_hello_has_the_server_look_at_no_list_of_users(
     )
     with site(tmp_path, USERS) as made, made.channel("four") as channel:
         monkeypatch.setattr(wire, "digest_of", looks)
-        monkeypatch.setattr(wire, "WELCOME.encode", looks)
+        monkeypatch.setattr(wire, "WELCOME", SimpleNamespace(encode=looks))
         says = channel.stream_stream(SERVICE + "Connect")
         with pytest.raises(grpc.RpcError) as caught:
             list(says(iter([wrong]), timeout=PATIENCE))
