@@ -181,13 +181,14 @@ def test_a_hello_has_the_server_look_at_no_list_of_users(
     )
     with site(tmp_path, USERS) as made, made.channel("four") as channel:
         monkeypatch.setattr(wire, "digest_of", looks)
+        decode = wire.WELCOME.decode
         monkeypatch.setattr(wire, "WELCOME", SimpleNamespace(encode=looks))
         says = channel.stream_stream(SERVICE + "Connect")
         with pytest.raises(grpc.RpcError) as caught:
             list(says(iter([wrong]), timeout=PATIENCE))
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         call = says(iter([right]), timeout=PATIENCE)
-        welcome = wire.WELCOME.decode(pb.FromServer.FromString(next(call)).welcome)
+        welcome = decode(pb.FromServer.FromString(next(call)).welcome)
         call.cancel()
     assert welcome.users.tolist() == [0]
 
