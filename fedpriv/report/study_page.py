@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from fedpriv.errors import DataError
 from fedpriv.ledger.events import SamplingPolicy, merge_equal
 from fedpriv.report import run_page, study_charts
-from fedpriv.report.charts import Chart, texts
+from fedpriv.report.charts import Card, Chart, Page, PageSection, texts
 from fedpriv.report.guarantee import (
     assumptions,
     large_delta,
@@ -16,7 +16,6 @@ from fedpriv.report.guarantee import (
     privacy_sections,
     users_of,
 )
-from fedpriv.report.page import Card, Page, PageSection
 from fedpriv.report.records import RunRecord
 from fedpriv.report.tables import Column, Table, plural
 from fedpriv.studies import ArmSummary, Cell, Interval, ReadStudy, Study, Target
@@ -80,8 +79,8 @@ def _arms(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> list[_Arm]:
             loss = loss_of(record)
             if loss is None or loss.epsilon > result.epsilon * (1.0 + 1e-9):
                 raise DataError(
-                    f"the result of {record.folder} says ε = {result.epsilon:g}, and its ledger "
-                    f"holds {loss.epsilon if loss else 0.0:g}; run the study again"
+                    f"the result of {record.folder} says ε = {result.epsilon}, and its ledger "
+                    f"holds {loss.epsilon if loss else 0.0}; run the study again"
                 )
         arms.append(_Arm(summary, tuple(record for _, record in runs)))
     return arms
@@ -178,14 +177,14 @@ def _price_key(record: RunRecord) -> object:
         sampling = event.sampling
         if sampling.policy in _ANY_NUMBER:
             sampling = replace(sampling, population=1)
-        counts[sampling, f"{event.noise_multiplier:.9g}", event.strategy] += event.count
+        counts[sampling, round(event.noise_multiplier, 9), event.strategy] += event.count
     return record.delta, frozenset(counts.items())
 
 
 def _clipping(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -> PageSection:
-    last, charts = targets[-1], list[Chart]()
-    note = f"Charts show all seeds of each arm at ε = {last.epsilon:g}; tables are for each ε."
-    for arm in _at(arms, last):
+    target, charts = targets[-1], list[Chart]()
+    note = f"Charts show all seeds of each arm at ε = {target.epsilon:g}; tables are for each ε."
+    for arm in _at(arms, target):
         charts += run_page.norms_charts(arm.records, arm.summary.arm)
     tables = [study_charts.clipping_table(read, target) for target in targets]
     return PageSection("norms", "Clipping", [note], tables=tables, charts=charts)

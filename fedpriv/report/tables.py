@@ -2,12 +2,11 @@
 
 import math
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from decimal import ROUND_CEILING, ROUND_FLOOR, Context
+from dataclasses import asdict, dataclass
 from fractions import Fraction
+from importlib.resources import files
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -17,18 +16,19 @@ from rich import box
 from rich.console import Console
 from rich.text import Text
 
-from fedpriv.accounting.accountants import Bound, PrivacyLoss, epsilon, format_epsilon
+from fedpriv.accounting.accountants import Bound, PrivacyLoss, gaussian_rounds
 from fedpriv.accounting.calibration import Plan
+from fedpriv.accounting.fdp import trade_off
 from fedpriv.accounting.pricing import Arithmetic, Spending, read_ledger
+from fedpriv.accounting.risks import Risks, event_of, risks_of
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Head
-from fedpriv.ledger.events import RoundEvent, SamplingEvent, SumQueryEvent, Unit
-from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, is_export
+from fedpriv.ledger.events import SamplingEvent, SumQueryEvent, Unit
+from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, is_export, paid_events
 from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.support.checks import epsilon_down, epsilon_up, require, text_down, text_up
 
 _UNBROKEN = 10_000  # characters of a line that is not for a terminal
-# Fewest characters of a shortened text, while columns can be left out and afterwards.
-_READABLE, _LEAST = 24, 8
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,6 @@ class Column:
 
     name: str
     kind: Literal["number", "text", "long"] = "number"  # "long" may be broken anywhere
-    spare: int = 0  # on narrow terminals, columns with the largest are left out first; 0: never
 
 
 @dataclass(frozen=True)
@@ -58,36 +57,32 @@ def screen(*, quiet: bool = False, highlight: bool = True, stderr: bool = False)
     return console
 
 
-def print_table(
-    table: Table, console: Console | None = None, border: box.Box = box.SIMPLE_HEAD
-) -> None:
+def print_table(table: Table, console: Console | None = None) -> None:
     """Print a table; brackets in cells are text, not markup.
 
-    If the columns would break words, each row is printed as a list of its cells with headings.
+    If borders would break words, the table has none; if it still does not fit, each row is printed
+    as a list of its cells with headings.
     """
-    console, light = console or screen(), border is box.SIMPLE_HEAD
-    mark = "simulation only: " if table.simulation_only else ""
-    widths: Sequence[int | None] = [None] * len(table.columns)
-    if len(table.columns) > 2 and not light:
-        room = console.width - 3 * len(table.columns) - 1
-        widths = _whole_words(table, room)
+    console, count, border = console or screen(), len(table.columns), box.HEAVY_HEAD
+    title = Text("simulation only: " * table.simulation_only + table.caption)
+    widths: Sequence[int | None] = [None] * count
+    if count > 2:
+        widths = _whole_words(table, console.width - 3 * count - 1)
         if not widths:
-            _print_rows(table, console)
+            border, widths = box.SIMPLE_HEAD, _whole_words(table, console.width - 2 * count)
+        if not widths:
+            _print_rows(table, title, console)
             return
     printed = rich.table.Table(
-        title=Text(mark + table.caption),
+        title=title,
         box=border,
-        pad_edge=not light,
-        collapse_padding=light,
+        pad_edge=border is box.HEAVY_HEAD,
+        collapse_padding=border is box.SIMPLE_HEAD,
         show_header=any(column.name for column in table.columns),
     )
     for column, width in zip(table.columns, widths, strict=True):
-        number = column.kind == "number"
-        side: Literal["left", "right"] = "right" if number else "left"
-        # Numbers stay whole, however narrow the terminal; names are broken instead.
-        printed.add_column(
-            Text(column.name), justify=side, no_wrap=number, overflow="fold", width=width
-        )
+        side: Literal["left", "right"] = "right" if column.kind == "number" else "left"
+        printed.add_column(Text(column.name), justify=side, overflow="fold", width=width)
     for row in table.rows:
         printed.add_row(*map(Text, row))
     console.print(printed)
@@ -97,9 +92,11 @@ def _whole_words(table: Table, room: int) -> list[int]:
     """Return widths of columns, `room` in total, that break no word; empty if there are none."""
     words, lines = list[int](), list[int]()
     for at, column in enumerate(table.columns):
-        cells = [column.name, *(row[at] for row in table.rows)]
-        lines.append(max(len(line) for cell in cells for line in cell.split("\n")))
-        words.append(max((len(word) for cell in cells for word in cell.split()), default=0))
+        cells = [row[at] for row in table.rows]
+        lines.append(max(len(line) for cell in [column.name, *cells] for line in cell.split("\n")))
+        # Numbers stay whole, with what stands beside them in a cell.
+        parts = cells if column.kind == "number" else [w for cell in cells for w in cell.split()]
+        words.append(max(map(len, [*column.name.split(), *parts]), default=0))
     spare, left = room - sum(words), len(words)
     if spare < 0:
         return []
@@ -109,119 +106,19 @@ def _whole_words(table: Table, room: int) -> list[int]:
     return words
 
 
-def _print_rows(table: Table, console: Console) -> None:
+def _print_rows(table: Table, title: Text, console: Console) -> None:
     """Print each row as a list of its cells, next to their headings."""
-    console.print(table.caption)
+    console.print(title)
+    names = [" ".join(column.name.split()) for column in table.columns]
     for row in table.rows:
+        pairs = Table("", [Column("", "text")] * 2, [*zip(names, row, strict=True)])
         cells = rich.table.Table.grid(padding=(0, 2))
-        for column, cell in zip(table.columns, row, strict=True):
-            cells.add_row(Text(" ".join(column.name.split())), Text(cell))
+        widths: Sequence[int | None] = _whole_words(pairs, console.width - 2) or (None, None)
+        for width in widths:
+            cells.add_column(width=width, overflow="fold")
+        for pair in pairs.rows:
+            cells.add_row(*map(Text, pair))
         console.print("", cells, sep="\n")
-
-
-def fitted(table: Table, width: int) -> tuple[Table, tuple[str, ...]]:
-    """Return the table with each row on one line of a terminal, and the names of omitted columns.
-
-    Texts are shortened a little before columns are left out, and further when no more columns can
-    be. Different texts stay different. Very narrow terminals may not have room for all numbers.
-    """
-    left_out: list[str] = []
-    while True:
-        spare = max(range(len(table.columns)), key=lambda at: (table.columns[at].spare, at))
-        last = not table.columns[spare].spare
-        shortened = _shortened(table, width, _LEAST if last else _READABLE)
-        if last or sum(_widths(shortened)) <= width:
-            return shortened, tuple(left_out)
-        left_out.append(" ".join(table.columns[spare].name.split()))
-        columns = [each for at, each in enumerate(table.columns) if at != spare]
-        rows = [[each for at, each in enumerate(row) if at != spare] for row in table.rows]
-        table = replace(table, columns=columns, rows=rows)
-
-
-def _widths(table: Table) -> list[int]:
-    """Return the width of each column, including two spaces between columns or at the ends."""
-    columns = enumerate(table.columns)
-    return [2 + max(_heading(each), _longest(table, at)) for at, each in columns]
-
-
-def _heading(column: Column) -> int:
-    return max(map(len, column.name.split("\n")))
-
-
-def _longest(table: Table, at: int) -> int:
-    return max((len(row[at]) for row in table.rows), default=0)
-
-
-def _shortened(table: Table, width: int, least: int) -> Table:
-    """Return the table with texts shortened, the longest first, to at least `least` characters."""
-    texts = [at for at, column in enumerate(table.columns) if column.kind == "text"]
-    while (over := sum(_widths(table)) - width) > 0:
-        lengths = {_longest(table, at): at for at in texts}
-        longest, *others = sorted(lengths, reverse=True)
-        at = lengths[longest]
-        next_one = others[0] - 1 if others else 0
-        room = max(least, _heading(table.columns[at]), longest - over, next_one)
-        if room >= longest:
-            break
-        short = shortened((row[at] for row in table.rows), room)
-        rows = [[*row[:at], short[row[at]], *row[at + 1 :]] for row in table.rows]
-        table = replace(table, rows=rows)
-    return table
-
-
-def shortened(names: Iterable[str], most: int) -> dict[str, str]:
-    """Return names shortened to `most` ≥ 5 characters, by name; different names stay different.
-
-    >>> list(shortened(["norm-0.25_per-layer", "norm-0.5_per-layer", "flat"], 12).values())
-    ['norm-0.2…yer', 'norm-0.5…yer', 'flat']
-    """
-    given = list(dict.fromkeys(names))
-    # Keep as much of the beginning as of the end, unless only another cut distinguishes names.
-    cuts = sorted(range(most), key=lambda head: abs(2 * head - most))
-    for head in cuts:
-        tail = most - 1 - head
-        short = {n: n if len(n) <= most else f"{n[:head]}…{n[len(n) - tail :]}" for n in given}
-        if len(set(short.values())) == len(given):
-            return short
-    numbered = {n: f"…{number}" for number, n in enumerate(given, 1)}
-    return {n: n if len(n) <= most else n[: most - len(e)] + e for n, e in numbered.items()}
-
-
-def format_epsilon_low(epsilon: float) -> str:
-    """Return a lower bound on ε as `format_epsilon` does, but rounded down; empty if it is zero.
-
-    >>> format_epsilon_low(1.9999), format_epsilon_low(5.678e-4), format_epsilon_low(0.0)
-    ('1.999', '5.67e-4', '')
-    """
-    if epsilon <= 0.0:
-        return ""
-    if epsilon < 0.001:
-        down = Context(prec=3, rounding=ROUND_FLOOR)
-        return f"{down.create_decimal_from_float(epsilon):.2e}"
-    thousandths = min(epsilon * 1000, sys.float_info.max)
-    return f"{math.floor(thousandths) / 1000:.3f}"
-
-
-def lower_end(loss: PrivacyLoss) -> str:
-    """Return the proven lower bound on ε as text, rounded down; empty if there is none."""
-    return format_epsilon_low(loss.epsilon_low) if math.isfinite(loss.epsilon) else ""
-
-
-def format_delta(delta: float) -> str:
-    """Return δ to three digits, rounded up, so that the text is never below the true δ.
-
-    >>> format_delta(1.2341e-6), format_delta(0.5), format_delta(0.0)
-    ('1.24e-6', '0.500', '0')
-    """
-    if delta == 0.0:
-        return "0"
-    rounded = Context(prec=3, rounding=ROUND_CEILING).create_decimal_from_float(delta)
-    return f"{rounded:.3f}" if delta >= 0.1 else f"{rounded:.2e}"
-
-
-def number(value: float) -> float | str:
-    """Return a number for JSON, or the string "Infinity", since JSON has no infinite numbers."""
-    return "Infinity" if math.isinf(value) else value
 
 
 def plural(unit: str) -> str:
@@ -248,23 +145,30 @@ def cohort_text(sampling: SamplingEvent) -> str:
     return f"{sampling.text} of {of_each}N = {sampling.population} {plural(sampling.unit)}"
 
 
+def _risks(spending: Spending) -> Risks | None:
+    """Return the risks of all releases together, by the first accountant; None without releases."""
+    total = spending.prices[-1].releases
+    first = next(price.loss for price in spending.prices if price.releases is total)
+    return risks_of(trade_off(total.events, first.accountant)) if total.events else None
+
+
 def print_spending(spending: Spending) -> None:
     """Print what each run, each ledger and all ledgers cost, in the accountants' words."""
     several = len(spending.ledgers) > 1
     populations = ", ".join(dict.fromkeys(each.population for each in spending.ledgers))
     symbol, fixed = "ε", f"δ = {spending.delta}" if spending.delta is not None else ""
     if spending.epsilon is not None:
-        symbol, fixed = "δ", f"ε = {spending.epsilon:g}"
+        symbol, fixed = "δ", f"ε = {spending.epsilon}"
     headings = [Column("run", "text"), Column("rounds"), Column("accountant", "text")]
     headings += [Column(symbol), Column("what it is", "text")]
     headings = [Column("ledger", "text"), *headings] if several else headings
     rows = []
     for price in spending.prices:
         releases, loss = price.releases, price.loss
-        found = [format_epsilon(price.epsilon), _kind(loss)]
+        found = [epsilon_up(price.epsilon), _kind(loss)]
         if symbol == "δ":
             bound = Bound.ESTIMATE if loss.bound is Bound.ESTIMATE else Bound.UPPER
-            found = [format_delta(price.delta), bound]
+            found = [text_up(price.delta, 3), bound]
         run = releases.run or ("all runs" if releases.events else "(no charge)")
         ledger = [releases.ledger or "all ledgers"] if several else []
         rows.append([*ledger, run, str(releases.rounds), loss.accountant, *found])
@@ -272,7 +176,7 @@ def print_spending(spending: Spending) -> None:
     unit = charged[0].loss.unit
     title = f"{unit}-level {symbol} of {populations} at {fixed}"
     console = screen()
-    print_table(Table(title, headings, rows), console, box.HEAVY_HEAD)
+    print_table(Table(title, headings, rows), console)
     for content in spending.ledgers:
         if not content.charges:
             console.print(f"{content.path} has no charge: nothing was released, so ε = 0.")
@@ -281,24 +185,24 @@ def print_spending(spending: Spending) -> None:
     # The table shows each accountant's result; their assumptions are printed once.
     assumed = (price.loss.assumptions.partition(";")[0].rstrip(".") + "." for price in charged)
     refused = (f"Not priced: {refusal}." for refusal in spending.refusals)
-    for sentence in (*dict.fromkeys(assumed), *refused):
-        console.print(sentence)
+    risks = _risks(spending)
+    told = [risks.text(unit)] if risks else []
+    for sentence in (*dict.fromkeys(assumed), *told, *refused):
+        console.print(sentence, highlight=False)
     console.print(f"Randomness: {spending.randomness}.")
     console.print(f"Sums and noise: {spending.arithmetic}.")
 
 
 def _kind(loss: PrivacyLoss) -> str:
-    low = lower_end(loss)
-    if low:
-        return f"upper bound; the truth is at least {low}"
+    if loss.epsilon_low > 0.0 and math.isfinite(loss.epsilon):
+        return f"upper bound; the truth is at least {epsilon_down(loss.epsilon_low)}"
     return Bound.UPPER if loss.bound is Bound.INTERVAL else loss.bound
 
 
-def print_plan(plan: Plan, by_clt: Plan | None) -> None:
+def print_plan(plan: Plan, advantage: float | None) -> None:
     """Print settings that stay within a budget, and their cost.
 
-    `by_clt`, if given, is the plan by the central limit theorem, and is printed for comparison with
-    its true cost.
+    The budget is an `advantage`, or if that is None, an ε.
     """
     loss, rows = plan.loss, []
     for name, words, extreme in (
@@ -315,20 +219,14 @@ def print_plan(plan: Plan, by_clt: Plan | None) -> None:
         share = math.floor(10_000 * plan.share) / 100
         rows.append(("its share of the round", f"{share:.2f}%", "largest that fits"))
     rows.append(("sampling", str(plan.sampling.policy), str(plan.sampling.relation)))
-    rows.append((f"{loss.unit}-level ε", format_epsilon(loss.epsilon), _kind(loss)))
+    rows.append((f"{loss.unit}-level ε", epsilon_up(loss.epsilon), _kind(loss)))
     rows.append(("accountant", loss.accountant, ""))
-    if by_clt is not None:
-        really = f"estimate; really ε = {format_epsilon(_cost(by_clt).epsilon)}"
-        rows.append(("z by the central limit theorem", str(by_clt.noise_multiplier), really))
-    title = f"within ε = {format_epsilon(plan.target_epsilon)} at δ = {loss.delta}"
-    print_table(Table(title, [Column("", "text")] * 3, rows), border=box.HEAVY_HEAD)
-    screen().print(loss.assumptions)
-
-
-def _cost(plan: Plan) -> PrivacyLoss:
-    """Return the cost of all rounds of a plan, by the default accountant."""
-    queries = (SumQueryEvent("update", 1.0, plan.noise_multiplier),)
-    return epsilon([RoundEvent(plan.sampling, queries, plan.rounds)], plan.loss.delta)
+    title = f"within ε = {epsilon_up(plan.target_epsilon)} at δ = {loss.delta}"
+    if advantage is not None:
+        title = f"within an advantage of {advantage}, with ε at δ = {loss.delta}"
+    print_table(Table(title, [Column("", "text")] * 3, rows))
+    risks = risks_of(trade_off([event_of(plan)], loss.accountant))
+    screen().print(loss.assumptions, risks.text(loss.unit), sep="\n", highlight=False)
 
 
 def print_ledger(path: Path, last: int | None) -> None:
@@ -339,8 +237,8 @@ def print_ledger(path: Path, last: int | None) -> None:
     for row in content.charges[-(last or len(content.charges)) :]:
         event, sampling = row.event, row.event.sampling
         place = map(str, (row.position, row.run, row.round, row.attempt))
-        sampled = (f"{sampling.sampling_probability:g}", str(sampling.population))
-        queries, z = "\n".join(map(_query_text, event.queries)), f"{event.noise_multiplier:.4g}"
+        sampled = (text_up(sampling.sampling_probability), str(sampling.population))
+        queries, z = "\n".join(map(_query_text, event.queries)), text_down(event.noise_multiplier)
         noise |= dict.fromkeys(map(_noise_text, event.queries))
         source = row.randomness.partition(":")[0]
         drawn, schedule = f"{sampling.policy}, {sampling.relation}", sampling.schedule
@@ -366,7 +264,7 @@ def print_ledger(path: Path, last: int | None) -> None:
     left = [at for at in range(len(columns)) if at not in same]
     shown = [[row[at] for at in left] for row in rows]
     console = screen(highlight=False)
-    print_table(Table(title, [columns[at] for at in left], shown), console, box.HEAVY_HEAD)
+    print_table(Table(title, [columns[at] for at in left], shown), console)
     for line in (*(f"{columns[at].name}: {rows[0][at]}" for at in same), *noise):
         console.print(line)
 
@@ -400,13 +298,11 @@ def write_spending(spending: Spending, stream: TextIO) -> None:
     bound `epsilon_low` if ε was computed. `refusals` has the reasons why accountants have no rows.
     An infinite ε is the string "Infinity", which no program mistakes for a small number.
     """
-    ledgers, runs, rows = [], [], []
+    ledgers, rows = [], []
     for ledger in spending.ledgers:
         head = ledger.charges[-1].hash if ledger.charges else None
         found = {name: getattr(ledger, name) for name in ("path", "ledger_id", "population")}
         ledgers.append(found | {"charges": len(ledger.charges), "head": head})
-        for run, events in ledger.runs().items():
-            runs.append({"ledger": ledger.path, "run": run, "rounds": len(events)})
     for price in spending.prices:
         told = {name: getattr(price.releases, name) for name in ("ledger", "run", "rounds")}
         row = told | asdict(price.loss) | {"epsilon": price.epsilon, "delta": price.delta}
@@ -416,14 +312,31 @@ def write_spending(spending: Spending, stream: TextIO) -> None:
     asked = "delta" if spending.epsilon is None else "epsilon"
     content = {
         "ledgers": ledgers,
-        "runs": runs,
         asked: getattr(spending, asked),
         "randomness": spending.randomness,
         "arithmetic": spending.arithmetic,
         "rows": rows,
+        "risks": _risks(spending),
         "refusals": spending.refusals,
     }
     stream.write(json_text(content))
+
+
+def write_dp_events(path: Path, stream: TextIO) -> None:
+    """Write a ledger, or an export of one, as a Python program for dp-accounting.
+
+    Raises UnsupportedEventError unless Poisson-sampled Gaussians have the same price.
+    """
+    charges = read_ledger(path).charges
+    require(bool(charges), f"ledger {path} has no charge; there is no event to write")
+    rounds = gaussian_rounds(paid_events(charges), "dp-accounting")
+    sampled = "SelfComposedDpEvent(PoissonSampledDpEvent({q}, GaussianDpEvent({z})), {count}),"
+    events = (sampled.format(q=q, z=z, count=count) for (q, z), count in rounds.items())
+    sampling, head = charges[0].event.sampling, f"{len(charges)}:{charges[-1].hash}"
+    words = {"head": head, "unit": sampling.unit, "relation": sampling.relation}
+    words["events"] = "\n".join(f"        {event}" for event in events)
+    program = files("fedpriv.report").joinpath("templates", "dp_accounting.txt")
+    stream.write(program.read_text("utf-8").format(**words))
 
 
 def json_text(content: object) -> str:
@@ -431,26 +344,23 @@ def json_text(content: object) -> str:
     return to_json(content, indent=2, inf_nan_mode="strings").decode() + "\n"
 
 
-def write_plan(plan: Plan, by_clt: Plan | None, stream: TextIO) -> None:
+def write_plan(plan: Plan, advantage: float | None, stream: TextIO) -> None:
     """Write one JSON object: the settings, the name of the computed one, and their cost.
 
-    `by_clt`, if given, is included as an estimate of the noise multiplier, with its true cost.
+    The budget is the `advantage`, or if that is None, the ε.
     """
     names = "found rounds sampling_probability noise_multiplier share share_noise_multiplier"
     content = {name: getattr(plan, name) for name in names.split()}
     content |= {"policy": plan.sampling.policy, "target_epsilon": plan.target_epsilon}
-    content |= asdict(plan.loss)
-    if by_clt is not None:
-        real = _cost(by_clt)
-        low, up = real.epsilon_low, real.epsilon
-        estimate = {"noise_multiplier": by_clt.noise_multiplier, "epsilon_low": low, "epsilon": up}
-        content["estimate"] = estimate
+    content |= {"target_advantage": advantage, **asdict(plan.loss)}
+    content["risks"] = risks_of(trade_off([event_of(plan)], plan.loss.accountant))
     stream.write(json_text(content))
 
 
 def _query_text(query: SumQueryEvent) -> str:
     """Return the text "group: clipping norm, standard deviation of noise" for a query."""
-    return f"{_group(query)}: {query.clipping_norm:.4g}, {query.noise_stddev:.4g}"
+    norm, noise = text_up(query.clipping_norm), text_down(query.noise_stddev)
+    return f"{_group(query)}: {norm}, {noise}"
 
 
 def _group(query: SumQueryEvent) -> str:
@@ -464,5 +374,5 @@ def _noise_text(query: SumQueryEvent) -> str:
     if query.granularity is None:
         return f"{text}: {Arithmetic.FLOATING_POINT}"
     squared_bound = math.floor(Fraction(query.clipping_norm / query.granularity) ** 2)
-    steps = query.noise_stddev / query.granularity
-    return f"{text}: {Arithmetic.EXACT}, B = {squared_bound}, σ/γ = {steps:.4g}"
+    steps = text_down(query.noise_stddev / query.granularity)
+    return f"{text}: {Arithmetic.EXACT}, B = {squared_bound}, σ/γ = {steps}"

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
+from fedpriv.accounting.fdp import trade_off
 from fedpriv.accounting.pricing import LedgerContent
+from fedpriv.accounting.risks import risks_of
 from fedpriv.audit import AuditResult
 from fedpriv.errors import DataError, InvalidValueError, LedgerError
 from fedpriv.experiment.config import Config, load_config
@@ -324,6 +326,8 @@ def summary_json(folder: Path) -> str:
         "accountant": record.accountant,
         "stop": None,  # unless it has ended
     }
+    if record.early_epsilon is None:  # else the ledger is no bound
+        content["risks"] = risks_of(trade_off(record.ledger.events, record.accountant))
     if state:
         names = {field.name for field in fields(RunEnd)} & vars(state).keys()
         content |= {name: vars(state)[name] for name in sorted(names)}
@@ -332,7 +336,7 @@ def summary_json(folder: Path) -> str:
 
 def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -> Path:
     """Write the report of a run or a study as one HTML page; `show` opens it in the browser."""
-    from fedpriv.report import page, run_page, study_page  # noqa: PLC0415 - charts start slowly
+    from fedpriv.report import charts, run_page, study_page  # noqa: PLC0415 - charts start slowly
 
     path = out or folder / "report.html"
     if not (folder / STUDY).exists():
@@ -346,7 +350,7 @@ def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -
         study = read_study(folder)
         runs = {cell: read_run(folder / cell.path) for cell, _ in study.finished}
         content = study_page.page_of_study(study, runs)
-    page.write_page(page.render(content), path)
+    charts.write_page(charts.render(content), path)
     if show:
         webbrowser.open(path.absolute().as_uri())
     return path

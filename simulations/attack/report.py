@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
-from fedpriv.accounting.accountants import format_epsilon
-from fedpriv.report.tables import Column, Table, format_epsilon_low, plural, print_table
+from fedpriv.report.tables import Column, Table, plural, print_table
 from fedpriv.run.terminal import Display, displayed
+from fedpriv.support.checks import epsilon_down, epsilon_up
 from simulations.attack.certification import CONFIDENCE, largest_certifiable
 from simulations.attack.populations import KeptPopulation
 from simulations.attack.suite import AttackedPlan, Finding, attack, certifying
@@ -93,7 +93,7 @@ class Report:
         """What a reader of the table must know."""
         yield (
             f"Each bound holds at {CONFIDENCE:.0%} confidence; {self.runs:,} runs certify at most "
-            f"{_low(self.most)}, whatever they see."
+            f"{epsilon_down(self.most)}, whatever they see."
         )
         if self.most <= self.ledger_epsilon < float("inf"):
             needed = self.runs
@@ -114,8 +114,8 @@ class Report:
             if finding.certificate and finding.refuted:
                 console.print(
                     f"refuted: with population {finding.population.name}, ε is at least "
-                    f"{_low(finding.certificate.epsilon)}, and the ledger says "
-                    f"{format_epsilon(finding.ledger_epsilon)}",
+                    f"{epsilon_down(finding.certificate.epsilon)}, and the ledger says "
+                    f"{epsilon_up(finding.ledger_epsilon)}",
                     style="red",
                 )
 
@@ -134,20 +134,15 @@ def _find(
 
     finding = attack(target, kept, runs, on_run=show)
     found = finding.certificate
-    display.update(line, total, f"ε ≥ {_low(found.epsilon)}" if found else finding.verdict)
+    display.update(line, total, f"ε ≥ {epsilon_down(found.epsilon)}" if found else finding.verdict)
     return finding
-
-
-def _low(epsilon: float) -> str:
-    """A lower bound on ε, rounded down."""
-    return format_epsilon_low(epsilon) or "0.000"
 
 
 def _row(finding: Finding) -> tuple[str, ...]:
     found, kept = finding.certificate, finding.population
     if found is None:
         return kept.name, kept.attacks, "", "", "", finding.verdict
-    bounds = _low(found.epsilon), format_epsilon(finding.ledger_epsilon)
+    bounds = epsilon_down(found.epsilon), epsilon_up(finding.ledger_epsilon)
     best = finding.distinguisher if found.epsilon else ""
     return kept.name, kept.attacks, *bounds, best, finding.verdict
 
