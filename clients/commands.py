@@ -1,6 +1,5 @@
 """The commands of a node: `fedpriv join`, `status`, `model`, `enrol` and `id-key`."""
 
-import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,10 +54,9 @@ def join(
     ] = None,
     device: Annotated[str, _option("where to train", default=True)] = "auto",
     memory: Annotated[
-        int | None, _option("MiB that training may take", min=1, default="no limit")
-    ] = None,
-    seconds: Annotated[
-        float | None, _option("longest training of a round", default="its deadline")
+        # The system cannot represent limits that are much larger.
+        int | None,
+        _option("MiB that training may take", min=1, max=2**40 - 1, default="no limit"),
     ] = None,
     activations: Annotated[
         str, _option("of the model while it trains: float32, tf32 or bfloat16", default=True)
@@ -73,13 +71,11 @@ def join(
 ) -> None:
     """Take part with the users whose data are on this machine, which their data never leave."""
     _check_identity(certificates, node, insecure=insecure)
-    if seconds is not None and not 0.0 < seconds < math.inf:
-        raise InvalidValueError(f"--seconds is {seconds}; it must be positive and finite")
     configure(log_format, _LINES_PER_MINUTE)
     from fedpriv.clients import membership
     from fedpriv.clients.worker import HostSettings
 
-    host = HostSettings(users, device, memory, seconds, activations, processes, id_key=id_key)
+    host = HostSettings(users, device, memory, activations, processes, id_key)
     trusted = tuple(trust or ())
     settings = membership.NodeSettings(
         server, host, certificates, node, consent, verify_ledger, state, trusted, once

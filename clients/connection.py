@@ -11,14 +11,11 @@ from datetime import datetime
 from itertools import chain
 from pathlib import Path
 from typing import Self, TypeVar
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import grpc
 import numpy as np
 import numpy.typing as npt
-from cryptography import x509
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.x509.oid import NameOID
 from google.protobuf.message import Message
 
 from fedpriv import wire
@@ -26,19 +23,9 @@ from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger import Head
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum
-from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Terms, Vote, Welcome
+from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Terms, Vote, Welcome, naming
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.naming import (
-    MALFORMED,
-    NODE_KEY,
-    NODE_URI,
-    SERVICE,
-    Address,
-    check_key,
-    check_node_name,
-    read_file,
-    read_key,
-)
+from fedpriv.wire.naming import SERVICE, Address
 from fedpriv.wire.tensors import MAX_COMPONENTS
 
 # Codes of failed calls that may succeed later. RESOURCE_EXHAUSTED comes from a server that is busy
@@ -74,11 +61,6 @@ class Backoff:
     base: float = 0.5  # seconds
     cap: float = 60.0  # seconds
     draw: Callable[[float, float], float] = random.uniform
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.base <= self.cap < float("inf"):
-            condition = "both must be positive and finite, and base not above cap"
-            raise InvalidValueError(f"base is {self.base} and cap is {self.cap}; {condition}")
 
     def wait(self, failures: int = _LARGEST_EXPONENT) -> float:
         """Draw seconds to wait after so many failures in a row, from 0; by default, up to `cap`."""
@@ -117,12 +99,14 @@ def identity_of(certificates: Path | None, node: str | None) -> Identity:
         arguments = f"certificates is {certificates} and node is {node!r}"
         raise InvalidValueError(f"{arguments}; exactly one must be given")
     if certificates is None:
-        return Identity(check_node_name(str(node)))
-    ca, key = read_file(certificates / "ca.pem"), read_key(certificates / "node.key")
-    pem, certificate, name = _load_certificate(certificates / "node.pem")
-    check_key(certificates / "node.key", key, certificate)
+        return Identity(naming.check_node_name(str(node)))
+    ca, key = naming.read_file(certificates / "ca.pem"), naming.read_key(certificates / "node.key")
+    path = certificates / "node.pem"
+    certificate = naming.load_certificate(path)
+    naming.check_key(certificates / "node.key", key, certificate)
+    credentials = grpc.ssl_channel_credentials(ca, key, naming.read_file(path))
     end = certificate.not_valid_after_utc
-    return Identity(name, grpc.ssl_channel_credentials(ca, key, pem), end)
+    return Identity(naming.node_named(certificate, path), credentials, end)
 
 
 def enrolled_as(certificates: Path) -> tuple[str, str]:
@@ -130,36 +114,9 @@ def enrolled_as(certificates: Path) -> tuple[str, str]:
 
     InvalidValueError: the folder's node.pem is not the certificate of a node.
     """
-    _, certificate, name = _load_certificate(certificates / "node.pem")
-    return name, certificate.fingerprint(SHA256()).hex()
-
-
-def _load_certificate(path: Path) -> tuple[bytes, x509.Certificate, str]:
-    """Return a node's certificate, as PEM and parsed, and the node's name.
-
-    As at the server, the name is in the only `fedpriv:node:` URI, or else is the common name.
-    """
-    pem = read_file(path)
-    try:
-        certificate = x509.load_pem_x509_certificate(pem)
-        certificate.public_key()  # raises if it is malformed or of an unknown kind
-        uris = [
-            uri
-            for extension in certificate.extensions
-            if isinstance(extension.value, x509.SubjectAlternativeName)
-            for uri in extension.value.get_values_for_type(x509.UniformResourceIdentifier)
-            if uri.startswith(NODE_URI)
-        ]
-        names = [unquote(uri.removeprefix(NODE_URI), errors="strict") for uri in uris]
-        if not names:
-            common = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-            names = [str(part.value) for part in common]
-        if len(names) != 1:
-            raise InvalidValueError(f"it has {len(names)} names; it must have one")
-        return pem, certificate, check_node_name(names[0])
-    except MALFORMED as error:
-        reason = f": {error}" if isinstance(error, InvalidValueError) else ""
-        raise InvalidValueError(f"{path} is not the certificate of a node{reason}") from error
+    path = certificates / "node.pem"
+    certificate = naming.load_certificate(path)
+    return naming.node_named(certificate, path), naming.fingerprint_of(certificate)
 
 
 @dataclass(frozen=True)
@@ -200,7 +157,7 @@ class FederationStub:
         # A proxy on this machine might forward to another.
         options = (*_OPTIONS, ("grpc.enable_http_proxy", 0))
         channel = grpc.aio.secure_channel(target, credentials, options=options)
-        return cls(channel, ((NODE_KEY, quote(identity.node, safe="")),))
+        return cls(channel, ((naming.NODE_KEY, quote(identity.node, safe="")),))
 
     async def __aenter__(self) -> Self:
         return self
@@ -215,13 +172,13 @@ class FederationStub:
 
         Messages of unknown kinds are skipped.
         """
-        welcomed, first = False, pb.FromNode(hello=wire.encode_hello(hello))
+        welcomed, first = False, pb.FromNode(hello=wire.HELLO.encode(hello))
         call = self.channel.stream_stream(f"/{SERVICE}/Connect")(metadata=self.metadata)
 
         async def send() -> None:
             await call.write(first.SerializeToString())
             while True:
-                vote = wire.encode_vote(await votes.get())
+                vote = wire.VOTE.encode(await votes.get())
                 await call.write(pb.FromNode(vote=vote).SerializeToString())
 
         sender = asyncio.create_task(send())
@@ -234,11 +191,11 @@ class FederationStub:
                     match kind:
                         case "welcome":
                             welcomed = True
-                            yield wire.decode_welcome(message.welcome)
+                            yield wire.WELCOME.decode(message.welcome)
                         case "proposal":
-                            yield wire.decode_proposal(message.proposal)
+                            yield wire.PROPOSAL.decode(message.proposal)
                         case "offer":
-                            yield wire.decode_offer(message.offer)
+                            yield wire.OFFER.decode(message.offer)
         finally:
             sender.cancel()  # if it failed, so did reading
             await asyncio.gather(sender, return_exceptions=True)
@@ -247,7 +204,7 @@ class FederationStub:
 
     async def download(self, offer: RoundOffer) -> Tensors:
         """Return the tensors of an offered round: read-only, of the declared shapes and sizes."""
-        receiver, request = wire.Receiver(offer.model), wire.encode_round_id(offer.id)
+        receiver, request = wire.Receiver(offer.model), wire.ROUND_ID.encode(offer.id)
         async with aclosing(self._responses("Download", request, pb.Chunk)) as chunks:
             async for chunk in chunks:
                 receiver.add(chunk)
@@ -255,11 +212,14 @@ class FederationStub:
 
     async def upload(self, round_id: RoundId, answer: PartialSum | wire.Decline) -> Receipt:
         """Answer an offer, and return the server's receipt."""
-        header, tensors = answer_of(round_id, answer)
+        content, tensors = (
+            (answer, {}) if isinstance(answer, wire.Decline) else wire.sum_to_send(answer)
+        )
+        header = wire.encode_answer(wire.RoundAnswer(round_id, content))
         chunks = (pb.UploadPart(chunk=chunk) for chunk in wire.chunks(wire.pieces(tensors)))
         parts = (p.SerializeToString() for p in chain([pb.UploadPart(answer=header)], chunks))
         data = await self.channel.stream_unary(f"/{SERVICE}/Upload")(parts, metadata=self.metadata)
-        return wire.decode_receipt(wire.parse(pb.Receipt, data, wire.NODE_RECEIVES_BYTES))
+        return wire.RECEIPT.decode(wire.parse(pb.Receipt, data, wire.NODE_RECEIVES_BYTES))
 
     async def fetch_ledger(self, head: Head | None = None) -> Iterator[str] | None:
         """Return the unchecked lines of the public ledger after a head; without one, all of them.
@@ -267,27 +227,41 @@ class FederationStub:
         Bytes that are not ASCII become surrogates. None: according to the server, its ledger never
         had the head.
         """
-        request = wire.encode_ledger_request(wire.LedgerRequest(**vars(head) if head else {}))
-        async with aclosing(self._responses("FetchLedger", request, pb.LedgerPart)) as parts:
-            first = await anext(parts, pb.LedgerPart())
-            if head is not None and first.unknown:
-                return None
-            content = await _assembled("ledger", first, parts, LARGEST_LEDGER)
+        request = wire.LEDGER_REQUEST.encode(wire.LedgerRequest(**vars(head) if head else {}))
+        content = await self._file("ledger", request, LARGEST_LEDGER)
+        if content is None:
+            return None
         text = io.BytesIO(content.data)
         return io.TextIOWrapper(text, encoding="ascii", errors="surrogateescape", newline="\n")
 
     async def fetch_model(self) -> bytes:
         """Return the unchecked file of the newest released model."""
-        responses = self._responses("FetchModel", pb.ModelRequest(), pb.ModelPart)
-        async with aclosing(responses) as parts:
-            first = await anext(parts, pb.ModelPart())
-            return (await _assembled("model", first, parts, LARGEST_MODEL)).tobytes()
+        content = await self._file("model", pb.ModelRequest(), LARGEST_MODEL)
+        if content is None:
+            raise WireError("the server does not know its model")
+        return content.tobytes()
 
     async def status(self) -> Status:
         """Return the status of the federation."""
         call, request = self.channel.unary_unary(f"/{SERVICE}/GetStatus"), pb.StatusRequest()
         data = await call(request.SerializeToString(), metadata=self.metadata)
-        return wire.decode_status(wire.parse(pb.Status, data, wire.NODE_RECEIVES_BYTES))
+        return wire.STATUS.decode(wire.parse(pb.Status, data, wire.NODE_RECEIVES_BYTES))
+
+    async def _file(self, what: str, request: Message, most: int) -> npt.NDArray[np.uint8] | None:
+        """Return the bytes of a file of at most `most` bytes; None if the server says unknown.
+
+        WireError: the size is not as declared.
+        """
+        async with aclosing(self._responses(f"Fetch{what.title()}", request, pb.FilePart)) as parts:
+            first = await anext(parts, pb.FilePart())
+            if first.unknown:
+                return None
+            if first.WhichOneof("part") != "size":
+                raise WireError(f"the server does not say how long its {what} is")
+            assembler = wire.Assembler(first.size, most)
+            async for part in parts:
+                assembler.add(part.chunk)  # an absent chunk is empty, and is refused
+            return assembler.finish()
 
     def _responses(
         self, method: str, request: Message, kind: type[Kind]
@@ -302,29 +276,3 @@ async def _read(responses: grpc.aio.Call, kind: type[Kind]) -> AsyncGenerator[Ki
             yield wire.parse(kind, data, wire.NODE_RECEIVES_BYTES)
     finally:
         responses.cancel()
-
-
-async def _assembled(
-    what: str,
-    first: pb.LedgerPart | pb.ModelPart,
-    parts: AsyncGenerator[pb.LedgerPart | pb.ModelPart, None],
-    most: int,
-) -> npt.NDArray[np.uint8]:
-    """Return the bytes of all chunks, joined; WireError unless their size is as declared.
-
-    The first part declares the size, which may be `most` bytes at most.
-    """
-    if first.WhichOneof("part") != "size":
-        raise WireError(f"the server does not say how long its {what} is")
-    assembler = wire.Assembler(first.size, most)
-    async for part in parts:
-        assembler.add(part.chunk)  # an absent chunk is empty, and is refused
-    return assembler.finish()
-
-
-def answer_of(round_id: RoundId, answer: PartialSum | wire.Decline) -> tuple[pb.Answer, Tensors]:
-    """Return the message of an answer, and the tensors that it declares."""
-    if isinstance(answer, wire.Decline):
-        return wire.encode_answer(wire.RoundAnswer(round_id, answer)), {}
-    summed = wire.SummedUpdates.of(answer)
-    return wire.encode_answer(wire.RoundAnswer(round_id, summed)), wire.tensors_of(answer)

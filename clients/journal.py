@@ -17,7 +17,7 @@ from fedpriv.ledger import Head
 from fedpriv.ledger.database import Database, FileFormat
 from fedpriv.ledger.events import RoundEvent, Schedule
 from fedpriv.ledger.ledger import event_from, event_text
-from fedpriv.wire import RoundOffer, encode_offer
+from fedpriv.wire import OFFER, RoundOffer
 
 _SCHEMA = """
 CREATE TABLE answers (
@@ -251,7 +251,7 @@ def _refusing() -> Iterator[None]:
 
 def _digest_of(offer: RoundOffer) -> bytes:
     """Return the SHA-256 of an offer without its remaining time and without the model."""
-    message = encode_offer(replace(offer, seconds=1.0))
+    message = OFFER.encode(replace(offer, seconds=1.0))
     return hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
 
 

@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -182,18 +182,7 @@ def _fits(row: ChargedRow, part: TakenPart) -> bool:
 
 def _kind(event: RoundEvent) -> tuple[object, ...]:
     """Return everything that determines the cost of an event, except z."""
-    sampling = event.sampling
-    return (
-        sampling.policy,
-        sampling.sampling_probability,
-        sampling.relation,
-        sampling.population,
-        sampling.schedule,
-        sampling.unit,
-        sampling.examples_per_user,
-        event.strategy,
-        event.selection,
-    )
+    return replace(event.sampling, canaries=0), event.strategy, event.selection
 
 
 def _paid(rows: Sequence[ChargedRow], offer: Terms) -> ChargedRow:

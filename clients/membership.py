@@ -32,7 +32,6 @@ from fedpriv.wire.naming import NEWER
 # Codes of failed calls that only the node can repair, as its name or version is wrong. A changed
 # enrolment repairs all others, so a server that starts with a wrong one must not lose its nodes.
 _FINAL = ("INVALID_ARGUMENT", "UNIMPLEMENTED")
-_SERVER = "the server"
 _DAY_SECONDS = 86_400.0
 _LAST_CHECK_SECONDS = 60.0
 _LEAST_MARGIN = 0.05  # share of an offer's time that is reserved for the upload
@@ -279,8 +278,7 @@ class Membership:
         * At most one vote waits to be sent, even if the server sends proposals and reads no votes.
         * After a lost connection, the node connects again with exponential back-off, which each
           welcome resets; unless newer connections of the node end two of its own in a row.
-        * If the certificate of the node or the server expires within 30 days, a warning is logged
-          at once and daily.
+        * If the node's certificate expires within 30 days, a warning is logged at once and daily.
     """
 
     def __init__(
@@ -292,9 +290,7 @@ class Membership:
     ) -> None:
         self._settings, self._hello, self._handler = settings, hello, handler
         self._work, self._voting = LatestTask(), LatestTask()
-        self._certificate_ends: dict[str, datetime] = {}  # of the node and the server
-        if certificate_end is not None:
-            self._certificate_ends[hello.node] = certificate_end
+        self._certificate_end = certificate_end
         self._prepared: Welcome | None = None
         self._trouble = ""  # why the node is not connected; empty: it is
         self._objection = ""  # to the last proposed round
@@ -319,14 +315,10 @@ class Membership:
             await self._voting.stop()
 
     async def _warn_daily(self) -> None:
-        while True:
-            for owner in self._certificate_ends:
-                self._warn_of_end(owner)
+        while (end := self._certificate_end) is not None:
+            if why := expiry(end, datetime.now(UTC)):
+                trouble(_log, self._hello.node, "certificate", why)
             await asyncio.sleep(_DAY_SECONDS)
-
-    def _warn_of_end(self, owner: str) -> None:
-        if why := expiry(self._certificate_ends[owner], datetime.now(UTC)):
-            trouble(_log, owner, "certificate", why)
 
     async def _connection(self) -> tuple[bool, bool]:
         """Stay connected; return whether the node was welcomed, and whether the run is over."""
@@ -408,10 +400,6 @@ class Membership:
         names = f"{self._hello.node} to {self._settings.server}"
         users = f"{worker.loaded.users} of the {welcome.population} users of the population"
         _log.info("connected as %s, with %s", names, users)
-        end = datetime.fromtimestamp(welcome.certificate_end, UTC)
-        if welcome.certificate_end and end != self._certificate_ends.get(_SERVER):
-            self._certificate_ends[_SERVER] = end
-            self._warn_of_end(_SERVER)
         if self._settings.verify_ledger and self._work.idle:
             await self._work.begin(None, partial(self._report, welcome))
 

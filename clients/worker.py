@@ -52,31 +52,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HostSettings:
-    """The users that a node hosts, and the resources for training them.
-
-    InvalidValueError: a number is out of range.
-    """
+    """The users that a node hosts, and the resources for training them."""
 
     users: str  # for `fedpriv.clients.users.load_users`
     device: str = "auto"  # for `fedpriv.engine.transport.device_named`
     # Address space of each process for training, in addition to data and model, and on a CPU for
     # building the model (Linux); None: no limit.
     memory_mebibytes: int | None = None
-    seconds: float | None = None  # the longest training of a round; None: until its deadline
     activations: str = "float32"  # of the model during training
     processes: int | None = None  # number that train in parallel; None: one for each thread
     id_key: Path | None = None  # file of the key for the users' ids; None: ids as in the data
-
-    def __post_init__(self) -> None:
-        for name in ("memory_mebibytes", "seconds", "processes"):
-            number = getattr(self, name)
-            if number is not None and not number > 0:
-                raise InvalidValueError(f"{name} is {number}; it must be positive")
-        if self.memory_mebibytes is not None and self.memory_mebibytes >= 2**40:
-            # The system cannot represent limits that are much larger.
-            raise InvalidValueError(
-                f"memory_mebibytes is {self.memory_mebibytes}; it must be below 2^40"
-            )
 
 
 @dataclass(frozen=True)
@@ -276,7 +261,7 @@ class Worker:
         * After `close`, and when this process ends, even by SIGKILL, no other process remains.
         * The log contains no users' data, and does not reveal who was drawn.
 
-    Calls must not overlap. The event loop whose thread starts a worker must outlive it.
+    Calls wait for each other. The event loop whose thread starts a worker must outlive it.
     """
 
     def __init__(self, settings: HostSettings, process: Process, loaded: Loaded) -> None:
@@ -287,7 +272,7 @@ class Worker:
         self._kinds = set[Hashable]()  # of rounds that `_learnt` covers
         self._learning: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._turn, self._busy, self._closed = asyncio.Lock(), False, False
+        self._turn, self._closed = asyncio.Lock(), False
 
     @classmethod
     async def start(cls, settings: HostSettings) -> "Worker":
@@ -330,11 +315,9 @@ class Worker:
         `seconds` / 6n, so that none is late because of others. If users train in forks of the
         process, a fork ends when its user takes longer. Otherwise, and if the process ends, the
         remaining users are trained one by one after half of the time, each within an equal share of
-        the remaining time. The result is None if no training succeeded within `seconds` and the
-        limit of the settings. InvalidValueError: `prepare` was not called, or another call runs.
+        the remaining time. The result is None if no training succeeded within `seconds`.
+        InvalidValueError: `prepare` was not called.
         """
-        longest = self._settings.seconds
-        seconds = seconds if longest is None else min(seconds, longest)
         deadline = asyncio.get_running_loop().time() + seconds
         try:
             async with self._alone(deadline):
@@ -356,7 +339,7 @@ class Worker:
         await self._process.gone()
 
     async def _learn(self, kind: Hashable, proposal: Proposal) -> None:
-        async with self._turn:
+        async with self._alone():
             if self._welcome is None:
                 return
             what = "users cannot train as the server proposes"
@@ -429,19 +412,13 @@ class Worker:
 
     @asynccontextmanager
     async def _alone(self, deadline: float | None = None) -> AsyncIterator[None]:
-        """Use the process exclusively; TimeoutError if `learn` runs until the deadline."""
-        if self._busy:
-            raise InvalidValueError("the worker is busy; it takes one call at a time")
-        self._busy = True
+        """Use the process exclusively; TimeoutError if another call runs until the deadline."""
+        async with asyncio.timeout_at(deadline):
+            await self._turn.acquire()
         try:
-            async with asyncio.timeout_at(deadline):
-                await self._turn.acquire()
-            try:
-                yield
-            finally:
-                self._turn.release()
+            yield
         finally:
-            self._busy = False
+            self._turn.release()
 
 
 async def _load(process: Process, settings: HostSettings) -> Loaded:

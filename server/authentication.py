@@ -25,19 +25,12 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from fedpriv.errors import FedprivError, InvalidValueError, WireError
 from fedpriv.experiment.config import FederationSection
 from fedpriv.report.records import Trouble
-from fedpriv.server.certificates import load_ca, load_certificate
+from fedpriv.server.certificates import load_ca
 from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
-from fedpriv.server.monitoring import SERVER, STRANGER, Monitor, Sites
+from fedpriv.server.monitoring import SERVER, STRANGER, Sites
 from fedpriv.server.traffic import Peer, Traffic, peer_of
-from fedpriv.wire.naming import (
-    MALFORMED,
-    NODE_KEY,
-    Address,
-    check_key,
-    check_node_name,
-    read_file,
-    read_key,
-)
+from fedpriv.wire import naming
+from fedpriv.wire.naming import Address
 
 _log = logging.getLogger(__name__)
 NODE: ContextVar[str] = ContextVar("NODE")  # the node whose call is being handled
@@ -116,11 +109,13 @@ def by_declaration(context: Context) -> str:
 
     UnknownPeerError: the call names no node, several, or an invalid name.
     """
-    names = [value for key, value in context.invocation_metadata() or () if key == NODE_KEY]
+    names = [value for key, value in context.invocation_metadata() or () if key == naming.NODE_KEY]
     try:
         if len(names) != 1:
-            raise InvalidValueError(f"the call has {len(names)} metadata {NODE_KEY}; one is needed")
-        return check_node_name(unquote(str(names[0]), errors="strict"))
+            raise InvalidValueError(
+                f"the call has {len(names)} metadata {naming.NODE_KEY}; one is needed"
+            )
+        return naming.check_node_name(unquote(str(names[0]), errors="strict"))
     except ValueError as error:
         raise UnknownPeerError(_UNAUTHENTICATED, str(error)) from error
 
@@ -159,7 +154,7 @@ def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
             f"{section.enrolment} enrols no certificate; each node's table must have the key "
             "certificate, with the fingerprint that `fedpriv certs sign` prints"
         )
-    end = load_certificate(Path(section.certificates) / "server.pem").not_valid_after_utc
+    end = naming.load_certificate(Path(section.certificates) / "server.pem").not_valid_after_utc
     return Endpoint(address, credentials, by_certificate(certificates), end)
 
 
@@ -171,13 +166,16 @@ def tls_credentials(folder: Path) -> grpc.ServerCredentials:
     certificate, a warning is logged, because nodes that trust only that authority cannot connect.
     """
     authority = load_ca(folder / "ca.pem")
-    ca, certificate = read_file(folder / "ca.pem"), read_file(folder / "server.pem")
-    key, loaded = read_key(folder / "server.key"), load_certificate(folder / "server.pem")
-    check_key(folder / "server.key", key, loaded)
+    ca, certificate = naming.read_file(folder / "ca.pem"), naming.read_file(folder / "server.pem")
+    key, loaded = (
+        naming.read_key(folder / "server.key"),
+        naming.load_certificate(folder / "server.pem"),
+    )
+    naming.check_key(folder / "server.key", key, loaded)
     _check_for_servers(folder / "server.pem", loaded)
     try:
         loaded.verify_directly_issued_by(authority)
-    except (*MALFORMED, InvalidSignature):
+    except (*naming.MALFORMED, InvalidSignature):
         _log.warning(
             "%s is not issued by ca.pem beside it: nodes that trust that one cannot connect",
             folder / "server.pem",
@@ -244,14 +242,13 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
     identify: Identify
     enrolment: Enrolment
     rates: RateLimit
-    monitor: Monitor
     traffic: Traffic = field(default_factory=Traffic)
     _open: Counter[str] = field(default_factory=Counter)
     _held: int = 0  # refusals that are delayed now
     _last_end: float = field(default_factory=monotonic)  # when the last call ended
 
     def __post_init__(self) -> None:
-        self.sites = Sites(self.enrolment.hosting, self.monitor)
+        self.sites = Sites(self.enrolment)
 
     def idle_seconds(self) -> float:
         """Return the seconds since the last call ended; 0 while a call is open."""
@@ -262,7 +259,6 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         try:
             return self.identify(context)
         except UnknownPeerError as error:
-            self.monitor.add("refused_calls", 1, "identity")
             self.sites.trouble(error.node, error.what, error.why)
             raise
 
@@ -292,7 +288,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         )
 
         async def checked(messages: AsyncIterable[bytes], context: Context) -> object:
-            began, node = monotonic(), None
+            node = None
             try:
                 try:
                     node = self._admitted(context)
@@ -331,7 +327,6 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
                     self._open[node] -= 1
                     if not self._open[node]:
                         del self._open[node]
-                    self.monitor.handled(name, self._last_end - began)
 
         return checked
 
@@ -363,7 +358,6 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         """Return the calling node if it may make this call; RefusedCallError otherwise."""
         code, node = grpc.StatusCode, self.known(context)
         if node not in self.enrolment.users:
-            self.monitor.add("refused_calls", 1, "enrolment")
             self.sites.trouble(STRANGER, Trouble.CALL, f"node {node!r} is not enrolled")
             raise RefusedCallError(code.PERMISSION_DENIED, "the node is not enrolled")
         if not self.rates.admits(node):
@@ -372,7 +366,6 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
             excess = f"the node has {_OPEN_CALLS} calls open"
         else:
             return node
-        self.monitor.add("refused_calls", 1, "rate")
         self.sites.trouble(node, Trouble.CALL, excess)
         raise RefusedCallError(code.RESOURCE_EXHAUSTED, excess)
 

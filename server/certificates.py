@@ -11,12 +11,10 @@ atomically. Other users can never read a key, not even while it is written.
 import ipaddress
 import re
 import secrets
-import shutil
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple, TypeGuard
-from urllib.parse import quote
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -24,9 +22,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.enrolment import fingerprint_of
-from fedpriv.support.disk import sync, write_atomically, writing
-from fedpriv.wire.naming import MALFORMED, NODE_URI, check_node_name, read_file, read_key
+from fedpriv.support.disk import write_atomically, writing
+from fedpriv.wire import naming
 
 YEAR = timedelta(days=365)
 _AUTHORITY_LIFETIME = 10 * YEAR
@@ -43,24 +40,15 @@ _HOST = re.compile(rf"(?=.{{1,253}}$)(?!(.*\.)?[0-9]+$){_LABEL}(\.{_LABEL})*")
 
 def load_ca(path: Path) -> x509.Certificate:
     """Return the certificate of an authority; InvalidValueError if the file holds anything else."""
-    pem = read_file(path)
+    pem = naming.read_file(path)
     try:
         ca = x509.load_pem_x509_certificate(pem)
         constraints = ca.extensions.get_extension_for_class(x509.BasicConstraints).value
-    except (x509.ExtensionNotFound, *MALFORMED) as error:
+    except (x509.ExtensionNotFound, *naming.MALFORMED) as error:
         raise InvalidValueError(f"{path} is not an authority's certificate") from error
     if not constraints.ca:
         raise InvalidValueError(f"{path} is not an authority's certificate, but one issued by it")
     return ca
-
-
-def load_certificate(path: Path) -> x509.Certificate:
-    """Return the certificate in a file; InvalidValueError if there is none."""
-    pem = read_file(path)
-    try:
-        return x509.load_pem_x509_certificate(pem)
-    except MALFORMED as error:
-        raise InvalidValueError(f"{path} is not a certificate") from error
 
 
 class Issued(NamedTuple):
@@ -82,26 +70,17 @@ def init(folder: Path, hosts: Sequence[str]) -> None:
     """
     _alternatives_of(hosts)
     path = folder / "authority"
-    if path.exists():
+    if (path / "ca.pem").exists():
         more = "it is kept, and `fedpriv certs server` issues the server another certificate"
         raise InvalidValueError(f"an authority is already in {path}; {more}")
-    # An incomplete authority, left by a killed command, has signed nothing and is replaced.
-    draft = folder / "authority.new"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir(mode=0o700)
-    except OSError as error:
-        raise InvalidValueError(f"{path} cannot be made: {error.strerror}") from error
     # The name is unique, so that messages distinguish two authorities.
     name, begin = f"fedpriv authority {secrets.token_hex(4)}", datetime.now(UTC) - _CLOCK_SKEW
     key = ec.generate_private_key(ec.SECP256R1())
     certificate = _signed(name, key.public_key(), key, None, begin, _AUTHORITY_LIFETIME)
-    _write_key(draft / "ca.key", key)
-    _write_certificate(draft, "ca", certificate, certificate)
-    with writing(path):
-        draft.rename(path)
-        sync(folder)
+    # The certificate is last: without it, a command that was killed has left a key that signed
+    # nothing, and is replaced.
+    _write_key(path / "ca.key", key)
+    _write_certificate(path, "ca", certificate, certificate)
     issue_server(folder, hosts)
 
 
@@ -125,7 +104,7 @@ def request(folder: Path, node: str) -> Path:
     This is done at the node. The key is on the curve P-256. It never replaces a key, which may be
     in use: InvalidValueError if there is one.
     """
-    bundle = folder / "nodes" / check_node_name(node)
+    bundle = folder / "nodes" / naming.check_node_name(node)
     if (bundle / "node.key").exists():
         raise InvalidValueError(f"{bundle} holds a key already; give another --folder")
     key = ec.generate_private_key(ec.SECP256R1())
@@ -139,7 +118,7 @@ def request(folder: Path, node: str) -> Path:
 def sign(
     folder: Path, path: Path, *, begin: datetime | None = None, lifetime: timedelta = YEAR
 ) -> Issued:
-    """Issue a certificate (clientAuth, `fedpriv:node:NAME`) for the node that made a request.
+    """Issue a certificate (clientAuth) for the node that made a request.
 
     The certificate takes only the key and the common name, which is the node's name, from the
     request, and replaces the node's certificate in the folder. The server accepts the certificate
@@ -150,41 +129,34 @@ def sign(
     """
     (node, key), (ca, signer) = _load_request(path), _load_authority(folder)
     begin = datetime.now(UTC) - _CLOCK_SKEW if begin is None else begin
-    uri = x509.UniformResourceIdentifier(NODE_URI + quote(node))
     usage, bundle = ExtendedKeyUsageOID.CLIENT_AUTH, folder / "nodes" / node
-    certificate = _signed(node, key, signer, ca, begin, lifetime, usage, [uri])
+    certificate = _signed(node, key, signer, ca, begin, lifetime, usage)
     _write_certificate(bundle, "node", certificate, ca)
-    return Issued(node, bundle, fingerprint_of(certificate))
+    return Issued(node, bundle, naming.fingerprint_of(certificate))
 
 
 def issue(
     folder: Path, node: str, *, begin: datetime | None = None, lifetime: timedelta = YEAR
 ) -> Issued:
     """Request and sign with a new key, if the node and the authority are on one machine."""
-    (folder / "nodes" / check_node_name(node) / "node.key").unlink(missing_ok=True)
+    (folder / "nodes" / naming.check_node_name(node) / "node.key").unlink(missing_ok=True)
     return sign(folder, request(folder, node), begin=begin, lifetime=lifetime)
 
 
 def _load_request(path: Path) -> tuple[str, _PublicKey]:
     """Return a request's node name and key; InvalidValueError if the name or key is unusable."""
-    pem = read_file(path)
+    pem = naming.read_file(path)
     try:
         csr = x509.load_pem_x509_csr(pem)
         key, valid = csr.public_key(), csr.is_signature_valid
-        names = csr.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
-    except MALFORMED as error:
+    except naming.MALFORMED as error:
         raise InvalidValueError(f"{path} is not a certificate signing request") from error
     if not valid:
         raise InvalidValueError(f"{path} is not signed with the key that it is about")
     if not _is_strong(key):
         choices = f"P-256, P-384 and RSA of at least {_LEAST_RSA_BITS} bits"
         raise InvalidValueError(f"the key of {path} is of another kind than are legal: {choices}")
-    if len(names) != 1:
-        raise InvalidValueError(f"{path} has {len(names)} common names; it must have the node's")
-    try:
-        return check_node_name(str(names[0].value)), key
-    except InvalidValueError as error:
-        raise InvalidValueError(f"{path}: {error}") from error
+    return naming.node_named(csr, path), key
 
 
 def _is_strong(key: object) -> TypeGuard[_PublicKey]:
@@ -196,13 +168,13 @@ def _is_strong(key: object) -> TypeGuard[_PublicKey]:
 def _load_authority(folder: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     path = folder / "authority"
     try:
-        read_file(path / "ca.key")
+        naming.read_file(path / "ca.key")
     except InvalidValueError as error:
         raise InvalidValueError(f"{folder} holds no authority: {error}") from error
-    pem, ca = read_key(path / "ca.key"), load_ca(path / "ca.pem")
+    pem, ca = naming.read_key(path / "ca.key"), load_ca(path / "ca.pem")
     try:
         key = serialization.load_pem_private_key(pem, None)
-    except MALFORMED as error:
+    except naming.MALFORMED as error:
         raise InvalidValueError(f"{path / 'ca.key'} is not a private key in PEM") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != ca.public_key():
         raise InvalidValueError(f"{path / 'ca.key'} is not the key of {path / 'ca.pem'}")
@@ -234,6 +206,7 @@ def _signed(
     ]
     if usage is not None:
         extensions.append((x509.ExtendedKeyUsage([usage]), False))
+    if alternatives:
         extensions.append((x509.SubjectAlternativeName(alternatives), False))
     serial, end = x509.random_serial_number(), begin + lifetime
     builder = x509.CertificateBuilder(issuer, subject, key, serial, begin, end)

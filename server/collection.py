@@ -3,24 +3,21 @@
 import asyncio
 import queue
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import replace
 from enum import StrEnum
 from functools import cached_property
 from time import monotonic
-from typing import Self
 
 from fedpriv import wire
 from fedpriv.errors import WireError
 from fedpriv.experiment.config import Config
 from fedpriv.ledger.events import Randomness
 from fedpriv.measures.metrics import own_metrics
-from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.report.records import Trouble
-from fedpriv.server.enrolment import Enrolment, Hosting, Positions
+from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.request import RoundRequest
 from fedpriv.wire import federation_pb2 as pb
@@ -35,19 +32,12 @@ def task_of(config: Config) -> wire.TaskDescription:
     return wire.TaskDescription(**config.model.task, metrics=metrics)
 
 
-def welcomes(
-    config: Config, enrolment: Enrolment, certificate_end: datetime | None = None
-) -> Callable[[str], wire.Welcome]:
-    """Return a function from a node's name to the welcome that it receives when it connects.
-
-    The welcome states when the server's certificate ends, if it has one, because gRPC does not show
-    nodes that certificate, and nodes warn when it is about to end.
-    """
+def welcomes(config: Config, enrolment: Enrolment) -> Callable[[str], wire.Welcome]:
+    """Return a function from a node's name to the welcome that it receives when it connects."""
     task, name, population = task_of(config), enrolment.population_id, enrolment.population
     purpose = config.federation.purpose if config.federation else ""
-    end = 0 if certificate_end is None else int(certificate_end.timestamp())
     return lambda node: wire.Welcome(
-        name, population, enrolment.users_of(node).copy(), task, purpose, end
+        name, population, enrolment.users_of(node).copy(), task, purpose
     )
 
 
@@ -69,58 +59,16 @@ def prices(
     return price_of
 
 
-@dataclass(frozen=True, eq=False)
-class RoundTerms:
-    """One attempt at a round, as nodes are asked to answer it, and the limits of an answer."""
+def flaw_of(partial: PartialSum, drawn: int) -> tuple[Trouble, str] | None:
+    """Return a trouble with an accepted sum of a node, and its explanation, or None.
 
-    offer: wire.RoundOffer  # to all drawn users; `offer_to` selects those of a node
-    model: Tensors
-    expected: Layout  # of sums
-    drawn: Mapping[str, Positions]  # node → its drawn users; secret
-    deadline: float  # on the clock of `time.monotonic`
-
-    @classmethod
-    def of(cls, request: RoundRequest, hosting: Hosting, price: wire.Price, seconds: float) -> Self:
-        """Return the terms of a request, under a new nonce, with a deadline in `seconds`."""
-        model, nonce = wire.model_of(request), secrets.randbits(64)
-        offer = wire.RoundOffer.of(request, seconds, price, wire.manifest_of(model), nonce)
-        expected, drawn = wire.layout_of_sums(request.clipping), hosting.drawn(request.users)
-        return cls(offer, model, expected, drawn, monotonic() + seconds)
-
-    def offer_to(self, node: str) -> wire.RoundOffer | None:
-        """Return the offer to send now to a node with drawn users; None after the deadline."""
-        left, users = self.deadline - monotonic(), self.drawn[node].copy()
-        return replace(self.offer, seconds=left, users=users) if left > 0.0 else None
-
-    def misfit(self, node: str, answer: wire.RoundAnswer) -> str | None:
-        """Return why an answer of a node cannot be accepted, in one sentence, or None."""
-        if answer.id != self.offer.id:
-            return "the answer is to another round or attempt than the one that is collected"
-        if node not in self.drawn:
-            return _NOT_AWAITED
-        content = answer.content
-        if isinstance(content, wire.SummedUpdates) and content.users > self.drawn[node].size:
-            return "the sum holds more users than were drawn at the node"
-        return None
-
-    def check_sum(self, partial: PartialSum) -> None:
-        """Raise WireError for a sum that its users cannot have contributed.
-
-        `add_up` would count such a sum as zero too, but would not inform node and operator.
-        """
-        clipping, users, weight = self.offer.clipping, partial.users, partial.weight
-        if weight > users * clipping.weight_cap:
-            raise WireError("the sum claims more weight than its users can have")
-        if not clipping.admits(partial.total, users, weight):
-            raise WireError("the sum is longer than its users can make it, each clipped")
-
-    def flaw(self, partial: PartialSum) -> tuple[Trouble, str] | None:
-        """Return a trouble with an accepted sum, and its explanation, for the operator; or None."""
-        if partial.users and not partial.total.any():
-            return Trouble.NOT_FINITE, "all updates of its users are NaN, infinite or zero"
-        if partial.users < self.drawn[partial.node].size:
-            return Trouble.UNFINISHED, "training of some users failed or took too long"
-        return None
+    `drawn` is the number of users that were drawn at the node.
+    """
+    if partial.users and not partial.total.any():
+        return Trouble.NOT_FINITE, "all updates of its users are NaN, infinite or zero"
+    if partial.users < drawn:
+        return Trouble.UNFINISHED, "training of some users failed or took too long"
+    return None
 
 
 class End(StrEnum):
@@ -224,7 +172,7 @@ class Ballot:
     def __init__(self, terms: wire.Proposal) -> None:
         self.terms = terms  # without the nonce
         self._id = replace(terms.id, nonce=secrets.randbits(64))
-        proposal = wire.encode_proposal(replace(terms, id=self._id))
+        proposal = wire.PROPOSAL.encode(replace(terms, id=self._id))
         self.message = pb.FromServer(proposal=proposal)  # to all nodes
         self._objections: dict[str, str] = {}
 
@@ -259,11 +207,16 @@ class Collection:
     def __init__(
         self, request: RoundRequest, price: wire.Price, enrolment: Enrolment, seconds: float
     ) -> None:
-        self.terms = RoundTerms.of(request, enrolment.hosting, price, seconds)
-        self.changed = asyncio.Event()
+        self._model, nonce = wire.model_of(request), secrets.randbits(64)
+        manifest = wire.manifest_of(self._model)
+        # To all drawn users; `offer_to` selects those of a node.
+        self.offer = wire.RoundOffer.of(request, seconds, price, manifest, nonce)
+        self.drawn = enrolment.drawn(request.users)  # node → its drawn users; secret
+        self.deadline = monotonic() + seconds
+        self.changed, self.over = asyncio.Event(), False
         self.results: queue.SimpleQueue[PartialSum | None] = queue.SimpleQueue()
         self._taken, self._loop = asyncio.Semaphore(0), asyncio.get_running_loop()
-        self._waiting, self._over = dict.fromkeys(self.terms.drawn), False
+        self._waiting = dict.fromkeys(self.drawn)
         self._accepted = set[str]()  # nodes whose sum was accepted
 
     @property
@@ -272,30 +225,48 @@ class Collection:
         return tuple(self._waiting)
 
     def _awaits(self, node: str) -> bool:
-        return node in self._waiting and not self._over
+        return node in self._waiting and not self.over
 
     def offer_to(self, node: str) -> wire.RoundOffer | None:
         """Return the offer to send to a node now; None if no answer of it is awaited."""
-        return self.terms.offer_to(node) if self._awaits(node) else None
-
-    @property
-    def over(self) -> bool:
-        """Whether the collection has ended."""
-        return self._over
+        left = self.deadline - monotonic()
+        if not self._awaits(node) or left <= 0.0:
+            return None
+        return replace(self.offer, seconds=left, users=self.drawn[node].copy())
 
     @cached_property
     def model_chunks(self) -> Sequence[bytes]:
         """The model as serialised chunks, which all calls share."""
-        return [chunk.SerializeToString() for chunk in wire.chunks(wire.pieces(self.terms.model))]
+        return [chunk.SerializeToString() for chunk in wire.chunks(wire.pieces(self._model))]
+
+    def _misfit(self, node: str, answer: wire.RoundAnswer) -> str | None:
+        if answer.id != self.offer.id:
+            return "the answer is to another round or attempt than the one that is collected"
+        if node not in self.drawn:
+            return _NOT_AWAITED
+        content = answer.content
+        if isinstance(content, wire.SummedUpdates) and content.users > self.drawn[node].size:
+            return "the sum holds more users than were drawn at the node"
+        return None
 
     def refusal(self, node: str, answer: wire.RoundAnswer) -> str | None:
         """Return why an answer cannot be accepted, in one sentence, or None."""
-        late = None if self._awaits(node) else _NOT_AWAITED
-        return self.terms.misfit(node, answer) or late
+        return self._misfit(node, answer) or (None if self._awaits(node) else _NOT_AWAITED)
 
     def counts_already(self, node: str, answer: wire.RoundAnswer) -> bool:
         """Return whether this repeats an answer whose sum was accepted."""
-        return node in self._accepted and self.terms.misfit(node, answer) is None
+        return node in self._accepted and self._misfit(node, answer) is None
+
+    def check_sum(self, partial: PartialSum) -> None:
+        """Raise WireError for a sum that its users cannot have contributed.
+
+        `add_up` would count such a sum as zero too, but would not inform node and operator.
+        """
+        clipping, users, weight = self.offer.clipping, partial.users, partial.weight
+        if weight > users * clipping.weight_cap:
+            raise WireError("the sum claims more weight than its users can have")
+        if not clipping.admits(partial.total, users, weight):
+            raise WireError("the sum is longer than its users can make it, each clipped")
 
     def settle(self, node: str, partial: PartialSum | None) -> bool:
         """Accept a node's sum, or None for a node without one; return False if it is too late.
@@ -330,7 +301,7 @@ class Collection:
         The round waits for a disconnected node for `absent` seconds. If `fixed`, it always lasts
         until the deadline.
         """
-        end, since = self.terms.deadline, [connections.away_since(node) for node in self._waiting]
+        end, since = self.deadline, [connections.away_since(node) for node in self._waiting]
         departures = [time for time in since if time is not None]
         if not fixed and len(departures) == len(since):
             end = min(end, max(departures) + absent) if departures else 0.0
@@ -338,8 +309,8 @@ class Collection:
 
     def finish(self) -> None:
         """Accept no more answers; idempotent."""
-        if not self._over:
-            self._over = True
+        if not self.over:
+            self.over = True
             self.results.put(None)
 
     def abandon(self) -> None:

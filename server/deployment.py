@@ -39,7 +39,7 @@ from fedpriv.run.terminal import execute, released_text
 from fedpriv.server.authentication import Authentication, Endpoint, RateLimit, endpoint_of
 from fedpriv.server.collection import Collection, End, prices, welcomes
 from fedpriv.server.enrolment import Enrolment
-from fedpriv.server.monitoring import Monitor
+from fedpriv.server.monitoring import Metrics
 from fedpriv.server.service import (
     Listener,
     Service,
@@ -120,7 +120,7 @@ class GrpcTransport(Transport):
             listener.call(lambda: listener.service.close_round(collection))
         if self._stopping.is_set():
             raise StoppedError("the server was asked to stop; nothing of the round is released")
-        if collection.terms.drawn and not contributions:
+        if collection.drawn and not contributions:
             # Whether anybody answers depends on who was drawn, so it must not stop the release.
             _log.warning("no drawn user contributed to round %d; it is charged", request.round)
 
@@ -202,8 +202,8 @@ def serve(
         # Many threads add up updates already; threads of BLAS would only compete with them.
         resources.enter_context(threadpool_limits(1, "blas"))
         if metrics := addresses.get("federation.metrics_address"):
-            monitor = service.authentication.monitor
-            resources.enter_context(monitor.served(metrics.host, metrics.port))
+            numbers = Metrics(lambda: service.published, service.sites)
+            resources.enter_context(numbers.served(metrics.host, metrics.port))
         server = _Server(setup, section, service, endpoint, console, resources)
         ended = execute(setup, experiment, server.hosted, console, server.follow, clock=None)
         if ended.stop is Stop.DECLINED:
@@ -280,12 +280,12 @@ def _service(
     experiment: Experiment, section: FederationSection, enrolment: Enrolment, endpoint: Endpoint
 ) -> Service:
     """Return the service, without a ledger yet; WireError if a message to nodes is too large."""
-    welcome_of = welcomes(experiment.config, enrolment, endpoint.certificate_end)
+    welcome_of = welcomes(experiment.config, enrolment)
     memory = section.transfer_mebibytes * 2**20
     dimension = experiment.plan.mechanism.clipping.layout.dimension
     limits = TransferLimits.within(memory, dimension, section.transfer_seconds)
     rates = RateLimit(section.calls_per_minute)
-    authentication = Authentication(endpoint.identify, enrolment, rates, Monitor())
+    authentication = Authentication(endpoint.identify, enrolment, rates)
     status = status_at_start(experiment.plan, experiment.budget, enrolment)
     return Service(authentication, welcome_of, status, limits)
 

@@ -12,7 +12,6 @@ from typing import Annotated, Self
 
 import numpy as np
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes
 from numpy.typing import NDArray
 from pydantic import AfterValidator, model_validator
 from pydantic_core import PydanticCustomError
@@ -20,39 +19,13 @@ from pydantic_core import PydanticCustomError
 from fedpriv.data.population import plain_id
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.experiment.config import Section, checked, read_toml
-from fedpriv.wire.naming import MALFORMED, check_node_name, check_user_id
+from fedpriv.wire.naming import MALFORMED, check_node_name, check_user_id, fingerprint_of
 
 Positions = NDArray[np.int64]  # users, as ascending positions in the population
 _ID = re.compile("[0-9a-f]{32}")
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
 _LONGEST_SUBJECT = 200  # characters
 _SETTLED_NANOSECONDS = 2_000_000_000  # age from which a file's times are trusted
-
-
-def fingerprint_of(certificate: x509.Certificate) -> str:
-    """Return the SHA-256 of a certificate in DER, as 64 lower-case hexadecimal digits."""
-    return certificate.fingerprint(hashes.SHA256()).hex()
-
-
-@dataclass(frozen=True, eq=False)
-class Hosting:
-    """Which node hosts which users."""
-
-    nodes: Sequence[str]
-    numbers: Positions  # [N] index in `nodes` of the node of each user, by position
-    alone: frozenset[str]  # nodes with one user, which logs must not name
-
-    def drawn(self, users: Positions) -> dict[str, Positions]:
-        """Return the drawn users of each node that hosts any; positions, ascending."""
-        numbers = self.numbers[users]
-        order = np.argsort(numbers, kind="stable")
-        present, starts = np.unique(numbers[order], return_index=True)
-        parts = np.split(users[order], starts[1:])
-        return {self.nodes[n]: part for n, part in zip(present.tolist(), parts, strict=False)}
-
-    def log_name(self, node: str) -> str:
-        """Return a name for logs, which does not identify a user."""
-        return "a node of one user" if node in self.alone else node
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,17 +118,27 @@ class Enrolment:
             raise InvalidValueError(f"node {node!r} is not enrolled")
         return self._positions[node]
 
+    def drawn(self, users: Positions) -> dict[str, Positions]:
+        """Return the drawn users of each node that hosts any; positions, ascending."""
+        numbers = self._numbers[users]
+        order = np.argsort(numbers, kind="stable")
+        present, starts = np.unique(numbers[order], return_index=True)
+        parts = np.split(users[order], starts[1:])
+        return {self.nodes[n]: part for n, part in zip(present.tolist(), parts, strict=False)}
+
+    def log_name(self, node: str) -> str:
+        """Return a name for logs, which does not identify a user."""
+        return "a node of one user" if len(self.users.get(node, ())) == 1 else node
+
     @cached_property
-    def hosting(self) -> Hosting:
-        """The node that hosts each position."""
+    def _numbers(self) -> Positions:
+        """Index in `nodes` of the node of each user, by position: [N]."""
         number_of = {user: n for n, ids in enumerate(self.users.values()) for user in ids}
-        numbers = np.array([number_of[user] for user in self.user_ids], np.int64)
-        alone = frozenset(node for node, ids in self.users.items() if len(ids) == 1)
-        return Hosting(self.nodes, numbers, alone)
+        return np.array([number_of[user] for user in self.user_ids], np.int64)
 
     @cached_property
     def _positions(self) -> dict[str, Positions]:
-        positions = self.hosting.drawn(np.arange(self.population))
+        positions = self.drawn(np.arange(self.population))
         for users in positions.values():
             users.flags.writeable = False
         return positions

@@ -1,19 +1,20 @@
-"""Monitoring for the operator of a server: numbers for Prometheus, and the state of each site."""
+"""Monitoring for the operator of a server: the state of each site, and numbers for Prometheus."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
-from threading import Event, Lock, Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 from fedpriv.errors import DataError, InvalidValueError, reason_of
 from fedpriv.report.records import Happening, SiteRecord, SiteTable, Trouble
 from fedpriv.run.folder import RunFolder
-from fedpriv.server.enrolment import Hosting
+from fedpriv.server.enrolment import Enrolment
 from fedpriv.support.logs import expiry, one_line, trouble
-from fedpriv.wire import RunState
+from fedpriv.wire import RunState, Status
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -26,159 +27,52 @@ STRANGER = "a caller that is not enrolled"
 _INDEPENDENT_OF_COHORT = {Trouble.UNWILLING, Trouble.ENROLMENT, Trouble.AWAY, Trouble.CERTIFICATE}
 _AWAY = timedelta(minutes=10)  # a node that is disconnected for so long is logged
 _DAY, _MINUTE, _SECOND = timedelta(days=1), timedelta(minutes=1), 1.0
-_SMOOTHING = 0.1  # weight of the newest call in a method's mean
-_OPERATOR_ONLY = "They grow with the size of cohorts, which is secret: for the operator only."
-_TROUBLES = "What went wrong, by node; nodes of one user together. For the operator only."
-_METRICS = {  # name: kind, help, and names of labels
-    "nodes_connected": ("gauge", "Nodes that are connected.", ""),
-    "node_connected": ("gauge", "1 if the node is connected.", "node"),
-    "certificate_end": ("gauge", "When a certificate ends, in seconds since 1970.", "node"),
-    "troubles": ("counter", _TROUBLES, "node what"),
-    "round": ("gauge", "Number of the newest round, from 1; 0 before the first.", ""),
-    "epsilon": ("gauge", "User-level ε spent so far.", ""),
-    "state": ("gauge", "1 for what the server does.", "state"),
-    "call_seconds": ("gauge", "Mean duration, newer calls count more.", "method"),
-    "received_bytes": ("counter", f"Bytes of tensors received. {_OPERATOR_ONLY}", ""),
-    "sent_bytes": ("counter", f"Bytes of tensors sent. {_OPERATOR_ONLY}", ""),
-    "refused_calls": ("counter", "Calls that reached no handler, by reason.", "reason"),
+_METRICS = {  # name: help, and names of labels
+    "nodes_connected": ("Nodes that are connected.", ""),
+    "node_connected": ("1 if the node is connected.", "node"),
+    "certificate_end": ("When a certificate ends, in seconds since 1970.", "node"),
+    "troubles": (
+        "What went wrong, by node; nodes of one user together. For the operator only.",
+        "node what",
+    ),
+    "round": ("Number of the newest round, from 1; 0 before the first.", ""),
+    "epsilon": ("User-level ε spent so far.", ""),
+    "state": ("1 for what the server does.", "state"),
 }
-
-
-class Monitor:
-    """Numbers about a server, which Prometheus reads over HTTP.
-
-    Guarantees:
-        * No number counts offers, accepted answers, or calls, because a round has as many as its
-          cohort has nodes. So calls have a mean duration; a histogram would count them.
-        * Two kinds of numbers do depend on cohorts. Bytes grow with the cohort. Troubles are
-          counted by node, and a trouble in a round at a node of several users reveals that one of
-          them was drawn, but not which. The operator needs both to find a broken site, and the log
-          reveals as much. So numbers are served on loopback unless configured otherwise: readers
-          are trusted like the operator.
-        * For a node of one user, the numbers show only whether it is connected and when its
-          certificate ends, which do not depend on who is drawn.
-        * Methods may be called from any thread, and are cheap.
-
-    A number is shown only after it was set: an unknown ε is not shown as 0.
-    """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        # By name, then by the values of the labels.
-        self._numbers: dict[str, dict[tuple[str, ...], float]] = {name: {} for name in _METRICS}
-        for reason in ("identity", "enrolment", "rate"):
-            self.set("refused_calls", 0.0, reason)
-        for name in ("received_bytes", "sent_bytes"):
-            self.set(name, 0.0)
-
-    def set(self, name: str, number: float, *labels: str) -> None:
-        """Set a number of `_METRICS`, with the values of its labels."""
-        with self._lock:
-            self._numbers[name][labels] = number
-
-    def add(self, name: str, count: int, *labels: str) -> None:
-        """Increase a counter of `_METRICS`, with the values of its labels."""
-        with self._lock:
-            numbers = self._numbers[name]
-            numbers[labels] = numbers.get(labels, 0.0) + count
-
-    def progress(self, state: RunState, newest_round: int, epsilon: float) -> None:
-        """Set the state of the server, the number of the newest round, and the ε spent."""
-        self.set("round", newest_round)
-        self.set("epsilon", epsilon)
-        with self._lock:
-            self._numbers["state"] = {(other,): float(other is state) for other in RunState}
-
-    def handled(self, method: str, seconds: float) -> None:
-        """Update the mean duration of a method's calls."""
-        with self._lock:
-            means = self._numbers["call_seconds"]
-            mean = means.get((method,), seconds)
-            means[method,] = mean + _SMOOTHING * (seconds - mean)
-
-    @contextmanager
-    def served(self, host: str, port: int) -> Iterator[int]:
-        """Serve the numbers over HTTP within the context; yields the port in use.
-
-        Port 0 selects a free one. If the host is not loopback, everyone who can reach it sees
-        numbers that grow with cohorts. InvalidValueError: prometheus-client is not installed, or
-        the port cannot be used.
-        """
-        try:
-            from prometheus_client import CollectorRegistry, start_http_server  # noqa: PLC0415
-        except ImportError as error:
-            raise InvalidValueError(
-                "metrics need prometheus-client, which `pip install 'fedpriv[prometheus]'` installs"
-            ) from error
-        registry = CollectorRegistry()
-        registry.register(self)
-        try:
-            server, thread = start_http_server(port, host, registry)
-        except (OSError, OverflowError) as error:
-            sentence = f"metrics cannot be served at port {port} of {host}: {reason_of(error)}"
-            raise InvalidValueError(sentence) from error
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-    def collect(self) -> "Iterator[Metric]":
-        """Yield the current numbers; called by the registry of prometheus-client.
-
-        The library's own Counter and Gauge would show 0 for a number that was never set, and the
-        time at which each counter began, which may depend on the cohort.
-        """
-        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415
-
-        families = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-        for name, (kind, description, labels) in _METRICS.items():
-            family = families[kind](f"fedpriv_{name}", description, labels=labels.split())
-            with self._lock:
-                for values, number in self._numbers[name].items():
-                    family.add_metric(values, number)
-            yield family
 
 
 class Sites:
     """The state of each node of a server; troubles are counted and logged.
 
     Guarantees:
-        * No line of the log and no number of the monitor connects a node of one user with events
+        * No line of the log and no number of `troubles` connects a node of one user with events
           of a round. The table names all nodes and counts their answers, so it is secret: it is in
           the run's folder, readable by its owner only, and nodes cannot request it.
         * Each kind of trouble at a node is logged at most once a minute; certificates that expire
           and absent nodes, once a day.
         * If the table cannot be written, the run continues.
 
-    Only the event loop may change sites; the thread of `kept` reads them.
+    Only the event loop may change sites; other threads read them.
     """
 
     def __init__(
-        self,
-        hosting: Hosting,
-        monitor: Monitor,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        self, enrolment: Enrolment, now: Callable[[], datetime] = lambda: datetime.now(UTC)
     ) -> None:
-        self._hosting, self._monitor, self._now = hosting, monitor, now
+        self._enrolment, self._now = enrolment, now
         self._began, self._changed = now(), False
         self._certificate_end: datetime | None = None  # of the server
-        self._sites = dict.fromkeys(hosting.nodes, SiteRecord())
+        self._sites = dict.fromkeys(enrolment.nodes, SiteRecord())
+        self._counts = Counter[tuple[str, ...]]()  # troubles by name in the log, and kind
         self._logged: dict[tuple[str, Trouble], datetime] = {}  # the last line of each kind
 
     def came(self, node: str, certificate_end: datetime | None) -> None:
         """Record that a node has connected, and when its certificate ends."""
         self._update(node, connected=True, last_seen=self._now(), certificate_end=certificate_end)
-        self._monitor.set("node_connected", 1.0, node)
-        if certificate_end is not None:
-            self._monitor.set("certificate_end", certificate_end.timestamp(), node)
         self._logged.pop((node, Trouble.AWAY), None)
 
     def left(self, node: str) -> None:
         """Record that a node has disconnected."""
         self._update(node, connected=False, last_seen=self._now())
-        self._monitor.set("node_connected", 0.0, node)
 
     def answered(self, node: str) -> None:
         """Record that an answer of a node was accepted."""
@@ -187,18 +81,16 @@ class Sites:
     def serves_until(self, certificate_end: datetime | None) -> None:
         """Record when the server's own certificate ends."""
         self._certificate_end = certificate_end
-        if certificate_end is not None:
-            self._monitor.set("certificate_end", certificate_end.timestamp(), SERVER)
 
     def trouble(self, node: str, what: Trouble, why: str) -> None:
         """Count and log a trouble at a node, at SERVER or at a STRANGER."""
-        name = node if what in _INDEPENDENT_OF_COHORT else self._hosting.log_name(node)
+        name = node if what in _INDEPENDENT_OF_COHORT else self._enrolment.log_name(node)
         why = one_line(why)
         if (site := self._sites.get(node)) is not None:
             counts = {**site.troubles, what: site.troubles.get(what, 0) + 1}
             last = {**site.last, what: Happening(self._now(), why)}
             self._update(node, troubles=counts, last=last)
-        self._monitor.add("troubles", 1, name, what)
+        self._counts[name, what] += 1
         self._log_at_most_every(_MINUTE, name, what, why)
 
     def look(self) -> None:
@@ -214,6 +106,10 @@ class Sites:
         for name, end in ends.items():
             if end is not None and (notice := expiry(end, now)):
                 self._log_at_most_every(_DAY, name, Trouble.CERTIFICATE, notice)
+
+    def troubles(self) -> dict[tuple[str, ...], float]:
+        """Return the numbers of troubles since the start, by name in the log and kind."""
+        return dict(self._counts)
 
     def table(self) -> SiteTable:
         """Return the present state of all nodes."""
@@ -270,3 +166,77 @@ class Sites:
         if last is None or abs(now - last) >= pause:  # a clock may be set back
             self._logged[name, what] = now
             trouble(_log, name, what, why)
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Numbers about a server, which Prometheus reads over HTTP.
+
+    Guarantees:
+        * No number counts offers, accepted answers, calls or bytes, because a round has as many as
+          its cohort has nodes.
+        * Troubles are counted by node, and a trouble in a round at a node of several users reveals
+          that one of them was drawn, but not which. The operator needs it to find a broken site,
+          and the log reveals as much. So numbers are served on loopback unless configured
+          otherwise: readers are trusted like the operator.
+        * For a node of one user, the numbers show only whether it is connected and when its
+          certificate ends, which do not depend on who is drawn.
+    """
+
+    status: Callable[[], Status | None]  # None before it is known; called in threads
+    sites: Sites
+
+    @contextmanager
+    def served(self, host: str, port: int) -> Iterator[int]:
+        """Serve the numbers over HTTP within the context; yields the port in use.
+
+        Port 0 selects a free one. If the host is not loopback, everyone who can reach it sees
+        numbers that depend on cohorts. InvalidValueError: prometheus-client is not installed, or
+        the port cannot be used.
+        """
+        try:
+            from prometheus_client import CollectorRegistry, start_http_server  # noqa: PLC0415
+        except ImportError as error:
+            raise InvalidValueError(
+                "metrics need prometheus-client, which `pip install 'fedpriv[prometheus]'` installs"
+            ) from error
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            server, thread = start_http_server(port, host, registry)
+        except (OSError, OverflowError) as error:
+            sentence = f"metrics cannot be served at port {port} of {host}: {reason_of(error)}"
+            raise InvalidValueError(sentence) from error
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+    def collect(self) -> "Iterator[Metric]":
+        """Yield the current numbers; called by the registry of prometheus-client.
+
+        The library's own Counter would show the time at which it began, which may depend on the
+        cohort.
+        """
+        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415
+
+        status, table = self.status(), self.sites.table()
+        ends = {name: site.certificate_end for name, site in table.sites.items()}
+        ends[SERVER] = table.server_certificate_end
+        numbers: dict[str, dict[tuple[str, ...], float]] = {
+            "nodes_connected": {(): sum(site.connected for site in table.sites.values())},
+            "node_connected": {(name,): site.connected for name, site in table.sites.items()},
+            "certificate_end": {(name,): end.timestamp() for name, end in ends.items() if end},
+            "troubles": self.sites.troubles(),
+        }
+        if status is not None:  # an unknown ε is not shown as 0
+            numbers["round"], numbers["epsilon"] = {(): status.round}, {(): status.epsilon}
+            numbers["state"] = {(state,): state is status.state for state in RunState}
+        for name, (description, labels) in _METRICS.items():
+            kind = CounterMetricFamily if name == "troubles" else GaugeMetricFamily
+            family = kind(f"fedpriv_{name}", description, labels=labels.split())
+            for values, number in numbers.get(name, {}).items():
+                family.add_metric(values, number)
+            yield family

@@ -13,8 +13,8 @@ from functools import partial
 from typing import Protocol, Self, TypeVar
 
 import grpc
+import numpy as np
 from google.protobuf.message import Message
-from grpc_health.v1 import health_pb2
 
 from fedpriv import wire
 from fedpriv.errors import InvalidValueError, WireError
@@ -28,14 +28,7 @@ from fedpriv.server.authentication import (
     RefusedCallError,
     certificate_end,
 )
-from fedpriv.server.collection import (
-    Ballot,
-    Collection,
-    Connection,
-    Connections,
-    End,
-    RoundTerms,
-)
+from fedpriv.server.collection import Ballot, Collection, Connection, Connections, End, flaw_of
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Receiver, parse
@@ -45,7 +38,6 @@ from fedpriv.wire.naming import SERVICE, Address
 _log = logging.getLogger(__name__)
 _LONGEST_REASON = 400  # characters
 _OVER = "the round is over"
-_HEALTH = "grpc.health.v1.Health"
 _NUMBER = re.compile(r"[\d.]+")  # may differ between the same objection to two rounds
 _SMALL = 8192  # bytes of a message without tensors
 _BYTES_PER_COMPONENT = 12  # of a sum: 32 bits as received, and 64 as added
@@ -181,7 +173,7 @@ class TransferLimits:
 
 @dataclass(eq=False)
 class Service:
-    """Handlers of the six methods and the health check; `NODE` is the calling node.
+    """Handlers of the six methods; `NODE` is the calling node.
 
     The constructor raises WireError for a welcome that cannot be sent. If a handler raises
     WireError or TimeoutError, its call ends (see `Authentication`).
@@ -205,10 +197,10 @@ class Service:
     # Returns the file of the newest model, None before the first release; called in a thread.
     model: Callable[[], bytes | None] = lambda: None
     ballot: Ballot | None = None
+    published: wire.Status | None = None  # the status, once ε is known
 
     def __post_init__(self) -> None:
-        self.enrolment, self._monitor = self.authentication.enrolment, self.authentication.monitor
-        self.sites = self.authentication.sites
+        self.enrolment, self.sites = self.authentication.enrolment, self.authentication.sites
         self.connections, self.arrivals = Connections(self._changed), asyncio.Event()
         seconds = self.limits.seconds
         self._uploads = Transfers(self.limits.uploads, seconds)
@@ -219,20 +211,18 @@ class Service:
         # Computed once, or the event loop would sort and encode all users of a node at each hello.
         self._digests = {n: wire.digest_of(users) for n, users in self.enrolment.users.items()}
         self._welcomes = {
-            node: pb.FromServer(welcome=wire.encode_welcome(self.welcome_of(node)))
+            node: pb.FromServer(welcome=wire.WELCOME.encode(self.welcome_of(node)))
             for node in self._digests
         }
 
     def _changed(self) -> None:
-        self._monitor.set("nodes_connected", len(self.connections))
         self.arrivals.set()
         if self.collection is not None:
             self.collection.changed.set()
 
     def publish(self, **changes: object) -> None:
         """Change the status that `get_status` returns."""
-        self.status = replace(self.status, **changes)  # type: ignore[arg-type]
-        self._monitor.progress(self.status.state, self.status.round, self.status.epsilon)
+        self.status = self.published = replace(self.status, **changes)  # type: ignore[arg-type]
 
     def propose(self, terms: wire.Proposal) -> None:
         """Ask all connected nodes to vote; if the terms are unchanged, only those that objected."""
@@ -255,7 +245,7 @@ class Service:
     def open_round(self, collection: Collection) -> None:
         """Begin to collect a round, and offer it to the connected nodes with drawn users."""
         self.collection, self.ballot = collection, None
-        self.publish(round=collection.terms.offer.id.round, state=wire.RunState.COLLECTING)
+        self.publish(round=collection.offer.id.round, state=wire.RunState.COLLECTING)
         for node in collection.waiting:
             if (connection := self.connections.of(node)) and (offer := collection.offer_to(node)):
                 connection.tell(offer)
@@ -322,7 +312,7 @@ class Service:
                     connection.votes_due += 1
                     await send(message.message)
                 case wire.RoundOffer():
-                    await send(pb.FromServer(offer=wire.encode_offer(message)))
+                    await send(pb.FromServer(offer=wire.OFFER.encode(message)))
 
     async def _take_votes(
         self,
@@ -333,7 +323,7 @@ class Service:
     ) -> None:
         async for message in messages:
             self.authentication.check(context)
-            vote = wire.decode_vote(message.vote)
+            vote = wire.VOTE.decode(message.vote)
             if not connection.votes_due:
                 raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, "a vote on no proposal")
             connection.votes_due -= 1
@@ -350,12 +340,11 @@ class Service:
         self._objections[node] = gist
 
     def _check_hello(self, node: str, request: pb.Hello) -> None:
-        hello = wire.decode_hello(request)
+        hello = wire.HELLO.decode(request)
         if hello.node != node:
             sentence = "the node that says hello is not the one of the certificate"
             raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, sentence)
         if hello.users_sha256 != self._digests[node]:
-            self._monitor.add("refused_calls", 1, "enrolment")
             why = "the node holds other users than are enrolled at it"
             self.sites.trouble(node, Trouble.ENROLMENT, why)
             sentence = "the users that the node holds are not those that are enrolled at it"
@@ -364,14 +353,13 @@ class Service:
     async def download(self, request: pb.RoundId, context: Context) -> None:
         """Send the model of the round to a node whose answer is awaited."""
         node, collection = NODE.get(), self.collection
-        id_ = wire.decode_round_id(request)
-        if collection is None or id_ != collection.terms.offer.id or node not in collection.waiting:
+        id_ = wire.ROUND_ID.decode(request)
+        if collection is None or id_ != collection.offer.id or node not in collection.waiting:
             sentence = "the node is not asked in this round, or the round is over"
             raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
-        async with self._downloads.turn(node, collection.terms.deadline):
+        async with self._downloads.turn(node, collection.deadline):
             for chunk in collection.model_chunks:
                 await self._send(chunk, context)
-                self._monitor.add("sent_bytes", len(chunk))
 
     async def upload(self, parts: CallMessages[pb.UploadPart], context: Context) -> pb.Receipt:
         """Receive a node's answer to the present round; return a receipt, with a reason to refuse.
@@ -381,7 +369,7 @@ class Service:
         """
         node, collection = NODE.get(), self.collection
         if collection is None:
-            return wire.encode_receipt(wire.Receipt(accepted=False, reason="no round is collected"))
+            return wire.RECEIPT.encode(wire.Receipt(accepted=False, reason="no round is collected"))
         # Unless it is closed, a stream that is not read to its end lives until garbage collection,
         # and a connection may have only a few streams.
         async with aclosing(aiter(parts)) as received:
@@ -397,7 +385,7 @@ class Service:
                 refusal = str(error)[:_LONGEST_REASON]
         if refusal and not collection.over:  # otherwise `missed` reports the node as late
             self.sites.trouble(node, Trouble.REFUSED, refusal)
-        return wire.encode_receipt(wire.Receipt(accepted=not refusal, reason=refusal))
+        return wire.RECEIPT.encode(wire.Receipt(accepted=not refusal, reason=refusal))
 
     async def _refusal(
         self,
@@ -407,9 +395,9 @@ class Service:
         context: Context,
     ) -> str:
         """Receive an answer; return why it is not accepted, or "" if it is."""
-        async with self._uploads.newest(node, collection.terms.deadline) as limit:
+        async with self._uploads.newest(node, collection.deadline) as limit:
             header = await anext(parts, pb.UploadPart())
-            answer = wire.decode_answer(header.answer, collection.terms.expected)
+            answer = wire.decode_answer(header.answer)
             if collection.counts_already(
                 node, answer
             ):  # sent again, as no receipt reached the node
@@ -424,7 +412,7 @@ class Service:
                 return ""
             async with self._uploads.places:
                 async with asyncio.timeout(self.limits.seconds):
-                    received = self._received(node, answer.content, parts, collection.terms)
+                    received = self._received(node, answer.content, parts, collection)
                     partial_sum, flaw = await received
                 self._uploads.excuse(node, limit)  # from here on, nothing waits for the node
                 self.authentication.check(context)
@@ -441,19 +429,18 @@ class Service:
         node: str,
         content: wire.SummedUpdates,
         parts: AsyncIterator[pb.UploadPart],
-        terms: RoundTerms,
+        collection: Collection,
     ) -> tuple[PartialSum, tuple[Trouble, str] | None]:
         """Receive and check the sum of an answer; return it and its flaw, if any."""
-        receiver = Receiver(content.tensors)
+        receiver = Receiver(content.tensors(collection.offer.clipping.layout.dimension))
         async for part in parts:
             receiver.add(part.chunk)  # here, since waking a thread would take as long
-        self._monitor.add("received_bytes", content.tensors.size)
 
         def finished() -> tuple[PartialSum, tuple[Trouble, str] | None]:
             (total,) = receiver.finish().values()
-            partial = content.partial_sum(node, total)
-            terms.check_sum(partial)
-            return partial, terms.flaw(partial)
+            partial = PartialSum(node, content.users, total.astype(np.int64), content.weight)
+            collection.check_sum(partial)
+            return partial, flaw_of(partial, collection.drawn[node].size)
 
         work = asyncio.ensure_future(asyncio.to_thread(finished))
         try:
@@ -464,20 +451,17 @@ class Service:
 
     async def fetch_ledger(self, request: pb.LedgerRequest, context: Context) -> None:
         """Send the records of the public ledger after a head, in chunks."""
-        decoded = wire.decode_ledger_request(request)
+        decoded = wire.LEDGER_REQUEST.decode(request)
         head = Head(decoded.count, decoded.hash) if decoded.hash else None
         async with self._ledgers.turn(NODE.get()):
             records = await asyncio.to_thread(self.ledger, head)
             if records is None:
                 why = "the node knows a head that the ledger never had"
                 self.sites.trouble(NODE.get(), Trouble.LEDGER, why)
-                await self._send(pb.LedgerPart(unknown=True), context)
+                await self._send(pb.FilePart(unknown=True), context)
                 return
             size, texts = records
-            await self._send(pb.LedgerPart(size=size), context)
-            chunks = wire.chunks(map(str.encode, texts))
-            while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
-                await self._send(pb.LedgerPart(chunk=chunk), context)
+            await self._send_file(size, map(str.encode, texts), context)
 
     async def fetch_model(self, _request: pb.ModelRequest, context: Context) -> None:
         """Send the newest released model that has a checkpoint, to any node, drawn or not."""
@@ -485,9 +469,14 @@ class Service:
             if (model := await asyncio.to_thread(self.model)) is None:
                 sentence = "no round was released yet"
                 raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
-            await self._send(pb.ModelPart(size=len(model)), context)
-            for chunk in wire.chunks([model]):
-                await self._send(pb.ModelPart(chunk=chunk), context)
+            await self._send_file(len(model), iter([model]), context)
+
+    async def _send_file(self, size: int, pieces: Iterator[bytes], context: Context) -> None:
+        """Send the size of a file, and its pieces, which are iterated in threads."""
+        await self._send(pb.FilePart(size=size), context)
+        chunks = wire.chunks(pieces)
+        while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+            await self._send(pb.FilePart(chunk=chunk), context)
 
     async def _send(self, part: Message | bytes, context: Context) -> None:
         """Send a part of a transfer to a node that is still enrolled; TimeoutError if not read."""
@@ -497,15 +486,7 @@ class Service:
 
     async def get_status(self, _request: pb.StatusRequest, _context: Context) -> pb.Status:
         """Return the status of the run."""
-        return wire.encode_status(replace(self.status, nodes_connected=len(self.connections)))
-
-    async def check_health(
-        self, request: health_pb2.HealthCheckRequest, _context: Context
-    ) -> health_pb2.HealthCheckResponse:
-        """Return that the server serves; once it stops, it accepts no calls."""
-        if request.service not in ("", SERVICE):
-            raise RefusedCallError(grpc.StatusCode.NOT_FOUND, "the server has no such service")
-        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+        return wire.STATUS.encode(replace(self.status, nodes_connected=len(self.connections)))
 
 
 @dataclass(frozen=True)
@@ -573,7 +554,7 @@ async def _bind(
 ) -> tuple[grpc.aio.Server, Address]:
     options = (*OPTIONS, ("grpc.max_allowed_incoming_connections", most_connections()))
     server = grpc.aio.server(interceptors=[service.authentication], options=options)
-    server.add_generic_rpc_handlers(_generic_handlers(service))
+    server.add_generic_rpc_handlers([_generic_handler(service)])
     try:
         if credentials is None:
             port = server.add_insecure_port(str(address))
@@ -604,8 +585,8 @@ async def _accepts(address: Address) -> bool:
     return True
 
 
-def _generic_handlers(service: Service) -> Sequence[grpc.GenericRpcHandler]:
-    """Return handlers of the methods of federation.proto, and of Check in gRPC's health service.
+def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
+    """Return the handler of the methods of federation.proto.
 
     Our own code parses messages, because gRPC would log a traceback for each malformed request.
     """
@@ -625,15 +606,14 @@ def _generic_handlers(service: Service) -> Sequence[grpc.GenericRpcHandler]:
     read_part = partial(parse, pb.UploadPart, most=SERVER_RECEIVES_BYTES)
     read_message = partial(parse, pb.FromNode, most=_SMALL)
     stream = grpc.unary_stream_rpc_method_handler
-    unary = grpc.unary_unary_rpc_method_handler
     methods = {
         "Connect": grpc.stream_stream_rpc_method_handler(service.connect, read_message, serialised),
         "Download": stream(reading(pb.RoundId, service.download)),  # sends serialised chunks
         "Upload": grpc.stream_unary_rpc_method_handler(service.upload, read_part, serialised),
         "FetchLedger": stream(reading(pb.LedgerRequest, service.fetch_ledger), None, serialised),
         "FetchModel": stream(reading(pb.ModelRequest, service.fetch_model), None, serialised),
-        "GetStatus": unary(reading(pb.StatusRequest, service.get_status), None, serialised),
+        "GetStatus": grpc.unary_unary_rpc_method_handler(
+            reading(pb.StatusRequest, service.get_status), None, serialised
+        ),
     }
-    check = unary(reading(health_pb2.HealthCheckRequest, service.check_health), None, serialised)
-    handlers = grpc.method_handlers_generic_handler
-    return handlers(SERVICE, methods), handlers(_HEALTH, {"Check": check})
+    return grpc.method_handlers_generic_handler(SERVICE, methods)

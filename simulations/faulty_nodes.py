@@ -13,18 +13,18 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.clients.connection import FederationStub, identity_of
+from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import (
     Hello,
     Proposal,
     RoundAnswer,
     RoundOffer,
-    SummedUpdates,
     Vote,
     chunks,
     digest_of,
     encode_answer,
-    manifest_of,
     pieces,
+    sum_to_send,
 )
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import SERVICE
@@ -58,11 +58,9 @@ async def _offers(stub: FederationStub, hello: Hello) -> AsyncGenerator[RoundOff
 def _parts(offer: RoundOffer, total: npt.NDArray[np.int64]) -> list[bytes]:
     """An upload of this sum of all users that were drawn."""
     users = len(offer.users)
-    header = encode_answer(
-        RoundAnswer(offer.id, SummedUpdates(users, users, manifest_of({"sum": total})))
-    )
-    parts = [pb.UploadPart(answer=header)]
-    parts += [pb.UploadPart(chunk=chunk) for chunk in chunks(pieces({"sum": total}))]
+    content, tensors = sum_to_send(PartialSum("", users, total, users))
+    parts = [pb.UploadPart(answer=encode_answer(RoundAnswer(offer.id, content)))]
+    parts += [pb.UploadPart(chunk=chunk) for chunk in chunks(pieces(tensors))]
     return [part.SerializeToString() for part in parts]
 
 

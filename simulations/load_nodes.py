@@ -14,6 +14,8 @@ from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.round import PartialSum
 from fedpriv.wire import (
     NODE_RECEIVES_BYTES,
+    RECEIPT,
+    ROUND_ID,
     Hello,
     Proposal,
     RoundAnswer,
@@ -22,13 +24,11 @@ from fedpriv.wire import (
     Vote,
     Welcome,
     chunks,
-    decode_receipt,
     digest_of,
     encode_answer,
-    encode_round_id,
     parse,
     pieces,
-    tensors_of,
+    sum_to_send,
 )
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import SERVICE
@@ -55,9 +55,9 @@ class Prepared:
 
     def _make(self, clipping: Clipping) -> tuple[SummedUpdates, list[bytes]]:
         partial = PartialSum("", 1, self._site.contribution(self._kind, clipping), 1)
-        uploaded = chunks(pieces(tensors_of(partial)))
-        parts = [pb.UploadPart(chunk=chunk).SerializeToString() for chunk in uploaded]
-        return SummedUpdates.of(partial), parts
+        content, tensors = sum_to_send(partial)
+        uploaded = chunks(pieces(tensors))
+        return content, [pb.UploadPart(chunk=chunk).SerializeToString() for chunk in uploaded]
 
 
 @dataclass
@@ -124,7 +124,7 @@ async def _stay(
             case Proposal():
                 votes.put_nowait(Vote(message.id))
             case RoundOffer():
-                asked = encode_round_id(message.id).SerializeToString()
+                asked = ROUND_ID.encode(message.id).SerializeToString()
                 call = stub.channel.unary_stream(f"/{SERVICE}/Download")
                 async for _ in call(asked):
                     pass
@@ -138,7 +138,7 @@ def _stub(site: Site, number: int, port: int) -> FederationStub:
 
 async def _upload(channel: grpc.aio.Channel, parts: Iterator[bytes]) -> None:
     data = await channel.stream_unary(f"/{SERVICE}/Upload")(parts)
-    receipt = decode_receipt(parse(pb.Receipt, data, NODE_RECEIVES_BYTES))
+    receipt = RECEIPT.decode(parse(pb.Receipt, data, NODE_RECEIVES_BYTES))
     if not receipt.accepted:
         raise WireError(f"an answer is refused: {receipt.reason}")
 

@@ -23,7 +23,6 @@ from fedpriv.server.authentication import (
 from fedpriv.server.collection import End
 from fedpriv.server.deployment import GrpcTransport
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
-from fedpriv.server.monitoring import Monitor
 from fedpriv.server.service import Listener, Service, TransferLimits, listening
 from fedpriv.wire import CHUNK_BYTES, Price, RunState, Status, TaskDescription, Welcome
 from fedpriv.wire.naming import Address
@@ -69,7 +68,7 @@ def serve(pipe: Connection, site: Site, limits: TransferLimits) -> None:
     def welcome_of(node: str) -> Welcome:
         return Welcome("load", site.nodes, enrolment.users_of(node).copy(), _TASK)
 
-    authentication = Authentication(identify, enrolment, RateLimit(_CALLS_PER_MINUTE), Monitor())
+    authentication = Authentication(identify, enrolment, RateLimit(_CALLS_PER_MINUTE))
     service = Service(authentication, welcome_of, status, limits)
     with listening(service, Address("127.0.0.1", 0), site.credentials) as server:
         transport = GrpcTransport(server, lambda _: price, _PATIENCE)

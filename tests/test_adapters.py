@@ -283,7 +283,7 @@ def test_a_node_builds_the_task_of_the_server(tmp_path: Path) -> None:
     file.write_text(FILE.format(more=f"{ADAPTERS}\ntrained = ['*lora_*', 'scores.1.*']"))
     config = load_config(file)
     welcome = wire.Welcome("people", 2, np.arange(1), task_of(config))
-    described = wire.decode_welcome(wire.encode_welcome(welcome)).task
+    described = wire.WELCOME.decode(wire.WELCOME.encode(welcome)).task
     ours, theirs = method_of(config).task, build_task(**vars(described))
     assert ours.parameters().keys() == theirs.parameters().keys()
     assert "scores.1.bias" in ours.parameters()

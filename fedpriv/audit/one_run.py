@@ -9,7 +9,6 @@ probability at most α, for any statistic and any dependence between releases.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import scipy
@@ -128,19 +127,13 @@ def _share_above(threshold: float, mu: float, share: float) -> float:
     return float(ndtr(-threshold) + ndtr(mu - threshold)) - share
 
 
-@dataclass(frozen=True)
-class Guesses:
-    """Numbers of guesses and of right ones."""
+def right_guesses(ratios: FloatVector, included: Flags, guesses: int) -> int:
+    """Return how many of an even number r of guesses are right.
 
-    count: int  # r
-    correct: int  # c
-
-
-def guess(ratios: FloatVector, included: Flags, count: int) -> Guesses:
-    """Guess that the canaries with the r/2 largest ratios are included, the r/2 smallest not."""
-    order, half = np.argsort(ratios, kind="stable"), count // 2
-    correct = int(included[order[-half:]].sum() + (~included[order[:half]]).sum())
-    return Guesses(2 * half, correct)
+    One guesses that the canaries with the r/2 largest ratios are included, the r/2 smallest not.
+    """
+    order, half = np.argsort(ratios, kind="stable"), guesses // 2
+    return int(included[order[-half:]].sum() + (~included[order[:half]]).sum())
 
 
 def estimated_epsilon(sums: FloatVector, included: Flags, delta: float) -> float | None:

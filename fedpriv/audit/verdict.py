@@ -22,10 +22,10 @@ from fedpriv.audit.one_run import (
     best_guesses,
     epsilon_of_mu,
     estimated_epsilon,
-    guess,
     least_mu,
     mu_of_epsilon,
     refutes,
+    right_guesses,
 )
 from fedpriv.ledger.events import RoundEvent, merge_equal
 from fedpriv.support.checks import epsilon_down, epsilon_up, hold_numbers, require
@@ -134,15 +134,15 @@ def conclude(
     if measurements:
         ratios = log_likelihood_ratios(event, measurements, canaries.signs)
         sums = np.sum([measurement.scores for measurement in measurements], axis=0)
-    bound, verdict = (guess(ratios, included, r) for r in (counts.bound, counts.verdict))
-    mu = least_mu(canaries.count, bound.count, bound.correct, ERROR) if measurements else 0.0
+    bound, verdict = (right_guesses(ratios, included, r) for r in (counts.bound, counts.verdict))
+    mu = least_mu(canaries.count, counts.bound, bound, ERROR) if measurements else 0.0
     level, fresh, refutations = noise_level(measurements), noise_fresh(measurements), []
     error = ERROR - 2.0 * _NOISE_ERROR
     if measurements and refutes(
-        trade_off(events, accountant), canaries.count, verdict.count, verdict.correct, error
+        trade_off(events, accountant), canaries.count, counts.verdict, verdict, error
     ):
         refutations.append(
-            f"{verdict.correct} of {verdict.count} guesses about canaries are right, more than the "
+            f"{verdict} of {counts.verdict} guesses about canaries are right, more than the "
             "ledger's charges allow"
         )
     if level < _NOISE_ERROR:
@@ -153,10 +153,10 @@ def conclude(
         canaries=canaries.count,
         included=int(included.sum()),
         rounds=len(measurements),
-        guesses=bound.count,
-        correct=bound.correct,
-        verdict_guesses=verdict.count,
-        verdict_correct=verdict.correct,
+        guesses=counts.bound,
+        correct=bound,
+        verdict_guesses=counts.verdict,
+        verdict_correct=verdict,
         mu_low=mu,
         epsilon_low=epsilon_of_mu(mu, delta),
         epsilon_estimate=estimated_epsilon(sums, included, delta),

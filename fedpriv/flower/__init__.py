@@ -2,34 +2,18 @@
 
 `strategy` makes a Flower app private. It defines all names of this package, which are loaded at
 their first use, because Flower reads its environment variables when it is imported. `ray` is
-`fedpriv simulate --engine flower`: it starts Flower's simulation on Ray, where the ServerApp of
-`grid` distributes users among workers, each a ClientApp of `client_app`. `messages` defines the
-content of all their messages.
+`fedpriv simulate --engine flower`: it starts Flower's simulation on Ray, where `grid` distributes
+users among workers, each a ClientApp of `client_app`. `messages` defines the content of all their
+messages.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fedpriv.flower.strategy import (
-        Evaluate,
-        NodesTransport,
-        PrivateStrategy,
-        TrainedModel,
-        clipping_mod,
-        connected,
-        contribution,
-    )
+    from fedpriv.flower.strategy import PrivateStrategy, clipping_mod, connected
 
-__all__ = [
-    "Evaluate",
-    "NodesTransport",
-    "PrivateStrategy",
-    "TrainedModel",
-    "clipping_mod",
-    "connected",
-    "contribution",
-]
+__all__ = ["PrivateStrategy", "clipping_mod", "connected"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,59 +1,39 @@
-"""The Flower ServerApp: a simulation with users distributed among the workers of a grid."""
+"""A simulation with users distributed among the workers of a Flower grid."""
 
 import logging
-import sys
+import pickle
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Self
 
-import numpy as np
-from flwr.app import DEFAULT_TTL, Context, Message, MessageType
-from flwr.serverapp import Grid, ServerApp
+from flwr.app import DEFAULT_TTL, Message, MessageType
+from flwr.serverapp import Grid
 from rich.console import Console
 
-from fedpriv import wire
 from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, StoppedError, WireError, WorkerError
 from fedpriv.experiment.build import Experiment, refuse_if_few_count, simulated
-from fedpriv.experiment.bundled import experiment_file
-from fedpriv.experiment.config import (
-    Count,
-    Section,
-    checked,
-    config_of,
-    load_config,
-    parse_toml,
-)
 from fedpriv.flower import messages as flower_messages
+from fedpriv.flower.messages import Introduction, ShareSum, Value, WorkerTask, content_of
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
-from fedpriv.report.records import Trouble
-from fedpriv.report.tables import screen
 from fedpriv.run.run import Follow, Run, RunSetup
-from fedpriv.run.terminal import execute, released_text
-from fedpriv.server.collection import RoundTerms, prices, task_of
-from fedpriv.server.enrolment import Hosting
-from fedpriv.support.logs import SIMULATION_ONLY, LogFormat, configure, one_line, trouble
+from fedpriv.run.terminal import execute
+from fedpriv.server.collection import flaw_of, task_of
+from fedpriv.support.logs import SIMULATION_ONLY, one_line, trouble
 from fedpriv.training.request import RoundRequest, Transport
-from fedpriv.training.rounds import OnRound
-from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.messages import TASK
 
 _log = logging.getLogger(__name__)
 _STOP_CHECK_SECONDS = 0.2
-_HELLO_BYTES = 8192
 _CONNECTION_SECONDS = 60.0
 _START_SECONDS = 600.0  # for a worker to import torch and load all users' data
-
-Headers = Mapping[str, bytes]
 
 
 @dataclass(frozen=True, eq=False)
 class GridTransport(Transport):
-    """Sends one offer per round to each worker with drawn users, and collects the answers.
+    """Sends each round's request to all workers, and collects the sums of their users.
 
     Guarantees, besides those of every transport:
 
@@ -64,121 +44,68 @@ class GridTransport(Transport):
     """
 
     grid: Grid
-    hosting: Hosting
-    workers: Mapping[str, int]  # name → id on the grid
-    headers: Headers  # sent to workers together with the offer
-    price_of: Callable[[RoundRequest], wire.Price]
-    seconds: float  # from the offer to the deadline
+    workers: Mapping[int, int]  # number → id on the grid
+    work: bytes  # a pickled `WorkerTask`, the same in all rounds
+    seconds: float  # from the request to the deadline
     stopping: threading.Event  # set to abandon the present round and all later ones
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield the sum of each worker; WorkerError if one fails, StoppedError if `stopping`."""
-        terms = RoundTerms.of(request, self.hosting, self.price_of(request), self.seconds)
-        tensors, answered = flower_messages.packed(terms.model), 0
-
-        def messages() -> Iterator[tuple[str, Message]]:
-            for worker in terms.drawn:
-                if offer := terms.offer_to(worker):
-                    encoded = wire.encode_offer(offer).SerializeToString()
-                    headers = {flower_messages.OFFER: encoded, **self.headers}
-                    content, node = (
-                        flower_messages.content_of(headers, tensors),
-                        self.workers[worker],
-                    )
-                    yield worker, Message(content, node, MessageType.TRAIN, ttl=offer.seconds)
-
-        with closing(
-            flower_messages.exchange(self.grid, messages(), terms.deadline, self.stopping)
-        ) as replies:
+        shared, answered = flower_messages.pickled(request), 0
+        headers = {flower_messages.WORK: self.work}
+        messages = (
+            (str(worker), Message(content_of(headers, shared), node, MessageType.TRAIN))
+            for worker, node in self.workers.items()
+        )
+        deadline = monotonic() + self.seconds
+        replies = flower_messages.exchange(self.grid, messages, deadline, self.stopping)
+        with closing(replies):
             for worker, reply in replies:
-                if partial := self._accepted(terms, worker, reply):
+                if partial := self._accepted(int(worker), reply):
                     answered += 1
                     yield partial
         if self.stopping.is_set():
             raise StoppedError("the simulation was asked to stop; nothing of the round is released")
-        if answered < len(terms.drawn):
-            counts = f"{answered} of {len(terms.drawn)}"
+        if answered < len(self.workers):
+            counts = f"{answered} of {len(self.workers)}"
             raise WorkerError(f"{counts} workers answered in round {request.round}; all must")
 
-    def _accepted(self, terms: RoundTerms, worker: str, reply: Message | str) -> PartialSum | None:
-        """Return the sum in a reply; None, with a line in the log, if it is not accepted."""
-        name = f"{SIMULATION_ONLY}: {worker}"
-        if isinstance(reply, str):
-            _log.warning("%s counts as zero: %s", name, reply)
-            return None
+    def _accepted(self, worker: int, reply: Message | str) -> PartialSum | None:
+        """Return the sum in a reply; None, with a line in the log, if there is none."""
+        name = f"{SIMULATION_ONLY}: worker-{worker}"
         try:
-            if reply.metadata.src_node_id != self.workers[worker]:
-                raise WireError("it comes from another node than the one that was asked")
-            header = flower_messages.header_in(
-                reply.content, flower_messages.ANSWER, wire.SERVER_RECEIVES_BYTES
-            )
-            if header is None:
-                raise WireError("it holds no answer")
-            message = wire.parse(pb.Answer, header, wire.SERVER_RECEIVES_BYTES)
-            answer = wire.decode_answer(message, terms.expected)
-            if reason := terms.misfit(worker, answer):
-                raise WireError(reason)
-            if isinstance(answer.content, wire.Decline):
-                trouble(_log, name, Trouble.DECLINED, one_line(answer.content.reason))
-                return None
-            (total,) = flower_messages.tensors_in(reply.content, answer.content.tensors).values()
-            partial = answer.content.partial_sum(worker, total)
-            terms.check_sum(partial)
-            if flaw := terms.flaw(partial):
-                trouble(_log, name, *flaw)
-            return partial
+            answer = _answer_in(reply, ShareSum, self.workers[worker])
         except WireError as error:
-            trouble(_log, name, Trouble.REFUSED, one_line(str(error)))
+            _log.warning("%s failed: %s", name, error)
             return None
+        if flaw := flaw_of(answer.partial, answer.drawn):
+            trouble(_log, name, *flaw)
+        return replace(answer.partial, node=f"worker-{worker}")
 
 
-def _introduced(
-    grid: Grid, ids: Iterable[int], headers: Headers, seconds: float, stopping: threading.Event
-) -> Iterator[tuple[int, wire.Hello | str]]:
-    """Yield the id of each worker that replies, with its hello or one sentence why it has none."""
-    messages = (
-        (str(i), Message(flower_messages.content_of(headers), i, MessageType.QUERY, ttl=seconds))
-        for i in ids
-    )
-    for key, reply in flower_messages.exchange(grid, messages, monotonic() + seconds, stopping):
-        yield int(key), _hello_in(reply)
-
-
-def _hello_in(reply: Message | str) -> wire.Hello | str:
+def _answer_in(reply: Message | str, kind: type[Value], node: int) -> Value:
+    """Return the answer in the reply of a node; WireError, with the reason, if it has none."""
     if isinstance(reply, str):
-        return f"{reply}; fedpriv must be installed there"
-    try:
-        if trouble := flower_messages.header_in(
-            reply.content, flower_messages.TROUBLE, _HELLO_BYTES
-        ):
-            return one_line(trouble.decode(errors="replace"))
-        header = flower_messages.header_in(reply.content, flower_messages.HELLO, _HELLO_BYTES)
-        return wire.decode_hello(wire.parse(pb.Hello, header or b"", _HELLO_BYTES))
-    except WireError as error:
-        return one_line(str(error))
+        raise WireError(f"{reply}; fedpriv must be installed there")
+    if reply.metadata.src_node_id != node:
+        raise WireError("it comes from another node than the one that was asked")
+    if reason := flower_messages.header_in(reply.content, flower_messages.TROUBLE):
+        raise WireError(one_line(reason.decode(errors="replace")))
+    return flower_messages.unpickled(reply.content, kind)
 
 
-def hosting_of_workers(population: int, workers: int) -> Hosting:
-    """Return which worker of a simulation hosts which users."""
-    sizes = [
-        len(flower_messages.shard_of(population, worker, workers)) for worker in range(workers)
-    ]
-    names = [f"worker-{worker}" for worker in range(workers)]
-    return Hosting(names, np.repeat(np.arange(workers), sizes), frozenset())
-
-
-def simulated_workers(
+def introduced_workers(
     grid: Grid,
     population: str,
     users: UserStore,
     workers: int,
-    headers: Headers,
+    work: bytes,
     stopping: threading.Event,
-) -> dict[str, int]:
-    """Wait until all workers of a simulation have loaded the users; return name → id on the grid.
+) -> dict[int, int]:
+    """Wait until all workers of a simulation have loaded the users; return number → id on the grid.
 
-    The headers describe the users to load. WorkerError: there are more or fewer workers, or one
-    cannot load the same data. StoppedError: `stopping` was set.
+    `work` is a pickled `WorkerTask`. WorkerError: there are more or fewer workers, or one cannot
+    load the same data. StoppedError: `stopping` was set.
     """
     end = monotonic() + _CONNECTION_SECONDS
     while len(ids := list(grid.get_node_ids())) < workers and monotonic() < end:
@@ -187,22 +114,24 @@ def simulated_workers(
     if len(ids) != workers:
         present = f"there are {len(ids)} workers (SuperNodes)"
         raise WorkerError(f"{present}; the run is configured for {workers}")
-    expected = {}
-    for k in range(workers):
-        shard = flower_messages.shard_of(users.population, k, workers)
-        expected[f"worker-{k}"] = flower_messages.digest_of_shard(population, users, shard)
-    node_ids: dict[str, int] = {}
-    for node_id, hello in _introduced(grid, ids, headers, _START_SECONDS, stopping):
-        if isinstance(hello, str):
-            raise WorkerError(f"a worker cannot take part: {hello}")
-        if expected.get(hello.node) != hello.users_sha256:
+    shards = [flower_messages.shard_of(users.population, k, workers) for k in range(workers)]
+    expected = [flower_messages.digest_of_shard(population, users, shard) for shard in shards]
+    headers, numbers = {flower_messages.WORK: work}, dict[int, int]()
+    messages = ((str(i), Message(content_of(headers), i, MessageType.QUERY)) for i in ids)
+    end = monotonic() + _START_SECONDS
+    for node, reply in flower_messages.exchange(grid, messages, end, stopping):
+        try:
+            told = _answer_in(reply, Introduction, int(node))
+        except WireError as error:
+            raise WorkerError(f"a worker cannot take part: {error}") from error
+        if told.worker >= workers or told.users != expected[told.worker]:
             raise WorkerError("a worker has loaded other users, or other data, than the server")
-        node_ids[hello.node] = node_id
+        numbers[told.worker] = int(node)
     if stopping.is_set():
         raise StoppedError("the simulation was asked to stop")
-    if node_ids.keys() != expected.keys():
-        raise WorkerError(f"{len(node_ids)} of {workers} workers answer; all must")
-    return node_ids
+    if len(numbers) < workers:
+        raise WorkerError(f"{len(numbers)} of {workers} workers answer; all must")
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -236,72 +165,13 @@ class GridSimulation:
 
         When `stopping` is set, the present round is abandoned. WorkerError: a worker failed.
         """
-        plan, config, workers = self.experiment.plan, self.experiment.config, self.workers
+        config, population = self.experiment.config, self.experiment.plan.population
         data, engine = config.simulated_data, config.engine
         training = engine.device, engine.chunk_mebibytes, engine.activations, engine.path
-        description = flower_messages.Simulated(data.name, data.options, *training)
-        headers = {flower_messages.SIMULATED: description.encode()}
-        node_ids = simulated_workers(grid, plan.population, self.users, workers, headers, stopping)
-        headers[flower_messages.TASK] = TASK.encode(task_of(config)).SerializeToString()
-        hosting = hosting_of_workers(self.users.population, workers)
+        work = pickle.dumps(WorkerTask(data.name, data.options, task_of(config), *training))
+        numbers = introduced_workers(grid, population, self.users, self.workers, work, stopping)
 
-        def hosted(experiment: Experiment, records: PrivacyRecords) -> Transport:
-            price_of = prices(experiment.plan, records, experiment.entropy.randomness)
-            seconds = float(DEFAULT_TTL)
-            return GridTransport(grid, hosting, node_ids, headers, price_of, seconds, stopping)
+        def hosted(_experiment: Experiment, _records: PrivacyRecords) -> Transport:
+            return GridTransport(grid, numbers, work, float(DEFAULT_TTL), stopping)
 
         return execute(self.setup, self.experiment, hosted, console, follow)
-
-
-class RunConfig(Section):
-    """Flower's run config; docs/flower.md explains its keys."""
-
-    # A TOML file, absolute or in the app; the name of one that comes with fedpriv; or TOML itself.
-    experiment: str
-    set: str = ""  # assignments "a.b=value", separated by semicolons
-    out: str = ""  # empty: a new folder under runs/ where the ServerApp runs
-    resume: bool = False
-    keep_going: bool = False  # though too few users count
-    workers: Count = 2  # number of SuperNodes among which users are distributed
-
-    def setup(self) -> RunSetup:
-        """Read the experiment, and the run's folder if it is resumed; FedprivError if they fail."""
-        if self.resume and not self.out:
-            raise InvalidValueError("run config: resume is true; out must then be given")
-        assignments = [part.strip() for part in self.set.split(";") if part.strip()]
-        out = Path(self.out) if self.out else None
-        if "\n" in self.experiment:
-            source = "run config: experiment"
-            config = config_of(parse_toml(self.experiment, source), source, assignments)
-        else:
-            # Flower puts the folder of the app at the front of the import path.
-            candidates = (Path(folder) / self.experiment for folder in sys.path)
-            file = next((path for path in candidates if path.is_file()), None)
-            config = load_config(file or experiment_file(Path(self.experiment)), assignments)
-        return RunSetup.at(config, out, resume=self.resume, keep_going=self.keep_going)
-
-
-app = ServerApp()
-
-
-@app.main()
-def main(grid: Grid, context: Context) -> None:
-    """Run or resume an experiment; FedprivError if the input is wrong or the run fails."""
-    configure(LogFormat.TEXT)
-    logging.getLogger("flwr").propagate = False  # it has its own handler
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # Flower makes several calls a second
-    config = checked(RunConfig, context.run_config, "run config")
-    setup, stopping = config.setup(), threading.Event()
-    console = screen()
-    console.print(f"folder {setup.folder.path.absolute()}", soft_wrap=True, highlight=False)
-    try:
-        simulation = GridSimulation.of(setup, config.workers)
-        simulation.run(grid, stopping, console, _log_rounds).check()
-    finally:
-        stopping.set()
-
-
-def _log_rounds(experiment: Experiment, first: int, run: Callable[[OnRound], Run]) -> Run:
-    rounds = experiment.plan.rounds
-    _log.info("%d of %d rounds are released", first, rounds)
-    return run(lambda result: _log.info(released_text(result, rounds)))

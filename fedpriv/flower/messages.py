@@ -1,18 +1,20 @@
 """The content of messages on Flower's runtime, and their exchange.
 
-Messages consist of records. Headers are serialised messages of `fedpriv.wire`. The tensors that a
-header declares follow as the bytes of `fedpriv.wire.pieces`. Both sides must run the same version
+Messages consist of records. A message to an app's mod, and its answer, hold serialised messages of
+`fedpriv.wire` and the bytes of a sum. A simulation and its workers, which run on
+one cluster of Ray, trust each other and send pickled values. Both sides must run the same version
 of fedpriv.
 """
 
 import hashlib
 import json
+import pickle
 import queue
 import threading
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,20 +24,19 @@ from fedpriv import __version__
 from fedpriv.data.population import UserStore
 from fedpriv.errors import WireError
 from fedpriv.privacy.clipping import Clipping, IntegerVector
-from fedpriv.privacy.layout import Layout, Tensors
-from fedpriv.wire import NODE_RECEIVES_BYTES, Manifest, Receiver, chunks, parse, pieces
+from fedpriv.privacy.round import PartialSum
+from fedpriv.wire import NODE_RECEIVES_BYTES, TaskDescription, parse
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.codec import MAX_NAME, at_most, refusing
-from fedpriv.wire.messages import CLIPPING, SUM
+from fedpriv.wire.codec import MAX_NAME
+from fedpriv.wire.messages import CLIPPING
 
 if TYPE_CHECKING:
     from flwr.serverapp import Grid  # which nodes do not use
 
 CLIPPED, USERS = "clipping", "users"  # headers: a clipping, and numbers of users at the node
-OFFER, ANSWER, HELLO, TASK = "offer", "answer", "hello", "task"  # headers: wire messages
-SIMULATED, TROUBLE = "simulated", "trouble"  # headers: a `Simulated`, and why a worker cannot join
+WORK, TROUBLE = "work", "trouble"  # headers: a pickled `WorkerTask`, and why a worker cannot do it
 RECORD = "fedpriv"  # name of the record with headers
-TENSORS = RECORD + ".tensors"  # name of the record with tensors
+ARRAY = RECORD + ".array"  # name of the record with an array
 _VERSION = "version"
 _RAW = "bytes"  # a format that Flower does not decode
 _BYTES_AT_ONCE = 2**24
@@ -44,30 +45,37 @@ _POLL_GROWTH = 1.2  # a reply is noticed after at most a fifth of the time that 
 _LONGEST_POLL_SECONDS = 0.5
 _STOP_CHECK_SECONDS = 0.2
 
+Value = TypeVar("Value")
 Reply = tuple[str, Message | str]  # key of a message, and its reply or why there is none
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """A description from which every worker of a simulation loads the population."""
+class WorkerTask:
+    """A description from which every worker of a simulation loads users, and builds the task."""
 
     name: str  # for `fedpriv.data.population.load_population`
     options: Mapping[str, object]  # of the loader
+    task: TaskDescription
     device: str
     chunk_mebibytes: int | None  # approximate memory for a chunk of users
     activations: str = "float32"
     path: Literal["auto", "alone", "together"] = "auto"  # like the key `engine.path`
 
-    def encode(self) -> bytes:
-        """Return the header of the description; WireError for an option that is not JSON."""
-        with refusing("the options of a population"):
-            return json.dumps(vars(self), allow_nan=False).encode()
 
-    @classmethod
-    def decode(cls, header: bytes) -> Self:
-        """Return the description in a header; WireError for any other header."""
-        with refusing("a population"):
-            return cls(**json.loads(header))
+@dataclass(frozen=True)
+class Introduction:
+    """The answer of a worker that can take part."""
+
+    worker: int  # its number, from 0
+    users: bytes  # `digest_of_shard` of its share
+
+
+@dataclass(frozen=True)
+class ShareSum:
+    """The answer of a worker to a request."""
+
+    drawn: int  # number of its users in the request
+    partial: PartialSum  # of these users
 
 
 def shard_of(population: int, worker: int, workers: int) -> range:
@@ -95,25 +103,35 @@ def digest_of_shard(population: str, users: UserStore, shard: range) -> bytes:
     return digest.digest()
 
 
-def packed(tensors: Tensors) -> Array:
-    """Return tensors as the bytes that their manifest declares; several messages may share them."""
-    data = b"".join(pieces(tensors))
+def _raw(data: bytes) -> Array:
     return Array(dtype="uint8", shape=(len(data),), stype=_RAW, data=data)
 
 
-def content_of(headers: Mapping[str, bytes], tensors: Array | None = None) -> RecordDict:
-    """Return the content of a message from headers by name, and the tensors that one declares."""
+def pickled(value: object) -> Array:
+    """Return a value for a process that trusts this one; several messages may share it."""
+    return _raw(pickle.dumps(value))
+
+
+def unpickled(content: RecordDict, kind: type[Value]) -> Value:
+    """Return the value in a message of a trusted process; WireError if it has no such value."""
+    value: object = pickle.loads(_array_in(content).data)
+    if not isinstance(value, kind):
+        raise WireError(f"a message holds no {kind.__name__}")
+    return value
+
+
+def content_of(headers: Mapping[str, bytes], array: Array | None = None) -> RecordDict:
+    """Return the content of a message from headers by name, and perhaps an array."""
     content = RecordDict({RECORD: ConfigRecord({_VERSION: __version__, **headers})})
-    if tensors is not None:
-        content[TENSORS] = ArrayRecord({RECORD: tensors})
+    if array is not None:
+        content[ARRAY] = ArrayRecord({RECORD: array})
     return content
 
 
-def header_in(content: RecordDict, name: str, most: int) -> bytes | None:
+def header_in(content: RecordDict, name: str) -> bytes | None:
     """Return the header of this name, if there is one.
 
-    WireError: the message is not from this version of fedpriv, or the header is not bytes or has
-    more than `most`.
+    WireError: the message is not from this version of fedpriv, or the header is not bytes.
     """
     record = content.get(RECORD)
     if not isinstance(record, ConfigRecord):
@@ -123,25 +141,17 @@ def header_in(content: RecordDict, name: str, most: int) -> bytes | None:
         both = f"{version[:MAX_NAME]!r}, this side {__version__!r}; both must be the same"
         raise WireError(f"the other side runs fedpriv {both}")
     header = record.get(name)
-    if header is None:
-        return None
-    if not isinstance(header, bytes):
+    if not isinstance(header, bytes | None):
         raise WireError(f"header {name!r} holds no bytes")
-    at_most(f"bytes in header {name!r}", len(header), most)
     return header
 
 
-def tensors_in(content: RecordDict, manifest: Manifest) -> dict[str, npt.NDArray[np.generic]]:
-    """Return the tensors that a header has declared, read-only; WireError if there are others."""
-    arrays = content.get(TENSORS)
+def _array_in(content: RecordDict) -> Array:
+    arrays = content.get(ARRAY)
     array = arrays.get(RECORD) if isinstance(arrays, ArrayRecord) else None
     if array is None:
-        raise WireError("the tensors of a message are missing")
-    at_most("bytes of tensors", len(array.data), manifest.size)
-    receiver = Receiver(manifest)
-    for chunk in chunks([array.data]):
-        receiver.add(chunk)
-    return receiver.finish()
+        raise WireError("the array of a message is missing")
+    return array
 
 
 def asking(clipping: Clipping, users: npt.NDArray[np.int64]) -> RecordDict:
@@ -152,8 +162,8 @@ def asking(clipping: Clipping, users: npt.NDArray[np.int64]) -> RecordDict:
 
 def asked(content: RecordDict) -> tuple[Clipping, npt.NDArray[np.int64]]:
     """Return the clipping and the distinct users in a message of `asking`, or raise WireError."""
-    header = header_in(content, CLIPPED, NODE_RECEIVES_BYTES)
-    users = header_in(content, USERS, NODE_RECEIVES_BYTES)
+    header = header_in(content, CLIPPED)
+    users = header_in(content, USERS)
     if header is None or users is None or len(users) % 8:
         raise WireError("a message does not say whom to train and how to clip")
     numbers = np.frombuffer(users, "<i8").astype(np.int64)
@@ -164,14 +174,16 @@ def asked(content: RecordDict) -> tuple[Clipping, npt.NDArray[np.int64]]:
 
 def summed(total: IntegerVector) -> RecordDict:
     """Return the content of an answer with the sum [D] of contributions."""
-    return content_of({}, packed({SUM: total}))
+    return content_of({}, _raw(total.astype("<i8").tobytes()))
 
 
 def sum_in(content: RecordDict, dimension: int) -> IntegerVector:
     """Return the sum [D] in an answer of `summed`, or raise WireError."""
-    header_in(content, SUM, 0)  # raises if the answer is from another version
-    manifest = Manifest(Layout((SUM,), ((dimension,),)), np.dtype("<i8"))
-    return tensors_in(content, manifest)[SUM].astype(np.int64, copy=False)
+    header_in(content, USERS)  # raises if the answer is from another version
+    data = _array_in(content).data
+    if len(data) != 8 * dimension:
+        raise WireError(f"a sum has {len(data)} bytes; it must have {8 * dimension}")
+    return np.frombuffer(data, "<i8").astype(np.int64)
 
 
 def _trouble(reply: Message) -> str:

@@ -339,7 +339,7 @@ class NodesTransport(Transport):
             raise WireError(reply)
         if reply.metadata.src_node_id != node:
             raise WireError("it comes from another node than the one that was asked")
-        if flower_messages.TENSORS in reply.content:
+        if flower_messages.ARRAY in reply.content:
             return flower_messages.sum_in(reply.content, clipping.layout.dimension)
         if self.nodes[node] > 1:
             raise WireError("its node brings several users, but has no clipping_mod")

@@ -11,26 +11,20 @@ from fedpriv.wire.codec import (
     NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, UNCOMPRESSED, parse,
 )
 from fedpriv.wire.messages import (
-    VERSION, Decline, Hello, LedgerRequest, Price, Proposal, Receipt, RoundAnswer, RoundId,
-    RoundOffer, RunState, Status, SummedUpdates, TaskDescription, Terms, Vote, Welcome,
-    decode_answer, decode_hello, decode_ledger_request, decode_offer, decode_proposal,
-    decode_receipt, decode_round_id, decode_status, decode_vote, decode_welcome, digest_of,
-    encode_answer, encode_hello, encode_ledger_request, encode_offer, encode_proposal,
-    encode_receipt, encode_round_id, encode_status, encode_vote, encode_welcome, layout_of_sums,
-    model_of, tensors_of,
+    HELLO, LEDGER_REQUEST, OFFER, PROPOSAL, RECEIPT, ROUND_ID, STATUS, VERSION, VOTE, WELCOME,
+    Decline, Hello, LedgerRequest, Price, Proposal, Receipt, RoundAnswer, RoundId, RoundOffer,
+    RunState, Status, SummedUpdates, TaskDescription, Terms, Vote, Welcome, decode_answer,
+    digest_of, encode_answer, model_of, sum_to_send,
 )
 from fedpriv.wire.tensors import (
     CHUNK_BYTES, Assembler, Manifest, Receiver, chunks, manifest_of, pieces,
 )
 
 __all__ = [
-    "CHUNK_BYTES", "NODE_RECEIVES_BYTES", "SERVER_RECEIVES_BYTES", "UNCOMPRESSED", "VERSION",
+    "CHUNK_BYTES", "HELLO", "LEDGER_REQUEST", "NODE_RECEIVES_BYTES", "OFFER", "PROPOSAL", "RECEIPT",
+    "ROUND_ID", "SERVER_RECEIVES_BYTES", "STATUS", "UNCOMPRESSED", "VERSION", "VOTE", "WELCOME",
     "Assembler", "Decline", "Hello", "LedgerRequest", "Manifest", "Price", "Proposal", "Receipt",
     "Receiver", "RoundAnswer", "RoundId", "RoundOffer", "RunState", "Status", "SummedUpdates",
-    "TaskDescription", "Terms", "Vote", "Welcome", "chunks", "decode_answer", "decode_hello",
-    "decode_ledger_request", "decode_offer", "decode_proposal", "decode_receipt", "decode_round_id",
-    "decode_status", "decode_vote", "decode_welcome", "digest_of", "encode_answer", "encode_hello",
-    "encode_ledger_request", "encode_offer", "encode_proposal", "encode_receipt", "encode_round_id",
-    "encode_status", "encode_vote", "encode_welcome", "layout_of_sums", "manifest_of", "model_of",
-    "parse", "pieces", "tensors_of",
+    "TaskDescription", "Terms", "Vote", "Welcome", "chunks", "decode_answer", "digest_of",
+    "encode_answer", "manifest_of", "model_of", "parse", "pieces", "sum_to_send",
 ]

@@ -47,20 +47,18 @@ class FromServer(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("population_name", "population", "users", "task", "purpose", "certificate_end")
+    __slots__ = ("population_name", "population", "users", "task", "purpose")
     POPULATION_NAME_FIELD_NUMBER: _ClassVar[int]
     POPULATION_FIELD_NUMBER: _ClassVar[int]
     USERS_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
-    CERTIFICATE_END_FIELD_NUMBER: _ClassVar[int]
     population_name: str
     population: int
     users: _containers.RepeatedScalarFieldContainer[int]
     task: Task
     purpose: str
-    certificate_end: int
-    def __init__(self, population_name: _Optional[str] = ..., population: _Optional[int] = ..., users: _Optional[_Iterable[int]] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., purpose: _Optional[str] = ..., certificate_end: _Optional[int] = ...) -> None: ...
+    def __init__(self, population_name: _Optional[str] = ..., population: _Optional[int] = ..., users: _Optional[_Iterable[int]] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., purpose: _Optional[str] = ...) -> None: ...
 
 class Task(_message.Message):
     __slots__ = ("model", "options", "seed", "loss", "metrics", "inputs", "targets", "ignore_index", "personal", "trained", "frozen", "adapters")
@@ -211,26 +209,12 @@ class VectorGroup(_message.Message):
     def __init__(self, name: _Optional[str] = ..., tensors: _Optional[_Iterable[str]] = ..., clipping_norm: _Optional[float] = ..., scales: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class LocalTraining(_message.Message):
-    __slots__ = ("learning_rate", "batch_size", "epochs", "steps", "momentum", "proximal", "max_examples", "algorithm", "options")
-    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
-    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
-    EPOCHS_FIELD_NUMBER: _ClassVar[int]
-    STEPS_FIELD_NUMBER: _ClassVar[int]
-    MOMENTUM_FIELD_NUMBER: _ClassVar[int]
-    PROXIMAL_FIELD_NUMBER: _ClassVar[int]
-    MAX_EXAMPLES_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("algorithm", "options")
     ALGORITHM_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
-    learning_rate: float
-    batch_size: int
-    epochs: int
-    steps: int
-    momentum: float
-    proximal: float
-    max_examples: int
     algorithm: str
-    options: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, learning_rate: _Optional[float] = ..., batch_size: _Optional[int] = ..., epochs: _Optional[int] = ..., steps: _Optional[int] = ..., momentum: _Optional[float] = ..., proximal: _Optional[float] = ..., max_examples: _Optional[int] = ..., algorithm: _Optional[str] = ..., options: _Optional[_Iterable[float]] = ...) -> None: ...
+    options: str
+    def __init__(self, algorithm: _Optional[str] = ..., options: _Optional[str] = ...) -> None: ...
 
 class Metric(_message.Message):
     __slots__ = ("name", "shape", "centre", "radius", "options")
@@ -266,7 +250,7 @@ class Chunk(_message.Message):
     crc32: int
     def __init__(self, number: _Optional[int] = ..., data: _Optional[bytes] = ..., crc32: _Optional[int] = ...) -> None: ...
 
-class LedgerPart(_message.Message):
+class FilePart(_message.Message):
     __slots__ = ("size", "chunk", "unknown")
     SIZE_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
@@ -295,14 +279,12 @@ class Answer(_message.Message):
     def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., sum: _Optional[_Union[PartialSum, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ...) -> None: ...
 
 class PartialSum(_message.Message):
-    __slots__ = ("users", "weight", "tensors")
+    __slots__ = ("users", "weight")
     USERS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
-    TENSORS_FIELD_NUMBER: _ClassVar[int]
     users: int
     weight: int
-    tensors: Tensors
-    def __init__(self, users: _Optional[int] = ..., weight: _Optional[int] = ..., tensors: _Optional[_Union[Tensors, _Mapping]] = ...) -> None: ...
+    def __init__(self, users: _Optional[int] = ..., weight: _Optional[int] = ...) -> None: ...
 
 class Decline(_message.Message):
     __slots__ = ("reason",)
@@ -329,14 +311,6 @@ class LedgerRequest(_message.Message):
 class ModelRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
-
-class ModelPart(_message.Message):
-    __slots__ = ("size", "chunk")
-    SIZE_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
-    size: int
-    chunk: Chunk
-    def __init__(self, size: _Optional[int] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()

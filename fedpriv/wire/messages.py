@@ -1,15 +1,14 @@
 """The messages between server and nodes: a frozen value for each message, and its codec.
 
 Each constructor raises InvalidValueError for a field that is out of range or does not fit the
-others. Each `decode_x` returns the value of a message, or raises WireError. Each `encode_x` returns
-the message of a value, or raises WireError if the other side would refuse it.
+others.
 """
 
 import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 from types import SimpleNamespace
 from typing import Annotated, Any
@@ -25,9 +24,9 @@ from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, Tensors, VectorGroup
 from fedpriv.privacy.round import PartialSum
 from fedpriv.support.checks import require
-from fedpriv.training.local import ALGORITHMS, COMMON
+from fedpriv.training.local import ALGORITHMS
 from fedpriv.training.request import CONTROL_PREFIX, LocalTraining, RoundRequest
-from fedpriv.wire import codec, tensors
+from fedpriv.wire import codec
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import (
     MAX_USERS,
@@ -49,6 +48,7 @@ _LONGEST_EVENT = 2**22  # characters of a round's event
 # Commas and brackets in an event, which bound the work and memory of parsing it: enough for a
 # strategy of 100,000 coefficients and MAX_TENSORS vector groups.
 _MOST_MARKS = 2**17
+_ALGORITHMS: Mapping[str, type[LocalTraining]] = {"": LocalTraining, **ALGORITHMS}
 _USERS_OF_32_BITS = 63  # each adds less than 2^25 to a component
 
 Parameters = Mapping[str, npt.NDArray[np.float32]]
@@ -121,8 +121,6 @@ class Welcome(Checked):
     users: Positions = field(repr=False)
     task: TaskDescription
     purpose: Text = ""  # of the model
-    # End of the server's certificate, in seconds since 1970, UTC; 0 in plain text.
-    certificate_end: Annotated[int, below(37)] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -168,11 +166,6 @@ class Price(Checked):
         rounds = 1 if schedule is None else schedule.rounds
         condition = f"it must be below {rounds}, the rounds of its event"
         require(self.part < rounds, f"part is {self.part}; {condition}")
-
-    @property
-    def sampling_probability(self) -> float:
-        """q, each user's probability to be in the cohort."""
-        return self.event.sampling.sampling_probability
 
     @property
     def population(self) -> int:
@@ -300,7 +293,6 @@ class SummedUpdates:
 
     users: int  # number of contributions in the sum, at most 2^20
     weight: int  # sum of their weights, in units of 1/c
-    tensors: Manifest  # of one vector of integers named `SUM`
 
     def __post_init__(self) -> None:
         if not 0 <= self.users <= MAX_USERS:
@@ -308,34 +300,17 @@ class SummedUpdates:
         if not 0 <= self.weight <= self.users * MOST_WEIGHT:
             raise InvalidValueError("the weight of users is negative or too large for their number")
 
-    @classmethod
-    def of(cls, partial: PartialSum) -> "SummedUpdates":
-        """Return the header of a partial sum, without its node, which the certificate names."""
-        dtype = INT32 if partial.users <= _USERS_OF_32_BITS else INT64
-        manifest = Manifest(Layout((SUM,), (partial.total.shape,)), dtype)
-        return cls(partial.users, partial.weight, manifest)
-
-    def partial_sum(self, node: str, total: npt.NDArray[np.generic]) -> PartialSum:
-        """Return the partial sum of a node, given its total [D].
-
-        InvalidValueError: the total is not the vector that `tensors` declares.
-        """
-        (shape,), dtype = self.tensors.layout.shapes, self.tensors.dtype
-        if (total.shape, total.dtype) != (shape, dtype):
-            actual = f"{total.dtype}{list(total.shape)}"
-            raise InvalidValueError(f"total is {actual}; it must be {dtype}{list(shape)}")
-        return PartialSum(node, self.users, total.astype(np.int64, copy=False), self.weight)
+    def tensors(self, dimension: int) -> Manifest:
+        """Return the manifest of the total [dimension]: in 32 bits if the users are few enough."""
+        dtype = INT32 if self.users <= _USERS_OF_32_BITS else INT64
+        return Manifest(Layout((SUM,), ((dimension,),)), dtype)
 
 
-def tensors_of(partial: PartialSum) -> Tensors:
-    """Return the total of a partial sum, as it is sent: in 32 bits if the users are few enough."""
-    dtype = SummedUpdates.of(partial).tensors.dtype
-    return {SUM: partial.total.astype(dtype, copy=False)}
-
-
-def layout_of_sums(clipping: Clipping) -> Layout:
-    """Return the layout of a round's sums."""
-    return Layout((SUM,), ((clipping.layout.dimension,),))
+def sum_to_send(partial: PartialSum) -> tuple[SummedUpdates, Tensors]:
+    """Return the header of a partial sum, without its node, and its total, as it is sent."""
+    header = SummedUpdates(partial.users, partial.weight)
+    dtype = header.tensors(partial.total.size).dtype
+    return header, {SUM: partial.total.astype(dtype, copy=False)}
 
 
 @dataclass(frozen=True)
@@ -413,31 +388,29 @@ def _check_groups(message: pb.Clipping) -> None:
 
 def _spelled_out(local: LocalTraining) -> Any:
     """Return the message's fields of local training; WireError if nodes lack the algorithm."""
-    specific = [part.name for part in fields(local) if part.name not in COMMON]
-    plain = not specific and type(local).direction is LocalTraining.direction
-    names = [""] if plain else [n for n, kind in ALGORITHMS.items() if kind is type(local)]
+    names = [name for name, kind in _ALGORITHMS.items() if kind is type(local)]
     if not names:
         unknown = f"local training is {type(local).__name__}, which nodes do not know"
         raise WireError(f"{unknown}; known names: {', '.join(ALGORITHMS)}")
     with codec.refusing("local training"):
-        common = {name: getattr(local, name) for name in COMMON} | {"learning_rate": local.rate}
-    options = [float(getattr(local, name)) for name in specific]
-    return SimpleNamespace(**common, algorithm=names[0], options=options)
+        return SimpleNamespace(
+            algorithm=names[0], options={**vars(local), "learning_rate": local.rate}
+        )
 
 
-def _local_training(algorithm: str, options: tuple[float, ...], **common: Any) -> LocalTraining:
+def _local_training(algorithm: str, options: Mapping[str, Any]) -> LocalTraining:
     """Return local training from a message's fields; ValueError if they are inconsistent."""
-    if not algorithm and not options:
-        return LocalTraining(**common)
-    if (kind := ALGORITHMS.get(algorithm)) is None:
+    if algorithm not in _ALGORITHMS:
         hint = known_names(algorithm, ALGORITHMS)
         raise InvalidValueError(f"algorithm is {algorithm!r}; {hint}")
-    specific = [part for part in fields(kind) if part.name not in COMMON]
-    for part, value in zip(specific, options, strict=True):
-        # All options are sent as doubles, even those that are whole numbers.
-        whole = part.type is int and value.is_integer()
-        common[part.name] = int(value) if whole else value
-    return kind(**common)
+    return _ALGORITHMS[algorithm](**options)
+
+
+def _bounded(options: Mapping[str, object]) -> dict[str, object]:
+    for name, number in options.items():
+        if isinstance(number, int) and number >= 2**32:
+            raise ValueError(f"{name} is {number}; it must be below 2^32")
+    return dict(options)
 
 
 def _checked_marks(text: str) -> str:
@@ -447,9 +420,7 @@ def _checked_marks(text: str) -> str:
 
 _JSON = FieldCodec(_encode_options, _decode_options)
 _POSITIONS = FieldCodec(np.ndarray.tolist, lambda users: np.array(users, np.int64))
-_NONE_IS_ZERO = FieldCodec(int, lambda number: number or None)
-_HELLO = Codec(Hello, pb.Hello, "a hello")
-encode_hello, decode_hello = _HELLO.encode, _HELLO.decode
+HELLO = Codec(Hello, pb.Hello, "a hello")
 _INPUTS = FieldCodec(
     lambda names: [names] if isinstance(names, str) else list(names),
     lambda names: names[0] if len(names) == 1 else tuple(names),
@@ -457,12 +428,9 @@ _INPUTS = FieldCodec(
 _TASK_FIELDS: FieldCodecs = {"options": _JSON, "inputs": _INPUTS, "adapters": _JSON}
 TASK = Codec(TaskDescription, pb.Task, "a task", _TASK_FIELDS, {"options": _LONGEST_OPTIONS})
 _WELCOME_FIELDS: FieldCodecs = {"users": _POSITIONS, "task": TASK}
-_WELCOME = Codec(Welcome, pb.Welcome, "a welcome", _WELCOME_FIELDS, {"users": MAX_USERS})
-encode_welcome, decode_welcome = _WELCOME.encode, _WELCOME.decode
-_LEDGER_REQUEST = Codec(LedgerRequest, pb.LedgerRequest, "a request for the ledger")
-encode_ledger_request, decode_ledger_request = _LEDGER_REQUEST.encode, _LEDGER_REQUEST.decode
-_ROUND_ID = Codec(RoundId, pb.RoundId, "the name of a round")
-encode_round_id, decode_round_id = _ROUND_ID.encode, _ROUND_ID.decode
+WELCOME = Codec(Welcome, pb.Welcome, "a welcome", _WELCOME_FIELDS, {"users": MAX_USERS})
+LEDGER_REQUEST = Codec(LedgerRequest, pb.LedgerRequest, "a request for the ledger")
+ROUND_ID = Codec(RoundId, pb.RoundId, "the name of a round")
 _EVENT = FieldCodec(
     lambda event: _checked_marks(event_text(event)), lambda text: event_from(_checked_marks(text))
 )
@@ -475,12 +443,14 @@ _CLIPPING_FIELDS: FieldCodecs = {
 CLIPPING = Codec(
     Clipping, pb.Clipping, "a clipping", _CLIPPING_FIELDS, {}, _check_groups, "indicator"
 )
-_ABSENT = dict.fromkeys(("batch_size", "epochs", "steps", "max_examples"), _NONE_IS_ZERO)
-_LOCAL = Codec(_local_training, pb.LocalTraining, "local training", _ABSENT)
+_BOUNDED = FieldCodec(
+    lambda options: _encode_options(_bounded(options)), lambda text: _bounded(_decode_options(text))
+)
+_LOCAL = Codec(_local_training, pb.LocalTraining, "local training", {"options": _BOUNDED})
 LOCAL_TRAINING = FieldCodec(lambda local: _LOCAL.encode(_spelled_out(local)), _LOCAL.decode)
 METRIC = Codec(Metric, pb.Metric, "a metric", {"shape": SHAPE}, {"options": _MAX_OPTIONS})
 _OFFER_FIELDS: FieldCodecs = {
-    "id": _ROUND_ID,
+    "id": ROUND_ID,
     "users": _POSITIONS,
     "clipping": CLIPPING,
     "local": LOCAL_TRAINING,
@@ -488,26 +458,21 @@ _OFFER_FIELDS: FieldCodecs = {
     "price": PRICE,
     "model": MANIFEST,
 }
-_OFFER = Codec(RoundOffer, pb.Offer, "an offer", _OFFER_FIELDS, {"users": MAX_USERS})
-encode_offer, decode_offer = _OFFER.encode, _OFFER.decode
+OFFER = Codec(RoundOffer, pb.Offer, "an offer", _OFFER_FIELDS, {"users": MAX_USERS})
 _PROPOSAL_FIELDS = {
     name: _OFFER_FIELDS[name] for name in ("id", "clipping", "local", "metrics", "price")
 }
-_PROPOSAL = Codec(Proposal, pb.Proposal, "a proposal", _PROPOSAL_FIELDS)
-encode_proposal, decode_proposal = _PROPOSAL.encode, _PROPOSAL.decode
-_VOTE = Codec(Vote, pb.Vote, "a vote", {"id": _ROUND_ID})
-encode_vote, decode_vote = _VOTE.encode, _VOTE.decode
-_SUM = Codec(SummedUpdates, pb.PartialSum, "a sum", {"tensors": MANIFEST})
+PROPOSAL = Codec(Proposal, pb.Proposal, "a proposal", _PROPOSAL_FIELDS)
+VOTE = Codec(Vote, pb.Vote, "a vote", {"id": ROUND_ID})
+_SUM = Codec(SummedUpdates, pb.PartialSum, "a sum")
 _DECLINE = Codec(Decline, pb.Decline, "a decline")
-_RECEIPT = Codec(Receipt, pb.Receipt, "a receipt")
-encode_receipt, decode_receipt = _RECEIPT.encode, _RECEIPT.decode
-_STATUS = Codec(Status, pb.Status, "a status", {"state": FieldCodec(str, RunState)})
-encode_status, decode_status = _STATUS.encode, _STATUS.decode
+RECEIPT = Codec(Receipt, pb.Receipt, "a receipt")
+STATUS = Codec(Status, pb.Status, "a status", {"state": FieldCodec(str, RunState)})
 
 
 def encode_answer(answer: RoundAnswer) -> pb.Answer:
     """Return the message of an answer; WireError if it exceeds a limit."""
-    message, content = pb.Answer(id=encode_round_id(answer.id)), answer.content
+    message, content = pb.Answer(id=ROUND_ID.encode(answer.id)), answer.content
     if isinstance(content, Decline):
         message.decline.CopyFrom(_DECLINE.encode(content))
     else:
@@ -516,17 +481,14 @@ def encode_answer(answer: RoundAnswer) -> pb.Answer:
     return message
 
 
-def decode_answer(message: pb.Answer, expected: Layout) -> RoundAnswer:
-    """Return the answer in a message, or raise WireError; `expected` is the `layout_of_sums`."""
+def decode_answer(message: pb.Answer) -> RoundAnswer:
+    """Return the answer in a message, or raise WireError."""
     content: SummedUpdates | Decline
     match message.WhichOneof("what"):
         case "sum":
-            tensors.check_layout(message.sum.tensors.layout, expected)
             content = _SUM.decode(message.sum)
-            if content.tensors.dtype == FLOAT32:
-                raise WireError(f"the tensors are {FLOAT32}; they must be {INT32} or {INT64}")
         case "decline":
             content = _DECLINE.decode(message.decline)
         case _:
             raise WireError("an answer is empty; it must be a sum or a decline")
-    return RoundAnswer(decode_round_id(message.id), content)
+    return RoundAnswer(ROUND_ID.decode(message.id), content)

@@ -1,4 +1,4 @@
-"""Names of nodes, addresses of servers, and files of keys, as both sides write and check them."""
+"""Names of nodes, addresses of servers, and files of certificates and keys, on both sides."""
 
 import ipaddress
 import re
@@ -10,13 +10,14 @@ from typing import Self
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
+from cryptography.x509.oid import NameOID
 
 from fedpriv.errors import InvalidValueError, reason_of
 
 SERVICE = "fedpriv.v1.Federation"
 NODE_KEY = "fedpriv-node"  # metadata of plain-text calls: the node's name, percent-encoded
-NODE_URI = "fedpriv:node:"  # prefix of the percent-encoded name in a node's certificate
 NEWER = "newer connection of the same node"  # the server's reason to end one; nodes look for it
 # Errors that cryptography raises for a certificate or key that cannot be parsed.
 MALFORMED = (
@@ -65,6 +66,36 @@ def read_key(path: Path) -> bytes:
             f"0600, and if others may have read it, a new key is needed"
         )
     return key
+
+
+def load_certificate(path: Path) -> x509.Certificate:
+    """Return the certificate in a file; InvalidValueError if there is none."""
+    pem = read_file(path)
+    try:
+        certificate = x509.load_pem_x509_certificate(pem)
+        certificate.public_key()  # raises if it is malformed or of an unknown kind
+    except MALFORMED as error:
+        raise InvalidValueError(f"{path} is not a certificate") from error
+    return certificate
+
+
+def fingerprint_of(certificate: x509.Certificate) -> str:
+    """Return the SHA-256 of a certificate in DER, as 64 lower-case hexadecimal digits."""
+    return certificate.fingerprint(SHA256()).hex()
+
+
+def node_named(by: x509.Certificate | x509.CertificateSigningRequest, path: Path) -> str:
+    """Return the node that a certificate or a request names, as its only common name.
+
+    InvalidValueError: it has none, several or an invalid one; `path` begins the sentence.
+    """
+    try:
+        names = by.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+        if len(names) != 1:
+            raise InvalidValueError(f"it has {len(names)} common names; it must have one")
+        return check_node_name(str(names[0].value))
+    except MALFORMED as error:
+        raise InvalidValueError(f"{path} does not name a node: {error}") from error
 
 
 def check_key(path: Path, key: bytes, certificate: x509.Certificate) -> None:

@@ -184,10 +184,3 @@ _DECLARED: FieldCodecs = {
     "dtype": FieldCodec(_ON_WIRE.__getitem__, _dtype_numbered),
 }
 MANIFEST = Codec(_manifest, pb.Tensors, "a manifest of tensors", _DECLARED)
-
-
-def check_layout(message: pb.Layout, expected: Layout) -> None:
-    """Raise WireError for any other layout, without decoding it, which takes quadratic time."""
-    message.DiscardUnknownFields()
-    if message != LAYOUT.encode(expected):
-        raise WireError("names, shapes or order of the tensors differ from those asked for")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from fedpriv import wire
 from fedpriv.accounting.policies import (
     poisson_examples_gaussian,
     poisson_gaussian,
@@ -38,8 +39,6 @@ from fedpriv.wire import (
     RoundOffer,
     TaskDescription,
     Welcome,
-    decode_offer,
-    encode_offer,
     manifest_of,
     model_of,
 )
@@ -379,7 +378,7 @@ class TestMisfits:
             event = plan.mechanism_at(each.clipping_norms).event
             price = Price(event, 0, 1.0, 1e-5, 0)
             sent = RoundOffer.of(request, 9.0, price, manifest_of(model_of(request)))
-            offer = decode_offer(encode_offer(sent))
+            offer = wire.OFFER.decode(wire.OFFER.encode(sent))
             everyone = np.arange(plan.sampling.population)
             welcome = Welcome("people", plan.sampling.population, everyone, WELCOME.task)
             assert misfit(welcome, offer) is None

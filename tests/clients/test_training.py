@@ -22,12 +22,11 @@ from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import add_up
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
+    WELCOME,
     Proposal,
     TaskDescription,
     Welcome,
-    decode_welcome,
     digest_of,
-    encode_welcome,
 )
 from tests.clients import hostile
 from tests.clients.people import (
@@ -246,7 +245,7 @@ def test_a_node_reads_the_inputs_of_the_task_and_ignores_its_class() -> None:
         ignore_index=2,
     )
     users = np.array([4, 7, 9])
-    told = decode_welcome(encode_welcome(Welcome("people", 10, users, task)))
+    told = WELCOME.decode(WELCOME.encode(Welcome("people", 10, users, task)))
     assert told.task == task
     settings = HostSettings(f"{module}:worded", "cpu", memory_mebibytes=1024, processes=1)
     node = Host.of(settings).trainer(told)

@@ -20,6 +20,12 @@ from fedpriv.privacy.layout import Layout, flat
 from fedpriv.server.certificates import init, issue
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
+    OFFER,
+    PROPOSAL,
+    RECEIPT,
+    STATUS,
+    VOTE,
+    WELCOME,
     Price,
     Proposal,
     Receipt,
@@ -29,12 +35,6 @@ from fedpriv.wire import (
     Vote,
     Welcome,
     chunks,
-    decode_vote,
-    encode_offer,
-    encode_proposal,
-    encode_receipt,
-    encode_status,
-    encode_welcome,
     manifest_of,
     model_of,
     pieces,
@@ -113,7 +113,7 @@ class TinyServer:
 
         async def count() -> None:
             async for message in heard:
-                await self.votes.put(decode_vote(message.vote))
+                await self.votes.put(VOTE.decode(message.vote))
 
         voting = asyncio.create_task(count())
         try:
@@ -144,7 +144,7 @@ class TinyServer:
         parts = self.ledger
         if isinstance(parts, Ledger):
             found = parts.since(Head(request.count, request.hash) if request.hash else None)
-            unknown: list[Said] = [pb.LedgerPart(unknown=True)]
+            unknown: list[Said] = [pb.FilePart(unknown=True)]
             parts = ledger_parts("".join(found[1]).encode()) if found else unknown
         for one in parts:
             yield one
@@ -248,21 +248,21 @@ def said(value: Welcome | Proposal | RoundOffer | Receipt | Status) -> Message:
     """The message in which a server says a value."""
     match value:
         case Welcome():
-            return pb.FromServer(welcome=encode_welcome(value))
+            return pb.FromServer(welcome=WELCOME.encode(value))
         case Proposal():
-            return pb.FromServer(proposal=encode_proposal(value))
+            return pb.FromServer(proposal=PROPOSAL.encode(value))
         case RoundOffer():
-            return pb.FromServer(offer=encode_offer(value))
+            return pb.FromServer(offer=OFFER.encode(value))
         case Receipt():
-            return encode_receipt(value)
+            return RECEIPT.encode(value)
         case Status():
-            return encode_status(value)
+            return STATUS.encode(value)
 
 
 def ledger_parts(data: bytes) -> list[Said]:
     """What FetchLedger sends of a ledger."""
-    size = pb.LedgerPart(size=len(data))
-    return [size, *(pb.LedgerPart(chunk=chunk) for chunk in chunks([data]))]
+    size = pb.FilePart(size=len(data))
+    return [size, *(pb.FilePart(chunk=chunk) for chunk in chunks([data]))]
 
 
 def make_certificates(folder: Path) -> tuple[grpc.ServerCredentials, Path]:

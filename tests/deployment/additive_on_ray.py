@@ -3,6 +3,7 @@
 Its arguments are the kinds of models, of `tests.isolation`.
 """
 
+import pickle
 import sys
 import threading
 from dataclasses import astuple
@@ -10,16 +11,11 @@ from dataclasses import astuple
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedpriv.flower import messages as flower_messages
 from fedpriv.flower.client_app import app as client_app
-from fedpriv.flower.grid import (
-    GridTransport,
-    hosting_of_workers,
-    simulated_workers,
-)
+from fedpriv.flower.grid import GridTransport, introduced_workers
+from fedpriv.flower.messages import WorkerTask
 from fedpriv.flower.ray import run_on_ray
 from fedpriv.wire import TaskDescription
-from fedpriv.wire.messages import TASK
 from tests.isolation import (
     LOCALS,
     PERSONAL,
@@ -31,7 +27,6 @@ from tests.isolation import (
     crowd,
     request_of,
 )
-from tests.server.loopback import PRICE
 
 SECONDS = 300.0  # a round takes one, but the machine may be busy with other tests
 
@@ -58,25 +53,12 @@ def on_workers(grid: Grid, plan: Plan) -> GridTransport:
     """A transport over two workers of a grid, who load one user of each kind."""
     people = [astuple(User(kind, 7 + 3 * n, n)) for n, kind in enumerate(USERS)]
     options = {"users": people, "words": plan.model in READERS}
-    loaded = {
-        flower_messages.SIMULATED: flower_messages.Simulated(
-            "tests.isolation:crowd", options, "cpu", 32
-        ).encode()
-    }
-    store, stopping = crowd(**options).users, threading.Event()
-    present = simulated_workers(grid, "people", store, 2, loaded, stopping)
     kind, own = {"kind": plan.model}, PERSONAL.get(plan.model, ())
     task = TaskDescription("tests.isolation:model", kind, 0, "cross-entropy", personal=own)
-    headers = loaded | {flower_messages.TASK: TASK.encode(task).SerializeToString()}
-    return GridTransport(
-        grid,
-        hosting_of_workers(len(USERS), 2),
-        present,
-        headers,
-        lambda _: PRICE,
-        SECONDS,
-        stopping,
-    )
+    work = pickle.dumps(WorkerTask("tests.isolation:crowd", options, task, "cpu", 32))
+    store, stopping = crowd(**options).users, threading.Event()
+    numbers = introduced_workers(grid, "people", store, 2, work, stopping)
+    return GridTransport(grid, numbers, work, SECONDS, stopping)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from tests.deployment.test_flwr_run import ROOT, SCRIPTS, connection
 
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
-from tests.deployment.test_flwr_run import ROOT, SCRIPTS, connection
 
 APP = ROOT / "simulations" / "flower_app"
 NODES, ROUNDS, DELTA = 20, 4, 1e-3

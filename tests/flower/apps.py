@@ -218,8 +218,9 @@ def summing(total: Callable[[int], np.ndarray], version: str = fedpriv.__version
 
     def answer(message: Message, _context: Context) -> Message:
         size = sum(int(np.prod(shape)) for shape in SHAPES.values()) + 1  # one counts its users
-        packed = flower_messages.packed({"sum": total(size)})
-        sent = flower_messages.content_of({}, packed)
+        data = total(size).tobytes()
+        array = Array(dtype="uint8", shape=(len(data),), stype="bytes", data=data)
+        sent = flower_messages.content_of({}, array)
         sent["fedpriv"]["version"] = version
         return Message(sent, reply_to=message)
 
@@ -259,6 +260,6 @@ HOSTILE: dict[str, App] = {
     "a sum of floats": summing(lambda size: np.zeros(size, np.float32)),
     "another version": summing(lambda size: np.zeros(size, np.int64), "0.0.0"),
     "a record in place of the sum's": content(
-        lambda r: r.update({"fedpriv.tensors": ConfigRecord()})
+        lambda r: r.update({"fedpriv.array": ConfigRecord()})
     ),
 }

@@ -34,8 +34,9 @@ from fedpriv.experiment.mechanism import (
     RandomAllocation,
     Separated,
 )
-from fedpriv.flower import NodesTransport, PrivateStrategy, TrainedModel, clipping_mod, connected
+from fedpriv.flower import PrivateStrategy, clipping_mod, connected
 from fedpriv.flower import messages as flower_messages
+from fedpriv.flower.strategy import NodesTransport, TrainedModel
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.clipping import Clipping
@@ -123,7 +124,7 @@ def test_a_node_brings_many_users_and_sends_only_the_sum_of_what_they_give(tmp_p
         expected = start + sum(each[name] for each in clipped) / len(users)
         np.testing.assert_allclose(found[name], expected, rtol=0.0, atol=1e-5)
     for reply in replies:
-        assert set(reply.content) == {"fedpriv", "fedpriv.tensors"}
+        assert set(reply.content) == {"fedpriv", "fedpriv.array"}
         assert set(reply.content["fedpriv"]) == {"version"}
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import grpc
 
 SERVICE = "/fedpriv.v1.Federation/"
-HEALTH = "/grpc.health.v1.Health/"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 PATIENCE = 20.0  # seconds that a call may take before the test fails
 
@@ -54,9 +53,8 @@ CALLS: dict[str, Callable[[grpc.Channel], Outcome]] = {
     "FetchLedger": lambda channel: first(channel, SERVICE + "FetchLedger"),
     "FetchModel": lambda channel: first(channel, SERVICE + "FetchModel"),
     "GetStatus": lambda channel: one(channel, SERVICE + "GetStatus"),
-    "Check": lambda channel: one(channel, HEALTH + "Check"),
 }
-"""Each method of the service and of the health service, called with an empty message."""
+"""Each method of the service, called with an empty message."""
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:

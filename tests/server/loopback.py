@@ -29,13 +29,12 @@ from fedpriv.server.authentication import (
     tls_credentials,
 )
 from fedpriv.server.deployment import GrpcTransport
-from fedpriv.server.enrolment import EnrolledCertificates, Enrolment, fingerprint_of
-from fedpriv.server.monitoring import Monitor
+from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
 from fedpriv.server.service import Listener, Service, TransferLimits, listening
 from fedpriv.training.request import RoundRequest
 from fedpriv.wire import RunState, Status, TaskDescription, Welcome
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.naming import Address
+from fedpriv.wire.naming import Address, fingerprint_of
 from tests.wire.stub import FederationStub
 
 PRICE = wire.Price(poisson_gaussian(0.5, 1.0, population=1000), 0, 2.0, 1e-6, 0)
@@ -168,7 +167,7 @@ def serving(
     def welcome_of(node: str) -> Welcome:
         return Welcome(POPULATION_ID, enrolment.population, enrolment.users_of(node).copy(), task)
 
-    authentication = Authentication(identify, enrolment, rates, Monitor())
+    authentication = Authentication(identify, enrolment, rates)
     service = Service(authentication, welcome_of, status, transfers, ledger)
     service.model = lambda: MODEL
     with listening(service, Address("127.0.0.1", 0), credentials) as server:
@@ -204,7 +203,7 @@ class TestNode:
 
     def hello(self) -> pb.Hello:
         digest = wire.digest_of(self.site.enrolment.users[self.name])
-        return wire.encode_hello(wire.Hello(self.name, digest))
+        return wire.HELLO.encode(wire.Hello(self.name, digest))
 
     def _run(self) -> None:
         said: queue.SimpleQueue[pb.FromNode | None] = queue.SimpleQueue()
@@ -214,12 +213,12 @@ class TestNode:
             for message in stream:
                 match message.WhichOneof("what"):
                     case "welcome":
-                        self.welcome = wire.decode_welcome(message.welcome)
+                        self.welcome = wire.WELCOME.decode(message.welcome)
                         self.welcomed.set()
                     case "proposal":
-                        at = wire.decode_proposal(message.proposal).id
+                        at = wire.PROPOSAL.decode(message.proposal).id
                         objection = next(self.objections, "")
-                        said.put(pb.FromNode(vote=wire.encode_vote(wire.Vote(at, objection))))
+                        said.put(pb.FromNode(vote=wire.VOTE.encode(wire.Vote(at, objection))))
                     case _:
                         self._answer(message.offer)
             self.ended.append(grpc.StatusCode.OK)
@@ -229,15 +228,15 @@ class TestNode:
             said.put(None)
 
     def _answer(self, message: pb.Offer) -> None:
-        offer = wire.decode_offer(message)
+        offer = wire.OFFER.decode(message)
         with suppress(grpc.RpcError):  # the round ended meanwhile
             parts = self.answering(offer, offer.request(self.download(offer)))
             if parts is not None:
-                self.receipts.append(wire.decode_receipt(self.stub.Upload(iter(parts))))
+                self.receipts.append(wire.RECEIPT.decode(self.stub.Upload(iter(parts))))
 
     def download(self, offer: wire.RoundOffer) -> dict[str, np.ndarray]:
         receiver = wire.Receiver(offer.model)
-        for chunk in self.stub.Download(wire.encode_round_id(offer.id)):
+        for chunk in self.stub.Download(wire.ROUND_ID.encode(offer.id)):
             receiver.add(chunk)
         return receiver.finish()
 
@@ -278,7 +277,7 @@ def sends(offer: wire.RoundOffer, content: object, tensors: Tensors) -> Iterator
 
 def summed(offer: wire.RoundOffer, partial: PartialSum) -> Iterator[pb.UploadPart]:
     """The answer of a node, whatever its sum is."""
-    return sends(offer, wire.SummedUpdates.of(partial), wire.tensors_of(partial))
+    return sends(offer, *wire.sum_to_send(partial))
 
 
 def clipped(offer: wire.RoundOffer, *updates: Tensors) -> Iterator[pb.UploadPart]:

@@ -31,7 +31,7 @@ from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.service import Service, status_at_start
 from fedpriv.training.plan import AdaptiveClipping, TrainingPlan
 from fedpriv.training.rounds import Checkpoint, RoundResult, Stop, initial_state, save_checkpoint
-from fedpriv.wire import RunState, decode_welcome, encode_welcome
+from fedpriv.wire import WELCOME, RunState
 from tests.opening import open_round
 from tests.server import test_refused_starts as refused_starts
 from tests.training.federation import PARAMETERS, make_plan, open_records
@@ -53,7 +53,7 @@ CONFIG = Config.model_validate(
 
 def test_a_node_is_told_its_positions_the_population_and_the_task() -> None:
     welcome_of = welcomes(CONFIG, ENROLMENT)
-    told = {node: decode_welcome(encode_welcome(welcome_of(node))) for node in ENROLMENT.nodes}
+    told = {node: WELCOME.decode(WELCOME.encode(welcome_of(node))) for node in ENROLMENT.nodes}
     assert {node: welcome.users.tolist() for node, welcome in told.items()} == {
         "one": [0],
         "silo": [1, 3],
@@ -82,7 +82,7 @@ def test_a_price_is_that_of_the_round_and_of_all_before_it(tmp_path: Path) -> No
         request = open_round(plan, initial_state(plan, PARAMETERS), 0, OperatingSystemEntropy())
         for spent in range(3):
             price = price_of(request)
-            assert (price.sampling_probability, price.population) == (0.5, 20)
+            assert (price.event.sampling.sampling_probability, price.population) == (0.5, 20)
             assert 1.0 <= price.noise_multiplier < 1.0 + 1e-9  # what is charged rounds up
             assert (price.epsilon_after, price.delta) == (spent + 1.0, 1e-5)
             charge(plan, records, spent)

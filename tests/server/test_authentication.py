@@ -9,7 +9,6 @@ from urllib.parse import quote
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2
 
 from fedpriv import wire
 from fedpriv.server import authentication, certificates
@@ -24,7 +23,7 @@ from fedpriv.server.enrolment import EnrolledCertificates
 from fedpriv.server.service import Service
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import NODE_KEY
-from tests.server.hostile_nodes import CALLS, HEALTH, SERVICE, Outcome, one
+from tests.server.hostile_nodes import CALLS, SERVICE, Outcome, one
 from tests.server.loopback import Site, channel_to, enrol, serving, site, strike, until
 from tests.wire.stub import FederationStub
 
@@ -39,7 +38,6 @@ HANDLERS = {
         "fetch_ledger": "FetchLedger",
         "fetch_model": "FetchModel",
         "get_status": "GetStatus",
-        "check_health": "Check",
     },
 }
 
@@ -221,16 +219,20 @@ def test_striking_off_counts_on_a_connection_that_is_open(
     alone: Site, entered: list[tuple[str, str]]
 ) -> None:
     with alone.channel("four") as channel:
-        assert one(channel, HEALTH + "Check") == SERVING
+        assert answer_to(channel) == SERVING
         strike(alone.certs, "four")
         before = len(entered)
-        assert one(channel, HEALTH + "Check") is grpc.StatusCode.UNAUTHENTICATED
+        assert answer_to(channel) is grpc.StatusCode.UNAUTHENTICATED
     assert entered[before:] == []
 
 
-SERVING = health_pb2.HealthCheckResponse(
-    status=health_pb2.HealthCheckResponse.SERVING
-).SerializeToString()
+SERVING = "serving"
+
+
+def answer_to(channel: grpc.Channel) -> Outcome | str:
+    """`SERVING` if the server says where the run stands."""
+    outcome = one(channel, SERVICE + "GetStatus")
+    return SERVING if isinstance(outcome, bytes) else outcome
 
 
 @pytest.mark.parametrize("node", USERS)
@@ -240,17 +242,9 @@ def test_every_enrolled_node_reaches_every_handler_under_its_name(
     admitted(served, node, entered)
 
 
-def test_a_known_node_is_told_that_the_server_serves(served: Site) -> None:
-    with served.channel("four") as channel:
-        for service in ("", "fedpriv.v1.Federation"):
-            asked = health_pb2.HealthCheckRequest(service=service).SerializeToString()
-            assert one(channel, HEALTH + "Check", asked) == SERVING
-        other = health_pb2.HealthCheckRequest(service="other").SerializeToString()
-        assert one(channel, HEALTH + "Check", other) is grpc.StatusCode.NOT_FOUND
-
-
 @pytest.mark.parametrize(
-    "method", ["/fedpriv.v1.Federation/Other", "/x.Y/Connect", "/", "/../a", HEALTH + "Watch"]
+    "method",
+    ["/fedpriv.v1.Federation/Other", "/x.Y/Connect", "/", "/../a", "/grpc.health.v1.Health/Check"],
 )
 def test_what_is_no_method_reaches_nothing(
     served: Site, entered: list[tuple[str, str]], method: str
@@ -284,7 +278,7 @@ def test_a_node_that_calls_too_often_waits_and_others_do_not(
     ):
 
         def asked(channel: grpc.Channel, times: int) -> list[Outcome]:
-            return [one(channel, HEALTH + "Check") for _ in range(times)]
+            return [answer_to(channel) for _ in range(times)]
 
         before = len(entered)
         assert asked(four, 5) == [SERVING] * 3 + [refused] * 2
@@ -308,20 +302,20 @@ def test_callers_that_are_not_known_and_call_too_often_wait_for_their_refusals(
     ):
         strike(made.certs, "four")
         before = len(entered)
-        check = stranger.unary_unary(HEALTH + "Check")
+        check = stranger.unary_unary(SERVICE + "GetStatus")
         unauthenticated, often = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert [one(stranger, HEALTH + "Check") for _ in range(3)] == [unauthenticated] * 3
+        assert [answer_to(stranger) for _ in range(3)] == [unauthenticated] * 3
         held = [check.future(b"", timeout=60.0) for _ in range(2)]
         until(lambda: made.server.service.authentication._held == 2)
-        assert one(stranger, HEALTH + "Check") is often  # as many wait as may
-        assert one(five, HEALTH + "Check") == SERVING
+        assert answer_to(stranger) is often  # as many wait as may
+        assert answer_to(five) == SERVING
         assert not any(call.done() for call in held)
         assert len(entered) - before == 1
         for call in held:
             call.cancel()
         until(lambda: made.server.service.authentication._held == 0)
         monkeypatch.setattr(authentication, "_HELD_SECONDS", 0.01)
-        assert one(stranger, HEALTH + "Check") is often
+        assert answer_to(stranger) is often
 
 
 def test_a_node_has_so_many_calls_open_and_no_more(served: Site) -> None:
@@ -344,10 +338,10 @@ def test_a_node_has_so_many_calls_open_and_no_more(served: Site) -> None:
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert caught.value.details() == "the node has 16 calls open"
         with served.channel("five") as other:
-            assert one(other, HEALTH + "Check") == SERVING
+            assert answer_to(other) == SERVING
         assert served.server.service.authentication.idle_seconds() == 0.0
         held.pop().cancel()
-        until(lambda: one(channels[2], HEALTH + "Check") == SERVING)
+        until(lambda: answer_to(channels[2]) == SERVING)
     until(lambda: served.server.service.authentication.idle_seconds() > 0.0)
 
 
@@ -440,7 +434,7 @@ def test_a_hello_that_does_not_fit_the_certificate_connects_nobody(
     served: Site, hello: wire.Hello, code: grpc.StatusCode
 ) -> None:
     before = len(served.server.service.connections)
-    said = iter([pb.FromNode(hello=wire.encode_hello(hello))])
+    said = iter([pb.FromNode(hello=wire.HELLO.encode(hello))])
     with served.channel("four") as channel, pytest.raises(grpc.RpcError) as caught:
         next(FederationStub(channel).Connect(said))
     assert caught.value.code() is code

@@ -17,7 +17,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from fedpriv.errors import InvalidValueError
 from fedpriv.server.authentication import tls_credentials
 from fedpriv.server.certificates import YEAR, init, issue, issue_server, load_ca, request, sign
-from fedpriv.server.enrolment import fingerprint_of
+from fedpriv.wire.naming import fingerprint_of
 
 NOW = datetime.now(UTC)
 DAY = timedelta(days=1)
@@ -274,8 +274,6 @@ def test_of_a_request_only_key_and_name_are_taken_over(folder: Path, tmp_path: P
     assert found.subject == expected.subject
     assert [str(part.value) for part in found.subject] == ["n"]
     assert list(found.extensions) == list(expected.extensions)
-    names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert names.get_values_for_type(x509.UniformResourceIdentifier) == ["fedpriv:node:n"]
     constraints = found.extensions.get_extension_for_class(x509.BasicConstraints).value
     assert not constraints.ca
 

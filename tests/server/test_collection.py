@@ -42,7 +42,7 @@ def collecting(users: list[int], seconds: float = 60.0) -> Collection:
 
 
 def summed(users: int) -> SummedUpdates:
-    return SummedUpdates.of(PartialSum("", users, TOTAL, users))
+    return SummedUpdates(users, users)
 
 
 def of(node: str, users: int = 1) -> PartialSum:
@@ -70,7 +70,7 @@ def test_each_node_of_a_drawn_user_is_asked_for_its_drawn_users_alone() -> None:
         assert asked["five"] is asked["nobody"] is None
         assert asked["silo"].users.tolist() == [1, 3]
         assert asked["four"].users.tolist() == [4]
-        assert asked["four"].id == it.terms.offer.id == replace(RUN, nonce=it.terms.offer.id.nonce)
+        assert asked["four"].id == it.offer.id == replace(RUN, nonce=it.offer.id.nonce)
         assert 0.0 < asked["four"].seconds <= 60.0
 
     played(scene)
@@ -103,7 +103,7 @@ RUN = wire.RoundId("run", 3, 1)
 
 def to(it: Collection, answer: RoundAnswer) -> RoundAnswer:
     """The answer with the nonce of the attempt."""
-    return replace(answer, id=replace(answer.id, nonce=it.terms.offer.id.nonce))
+    return replace(answer, id=replace(answer.id, nonce=it.offer.id.nonce))
 
 
 def test_attempts_of_one_number_are_told_apart() -> None:
@@ -111,7 +111,7 @@ def test_attempts_of_one_number_are_told_apart() -> None:
         first, second = collecting([4]), collecting([4])
         assert second.refusal("four", to(second, RoundAnswer(RUN, summed(1)))) is None
         assert "another round or attempt" in str(
-            second.refusal("four", RoundAnswer(first.terms.offer.id, summed(1)))
+            second.refusal("four", RoundAnswer(first.offer.id, summed(1)))
         )
 
     played(scene)
@@ -334,5 +334,5 @@ def test_drawn_users_are_at_their_nodes(data: st.DataObject) -> None:
     for position in drawn:
         (node,) = [n for n in users if enrolment.user_ids[position] in users[n]]
         obvious.setdefault(node, []).append(position)
-    found = enrolment.hosting.drawn(np.array(drawn, np.int64))
+    found = enrolment.drawn(np.array(drawn, np.int64))
     assert {node: part.tolist() for node, part in found.items()} == obvious

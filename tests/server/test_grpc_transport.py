@@ -247,7 +247,7 @@ def test_an_answer_counts_once_however_often_it_is_sent(alone: Site) -> None:
         def twice(offer: wire.RoundOffer, request: RoundRequest) -> Iterator[pb.UploadPart]:
             parts = list(of_one(offer, request))
             kept.extend(parts)
-            kept.append(wire.decode_receipt(stub.Upload(iter(parts))))
+            kept.append(wire.RECEIPT.decode(stub.Upload(iter(parts))))
             return iter(parts)
 
         made["four"].answering = twice
@@ -283,7 +283,7 @@ def malformed() -> dict[str, object]:
     """Answers of a node of one user that must count as zero and are told so."""
 
     def with_tensors(tensors: dict[str, np.ndarray]) -> object:
-        header = SummedUpdates(1, 1, wire.manifest_of(tensors))
+        header = SummedUpdates(1, 1)
         return lambda offer, _: sends(offer, header, tensors)
 
     def parts(offer: wire.RoundOffer) -> list[pb.UploadPart]:
@@ -374,11 +374,11 @@ def test_a_sum_of_one_user_counts_if_one_user_can_have_it(
     assert cohort.weight == 1 + counts * partial.weight
 
 
-@pytest.mark.parametrize("value", [-(2**63), 2**63 - 1, 2**31])
-def test_hostile_numbers_of_64_bits_count_as_zero(federation: Site, value: int) -> None:
+@pytest.mark.parametrize("value", [-(2**31), 2**31 - 1])
+def test_hostile_numbers_count_as_zero(federation: Site, value: int) -> None:
     request = request_to([4, 5])
-    total = {"sum": np.full(LAYOUT.dimension, value)}
-    header = SummedUpdates(1, 1, wire.manifest_of(total))
+    total = {"sum": np.full(LAYOUT.dimension, value, np.int32)}
+    header = SummedUpdates(1, 1)
     with nodes(federation, {"four": lambda offer, _: sends(offer, header, total)}):
         cohort = add_up(federation.transport().collect(request), request.clipping, 2)
     restore(federation)
@@ -523,7 +523,7 @@ def test_the_ledger_and_the_status_are_for_every_node(federation: Site) -> None:
         for part in parts[1:]:
             assembler.add(part.chunk)
         assert assembler.finish().tobytes() == LEDGER
-        status = wire.decode_status(made["five"].stub.GetStatus(pb.StatusRequest()))
+        status = wire.STATUS.decode(made["five"].stub.GetStatus(pb.StatusRequest()))
         assert (status.nodes_enrolled, status.users_enrolled) == (4, 7)
         assert status.nodes_connected == len(federation.server.service.connections)
     restore(federation)

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import grpc
@@ -19,7 +20,6 @@ from fedpriv.wire import federation_pb2 as pb
 from tests.server.charged_server import ChargedServer, charged_server
 from tests.server.hostile_nodes import (
     CALLS,
-    HEALTH,
     PATIENCE,
     PREFACE,
     SERVICE,
@@ -35,7 +35,7 @@ from tests.server.loopback import TransferLimits, site, strike, until
 
 USERS = {"four": ["4"], "five": ["5"]}
 MEBIBYTE = 2**20
-METHODS = [f"{HEALTH if name == 'Check' else SERVICE}{name}" for name in CALLS]
+METHODS = [SERVICE + name for name in CALLS]
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_who_reads_nothing_does_not_keep_the_server_from_stopping(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "_GRACE_SECONDS", 0.1)
-    methods = [HEALTH + "Watch", *METHODS]
+    methods = [SERVICE + "Watch", *METHODS]
     with ExitStack() as peer:
         give_up = threading.Timer(PATIENCE, peer.close)  # or the server might never stop
         with site(tmp_path, USERS) as made:
@@ -176,18 +176,19 @@ def test_a_hello_has_the_server_look_at_no_list_of_users(
         raise AssertionError("the users of a node were looked at")
 
     right, wrong = (
-        pb.FromNode(hello=wire.encode_hello(wire.Hello("four", digest))).SerializeToString()
+        pb.FromNode(hello=wire.HELLO.encode(wire.Hello("four", digest))).SerializeToString()
         for digest in (wire.digest_of(USERS["four"]), bytes(32))
     )
     with site(tmp_path, USERS) as made, made.channel("four") as channel:
         monkeypatch.setattr(wire, "digest_of", looks)
-        monkeypatch.setattr(wire, "encode_welcome", looks)
+        decode = wire.WELCOME.decode
+        monkeypatch.setattr(wire, "WELCOME", SimpleNamespace(encode=looks))
         says = channel.stream_stream(SERVICE + "Connect")
         with pytest.raises(grpc.RpcError) as caught:
             list(says(iter([wrong]), timeout=PATIENCE))
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         call = says(iter([right]), timeout=PATIENCE)
-        welcome = wire.decode_welcome(pb.FromServer.FromString(next(call)).welcome)
+        welcome = decode(pb.FromServer.FromString(next(call)).welcome)
         call.cancel()
     assert welcome.users.tolist() == [0]
 

@@ -23,7 +23,7 @@ REFUSED = {
     "Download": (SERVICE + "Download", b"", grpc.StatusCode.INVALID_ARGUMENT),
     "Download of no round": (
         SERVICE + "Download",
-        wire.encode_round_id(wire.RoundId("run", 0, 0, 0)).SerializeToString(),
+        wire.ROUND_ID.encode(wire.RoundId("run", 0, 0, 0)).SerializeToString(),
         grpc.StatusCode.FAILED_PRECONDITION,
     ),
     "FetchLedger": (SERVICE + "FetchLedger", b"\xff", grpc.StatusCode.INVALID_ARGUMENT),

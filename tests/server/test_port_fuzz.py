@@ -121,7 +121,7 @@ def meant(parts: Parts, request: RoundRequest) -> np.ndarray:
     said, data = header.answer.sum, b"".join(part.chunk.data for part in chunks)
     if header.answer.WhichOneof("what") != "sum":
         return NOTHING
-    total = np.frombuffer(data, "<i4" if said.tensors.dtype == pb.INT32 else "<i8")
+    total = np.frombuffer(data, "<i4" if said.users <= 63 else "<i8")
     (group,) = request.clipping.groups
     squares = sum(component**2 for component in total.tolist())
     legal = squares <= said.users**2 * group.squared_bound and said.weight <= said.users
@@ -153,7 +153,7 @@ class Attackers:
             for parts in tries:
                 outcome = uploaded(self.channels[name], parts)
                 if isinstance(outcome, bytes):
-                    receipt = wire.decode_receipt(pb.Receipt.FromString(outcome))
+                    receipt = wire.RECEIPT.decode(pb.Receipt.FromString(outcome))
                     accepted += [parts] if receipt.accepted else []
             self.inputs["answers"] += len(tries)
             # What follows a sum that counts is taken for the same again, and is not read.
@@ -164,11 +164,11 @@ class Attackers:
 
     def messages(self, offer: wire.RoundOffer) -> None:
         """Fuzzed requests of the other methods, from all nodes in turn."""
-        hello = wire.encode_hello(wire.Hello("hostile 0", wire.digest_of(["hostile 0"])))
+        hello = wire.HELLO.encode(wire.Hello("hostile 0", wire.digest_of(["hostile 0"])))
         forged = pb.Hello(node=FORGED, version=1, users_sha256=bytes(32))
         asked: dict[str, tuple[list[Message], int]] = {
             "Connect": ([pb.FromNode(hello=one) for one in (hello, forged)], 300),
-            "Download": ([wire.encode_round_id(offer.id)], 200),
+            "Download": ([wire.ROUND_ID.encode(offer.id)], 200),
             "FetchLedger": ([pb.LedgerRequest()], 30),
             "FetchModel": ([pb.ModelRequest()], 30),
             "GetStatus": ([pb.StatusRequest()], 50),
@@ -231,7 +231,7 @@ def raw_bytes(rng: np.random.Generator, count: int) -> Iterator[bytes]:
 
 def damaged_calls(offer: wire.RoundOffer, rng: np.random.Generator, count: int) -> Iterator[bytes]:
     """HTTP/2 with flipped bits, cut, or with hostile frames; all methods are ASCII."""
-    round_id = wire.encode_round_id(offer.id).SerializeToString()
+    round_id = wire.ROUND_ID.encode(offer.id).SerializeToString()
     calls = settings(window=2**14) + called(SERVICE + "Download", round_id)
     calls += called(SERVICE + "Upload", b"\x0a\x02", stream=3, last=False)
     fuzzed = (data for data in mutated(calls, rng) if data.isascii())

@@ -24,9 +24,9 @@ from fedpriv.server import certificates, monitoring
 from fedpriv.server import service as service_module
 from fedpriv.server.authentication import by_certificate, tls_credentials
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
-from fedpriv.server.monitoring import SERVER, STRANGER, Monitor, Sites
+from fedpriv.server.monitoring import SERVER, STRANGER, Metrics, Sites
 from fedpriv.training.request import LocalTraining, RoundRequest
-from fedpriv.wire import Decline
+from fedpriv.wire import Decline, naming
 from fedpriv.wire import federation_pb2 as pb
 from tests.server.loopback import (
     PATIENCE,
@@ -106,7 +106,8 @@ def table(made: Site) -> dict[str, SiteRecord]:
 
 def counted(made: Site) -> dict[tuple[str, str], float]:
     """Troubles on the page for Prometheus, by node and kind."""
-    with made.server.service.authentication.monitor.served("127.0.0.1", 0) as port:
+    service = made.server.service
+    with Metrics(lambda: service.published, service.sites).served("127.0.0.1", 0) as port:
         text = urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     return {
@@ -252,14 +253,14 @@ def test_a_node_that_knows_another_ledger_is_named_unless_it_has_one_user(
     request = pb.LedgerRequest(count=1, hash="ab" * 32).SerializeToString()
     with made.channel(node) as channel:
         parts = channel.unary_stream("/fedpriv.v1.Federation/FetchLedger")(request, timeout=30.0)
-        assert [pb.LedgerPart.FromString(part).unknown for part in parts] == [True]
+        assert [pb.FilePart.FromString(part).unknown for part in parts] == [True]
     assert lines(caplog) == [
         (name, "ledger", "the node knows a head that the ledger never had"),
     ]
 
 
 def test_a_node_with_other_users_is_named(made: Site, caplog: pytest.LogCaptureFixture) -> None:
-    hello = pb.FromNode(hello=wire.encode_hello(wire.Hello("four", wire.digest_of(["5"]))))
+    hello = pb.FromNode(hello=wire.HELLO.encode(wire.Hello("four", wire.digest_of(["5"]))))
     said = iter([hello.SerializeToString()])
     with made.channel("four") as channel, pytest.raises(grpc.RpcError, match="are not those"):
         next(channel.stream_stream("/fedpriv.v1.Federation/Connect")(said))
@@ -283,7 +284,7 @@ def test_a_certificate_is_warned_of_before_its_end_and_after(
     identify = by_certificate(EnrolledCertificates(enrol(certs, USERS)))
     with serving(certs, USERS, identify, tls_credentials(certs / "server")) as made:
         sites = made.server.service.sites
-        shown = certificates.load_certificate(certs / "server" / "server.pem")
+        shown = naming.load_certificate(certs / "server" / "server.pem")
         sites.serves_until(shown.not_valid_after_utc)
         with (
             sites.kept(RunFolder(tmp_path)),
@@ -320,7 +321,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def sites(clock: Clock) -> Sites:
-    return Sites(Enrolment(POPULATION_ID, USERS).hosting, Monitor(), clock)
+    return Sites(Enrolment(POPULATION_ID, USERS), clock)
 
 
 def test_of_each_kind_a_node_has_one_line_a_minute_and_all_are_counted(
@@ -401,7 +402,7 @@ def test_the_table_is_for_its_owner_alone_and_outlives_a_server(
     assert stat.S_IMODE(folder.sites.stat().st_mode) == 0o600
     before = folder.read_sites().sites["silo"]
     assert (before.connected, before.certificate_end) == (True, START + timedelta(days=9))
-    later = Sites(Enrolment(POPULATION_ID, USERS).hosting, Monitor())
+    later = Sites(Enrolment(POPULATION_ID, USERS))
     with later.kept(folder):
         later.trouble("silo", Trouble.DECLINED, "too dear")
     after = folder.read_sites().sites["silo"]

@@ -248,8 +248,8 @@ def test_agreement_to_other_terms_does_not_count(there: Site) -> None:
 def test_who_says_what_was_not_asked_is_cut_off_and_moves_nothing(there: Site, stray: str) -> None:
     with nodes(there, {"a": agrees, "b": agrees}) as made, there.channel("c") as channel:
         digest = wire.digest_of(USERS["c"])
-        hello = pb.FromNode(hello=wire.encode_hello(wire.Hello("c", digest))).SerializeToString()
-        vote = pb.FromNode(vote=wire.encode_vote(Vote(wire.RoundId("run", 0, 0))))
+        hello = pb.FromNode(hello=wire.HELLO.encode(wire.Hello("c", digest))).SerializeToString()
+        vote = pb.FromNode(vote=wire.VOTE.encode(Vote(wire.RoundId("run", 0, 0))))
         says = {"unasked": vote.SerializeToString(), "malformed": b"\xff", "a second hello": hello}
         said: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         for one in [hello, *[says[stray]] * 3]:

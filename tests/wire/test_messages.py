@@ -1,6 +1,7 @@
 """Messages: every value survives the wire, and the bytes are those of the format."""
 
 import hashlib
+import json
 import struct
 from dataclasses import replace
 
@@ -20,7 +21,6 @@ from fedpriv.training.optimizers import PolynomialDecay
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
     Hello,
-    Manifest,
     Price,
     Receipt,
     RoundAnswer,
@@ -33,7 +33,7 @@ from fedpriv.wire import (
 )
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import parse
-from fedpriv.wire.messages import LOCAL_TRAINING, SUM, model_of
+from fedpriv.wire.messages import LOCAL_TRAINING, model_of
 from fedpriv.wire.messages import PRICE as PRICE_CODEC
 from fedpriv.wire.tensors import INT32, INT64
 from tests.wire import examples
@@ -51,18 +51,18 @@ def test_small_messages_survive(
     def again(message: object) -> object:
         return parse(type(message), message.SerializeToString(), MOST)
 
-    assert wire.decode_round_id(again(wire.encode_round_id(name))) == name
+    assert wire.ROUND_ID.decode(again(wire.ROUND_ID.encode(name))) == name
     assert PRICE_CODEC.decode(again(PRICE_CODEC.encode(price))) == price
-    assert wire.decode_hello(again(wire.encode_hello(hello))) == hello
-    assert wire.decode_receipt(again(wire.encode_receipt(receipt))) == receipt
-    assert wire.decode_status(again(wire.encode_status(status))) == status
+    assert wire.HELLO.decode(again(wire.HELLO.encode(hello))) == hello
+    assert wire.RECEIPT.decode(again(wire.RECEIPT.encode(receipt))) == receipt
+    assert wire.STATUS.decode(again(wire.STATUS.encode(status))) == status
 
 
 @quick
 @given(examples.offers())
 def test_offers_survive(offer: RoundOffer) -> None:
-    data = wire.encode_offer(offer).SerializeToString()
-    decoded = wire.decode_offer(parse(pb.Offer, data, MOST))
+    data = wire.OFFER.encode(offer).SerializeToString()
+    decoded = wire.OFFER.decode(parse(pb.Offer, data, MOST))
     assert examples.same(decoded, offer)
     assert not decoded.users.flags.writeable
 
@@ -70,8 +70,8 @@ def test_offers_survive(offer: RoundOffer) -> None:
 @quick
 @given(examples.welcomes)
 def test_welcomes_survive(welcome: Welcome) -> None:
-    data = wire.encode_welcome(welcome).SerializeToString()
-    decoded = wire.decode_welcome(parse(pb.Welcome, data, MOST))
+    data = wire.WELCOME.encode(welcome).SerializeToString()
+    decoded = wire.WELCOME.decode(parse(pb.Welcome, data, MOST))
     assert examples.same(decoded, welcome)
     # True is 1 and 1 is 1.0 when compared, but not for whoever builds the task.
     assert repr(decoded.task.options) == repr(welcome.task.options)
@@ -97,7 +97,7 @@ def test_ids_in_any_order_have_the_digest_of_the_format() -> None:
 def test_a_node_gets_the_request_that_the_server_made(request: RoundRequest) -> None:
     model = wire.model_of(request)
     offer = RoundOffer.of(request, 1.0, examples.priced(users=2**40), manifest_of(model))
-    offered = wire.decode_offer(parse(pb.Offer, wire.encode_offer(offer).SerializeToString(), MOST))
+    offered = wire.OFFER.decode(parse(pb.Offer, wire.OFFER.encode(offer).SerializeToString(), MOST))
     receiver = wire.Receiver(offered.model)
     for chunk in wire.chunks(wire.pieces(model)):
         receiver.add(chunk)
@@ -109,7 +109,7 @@ def test_a_request_with_control_variates_survives() -> None:
     model = model_of(request)
     assert list(model) == ["w", "b", "control/w", "control/b", *request.statistics]
     offer = RoundOffer.of(request, 60.0, examples.PRICE, manifest_of(model))
-    found = wire.decode_offer(wire.encode_offer(offer)).request(model)
+    found = wire.OFFER.decode(wire.OFFER.encode(offer)).request(model)
     assert examples.same(found, request)
     assert list(found.control) == ["w", "b"]
     lacking = {name: tensor for name, tensor in model.items() if name != "control/b"}
@@ -119,7 +119,8 @@ def test_a_request_with_control_variates_survives() -> None:
 
 def test_only_the_rate_of_a_round_and_what_nodes_know_are_sent() -> None:
     falling = SGD(PolynomialDecay(0.5, 0.1, rounds=4), epochs=1)
-    assert LOCAL_TRAINING.encode(falling.at(3)).learning_rate == pytest.approx(0.3)
+    sent = json.loads(LOCAL_TRAINING.encode(falling.at(3)).options)
+    assert sent["learning_rate"] == pytest.approx(0.3)
     with pytest.raises(WireError, match="a step needs its number"):
         LOCAL_TRAINING.encode(falling)
 
@@ -133,22 +134,21 @@ def test_only_the_rate_of_a_round_and_what_nodes_know_are_sent() -> None:
 
 @quick
 @given(examples.answers())
-def test_answers_survive(drawn: tuple[RoundAnswer, Layout]) -> None:
-    answer, expected = drawn
+def test_answers_survive(answer: RoundAnswer) -> None:
     message = parse(pb.Answer, wire.encode_answer(answer).SerializeToString(), MOST)
-    assert wire.decode_answer(message, expected) == answer
+    assert wire.decode_answer(message) == answer
 
 
 def received(partial: PartialSum) -> PartialSum:
     """A partial sum of the node, after the wire."""
-    expected = Layout((SUM,), (partial.total.shape,))
-    message = wire.encode_answer(RoundAnswer(ID, SummedUpdates.of(partial)))
-    header = wire.decode_answer(parse(pb.Answer, message.SerializeToString(), MOST), expected)
-    receiver = wire.Receiver(header.content.tensors)
-    for chunk in wire.chunks(wire.pieces(wire.tensors_of(partial))):
+    header, tensors = wire.sum_to_send(partial)
+    message = wire.encode_answer(RoundAnswer(ID, header)).SerializeToString()
+    content = wire.decode_answer(parse(pb.Answer, message, MOST)).content
+    receiver = wire.Receiver(content.tensors(partial.total.size))
+    for chunk in wire.chunks(wire.pieces(tensors)):
         receiver.add(chunk)
     (total,) = receiver.finish().values()
-    return header.content.partial_sum("node", total)
+    return PartialSum("node", content.users, total.astype(np.int64), content.weight)
 
 
 @quick
@@ -171,15 +171,8 @@ def test_sums_take_32_bits_where_so_few_users_cannot_pass_them() -> None:
         (most,) = clipping.contribution({"w": np.array([1e31])})
         for users, dtype in ((63, INT32), (64, INT64)):
             full = PartialSum("node", users, np.array([-most * users]), users)
-            assert SummedUpdates.of(full).tensors.dtype == dtype
+            assert SummedUpdates(users, users).tensors(1).dtype == dtype
             assert received(full).total.tolist() == [-most * users]
-
-
-def test_another_vector_than_the_header_declares_is_no_partial_sum() -> None:
-    header = SummedUpdates.of(PartialSum("node", 2, np.array([5, -(2**26)]), 2))
-    for wrong in (np.ones(1, np.int32), np.ones((2, 1), np.int32), np.ones(2), np.ones(2, int)):
-        with pytest.raises(InvalidValueError, match=r"it must be int32\[2\]"):
-            header.partial_sum("node", wrong)
 
 
 def message(number: int, payload: bytes) -> bytes:
@@ -222,6 +215,10 @@ def test_the_bytes_of_an_offer_are_those_of_the_format() -> None:
         b'"relation": "add-or-remove-one", "schedule": null, "strategy": [1.0], "sum_queries": '
         b'[{"group": "update", "clipping_norm": 1.0, "noise_stddev": 1.0, "granularity": null}]}'
     )
+    local = (
+        b'{"learning_rate": 0.25, "batch_size": 10, "epochs": 2, "steps": null, "momentum": 0.0, '
+        b'"proximal": 0.0, "max_examples": 100}'
+    )
     price = double(4, 2.0) + double(5, 1e-6) + message(7, event)
     metric = message(1, b"accuracy") + message(2, b"") + double(3, 0.5) + double(4, 0.5)
     written = [
@@ -229,36 +226,34 @@ def test_the_bytes_of_an_offer_are_those_of_the_format() -> None:
         double(2, 60.0),
         message(3, b"\x01\xac\x02"),
         message(4, clipping),
-        message(5, double(1, 0.25) + b"\x10\x0a\x18\x02\x38\x64"),
+        message(5, message(2, local)),
         message(6, metric + message(5, scale)),
         message(7, bytes(range(32))),
         message(8, price),
         message(9, model),
     ]
-    assert wire.encode_offer(offer).SerializeToString(deterministic=True) == b"".join(written)
-    assert examples.same(wire.decode_offer(parse(pb.Offer, b"".join(written), MOST)), offer)
+    assert wire.OFFER.encode(offer).SerializeToString(deterministic=True) == b"".join(written)
+    assert examples.same(wire.OFFER.decode(parse(pb.Offer, b"".join(written), MOST)), offer)
 
 
 def test_the_bytes_of_a_hello_and_a_welcome_are_those_of_the_format() -> None:
     digest = bytes(range(32))
     hello = message(1, b"node") + b"\x10\x01" + message(3, digest)
-    assert wire.encode_hello(Hello("node", digest)).SerializeToString(deterministic=True) == hello
-    assert wire.decode_hello(parse(pb.Hello, hello, MOST)) == Hello("node", digest)
+    assert wire.HELLO.encode(Hello("node", digest)).SerializeToString(deterministic=True) == hello
+    assert wire.HELLO.decode(parse(pb.Hello, hello, MOST)) == Hello("node", digest)
     options = message(2, b'{"sizes": [2, 3]}')
     task = message(1, b"mine:net") + options + b"\x18\x07" + message(4, b"cross-entropy")
     written = message(1, b"people") + b"\x10\xe8\x07" + message(3, b"\x01\xac\x02")
     task += message(5, b"mine:recall") + message(6, b"x") + message(7, b"y")
     written += message(4, task + b"\x40\xc7\x01" + message(12, b"{}"))
     welcome = examples.small_welcome()
-    assert wire.encode_welcome(welcome).SerializeToString(deterministic=True) == written
-    assert examples.same(wire.decode_welcome(parse(pb.Welcome, written, MOST)), welcome)
+    assert wire.WELCOME.encode(welcome).SerializeToString(deterministic=True) == written
+    assert examples.same(wire.WELCOME.decode(parse(pb.Welcome, written, MOST)), welcome)
 
 
 def test_the_bytes_of_an_answer_and_a_chunk_are_those_of_the_format() -> None:
-    layout = message(1, message(1, b"sum") + message(2, message(1, b"\x02")))
-    tensors = layout + b"\x10\x03\x18\x10"
-    total = message(2, b"\x08\x05\x10\xac\x02" + message(3, tensors))
-    answer = RoundAnswer(ID, SummedUpdates(5, 300, Manifest(Layout(("sum",), ((2,),)), INT64)))
+    total = message(2, b"\x08\x05\x10\xac\x02")
+    answer = RoundAnswer(ID, SummedUpdates(5, 300))
     written = message(1, message(1, b"r") + b"\x10\x03\x18\x01") + total
     assert wire.encode_answer(answer).SerializeToString(deterministic=True) == written
     (chunk,) = wire.chunks([b"123456789"])

@@ -1,5 +1,6 @@
 """Messages and values that do not fit are refused, in one sentence, on both sides."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,27 +17,22 @@ from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger import NeighbouringRelation, Selection, Trial
 from fedpriv.ledger.ledger import event_text
 from fedpriv.privacy.gaussian_mechanism import Metric
-from fedpriv.privacy.layout import Layout
-from fedpriv.privacy.round import PartialSum
 from fedpriv.training.request import LocalTraining
 from fedpriv.wire import (
     Decline,
     Hello,
-    Manifest,
     Receipt,
     RoundAnswer,
     RoundId,
     RunState,
     Status,
     SummedUpdates,
-    layout_of_sums,
     manifest_of,
 )
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.codec import MAX_USERS
 from fedpriv.wire.messages import LOCAL_TRAINING, METRIC
 from fedpriv.wire.messages import PRICE as PRICE_CODEC
-from fedpriv.wire.tensors import INT32
 from tests.wire import examples
 
 ID = RoundId("r", 3, 1)
@@ -47,8 +43,12 @@ SEARCH = replace(
 )
 
 
+def with_local(message: pb.Offer, **options: object) -> None:
+    message.local.options = json.dumps(json.loads(message.local.options) | options)
+
+
 def altered(change: Callable[[pb.Offer], object]) -> pb.Offer:
-    sent = wire.encode_offer(examples.small_offer())
+    sent = wire.OFFER.encode(examples.small_offer())
     change(sent)
     return sent
 
@@ -71,12 +71,17 @@ def altered(change: Callable[[pb.Offer], object]) -> pb.Offer:
         (lambda m: m.clipping.weighted.extend(["update"] * 3), "there are 4 weighted groups"),
         (lambda m: m.clipping.indicator.groups.extend(["x"] * 3), "4 groups of an indicator"),
         (lambda m: setattr(m.clipping.groups[1], "name", "x" * 1025), "1025 characters"),
-        (lambda m: setattr(m.local, "steps", 1), "exactly one must be given"),
-        (lambda m: setattr(m.local, "momentum", 1.0), "momentum is 1.0"),
+        (lambda m: with_local(m, steps=1), "exactly one must be given"),
+        (lambda m: with_local(m, momentum=1.0), "momentum is 1.0"),
+        (lambda m: with_local(m, learning_rate=float("nan")), "not JSON compliant"),
+        (lambda m: with_local(m, learning_rate="0.5"), "learning_rate is '0.5'"),
+        (lambda m: with_local(m, batch_size=2.5), "batch_size is 2.5"),
+        (lambda m: with_local(m, max_examples=2**32), "max_examples is 4294967296"),
+        (lambda m: with_local(m, beta1=0.9), "unexpected keyword argument 'beta1'"),
+        (lambda m: setattr(m.local, "options", "[1]"), "not a JSON object"),
         (lambda m: setattr(m.local, "algorithm", "adamm"), "algorithm is 'adamm'"),
-        (lambda m: setattr(m.local, "algorithm", "adamw"), "shorter"),
+        (lambda m: setattr(m.local, "algorithm", "fedrecon"), "personal_steps"),
         (lambda m: setattr(m.local, "algorithm", "x" * 1025), "1025 characters"),
-        (lambda m: m.local.options.append(1.0), "algorithm is ''"),
         (lambda m: m.ClearField("metrics"), "does not begin with the tensors of the update"),
         (lambda m: m.metrics.append(m.metrics[0]), "given twice"),
         (lambda m: setattr(m.metrics[0], "name", "loss"), "no tensor of its shape"),
@@ -95,7 +100,7 @@ def test_offers_that_do_not_fit_are_refused(
     change: Callable[[pb.Offer], object], reason: str
 ) -> None:
     with pytest.raises(WireError, match=reason):
-        wire.decode_offer(altered(change))
+        wire.OFFER.decode(altered(change))
 
 
 TEXT = event_text(PASS)
@@ -142,28 +147,28 @@ SERIES = event_text(separated_gaussian((1.0,), 100, 10, 10, 1.0, ADD_OR_REMOVE, 
     ],
 )  # fmt: skip
 def test_events_that_are_none_are_refused_in_one_sentence(text: str, reason: str) -> None:
-    sent = wire.encode_offer(examples.small_offer())
+    sent = wire.OFFER.encode(examples.small_offer())
     sent.price.event = text
     with pytest.raises(WireError, match=reason) as refused:
-        wire.decode_offer(sent)
+        wire.OFFER.decode(sent)
     assert len(str(refused.value)) < 500
 
 
 def test_a_part_that_the_event_has_not_is_refused() -> None:
-    sent = wire.encode_offer(examples.small_offer())
+    sent = wire.OFFER.encode(examples.small_offer())
     for text, rounds in ((TEXT, 3), (event_text(examples.PRICE.event), 1)):
         sent.price.event, sent.price.part = text, rounds - 1
-        assert wire.decode_offer(sent).price.part == rounds - 1
+        assert wire.OFFER.decode(sent).price.part == rounds - 1
         sent.price.part = rounds
         with pytest.raises(WireError, match=f"part is {rounds}"):
-            wire.decode_offer(sent)
+            wire.OFFER.decode(sent)
 
 
 def test_a_search_is_no_round() -> None:
-    sent = wire.encode_offer(examples.small_offer())
+    sent = wire.OFFER.encode(examples.small_offer())
     sent.price.event = event_text(SEARCH)
     with pytest.raises(WireError, match="the event is a whole search"):
-        wire.decode_offer(sent)
+        wire.OFFER.decode(sent)
 
 
 def test_a_strategy_is_sent_up_to_its_largest_length() -> None:
@@ -185,51 +190,36 @@ def test_a_strategy_is_sent_up_to_its_largest_length() -> None:
         (lambda m: m.ClearField("id"), "run has 0 characters"),
         (lambda m: setattr(m.sum, "users", MAX_USERS + 1), "number of users"),
         (lambda m: setattr(m.sum, "weight", 2 * 2**31 + 1), "weight of users"),
-        (lambda m: m.sum.ClearField("tensors"), "names, shapes or order"),
-        (lambda m: setattr(m.sum.tensors, "dtype", pb.FLOAT32), "they must be int32 or int64"),
-        (lambda m: setattr(m.sum.tensors, "dtype", pb.INT64), "have 72 bytes, not 36"),
-        (lambda m: setattr(m.sum.tensors, "dtype", 4), "dtype is number 4"),
-        (lambda m: setattr(m.sum.tensors, "size", 35), "have 36 bytes, not 35"),
-        (lambda m: m.sum.tensors.layout.names.append("b"), "names, shapes or order"),
-        (lambda m: m.sum.tensors.layout.shapes[0].sizes.append(1), "names, shapes or order"),
-        (lambda m: m.sum.tensors.layout.shapes.add(), "names, shapes or order"),
         (lambda m: setattr(m.decline, "reason", "x" * 1025), "1025 characters"),
     ],
 )
 def test_answers_that_do_not_fit_are_refused(
     change: Callable[[pb.Answer], object], reason: str
 ) -> None:
-    expected = layout_of_sums(examples.small_offer().clipping)
-    partial = PartialSum("node", 2, np.zeros(9, np.int64), 40)
-    sent = wire.encode_answer(RoundAnswer(ID, SummedUpdates.of(partial)))
-    assert wire.decode_answer(sent, expected).content.users == 2
+    sent = wire.encode_answer(RoundAnswer(ID, SummedUpdates(2, 40)))
+    assert wire.decode_answer(sent).content.users == 2
     change(sent)
     with pytest.raises(WireError, match=reason):
-        wire.decode_answer(sent, expected)
+        wire.decode_answer(sent)
 
 
 def test_what_the_other_side_would_not_take_is_not_sent() -> None:
-    names = tuple(f"{i}{'x' * 1000}" for i in range(1200))
-    layout = Layout(names, ((1,),) * len(names))
-    total = SummedUpdates(1, 1, Manifest(layout, INT32))
-    with pytest.raises(WireError, match="bytes in an answer"):
-        wire.encode_answer(RoundAnswer(ID, total))
     users = np.arange(MAX_USERS + 1)
     offer = replace(examples.small_offer(), price=examples.priced(users=2**40))
     with pytest.raises(WireError, match="1048577 users"):
-        wire.encode_offer(replace(offer, users=users))
-    largest = wire.encode_offer(replace(offer, users=users[1:]))
+        wire.OFFER.encode(replace(offer, users=users))
+    largest = wire.OFFER.encode(replace(offer, users=users[1:]))
     assert largest.ByteSize() < wire.NODE_RECEIVES_BYTES
 
 
 def test_a_long_reason_is_cut_and_what_is_no_text_is_refused() -> None:
     offer = altered(lambda m: m.clipping.weighted.append("x" * 100_000))
     with pytest.raises(WireError) as refused:
-        wire.decode_offer(offer)
+        wire.OFFER.decode(offer)
     assert len(str(refused.value)) < 500
     for encode in (
-        lambda: wire.encode_round_id(RoundId("\ud800", 0, 0)),
-        lambda: wire.encode_receipt(Receipt(False, "\ud800")),
+        lambda: wire.ROUND_ID.encode(RoundId("\ud800", 0, 0)),
+        lambda: wire.RECEIPT.encode(Receipt(False, "\ud800")),
         lambda: wire.encode_answer(RoundAnswer(ID, Decline("\ud800"))),
         lambda: LOCAL_TRAINING.encode(LocalTraining(1.0, epochs=2**32)),
         lambda: METRIC.encode(Metric("m", options=(0.0,) * 100_001)),
@@ -267,10 +257,10 @@ def test_a_long_reason_is_cut_and_what_is_no_text_is_refused() -> None:
 def test_welcomes_that_do_not_fit_are_refused(
     change: Callable[[pb.Welcome], object], reason: str
 ) -> None:
-    sent = wire.encode_welcome(WELCOME)
+    sent = wire.WELCOME.encode(WELCOME)
     change(sent)
     with pytest.raises(WireError, match=reason) as refused:
-        wire.decode_welcome(sent)
+        wire.WELCOME.decode(sent)
     assert len(str(refused.value)) < 500
 
 
@@ -288,7 +278,7 @@ def test_welcomes_that_do_not_fit_are_refused(
 )
 def test_options_that_would_arrive_as_others_are_not_sent(options: dict[str, object]) -> None:
     with pytest.raises(WireError):
-        wire.encode_welcome(replace(WELCOME, task=replace(WELCOME.task, options=options)))
+        wire.WELCOME.encode(replace(WELCOME, task=replace(WELCOME.task, options=options)))
 
 
 def test_options_that_are_nested_too_deeply_are_not_sent() -> None:
@@ -296,18 +286,18 @@ def test_options_that_are_nested_too_deeply_are_not_sent() -> None:
     for _ in range(100_000):
         inner = [inner]
     with pytest.raises(WireError, match="too deeply"):
-        wire.encode_welcome(replace(WELCOME, task=replace(WELCOME.task, options={"a": inner})))
+        wire.WELCOME.encode(replace(WELCOME, task=replace(WELCOME.task, options={"a": inner})))
 
 
 def test_a_welcome_that_a_node_would_not_take_is_not_sent() -> None:
     users = np.arange(MAX_USERS) + 2**62
     everybody = replace(WELCOME, users=users, population=2**63 - 1)
-    assert wire.encode_welcome(everybody).ByteSize() < wire.NODE_RECEIVES_BYTES
+    assert wire.WELCOME.encode(everybody).ByteSize() < wire.NODE_RECEIVES_BYTES
     names = tuple(f"{number:04}{'é' * 1000}" for number in range(4096))
     with pytest.raises(WireError, match="bytes in a welcome"):
-        wire.encode_welcome(replace(everybody, task=replace(WELCOME.task, metrics=names)))
+        wire.WELCOME.encode(replace(everybody, task=replace(WELCOME.task, metrics=names)))
     with pytest.raises(WireError, match="1048577 users"):
-        wire.encode_welcome(replace(WELCOME, users=np.arange(MAX_USERS + 1), population=2**40))
+        wire.WELCOME.encode(replace(WELCOME, users=np.arange(MAX_USERS + 1), population=2**40))
 
 
 @pytest.mark.parametrize(
@@ -332,8 +322,8 @@ def test_a_welcome_that_a_node_would_not_take_is_not_sent() -> None:
         lambda: replace(examples.small_offer(), model=manifest_of({"sum": np.zeros(2, int)})),
         lambda: examples.small_offer().request(examples.PARAMETERS),
         lambda: wire.model_of(replace(examples.small_request(), statistics=examples.PARAMETERS)),
-        lambda: SummedUpdates(-1, 0, manifest_of({"sum": np.zeros(2, int)})),
-        lambda: SummedUpdates(1, -1, manifest_of({"sum": np.zeros(2, int)})),
+        lambda: SummedUpdates(-1, 0),
+        lambda: SummedUpdates(1, -1),
         lambda: Decline("x" * 1025),
         lambda: Hello("", bytes(32)),
         lambda: Hello("a\nb", bytes(32)),
@@ -364,11 +354,11 @@ def test_values_are_legal_or_are_not_made(make: Callable[[], object]) -> None:
 
 def test_an_unknown_state_and_an_unset_message_are_refused() -> None:
     for decode, kind in (
-        (wire.decode_status, pb.Status(run="r", state="asleep")),
-        (wire.decode_hello, pb.Hello()),
+        (wire.STATUS.decode, pb.Status(run="r", state="asleep")),
+        (wire.HELLO.decode, pb.Hello()),
         (PRICE_CODEC.decode, pb.Price()),
-        (wire.decode_offer, pb.Offer()),
-        (wire.decode_welcome, pb.Welcome()),
+        (wire.OFFER.decode, pb.Offer()),
+        (wire.WELCOME.decode, pb.Welcome()),
     ):
         with pytest.raises(WireError):
             decode(kind)

@@ -20,7 +20,6 @@ from fedpriv.wire.tensors import (
     INT64,
     MANIFEST,
     MAX_COMPONENTS,
-    check_layout,
 )
 from fedpriv.wire.tensors import LAYOUT as LAYOUT_CODEC
 from tests.wire.examples import LAYOUT, PARAMETERS, float32s, peak_memory, shapes, words
@@ -112,27 +111,6 @@ def test_manifests_survive_the_wire() -> None:
     for manifest in (manifest_of(PARAMETERS), *(Manifest(LAYOUT, n) for n in (INT32, INT64))):
         message = pb.Tensors.FromString(MANIFEST.encode(manifest).SerializeToString())
         assert MANIFEST.decode(message) == manifest
-        check_layout(message.layout, manifest.layout)
-
-
-def test_a_layout_with_fields_of_a_newer_version_is_as_expected() -> None:
-    data = LAYOUT_CODEC.encode(LAYOUT).SerializeToString() + b"\x78\x01"  # field 15
-    check_layout(pb.Layout.FromString(data), LAYOUT)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(("w", "c"), LAYOUT.shapes),
-        Layout(("b", "w"), ((3,), (2, 2))),
-        Layout(("w",), ((7,),)),
-        Layout(("w", "b"), ((4,), (3,))),
-        Layout(("w", "b"), ((2, 2, 1), (3,))),
-    ],
-)
-def test_other_tensors_than_expected_are_refused(layout: Layout) -> None:
-    with pytest.raises(WireError, match="names, shapes or order"):
-        check_layout(LAYOUT_CODEC.encode(LAYOUT), layout)
 
 
 def test_an_unknown_dtype_and_another_size_are_refused() -> None:
