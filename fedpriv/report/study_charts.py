@@ -10,7 +10,7 @@ from rich.console import Console
 from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.errors import DataError
 from fedpriv.report.charts import Axis, Chart, Series, declared, save_all, spans_decades, texts
-from fedpriv.report.tables import Column, Table, fitted, json_text, print_table, shortened
+from fedpriv.report.tables import Column, Table, json_text, print_table
 from fedpriv.studies import ArmSummary, Interval, ReadStudy, Study, Target
 from fedpriv.studies.results import ACCURACY, Measure, best_of, measure_of, verdict
 from fedpriv.studies.study import Line, NumericAxis, numeric_axes
@@ -166,8 +166,8 @@ def results_table(read: ReadStudy, target: Target) -> Table:
     measure, seeds = measure_of(arms), len(study.seeds)
     best = best_of(arms, measure) if len(arms) > 1 else None
     heading = "accuracy\n(%)" if measure is ACCURACY else "loss"
-    levels = [Column(f"rounds\nto {100 * level:g}%", spare=2) for level in study.accuracies]
-    costs = [Column("noise\nz", spare=3), Column("ε\nspent", spare=1)]
+    levels = [Column(f"rounds\nto {100 * level:g}%") for level in study.accuracies]
+    costs = [Column("noise\nz"), Column("ε\nspent")]
     columns = [Column("arm", "text"), Column(heading), Column("difference"), *levels, *costs]
     rows = []
     for arm in arms:
@@ -212,8 +212,7 @@ def results_tables(read: ReadStudy, target: Target) -> list[Table]:
 def clipping_table(read: ReadStudy, target: Target) -> Table:
     """Return the clipping of arms at a target, and their signals relative to the noise."""
     texts = [Column(name, "text") for name in ("arm", "updates clipped\n(%)", "layer")]
-    names = {"mean update\nnorm (L2)": 2, "signal\nto noise": 1, "updates/s": 3}
-    numbers = [Column(name, spare=spare) for name, spare in names.items()]
+    numbers = [*map(Column, ("mean update\nnorm (L2)", "signal\nto noise", "updates/s"))]
     rows = []
     for arm in (arm for arm in read.arms if arm.target == target):
         groups = [f"{n}: {100 * share:.0f}" for n, share in arm.simulation_only_clipped.items()]
@@ -239,12 +238,7 @@ def print_study(read: ReadStudy, console: Console) -> None:
         console.print(sentence, style="bold", highlight=False, markup=False)
     for target in _targets(read.arms):
         for table in (*results_tables(read, target), clipping_table(read, target)):
-            narrow_table, left_out = fitted(table, console.width)
-            print_table(narrow_table, console)
-            if left_out:
-                names, width = ", ".join(left_out), console.width
-                note = f"Left out of {width} columns, and in results.json: {names}."
-                console.print(note, highlight=False, markup=False)
+            print_table(table, console)
     console.print(CAVEAT, highlight=False)
     if read.missing:
         console.print(f"{read.missing} runs are not finished.", style="yellow")
@@ -314,7 +308,7 @@ def _arms_axis(study: Study, arms: Sequence[ArmSummary]) -> Axis:
     title = f"{level} at δ = {targets[0].delta}"
     if len(targets) == 1:
         title = f"arm, at {level} = {labels[0]} and δ = {targets[0].delta}"
-        labels = [*shortened(_names(arms), 16).values()]
+        labels = _names(arms)
     ticks = tuple((float(place), label) for place, label in enumerate(labels))
     return Axis(title, ends=(-0.5, len(labels) - 0.5), ticks=ticks)
 

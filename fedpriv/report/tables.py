@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from fractions import Fraction
 from pathlib import Path
@@ -27,8 +27,6 @@ from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, is_export
 from fedpriv.ledger.participation import ParticipationRecord
 
 _UNBROKEN = 10_000  # characters of a line that is not for a terminal
-# Fewest characters of a shortened text, while columns can be left out and afterwards.
-_READABLE, _LEAST = 24, 8
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,6 @@ class Column:
 
     name: str
     kind: Literal["number", "text", "long"] = "number"  # "long" may be broken anywhere
-    spare: int = 0  # on narrow terminals, columns with the largest are left out first; 0: never
 
 
 @dataclass(frozen=True)
@@ -58,36 +55,32 @@ def screen(*, quiet: bool = False, highlight: bool = True, stderr: bool = False)
     return console
 
 
-def print_table(
-    table: Table, console: Console | None = None, border: box.Box = box.SIMPLE_HEAD
-) -> None:
+def print_table(table: Table, console: Console | None = None) -> None:
     """Print a table; brackets in cells are text, not markup.
 
-    If the columns would break words, each row is printed as a list of its cells with headings.
+    If borders would break words, the table has none; if it still does not fit, each row is printed
+    as a list of its cells with headings.
     """
-    console, light = console or screen(), border is box.SIMPLE_HEAD
-    mark = "simulation only: " if table.simulation_only else ""
-    widths: Sequence[int | None] = [None] * len(table.columns)
-    if len(table.columns) > 2 and not light:
-        room = console.width - 3 * len(table.columns) - 1
-        widths = _whole_words(table, room)
+    console, count, border = console or screen(), len(table.columns), box.HEAVY_HEAD
+    title = Text("simulation only: " * table.simulation_only + table.caption)
+    widths: Sequence[int | None] = [None] * count
+    if count > 2:
+        widths = _whole_words(table, console.width - 3 * count - 1)
         if not widths:
-            _print_rows(table, console)
+            border, widths = box.SIMPLE_HEAD, _whole_words(table, console.width - 2 * count)
+        if not widths:
+            _print_rows(table, title, console)
             return
     printed = rich.table.Table(
-        title=Text(mark + table.caption),
+        title=title,
         box=border,
-        pad_edge=not light,
-        collapse_padding=light,
+        pad_edge=border is box.HEAVY_HEAD,
+        collapse_padding=border is box.SIMPLE_HEAD,
         show_header=any(column.name for column in table.columns),
     )
     for column, width in zip(table.columns, widths, strict=True):
-        number = column.kind == "number"
-        side: Literal["left", "right"] = "right" if number else "left"
-        # Numbers stay whole, however narrow the terminal; names are broken instead.
-        printed.add_column(
-            Text(column.name), justify=side, no_wrap=number, overflow="fold", width=width
-        )
+        side: Literal["left", "right"] = "right" if column.kind == "number" else "left"
+        printed.add_column(Text(column.name), justify=side, overflow="fold", width=width)
     for row in table.rows:
         printed.add_row(*map(Text, row))
     console.print(printed)
@@ -97,9 +90,11 @@ def _whole_words(table: Table, room: int) -> list[int]:
     """Return widths of columns, `room` in total, that break no word; empty if there are none."""
     words, lines = list[int](), list[int]()
     for at, column in enumerate(table.columns):
-        cells = [column.name, *(row[at] for row in table.rows)]
-        lines.append(max(len(line) for cell in cells for line in cell.split("\n")))
-        words.append(max((len(word) for cell in cells for word in cell.split()), default=0))
+        cells = [row[at] for row in table.rows]
+        lines.append(max(len(line) for cell in [column.name, *cells] for line in cell.split("\n")))
+        # Numbers stay whole, with what stands beside them in a cell.
+        parts = cells if column.kind == "number" else [w for cell in cells for w in cell.split()]
+        words.append(max(map(len, [*column.name.split(), *parts]), default=0))
     spare, left = room - sum(words), len(words)
     if spare < 0:
         return []
@@ -109,82 +104,18 @@ def _whole_words(table: Table, room: int) -> list[int]:
     return words
 
 
-def _print_rows(table: Table, console: Console) -> None:
+def _print_rows(table: Table, title: Text, console: Console) -> None:
     """Print each row as a list of its cells, next to their headings."""
-    console.print(table.caption)
+    console.print(title)
+    names = [" ".join(column.name.split()) for column in table.columns]
     for row in table.rows:
+        pairs = Table("", [Column("", "text")] * 2, [*zip(names, row, strict=True)])
         cells = rich.table.Table.grid(padding=(0, 2))
-        for column, cell in zip(table.columns, row, strict=True):
-            cells.add_row(Text(" ".join(column.name.split())), Text(cell))
+        for width in _whole_words(pairs, console.width - 2) or [None, None]:
+            cells.add_column(width=width, overflow="fold")
+        for pair in pairs.rows:
+            cells.add_row(*map(Text, pair))
         console.print("", cells, sep="\n")
-
-
-def fitted(table: Table, width: int) -> tuple[Table, tuple[str, ...]]:
-    """Return the table with each row on one line of a terminal, and the names of omitted columns.
-
-    Texts are shortened a little before columns are left out, and further when no more columns can
-    be. Different texts stay different. Very narrow terminals may not have room for all numbers.
-    """
-    left_out: list[str] = []
-    while True:
-        spare = max(range(len(table.columns)), key=lambda at: (table.columns[at].spare, at))
-        last = not table.columns[spare].spare
-        shortened = _shortened(table, width, _LEAST if last else _READABLE)
-        if last or sum(_widths(shortened)) <= width:
-            return shortened, tuple(left_out)
-        left_out.append(" ".join(table.columns[spare].name.split()))
-        columns = [each for at, each in enumerate(table.columns) if at != spare]
-        rows = [[each for at, each in enumerate(row) if at != spare] for row in table.rows]
-        table = replace(table, columns=columns, rows=rows)
-
-
-def _widths(table: Table) -> list[int]:
-    """Return the width of each column, including two spaces between columns or at the ends."""
-    columns = enumerate(table.columns)
-    return [2 + max(_heading(each), _longest(table, at)) for at, each in columns]
-
-
-def _heading(column: Column) -> int:
-    return max(map(len, column.name.split("\n")))
-
-
-def _longest(table: Table, at: int) -> int:
-    return max((len(row[at]) for row in table.rows), default=0)
-
-
-def _shortened(table: Table, width: int, least: int) -> Table:
-    """Return the table with texts shortened, the longest first, to at least `least` characters."""
-    texts = [at for at, column in enumerate(table.columns) if column.kind == "text"]
-    while (over := sum(_widths(table)) - width) > 0:
-        lengths = {_longest(table, at): at for at in texts}
-        longest, *others = sorted(lengths, reverse=True)
-        at = lengths[longest]
-        next_one = others[0] - 1 if others else 0
-        room = max(least, _heading(table.columns[at]), longest - over, next_one)
-        if room >= longest:
-            break
-        short = shortened((row[at] for row in table.rows), room)
-        rows = [[*row[:at], short[row[at]], *row[at + 1 :]] for row in table.rows]
-        table = replace(table, rows=rows)
-    return table
-
-
-def shortened(names: Iterable[str], most: int) -> dict[str, str]:
-    """Return names shortened to `most` ≥ 5 characters, by name; different names stay different.
-
-    >>> list(shortened(["norm-0.25_per-layer", "norm-0.5_per-layer", "flat"], 12).values())
-    ['norm-0.2…yer', 'norm-0.5…yer', 'flat']
-    """
-    given = list(dict.fromkeys(names))
-    # Keep as much of the beginning as of the end, unless only another cut distinguishes names.
-    cuts = sorted(range(most), key=lambda head: abs(2 * head - most))
-    for head in cuts:
-        tail = most - 1 - head
-        short = {n: n if len(n) <= most else f"{n[:head]}…{n[len(n) - tail :]}" for n in given}
-        if len(set(short.values())) == len(given):
-            return short
-    numbered = {n: f"…{number}" for number, n in enumerate(given, 1)}
-    return {n: n if len(n) <= most else n[: most - len(e)] + e for n, e in numbered.items()}
 
 
 def format_epsilon_low(epsilon: float) -> str:
@@ -272,7 +203,7 @@ def print_spending(spending: Spending) -> None:
     unit = charged[0].loss.unit
     title = f"{unit}-level {symbol} of {populations} at {fixed}"
     console = screen()
-    print_table(Table(title, headings, rows), console, box.HEAVY_HEAD)
+    print_table(Table(title, headings, rows), console)
     for content in spending.ledgers:
         if not content.charges:
             console.print(f"{content.path} has no charge: nothing was released, so ε = 0.")
@@ -321,7 +252,7 @@ def print_plan(plan: Plan, by_clt: Plan | None) -> None:
         really = f"estimate; really ε = {format_epsilon(_cost(by_clt).epsilon)}"
         rows.append(("z by the central limit theorem", str(by_clt.noise_multiplier), really))
     title = f"within ε = {format_epsilon(plan.target_epsilon)} at δ = {loss.delta}"
-    print_table(Table(title, [Column("", "text")] * 3, rows), border=box.HEAVY_HEAD)
+    print_table(Table(title, [Column("", "text")] * 3, rows))
     screen().print(loss.assumptions)
 
 
@@ -366,7 +297,7 @@ def print_ledger(path: Path, last: int | None) -> None:
     left = [at for at in range(len(columns)) if at not in same]
     shown = [[row[at] for at in left] for row in rows]
     console = screen(highlight=False)
-    print_table(Table(title, [columns[at] for at in left], shown), console, box.HEAVY_HEAD)
+    print_table(Table(title, [columns[at] for at in left], shown), console)
     for line in (*(f"{columns[at].name}: {rows[0][at]}" for at in same), *noise):
         console.print(line)
 

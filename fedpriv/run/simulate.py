@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 from pydantic_core import to_json
-from rich import box
 from rich.console import Console
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
@@ -297,7 +296,7 @@ def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False
     columns = [*map(Column, names, kinds)]
     shown = ({**group, "tensors": ", ".join(group["tensors"])} for group in groups)
     rows = [tuple(map(format, group.values(), formats)) for group in shown]
-    print_table(Table(title, columns, rows), console, box.HEAVY_HEAD)
+    print_table(Table(title, columns, rows), console)
     for line in (*_facts(experiment, held), "Nothing was spent."):
         console.print(line, highlight=False)
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
-from rich import box
 from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
@@ -258,7 +257,7 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
         *_plan_rows(experiment, run, charges),
     ]
     columns = [Column("", "text"), Column("", "text")]
-    print_table(Table(experiment.plan.run, columns, rows), console, box.HEAVY_HEAD)
+    print_table(Table(experiment.plan.run, columns, rows), console)
     # In lines of their own, to be copied.
     for line in (
         f"folder {setup.folder.path}",

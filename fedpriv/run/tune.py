@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import tomli_w
-from rich import box
 from rich.console import Console
 
 from fedpriv.accounting.accountants import accountant_named, format_epsilon
@@ -629,7 +628,7 @@ class _Search:
             ("folder", str(tuning.folder)),
         ]
         columns = [Column("", "text"), Column("", "text")]
-        print_table(Table(self.setup.config.name, columns, rows), self.console, box.HEAVY_HEAD)
+        print_table(Table(self.setup.config.name, columns, rows), self.console)
         return tuning
 
 
