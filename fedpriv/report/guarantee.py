@@ -127,49 +127,28 @@ def loss_of(record: RunRecord) -> PrivacyLoss | None:
     return accountant_named(record.accountant).epsilon(events, record.delta) if events else None
 
 
-def privacy_sections(record: RunRecord, of: str = "", number: int = 0) -> list[PageSection]:
-    """Return ε by every accountant, and the trade-off function.
-
-    A page of several ledgers says by `of` which one this is, and numbers them from 0.
-    """
-    notes, charges = [f"Of {of}."] if of else [], record.ledger.charges
-    try:
-        cost = cost_of(record.ledger, record.delta) if charges else None
-    except (InvalidValueError, UnsupportedEventError) as error:
-        warning = f"No curve is drawn: {error}."
-        sections = [PageSection("privacy", "Privacy", notes, warnings=[warning])]
-    else:
-        sections = _cost_sections(cost, len(charges), notes, unit_of(record.ledger))
-    if not number:
-        return sections
-    suffix, numbered = f"-{number}", []
-    for section in sections:
-        name, title = f"{section.name}{suffix}", f"{section.title} ({number + 1})"
-        charts = [replace(chart, name=f"{chart.name}{suffix}") for chart in section.charts]
-        numbered.append(replace(section, name=name, title=title, charts=charts, linked=False))
-    return numbered
-
-
-def _cost_sections(
-    cost: Cost | None, charges: int, notes: list[str], unit: Unit
-) -> list[PageSection]:
-    if cost is None:
+def privacy_sections(record: RunRecord) -> list[PageSection]:
+    """Return ε by every accountant, and the trade-off function."""
+    ledger, unit = record.ledger, unit_of(record.ledger)
+    if not ledger.charges:
         note = "Nothing was charged, so nothing was released: ε = 0."
-        return [PageSection("privacy", "Privacy", [*notes, note])]
+        return [PageSection("privacy", "Privacy", [note])]
+    try:
+        cost = cost_of(ledger, record.delta)
+    except (InvalidValueError, UnsupportedEventError) as error:
+        return [PageSection("privacy", "Privacy", warnings=[f"No curve is drawn: {error}."])]
     columns = [Column("accountant", "text"), Column("what ε is", "text")]
     rows = []
     for curve in cost.by_rounds:
         low, high = format_epsilon_low(curve.epsilon_low[-1]), format_epsilon(curve.epsilon[-1])
         rows.append((curve.accountant, str(curve.bound), low or "–", high))
-    caption = f"All {charges} charges of the ledger at δ = {cost.delta}"
+    caption = f"All {len(ledger.charges)} charges of the ledger at δ = {cost.delta}"
     table = Table(caption, [*columns, Column("ε, lower end"), Column("ε")], rows)
     rounds, errors = _epsilon_chart(cost, unit), _trade_off_chart(cost.trade_off, unit)
-    powers = _powers(cost.trade_off, unit)
+    tell = "What an attacker can tell"
     return [
-        PageSection(rounds.name, "ε by round", notes, tables=[table], charts=[rounds]),
-        PageSection(
-            errors.name, "What an attacker can tell", notes, tables=[powers], charts=[errors]
-        ),
+        PageSection(rounds.name, "ε by round", tables=[table], charts=[rounds]),
+        PageSection(errors.name, tell, tables=[_powers(cost.trade_off, unit)], charts=[errors]),
     ]
 
 

@@ -1,19 +1,17 @@
 """The page of a study: a comparison of its arms at equal privacy."""
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from fedpriv.accounting.accountants import PrivacyLoss
 from fedpriv.errors import DataError
-from fedpriv.ledger.events import SamplingPolicy, merge_equal
 from fedpriv.report import run_page, study_charts
 from fedpriv.report.charts import Chart, texts
 from fedpriv.report.guarantee import (
     assumptions,
     large_delta,
     loss_of,
-    privacy_sections,
     users_of,
 )
 from fedpriv.report.page import Card, Page, PageSection
@@ -22,9 +20,6 @@ from fedpriv.report.tables import Column, Table, plural
 from fedpriv.studies import ArmSummary, Cell, Interval, ReadStudy, Study, Target
 from fedpriv.studies.results import STUDY, Measure, measure_of, verdict
 
-# Policies under which the cost of a round does not depend on the number of users.
-_ANY_NUMBER = (SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER)
-
 
 @dataclass(frozen=True)
 class _Arm:
@@ -32,6 +27,7 @@ class _Arm:
 
     summary: ArmSummary
     records: tuple[RunRecord, ...]
+    losses: tuple[PrivacyLoss, ...]  # of their ledgers
 
 
 def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
@@ -45,6 +41,7 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
     targets = [target for target in read.study.targets if _at(arms, target)]
     differences = study_charts.differences_chart(read.study, read.arms)
     text = (read.folder / STUDY).read_text(encoding="utf-8")
+    record, loss = arms[0].records[0], arms[0].losses[0]
     by_round = [_by_round_chart(_at(arms, t), t, f"accuracy-{n}") for n, t in enumerate(targets)]
     if len(targets) > 1:
         front = study_charts.front_chart(read.study, read.arms)
@@ -59,7 +56,7 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
         PageSection(
             "varied", "What was varied", charts=study_charts.varied_charts(read.study, read.arms)
         ),
-        *_privacy(arms),
+        assumptions(loss, record.ledger),
         _clipping(read, arms, targets),
         PageSection("ledger", "Ledger verification", tables=[_ledgers_table(arms)]),
         PageSection("plan", "Resolved study", [texts()["plan"]["study"]], listing=text),
@@ -76,6 +73,7 @@ def _arms(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> list[_Arm]:
             for cell, result in read.finished
             if (cell.arm.name, cell.target) == (summary.arm, summary.target)
         ]
+        losses = []
         for result, record in runs:
             loss = loss_of(record)
             if loss is None or loss.epsilon > result.epsilon * (1.0 + 1e-9):
@@ -83,7 +81,8 @@ def _arms(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> list[_Arm]:
                     f"the result of {record.folder} says ε = {result.epsilon:g}, and its ledger "
                     f"holds {loss.epsilon if loss else 0.0:g}; run the study again"
                 )
-        arms.append(_Arm(summary, tuple(record for _, record in runs)))
+            losses.append(loss)
+        arms.append(_Arm(summary, tuple(record for _, record in runs), tuple(losses)))
     return arms
 
 
@@ -152,34 +151,6 @@ def _over_seeds(arm: _Arm, measure: Measure) -> tuple[list[int], list[Interval]]
             values.setdefault(result.round, []).append(value)
     rounds = [number for number in sorted(values) if len(values[number]) == len(arm.records)]
     return rounds, [Interval.of(values[number]) for number in rounds]
-
-
-def _privacy(arms: Sequence[_Arm]) -> list[PageSection]:
-    """Return sections that explain ε, and show its curves once for all arms with the same price."""
-    kinds: dict[object, list[_Arm]] = {}
-    for arm in arms:
-        kinds.setdefault(_price_key(arm.records[0]), []).append(arm)
-    sections = []
-    for number, arms_of_kind in enumerate(kinds.values()):
-        record = arms_of_kind[0].records[0]
-        loss = loss_of(record)
-        if number == 0 and loss is not None:
-            sections.append(assumptions(loss, record.ledger))
-        summaries = [arm.summary for arm in arms_of_kind]
-        names = ", ".join(f"{s.arm} at ε = {s.target.epsilon:g}" for s in summaries)
-        sections += privacy_sections(record, names, number)
-    return sections
-
-
-def _price_key(record: RunRecord) -> object:
-    """Return a key that is equal for ledgers of the same price, however they split the noise."""
-    counts: Counter[object] = Counter()
-    for event in merge_equal(record.ledger.events):
-        sampling = event.sampling
-        if sampling.policy in _ANY_NUMBER:
-            sampling = replace(sampling, population=1)
-        counts[sampling, f"{event.noise_multiplier:.9g}", event.strategy] += event.count
-    return record.delta, frozenset(counts.items())
 
 
 def _clipping(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -> PageSection:
