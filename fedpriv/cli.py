@@ -315,15 +315,12 @@ def tune(
     ],
     assignments: Assignments = None,
     out: Annotated[Path | None, _option("folder of the search", default="tuning/NAME-…")] = None,
-    synthetic: Annotated[
-        bool, _option("on invented people; with --on public", "--synthetic")
-    ] = False,
     price: Annotated[bool, _option("print the price of --on users, and stop", "--price")] = False,
 ) -> None:
     """Search learning rates, clipping norm, sampling and rounds."""
     from fedpriv.run.tune import tune_file
 
-    tune_file(file, assignments or [], out, on=on, synthetic=synthetic, price_only=price)
+    tune_file(file, assignments or [], out, on=on, price_only=price)
 
 
 @app.command(rich_help_panel=_PRICE)

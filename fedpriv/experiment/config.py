@@ -603,7 +603,6 @@ class TuneSection(Section):
     better: Literal["larger", "smaller"] | None = None  # None: known for built-in objectives
     held_out_is_public: bool = False  # must be true to compare trials on users
     public: PeopleSection | None = None  # people who are not enrolled
-    synthetic: Options = {}  # options of the population `synthetic`, used instead of `public`
     users: Count | None = None  # number of enrolled users, to add as much noise as for them
     space: dict[str, RangeSection | list[Any]] = {}  # by key; values of a list are equally likely
 

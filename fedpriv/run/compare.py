@@ -56,7 +56,7 @@ from fedpriv.studies.results import (
     verdict,
 )
 from fedpriv.studies.study import load_study, study_of_settings, study_toml
-from fedpriv.support.checks import check_types, plain_numbers
+from fedpriv.support.checks import check_types, checked_arguments, plain_numbers
 from fedpriv.support.disk import write_atomically, writing
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.request import LocalTraining
@@ -109,6 +109,7 @@ class Comparison:
         return write_charts(self.folder, Path(out) if out else self.folder / "charts")
 
 
+@checked_arguments
 def compare(
     population: Population,
     task: Task | Callable[[int], Task],
@@ -166,17 +167,6 @@ def compare(
 
     A FedprivError says which arms do not fit together or differ in privacy.
     """
-    check_types(
-        population=(population, Population),
-        mechanism=(mechanism, Mechanism),
-        local=(local, LocalTraining | None),
-        server=(server, ServerOptimizer | None),
-        personalisation=(personalisation, Personalisation | None),
-        engine=(engine, Engine | None),
-        arms=(arms, Mapping),
-        accuracies=(accuracies, Iterable),
-        out=(out, Path | str | None),
-    )
     _, server = method_left_out(mechanism, local, server)
     shared = {"task": task, "mechanism": mechanism, "local": local, "server": server}
     methods = _Methods(population, shared, arms, personalisation)

@@ -20,7 +20,7 @@ from fedpriv.experiment.build import begun_in_python, build_task, few_rows, popu
 from fedpriv.experiment.config import Config, load_config
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import held_out_rows
-from fedpriv.support.checks import check_types
+from fedpriv.support.checks import checked_arguments
 from fedpriv.support.disk import write_atomically, writing
 from fedpriv.support.logs import one_line, silenced
 
@@ -30,6 +30,7 @@ _MOST_IN_ONNX = 2**31 - 2**24  # bytes of tensors: a file has at most 2 GiB
 _log = logging.getLogger(__name__)
 
 
+@checked_arguments
 def load_model(source: Path | str, model: nn.Module, *, merge: bool = False) -> nn.Module:
     """Put a released model's numbers into a module, and return it in evaluation mode.
 
@@ -61,7 +62,6 @@ def load_model(source: Path | str, model: nn.Module, *, merge: bool = False) -> 
         DataError: the file is damaged, or was not written by fedpriv.
         ModelError: the module has other names or shapes; the first of them is named.
     """
-    check_types(source=(source, Path | str), model=(model, nn.Module), merge=(merge, bool))
     whole, model = model, unwrapped(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         check_holds(name, tensor)

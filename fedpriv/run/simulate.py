@@ -42,7 +42,7 @@ from fedpriv.privacy.round import PartialSum
 from fedpriv.report.tables import Column, Table, cohort_text, print_table, screen
 from fedpriv.run.run import Hosted, Run, RunSetup, spent_in
 from fedpriv.run.terminal import execute, telling_where
-from fedpriv.support.checks import check_types
+from fedpriv.support.checks import checked_arguments
 from fedpriv.support.disk import with_room
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.plan import TrainingPlan
@@ -50,6 +50,7 @@ from fedpriv.training.request import LocalTraining, RoundRequest, Transport
 from fedpriv.training.rounds import OnRound
 
 
+@checked_arguments
 def simulate(
     population: Population,
     task: Task,
@@ -132,20 +133,6 @@ def simulate(
     """
     if resume and out is None:
         raise InvalidValueError("resume is true; out must then be given")
-    check_types(
-        population=(population, Population),
-        task=(task, Task),
-        mechanism=(mechanism, Mechanism),
-        local=(local, LocalTraining | None),
-        server=(server, ServerOptimizer | None),
-        federated_evaluation=(federated_evaluation, FederatedEvaluation | None),
-        personalisation=(personalisation, Personalisation | None),
-        audit=(audit, Audit | None),
-        engine=(engine, Engine | None),
-        out=(out, Path | str | None),
-        start=(start, Path | str | None),
-        ledger=(ledger, Path | str | None),
-    )
     callbacks = named("on_round", on_round, Callable)
     followers = named("trackers", trackers, Tracker)
     method = Method(task, mechanism, *method_left_out(mechanism, local, server), personalisation)

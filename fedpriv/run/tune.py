@@ -46,9 +46,6 @@ from fedpriv.experiment.build import (
     settings_of,
 )
 from fedpriv.experiment.config import (
-    Config,
-    Options,
-    PeopleSection,
     RangeSection,
     TuneSection,
     assign,
@@ -80,7 +77,7 @@ from fedpriv.privacy.sampling import FixedSizeSampling, PoissonSampling
 from fedpriv.report.tables import Column, Table, print_table, screen
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import RunSetup
-from fedpriv.support.checks import check_types, plain_numbers
+from fedpriv.support.checks import checked_arguments, plain_numbers
 from fedpriv.support.disk import with_room, write_atomically, writing
 from fedpriv.support.logs import silenced
 from fedpriv.training.optimizers import ServerOptimizer
@@ -140,6 +137,7 @@ class Tuning:
     arguments: Mapping[str, Any] = field(default_factory=dict)  # for `simulate`, from `tune` alone
 
 
+@checked_arguments
 def tune(
     population: Population,
     task: Task,
@@ -205,17 +203,6 @@ def tune(
     * seed: makes the search repeatable; on users the guarantee does then not hold against those who
       know it.
     """
-    check_types(
-        population=(population, Population),
-        task=(task, Task),
-        mechanism=(mechanism, Mechanism),
-        local=(local, LocalTraining | None),
-        server=(server, ServerOptimizer | None),
-        space=(space, Mapping | None),
-        engine=(engine, Engine | None),
-        out=(out, Path | str | None),
-        ledger=(ledger, Path | str | None),
-    )
     method = Method(task, mechanism, *method_left_out(mechanism, local, server))
     if on not in ("public", "users"):
         raise InvalidValueError(f"on is {on!r}; it must be 'public' or 'users'")
@@ -265,7 +252,6 @@ def tune_file(
     out: Path | None,
     *,
     on: Literal["public", "users"],
-    synthetic: bool,
     price_only: bool,
 ) -> Tuning | None:
     """Search settings for an experiment in a file, print the best, and write them to a folder.
@@ -285,11 +271,15 @@ def tune_file(
     for name, reason in reasons.items():
         if getattr(config, name) is not None:
             raise InvalidValueError(f"{name} is given; it must be absent, as {reason}")
-    if on == "users" and synthetic:
-        raise InvalidValueError("--synthetic is given with --on users; it is for --on public")
     if on == "public" and price_only:
         raise InvalidValueError("--price is given with --on public, which costs nothing")
-    data = config.simulated_data if on == "users" else _public_data(config, synthetic=synthetic)
+    public = config.tune and config.tune.public
+    if on == "public" and not public:
+        raise InvalidValueError(
+            "tune.public is absent; it must name people who are not enrolled, such as public or "
+            "invented ones"
+        )
+    data = public if on == "public" and public else config.simulated_data
     population, roads = load_population(data.name, data.options), SharedRoads()
 
     def prepare(settings: Settings, noise: float | None, run: str) -> Prepared:
@@ -303,31 +293,6 @@ def tune_file(
     kept = {assignment.partition("=")[0].strip() for assignment in assignments}
     search = _Search(setup, prepare, screen(), value_of, table, kept)
     return search.on_users(price_only=price_only) if on == "users" else search.on_public()
-
-
-def _public_data(config: Config, *, synthetic: bool) -> PeopleSection:
-    """Who takes part instead of the enrolled users."""
-    """Return the data of people who take part instead of the enrolled users."""
-    section = config.tune or TuneSection()
-    if not synthetic:
-        if section.public is None:
-            raise InvalidValueError(
-                "tune.public is absent; it must name people who are not enrolled, or give "
-                "--synthetic"
-            )
-        return section.public
-    options: Options = {"seed": config.seed or 0}
-    if isinstance(inputs := config.model.options.get("inputs"), int):
-        options["shape"] = [inputs]
-    if "classes" in config.model.options:
-        options["classes"] = config.model.options["classes"]
-    options |= section.synthetic
-    if "shape" not in options or "classes" not in options:
-        raise InvalidValueError(
-            "--synthetic needs the shape and the classes of examples: give them as "
-            "tune.synthetic = { shape = [64], classes = 10 }"
-        )
-    return PeopleSection(name="synthetic", options=options)
 
 
 @dataclass(frozen=True)
