@@ -1,7 +1,7 @@
 """The plan of a run, the functions that run one round, and the loop over rounds.
 
-Start with `plan` and `rounds`. Nothing here can weaken the guarantee: only `fedpriv.privacy` draws users and
-releases sums.
+Start with `plan` and `rounds`. Nothing here can weaken the guarantee: only `fedpriv.privacy` draws
+users and releases sums.
 """
 
 from fedpriv.training.optimizers import FedAdagrad, FedAdam, FedAvg, FedAvgM, FedYogi
