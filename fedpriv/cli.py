@@ -8,7 +8,6 @@ import io
 import re
 import sys
 from contextlib import suppress
-from functools import partial
 from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +23,6 @@ from fedpriv.errors import (
     RunError,
     TooFewUsersError,
     UnreachableError,
-    UnsupportedEventError,
     sentence_of,
 )
 from fedpriv.experiment.bundled import NAMES, experiment_file
@@ -384,8 +382,7 @@ def calibrate(
     from fedpriv.report import tables
 
     other = "replace-one" if policy == "fixed-size" else "add-or-remove-one"
-    find = partial(
-        plan_within,
+    found = plan_within(
         epsilon,
         delta,
         rounds,
@@ -394,16 +391,13 @@ def calibrate(
         SamplingPolicy(policy),
         NeighbouringRelation(relation or other),
         population,
+        accountant=accountant,
         same_as=same_as,
     )
-    found, by_clt = find(accountant=accountant), None
-    if same_as is not None:
-        with suppress(UnsupportedEventError):
-            by_clt = find(accountant="gdp")
     if as_json:
-        tables.write_plan(found, by_clt, sys.stdout)
+        tables.write_plan(found, sys.stdout)
     else:
-        tables.print_plan(found, by_clt)
+        tables.print_plan(found)
 
 
 @app.command(rich_help_panel=_PRICE)
@@ -413,7 +407,7 @@ def curves(
     delta: Delta = None,
     suffix: Annotated[Literal["png", "svg"], _option("of the charts", "--format")] = "png",
 ) -> None:
-    """Draw ε by rounds, δ by ε and the errors of a test for one user; also write CSV and JSON."""
+    """Draw ε by rounds and the errors of a test for one user; also write CSV and JSON."""
     from fedpriv.accounting.pricing import default_delta, read_ledger
     from fedpriv.report.guarantee import write_curves
 

@@ -3,7 +3,7 @@
 import csv
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from decimal import ROUND_CEILING, Context, Decimal
 from pathlib import Path
 
@@ -45,18 +45,7 @@ _PUBLIC_POLICIES = {SamplingPolicy.EVERY_USER, SamplingPolicy.SEPARATED}  # coho
 _FALSE_ALARMS = 0.05
 _READ_AT = (0.001, 0.01, 0.05, 0.1)  # rates of false alarms in tables of a trade-off function
 _LONG = 10**6  # larger numbers are written as powers of ten
-_DELTAS = 30  # points of δ by ε
 _ERRORS, _WIDEST = 121, 4.0  # number of type I errors of a trade-off, and their range in stddevs
-
-
-@dataclass(frozen=True)
-class _DeltaCurve:
-    """δ of a whole ledger by ε, from one accountant; of an interval, the upper end."""
-
-    accountant: str
-    bound: Bound
-    epsilon: tuple[float, ...]  # [n], increasing from 0
-    delta: tuple[float, ...]  # [n], in [0, 1]
 
 
 def users_of(ledger: LedgerContent) -> int:
@@ -174,19 +163,9 @@ def _epsilon_chart(cost: Cost, unit: Unit) -> Chart:
     return declared("epsilon", series, {"delta": cost.delta, "unit": unit})
 
 
-def _is_on_top(curve: EpsilonCurve | _DeltaCurve) -> bool:
+def _is_on_top(curve: EpsilonCurve) -> bool:
     """Return whether a curve must be drawn last: `tight` equals the best of the others."""
     return curve.accountant == "tight"
-
-
-def _delta_chart(cost: Cost, curves: Sequence[_DeltaCurve], unit: Unit) -> Chart:
-    reported = f"reported: ε = {format_epsilon(cost.epsilon)} at δ = {cost.delta}"
-    series = [
-        Series(f"{c.accountant}: {c.bound}", c.epsilon, c.delta, dashed=c.bound is Bound.ESTIMATE)
-        for c in sorted(curves, key=_is_on_top)
-    ]
-    series.append(Series(reported, [cost.epsilon], [cost.delta], joined=False, colour=7))
-    return declared("delta", series, {"unit": unit})
 
 
 def _trade_off_chart(off: TradeOff, unit: Unit) -> Chart:
@@ -236,45 +215,25 @@ def trade_off_summary(off: TradeOff) -> dict[str, object]:
     }
 
 
-def _delta_curves(ledger: LedgerContent, cost: Cost) -> list[_DeltaCurve]:
-    """Return δ at 30 values of ε, up to 1.5 times that of the whole ledger, by each accountant."""
-    events, largest = merge_equal(ledger.events), 1.5 * cost.epsilon or 1.0
-    epsilons = tuple(float(x) for x in largest * np.linspace(0.0, 1.0, _DELTAS) ** 2)
-    curves = []
-    for curve in cost.by_rounds:
-        accountant = accountant_named(curve.accountant)
-        deltas = tuple(accountant.delta(events, epsilon) for epsilon in epsilons)
-        curves.append(_DeltaCurve(curve.accountant, curve.bound, epsilons, deltas))
-    return curves
-
-
 def write_curves(ledger: LedgerContent, delta: float, folder: Path, suffix: str) -> list[Path]:
     """Write each curve of a ledger as a chart, "png" or "svg", and as CSV, and return the files.
 
     Columns: `bound` is the kind of ε; `epsilon_low` is its lower end, or 0; `epsilon` is inf if
-    none is proven; `delta` is the upper end of an interval; `type_two` is a lower bound;
+    none is proven; `type_two` is a lower bound;
     `type_two_gaussian` belongs to G_μ and is empty without μ. `trade_off.json` has the
     `trade_off_summary`.
     """
     cost, unit = cost_of(ledger, delta), unit_of(ledger)
-    curves = _delta_curves(ledger, cost)
     by_rounds = [
         (curve.accountant, curve.bound, curve.delta, *point)
         for curve in cost.by_rounds
         for point in zip(curve.rounds, curve.epsilon_low, curve.epsilon, strict=True)
     ]
-    by_epsilon = [
-        (curve.accountant, curve.bound, *point)
-        for curve in curves
-        for point in zip(curve.epsilon, curve.delta, strict=True)
-    ]
-    delta_names = ("accountant", "bound", "epsilon", "delta")
     rounds_names = ("accountant", "bound", "delta", "rounds", "epsilon_low", "epsilon")
     errors_names = ("type_one", "type_two", "type_two_gaussian", "type_two_perfect")
     errors = _trade_off_rows(cost.trade_off)
     content: dict[str, tuple[Chart, list[Sequence[object]]]] = {
         "epsilon_by_rounds": (_epsilon_chart(cost, unit), [rounds_names, *by_rounds]),
-        "delta_by_epsilon": (_delta_chart(cost, curves, unit), [delta_names, *by_epsilon]),
         "trade_off": (_trade_off_chart(cost.trade_off, unit), [errors_names, *errors]),
     }
     files = []

@@ -28,9 +28,8 @@ from fedpriv.report.guarantee import (
 )
 from fedpriv.report.page import Card, Page, PageSection
 from fedpriv.report.records import Figures, RunRecord, versions
-from fedpriv.report.study_charts import measured
 from fedpriv.report.tables import format_epsilon_low, plural
-from fedpriv.studies.results import ACCURACY, LOSS
+from fedpriv.studies.results import ACCURACY, LOSS, Measure
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
     EVALUATION_PREFIX,
@@ -226,6 +225,14 @@ def _ledger_section(record: RunRecord) -> PageSection:
 
 def _charts_of_rounds(record: RunRecord) -> list[Chart]:
     return round_charts(record.rounds, _sampled_unit(record))
+
+
+def measured(
+    measure: Measure, rounds: Sequence[RoundResult]
+) -> tuple[list[RoundResult], list[float]]:
+    """Return the rounds that have a measure, and its scaled values."""
+    results = [result for result in rounds if getattr(result, measure.name) is not None]
+    return results, [measure.scale * getattr(result, measure.name) for result in results]
 
 
 def round_charts(rounds: Sequence[RoundResult], unit: Unit) -> list[Chart]:

@@ -17,12 +17,12 @@ from rich import box
 from rich.console import Console
 from rich.text import Text
 
-from fedpriv.accounting.accountants import Bound, PrivacyLoss, epsilon, format_epsilon
+from fedpriv.accounting.accountants import Bound, PrivacyLoss, format_epsilon
 from fedpriv.accounting.calibration import Plan
 from fedpriv.accounting.pricing import Arithmetic, Spending, read_ledger
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Head
-from fedpriv.ledger.events import RoundEvent, SamplingEvent, SumQueryEvent, Unit
+from fedpriv.ledger.events import SamplingEvent, SumQueryEvent, Unit
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, is_export
 from fedpriv.ledger.participation import ParticipationRecord
 
@@ -225,12 +225,8 @@ def _kind(loss: PrivacyLoss) -> str:
     return Bound.UPPER if loss.bound is Bound.INTERVAL else loss.bound
 
 
-def print_plan(plan: Plan, by_clt: Plan | None) -> None:
-    """Print settings that stay within a budget, and their cost.
-
-    `by_clt`, if given, is the plan by the central limit theorem, and is printed for comparison with
-    its true cost.
-    """
+def print_plan(plan: Plan) -> None:
+    """Print settings that stay within a budget, and their cost."""
     loss, rows = plan.loss, []
     for name, words, extreme in (
         ("noise_multiplier", "noise multiplier z", "smallest"),
@@ -248,18 +244,9 @@ def print_plan(plan: Plan, by_clt: Plan | None) -> None:
     rows.append(("sampling", str(plan.sampling.policy), str(plan.sampling.relation)))
     rows.append((f"{loss.unit}-level ε", format_epsilon(loss.epsilon), _kind(loss)))
     rows.append(("accountant", loss.accountant, ""))
-    if by_clt is not None:
-        really = f"estimate; really ε = {format_epsilon(_cost(by_clt).epsilon)}"
-        rows.append(("z by the central limit theorem", str(by_clt.noise_multiplier), really))
     title = f"within ε = {format_epsilon(plan.target_epsilon)} at δ = {loss.delta}"
     print_table(Table(title, [Column("", "text")] * 3, rows))
     screen().print(loss.assumptions)
-
-
-def _cost(plan: Plan) -> PrivacyLoss:
-    """Return the cost of all rounds of a plan, by the default accountant."""
-    queries = (SumQueryEvent("update", 1.0, plan.noise_multiplier),)
-    return epsilon([RoundEvent(plan.sampling, queries, plan.rounds)], plan.loss.delta)
 
 
 def print_ledger(path: Path, last: int | None) -> None:
@@ -354,29 +341,20 @@ def write_spending(spending: Spending, stream: TextIO) -> None:
         "rows": rows,
         "refusals": spending.refusals,
     }
-    stream.write(json_text(content))
+    print(json_text(content), file=stream)
 
 
 def json_text(content: object) -> str:
     """Return indented JSON, in which numbers that are not finite are "Infinity" and "NaN"."""
-    return to_json(content, indent=2, inf_nan_mode="strings").decode() + "\n"
+    return to_json(content, indent=2, inf_nan_mode="strings").decode()
 
 
-def write_plan(plan: Plan, by_clt: Plan | None, stream: TextIO) -> None:
-    """Write one JSON object: the settings, the name of the computed one, and their cost.
-
-    `by_clt`, if given, is included as an estimate of the noise multiplier, with its true cost.
-    """
+def write_plan(plan: Plan, stream: TextIO) -> None:
+    """Write one JSON object: the settings, the name of the computed one, and their cost."""
     names = "found rounds sampling_probability noise_multiplier share share_noise_multiplier"
     content = {name: getattr(plan, name) for name in names.split()}
     content |= {"policy": plan.sampling.policy, "target_epsilon": plan.target_epsilon}
-    content |= asdict(plan.loss)
-    if by_clt is not None:
-        real = _cost(by_clt)
-        low, up = real.epsilon_low, real.epsilon
-        estimate = {"noise_multiplier": by_clt.noise_multiplier, "epsilon_low": low, "epsilon": up}
-        content["estimate"] = estimate
-    stream.write(json_text(content))
+    print(json_text(content | asdict(plan.loss)), file=stream)
 
 
 def _query_text(query: SumQueryEvent) -> str:

@@ -38,7 +38,7 @@ from fedpriv.experiment.build import (
 from fedpriv.experiment.config import DataSection, method_left_out
 from fedpriv.experiment.mechanism import Mechanism
 from fedpriv.experiment.trackers import Tracker, named
-from fedpriv.report.study_charts import print_study, results_json
+from fedpriv.report.study_page import print_study, results_json
 from fedpriv.report.tables import screen
 from fedpriv.run.folder import RunFolder, data_frame, held, write_charts, write_report
 from fedpriv.run.run import Run, RunSetup

@@ -21,6 +21,7 @@ from fedpriv.experiment.config import Config, load_config
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord, record_path
 from fedpriv.report.records import RunEnd, RunRecord, SimulationOnlyRound, SiteTable, Verification
+from fedpriv.report.tables import json_text
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
 from fedpriv.support.disk import naming, sync, write_atomically, writing
@@ -308,7 +309,7 @@ def summary_json(folder: Path) -> str:
     Numbers that are not finite are the strings "Infinity" and "NaN".
     """
     if (folder / STUDY).exists():
-        from fedpriv.report.study_charts import results_json  # noqa: PLC0415 - charts start slowly
+        from fedpriv.report.study_page import results_json  # noqa: PLC0415 - charts start slowly
 
         return results_json(read_study(folder))
     record = read_run(folder)
@@ -327,7 +328,7 @@ def summary_json(folder: Path) -> str:
     if state:
         names = {field.name for field in fields(RunEnd)} & vars(state).keys()
         content |= {name: vars(state)[name] for name in sorted(names)}
-    return to_json(content, indent=2, inf_nan_mode="strings").decode()
+    return json_text(content)
 
 
 def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -> Path:
@@ -354,10 +355,10 @@ def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -
 
 def write_charts(folder: Path, out: Path) -> list[Path]:
     """Draw a run or a study as PNG and SVG into another folder, and return the files."""
-    from fedpriv.report import run_page, study_charts  # noqa: PLC0415
+    from fedpriv.report import run_page, study_page  # noqa: PLC0415
 
     if (folder / STUDY).exists():
-        return study_charts.write_study_charts(read_study(folder), out)
+        return study_page.write_study_charts(read_study(folder), out)
     return run_page.write_run_charts(_run_in(folder), out)
 
 

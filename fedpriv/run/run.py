@@ -32,7 +32,7 @@ from fedpriv.errors import (
 )
 from fedpriv.evaluation.held_out import Evaluation, evaluate
 from fedpriv.experiment.build import Experiment, build, check_budget
-from fedpriv.experiment.config import Config, FederationSection, for_folder, load_config
+from fedpriv.experiment.config import Config, FederationSection, flattened, for_folder, load_config
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger, paid_events
 from fedpriv.ledger.participation import digest_of_users, record_path
@@ -243,20 +243,15 @@ def _charging_for(start: Path, config: Config) -> Config:
 
 def _differences(begun: Config, now: Config) -> list[str]:
     """Return differences of two experiments in what a resumed run must not change."""
-    old, new = (_leaves(config.model_dump(exclude=set(_MAY_CHANGE))) for config in (begun, now))
+    old, new = (
+        flattened(config.model_dump(exclude=set(_MAY_CHANGE), exclude_none=True))
+        for config in (begun, now)
+    )
     return [
         f"{key} is {new.get(key, 'absent')!s:.40}, was {old.get(key, 'absent')!s:.40}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
-
-
-def _leaves(table: object, key: str = "") -> dict[str, object]:
-    """Return the values of a table by their full keys, without None."""
-    if not isinstance(table, Mapping):
-        return {} if table is None else {key: table}
-    parts = (_leaves(value, f"{key}.{name}" if key else name) for name, value in table.items())
-    return {name: value for part in parts for name, value in part.items()}
 
 
 def _resolved_plan(experiment: Experiment, folder: Path) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic_core import to_json
 from rich.console import Console
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
@@ -39,7 +38,7 @@ from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
 from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import PartialSum
-from fedpriv.report.tables import Column, Table, cohort_text, print_table, screen
+from fedpriv.report.tables import Column, Table, cohort_text, json_text, print_table, screen
 from fedpriv.run.run import Hosted, Run, RunSetup, spent_in
 from fedpriv.run.terminal import execute, telling_where
 from fedpriv.support.checks import checked_arguments
@@ -272,7 +271,7 @@ def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False
             "assumptions": loss.assumptions,
             "groups": groups,
         }
-        print(to_json(content, indent=2, inf_nan_mode="strings").decode())  # noqa: T201
+        print(json_text(content))  # noqa: T201
         return
     at_once = plan.sampling.rounds
     charge = f"{at_once} rounds to a charge" if at_once > 1 else "one charge"
