@@ -111,7 +111,7 @@ def _print_rows(table: Table, title: Text, console: Console) -> None:
     for row in table.rows:
         pairs = Table("", [Column("", "text")] * 2, [*zip(names, row, strict=True)])
         cells = rich.table.Table.grid(padding=(0, 2))
-        for width in _whole_words(pairs, console.width - 2) or [None, None]:
+        for width in _whole_words(pairs, console.width - 2) or (None, None):
             cells.add_column(width=width, overflow="fold")
         for pair in pairs.rows:
             cells.add_row(*map(Text, pair))

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import tomli_w
 from torch import nn
@@ -447,36 +447,25 @@ def conduct(
     *,
     keep_going: bool = False,
 ) -> Run:
-    """Run an experiment to its end or to the end of its budget, writing everything into a folder.
+    """Run an experiment to its end or to the end of its budget, and write everything into a folder.
 
-    It ends before that if too few users count, by what was released, unless it is to keep going.
-
-    After each release its metrics are written, then the checkpoint, then `on_round` is called. So
-    if every round has a checkpoint, a crash leaves at most one charged round in none. A resumed run
-    repeats the rounds since its last checkpoint as new attempts, with new charges. Where there is
-    no room to write, the run waits for it. `clock` gives the seconds that time the rounds of a
-    simulation; it is None in a deployment.
+    The run ends early if its releases say that too few users count, unless it is to keep going.
+    After each release it writes the metrics, then the checkpoint, and then calls `on_round`. So if
+    every round has a checkpoint, a crash loses at most one charged round. A resumed run repeats the
+    rounds since its last checkpoint as new attempts, with new charges. The run waits for room to
+    write. `clock` gives the seconds that time the rounds of a simulation; None in a deployment.
     """
-    plan, output = experiment.plan, experiment.config.output
-    evaluation, best = experiment.evaluation, _Best(folder)
-
-    def at_present() -> Checkpoint:
-        return Checkpoint(state, plan.digest, records.ledger.head)
-
-    def keep() -> None:
-        checkpoint = at_present()
-        with_room(lambda: save_checkpoint(folder.checkpoints, checkpoint, best.checkpoint))
-
+    plan, sampling = experiment.plan, experiment.plan.sampling.event()
+    output, evaluation = experiment.config.output, experiment.evaluation
+    models = _Models(folder, experiment, records)
     _settle(experiment, state, records)
+    folder.forget_end()
+    if keep_going:  # the round that stated the budget is one in the middle now
+        _restate(folder, state.round, records.ledger.epsilon(records.budget))
     observed: tuple[OnRelease, ...] = (auditor.observe,) if auditor else ()
     rounds = train(plan, state, transport, records, experiment.entropy, *observed)
-    latest, figures = None, dict[str, Any]()
-    folder.forget_end()
-    if keep_going:  # what said the budget is a round in the middle now
-        _restate(folder, state.round, records.ledger.epsilon(records.budget))
-    sampling = plan.sampling.event()
     counted = Contributors.of(folder.results()[: state.round], sampling)
-    # How many examples users have is an estimate, which may be far too large.
+    # The number of examples of users is an estimate, which may be far too large.
     watched = plan.sampling.drawn is plan.sampling.unit and not keep_going
     while True:
         if watched and counted.too_few:
@@ -488,52 +477,71 @@ def conduct(
         except StopIteration as end:
             stop = end.value
             break
-        seconds = clock() - began if clock else None
-        result = replace(result, simulation_only_seconds=seconds)
+        result = replace(result, simulation_only_seconds=clock() - began if clock else None)
         if state.round % output.evaluate_every == 0 or state.round == plan.rounds:
-            latest, figures = state, _measured(experiment, state.model)
-            result = replace(result, **figures)
-            best.consider(result, at_present())
+            result = replace(result, **models.measured(state))
+            models.consider(result, state)
         if evaluation and evaluation.due(state.round, last=state.round == plan.rounds):
             result = evaluation.added(result, state.model, records, experiment.entropy)
         with_room(partial(folder.append_metrics, asdict(result)))
         counted = counted.with_round(result, sampling)
         if state.round % output.checkpoint_every == 0:
-            keep()
+            models.keep(state)
         on_round(result)
-    keep()
-    if latest is not state:
-        figures, results = _measured(experiment, state.model), folder.results()
-        best.consider(replace(results[-1], **figures) if results else None, at_present())
+    models.keep(state)
+    if models.last is not state:
+        figures, results = models.measured(state), folder.results()
+        if results:
+            models.consider(replace(results[-1], **figures), state)
     transport.release_resources()
-    return _ended(folder, experiment, stop, state, records, auditor, figures, counted, best)
+    return _ended(folder, experiment, stop, state, records, auditor, counted, models)
 
 
-class _Best:
-    """The best of a run's models, by held-out rows; a resumed run knows it by its checkpoints."""
+class _Models:
+    """The last and the best of a run's models on held-out rows, and their checkpoints.
 
-    def __init__(self, folder: RunFolder) -> None:
+    A resumed run finds its best model among its checkpoints.
+    """
+
+    def __init__(self, folder: RunFolder, experiment: Experiment, records: PrivacyRecords) -> None:
+        self._folder, self._experiment, self._records = folder, experiment, records
+        self.last, self.figures = cast(ServerState | None, None), dict[str, Any]()
         kept = {path.stem: path for path in checkpoints(folder.checkpoints)}
         named = {f"round-{result.round:06d}": result for result in folder.results()}
         self.round = best_round(result for stem, result in named.items() if stem in kept)
-        number = self.round.round if self.round else None
-        path = None if number is None else kept[f"round-{number:06d}"]
+        path = self.round and kept[f"round-{self.round.round:06d}"]
         self.checkpoint = load_checkpoint(path) if path else None
 
-    def consider(self, result: RoundResult | None, checkpoint: Checkpoint) -> None:
-        """Remember a round and its checkpoint if its model is better than all before."""
-        rounds = [r for r in (self.round, result) if r]
-        if result and best_round(rounds) is result:
-            self.round, self.checkpoint = result, checkpoint
+    def _at(self, state: ServerState) -> Checkpoint:
+        return Checkpoint(state, self._experiment.plan.digest, self._records.ledger.head)
 
-    def write(self, folder: RunFolder, experiment: Experiment) -> None:
-        """Write the model, if one was measured; the choice depends on all rounds and costs them."""
+    def keep(self, state: ServerState) -> None:
+        """Write the checkpoint of a state, and the best one."""
+        checkpoint = self._at(state)
+        with_room(lambda: save_checkpoint(self._folder.checkpoints, checkpoint, self.checkpoint))
+
+    def measured(self, state: ServerState) -> dict[str, Any]:
+        """Measure the model of a state, and return its figures."""
+        self.last, self.figures = state, _measured(self._experiment, state.model)
+        return self.figures
+
+    def consider(self, result: RoundResult, state: ServerState) -> None:
+        """Remember a round and its state if its model is better than all before."""
+        rounds = [self.round, result] if self.round else [result]
+        if best_round(rounds) is result:
+            self.round, self.checkpoint = result, self._at(state)
+
+    def write_best(self) -> None:
+        """Write the best model, if one was measured.
+
+        Its ε is that of all rounds, since the choice depends on all of them.
+        """
         if self.round and self.checkpoint:
-            last = folder.results()[-1]
+            last, experiment = self._folder.results()[-1], self._experiment
             stated = replace(self.round, epsilon=last.epsilon, randomness=last.randomness)
             about = [stated], experiment.classes
             model = released_model(experiment.task, self.checkpoint.state, *about)
-            with_room(lambda: write_atomically(folder.best, model))
+            with_room(lambda: write_atomically(self._folder.best, model))
 
 
 def _settle(experiment: Experiment, state: ServerState, records: PrivacyRecords) -> None:
@@ -561,11 +569,11 @@ def _ended(
     state: ServerState,
     records: PrivacyRecords,
     auditor: Auditor | None,
-    figures: Mapping[str, Any],
     counted: Contributors,
-    best: _Best,
+    models: _Models,
 ) -> Run:
     """Write the models and the end of a run into its folder, and return the run."""
+    figures = models.figures
     plan, charged = experiment.plan, records.ledger.epsilon(records.budget)
     early = stop is Stop.TOO_FEW and state.round < plan.rounds
     epsilon, results = records.budget.epsilon if early else charged, folder.results()
@@ -575,7 +583,7 @@ def _ended(
     results = folder.results()
     model = released_model(experiment.task, state, results, experiment.classes)
     with_room(lambda: write_atomically(folder.model, model))
-    best.write(folder, experiment)
+    models.write_best()
     if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):
         with_room(lambda: records.participation.forget_series(plan.run))  # of one that was killed
     # Canaries are in the rounds alone, not in what is asked between them.
@@ -596,8 +604,8 @@ def _ended(
         ledger=folder.charged(experiment.config),
         audit=auditor.conclude(paid_events(of_rounds)) if auditor else None,
         **facts,
-        best=best.round,
-        best_state=best.checkpoint.state if best.checkpoint else None,
+        best=models.round,
+        best_state=models.checkpoint.state if models.checkpoint else None,
         **figures,
     )
 

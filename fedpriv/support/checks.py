@@ -15,7 +15,8 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_origin
 from fedpriv.errors import InvalidValueError, known_names
 
 Name = TypeVar("Name", bound=StrEnum)
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_Result = TypeVar("_Result")
 
 _PLAIN = (int, float, str, bool, NoneType)  # types that need no conversion
 
@@ -36,7 +37,7 @@ def check_types(**values: tuple[object, type | UnionType]) -> None:
             )
 
 
-def checked_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def checked_arguments(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
     """Check arguments by their annotations, as `check_types` does, before a function is called.
 
     It checks no number, as those of NumPy are legal too, and no type of elements.
@@ -44,7 +45,7 @@ def checked_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
     kinds = {p.name: _kind_of(p.annotation) for p in signature(function).parameters.values()}
 
     @wraps(function)
-    def checking(*args: _P.args, **options: _P.kwargs) -> _R:
+    def checking(*args: _P.args, **options: _P.kwargs) -> _Result:
         for name, value in {**dict(zip(kinds, args, strict=False)), **options}.items():
             if (kind := kinds.get(name)) is not None:
                 check_types(**{name: (value, kind)})
