@@ -157,19 +157,9 @@ def on_population(
     population = population_for(method.task, records_of(population, mechanism))
     evaluation, population = _evaluation(config, run, population, method)
     if evaluation is not None:
-        asked, budget = evaluation.events(config.rounds), mechanism.budget
-        spent = [*before, asked]
-        if mechanism.noise_multiplier is None and not budget.admits(spent):
-            raise InvalidValueError(
-                f"the evaluations would bring ε to {format_epsilon(budget.epsilon_of(spent))} at "
-                f"delta {budget.delta} without a round; privacy.epsilon is {budget.epsilon} and "
-                "must be larger, or federated_evaluation.noise_multiplier must be"
-            )
-    if population.succeeds and not Path(config.privacy.ledger or "?").is_file():
-        raise InvalidValueError(
-            f"the population succeeds {population.succeeds!r} and privacy.ledger is "
-            f"{config.privacy.ledger}; it must be the ledger of that population"
-        )
+        spent = [*before, evaluation.events(config.rounds)]
+        _check_evaluations(mechanism, spent)
+    _check_succession(population, config.privacy.ledger)
     engine, name, users = config.engine, population.ledger_name, population.users.population
     few = few_rows(population)
     experiment = build(config, run, name, users, population.test, spent, method, few, origin)
@@ -178,7 +168,7 @@ def on_population(
         kept = f"{experiment.plan.description} held_out={evaluation.asked.held_out}"
         plan = replace(experiment.plan, description=kept)
         experiment = replace(experiment, plan=plan, evaluation=evaluation)
-        check_budget(experiment, [*before, replace(asked, count=1)])
+        check_budget(experiment, [*before, evaluation.events(1)])
     enrolled = digest_of_users(population.users.user_ids)
     # Names that were read from users' labels say that some user has each.
     public = population.classes_given and method.task.targets == "y"
@@ -192,14 +182,13 @@ def on_population(
     k, store = experiment.plan.sampling.event().examples_per_user, population.users
     if k is not None:
         store = in_places(store, k)
+    places = store.population // users  # of each user
     return experiment, InProcessTransport(
         experiment.task,
         store,
         experiment.device,
         chunk_memory_of(engine.chunk_mebibytes, experiment.device),
-        on_dropped=_naming_the_first(
-            population, mechanism.unit, store.population // users, experiment.notes
-        ),
+        on_dropped=_naming_the_first(population, mechanism.unit, places, experiment.notes),
         activations=engine.activations,
         processes=engine.processes,
         path=engine.path,
@@ -267,6 +256,26 @@ def _evaluation(
     evaluation = UserEvaluation(asked, name, users, task, metrics, how)
     evaluation.check(few_rows(population))
     return evaluation, replace(population, users=trained)
+
+
+def _check_succession(population: Population, ledger: str | None) -> None:
+    """Refuse a population that succeeds another without a ledger to go on with."""
+    if population.succeeds and not Path(ledger or "?").is_file():
+        raise InvalidValueError(
+            f"the population succeeds {population.succeeds!r} and privacy.ledger is {ledger}; it "
+            "must be the ledger of that population"
+        )
+
+
+def _check_evaluations(mechanism: Mechanism, spent: Sequence[RoundEvent]) -> None:
+    """Refuse evaluations, which are among the events, if they leave nothing to calibrate to."""
+    budget = mechanism.budget
+    if mechanism.noise_multiplier is None and not budget.admits(spent):
+        raise InvalidValueError(
+            f"the evaluations would bring ε to {format_epsilon(budget.epsilon_of(spent))} at "
+            f"delta {budget.delta} without a round; privacy.epsilon is {budget.epsilon} and "
+            "must be larger, or federated_evaluation.noise_multiplier must be"
+        )
 
 
 def few_rows(population: Population) -> Fields:
@@ -348,12 +357,7 @@ def build(
     mechanism = replace(mechanism, noise=given(strategy))
     mechanism = _calibrated(mechanism, budget, config.rounds, users, spent)
     plan = _plan(config, run, population, users, replace(method, mechanism=mechanism), origin)
-    _ = plan.digest  # what cannot be written down is refused here
-    try:
-        hash(plan.local)  # by which requests are told apart
-    except TypeError as error:
-        kind = type(plan.local).__name__
-        raise InvalidValueError(f"{kind} has a field of an {error}; use tuples") from error
+    _check_described(plan)
     try_out(plan.optimizer, method.task.parameters())
     check_can_be_released(method.task)
     if plan.metrics:
@@ -362,12 +366,6 @@ def build(
         plan = plan.within(budget, spent)
     config = config.with_noise(plan.noise_multiplier, mechanism.noise)
     config = config.model_copy(update={"run": plan.run})
-    callbacks = {
-        path: cast(OnRound, import_function(f"callback {path!r}", path, InvalidValueError))
-        for path in config.callbacks.on_round
-    }
-    trackers = {name: kind() for name, kind in TRACKERS.items() if getattr(config.output, name)}
-    trackers |= {path: _TRACKER.build(path, {}, {}) for path in config.callbacks.trackers}
     return Experiment(
         config=config,
         held_out=rows,
@@ -377,11 +375,23 @@ def build(
         budget=budget,
         entropy=OperatingSystemEntropy() if config.seed is None else SeededEntropy(config.seed),
         device=device,
-        on_round=callbacks,
+        on_round=_callbacks(config),
         personalised=personalised,
-        trackers=trackers,
+        trackers=_trackers(config),
         notes=notes,
     )
+
+
+def _callbacks(config: Config) -> dict[str, OnRound]:
+    return {
+        path: cast(OnRound, import_function(f"callback {path!r}", path, InvalidValueError))
+        for path in config.callbacks.on_round
+    }
+
+
+def _trackers(config: Config) -> dict[str, Tracker]:
+    built_in = {name: kind() for name, kind in TRACKERS.items() if getattr(config.output, name)}
+    return built_in | {path: _TRACKER.build(path, {}, {}) for path in config.callbacks.trackers}
 
 
 def _measured_by(
@@ -440,6 +450,16 @@ def _plan(
         statistics=statistics,
         strategy=mechanism.noise.strategy(sampling.event()),
     )
+
+
+def _check_described(plan: TrainingPlan) -> None:
+    """Refuse a plan that cannot be written down, or whose requests cannot be told apart."""
+    _ = plan.digest
+    try:
+        hash(plan.local)
+    except TypeError as error:
+        kind = type(plan.local).__name__
+        raise InvalidValueError(f"{kind} has a field of an {error}; use tuples") from error
 
 
 def _audited(config: Config, mechanism: Mechanism, sampling: Sampling) -> Sampling:
