@@ -71,9 +71,9 @@ _REFRESH = 0.5  # seconds between looks at the metrics of unfinished runs
 def run_study(file: Path, out: Path | None, workers: int | None, *, stderr: bool = False) -> Path:
     """Run the missing runs of a study, and print how its arms compare.
 
-    Guarantees: no run begins before all arms could be built and calibrated; a finished run is not
-    run again; of a run that was cut short nothing counts; a run that fails does not stop the
-    others; no process is left when this ends, however it ends.
+    Guarantees: no run begins before all arms are built and calibrated; a finished run is not run
+    again; the files of an interrupted run do not count; a run that fails does not stop the others;
+    no process is left when this function ends, even after an error.
     """
     study, console = load_study(file), screen(stderr=stderr)
     folder = out or Path("studies") / study.name
@@ -161,9 +161,9 @@ def compare(
     * personalisation: as of `simulate`, for all arms, which may differ in what is personal.
     * trackers: told of every run, one after another, under its study, arm and seed.
     * out: folder of the study; by default studies/NAME, where `name` is that of the study.
-    * resume: go on with the study in that folder, of which finished runs are not run again. The
-      caller says so that data, code and values are as they were, as far as `study.toml` cannot
-      tell: runs of other settings, layers or weights are refused.
+    * resume: go on with the study in that folder; finished runs are not run again. Runs of other
+      settings, layers or weights are refused. With this argument the caller confirms that data and
+      code, which `study.toml` does not describe, are the same as before.
 
     A FedprivError says which arms do not fit together or differ in privacy.
     """
@@ -246,7 +246,7 @@ class _Methods:
             table = config.model_dump(exclude_none=True, exclude={"name"})
             other = self.arms[first.setdefault(repr(table), arm)]
             same = changes.keys() == other.keys() and all(changes[k] is other[k] for k in changes)
-            if not same:  # it differs in what no table says
+            if not same:  # it differs in values that no table describes
                 table["model"]["options"]["arm"] = arm
             tables[arm] = table
         return tables
@@ -409,8 +409,9 @@ def _run_prepared(
 ) -> RunResult:
     """Run an experiment as a cell of a study; its result is the last file to be written.
 
-    What an interrupted run left is moved aside, as a ledger is never deleted. That gives nothing
-    back that was spent: the same seed draws the same cohorts and noise and releases the same again.
+    The files of an interrupted run are moved aside, since a ledger is never deleted. This refunds
+    nothing: with the same seed, the run draws the same cohorts and noise and makes the same
+    releases again.
     """
     run, plan, config = RunFolder(folder / cell.path), experiment.plan, experiment.config
     if run.path.exists():

@@ -36,7 +36,7 @@ def load_model(source: Path | str, model: nn.Module, *, merge: bool = False) -> 
 
     Everything in the module's state_dict is replaced: parameters, frozen ones too, and buffers. If
     the module has frozen parameters, its frozen values are first compared with those of the run,
-    and a warning says if they differ, as those of another pre-trained base do.
+    and a warning says if they differ, which they do with another pre-trained base.
 
     >>> import tempfile, numpy as np, torch, fedpriv
     >>> x, y = np.eye(4, dtype=np.float32).repeat(50, 0), np.arange(4).repeat(50)

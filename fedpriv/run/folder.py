@@ -51,18 +51,18 @@ class RunFolder:
     path: Path
 
     plan = _File("plan.toml")  # the resolved configuration
-    plan_digest = _File("plan.sha256")  # of the plan it began with; resuming is bound to it
+    plan_digest = _File("plan.sha256")  # of the first plan, with which alone it can be resumed
     ledger = _File("ledger.sqlite")  # unless the run charges a shared one
     metrics = _File("metrics.jsonl")  # one object per release, in the order of release
-    simulation_only = _File("simulation_only.jsonl")  # per round, what no guarantee covers
+    simulation_only = _File("simulation_only.jsonl")  # figures that no guarantee covers
     checkpoints = _File("checkpoints")  # of the server's states
     model = _File("model.safetensors")  # after the last round, also of a run that was stopped
     best = _File("best.safetensors")  # of the models on held-out rows, if there are any
-    measurements = _File("audit.jsonl")  # of an audit: its key, and what it measured of releases
-    audit = _File("audit.json")  # what it found
-    end = _File("run.json")  # how it ended, if it has
-    simulation_only_warnings = _File("simulation_only.json")  # which no guarantee covers
-    sites = _File("sites.json")  # how each node does; says who took part, readable by its owner
+    measurements = _File("audit.jsonl")  # of an audit: its key, and measurements of releases
+    audit = _File("audit.json")  # the result of the audit
+    end = _File("run.json")  # why it ended, and its last figures; absent before the end
+    simulation_only_warnings = _File("simulation_only.json")  # warnings that depend on users' data
+    sites = _File("sites.json")  # states of nodes, which tell who took part: for its owner alone
 
     def charged(self, config: Config) -> Path:
         """Return the ledger that a run with this configuration charges."""
@@ -120,7 +120,7 @@ class RunFolder:
     def results(self) -> list[RoundResult]:
         """Return results of the rounds that led to the newest model, in order.
 
-        A resumed run repeats rounds: what it had released after its checkpoint led nowhere.
+        A resumed run repeats the rounds after its checkpoint, so their first releases are left out.
         """
         led = list[RoundResult]()
         for release in self.releases():
@@ -196,7 +196,7 @@ def data_frame(rows: Sequence[Mapping[str, object]]) -> "pd.DataFrame":
 
 
 def _append(path: Path, row: object, not_finite: Literal["constants", "null", "strings"]) -> None:
-    # Without a buffer, of which a part might be written when the file is closed.
+    # Without a buffer, since closing the file might write a part of it.
     with naming(path), path.open("a+b", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - 1, 0))
@@ -209,7 +209,7 @@ def _append(path: Path, row: object, not_finite: Literal["constants", "null", "s
             if not size:
                 sync(path.parent)
         except OSError:
-            with suppress(OSError):  # what is left is a line that no reader can parse
+            with suppress(OSError):  # readers skip a line that is not whole
                 file.truncate(size)
             raise
 
@@ -219,7 +219,7 @@ def _read(path: Path) -> Iterator[dict[str, object]]:
         return
     with path.open("rb") as lines:
         for line in lines:
-            # A character that is cut short is left out: so a crash may have ended the line.
+            # A crash may have cut the line within a character, which is then left out.
             text, _ = codecs.utf_8_decode(line.removesuffix(b"\n"))
             with suppress(json.JSONDecodeError):
                 yield json.loads(text)

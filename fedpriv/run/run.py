@@ -110,7 +110,7 @@ class RunSetup:
         folder = RunFolder(out or home / run)
         ledger = folder.charged(config)
         if not resume:
-            folder.refuse_run()  # before its charges are taken for too little budget
+            folder.refuse_run()  # before the charges of that run seem to exceed the budget
         resuming = resume and folder.plan.exists()
         if resuming:
             begun = load_config(folder.plan)
@@ -125,7 +125,7 @@ class RunSetup:
                 # Calibrated again the noise would differ, as the ledger has grown since.
                 config = config.with_noise(noise_multiplier)
             if config.engine.path == "auto":
-                # By the clock it could be another now, and results differ by rounding.
+                # Timing might choose another path now, whose results differ by rounding.
                 engine = config.engine.model_copy(update={"path": begun.engine.path})
                 config = config.model_copy(update={"engine": engine})
         return cls(config, run, folder, ledger, resuming, keep_going, start)
@@ -310,12 +310,12 @@ class Run:
     figures: Mapping[str, float] = field(default_factory=dict)  # those of the task, by name
     # If held-out rows have users: `users`, `mean`, `q10`, `q50`, `q90` over them, by figure.
     held_out_users: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    audit: AuditResult | None = None  # what it found in its own releases, if it was asked to
-    # What its owner should know, in a sentence each, with the cure; the first says why the run
-    # ended if `stop` is `Stop.TOO_FEW`. Those that say "simulation only" are not private.
+    audit: AuditResult | None = None  # of its own releases, if it was audited
+    # Notes for its owner, one sentence each, with the cure. The first says why the run ended if
+    # `stop` is `Stop.TOO_FEW`. Notes with the words "simulation only" are not private.
     warnings: tuple[str, ...] = ()
-    # The round of the best model on held-out rows, by accuracy, else by loss, and its state. As the
-    # rows chose the model, its figures there are likely to be better than on others.
+    # The round of the best model on held-out rows, by accuracy, else by loss, and its state. These
+    # rows chose the model, so its figures on other rows are likely to be worse.
     best: RoundResult | None = None
     best_state: ServerState | None = None
 
@@ -366,7 +366,7 @@ class Run:
 Hosted = Callable[[Experiment, PrivacyRecords], Transport]
 """Makes the transport to the users of an experiment, once its records are open."""
 Follow = Callable[[Experiment, int, Callable[[OnRound], Run]], Run]
-"""Shows a run: gets the number of released rounds, and what runs it with an observer."""
+"""Shows a run: gets the number of released rounds, and a function that runs it with an observer."""
 
 
 def _state_after(source: Path, experiment: Experiment) -> ServerState:
@@ -405,7 +405,7 @@ def state_to_start_from(
     """Return the state of the newest checkpoint, or the initial one.
 
     CheckpointError: the checkpoint does not fit the plan and the ledger, or checkpoints are lost,
-    so that an untrained model would replace the run's, or pay again for rounds that it has.
+    so that an untrained model would replace the trained one, or rounds would be charged again.
     """
     plan, output = experiment.plan, experiment.config.output
     if paths := checkpoints(folder.checkpoints):
@@ -424,7 +424,7 @@ def state_to_start_from(
 def _signs_of_checkpoints(
     folder: RunFolder, run: str, records: PrivacyRecords, first: int
 ) -> Iterator[str]:
-    """Yield what shows that a run passed the round of its first checkpoint."""
+    """Yield signs that a run passed the round of its first checkpoint."""
     if folder.model.exists():
         yield f"made {folder.model}"
     for release in folder.releases():
@@ -545,7 +545,7 @@ class _Models:
 
 
 def _settle(experiment: Experiment, state: ServerState, records: PrivacyRecords) -> None:
-    """Charge what a killed run had drawn; a charge beyond the budget is left out."""
+    """Charge the round that a killed run had drawn, unless the budget does not allow it."""
     plan, evaluation = experiment.plan, experiment.evaluation
     drawn = {plan.run: plan.mechanism_at(state.clipping_norms).event}
     if evaluation:
@@ -556,7 +556,7 @@ def _settle(experiment: Experiment, state: ServerState, records: PrivacyRecords)
 
 
 def _restate(folder: RunFolder, number: int, epsilon: float) -> None:
-    """Write the result of a round once more if its run costs another ε by now."""
+    """Write the result of a round again if the ε of its run has changed since."""
     for result in folder.results():
         if result.round == number and result.epsilon != epsilon:
             with_room(partial(folder.append_metrics, asdict(replace(result, epsilon=epsilon))))
@@ -577,7 +577,7 @@ def _ended(
     plan, charged = experiment.plan, records.ledger.epsilon(records.budget)
     early = stop is Stop.TOO_FEW and state.round < plan.rounds
     epsilon, results = records.budget.epsilon if early else charged, folder.results()
-    # Later rounds may have led nowhere, where a resumed run could repeat none of them.
+    # Releases after a checkpoint led nowhere if the resumed run could repeat none of them.
     if stop is Stop.TOO_FEW or (results and results[-1].round > state.round):
         _restate(folder, state.round, epsilon)
     results = folder.results()
@@ -585,8 +585,8 @@ def _ended(
     with_room(lambda: write_atomically(folder.model, model))
     models.write_best()
     if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):
-        with_room(lambda: records.participation.forget_series(plan.run))  # of one that was killed
-    # Canaries are in the rounds alone, not in what is asked between them.
+        with_room(lambda: records.participation.forget_series(plan.run))  # of a killed run
+    # Canaries take part in rounds, not in the queries between them.
     of_rounds = (row for row in records.ledger.charges() if row.run == plan.run)
     facts: dict[str, Any] = {
         "stop": stop,
@@ -662,7 +662,7 @@ def opened(setup: RunSetup, experiment: Experiment) -> Iterator[tuple[PrivacyRec
         # After ledger and record were created: a run that is resumed without them has lost them.
         setup.write_plan(experiment)
         state = state_to_start_from(folder, experiment, records)
-        folder.results()  # what is damaged is refused before users are asked
+        folder.results()  # damaged metrics are refused before users are asked
         setup.write_budget(experiment)  # after the ledger was found to be the run's
         yield records, state
 

@@ -78,8 +78,8 @@ def simulate(
 ) -> Run:
     """Train a model on a population, under differential privacy for each user, or another unit.
 
-    Progress is shown in a terminal and in a notebook alike. An interrupt leaves a run that goes on
-    with `resume=True` and the same arguments; what was released before stays charged.
+    Terminals and notebooks show the progress. An interrupted run continues with `resume=True` and
+    the same arguments; earlier releases stay charged.
 
     >>> import tempfile, numpy as np, torch, fedpriv
     >>> x, y = np.eye(4, dtype=np.float32).repeat(50, 0), np.arange(4).repeat(50)
@@ -108,12 +108,12 @@ def simulate(
       Its queries are charged too; a calibrated mechanism is calibrated again to what is left.
     * personalisation: held-out users make released models their own before they measure them, and
       so do users in a federated evaluation.
-    * audit: canaries beside the users, and what the run's own releases say of ε; see `Run.audit`.
+    * audit: adds invented users, and bounds ε from below by the run's own releases: `Run.audit`.
     * rounds: T; by default what the mechanism was calibrated for.
     * out: folder of the run; by default a new one under runs/.
     * resume: go on with the run in `out`, or start it if there is none.
-    * keep_going: go on though too few users count, which otherwise refuses the run before its first
-      round, or ends it once noised counts of contributors say so; see `Run.warnings`.
+    * keep_going: go on though too few users count. Otherwise the run is refused before its first
+      round, or ends once noised counts of contributors say so; see `Run.warnings`.
     * start: folder of a run whose model this one goes on from, with the state of the server's
       optimiser if it is of the same class. Its ledger is charged too, and a calibrated mechanism is
       calibrated again to what is left there of its ε.

@@ -1,8 +1,9 @@
 """Search settings: on public or synthetic users free of charge, or on the users at a price.
 
 On public users Optuna searches, and learns from trial to trial. On the enrolled users the search is
-one event of their ledger (`Selection`): a random, secret number of trials, whose settings are drawn
-independently, and of which only the best leaves this module. See `fedpriv.accounting.selection`.
+one event of their ledger (`Selection`): it draws a random, secret number of trials and the settings
+of each independently, and only the best trial leaves this module. See
+`fedpriv.accounting.selection`.
 """
 
 import itertools
@@ -105,14 +106,14 @@ DEFAULT_SPACE: Mapping[str, Candidates] = {
     _Q: [0.1, 0.3, 0.6],
     _ROUNDS: [50, 100, 200],
 }
-# What a trial may not change, but for q: who trains, what is measured, and what it may cost.
+# Sections that a trial may not change, except for q: they decide users, measures and the budget.
 _FIXED = (
     "data", "engine", "name", "output", "run", "seed", "tune", "federation", "callbacks", "privacy",
 )  # fmt: skip
 _PRIVATE = "private:"
-_MARGIN = 1.0 - 2.0**-30  # of noise multipliers: what rounding may take from them
+_MARGIN = 1.0 - 2.0**-30  # a factor of noise multipliers that covers their rounding
 _UNLIMITED = PrivacyBudget(math.inf, 0.5, lambda _events, _delta: math.inf)
-_HOME = Path("tuning")  # of folders without a name
+_HOME = Path("tuning")  # of folders that the caller does not name
 _log = logging.getLogger(__name__)
 
 
@@ -126,13 +127,13 @@ class Tried:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The result of a search. On users it is all that the search releases."""
+    """The result of a search; a search on users releases nothing else."""
 
     folder: Path  # of experiment.toml; with a model and the ledger's charge if it was on users
-    settings: Settings  # the best ones; empty if there was no trial that ended
+    settings: Settings  # the best ones; empty if no trial ended
     score: float | None  # of the objective, with the best settings
     tried: tuple[Tried, ...] = ()  # every trial, on public users alone
-    # That all charges of the ledger cost, this search among them; 0 on public users.
+    # The cost of all charges of the ledger, including this search; 0 on public users.
     epsilon: float = 0.0
     arguments: Mapping[str, Any] = field(default_factory=dict)  # for `simulate`, from `tune` alone
 
@@ -428,7 +429,7 @@ class _Search:
             return Tuning(setup.folder.path, {}, None, epsilon=price)
         run, folder = f"{setup.run}-tune", self._make_folder()
         with self._charged(run, event, budget, first) as (charge, price, randomness):
-            self._say("charged; searching, without a word until it ends")
+            self._say("charged; the search prints nothing until it ends")
             best = self._best_of(kinds, score, sign)
         if best is None:
             self._say("no trial ended; the charge stays, and nothing is released")
@@ -486,7 +487,7 @@ class _Search:
         """Charge the search; yield the charge's hash and the ε of the ledger, which stays open."""
         files = self.setup.ledger, record_path(self.setup.ledger)
         with PrivacyRecords.open(*files, first.plan.population, budget) as records:
-            # Who is in any trial stays secret; all may be.
+            # The cohorts of trials stay secret; any user may be in one.
             users, attempt = first.plan.sampling.population, records.next_attempt(run, 1)
             record = records.participation.record
             commitment = with_room(lambda: record(run, 1, attempt, np.arange(users)))
@@ -532,8 +533,8 @@ class _Search:
     ) -> tuple[Settings, float, Task, ServerState, RoundResult] | None:
         """Return the best of a random number of independent trials; the first of equal scores.
 
-        Trials are alike, so which of equals is first says nothing. What fails counts as worst: it
-        may have failed because of somebody's data.
+        Trials are identically distributed, so their order reveals nothing. A trial that fails
+        counts as the worst, since a user's data may be the reason.
         """
         seed, best = self.setup.config.seed, None
         secret = random.SystemRandom() if seed is None else random.Random(seed)
@@ -547,10 +548,10 @@ class _Search:
                     noise = kind.noise_multiplier / _MARGIN
                     experiment, transport = self.prepare(settings, noise, f"trial-{number}")
                     _check_kind(experiment, kind)
-                    # A full disk says nothing of users, and must not be taken for a bad trial.
+                    # A full disk is no reason to count a trial as the worst.
                     state, result = with_room(partial(_trained, experiment, transport))
                     value = score(state, result)
-                except Exception:  # no word of it may leave
+                except Exception:  # its message may hold users' data
                     continue
                 if best is None or sign * value > sign * best[1]:
                     best = settings, value, experiment.task, state, result
@@ -567,9 +568,9 @@ class _Search:
             f"trial alone would cost {format_epsilon(dearest)}."
         )
         self._say(
-            f"How many trials there are is random ({law}, {self.section.trials} on average) and "
-            "stays secret, as does every trial but the best. How long the search takes says "
-            "something of it: do not publish when it began and ended."
+            f"The number of trials is random ({law}, {self.section.trials} on average) and stays "
+            "secret, like every trial except the best. The search takes longer with more trials, "
+            "so do not publish when it began and ended."
         )
         if self.setup.config.seed is not None:
             warning = (
@@ -654,7 +655,7 @@ def _check_kind(experiment: Experiment, kind: Trial) -> None:
     priced = kind.sampling_probability, kind.rounds
     sampled = event.sampling.policy is SamplingPolicy.POISSON
     if not sampled or kept != priced or not event.noise_multiplier >= kind.noise_multiplier:
-        raise InvalidValueError("a trial differs from what was charged")
+        raise InvalidValueError("a trial differs from the charged ones")
 
 
 @contextmanager
@@ -699,7 +700,7 @@ def _values_of(key: str, values: object) -> object:
 
 
 def _check_writable(key: str, value: object) -> None:
-    """Refuse a value that the files of a search cannot hold, since the result would be lost."""
+    """Refuse a value that the files of a search cannot hold, since its result would be lost."""
     table = plain({key: value})
     try:
         json.dumps(table)
