@@ -359,13 +359,6 @@ def test_the_summary_of_the_trade_off_is_that_of_the_best_test(drawn: Path) -> N
         assert truth <= power <= truth + 2e-3
 
 
-@pytest.fixture
-def few_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Curves of δ by ε, which take seconds, have their ends only."""
-    monkeypatch.setattr("fedpriv.report.guarantee._DELTAS", 2)
-
-
-@pytest.mark.usefixtures("few_deltas")
 def test_the_trade_off_of_sampled_rounds_is_above_a_real_test(folder: Path, tmp_path: Path) -> None:
     printed("curves", folder / "odd.sqlite", "--out", tmp_path, "--format", "svg")
     assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".csv", ".json"}
@@ -390,7 +383,6 @@ def test_the_trade_off_of_sampled_rounds_is_above_a_real_test(folder: Path, tmp_
     assert np.max(beta - proven) < 0.05
 
 
-@pytest.mark.usefixtures("few_deltas")
 def test_bad_curves_are_refused(folder: Path, tmp_path: Path) -> None:
     full = folder / "full.sqlite"
     assert "has no charge" in refused("curves", folder / "empty.sqlite", "--out", tmp_path / "x")
