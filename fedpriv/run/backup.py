@@ -32,9 +32,9 @@ class _Pair:
 def back_up(ledger: Path, to: Path) -> Head:
     """Copy a ledger, and the record next to it, to new files, and return the head of the copy.
 
-    Both may be in use: the copied record has the cohorts of exactly the copied charges. The copy
-    has no key of a series of rounds that is under way, so a run that continues from it never draws
-    the noise of the original again.
+    Both may be in use: the copied record has the cohort of every copied charge, and knows no later
+    charge. The copy has no key of a series of rounds that is under way, so a run that continues
+    from it never draws the noise of the original again.
     """
     for path in (to, record_path(to)):
         if path.exists():

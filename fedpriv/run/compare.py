@@ -268,7 +268,7 @@ def _complete(
     """Run the missing runs of a study, show progress, and print how its arms compare.
 
     Results of finished runs are written even after an error or an interrupt. What `start` returns
-    yields each run that ended, and None now and then.
+    yields each run that ended, and None from time to time.
     """
     if holds_results_alone(folder):
         raise InvalidValueError(
@@ -504,7 +504,7 @@ def _in_processes(
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Yield processes that are ended if the block raises or this process dies."""
+    """Yield a pool whose processes end if the block raises or this process dies."""
     context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads and locks
     with ProcessPoolExecutor(workers, context, _begin) as pool:
         try:

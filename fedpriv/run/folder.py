@@ -1,4 +1,4 @@
-"""The folder of a run: where each file lies, and reading it back with its ledger verified."""
+"""The folder of a run: its files, and functions that read them and verify the ledger."""
 
 import codecs
 import fcntl

@@ -122,7 +122,7 @@ class RunSetup:
                 )
             run = begun.run
             if config.privacy.noise_multiplier is None:
-                # Calibrated again the noise would differ, as the ledger has grown since.
+                # A new calibration would find other noise, since the ledger has grown.
                 config = config.with_noise(noise_multiplier)
             if config.engine.path == "auto":
                 # Timing might choose another path now, whose results differ by rounding.
@@ -152,7 +152,7 @@ class RunSetup:
     def on_nodes(
         self, section: FederationSection, population: str, user_ids: Sequence[str]
     ) -> Experiment:
-        """Return the experiment on a population whose users, by position, are at nodes."""
+        """Return the experiment on a population of users at nodes, with these ids by position."""
         self.refuse_true_figures("on nodes")
         if self.config.training().max_examples is None:
             raise InvalidValueError(
@@ -242,7 +242,7 @@ def _charging_for(start: Path, config: Config) -> Config:
 
 
 def _differences(begun: Config, now: Config) -> list[str]:
-    """Return differences of two experiments in what a resumed run must not change."""
+    """Return differences of two experiments in settings that a resumed run must not change."""
     old, new = (
         flattened(config.model_dump(exclude=set(_MAY_CHANGE), exclude_none=True))
         for config in (begun, now)
@@ -293,15 +293,15 @@ class Run:
     """A run that has ended; everything in it is also in its folder.
 
     Accuracy, mean loss and figures are those of the last model on the held-out rows, if there are
-    any. They are no private statements, and the guarantee does not cover the rows.
+    any. They are not private releases, and the guarantee does not cover these rows.
     """
 
     folder: Path  # of plan, ledger, metrics, checkpoints and model
     task: Task
     stop: Stop  # why it ended
-    state: ServerState  # at the end, all of it released
-    # Of all charges of the ledger at the end, with `delta`; the budget, where the run ended early
-    # because of what it released, as the charges are no bound then.
+    state: ServerState  # at the end; all of it was released
+    # The cost of all charges of the ledger at the end, at `delta`. It is the budget if the run
+    # ended early because of its releases, since the charges are no bound then.
     epsilon: float
     delta: float  # that of the budget
     ledger: Path  # which other runs may have charged too
@@ -545,7 +545,7 @@ class _Models:
 
 
 def _settle(experiment: Experiment, state: ServerState, records: PrivacyRecords) -> None:
-    """Charge the round that a killed run had drawn, unless the budget does not allow it."""
+    """Charge the round and the query that a killed run had drawn, if the budget allows each."""
     plan, evaluation = experiment.plan, experiment.evaluation
     drawn = {plan.run: plan.mechanism_at(state.clipping_norms).event}
     if evaluation:

@@ -147,7 +147,7 @@ class _Figures(ProgressColumn):
     """The figures of a line, as many of the first as leave room for a bar."""
 
     def __init__(self, console: Console) -> None:
-        super().__init__(Cells())  # which shrinks, as its text is cut
+        super().__init__(Cells())  # which may shrink, since its text can be cut
         self._console = console
 
     def render(self, task: Line) -> Text:

@@ -129,7 +129,7 @@ class Tried:
 class Tuning:
     """The result of a search; a search on users releases nothing else."""
 
-    folder: Path  # of experiment.toml; with a model and the ledger's charge if it was on users
+    folder: Path  # of experiment.toml; after a search on users also of the model and the ledger
     settings: Settings  # the best ones; empty if no trial ended
     score: float | None  # of the objective, with the best settings
     tried: tuple[Tried, ...] = ()  # every trial, on public users alone
@@ -262,7 +262,7 @@ def tune_file(
     table = read_experiment(file)
     for assignment in assignments:
         assign(table, assignment)
-    table = with_defaults(table)  # before a trial's own norm decides what goes with it
+    table = with_defaults(table)  # before the norm of a trial changes other defaults
     source = f"{file} with --set" if assignments else str(file)
     config = parse_config(table, source)
     reasons = {
@@ -484,7 +484,7 @@ class _Search:
     def _charged(
         self, run: str, event: RoundEvent, budget: PrivacyBudget, first: Experiment
     ) -> Iterator[tuple[str, float, Randomness]]:
-        """Charge the search; yield the charge's hash and the ε of the ledger, which stays open."""
+        """Charge the search, and yield the charge's hash and the ledger's ε and randomness."""
         files = self.setup.ledger, record_path(self.setup.ledger)
         with PrivacyRecords.open(*files, first.plan.population, budget) as records:
             # The cohorts of trials stay secret; any user may be in one.
@@ -500,7 +500,7 @@ class _Search:
     def _event(self, spent: Sequence[RoundEvent]) -> tuple[RoundEvent, Mapping[Any, Trial]]:
         """Return the search as an event, and the trials by their q and rounds.
 
-        The noise of all kinds of trials is scaled alike, to the least for which the search fits.
+        One factor scales the noise of all kinds of trials, to the least that fits the budget.
         """
         privacy, alone = self.setup.config.privacy, dict[tuple[Any, ...], Trial]()
         for chosen in itertools.product(*(cast(list[Any], self.space[k]) for k in self.priced)):
@@ -748,7 +748,7 @@ def _at(table: Any, key: str) -> Any:
 
 
 def _parts(method: Method) -> dict[str, Any]:
-    """Return the values that have the fields of keys, by all words of a key but the last."""
+    """Return the values whose fields keys name, by the part of a key before its last dot."""
     mechanism = method.mechanism
     return {
         "": mechanism, "local": method.local, "clipping": mechanism.clipping,
