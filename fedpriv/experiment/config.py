@@ -168,11 +168,7 @@ def _sentence(table: Any, error: ErrorDetails) -> str:
         case _:
             limit = re.sub("^(Input|Value|String) should", "it must", error["msg"])
             limit = f"{limit[0].lower()}{limit[1:]}"
-    return f"{where} is {_shown(value)}; {limit}"
-
-
-def _shown(value: object) -> str:
-    return "absent" if value is None else repr(value)
+    return f"{where} is {'absent' if value is None else repr(value)}; {limit}"
 
 
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]

@@ -31,9 +31,7 @@ from fedpriv.experiment.build import (
     SharedRoads,
     check_measured,
     on_population,
-    refuse_if_few_count,
     settings_of,
-    settled,
 )
 from fedpriv.experiment.config import DataSection, method_left_out
 from fedpriv.experiment.mechanism import Mechanism
@@ -42,7 +40,7 @@ from fedpriv.report.study_page import print_study, results_json
 from fedpriv.report.tables import screen
 from fedpriv.run.folder import RunFolder, data_frame, held, write_charts, write_report
 from fedpriv.run.run import Run, RunSetup
-from fedpriv.run.simulate import ObservedTransport
+from fedpriv.run.simulate import in_process
 from fedpriv.run.terminal import displayed, execute, warn_of_delta
 from fedpriv.studies import Arm, ArmSummary, Cell, ReadStudy, RunResult, Study, Target, read_study
 from fedpriv.studies.results import (
@@ -413,24 +411,16 @@ def _run_prepared(
     nothing: with the same seed, the run draws the same cohorts and noise and makes the same
     releases again.
     """
-    run, plan, config = RunFolder(folder / cell.path), experiment.plan, experiment.config
+    run, config, console = RunFolder(folder / cell.path), experiment.config, Console(quiet=True)
     if run.path.exists():
         names = (run.path.with_name(f"{run.path.name}.cut-{n}") for n in itertools.count(1))
         run.path.rename(next(name for name in names if not name.exists()))
-    experiment, _ = settled(experiment, transport)
-    refuse_if_few_count(experiment, transport)
-    config = experiment.config
-    output = config.output.model_copy(update={"checkpoint_every": config.rounds})
-    experiment = replace(experiment, config=config.model_copy(update={"output": output}))
-    observed = ObservedTransport(transport, plan, run.append_simulation_only)
-    outcome = execute(
-        RunSetup(experiment.config, plan.run, run, run.ledger, resuming=False),
-        experiment,
-        lambda _experiment, _records: observed,
-        Console(quiet=True),
-        lambda _experiment, _first, rounds: rounds(lambda _result: None),
-    )
-    result = _result(study, cell, experiment, outcome, run)
+    changes = {"checkpoint_every": config.rounds, "simulation_only": True}
+    config = config.model_copy(update={"output": config.output.model_copy(update=changes)})
+    setup = RunSetup(config, experiment.plan.run, run, run.ledger, resuming=False)
+    prepared = in_process(setup, replace(experiment, config=config), transport, console)
+    outcome = execute(setup, *prepared, console)
+    result = _result(study, cell, prepared[0], outcome, run)
     write_atomically(run.path / RESULT, results_text([result]).encode())
     return result
 

@@ -156,7 +156,7 @@ def simulate(
     spent = setup.spent if federated_evaluation or start else ()
     experiment, transport = on_population(setup.config, setup.run, population, spent, method)
     experiment = replace(experiment, on_round=callbacks, trackers=followers)
-    return execute(setup, *_in_process(setup, experiment, transport, console), console)
+    return execute(setup, *in_process(setup, experiment, transport, console), console)
 
 
 def run_simulation(
@@ -179,10 +179,10 @@ def run_simulation(
     config, population = setup.config, population_of(setup.config)
     console = screen(stderr=stderr)
     experiment, transport = on_population(config, setup.run, population, setup.spent)
-    return execute(setup, *_in_process(setup, experiment, transport, console), console)
+    return execute(setup, *in_process(setup, experiment, transport, console), console)
 
 
-def _in_process(
+def in_process(
     setup: RunSetup, experiment: Experiment, transport: InProcessTransport, console: Console
 ) -> tuple[Experiment, Hosted]:
     """Return the experiment with the path that its users take, and the transport to them here."""
