@@ -12,13 +12,13 @@ import grpc
 from rich.table import Table
 from safetensors import SafetensorError, deserialize, safe_open
 
-from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.clients.connection import FederationStub, Identity
 from fedpriv.errors import InvalidValueError, UnreachableError, WireError
 from fedpriv.ledger.events import Randomness
 from fedpriv.report.records import SiteRecord, Trouble
-from fedpriv.report.tables import Column, format_epsilon_low, number, print_table, screen
+from fedpriv.report.tables import Column, json_text, print_table, screen
 from fedpriv.report.tables import Table as Rows
+from fedpriv.support.checks import epsilon_down, epsilon_up
 from fedpriv.support.disk import write_atomically, writing
 from fedpriv.support.logs import expiry, one_line
 from fedpriv.wire.codec import MAX_NAME
@@ -45,17 +45,15 @@ def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
     """
     status = asyncio.run(_ask(server, identity, FederationStub.status, _PATIENCE_SECONDS))
     if as_json:
-        spent, limit = number(status.epsilon), number(status.epsilon_limit)
-        fields = vars(status) | {"epsilon": spent, "epsilon_limit": limit}
-        print(json.dumps(fields, indent=2, allow_nan=False))  # noqa: T201
+        print(json_text(vars(status)), end="")  # noqa: T201
         return
     left = "no limit"
     if not math.isinf(limit := status.epsilon_limit):
-        left = f"{format_epsilon_low(limit - status.epsilon) or '0.000'} of {limit:g}"
+        left = f"{epsilon_down(limit - status.epsilon)} of {epsilon_down(limit)}"
     table = Table(title=one_line(status.run), show_header=False)
     table.add_row("state", str(status.state))
     table.add_row("round", f"{status.round} of {status.rounds}")
-    table.add_row("ε spent", f"{format_epsilon(status.epsilon)} at δ = {status.delta}")
+    table.add_row("ε spent", f"{epsilon_up(status.epsilon)} at δ = {status.delta}")
     table.add_row("ε left", left)
     table.add_row("nodes connected", f"{status.nodes_connected} of {status.nodes_enrolled}")
     table.add_row("users enrolled", str(status.users_enrolled))
@@ -87,7 +85,7 @@ def save_model(server: str, identity: Identity, out: Path) -> None:
         raise WireError(f"what {server} sends is not a model with its round and ε") from error
     with writing(out):
         write_atomically(out, data)
-    name, spent = one_line(run), f"ε = {format_epsilon(epsilon)} at δ = {delta}"
+    name, spent = one_line(run), f"ε = {epsilon_up(epsilon)} at δ = {delta}"
     if randomness is Randomness.SEEDED:
         spent += f", {randomness}"
     print(f"{out}: run {name}, round {rounds[0]} of {rounds[1]}, {spent}")  # noqa: T201

@@ -8,6 +8,7 @@ import io
 import re
 import sys
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
@@ -145,17 +146,27 @@ def verify(
 def export(
     ledger: LedgerPath,
     out: Annotated[Path | None, _option("new file to write", default="the terminal")] = None,
+    form: Annotated[
+        Literal["json-lines", "dp-accounting"],
+        _option("charges that anyone can check, or Python that computes ε", "--as"),
+    ] = "json-lines",
 ) -> None:
-    """Write a ledger as JSON lines, which anyone can check; they do not tell who took part."""
+    """Write a ledger for other programs; it does not tell who took part."""
     from fedpriv.ledger.ledger import Ledger
 
-    with Ledger.open(ledger) as opened:
-        if out is None:
-            opened.export(sys.stdout)
-            return
-        if out.exists():  # such as the ledger itself
-            raise InvalidValueError(f"{out} exists already; it is not overwritten")
-        opened.export(text := io.StringIO())
+    text = io.StringIO()
+    if form == "dp-accounting":
+        from fedpriv.report.tables import write_dp_events
+
+        write_dp_events(ledger, text)
+    else:
+        with Ledger.open(ledger) as opened:
+            opened.export(text)
+    if out is None:
+        typer.echo(text.getvalue(), nl=False)
+        return
+    if out.exists():  # such as the ledger itself
+        raise InvalidValueError(f"{out} exists already; it is not overwritten")
     with writing(out):
         write_atomically(out, text.getvalue().encode())
 
@@ -331,8 +342,11 @@ def epsilon(
 
 @app.command(rich_help_panel=_PRICE)
 def calibrate(
-    delta: Annotated[float, _option("δ of the privacy budget")],
+    delta: Annotated[float, _option("δ of the privacy budget, or of the ε printed")],
     epsilon: Annotated[float | None, _option("ε of the privacy budget")] = None,
+    advantage: Annotated[
+        float | None, _option("budget instead of ε: largest true minus false positive rate")
+    ] = None,
     same_as: Annotated[
         str | None, _option("accountant: its ε of the noise given is the budget")
     ] = None,
@@ -342,10 +356,7 @@ def calibrate(
     policy: Annotated[_Policy, _option("how users are sampled")] = "poisson",
     relation: Annotated[
         Literal["add-or-remove-one", "replace-one"] | None,
-        typer.Option(
-            help="neighbours; if left out, replace-one for fixed-size, else add-or-remove-one",
-            show_default=False,
-        ),
+        _option("neighbours", default="replace-one for fixed-size, else add-or-remove-one"),
     ] = None,
     population: Annotated[int | None, _option("N, for fixed-size sampling")] = None,
     accountant: Annotated[str, _option("name of an accountant")] = "tight",
@@ -355,31 +366,39 @@ def calibrate(
 
     If all three are given, compute the share of every round that one more sum query may have.
     With --same-as instead of --epsilon, compute the smaller noise that spends the ε which that
-    accountant reports.
+    accountant reports. With --advantage, the budget limits how much better than by guessing anyone
+    can tell who took part.
     """
-    if epsilon is None and same_as is None:
-        raise InvalidValueError("--epsilon is absent; it or --same-as must be given")
+    budgets = {"--epsilon": epsilon, "--advantage": advantage, "--same-as": same_as}
+    given = [f"{name} {value}" for name, value in budgets.items() if value is not None]
+    if len(given) != 1:
+        problem = f"the budget is {' and '.join(given) or 'absent'}"
+        raise InvalidValueError(f"{problem}; it must be one of {', '.join(budgets)}")
     from fedpriv.accounting.calibration import plan_within
+    from fedpriv.accounting.risks import plan_of_advantage
     from fedpriv.ledger.events import NeighbouringRelation, SamplingPolicy
     from fedpriv.report import tables
 
     other = "replace-one" if policy == "fixed-size" else "add-or-remove-one"
-    found = plan_within(
-        epsilon,
-        delta,
-        rounds,
-        sampling_probability,
-        noise_multiplier,
-        SamplingPolicy(policy),
-        NeighbouringRelation(relation or other),
-        population,
+    find = partial(
+        plan_within,
+        rounds=rounds,
+        sampling_probability=sampling_probability,
+        noise_multiplier=noise_multiplier,
+        policy=SamplingPolicy(policy),
+        relation=NeighbouringRelation(relation or other),
+        population=population,
         accountant=accountant,
         same_as=same_as,
     )
-    if as_json:
-        tables.write_plan(found, sys.stdout)
+    if advantage is None:
+        found = find(epsilon, delta)
     else:
-        tables.print_plan(found)
+        found = plan_of_advantage(advantage, delta, find, accountant)
+    if as_json:
+        tables.write_plan(found, advantage, sys.stdout)
+    else:
+        tables.print_plan(found, advantage)
 
 
 @app.command(rich_help_panel=_PRICE)
@@ -387,15 +406,14 @@ def curves(
     ledger: ReadLedgerPath,
     out: Annotated[Path, _option("folder to write to")],
     delta: Delta = None,
-    suffix: Annotated[Literal["png", "svg"], _option("of the charts", "--format")] = "png",
 ) -> None:
-    """Draw ε by rounds and the errors of a test for one user; also write CSV and JSON."""
+    """Draw ε by rounds and the errors of a test for one user: PNG, SVG, CSV and JSON."""
     from fedpriv.accounting.pricing import default_delta, read_ledger
     from fedpriv.report.guarantee import write_curves
 
     content = read_ledger(ledger)
     delta = default_delta([content]) if delta is None else delta
-    for file in write_curves(content, delta, out, suffix):
+    for file in write_curves(content, delta, out):
         typer.echo(file)
 
 

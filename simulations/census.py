@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from fedpriv.accounting import ACCOUNTANTS, calibrate_noise_multiplier
-from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.analytics import Answers, Histogram, Mean, Quantiles, Survey, ask
 from fedpriv.data import UserStore
 from fedpriv.errors import FedprivError
 from fedpriv.ledger import PrivacyBudget
 from fedpriv.privacy import OperatingSystemEntropy, PoissonSampling
 from fedpriv.privacy.round import PrivacyRecords
+from fedpriv.support.checks import epsilon_up
 from simulations.datasets.files import read_csv
 from simulations.datasets.people import CENSUS_FILE, find_census
 
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> None:
     console.print(table(answers, users))
     console.print(
         f"{users.population:,} people, each asked with probability {q:g}; z = {z:.4f}. The ledger "
-        f"says ε = {format_epsilon(spent)} at δ = {delta:g}, for all that is released together "
+        f"says ε = {epsilon_up(spent)} at δ = {delta:g}, for all that is released together "
         f"(charge {answers.charge_hash[:12]}).\nQuantiles are thresholds: every year of age, every "
         "$2,000 of income.\nThe column 'truth' is not private: it exists only because this is a "
         "study of public data."

@@ -339,7 +339,7 @@ def test_a_large_delta_is_warned_about(tmp_path: Path) -> None:
         "simulate", DIGITS, *SHORT, "--set", "privacy.delta=0.01", "--out", tmp_path / "run"
     )
     assert done.returncode == 0
-    assert "warning: δ is 0.01; it should be below 1/N = 0.00348" in done.stdout
+    assert "warning: δ is 0.01 for 287 users: " in done.stdout
 
 
 def test_no_privacy_has_to_be_asked_for_and_is_infinite(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from scipy.stats import norm
 from fedpriv.accounting.accountants import ACCOUNTANTS, Bound
 from fedpriv.accounting.accountants import delta as delta_of
 from fedpriv.accounting.accountants import epsilon as epsilon_of
+from fedpriv.accounting.fdp import trade_off
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.ledger.events import (
     NeighbouringRelation,
@@ -203,11 +204,11 @@ def test_json_is_one_object_with_the_same_numbers(folder: Path) -> None:
             "charges": 3,
             "head": ledger.head.hash,
         }
-    assert found["runs"] == [
-        {"ledger": str(a), "run": "first", "rounds": 5},
-        {"ledger": str(a), "run": "second", "rounds": 2},
-        {"ledger": str(b), "run": "third", "rounds": 3},
-    ]
+    counts = {(row["ledger"], row["run"]): row["rounds"] for row in found["rows"] if row["run"]}
+    assert counts == {(str(a), "first"): 5, (str(a), "second"): 2, (str(b), "third"): 3}
+    everything = trade_off([ONE] * 6 + [TWO] * 4)
+    assert found["risks"]["advantage"] == everything.advantage
+    assert found["risks"]["power"]["0.01"] == float(everything.power(0.01))
     totals = [row for row in found["rows"] if row["ledger"] is None]
     assert [row["accountant"] for row in totals] == list(ACCOUNTANTS)
     for row in totals:
@@ -308,7 +309,7 @@ def drawn(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert text.split() == [
         str(out / f"{name}.{suffix}")
         for name in ("epsilon_by_rounds", "trade_off")
-        for suffix in ("png", "csv")
+        for suffix in ("png", "svg", "csv")
     ] + [str(out / "trade_off.json")]
     for figure in out.glob("*.png"):
         assert figure.read_bytes().startswith(b"\x89PNG")
@@ -347,10 +348,10 @@ def test_the_trade_off_is_proven_and_near_the_truth(drawn: Path) -> None:
 
 def test_the_summary_of_the_trade_off_is_that_of_the_best_test(drawn: Path) -> None:
     found = json.loads((drawn / "trade_off.json").read_text(encoding="utf-8"))
-    named = {name: found[name] for name in ("accountant", "bound", "relation", "mu_is")}
+    named = {name: found[name] for name in ("accountant", "bound", "relation")}
     relation = "add-or-remove-one"
-    kinds = {"accountant": "tight", "bound": "interval", "relation": relation, "mu_is": "μ-GDP"}
-    assert named == kinds
+    assert named == {"accountant": "tight", "bound": "interval", "relation": relation}
+    assert (found["slack"], found["regret"]) == (0.0, 0.0)
     assert found["mu"] == pytest.approx(0.5, rel=1e-12)
     assert found["advantage"] == pytest.approx(2 * norm.cdf(0.25) - 1, rel=1e-9)
     assert set(found["power"]) == {"0.001", "0.01", "0.05", "0.1"}
@@ -360,11 +361,11 @@ def test_the_summary_of_the_trade_off_is_that_of_the_best_test(drawn: Path) -> N
 
 
 def test_the_trade_off_of_sampled_rounds_is_above_a_real_test(folder: Path, tmp_path: Path) -> None:
-    printed("curves", folder / "odd.sqlite", "--out", tmp_path, "--format", "svg")
-    assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".csv", ".json"}
+    printed("curves", folder / "odd.sqlite", "--out", tmp_path)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".svg", ".csv", ".json"}
     found = json.loads((tmp_path / "trade_off.json").read_text(encoding="utf-8"))
-    assert found["mu_is"] == "estimate"
-    assert found["mu"] == pytest.approx(0.2 * math.sqrt(3 * math.expm1(1 / 9)), rel=1e-9)
+    # Above the limit of many rounds, and below all users in every round.
+    assert 0.2 * math.sqrt(3 * math.expm1(1 / 9)) < found["mu"] < math.sqrt(3) / 3
     assert "<svg" in (tmp_path / "trade_off.svg").read_text(encoding="utf-8")
     rows = rows_of(tmp_path / "trade_off.csv")
     # A test that looks at the sum of the releases of all three rounds, and its two errors.
@@ -390,7 +391,6 @@ def test_bad_curves_are_refused(folder: Path, tmp_path: Path) -> None:
     assert "at delta 0.001 is infinite, as a round has too little noise" in infinite
     assert "--out" in refused("curves", full)
     assert "delta is 2.0" in refused("curves", full, "--out", tmp_path / "x", "--delta", "2")
-    assert "--format" in refused("curves", full, "--out", tmp_path / "x", "--format", "gif")
     assert "absent" in refused("curves", folder / "absent.sqlite", "--out", tmp_path / "x")
     assert not (tmp_path / "x").exists()
     assert "cannot be written" in refused("curves", full, "--out", full)

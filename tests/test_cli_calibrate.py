@@ -1,11 +1,12 @@
 """`fedpriv calibrate`: settings within a budget, with good and bad input."""
 
 import json
+import re
 
 import pytest
 
+from fedpriv.accounting.accountants import delta as delta_of
 from fedpriv.accounting.accountants import epsilon as epsilon_of
-from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.accounting.calibration import (
     calibrate_noise_multiplier,
     largest_number,
@@ -14,9 +15,11 @@ from fedpriv.accounting.calibration import (
 )
 from fedpriv.accounting.policies import every_user_gaussian, fixed_size_gaussian, poisson_gaussian
 from fedpriv.ledger.events import NeighbouringRelation
+from fedpriv.support.checks import epsilon_up
 from tests.commandline import printed, refused, table
 
 BUDGET = ["calibrate", "--epsilon", "2", "--delta", "1e-5"]
+ADVANTAGE = ["calibrate", "--delta", "1e-5", "--advantage"]
 ROUNDS = ["--rounds", "1000"]
 SAMPLING = ["--sampling-probability", "0.01"]
 NOISE = ["--noise-multiplier", "1.0"]
@@ -65,7 +68,7 @@ def test_calibrate_finds_the_third(given: list[str], found: str, accountant: str
     assert rows["accountant"][0] == accountant
 
 
-def test_the_noise_of_the_same_epsilon() -> None:
+def test_the_noise_that_spends_the_epsilon_of_another_accountant() -> None:
     command = ["calibrate", "--delta", "1e-5", *ROUNDS, *SAMPLING, *NOISE, "--same-as", "rdp"]
     plan = json.loads(printed(*command, "--json"))
     spent = epsilon_of([poisson_gaussian(0.01, 1.0, 1000)], 1e-5, "rdp").epsilon
@@ -73,8 +76,25 @@ def test_the_noise_of_the_same_epsilon() -> None:
     assert plan["epsilon"] <= spent
     assert plan["noise_multiplier"] < 1.0
     rows = {row[0]: row[1:] for row in table(*command)}
-    assert f"within ε = {format_epsilon(spent)} at δ = 1e-05" in printed(*command)
+    assert f"within ε = {epsilon_up(spent)} at δ = 1e-05" in printed(*command)
     assert float(rows["noise multiplier z"][0]) == plan["noise_multiplier"]
+
+
+def test_an_advantage_is_a_budget() -> None:
+    command = ["calibrate", "--advantage", "0.2", "--delta", "1e-5", *ROUNDS, *SAMPLING]
+    plan = json.loads(printed(*command, "--json"))
+    event = poisson_gaussian(0.01, plan["noise_multiplier"], 1000)
+    assert 0.199 < delta_of([event], 0.0) == plan["risks"]["advantage"] <= 0.2
+    assert (plan["target_advantage"], plan["target_epsilon"]) == (0.2, 0.0)
+    assert (plan["delta"], plan["epsilon"]) == (1e-5, epsilon_of([event], 1e-5).epsilon)
+    text = " ".join(printed(*command).split())
+    assert "within an advantage of 0.2, with ε at δ = 1e-05" in text
+    # ½ + 0.2/2, and no test does better at 1% than one that finds 21%.
+    assert "rises from 50% to at most 60%" in text
+    (found,) = re.findall(r"at most ([0-9.]+)% are found at 1% false alarms", text)
+    assert plan["risks"]["power"]["0.01"] <= float(found) / 100 <= 0.21
+    (mu,) = re.findall(r"Gaussian DP: μ = ([0-9.]+), up to δ", text)
+    assert plan["risks"]["mu"] <= float(mu)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +102,7 @@ def test_the_noise_of_the_same_epsilon() -> None:
     [
         (
             [*BUDGET, *ROUNDS, *SAMPLING, *NOISE, "--same-as", "rdp"],
-            "same_as is 'rdp' and epsilon is 2.0; one of the two must be absent",
+            "the budget is --epsilon 2.0 and --same-as rdp; it must be one of --epsilon,",
         ),
         (
             [*BUDGET[:1], *BUDGET[3:], *ROUNDS, *NOISE, "--same-as", "rdp"],
@@ -96,7 +116,12 @@ def test_the_noise_of_the_same_epsilon() -> None:
         ([*BUDGET, *ROUNDS, "--sampling-probability", "0.0105", *FIXED], "whole cohort size"),
         ([*BUDGET, *ROUNDS, *NOISE, "--policy", "random-allocation"], "--policy"),
         (["calibrate", "--epsilon", "2", *ROUNDS, *NOISE], "--delta"),
-        (["calibrate", "--delta", "1e-5", *ROUNDS, *NOISE], "--epsilon"),
+        (["calibrate", "--delta", "1e-5", *ROUNDS, *NOISE], "the budget is absent"),
+        ([*BUDGET, "--advantage", "0.2", *ROUNDS, *NOISE], "--epsilon 2.0 and --advantage 0.2"),
+        ([*ADVANTAGE, "1.5", *ROUNDS, *NOISE], "advantage is 1.5; it must be in (0, 1)"),
+        ([*ADVANTAGE, "nan", *ROUNDS, *NOISE], "advantage is nan; it must be in (0, 1)"),
+        ([*ADVANTAGE, "0.2", *NOISE], "give two of rounds"),
+        ([*ADVANTAGE, "0.2", *ROUNDS, "--noise-multiplier", "1e4"], "advantage is 0.2; every"),
         (["calibrate", "--epsilon", "0", "--delta", "1e-5", *ROUNDS, *NOISE], "epsilon is 0.0"),
         (["calibrate", "--epsilon", "nan", "--delta", "1e-5", *ROUNDS, *NOISE], "epsilon is nan"),
         (["calibrate", "--epsilon", "2", "--delta", "1", *ROUNDS, *NOISE], "delta is 1.0"),

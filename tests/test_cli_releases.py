@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.ledger.ledger import Ledger
+from fedpriv.support.checks import text_down
 from tests.commandline import printed, refused, table
 
 EXPERIMENT = """
@@ -90,7 +91,7 @@ def test_a_plan_knows_what_a_shared_ledger_holds(tmp_path: Path) -> None:
     text = " ".join(printed("plan", *more).split())
     printed("simulate", *more, "--out", tmp_path / "second")
     noise = tomllib.loads((tmp_path / "second" / "plan.toml").read_text())["privacy"]
-    assert f"z = {noise['noise_multiplier']:.6g} of the whole round" in text
+    assert f"z = {text_down(noise['noise_multiplier'])} of the whole round" in text
     after = re.search(rf"With what {ledger} holds, that is ε = ([0-9.]+)\.", text)
     assert after is not None
     with Ledger.open(ledger) as opened:

@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 from scipy.special import gammainc
 
-from fedpriv.accounting.accountants import accountant_named, format_epsilon
+from fedpriv.accounting.accountants import accountant_named
 from fedpriv.accounting.fdp import trade_off
 from fedpriv.audit.canaries import Canaries, Measurement
 from fedpriv.audit.likelihood import log_likelihood_ratios
@@ -28,7 +28,7 @@ from fedpriv.audit.one_run import (
     refutes,
 )
 from fedpriv.ledger.events import RoundEvent, merge_equal
-from fedpriv.support.checks import hold_numbers, require
+from fedpriv.support.checks import epsilon_down, epsilon_up, hold_numbers, require
 
 ERROR = 0.05  # the chance to refute a true claim, or of a bound above the truth
 _NOISE_ERROR = 0.0005  # the part of each test of noise; the test of membership has the rest
@@ -92,8 +92,8 @@ class AuditResult:
     @property
     def text(self) -> str:
         """The result in one sentence."""
-        low = f"{np.floor(self.epsilon_low * 100.0) / 100.0:.2f}"
-        claimed = f"claimed ≤ {format_epsilon(self.epsilon)}"
+        low = epsilon_down(self.epsilon_low)
+        claimed = f"claimed ≤ {epsilon_up(self.epsilon)}"
         verdict = "consistent" if self.consistent else f"refuted: {', '.join(self.refutations)}"
         return f"ε ≥ {low} at {1.0 - ERROR:.0%} confidence, {claimed}: {verdict}"
 

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 
-from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.audit import Audit, check_auditable
 from fedpriv.data.columns import Fields
 from fedpriv.data.places import in_places, refuse_shared
@@ -48,6 +47,7 @@ from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.sampling import CanarySampling, ExampleSampling, Sampling
+from fedpriv.support.checks import epsilon_up, text_down
 from fedpriv.support.importing import (
     Choice,
     call_imported,
@@ -272,7 +272,7 @@ def _check_evaluations(mechanism: Mechanism, spent: Sequence[RoundEvent]) -> Non
     budget = mechanism.budget
     if mechanism.noise_multiplier is None and not budget.admits(spent):
         raise InvalidValueError(
-            f"the evaluations would bring ε to {format_epsilon(budget.epsilon_of(spent))} at "
+            f"the evaluations would bring ε to {epsilon_up(budget.epsilon_of(spent))} at "
             f"delta {budget.delta} without a round; privacy.epsilon is {budget.epsilon} and "
             "must be larger, or federated_evaluation.noise_multiplier must be"
         )
@@ -524,8 +524,8 @@ def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
     cost = budget.epsilon_of([*spent, plan.mechanism.event])
     if not cost <= budget.epsilon:
         raise InvalidValueError(
-            f"the first round would bring ε to {format_epsilon(cost)} at delta {budget.delta}, "
-            f"with noise multiplier {plan.noise_multiplier:.4g}; privacy.epsilon is "
+            f"the first round would bring ε to {epsilon_up(cost)} at delta {budget.delta}, "
+            f"with noise multiplier {text_down(plan.noise_multiplier)}; privacy.epsilon is "
             f"{budget.epsilon} and must be larger, or the noise must be"
         )
 
@@ -552,8 +552,8 @@ def _calibrated(
         return mechanism
     if not budget.admits(spent):
         raise InvalidValueError(
-            f"the ledger holds ε = {budget.epsilon_of(spent):.4g} at delta {delta} already; "
-            f"privacy.epsilon is {epsilon} and must be larger"
+            f"the ledger holds ε = {epsilon_up(budget.epsilon_of(spent))} at delta {delta} "
+            f"already; privacy.epsilon is {epsilon} and must be larger"
         )
     return mechanism.calibrate(
         epsilon=epsilon, delta=delta, rounds=rounds, users=users, spent=spent

@@ -36,7 +36,6 @@ from flwr.app import (
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.experiment.mechanism import Mechanism, PoissonExamples
 from fedpriv.flower import messages as flower_messages
@@ -46,7 +45,7 @@ from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, Averaging
 from fedpriv.privacy.layout import Layout, Tensors
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
-from fedpriv.support.checks import check_types, is_whole
+from fedpriv.support.checks import check_types, epsilon_up, is_whole
 from fedpriv.support.importing import raised_at
 from fedpriv.support.logs import one_line
 from fedpriv.training.local import SGD
@@ -230,7 +229,7 @@ class PrivateStrategy(Strategy):
 
 
 def _figures(released: RoundResult) -> MetricRecord:
-    spent = f"ε {format_epsilon(released.epsilon)} at δ {released.delta}"
+    spent = f"ε {epsilon_up(released.epsilon)} at δ {released.delta}"
     _log.info("round %d of %d released, %s", released.round, released.rounds, spent)
     return MetricRecord({**released.scalars, "privacy/delta": released.delta})
 

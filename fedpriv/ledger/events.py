@@ -24,6 +24,7 @@ from fedpriv.support.checks import (
     named_value,
     plain_numbers,
     require,
+    text_up,
 )
 
 # The most rounds of a schedule and repetitions of an event; floats hold such numbers exactly.
@@ -175,7 +176,7 @@ class SamplingEvent:
         >>> SamplingEvent(policy, 0.3, 10, relation).text
         'q = 0.3'
         """
-        q, schedule = f"q = {self.sampling_probability:g}", self.schedule
+        q, schedule = f"q = {text_up(self.sampling_probability)}", self.schedule
         if self.policy in (SamplingPolicy.POISSON, SamplingPolicy.EXAMPLES):
             return q
         if self.policy is SamplingPolicy.FIXED_SIZE:

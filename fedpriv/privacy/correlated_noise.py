@@ -280,7 +280,7 @@ class CorrelatedNoise:
             )
         limit = f"it must be from 0 to 2^{math.log2(LARGEST_STDDEV):.0f}"
         require(0.0 <= self.stddev <= LARGEST_STDDEV, f"stddev is {self.stddev} steps; {limit}")
-        setting = f"stddev is {self.stddev:.6g} steps in {self.rounds} rounds"
+        setting = f"stddev is {self.stddev} steps in {self.rounds} rounds"
         limit = "for exact arithmetic with this strategy, both must be smaller"
         require(self._error <= 0.5, f"{setting}; {limit}")
 

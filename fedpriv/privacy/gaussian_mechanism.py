@@ -22,7 +22,7 @@ from fedpriv.privacy.correlated_noise import BandedStrategy, CorrelatedNoise, St
 from fedpriv.privacy.layout import NO_CLIPPING, FloatVector, Layout, VectorGroup, check_names
 from fedpriv.privacy.noise import LARGEST_STDDEV, Entropy, rounded_gaussian
 from fedpriv.privacy.sampling import Sampling
-from fedpriv.support.checks import hold_numbers, hold_plain_numbers, plain_numbers
+from fedpriv.support.checks import hold_numbers, hold_plain_numbers, plain_numbers, text_down
 
 
 @dataclass(frozen=True)
@@ -192,9 +192,10 @@ class GaussianQuery:
                     "clipping norm must be finite, or noise_multiplier 0"
                 )
             if stddev > LARGEST_STDDEV * group.granularity:
+                ratio = text_down(stddev / group.clipping_norm)
                 raise InvalidValueError(
-                    f"noise_stddev of group {group.name!r} is {stddev / group.clipping_norm:.6g} "
-                    f"times its clipping norm; it must be at most 2^15 times"
+                    f"noise_stddev of group {group.name!r} is {ratio} times its clipping norm; "
+                    "it must be at most 2^15 times"
                 )
 
     @cached_property

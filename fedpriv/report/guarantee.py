@@ -3,19 +3,13 @@
 import csv
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from decimal import ROUND_CEILING, Context, Decimal
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 from scipy.special import ndtr
 
-from fedpriv.accounting.accountants import (
-    Bound,
-    PrivacyLoss,
-    accountant_named,
-    format_epsilon,
-)
+from fedpriv.accounting.accountants import Bound, PrivacyLoss, accountant_named
 from fedpriv.accounting.fdp import TradeOff, gaussian_trade_off
 from fedpriv.accounting.pricing import (
     Cost,
@@ -25,26 +19,17 @@ from fedpriv.accounting.pricing import (
     weakest_arithmetic,
     weakest_randomness,
 )
+from fedpriv.accounting.risks import Risks, risks_of
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import Randomness, SamplingPolicy, Unit, merge_equal
-from fedpriv.report.charts import Chart, Series, declared, save, texts
-from fedpriv.report.page import PageSection
+from fedpriv.report.charts import Chart, PageSection, Series, declared, save, texts
 from fedpriv.report.records import RunRecord
-from fedpriv.report.tables import (
-    Column,
-    Table,
-    format_epsilon_low,
-    json_text,
-    lower_end,
-    plural,
-    protected,
-)
+from fedpriv.report.tables import Column, Table, json_text, plural, protected
+from fedpriv.support.checks import epsilon_down, epsilon_up, percent_up, text_up
 from fedpriv.support.disk import writing
 
 _PUBLIC_POLICIES = {SamplingPolicy.EVERY_USER, SamplingPolicy.SEPARATED}  # cohorts are public
 _FALSE_ALARMS = 0.05
-_READ_AT = (0.001, 0.01, 0.05, 0.1)  # rates of false alarms in tables of a trade-off function
-_LONG = 10**6  # larger numbers are written as powers of ten
 _ERRORS, _WIDEST = 121, 4.0  # number of type I errors of a trade-off, and their range in stddevs
 
 
@@ -95,7 +80,6 @@ def assumptions(loss: PrivacyLoss, ledger: LedgerContent) -> PageSection:
         "sampling": _sampling(ledger),
         "delta": loss.delta,
         "share": 1.0 / users_of(ledger),
-        "accountant": _accountant(loss),
         "randomness": templates["randomness"][weakest_randomness(ledger.charges).name],
         "arithmetic": templates["arithmetics"][weakest_arithmetic(ledger.charges).name],
     }
@@ -129,27 +113,30 @@ def privacy_sections(record: RunRecord) -> list[PageSection]:
     columns = [Column("accountant", "text"), Column("what ε is", "text")]
     rows = []
     for curve in cost.by_rounds:
-        low, high = format_epsilon_low(curve.epsilon_low[-1]), format_epsilon(curve.epsilon[-1])
-        rows.append((curve.accountant, str(curve.bound), low or "–", high))
+        low, high = curve.epsilon_low[-1], epsilon_up(curve.epsilon[-1])
+        proven = epsilon_down(low) if low else "–"
+        rows.append((curve.accountant, str(curve.bound), proven, high))
     caption = f"All {len(ledger.charges)} charges of the ledger at δ = {cost.delta}"
     table = Table(caption, [*columns, Column("ε, lower end"), Column("ε")], rows)
     rounds, errors = _epsilon_chart(cost, unit), _trade_off_chart(cost.trade_off, unit)
-    tell = "What an attacker can tell"
+    section = PageSection(rounds.name, "ε by round", tables=[table], charts=[rounds])
+    if record.early_epsilon is not None:  # the ledger is no bound on what an attacker can tell
+        return [section]
+    risks, tell = risks_of(cost.trade_off), "What an attacker can tell"
+    powers = [_powers(risks, unit)]
     return [
-        PageSection(rounds.name, "ε by round", tables=[table], charts=[rounds]),
-        PageSection(errors.name, tell, tables=[_powers(cost.trade_off, unit)], charts=[errors]),
+        section,
+        PageSection(errors.name, tell, [risks.text(unit)], tables=powers, charts=[errors]),
     ]
 
 
-def _powers(off: TradeOff, unit: Unit) -> Table:
-    """Return the largest power of any test at a few rates of false alarms, rounded up."""
+def _powers(risks: Risks, unit: Unit) -> Table:
+    """Return the largest power of any test at a few rates of false alarms."""
     names = ("false alarms", f"{plural(unit)} found, at most", "by guessing")
-    rows = []
-    for alpha in _READ_AT:
-        percent = math.ceil(1000 * float(off.power(alpha))) / 10
-        rows.append((f"{alpha:.1%}", f"{percent:.1f}%", f"{alpha:.1%}"))
-    share = math.ceil(1000 * off.advantage) / 10
-    caption = f"No test beats guessing by more than {share:.1f} percentage points"
+    rates = {percent_up(alpha): percent_up(power) for alpha, power in risks.power.items()}
+    rows = [(alpha, power, alpha) for alpha, power in rates.items()]
+    share = percent_up(risks.advantage).removesuffix("%")
+    caption = f"No test beats guessing by more than {share} percentage points"
     return Table(caption, [*map(Column, names)], rows)
 
 
@@ -169,13 +156,9 @@ def _is_on_top(curve: EpsilonCurve) -> bool:
 
 
 def _trade_off_chart(off: TradeOff, unit: Unit) -> Chart:
-    rows = _trade_off_rows(off)
-    x, misses = [row[0] for row in rows], [row[1] for row in rows]
+    x, misses, gaussian, _ = zip(*_trade_off_rows(off), strict=True)
     series = [Series(f"the ledger, by {off.accountant}", x, misses)]
-    if off.mu is not None and off.mu < math.inf:
-        kind = "the ledger is μ-GDP" if off.is_gdp else "estimate by the central limit theorem"
-        name = f"{kind}: μ = {_up(off.mu):.3g}"
-        series.append(Series(name, x, [row[2] for row in rows], dashed=True))
+    series.append(Series(risks_of(off).gaussian, x, gaussian, dashed=True))
     guessing = "perfect privacy: guessing"
     series.append(Series(guessing, [0.0, 1.0], [1.0, 0.0], dashed=True, marked=False, colour=7))
     # The caption has one point, a lower bound, which is rounded down.
@@ -184,46 +167,26 @@ def _trade_off_chart(off: TradeOff, unit: Unit) -> Chart:
     return declared("trade-off", series, words | unit_words(unit))
 
 
-def _trade_off_rows(off: TradeOff) -> list[tuple[float, float, float | None, float]]:
+def _trade_off_rows(off: TradeOff) -> list[list[float]]:
     """Return type I errors, and the type II errors of the ledger, of G_μ and of guessing."""
     # Even steps of the normal quantile show both ends of the curve, where it is steep.
     inner = ndtr(np.linspace(-_WIDEST, _WIDEST, _ERRORS - 2))
     type_one = np.concatenate([[0.0], inner, [1.0]])
-    gaussian: list[float | None] = [None] * _ERRORS
-    if off.mu is not None and off.mu < math.inf:
-        gaussian = gaussian_trade_off(type_one, off.mu).tolist()
-    columns = type_one.tolist(), off.type_two(type_one).tolist(), gaussian
-    return [(*row, 1 - row[0]) for row in zip(*columns, strict=True)]
+    # A larger μ has no other curve that anyone could see.
+    gaussian = gaussian_trade_off(type_one, min(risks_of(off).mu, 1e3))
+    errors = type_one, off.type_two(type_one), gaussian, 1.0 - type_one
+    return [[*map(float, row)] for row in np.column_stack(errors)]
 
 
-def trade_off_summary(off: TradeOff) -> dict[str, object]:
-    """Return a trade-off function at a few points, for JSON.
-
-    `power` is by the rate of false alarms. It and `advantage` are upper bounds unless `bound` is
-    "estimate". `mu_is` says whether `mu` is a guarantee, "μ-GDP", or an "estimate"; both are null
-    if μ is unknown.
-    """
-    kind = ("μ-GDP" if off.is_gdp else str(Bound.ESTIMATE)) if off.mu is not None else None
-    return {
-        "accountant": off.accountant,
-        "bound": off.bound,
-        "relation": off.relation,
-        "mu": off.mu,
-        "mu_is": kind,
-        "advantage": off.advantage,
-        "power": {f"{alpha:g}": float(off.power(alpha)) for alpha in _READ_AT},
-    }
-
-
-def write_curves(ledger: LedgerContent, delta: float, folder: Path, suffix: str) -> list[Path]:
-    """Write each curve of a ledger as a chart, "png" or "svg", and as CSV, and return the files.
+def write_curves(ledger: LedgerContent, delta: float, folder: Path) -> list[Path]:
+    """Write each curve of a ledger as a chart, PNG and SVG, and as CSV, and return the files.
 
     Columns: `bound` is the kind of ε; `epsilon_low` is its lower end, or 0; `epsilon` is inf if
-    none is proven; `type_two` is a lower bound;
-    `type_two_gaussian` belongs to G_μ and is empty without μ. `trade_off.json` has the
-    `trade_off_summary`.
+    none is proven; `type_two` is a lower bound; `type_two_gaussian` belongs to G_μ.
+    `trade_off.json` has the `Risks`.
     """
     cost, unit = cost_of(ledger, delta), unit_of(ledger)
+    off = cost.trade_off
     by_rounds = [
         (curve.accountant, curve.bound, curve.delta, *point)
         for curve in cost.by_rounds
@@ -231,10 +194,10 @@ def write_curves(ledger: LedgerContent, delta: float, folder: Path, suffix: str)
     ]
     rounds_names = ("accountant", "bound", "delta", "rounds", "epsilon_low", "epsilon")
     errors_names = ("type_one", "type_two", "type_two_gaussian", "type_two_perfect")
-    errors = _trade_off_rows(cost.trade_off)
+    errors = _trade_off_rows(off)
     content: dict[str, tuple[Chart, list[Sequence[object]]]] = {
         "epsilon_by_rounds": (_epsilon_chart(cost, unit), [rounds_names, *by_rounds]),
-        "trade_off": (_trade_off_chart(cost.trade_off, unit), [errors_names, *errors]),
+        "trade_off": (_trade_off_chart(off, unit), [errors_names, *errors]),
     }
     files = []
     with writing(folder):
@@ -243,26 +206,21 @@ def write_curves(ledger: LedgerContent, delta: float, folder: Path, suffix: str)
             title = f"{ledger.population}: {chart.title}"
             picture = replace(with_warnings(chart, delta, ledger), name=name, title=title)
             table = folder / f"{name}.csv"
-            files += [*save(picture, folder, [suffix]), table]
+            files += [*save(picture, folder), table]
             with table.open("w", newline="", encoding="utf-8") as stream:
                 csv.writer(stream).writerows(rows)
         summary = folder / "trade_off.json"
-        summary.write_text(json_text(trade_off_summary(cost.trade_off)), encoding="utf-8")
+        found = {"accountant": off.accountant, "relation": off.relation, **asdict(risks_of(off))}
+        summary.write_text(json_text(found), encoding="utf-8")
     return [*files, summary]
-
-
-def _up(value: float) -> Decimal:
-    """Return a bound to three digits, rounded up."""
-    return Context(prec=3, rounding=ROUND_CEILING).create_decimal_from_float(value)
 
 
 def _epsilon(loss: PrivacyLoss) -> str:
     if math.isinf(loss.epsilon):
         return "No finite ε is proven: the releases guarantee nothing."
-    factor = _up(math.exp(min(loss.epsilon, 700.0)))
-    times = f"{factor:,f}" if factor < _LONG else f"{factor:.2e}"
+    times = f"{float(text_up(math.exp(min(loss.epsilon, 700.0)), 3)):,.6g}"
     return (
-        f"ε = {format_epsilon(loss.epsilon)}: any outcome of the releases is at most e^ε = "
+        f"ε = {epsilon_up(loss.epsilon)}: any outcome of the releases is at most e^ε = "
         f"{times} times as likely under one population as under the other, up to δ."
     )
 
@@ -295,16 +253,4 @@ def _sampling(ledger: LedgerContent) -> str:
 
 def _range(values: set[float] | set[int]) -> str:
     ends = dict.fromkeys((min(values), max(values)))
-    return " to ".join(f"{end:,}" if isinstance(end, int) else f"{end:g}" for end in ends)
-
-
-def _accountant(loss: PrivacyLoss) -> str:
-    if loss.bound is Bound.ESTIMATE:
-        return f"{loss.accountant} gives an estimate, which can be below the truth: no guarantee."
-    if math.isinf(loss.epsilon):
-        return f"{loss.accountant} proves no finite ε."
-    low, meaning = lower_end(loss), "the true ε is at most this"
-    if low:
-        meaning = f"the true ε lies between {low} and {format_epsilon(loss.epsilon)}"
-    article = "an" if loss.bound[0] in "aeiou" else "a"
-    return f"{loss.accountant} gives ε as {article} {loss.bound}: {meaning}."
+    return " to ".join(f"{end:,}" if isinstance(end, int) else text_up(end) for end in ends)

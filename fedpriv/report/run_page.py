@@ -9,12 +9,13 @@ from urllib.parse import quote
 
 import numpy as np
 
-from fedpriv.accounting.accountants import PrivacyLoss, accountant_named, format_epsilon
+from fedpriv.accounting.accountants import PrivacyLoss
+from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.audit import AuditResult
 from fedpriv.errors import DataError
-from fedpriv.ledger.events import SamplingEvent, Unit, merge_equal
+from fedpriv.ledger.events import SamplingEvent, Unit
 from fedpriv.ledger.ledger import paid_events
-from fedpriv.report.charts import Chart, Series, declared, save_all, texts
+from fedpriv.report.charts import Card, Chart, Page, PageSection, Series, declared, save_all, texts
 from fedpriv.report.guarantee import (
     assumptions,
     loss_of,
@@ -26,10 +27,10 @@ from fedpriv.report.guarantee import (
     warnings,
     with_warnings,
 )
-from fedpriv.report.page import Card, Page, PageSection
 from fedpriv.report.records import Figures, RunRecord, versions
-from fedpriv.report.tables import format_epsilon_low, plural
+from fedpriv.report.tables import plural
 from fedpriv.studies.results import ACCURACY, LOSS, Measure
+from fedpriv.support.checks import epsilon_down, epsilon_up
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
     EVALUATION_PREFIX,
@@ -44,13 +45,14 @@ from fedpriv.training.rounds import (
 def page_of_run(record: RunRecord) -> Page:
     """Return the page of a run: its results, their cost, and ways to check both."""
     loss = loss_of(record)
+    figures = round_charts(record.rounds, _sampled_unit(record))
     norms = [*norms_charts([record]), *_clipped_charts(record)] if record.rounds else []
     notes = [] if record.rounds else ["No round was released."]
     sections = [
         _summary(record, loss),
         PageSection("notes", "What you should know", record.end.warnings if record.end else []),
         *([assumptions(loss, record.ledger)] if loss else []),
-        PageSection("accuracy", "How good the model is", notes, charts=_charts_of_rounds(record)),
+        PageSection("accuracy", "How good the model is", notes, charts=figures),
         *privacy_sections(record),
         *([_audit_section(record.audit)] if record.audit else []),
         PageSection("norms", "Clipping", charts=norms),
@@ -66,7 +68,7 @@ def write_run_charts(record: RunRecord, folder: Path) -> list[Path]:
 
     DataError if no round was released; InvalidValueError if the folder cannot be written.
     """
-    rounds, charts = record.rounds, _charts_of_rounds(record)
+    rounds, charts = record.rounds, round_charts(record.rounds, _sampled_unit(record))
     if rounds and all(math.isfinite(result.epsilon) for result in rounds):
         series = [Series("spent", _numbers(rounds), [result.epsilon for result in rounds])]
         if record.budget is not None and math.isfinite(record.budget):
@@ -108,14 +110,14 @@ def _summary(record: RunRecord, loss: PrivacyLoss | None) -> PageSection:
     cards += _contributors(record)
     if (audit := record.audit) is not None:
         note = f"shown by {audit.canaries:,} canaries, at 95% confidence"
-        cards.append(Card("audit", f"ε ≥ {format_epsilon_low(audit.epsilon_low) or 0}", note))
+        cards.append(Card("audit", f"ε ≥ {epsilon_down(audit.epsilon_low)}", note))
     epsilon, note = loss.epsilon if loss else 0.0, _epsilon_note(record)
     if record.early_epsilon is not None:
-        note = f"the budget; charges cost {format_epsilon(epsilon)}"
+        note = f"the budget; charges cost {epsilon_up(epsilon)}"
         epsilon = record.early_epsilon
     stop = f"; {record.end.stop}" if record.end and record.end.stop is not Stop.ROUNDS else ""
     cards += [
-        Card(f"{unit}-level ε", format_epsilon(epsilon), note),
+        Card(f"{unit}-level ε", epsilon_up(epsilon), note),
         Card("δ", f"{record.delta}", f"N = {n:,} {plural(unit)} enrolled"),
         Card("rounds", f"{rounds_done:,}", f"of {record.rounds_planned:,} planned{stop}"),
     ]
@@ -160,11 +162,9 @@ def _contributors(record: RunRecord) -> list[Card]:
 def _epsilon_note(record: RunRecord) -> str:
     charges = own_charges(record.name, record.ledger.charges)
     if len(charges) == len(record.ledger.charges):
-        return "no budget was set" if record.budget is None else f"budget {record.budget:g}"
-    events = merge_equal(paid_events(charges))
-    loss = accountant_named(record.accountant).epsilon(events, record.delta) if events else None
-    epsilon = format_epsilon(loss.epsilon if loss else 0.0)
-    return f"all runs of the ledger; this run alone {epsilon}"
+        return "no budget was set" if record.budget is None else f"budget {record.budget}"
+    alone = epsilon_of(paid_events(charges), record.delta, record.accountant).epsilon
+    return f"all runs of the ledger; this run alone {epsilon_up(alone)}"
 
 
 def _statement(record: RunRecord, loss: PrivacyLoss | None) -> str:
@@ -177,7 +177,7 @@ def _statement(record: RunRecord, loss: PrivacyLoss | None) -> str:
         spent = record.early_epsilon
         accountant = "the budget, since the run ended because of what it released"
     return (
-        f"Everything that was released is ({format_epsilon(spent)}, {record.delta})-"
+        f"Everything that was released is ({epsilon_up(spent)}, {record.delta})-"
         f"differentially private for each whole {loss.unit} ({loss.relation} neighbours; "
         f"{accountant})."
     )
@@ -186,9 +186,8 @@ def _statement(record: RunRecord, loss: PrivacyLoss | None) -> str:
 def _audit_section(audit: AuditResult) -> PageSection:
     templates = texts()["audit"]
     estimate = "none" if audit.epsilon_estimate is None else f"{audit.epsilon_estimate:.2f}"
-    words = {**vars(audit), "estimate": estimate, "claimed": format_epsilon(audit.epsilon)}
-    lows = {"low": audit.epsilon_low, "mu": audit.mu_low}
-    words |= {name: format_epsilon_low(low) or "0" for name, low in lows.items()}
+    words = {**vars(audit), "estimate": estimate, "claimed": epsilon_up(audit.epsilon)}
+    words |= {"low": epsilon_down(audit.epsilon_low), "mu": epsilon_down(audit.mu_low)}
     return replace(
         terms_section("audit", "Audit", templates["terms"], words),
         paragraphs=[f"What was released shows {audit.text}.", templates["cannot"]],
@@ -219,12 +218,9 @@ def _ledger_section(record: RunRecord) -> PageSection:
         "runs": ", ".join(record.ledger.runs()) or "none",
         "head": f"{verification.head.count}:{verification.head.hash}",
         "file": record.ledger.path.name,
+        "delta": record.delta,
     }
     return terms_section("ledger", "Ledger verification", templates["terms"], words)
-
-
-def _charts_of_rounds(record: RunRecord) -> list[Chart]:
-    return round_charts(record.rounds, _sampled_unit(record))
 
 
 def measured(

@@ -7,17 +7,28 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fedpriv.accounting.accountants import PrivacyLoss, format_epsilon
+from fedpriv.accounting.accountants import PrivacyLoss
 from fedpriv.errors import DataError
-from fedpriv.report.charts import Axis, Chart, Series, declared, save_all, spans_decades, texts
+from fedpriv.report.charts import (
+    Axis,
+    Card,
+    Chart,
+    Page,
+    PageSection,
+    Series,
+    declared,
+    save_all,
+    spans_decades,
+    texts,
+)
 from fedpriv.report.guarantee import assumptions, large_delta, loss_of, users_of
-from fedpriv.report.page import Card, Page, PageSection
 from fedpriv.report.records import RunRecord
 from fedpriv.report.run_page import measured, norms_charts, software_section
 from fedpriv.report.tables import Column, Table, json_text, plural, print_table
 from fedpriv.studies import ArmSummary, Cell, Interval, ReadStudy, Study, Target
 from fedpriv.studies.results import ACCURACY, STUDY, Measure, best_of, measure_of, verdict
 from fedpriv.studies.study import Line, NumericAxis, numeric_axes
+from fedpriv.support.checks import epsilon_up, text_down
 
 CAVEAT: str = texts()["study"]["caveat"]
 _NAMES = {
@@ -174,7 +185,7 @@ def results_table(read: ReadStudy, target: Target) -> Table:
         mark = f" {_BEST}" if arm.arm == best else ""
         mean = _NONE if end is None else measure.text(end)
         rounds = [_rounds(arm, level) for level in study.accuracies]
-        cost = (f"{arm.noise_multiplier:.4g}", format_epsilon(arm.epsilon))
+        cost = (text_down(arm.noise_multiplier), epsilon_up(arm.epsilon))
         rows.append((f"{arm.arm}{count}{mark}", mean, difference, *rounds, *cost))
     means = f"means over {seeds} seeds ± Student's 95% interval"
     if seeds == 1:
@@ -385,8 +396,8 @@ def _arms(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> list[_Arm]:
             loss = loss_of(record)
             if loss is None or loss.epsilon > result.epsilon * (1.0 + 1e-9):
                 raise DataError(
-                    f"the result of {record.folder} says ε = {result.epsilon:g}, and its ledger "
-                    f"holds {loss.epsilon if loss else 0.0:g}; run the study again"
+                    f"the result of {record.folder} says ε = {result.epsilon}, and its ledger "
+                    f"holds {loss.epsilon if loss else 0.0}; run the study again"
                 )
             losses.append(loss)
         arms.append(_Arm(summary, tuple(record for _, record in runs), tuple(losses)))

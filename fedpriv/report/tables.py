@@ -2,12 +2,11 @@
 
 import math
 import os
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from fractions import Fraction
+from importlib.resources import files
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -17,14 +16,17 @@ from rich import box
 from rich.console import Console
 from rich.text import Text
 
-from fedpriv.accounting.accountants import Bound, PrivacyLoss, format_epsilon
+from fedpriv.accounting.accountants import Bound, PrivacyLoss, gaussian_rounds
 from fedpriv.accounting.calibration import Plan
+from fedpriv.accounting.fdp import trade_off
 from fedpriv.accounting.pricing import Arithmetic, Spending, read_ledger
+from fedpriv.accounting.risks import Risks, event_of, risks_of
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Head
 from fedpriv.ledger.events import SamplingEvent, SumQueryEvent, Unit
-from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, is_export
+from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, is_export, paid_events
 from fedpriv.ledger.participation import ParticipationRecord
+from fedpriv.support.checks import epsilon_down, epsilon_up, require, text_down, text_up
 
 _UNBROKEN = 10_000  # characters of a line that is not for a terminal
 
@@ -111,48 +113,12 @@ def _print_rows(table: Table, title: Text, console: Console) -> None:
     for row in table.rows:
         pairs = Table("", [Column("", "text")] * 2, [*zip(names, row, strict=True)])
         cells = rich.table.Table.grid(padding=(0, 2))
-        for width in _whole_words(pairs, console.width - 2) or (None, None):
+        widths: Sequence[int | None] = _whole_words(pairs, console.width - 2) or (None, None)
+        for width in widths:
             cells.add_column(width=width, overflow="fold")
         for pair in pairs.rows:
             cells.add_row(*map(Text, pair))
         console.print("", cells, sep="\n")
-
-
-def format_epsilon_low(epsilon: float) -> str:
-    """Return a lower bound on ε as `format_epsilon` does, but rounded down; empty if it is zero.
-
-    >>> format_epsilon_low(1.9999), format_epsilon_low(5.678e-4), format_epsilon_low(0.0)
-    ('1.999', '5.67e-4', '')
-    """
-    if epsilon <= 0.0:
-        return ""
-    if epsilon < 0.001:
-        down = Context(prec=3, rounding=ROUND_FLOOR)
-        return f"{down.create_decimal_from_float(epsilon):.2e}"
-    thousandths = min(epsilon * 1000, sys.float_info.max)
-    return f"{math.floor(thousandths) / 1000:.3f}"
-
-
-def lower_end(loss: PrivacyLoss) -> str:
-    """Return the proven lower bound on ε as text, rounded down; empty if there is none."""
-    return format_epsilon_low(loss.epsilon_low) if math.isfinite(loss.epsilon) else ""
-
-
-def format_delta(delta: float) -> str:
-    """Return δ to three digits, rounded up, so that the text is never below the true δ.
-
-    >>> format_delta(1.2341e-6), format_delta(0.5), format_delta(0.0)
-    ('1.24e-6', '0.500', '0')
-    """
-    if delta == 0.0:
-        return "0"
-    rounded = Context(prec=3, rounding=ROUND_CEILING).create_decimal_from_float(delta)
-    return f"{rounded:.3f}" if delta >= 0.1 else f"{rounded:.2e}"
-
-
-def number(value: float) -> float | str:
-    """Return a number for JSON, or the string "Infinity", since JSON has no infinite numbers."""
-    return "Infinity" if math.isinf(value) else value
 
 
 def plural(unit: str) -> str:
@@ -179,23 +145,30 @@ def cohort_text(sampling: SamplingEvent) -> str:
     return f"{sampling.text} of {of_each}N = {sampling.population} {plural(sampling.unit)}"
 
 
+def _risks(spending: Spending) -> Risks | None:
+    """Return the risks of all releases together, by the first accountant; None without releases."""
+    total = spending.prices[-1].releases
+    first = next(price.loss for price in spending.prices if price.releases is total)
+    return risks_of(trade_off(total.events, first.accountant)) if total.events else None
+
+
 def print_spending(spending: Spending) -> None:
     """Print what each run, each ledger and all ledgers cost, in the accountants' words."""
     several = len(spending.ledgers) > 1
     populations = ", ".join(dict.fromkeys(each.population for each in spending.ledgers))
     symbol, fixed = "ε", f"δ = {spending.delta}" if spending.delta is not None else ""
     if spending.epsilon is not None:
-        symbol, fixed = "δ", f"ε = {spending.epsilon:g}"
+        symbol, fixed = "δ", f"ε = {spending.epsilon}"
     headings = [Column("run", "text"), Column("rounds"), Column("accountant", "text")]
     headings += [Column(symbol), Column("what it is", "text")]
     headings = [Column("ledger", "text"), *headings] if several else headings
     rows = []
     for price in spending.prices:
         releases, loss = price.releases, price.loss
-        found = [format_epsilon(price.epsilon), _kind(loss)]
+        found = [epsilon_up(price.epsilon), _kind(loss)]
         if symbol == "δ":
             bound = Bound.ESTIMATE if loss.bound is Bound.ESTIMATE else Bound.UPPER
-            found = [format_delta(price.delta), bound]
+            found = [text_up(price.delta, 3), bound]
         run = releases.run or ("all runs" if releases.events else "(no charge)")
         ledger = [releases.ledger or "all ledgers"] if several else []
         rows.append([*ledger, run, str(releases.rounds), loss.accountant, *found])
@@ -212,21 +185,25 @@ def print_spending(spending: Spending) -> None:
     # The table shows each accountant's result; their assumptions are printed once.
     assumed = (price.loss.assumptions.partition(";")[0].rstrip(".") + "." for price in charged)
     refused = (f"Not priced: {refusal}." for refusal in spending.refusals)
-    for sentence in (*dict.fromkeys(assumed), *refused):
-        console.print(sentence)
+    risks = _risks(spending)
+    told = [risks.text(unit)] if risks else []
+    for sentence in (*dict.fromkeys(assumed), *told, *refused):
+        console.print(sentence, highlight=False)
     console.print(f"Randomness: {spending.randomness}.")
     console.print(f"Sums and noise: {spending.arithmetic}.")
 
 
 def _kind(loss: PrivacyLoss) -> str:
-    low = lower_end(loss)
-    if low:
-        return f"upper bound; the truth is at least {low}"
+    if loss.epsilon_low > 0.0 and math.isfinite(loss.epsilon):
+        return f"upper bound; the truth is at least {epsilon_down(loss.epsilon_low)}"
     return Bound.UPPER if loss.bound is Bound.INTERVAL else loss.bound
 
 
-def print_plan(plan: Plan) -> None:
-    """Print settings that stay within a budget, and their cost."""
+def print_plan(plan: Plan, advantage: float | None) -> None:
+    """Print settings that stay within a budget, and their cost.
+
+    The budget is an `advantage`, or if that is None, an ε.
+    """
     loss, rows = plan.loss, []
     for name, words, extreme in (
         ("noise_multiplier", "noise multiplier z", "smallest"),
@@ -242,11 +219,14 @@ def print_plan(plan: Plan) -> None:
         share = math.floor(10_000 * plan.share) / 100
         rows.append(("its share of the round", f"{share:.2f}%", "largest that fits"))
     rows.append(("sampling", str(plan.sampling.policy), str(plan.sampling.relation)))
-    rows.append((f"{loss.unit}-level ε", format_epsilon(loss.epsilon), _kind(loss)))
+    rows.append((f"{loss.unit}-level ε", epsilon_up(loss.epsilon), _kind(loss)))
     rows.append(("accountant", loss.accountant, ""))
-    title = f"within ε = {format_epsilon(plan.target_epsilon)} at δ = {loss.delta}"
+    title = f"within ε = {epsilon_up(plan.target_epsilon)} at δ = {loss.delta}"
+    if advantage is not None:
+        title = f"within an advantage of {advantage}, with ε at δ = {loss.delta}"
     print_table(Table(title, [Column("", "text")] * 3, rows))
-    screen().print(loss.assumptions)
+    risks = risks_of(trade_off([event_of(plan)], loss.accountant))
+    screen().print(loss.assumptions, risks.text(loss.unit), sep="\n", highlight=False)
 
 
 def print_ledger(path: Path, last: int | None) -> None:
@@ -257,8 +237,8 @@ def print_ledger(path: Path, last: int | None) -> None:
     for row in content.charges[-(last or len(content.charges)) :]:
         event, sampling = row.event, row.event.sampling
         place = map(str, (row.position, row.run, row.round, row.attempt))
-        sampled = (f"{sampling.sampling_probability:g}", str(sampling.population))
-        queries, z = "\n".join(map(_query_text, event.queries)), f"{event.noise_multiplier:.4g}"
+        sampled = (text_up(sampling.sampling_probability), str(sampling.population))
+        queries, z = "\n".join(map(_query_text, event.queries)), text_down(event.noise_multiplier)
         noise |= dict.fromkeys(map(_noise_text, event.queries))
         source = row.randomness.partition(":")[0]
         drawn, schedule = f"{sampling.policy}, {sampling.relation}", sampling.schedule
@@ -318,13 +298,11 @@ def write_spending(spending: Spending, stream: TextIO) -> None:
     bound `epsilon_low` if ε was computed. `refusals` has the reasons why accountants have no rows.
     An infinite ε is the string "Infinity", which no program mistakes for a small number.
     """
-    ledgers, runs, rows = [], [], []
+    ledgers, rows = [], []
     for ledger in spending.ledgers:
         head = ledger.charges[-1].hash if ledger.charges else None
         found = {name: getattr(ledger, name) for name in ("path", "ledger_id", "population")}
         ledgers.append(found | {"charges": len(ledger.charges), "head": head})
-        for run, events in ledger.runs().items():
-            runs.append({"ledger": ledger.path, "run": run, "rounds": len(events)})
     for price in spending.prices:
         told = {name: getattr(price.releases, name) for name in ("ledger", "run", "rounds")}
         row = told | asdict(price.loss) | {"epsilon": price.epsilon, "delta": price.delta}
@@ -334,14 +312,31 @@ def write_spending(spending: Spending, stream: TextIO) -> None:
     asked = "delta" if spending.epsilon is None else "epsilon"
     content = {
         "ledgers": ledgers,
-        "runs": runs,
         asked: getattr(spending, asked),
         "randomness": spending.randomness,
         "arithmetic": spending.arithmetic,
         "rows": rows,
+        "risks": _risks(spending),
         "refusals": spending.refusals,
     }
     print(json_text(content), file=stream)
+
+
+def write_dp_events(path: Path, stream: TextIO) -> None:
+    """Write a ledger, or an export of one, as a Python program for dp-accounting.
+
+    Raises UnsupportedEventError unless Poisson-sampled Gaussians have the same price.
+    """
+    charges = read_ledger(path).charges
+    require(bool(charges), f"ledger {path} has no charge; there is no event to write")
+    rounds = gaussian_rounds(paid_events(charges), "dp-accounting")
+    sampled = "SelfComposedDpEvent(PoissonSampledDpEvent({q}, GaussianDpEvent({z})), {count}),"
+    events = (sampled.format(q=q, z=z, count=count) for (q, z), count in rounds.items())
+    sampling, head = charges[0].event.sampling, f"{len(charges)}:{charges[-1].hash}"
+    words = {"head": head, "unit": sampling.unit, "relation": sampling.relation}
+    words["events"] = "\n".join(f"        {event}" for event in events)
+    program = files("fedpriv.report").joinpath("templates", "dp_accounting.txt")
+    stream.write(program.read_text("utf-8").format(**words))
 
 
 def json_text(content: object) -> str:
@@ -349,17 +344,23 @@ def json_text(content: object) -> str:
     return to_json(content, indent=2, inf_nan_mode="strings").decode()
 
 
-def write_plan(plan: Plan, stream: TextIO) -> None:
-    """Write one JSON object: the settings, the name of the computed one, and their cost."""
+def write_plan(plan: Plan, advantage: float | None, stream: TextIO) -> None:
+    """Write one JSON object: the settings, the name of the computed one, and their cost.
+
+    The budget is the `advantage`, or if that is None, the ε.
+    """
     names = "found rounds sampling_probability noise_multiplier share share_noise_multiplier"
     content = {name: getattr(plan, name) for name in names.split()}
     content |= {"policy": plan.sampling.policy, "target_epsilon": plan.target_epsilon}
-    print(json_text(content | asdict(plan.loss)), file=stream)
+    content |= {"target_advantage": advantage, **asdict(plan.loss)}
+    content["risks"] = risks_of(trade_off([event_of(plan)], plan.loss.accountant))
+    print(json_text(content), file=stream)
 
 
 def _query_text(query: SumQueryEvent) -> str:
     """Return the text "group: clipping norm, standard deviation of noise" for a query."""
-    return f"{_group(query)}: {query.clipping_norm:.4g}, {query.noise_stddev:.4g}"
+    norm, noise = text_up(query.clipping_norm), text_down(query.noise_stddev)
+    return f"{_group(query)}: {norm}, {noise}"
 
 
 def _group(query: SumQueryEvent) -> str:
@@ -373,5 +374,5 @@ def _noise_text(query: SumQueryEvent) -> str:
     if query.granularity is None:
         return f"{text}: {Arithmetic.FLOATING_POINT}"
     squared_bound = math.floor(Fraction(query.clipping_norm / query.granularity) ** 2)
-    steps = query.noise_stddev / query.granularity
-    return f"{text}: {Arithmetic.EXACT}, B = {squared_bound}, σ/γ = {steps:.4g}"
+    steps = text_down(query.noise_stddev / query.granularity)
+    return f"{text}: {Arithmetic.EXACT}, B = {squared_bound}, σ/γ = {steps}"

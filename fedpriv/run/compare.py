@@ -39,9 +39,10 @@ from fedpriv.experiment.trackers import Tracker, named
 from fedpriv.report.study_page import print_study, results_json
 from fedpriv.report.tables import screen
 from fedpriv.run.folder import RunFolder, data_frame, held, write_charts, write_report
+from fedpriv.run.notes import of_settings
 from fedpriv.run.run import Run, RunSetup
 from fedpriv.run.simulate import in_process
-from fedpriv.run.terminal import displayed, execute, warn_of_delta
+from fedpriv.run.terminal import displayed, execute
 from fedpriv.studies import Arm, ArmSummary, Cell, ReadStudy, RunResult, Study, Target, read_study
 from fedpriv.studies.results import (
     ALL_RESULTS,
@@ -370,7 +371,7 @@ def calibrated(study: Study, console: Console | None = None) -> dict[tuple[Arm, 
 def _check_comparable(arms: Mapping[str, Experiment], console: Console | None) -> None:
     """Refuse arms that are not measured, or with different neighbouring relations.
 
-    If δ is too large, a warning names the arm with the most users.
+    Warnings are about the settings of the arm with the most users.
     """
     for name, arm in arms.items():
         with _naming_arm(name):
@@ -385,7 +386,8 @@ def _check_comparable(arms: Mapping[str, Experiment], console: Console | None) -
                 "one is no ε of the other, so that all arms must be for the same"
             )
     if console:
-        warn_of_delta(max(arms.values(), key=lambda arm: arm.plan.sampling.population), console)
+        for note in of_settings(max(arms.values(), key=lambda arm: arm.plan.sampling.population)):
+            console.print(f"warning: {note}", style="yellow")
 
 
 def run_cell(

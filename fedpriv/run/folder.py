@@ -333,7 +333,7 @@ def summary_json(folder: Path) -> str:
 
 def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -> Path:
     """Write the report of a run or a study as one HTML page; `show` opens it in the browser."""
-    from fedpriv.report import page, run_page, study_page  # noqa: PLC0415 - charts start slowly
+    from fedpriv.report import charts, run_page, study_page  # noqa: PLC0415 - charts start slowly
 
     path = out or folder / "report.html"
     if not (folder / STUDY).exists():
@@ -347,7 +347,7 @@ def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -
         study = read_study(folder)
         runs = {cell: read_run(folder / cell.path) for cell, _ in study.finished}
         content = study_page.page_of_study(study, runs)
-    page.write_page(page.render(content), path)
+    charts.write_page(charts.render(content), path)
     if show:
         webbrowser.open(path.absolute().as_uri())
     return path

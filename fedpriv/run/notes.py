@@ -8,10 +8,10 @@ private".
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.engine.task import running_norms
 from fedpriv.experiment.build import Experiment
 from fedpriv.report.tables import plural
+from fedpriv.support.checks import epsilon_up
 from fedpriv.training.rounds import Contributors, RoundResult, Stop
 
 _FINE = 1e-4  # steps of updates that change no training to speak of
@@ -37,8 +37,8 @@ def of_run(
         yield counted.why_ended(plural(plan.sampling.unit), done, plan.rounds)
         if done < plan.rounds:
             yield (
-                f"the guarantee is the budget, ε = {format_epsilon(budget.epsilon)} at δ = "
-                f"{budget.delta}, and not the {format_epsilon(charged)} that the ledger's charges "
+                f"the guarantee is the budget, ε = {epsilon_up(budget.epsilon)} at δ = "
+                f"{budget.delta}, and not the {epsilon_up(charged)} that the ledger's charges "
                 "add up to, since the run ended because of what it released"
             )
     yield from experiment.notes
@@ -63,9 +63,9 @@ def of_settings(experiment: Experiment) -> Iterator[str]:
             f"a cohort has {expected:.2g} {plural(sampling.drawn)} on average; rounds of one "
             "release its update and noise, rounds of none noise alone, and each is charged"
         )
-    if sampling.drawn is sampling.unit and experiment.budget.delta * sampling.population >= 1.0:
+    if experiment.budget.delta * sampling.population >= 1.0:
         yield (
-            f"δ is {experiment.budget.delta:g} for {sampling.population} "
+            f"δ is {experiment.budget.delta} for {sampling.population} "
             f"{plural(sampling.unit)}: such a slack allows a release to show one of them as they "
             f"are; choose δ well below {1.0 / sampling.population:.2g}"
         )

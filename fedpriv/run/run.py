@@ -43,6 +43,7 @@ from fedpriv.report.tables import plural
 from fedpriv.run import notes
 from fedpriv.run.auditor import Auditor
 from fedpriv.run.folder import RunFolder, data_frame, read_run, write_charts, write_report
+from fedpriv.support.checks import text_down, text_up
 from fedpriv.support.disk import with_room, write_atomically
 from fedpriv.support.logs import one_line
 from fedpriv.training.local import ALGORITHMS
@@ -265,8 +266,8 @@ def _resolved_plan(experiment: Experiment, folder: Path) -> str:
         "software": ", ".join(f"{name} {number}" for name, number in versions().items()),
     }
     for query in plan.mechanism.query.events:
-        stated = f"clipping norm {query.clipping_norm:g}, noise stddev {query.noise_stddev:g}"
-        facts[f"group {query.group}"] = stated
+        norm, noise = text_up(query.clipping_norm), text_down(query.noise_stddev)
+        facts[f"group {query.group}"] = f"clipping norm {norm}, noise stddev {noise}"
     # Names may hold ends of lines.
     head = "".join(f"# {one_line(f'{name}: {value}')}\n" for name, value in facts.items())
     table = experiment.config.model_dump(exclude_none=True)

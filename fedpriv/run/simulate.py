@@ -4,14 +4,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
-from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.accounting.factorisation import relative_errors
+from fedpriv.accounting.fdp import trade_off
+from fedpriv.accounting.risks import Risks, risks_of
 from fedpriv.audit import Audit
 from fedpriv.data.population import Population
 from fedpriv.engine.measuring import SimulationOnlyDiagnostics
@@ -41,7 +42,7 @@ from fedpriv.privacy.round import PartialSum
 from fedpriv.report.tables import Column, Table, cohort_text, json_text, print_table, screen
 from fedpriv.run.run import Hosted, Run, RunSetup, spent_in
 from fedpriv.run.terminal import execute, telling_where
-from fedpriv.support.checks import checked_arguments
+from fedpriv.support.checks import checked_arguments, epsilon_up, text_down, text_up
 from fedpriv.support.disk import with_room
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.plan import TrainingPlan
@@ -269,6 +270,7 @@ def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False
             "epsilon": loss.epsilon,
             "delta": config.privacy.delta,
             "assumptions": loss.assumptions,
+            "risks": _risks(experiment),
             "groups": groups,
         }
         print(json_text(content))  # noqa: T201
@@ -277,11 +279,11 @@ def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False
     charge = f"{at_once} rounds to a charge" if at_once > 1 else "one charge"
     title = f"One round: {len(plan.shares)} vector groups, one sample, {charge}"
     names = ("group", "tensors", "d", "S", "σ", "share", "signal/noise")
-    formats = ("", "", ",", ".4g", ".4g", ".1%", ".3g")
-    kinds: list[Literal["text", "number"]] = ["number" if spec else "text" for spec in formats]
-    columns = [*map(Column, names, kinds)]
-    shown = ({**group, "tensors": ", ".join(group["tensors"])} for group in groups)
-    rows = [tuple(map(format, group.values(), formats)) for group in shown]
+    texts: Sequence[Callable[[Any], str]]
+    texts = (str, ", ".join, "{:,}".format, text_up, text_down, "{:.1%}".format, "{:.3g}".format)
+    columns = [Column(name, "text" if at < 2 else "number") for at, name in enumerate(names)]
+    cells = ((*zip(texts, group.values(), strict=True),) for group in groups)
+    rows = [[text(value) for text, value in row] for row in cells]
     print_table(Table(title, columns, rows), console)
     for line in (*_facts(experiment, held), "Nothing was spent."):
         console.print(line, highlight=False)
@@ -293,6 +295,11 @@ def _charges(experiment: Experiment) -> list[RoundEvent]:
     return [plan.event, *([evaluation.events(plan.rounds)] if evaluation else [])]
 
 
+def _risks(experiment: Experiment) -> Risks:
+    accountant = experiment.config.privacy.accountant
+    return risks_of(trade_off(_charges(experiment), accountant))
+
+
 def _facts(experiment: Experiment, held: Sequence[RoundEvent]) -> Iterator[str]:
     """Yield lines on what a round draws and adds, and on the cost of the run.
 
@@ -301,8 +308,8 @@ def _facts(experiment: Experiment, held: Sequence[RoundEvent]) -> Iterator[str]:
     plan, config = experiment.plan, experiment.config
     sampling, weight, privacy = plan.sampling, plan.averaging.total_weight, config.privacy
     yield (
-        f"z = {plan.noise_multiplier:.6g} of the whole round, {cohort_text(sampling.event())}, "
-        f"expected cohort {sampling.expected_cohort_size:g}"
+        f"z = {text_down(plan.noise_multiplier)} of the whole round, "
+        f"{cohort_text(sampling.event())}, expected cohort {sampling.expected_cohort_size:g}"
     )
     charged, events = f"{plan.rounds} rounds", _charges(experiment)
     if sampling.rounds > 1:
@@ -310,11 +317,12 @@ def _facts(experiment: Experiment, held: Sequence[RoundEvent]) -> Iterator[str]:
     if experiment.evaluation:
         charged += " and the evaluation"
     loss = epsilon_of(events, privacy.delta, privacy.accountant)
-    spent = f"ε = {format_epsilon(loss.epsilon)} at δ = {privacy.delta}"
+    spent = f"ε = {epsilon_up(loss.epsilon)} at δ = {privacy.delta}"
     yield f"{charged} cost {spent}: {loss.assumptions}"
+    yield _risks(experiment).text(loss.unit)
     if held:
         total = epsilon_of([*held, *events], privacy.delta, privacy.accountant)
-        yield f"With what {privacy.ledger} holds, that is ε = {format_epsilon(total.epsilon)}."
+        yield f"With what {privacy.ledger} holds, that is ε = {epsilon_up(total.epsilon)}."
     unit = sampling.drawn
     moves = f"{unit} moves the sum of a group"
     if loss.relation is NeighbouringRelation.REPLACE_ONE:

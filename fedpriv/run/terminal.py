@@ -27,8 +27,9 @@ from rich.table import Column as Cells
 from rich.text import Text
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
-from fedpriv.accounting.accountants import format_epsilon
+from fedpriv.accounting.fdp import trade_off
 from fedpriv.accounting.pricing import weakest_arithmetic, weakest_randomness
+from fedpriv.accounting.risks import risks_of
 from fedpriv.experiment.build import Experiment
 from fedpriv.experiment.trackers import Followers, StartedRun
 from fedpriv.ledger.events import RoundEvent
@@ -37,6 +38,7 @@ from fedpriv.report.tables import Column, Table, cohort_text, plural, print_tabl
 from fedpriv.run import notes
 from fedpriv.run.auditor import Auditor
 from fedpriv.run.run import Follow, Hosted, Run, RunSetup, conduct, opened, spent_in
+from fedpriv.support.checks import epsilon_up, text_down
 from fedpriv.support.logs import SIMULATION_ONLY
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.training.rounds import (
@@ -189,7 +191,7 @@ def _with_progress(
             seconds = result.simulation_only_seconds or math.inf
             # From the expected cohort, since the realised one is private.
             speed = f"{plan.sampling.expected_cohort_size / seconds:,.0f} {units}/s"
-            spent = f"ε {format_epsilon(result.epsilon)}"
+            spent = f"ε {epsilon_up(result.epsilon)}"
             counted = counted.with_round(result, sampling)
             contributors = f"contributors {counted}" if counted else ""
             figures = (last, spent, *result.metrics_text, contributors, speed)
@@ -202,7 +204,7 @@ def _with_progress(
 def released_text(result: RoundResult, rounds: int) -> str:
     """Return one line on a release, for a log."""
     accuracy = () if result.accuracy is None else (f"accuracy {result.accuracy:.1%}",)
-    spent = f"ε {format_epsilon(result.epsilon)} at δ {result.delta}"
+    spent = f"ε {epsilon_up(result.epsilon)} at δ {result.delta}"
     released = f"round {result.round} of {rounds} released"
     noisy = result.scalar_metrics.get(CONTRIBUTORS_METRIC)
     stddev = result.metrics_noise_stddev.get(CONTRIBUTORS_METRIC)
@@ -210,23 +212,11 @@ def released_text(result: RoundResult, rounds: int) -> str:
     return ", ".join((released, *accuracy, *counted, *result.metrics_text, spent))
 
 
-def warn_of_delta(experiment: Experiment, console: Console) -> None:
-    """Print a warning if δ is so large that it allows a breach."""
-    delta, sampling = experiment.budget.delta, experiment.plan.sampling
-    if delta >= (share := 1.0 / sampling.population):
-        console.print(
-            f"warning: δ is {delta}; it should be below 1/N = {share:.3g}, since publishing one "
-            f"random {sampling.unit}'s data whole satisfies δ = 1/N",
-            style="yellow",
-        )
-
-
 def _warn(setup: RunSetup, experiment: Experiment, console: Console) -> None:
     """Print what the experiment's settings do to its guarantee."""
     if not setup.resuming:
         spent = spent_in(setup.ledger, experiment.plan.population)
         _warn_of_budget(spent, experiment, console)
-    warn_of_delta(experiment, console)
     for note in notes.of_settings(experiment):
         console.print(f"warning: {note}", style="yellow")
     for note in experiment.notes:
@@ -241,7 +231,7 @@ def _warn_of_budget(spent: Sequence[RoundEvent], experiment: Experiment, console
     if budget.admits(first) and not budget.admits(whole):
         console.print(
             f"warning: {plan.rounds} rounds would bring ε to "
-            f"{format_epsilon(budget.epsilon_of(whole))}; the run will stop before the budget of "
+            f"{epsilon_up(budget.epsilon_of(whole))}; the run will stop before the budget of "
             f"{budget.epsilon} is passed",
             style="yellow",
         )
@@ -249,6 +239,8 @@ def _warn_of_budget(spent: Sequence[RoundEvent], experiment: Experiment, console
 
 def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Console) -> None:
     """Print accuracy beside the (ε, δ) of the ledger."""
+    if console.quiet:
+        return
     with Ledger.open(setup.ledger) as ledger:
         spent, charges, head = ledger.spent(), tuple(ledger.charges()), ledger.head
     rows = [
@@ -310,18 +302,22 @@ def _privacy_rows(
     own = own_charges(plan.run, charges)
     loss = epsilon_of(spent, privacy.delta, privacy.accountant)
     level = f"{plan.sampling.unit}-level (ε, δ)"
-    cost = f"({format_epsilon(loss.epsilon)}, {privacy.delta})"
+    cost = f"({epsilon_up(loss.epsilon)}, {privacy.delta})"
     rows = [(level, cost)]
-    if run.epsilon > loss.epsilon and run.stop is Stop.TOO_FEW:
-        rows = [(level, f"({format_epsilon(run.epsilon)}, {privacy.delta}), the budget")]
+    early = run.epsilon > loss.epsilon and run.stop is Stop.TOO_FEW
+    if early:
+        rows = [(level, f"({epsilon_up(run.epsilon)}, {privacy.delta}), the budget")]
         rows.append(("all charges of the ledger", cost))
     if len(own) < len(charges):
         alone = epsilon_of(paid_events(own), privacy.delta, privacy.accountant)
-        rows.append(("of which this run alone", format_epsilon(alone.epsilon)))
+        rows.append(("of which this run alone", epsilon_up(alone.epsilon)))
     if users := protected(charges):
         rows.append(("for users", users))
     if paid_events(own):
         rows.append(("what it means", loss.assumptions))
+        if not early:  # else the ledger is no bound
+            risks = risks_of(trade_off(spent, privacy.accountant))
+            rows.append(("what anyone can tell", risks.text(loss.unit)))
         rows.append(("randomness", str(weakest_randomness(charges))))
         rows.append(("sums and noise", str(weakest_arithmetic(charges))))
     return rows
@@ -343,5 +339,5 @@ def _plan_rows(
     drawn = cohort_text(plan.sampling.event())
     return [
         ("rounds", f"{run.state.round} of {plan.rounds}, {len(own)} charged{paid}{stopped}"),
-        ("mechanism", f"{drawn}, z = {plan.noise_multiplier:.4g}, {clipped}{adapts}"),
+        ("mechanism", f"{drawn}, z = {text_down(plan.noise_multiplier)}, {clipped}{adapts}"),
     ]

@@ -27,7 +27,7 @@ import numpy as np
 import tomli_w
 from rich.console import Console
 
-from fedpriv.accounting.accountants import accountant_named, format_epsilon
+from fedpriv.accounting.accountants import accountant_named
 from fedpriv.accounting.calibration import smallest_noise
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.accounting.selection import TRIAL_BITS, number_of_trials
@@ -78,7 +78,7 @@ from fedpriv.privacy.sampling import FixedSizeSampling, PoissonSampling
 from fedpriv.report.tables import Column, Table, print_table, screen
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import RunSetup
-from fedpriv.support.checks import checked_arguments, plain_numbers
+from fedpriv.support.checks import checked_arguments, epsilon_up, plain_numbers
 from fedpriv.support.disk import with_room, write_atomically, writing
 from fedpriv.support.logs import silenced
 from fedpriv.training.optimizers import ServerOptimizer
@@ -422,7 +422,7 @@ class _Search:
         self._print_price(event, budget, price)
         if not price <= limit:
             raise InvalidValueError(
-                f"the search would bring ε to {format_epsilon(price)} at delta {delta}; "
+                f"the search would bring ε to {epsilon_up(price)} at delta {delta}; "
                 f"privacy.epsilon is {limit} and must be larger, or the noise must be"
             )
         if price_only:
@@ -440,7 +440,7 @@ class _Search:
         )
         model = released_model(task, state, [result], first.classes)
         with_room(lambda: write_atomically(folder.model, model))
-        about = f"ε = {format_epsilon(price)} at δ = {delta}, the model included"
+        about = f"ε = {epsilon_up(price)} at δ = {delta}, the model included"
         return self._written(Tuning(folder.path, settings, best_score, epsilon=price), about)
 
     def _check_on_users(self) -> None:
@@ -563,9 +563,9 @@ class _Search:
         dearest = max(budget.epsilon_of([rounds]) for rounds in alone)
         law = "Poisson" if search.shape is None else f"negative binomial, shape {search.shape:g}"
         self._say(
-            f"The search will cost ε = {format_epsilon(price)} at δ = {budget.delta}, with what "
+            f"The search will cost ε = {epsilon_up(price)} at δ = {budget.delta}, with what "
             f"the ledger {self.setup.ledger} holds already and with the model that it finds; one "
-            f"trial alone would cost {format_epsilon(dearest)}."
+            f"trial alone would cost {epsilon_up(dearest)}."
         )
         self._say(
             f"The number of trials is random ({law}, {self.section.trials} on average) and stays "

@@ -1,9 +1,14 @@
-"""Checks that raise InvalidValueError, and conversion of numbers to Python's own types."""
+"""Checks that raise InvalidValueError, and numbers as Python's own types and as text.
+
+Privacy losses and noise become text here alone. Rounding never makes a release look more private
+than it is: ε, δ, probabilities and norms are rounded up; noise and lower bounds are rounded down.
+"""
 
 import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from enum import StrEnum
 from functools import cache, reduce, wraps
 from inspect import signature
@@ -150,3 +155,64 @@ def _numeric_fields(kind: Any) -> list[tuple[str, tuple[type, ...]]]:
     types = [(field.name, get_args(field.type) or (field.type,)) for field in fields(kind)]
     numeric = (int, float, NoneType)
     return [(name, kinds) for name, kinds in types if all(t in numeric for t in kinds)]
+
+
+def text_up(value: float, digits: int = 6) -> str:
+    """Return a number to some significant digits, rounded up: δ, a probability or a norm.
+
+    >>> text_up(1.2341e-6, 3), text_up(1 / 3), text_up(0.1)
+    ('1.24e-06', '0.333334', '0.1')
+    """
+    return _text(value, digits, ROUND_CEILING)
+
+
+def text_down(value: float) -> str:
+    """Return a noise multiplier or standard deviation to six digits, rounded down.
+
+    The price of the printed noise is never below that of the noise itself.
+
+    >>> text_down(4.4509876), text_down(0.5)
+    ('4.45098', '0.5')
+    """
+    return _text(value, 6, ROUND_FLOOR)
+
+
+def percent_up(share: float) -> str:
+    """Return a probability as a percentage of three digits, rounded up.
+
+    >>> percent_up(0.63312), percent_up(0.00229), percent_up(1.0)
+    ('63.4%', '0.229%', '100%')
+    """
+    return f"{_text(float(share), 3, ROUND_CEILING, scale=2)}%"
+
+
+def epsilon_up(epsilon: float) -> str:
+    """Return ε to three decimals, or to three digits if it is tiny or huge, rounded up.
+
+    >>> epsilon_up(1.9991), epsilon_up(0.0), epsilon_up(math.inf), epsilon_up(1.2341e-9)
+    ('2.000', '0.000', '∞', '1.24e-09')
+    """
+    return _epsilon(epsilon, ROUND_CEILING)
+
+
+def epsilon_down(epsilon: float) -> str:
+    """Return a lower bound on ε, or the ε that a budget has left, as `epsilon_up` but rounded down.
+
+    >>> epsilon_down(1.9999), epsilon_down(5.678e-4), epsilon_down(-0.5)
+    ('1.999', '0.000567', '0.000')
+    """
+    return _epsilon(max(epsilon, 0.0), ROUND_FLOOR)
+
+
+def _epsilon(value: float, rounding: str) -> str:
+    if math.isinf(value):
+        return "∞"
+    if value and not 0.001 <= value < 1e9:
+        return _text(value, 3, rounding)
+    return str(Decimal(repr(float(value))).quantize(Decimal("0.001"), rounding))
+
+
+def _text(value: float, digits: int, rounding: str, scale: int = 0) -> str:
+    # The shortest text that is read as this float, of which digits are cut off exactly.
+    number = Decimal(repr(float(value))).scaleb(scale)
+    return f"{float(Context(prec=digits, rounding=rounding).plus(number)):.{digits}g}"

@@ -28,7 +28,7 @@ from fedpriv.privacy.gaussian_mechanism import (
 )
 from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup, check_partition
 from fedpriv.privacy.sampling import Sampling
-from fedpriv.support.checks import hold_numbers, is_whole
+from fedpriv.support.checks import epsilon_up, hold_numbers, is_whole, text_down
 from fedpriv.training.optimizers import FedAvg, Parameters, RateSchedule, ServerOptimizer
 from fedpriv.training.request import ControlVariates, LocalTraining
 
@@ -272,9 +272,10 @@ class TrainingPlan:
         if not fits(plan) and not fits(louder(plan, _MOST_RAISED)):
             cost = budget.epsilon_of([*spent, plan.event])
             raise InvalidValueError(
-                f"noise_multiplier is {plan.noise_multiplier:.6g}, at which all rounds with N = "
-                f"{plan.sampling.population} cost ε = {cost:.4g}, not the {budget.epsilon} that it "
-                "was calibrated for; calibrate must be given the same users and rounds"
+                f"noise_multiplier is {text_down(plan.noise_multiplier)}, at which all rounds with "
+                f"N = {plan.sampling.population} cost ε = {epsilon_up(cost)}, not the "
+                f"{budget.epsilon} that it was calibrated for; calibrate must be given the same "
+                "users and rounds"
             )
         while not fits(plan):
             plan = louder(plan, 1.0 + 1e-4)

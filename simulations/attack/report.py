@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
-from fedpriv.accounting.accountants import format_epsilon
-from fedpriv.report.tables import Column, Table, format_epsilon_low, plural, print_table
+from fedpriv.report.tables import Column, Table, plural, print_table
 from fedpriv.run.terminal import Display, displayed
+from fedpriv.support.checks import epsilon_down, epsilon_up
 from simulations.attack.certification import CONFIDENCE, largest_certifiable
 from simulations.attack.populations import KeptPopulation
 from simulations.attack.suite import AttackedPlan, Finding, attack, certifying
@@ -115,7 +115,7 @@ class Report:
                 console.print(
                     f"refuted: with population {finding.population.name}, ε is at least "
                     f"{_low(finding.certificate.epsilon)}, and the ledger says "
-                    f"{format_epsilon(finding.ledger_epsilon)}",
+                    f"{epsilon_up(finding.ledger_epsilon)}",
                     style="red",
                 )
 
@@ -140,14 +140,14 @@ def _find(
 
 def _low(epsilon: float) -> str:
     """A lower bound on ε, rounded down."""
-    return format_epsilon_low(epsilon) or "0.000"
+    return epsilon_down(epsilon)
 
 
 def _row(finding: Finding) -> tuple[str, ...]:
     found, kept = finding.certificate, finding.population
     if found is None:
         return kept.name, kept.attacks, "", "", "", finding.verdict
-    bounds = _low(found.epsilon), format_epsilon(finding.ledger_epsilon)
+    bounds = _low(found.epsilon), epsilon_up(finding.ledger_epsilon)
     best = finding.distinguisher if found.epsilon else ""
     return kept.name, kept.attacks, *bounds, best, finding.verdict
 

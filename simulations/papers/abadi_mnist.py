@@ -25,7 +25,6 @@ import torch
 
 import fedpriv
 from fedpriv.accounting import ACCOUNTANTS
-from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.analytics import PrincipalComponents, SecondMoments, Survey, ask
 from fedpriv.data.columns import Fields
 from fedpriv.experiment.build import records_of
@@ -37,6 +36,7 @@ from fedpriv.ledger.participation import record_path
 from fedpriv.privacy import PoissonSampling, PrivacyRecords, SeededEntropy
 from fedpriv.report.tables import Column, Table
 from fedpriv.run.folder import RunFolder
+from fedpriv.support.checks import epsilon_up
 from simulations.papers.bu_mnist import mnist
 from simulations.papers.results import mean_of, read_results, write_results
 
@@ -195,7 +195,7 @@ def results_table(results: Sequence[Found]) -> Table:
         paper = f"{setting.paper:.0%}" if asked else ""
         noise = f"{each.noise_multiplier:.3f}"
         sizes = f"{setting.epsilon:g}", f"{setting.epochs:g}", query, noise
-        rows.append((inputs, *sizes, paper, mean_of(each.here), format_epsilon(each.epsilon)))
+        rows.append((inputs, *sizes, paper, mean_of(each.here), epsilon_up(each.epsilon)))
     names = "ε", "epochs", "σ of the query", "σ", "paper", "here", "exact ε"
     columns = [Column("inputs", "text"), *map(Column, names)]
     return Table(f"MNIST by the network of Abadi et al. 2016, δ = {DELTA:g}", columns, rows)

@@ -30,10 +30,10 @@ from torch import nn
 from torch.nn import functional
 
 import fedpriv
-from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.experiment.models import cnn
 from fedpriv.report.tables import Column, Table
+from fedpriv.support.checks import epsilon_up
 from fedpriv.training.optimizers import ServerOptimizer
 from simulations.datasets.mnist import load_mnist_writers
 from simulations.papers.results import mean_of, read_results, write_results
@@ -273,7 +273,7 @@ def results_table(results: Sequence[Found]) -> Table:
     for each in results:
         paper = "" if each.paper is None else f"{each.paper:.1%}"
         sizes = str(each.lot), f"{each.epochs:g}", f"{each.noise_multiplier:.3f}"
-        rows.append((each.row, *sizes, paper, mean_of(each.here), format_epsilon(each.epsilon)))
+        rows.append((each.row, *sizes, paper, mean_of(each.here), epsilon_up(each.epsilon)))
     names = ("lot", "epochs", "σ", "paper", "here", "exact ε")
     columns = [Column("", "text"), *map(Column, names)]
     return Table(f"MNIST by NoisySGD, example-level, δ = {DELTA:g}", columns, rows)

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fedpriv
-from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.errors import FedprivError
 from fedpriv.report.charts import Axis, Chart, Series, figure
+from fedpriv.support.checks import epsilon_up
 from fedpriv.training.optimizers import (
     Average,
     OptimizerState,
@@ -351,7 +351,7 @@ def quality_table(study: Study) -> Table:
     exact = asdict(study.exact_quality)
     table.add_row("maximum likelihood", "∞", "0", *(shown(k, v) for k, v in exact.items()))
     for row in study.rows:
-        spent = format_epsilon(max(run.epsilon for run in row.released))
+        spent = epsilon_up(max(run.epsilon for run in row.released))
         found = [asdict(each) for each in row.quality]
         columns = {key: np.array([each[key] for each in found]) for key in exact}
         spread = (f"{shown(k, c.mean())} ± {shown(k, c.std(ddof=1))}" for k, c in columns.items())

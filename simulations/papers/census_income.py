@@ -22,8 +22,8 @@ from rich.table import Table
 from torch import nn
 
 import fedpriv
-from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.errors import FedprivError
+from fedpriv.support.checks import epsilon_up
 from simulations.datasets.files import read_csv
 from simulations.datasets.people import INCOME, YES_OR_NO, census_facts, find_census
 from simulations.papers.results import write_numbers
@@ -139,7 +139,7 @@ def income_table(found: Mapping[str, list[Outcome]], share: float) -> Table:
         accuracy = np.array([each.accuracy for each in outcomes])
         spread = f" ± {accuracy.std(ddof=1):.1%}" if len(outcomes) > 1 else ""
         prices = [each.epsilon for each in outcomes if each.epsilon is not None]
-        epsilon = format_epsilon(max(prices)) if prices else "∞"
+        epsilon = epsilon_up(max(prices)) if prices else "∞"
         table.add_row(name, PAPER[name], f"{accuracy.mean():.1%}{spread}", epsilon)
     return table
 

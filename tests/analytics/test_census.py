@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fedpriv.accounting import epsilon
-from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.ledger import Ledger
+from fedpriv.support.checks import epsilon_up
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("FEDPRIV_DATA", ROOT.parent / "shared" / "data"))
@@ -66,7 +66,7 @@ def test_it_prints_truth_release_and_noise_and_the_price_of_the_ledger(tmp_path:
     with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
         (event,) = [row.event for row in ledger.charges()]
     spent = epsilon([event], 1e-5, accountant="tight").epsilon
-    assert f"ε = {format_epsilon(spent)}" in done.stdout
+    assert f"ε = {epsilon_up(spent)}" in done.stdout
     assert 0.99 <= spent <= 1.0
     assert "not private" in done.stdout
     again = census("--data", str(FOLDER), "--out", str(tmp_path))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fedpriv
-from fedpriv.accounting.accountants import format_epsilon
 from fedpriv.analytics import Survey
 from fedpriv.analytics.survey import collect
 from fedpriv.data.population import UserStore
@@ -26,6 +25,7 @@ from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.report.run_page import _epsilon_note
 from fedpriv.run.folder import read_run
 from fedpriv.run.run import Run, RunSetup
+from fedpriv.support.checks import epsilon_up
 from fedpriv.training.rounds import Stop
 from tests.commandline import printed, refused
 
@@ -274,7 +274,7 @@ def test_what_a_run_alone_costs_counts_what_its_users_said(
         charges = [(charge.run, charge.event) for charge in opened.charges()]
     own = [event for name, event in charges if name in ("asked-seed1", "asked-seed1-evaluation")]
     assert (len(own), len(charges)) == (4, 6)
-    cost = format_epsilon(fedpriv.epsilon(own, 1e-2).epsilon)
+    cost = epsilon_up(fedpriv.epsilon(own, 1e-2).epsilon)
     for each in said:
         (found,) = re.findall(r"this run alone[^0-9]*([0-9.]+)", each)
         assert found == cost

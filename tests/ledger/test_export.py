@@ -477,7 +477,7 @@ class TestCommandLine:
         for name in ("ledger.sqlite", "ledger.jsonl"):
             shown = printed("ledger", "show", folder / name)
             assert "noise of update: floating-point noise" in shown
-            assert "noise of a: exact, B = 281474976710656, σ/γ = 3.355e+07" in shown
+            assert "noise of a: exact, B = 281474976710656, σ/γ = 3.35544e+07" in shown
             assert all(queried in shown for queried in ("update: 1, 1.5", "a: 1, 2", "0.5, 4"))
 
     def test_an_export_has_curves(self, folder, monkeypatch):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedpriv.report.page import write_page
+from fedpriv.report.charts import write_page
 from fedpriv.run.folder import read_run
 from tests.commandline import printed, refused
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedpriv.accounting.policies import poisson_gaussian
-from fedpriv.report.page import render, write_page
+from fedpriv.report.charts import render, write_page
 from fedpriv.report.records import SimulationOnlyRound
 from fedpriv.report.run_page import page_of_run
 from tests.report.browser import Tab, browsing

@@ -145,6 +145,9 @@ def test_a_run_ends_once_noised_counts_say_that_nobody_counts(tmp_path: Path) ->
     cards = {card.name: card for card in run_page._summary(record, None).cards}
     assert cards["user-level ε"].value == "8.000"
     assert str(Stop.TOO_FEW) in cards["rounds"].note
+    sections = {section.name for section in run_page.page_of_run(record).sections}
+    assert "epsilon" in sections
+    assert "trade-off" not in sections  # of charges alone
 
 
 def test_a_run_that_ended_so_says_it_again_unless_it_is_to_keep_going(tmp_path: Path) -> None:
