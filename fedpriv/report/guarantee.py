@@ -247,7 +247,7 @@ def write_curves(ledger: LedgerContent, delta: float, folder: Path, suffix: str)
             with table.open("w", newline="", encoding="utf-8") as stream:
                 csv.writer(stream).writerows(rows)
         summary = folder / "trade_off.json"
-        summary.write_text(json_text(trade_off_summary(cost.trade_off)), encoding="utf-8")
+        summary.write_text(f"{json_text(trade_off_summary(cost.trade_off))}\n", encoding="utf-8")
     return [*files, summary]
 
 
