@@ -211,6 +211,17 @@ def _one_of(choice: Choice[Any]) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _schedule(value: float | Options) -> float | Options:
+    name = value.get("schedule") if isinstance(value, Mapping) else next(iter(SCHEDULES))
+    if name not in SCHEDULES and ":" not in str(name):
+        hint = f"{known_names(str(name or ''), SCHEDULES)}, or package.module:Class"
+        raise ValueError(f"schedule is {name!r}; {hint}")
+    return value
+
+
+_SCHEDULED = AfterValidator(_schedule)  # a number, or a table that names a schedule
+
+
 class Section(BaseModel):
     """A table of settings: unknown keys and values of the wrong type are refused."""
 
@@ -281,7 +292,7 @@ class LocalSection(Section):
     """
 
     algorithm: Annotated[str, _one_of(_ALGORITHM)] = "sgd"
-    learning_rate: Positive | Options  # has a default for SGD only
+    learning_rate: Annotated[Positive | Options, _SCHEDULED]  # has a default for SGD only
     batch_size: Count | Literal["all"] = "all"
     epochs: Count | None = None
     steps: Count | None = None
@@ -301,8 +312,7 @@ class LocalSection(Section):
         return {**rate, **length, **table}
 
     @model_validator(mode="after")
-    def _must_know_schedules(self) -> Self:
-        _check_schedule("learning_rate", self.learning_rate)
+    def _must_say_once(self) -> Self:
         if twice := [key for key in self.options if key in COMMON]:
             raise ValueError(f"options has {twice[0]!r}; it must be given beside options")
         return self
@@ -322,26 +332,12 @@ class ServerSection(Section):
     """
 
     optimizer: Annotated[str, _one_of(_OPTIMIZER)] = "fedavg"
-    options: dict[str, float | Options] = {}
-
-    @model_validator(mode="after")
-    def _must_know_schedules(self) -> Self:
-        for key, value in self.options.items():
-            _check_schedule(f"options.{key}", value)
-        return self
+    options: dict[str, Annotated[float | Options, _SCHEDULED]] = {}
 
     def build(self) -> ServerOptimizer:
         """Return the optimiser with these settings."""
         options = {key: _scheduled(_SCHEDULE, value) for key, value in self.options.items()}
         return _OPTIMIZER.build(self.optimizer, options, {})
-
-
-def _check_schedule(key: str, value: object) -> None:
-    """Raise ValueError for a table that does not name a schedule."""
-    name = value.get("schedule") if isinstance(value, Mapping) else next(iter(SCHEDULES))
-    if name not in SCHEDULES and ":" not in str(name):
-        hint = f"{known_names(str(name or ''), SCHEDULES)}, or package.module:Class"
-        raise ValueError(f"{key}.schedule is {name!r}; {hint}")
 
 
 def _scheduled(choice: Choice[RateSchedule], value: object) -> object:

@@ -211,7 +211,7 @@ def write_curves(ledger: LedgerContent, delta: float, folder: Path) -> list[Path
                 csv.writer(stream).writerows(rows)
         summary = folder / "trade_off.json"
         found = {"accountant": off.accountant, "relation": off.relation, **asdict(risks_of(off))}
-        summary.write_text(json_text(found), encoding="utf-8")
+        summary.write_text(f"{json_text(found)}\n", encoding="utf-8")
     return [*files, summary]
 
 

@@ -292,7 +292,7 @@ def _complete(
                     show()
         finally:
             read = read_study(folder)
-            write_atomically(folder / "results.json", results_json(read).encode())
+            write_atomically(folder / "results.json", f"{results_json(read)}\n".encode())
             write_atomically(folder / ALL_RESULTS, results_text(read.runs).encode())
     print_study(read, console)
     return read

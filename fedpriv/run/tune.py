@@ -274,13 +274,13 @@ def tune_file(
             raise InvalidValueError(f"{name} is given; it must be absent, as {reason}")
     if on == "public" and price_only:
         raise InvalidValueError("--price is given with --on public, which costs nothing")
-    public = config.tune and config.tune.public
-    if on == "public" and not public:
+    public = (config.tune or TuneSection()).public
+    data = config.simulated_data if on == "users" else public
+    if data is None:
         raise InvalidValueError(
             "tune.public is absent; it must name people who are not enrolled, such as public or "
             "invented ones"
         )
-    data = public if on == "public" and public else config.simulated_data
     population, roads = load_population(data.name, data.options), SharedRoads()
 
     def prepare(settings: Settings, noise: float | None, run: str) -> Prepared:
