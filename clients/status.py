@@ -49,7 +49,7 @@ def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
         return
     left = "no limit"
     if not math.isinf(limit := status.epsilon_limit):
-        left = f"{epsilon_down(limit - status.epsilon)} of {epsilon_down(limit)}"
+        left = f"{epsilon_down(limit - status.epsilon)} of {limit}"
     table = Table(title=one_line(status.run), show_header=False)
     table.add_row("state", str(status.state))
     table.add_row("round", f"{status.round} of {status.rounds}")

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
+from fedpriv.accounting.fdp import trade_off
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.run.folder import RunFolder
 from tests.commandline import fedpriv, printed, refused
@@ -570,12 +571,16 @@ def test_programs_read_runs_and_plans_as_json(run_folder: Path, tmp_path: Path) 
     assert kept == {key: getattr(last, key) for key in kept}
     with Ledger.open(run_folder / "ledger.sqlite") as ledger:
         assert state["head"] == f"{ledger.head.count}:{ledger.head.hash}"
+        told = trade_off(ledger.spent())
+    assert state["risks"]["advantage"] == told.advantage
     assert not (run_folder / "report.html").exists()
     assert "--open" in refused("report", run_folder, "--json", "--open")
     plan = json.loads(printed("plan", DIGITS, "--json"))
     assert math.fsum(group["share"] for group in plan["groups"]) == pytest.approx(1.0)
     noise = {group["name"]: group["noise_stddev"] for group in plan["groups"]}
     assert noise["update"] > plan["noise_multiplier"] * 0.5
+    assert 0.5 < plan["risks"]["success"] == pytest.approx(0.5 + plan["risks"]["advantage"] / 2)
     done = fedpriv("simulate", DIGITS, *SHORT, "--out", tmp_path / "run", "--json")
     assert json.loads(done.stdout)["folder"] == str(tmp_path / "run")
     assert "accuracy on held-out rows" in done.stderr
+    assert "The chance to tell whether one user took part rises from 50%" in done.stderr

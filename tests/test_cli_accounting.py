@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -139,6 +140,20 @@ def test_every_accountant_speaks_for_itself(folder: Path) -> None:
             assert row[4] == "estimate"
         else:
             assert row[4].startswith(("upper bound", "certified interval"))
+
+
+def test_what_an_attacker_can_tell_is_said_of_all_releases(folder: Path) -> None:
+    text = " ".join(printed("epsilon", folder / "full.sqlite", "--delta", "1e-5").split())
+    said = re.search(
+        r"rises from 50% to at most (\S+)%\. Of those that took part, at most (\S+)% are found "
+        r"at 1% false alarms, (\S+)% at 0\.1%\. Gaussian DP: μ = 0\.5\.",
+        text,
+    )
+    assert said is not None
+    # Four rounds of z = 4 without sampling tell N(0, 1) from N(½, 1).
+    truths = [norm.cdf(0.25), *(norm.cdf(norm.ppf(alpha) + 0.5) for alpha in (0.01, 0.001))]
+    for shown, truth in zip(map(float, said.groups()), truths, strict=True):
+        assert truth <= shown / 100 <= truth + 1e-3
 
 
 @pytest.mark.slow

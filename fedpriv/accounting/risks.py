@@ -68,8 +68,8 @@ def risks_of(off: TradeOff) -> Risks:
 
     >>> from fedpriv.accounting import poisson_gaussian, trade_off
     >>> risks = risks_of(trade_off([poisson_gaussian(q=0.01, noise_multiplier=4.0, count=10_000)]))
-    >>> round(risks.advantage, 3), round(risks.success, 3), round(risks.power[0.01], 4)
-    (0.101, 0.551, 0.0191)
+    >>> round(risks.advantage, 3), round(risks.success, 4), round(risks.power[0.01], 4)
+    (0.101, 0.5505, 0.0191)
     """
     slack, regret = float(off.power(0.0)), 0.0
     if off.is_gdp and off.mu is not None:

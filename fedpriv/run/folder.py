@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
+from fedpriv.accounting.fdp import trade_off
 from fedpriv.accounting.pricing import LedgerContent
+from fedpriv.accounting.risks import risks_of
 from fedpriv.audit import AuditResult
 from fedpriv.errors import DataError, InvalidValueError, LedgerError
 from fedpriv.experiment.config import Config, load_config
@@ -325,6 +327,8 @@ def summary_json(folder: Path) -> str:
         "accountant": record.accountant,
         "stop": None,  # unless it has ended
     }
+    if record.early_epsilon is None:  # else the ledger is no bound
+        content["risks"] = risks_of(trade_off(record.ledger.events, record.accountant))
     if state:
         names = {field.name for field in fields(RunEnd)} & vars(state).keys()
         content |= {name: vars(state)[name] for name in sorted(names)}

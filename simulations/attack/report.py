@@ -93,7 +93,7 @@ class Report:
         """What a reader of the table must know."""
         yield (
             f"Each bound holds at {CONFIDENCE:.0%} confidence; {self.runs:,} runs certify at most "
-            f"{_low(self.most)}, whatever they see."
+            f"{epsilon_down(self.most)}, whatever they see."
         )
         if self.most <= self.ledger_epsilon < float("inf"):
             needed = self.runs
@@ -114,7 +114,7 @@ class Report:
             if finding.certificate and finding.refuted:
                 console.print(
                     f"refuted: with population {finding.population.name}, ε is at least "
-                    f"{_low(finding.certificate.epsilon)}, and the ledger says "
+                    f"{epsilon_down(finding.certificate.epsilon)}, and the ledger says "
                     f"{epsilon_up(finding.ledger_epsilon)}",
                     style="red",
                 )
@@ -134,20 +134,15 @@ def _find(
 
     finding = attack(target, kept, runs, on_run=show)
     found = finding.certificate
-    display.update(line, total, f"ε ≥ {_low(found.epsilon)}" if found else finding.verdict)
+    display.update(line, total, f"ε ≥ {epsilon_down(found.epsilon)}" if found else finding.verdict)
     return finding
-
-
-def _low(epsilon: float) -> str:
-    """A lower bound on ε, rounded down."""
-    return epsilon_down(epsilon)
 
 
 def _row(finding: Finding) -> tuple[str, ...]:
     found, kept = finding.certificate, finding.population
     if found is None:
         return kept.name, kept.attacks, "", "", "", finding.verdict
-    bounds = _low(found.epsilon), epsilon_up(finding.ledger_epsilon)
+    bounds = epsilon_down(found.epsilon), epsilon_up(finding.ledger_epsilon)
     best = finding.distinguisher if found.epsilon else ""
     return kept.name, kept.attacks, *bounds, best, finding.verdict
 

@@ -51,8 +51,8 @@ def test_what_is_right_is_consistent_and_bounded_from_below() -> None:
     assert np.median([each.epsilon_low for each in found]) > 0.8
     estimates = [each.epsilon_estimate for each in found]
     assert np.median(estimates) == pytest.approx(found[0].epsilon, rel=0.2)
-    low = math.floor(found[0].epsilon_low * 100) / 100
-    said = f"ε ≥ {low:.2f} at 95% confidence, claimed ≤ {math.ceil(found[0].epsilon * 1e3) / 1e3}"
+    low = math.floor(found[0].epsilon_low * 1000) / 1000
+    said = f"ε ≥ {low:.3f} at 95% confidence, claimed ≤ {math.ceil(found[0].epsilon * 1e3) / 1e3}"
     assert found[0].text == f"{said}: consistent"
 
 

@@ -19,6 +19,7 @@ from fedpriv.studies.results import (
     results_text,
     verdict,
 )
+from fedpriv.support.checks import text_down
 from tests.commandline import printed, refused
 from tests.report.pages import figures, parsed, section, words
 
@@ -43,7 +44,7 @@ def test_the_answer_comes_first(page: str, study_folder: Path) -> None:
     for arm in read.arms:
         low, high = arm.accuracy.low, arm.accuracy.high
         assert f"{50 * (low + high):.2f} ± {50 * (high - low):.2f}" in summary
-        assert f"{arm.noise_multiplier:.4g}" in summary
+        assert text_down(arm.noise_multiplier) in summary
 
 
 def test_a_large_delta_is_warned_of(study_folder: Path) -> None:
