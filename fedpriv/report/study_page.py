@@ -472,9 +472,9 @@ def _over_seeds(arm: _Arm, measure: Measure) -> tuple[list[int], list[Interval]]
 
 
 def _clipping(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -> PageSection:
-    last, charts = targets[-1], list[Chart]()
-    note = f"Charts show all seeds of each arm at ε = {last.epsilon:g}; tables are for each ε."
-    for arm in _at(arms, last):
+    target, charts = targets[-1], list[Chart]()
+    note = f"Charts show all seeds of each arm at ε = {target.epsilon:g}; tables are for each ε."
+    for arm in _at(arms, target):
         charts += norms_charts(arm.records, arm.summary.arm)
     tables = [clipping_table(read, target) for target in targets]
     return PageSection("norms", "Clipping", [note], tables=tables, charts=charts)
