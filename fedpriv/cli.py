@@ -246,24 +246,6 @@ def report(
         typer.echo(file)
 
 
-@app.command("export", rich_help_panel=_TRAIN)
-def export_model(
-    folder: Annotated[Path, typer.Argument(help="folder of a run, or of a search on users")],
-    to: Annotated[
-        Literal["torch", "onnx", "hf"],
-        typer.Option("--to", help="a state_dict, an ONNX file, or a folder of save_pretrained"),
-    ],
-    out: Annotated[
-        Path | None,
-        _option("new file or folder", "--out", "-o", default="model.pt, model.onnx or model/"),
-    ] = None,
-) -> None:
-    """Write the model that a run released for another library."""
-    from fedpriv.run.export import export_model as write
-
-    typer.echo(write(folder, to, out))
-
-
 @app.command(rich_help_panel=_TRAIN)
 def simulate(
     file: ExperimentFile,
@@ -324,15 +306,12 @@ def tune(
     ],
     assignments: Assignments = None,
     out: Annotated[Path | None, _option("folder of the search", default="tuning/NAME-…")] = None,
-    synthetic: Annotated[
-        bool, _option("on invented people; with --on public", "--synthetic")
-    ] = False,
     price: Annotated[bool, _option("print the price of --on users, and stop", "--price")] = False,
 ) -> None:
     """Search learning rates, clipping norm, sampling and rounds."""
     from fedpriv.run.tune import tune_file
 
-    tune_file(file, assignments or [], out, on=on, synthetic=synthetic, price_only=price)
+    tune_file(file, assignments or [], out, on=on, price_only=price)
 
 
 @app.command(rich_help_panel=_PRICE)
@@ -470,7 +449,7 @@ def curves(
     out: Annotated[Path, _option("folder to write to")],
     delta: Delta = None,
 ) -> None:
-    """Draw ε by rounds, δ by ε and the errors of a test for one user: PNG, SVG, CSV and JSON."""
+    """Draw ε by rounds and the errors of a test for one user: PNG, SVG, CSV and JSON."""
     from fedpriv.accounting.pricing import default_delta, read_ledger
     from fedpriv.report.guarantee import write_curves
 

@@ -31,10 +31,10 @@ from torch import nn
 
 import fedpriv
 from fedpriv.evaluation.held_out import evaluate
-from fedpriv.experiment.models import CharacterTransformer
 from fedpriv.report.tables import Column, Table
 from simulations.datasets.shakespeare import CHARACTERS
 from simulations.papers.results import mean_of, write_results
+from simulations.transformer import CharacterTransformer
 
 LENGTH, LEAST, MOST = 40, 8, 32  # characters of a window; windows of a role
 PUBLIC, ENROLLED = 18, 15  # plays

@@ -5,7 +5,7 @@ Each kind of work has batches of 10, one local epoch and flat clipping:
 * mlp: 784–128–10, 100 users of 50 images;
 * cnn: the CNN of the DP-SGD tutorials, the same users;
 * softmax: regression from 60 numbers to 10 classes, 1,000 users of 10 examples;
-* transformer: `character-transformer`, 40 users of 20 texts of 40 characters.
+* transformer: `CharacterTransformer`, 40 users of 20 texts of 40 characters.
 
 Both sides train, clip and sum; they run in alternation and the medians are printed.
 
@@ -33,10 +33,11 @@ from fedpriv.data.population import UserStore
 from fedpriv.engine.arithmetic import Activations
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
-from fedpriv.experiment.models import CharacterTransformer, cnn, mlp, softmax_regression
+from fedpriv.experiment.models import cnn, mlp, softmax_regression
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.training.request import LocalTraining, RoundRequest
+from simulations.transformer import CharacterTransformer
 
 REPEATS = 7
 TURN = 1.0  # seconds: a simulation is round after round, and the first after others is slower

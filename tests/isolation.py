@@ -176,7 +176,7 @@ class Whitened(nn.Module):
 
 def _transformer() -> nn.Module:
     options = {"alphabet": WORDS, "length": LENGTH, "width": 8, "blocks": 1}
-    return build_model("character-transformer", options, 0)
+    return build_model("simulations.transformer:CharacterTransformer", options, 0)
 
 
 def _adapted() -> nn.Module:

@@ -28,7 +28,7 @@ WORDS = torch.arange(24).reshape(3, 8) % 10
 
 def transformer() -> nn.Module:
     options = {"alphabet": 10, "length": 8, "width": 8, "blocks": 2}
-    return build_model("character-transformer", options, 0)
+    return build_model("simulations.transformer:CharacterTransformer", options, 0)
 
 
 def trained(model: nn.Module) -> nn.Module:
@@ -225,7 +225,7 @@ rounds = 2
 data = {{ name = "tests.test_adapters:people" }}
 
 [model]
-name = "character-transformer"
+name = "simulations.transformer:CharacterTransformer"
 options = {{ alphabet = 10, length = 8, width = 8 }}
 {more}
 
@@ -261,7 +261,9 @@ def test_a_file_trains_adapters_in_groups_of_their_own(tmp_path: Path) -> None:
     file, out = tmp_path / "adapted.toml", tmp_path / "run"
     file.write_text(FILE.format(more=ADAPTERS))
     assert (done := commandline.fedpriv("simulate", file, "--out", out)).returncode == 0, done
-    base = build_model("character-transformer", {"alphabet": 10, "length": 8, "width": 8}, 3)
+    base = build_model(
+        "simulations.transformer:CharacterTransformer", {"alphabet": 10, "length": 8, "width": 8}, 3
+    )
     adapted = with_adapters(base, 2, 8.0, ["blocks.*"], seed=3)
     with Ledger.open(RunFolder(out).ledger) as ledger:
         queries = ledger.spent()[0].queries

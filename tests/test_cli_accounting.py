@@ -174,7 +174,7 @@ def test_an_accountant_without_an_analysis_says_so(tmp_path: Path) -> None:
     message = refused("epsilon", ledger, "--accountant", "gdp")
     assert "the gdp accountant has no analysis" in message
     printed("curves", ledger, "--out", tmp_path / "drawn")
-    curve = rows_of(tmp_path / "drawn" / "delta_by_epsilon.csv")
+    curve = rows_of(tmp_path / "drawn" / "epsilon_by_rounds.csv")
     assert {each["accountant"] for each in curve} == {"tight", "pld"}
 
 
@@ -323,7 +323,7 @@ def drawn(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert (folder / "full.sqlite").read_bytes() == before
     assert text.split() == [
         str(out / f"{name}.{suffix}")
-        for name in ("epsilon_by_rounds", "delta_by_epsilon", "trade_off")
+        for name in ("epsilon_by_rounds", "trade_off")
         for suffix in ("png", "svg", "csv")
     ] + [str(out / "trade_off.json")]
     for figure in out.glob("*.png"):
@@ -340,20 +340,6 @@ def test_curve_of_epsilon_by_rounds(drawn: Path) -> None:
         assert float(row["epsilon_low"]) == pytest.approx(loss.epsilon_low, rel=1e-12)
         assert (row["bound"], float(row["delta"])) == (loss.bound, 1e-5)
     assert [int(row["rounds"]) for row in rows[:4]] == [1, 2, 3, 4]
-
-
-def test_curve_of_delta_by_epsilon(drawn: Path) -> None:
-    rows = rows_of(drawn / "delta_by_epsilon.csv")
-    assert {row["accountant"] for row in rows} == set(ACCOUNTANTS)
-    assert len(rows) <= 40 * len(ACCOUNTANTS)
-    reported = epsilon_of([FULL] * 4, 1e-5).epsilon
-    for row in rows[:: len(rows) // 50]:
-        epsilon, name = float(row["epsilon"]), row["accountant"]
-        assert float(row["delta"]) == delta_of([FULL] * 4, epsilon, name)
-        assert row["bound"] == epsilon_of([FULL] * 4, 1e-5, name).bound
-    ends = [float(row["epsilon"]) for row in rows if row["accountant"] == "pld"]
-    assert ends[0] == 0.0
-    assert ends[-1] > reported
 
 
 def test_the_trade_off_is_proven_and_near_the_truth(drawn: Path) -> None:
@@ -389,13 +375,6 @@ def test_the_summary_of_the_trade_off_is_that_of_the_best_test(drawn: Path) -> N
         assert truth <= power <= truth + 2e-3
 
 
-@pytest.fixture
-def few_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Curves of δ by ε, which take seconds, have their ends only."""
-    monkeypatch.setattr("fedpriv.report.guarantee._DELTAS", 2)
-
-
-@pytest.mark.usefixtures("few_deltas")
 def test_the_trade_off_of_sampled_rounds_is_above_a_real_test(folder: Path, tmp_path: Path) -> None:
     printed("curves", folder / "odd.sqlite", "--out", tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".png", ".svg", ".csv", ".json"}
@@ -420,7 +399,6 @@ def test_the_trade_off_of_sampled_rounds_is_above_a_real_test(folder: Path, tmp_
     assert np.max(beta - proven) < 0.05
 
 
-@pytest.mark.usefixtures("few_deltas")
 def test_bad_curves_are_refused(folder: Path, tmp_path: Path) -> None:
     full = folder / "full.sqlite"
     assert "has no charge" in refused("curves", folder / "empty.sqlite", "--out", tmp_path / "x")

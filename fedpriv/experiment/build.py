@@ -166,19 +166,9 @@ def on_population(
     population = population_for(method.task, records_of(population, mechanism))
     evaluation, population = _evaluation(config, run, population, method)
     if evaluation is not None:
-        asked, budget = evaluation.events(config.rounds), mechanism.budget
-        spent = [*before, asked]
-        if mechanism.noise_multiplier is None and not budget.admits(spent):
-            raise InvalidValueError(
-                f"the evaluations would bring ε to {epsilon_up(budget.epsilon_of(spent))} at "
-                f"delta {budget.delta} without a round; privacy.epsilon is {budget.epsilon} and "
-                "must be larger, or federated_evaluation.noise_multiplier must be"
-            )
-    if population.succeeds and not Path(config.privacy.ledger or "?").is_file():
-        raise InvalidValueError(
-            f"the population succeeds {population.succeeds!r} and privacy.ledger is "
-            f"{config.privacy.ledger}; it must be the ledger of that population"
-        )
+        spent = [*before, evaluation.events(config.rounds)]
+        _check_evaluations(mechanism, spent)
+    _check_succession(population, config.privacy.ledger)
     engine, name, users = config.engine, population.ledger_name, population.users.population
     few = few_rows(population)
     experiment = build(config, run, name, users, population.test, spent, method, few, origin)
@@ -187,7 +177,7 @@ def on_population(
         kept = f"{experiment.plan.description} held_out={evaluation.asked.held_out}"
         plan = replace(experiment.plan, description=kept)
         experiment = replace(experiment, plan=plan, evaluation=evaluation)
-        check_budget(experiment, [*before, replace(asked, count=1)])
+        check_budget(experiment, [*before, evaluation.events(1)])
     enrolled = digest_of_users(population.users.user_ids)
     classes = population.public_classes if method.task.targets == "y" else ()
     experiment = replace(experiment, enrolled=enrolled).naming(classes)
@@ -204,14 +194,13 @@ def on_population(
     k, store = experiment.plan.sampling.event().examples_per_user, population.users
     if k is not None:
         store = in_places(store, k)
+    places = store.population // users  # of each user
     return experiment, InProcessTransport(
         experiment.task,
         store,
         experiment.device,
         chunk_memory_of(engine.chunk_mebibytes, experiment.device),
-        on_dropped=_naming_the_first(
-            population, mechanism.unit, store.population // users, experiment.notes
-        ),
+        on_dropped=_naming_the_first(population, mechanism.unit, places, experiment.notes),
         activations=engine.activations,
         processes=engine.processes,
         path=engine.path,
@@ -295,6 +284,26 @@ def _evaluation(
     return evaluation, replace(population, users=trained)
 
 
+def _check_succession(population: Population, ledger: str | None) -> None:
+    """Refuse a population that succeeds another without a ledger to go on with."""
+    if population.succeeds and not Path(ledger or "?").is_file():
+        raise InvalidValueError(
+            f"the population succeeds {population.succeeds!r} and privacy.ledger is {ledger}; it "
+            "must be the ledger of that population"
+        )
+
+
+def _check_evaluations(mechanism: Mechanism, spent: Sequence[RoundEvent]) -> None:
+    """Refuse evaluations, which are among the events, if they leave nothing to calibrate to."""
+    budget = mechanism.budget
+    if mechanism.noise_multiplier is None and not budget.admits(spent):
+        raise InvalidValueError(
+            f"the evaluations would bring ε to {epsilon_up(budget.epsilon_of(spent))} at "
+            f"delta {budget.delta} without a round; privacy.epsilon is {budget.epsilon} and "
+            "must be larger, or federated_evaluation.noise_multiplier must be"
+        )
+
+
 def few_rows(population: Population) -> Fields:
     """Return rows to try a task on, held-out ones or one of zeros; never an enrolled user's."""
     return {n: column[:4] for n, column in population.test.items()} or blank(population.users)
@@ -375,12 +384,7 @@ def build(
     mechanism = replace(mechanism, noise=given(strategy))
     mechanism = _calibrated(mechanism, budget, config.rounds, users, spent)
     plan = _plan(config, run, population, users, replace(method, mechanism=mechanism), origin)
-    _ = plan.digest  # what cannot be written down is refused here
-    try:
-        hash(plan.local)  # by which requests are told apart
-    except TypeError as error:
-        kind = type(plan.local).__name__
-        raise InvalidValueError(f"{kind} has a field of an {error}; use tuples") from error
+    _check_described(plan)
     try_out(plan.optimizer, method.task.parameters())
     check_can_be_released(method.task)
     if plan.metrics:
@@ -391,12 +395,6 @@ def build(
     norm = getattr(mechanism.clipping, "norm", None)
     clipping = config.clipping.model_copy(update={"norm": norm})
     config = config.model_copy(update={"run": plan.run, "clipping": clipping})
-    callbacks = {
-        path: cast(OnRound, import_function(f"callback {path!r}", path, InvalidValueError))
-        for path in config.callbacks.on_round
-    }
-    trackers = {name: kind() for name, kind in TRACKERS.items() if getattr(config.output, name)}
-    trackers |= {path: _TRACKER.build(path, {}, {}) for path in config.callbacks.trackers}
     return Experiment(
         config=config,
         held_out=rows,
@@ -406,11 +404,23 @@ def build(
         budget=budget,
         entropy=OperatingSystemEntropy() if config.seed is None else SeededEntropy(config.seed),
         device=device,
-        on_round=callbacks,
+        on_round=_callbacks(config),
         personalised=personalised,
-        trackers=trackers,
+        trackers=_trackers(config),
         notes=notes,
     )
+
+
+def _callbacks(config: Config) -> dict[str, OnRound]:
+    return {
+        path: cast(OnRound, import_function(f"callback {path!r}", path, InvalidValueError))
+        for path in config.callbacks.on_round
+    }
+
+
+def _trackers(config: Config) -> dict[str, Tracker]:
+    built_in = {name: kind() for name, kind in TRACKERS.items() if getattr(config.output, name)}
+    return built_in | {path: _TRACKER.build(path, {}, {}) for path in config.callbacks.trackers}
 
 
 def _measured_by(
@@ -479,6 +489,16 @@ def _plan(
         statistics=statistics,
         strategy=mechanism.noise.strategy(sampling.event()),
     )
+
+
+def _check_described(plan: TrainingPlan) -> None:
+    """Refuse a plan that cannot be written down, or whose requests cannot be told apart."""
+    _ = plan.digest
+    try:
+        hash(plan.local)
+    except TypeError as error:
+        kind = type(plan.local).__name__
+        raise InvalidValueError(f"{kind} has a field of an {error}; use tuples") from error
 
 
 def _audited(config: Config, mechanism: Mechanism, sampling: Sampling) -> Sampling:
@@ -667,11 +687,6 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
     for key, value in plain(others).items():
         table[key] = table[key] | value if isinstance(table.get(key), dict) else value
     return parse_config(plain(table), "settings")
-
-
-def begun_in_python(config: Config) -> bool:
-    """Return whether `settings_of` made a configuration, so that its model cannot be built."""
-    return config.model.options.keys() == {"origin", "parameters", "figures"}
 
 
 def _origin(task: Task) -> str:

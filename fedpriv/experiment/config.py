@@ -167,11 +167,7 @@ def _sentence(table: Any, error: ErrorDetails) -> str:
         case _:
             limit = re.sub("^(Input|Value|String) should", "it must", error["msg"])
             limit = f"{limit[0].lower()}{limit[1:]}"
-    return f"{where} is {_shown(value)}; {limit}"
-
-
-def _shown(value: object) -> str:
-    return "absent" if value is None else repr(value)
+    return f"{where} is {'absent' if value is None else repr(value)}; {limit}"
 
 
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
@@ -212,6 +208,17 @@ def _one_of(choice: Choice[Any]) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def _schedule(value: float | Options) -> float | Options:
+    name = value.get("schedule") if isinstance(value, Mapping) else next(iter(SCHEDULES))
+    if name not in SCHEDULES and ":" not in str(name):
+        hint = f"{known_names(str(name or ''), SCHEDULES)}, or package.module:Class"
+        raise ValueError(f"schedule is {name!r}; {hint}")
+    return value
+
+
+_SCHEDULED = AfterValidator(_schedule)  # a number, or a table that names a schedule
 
 
 class Section(BaseModel):
@@ -297,7 +304,7 @@ class LocalSection(Section):
     """
 
     algorithm: Annotated[str, _one_of(_ALGORITHM)] = "sgd"
-    learning_rate: Positive | Options  # has a default for SGD only
+    learning_rate: Annotated[Positive | Options, _SCHEDULED]  # has a default for SGD only
     batch_size: Count | Literal["all"] = "all"
     epochs: Count | None = None
     steps: Count | None = None
@@ -317,8 +324,7 @@ class LocalSection(Section):
         return {**rate, **length, **table}
 
     @model_validator(mode="after")
-    def _must_know_schedules(self) -> Self:
-        _check_schedule("learning_rate", self.learning_rate)
+    def _must_say_once(self) -> Self:
         if twice := [key for key in self.options if key in COMMON]:
             raise ValueError(f"options has {twice[0]!r}; it must be given beside options")
         return self
@@ -338,26 +344,12 @@ class ServerSection(Section):
     """
 
     optimizer: Annotated[str, _one_of(_OPTIMIZER)] = "fedavg"
-    options: dict[str, float | Options] = {}
-
-    @model_validator(mode="after")
-    def _must_know_schedules(self) -> Self:
-        for key, value in self.options.items():
-            _check_schedule(f"options.{key}", value)
-        return self
+    options: dict[str, Annotated[float | Options, _SCHEDULED]] = {}
 
     def build(self) -> ServerOptimizer:
         """Return the optimiser with these settings."""
         options = {key: _scheduled(_SCHEDULE, value) for key, value in self.options.items()}
         return _OPTIMIZER.build(self.optimizer, options, {})
-
-
-def _check_schedule(key: str, value: object) -> None:
-    """Raise ValueError for a table that does not name a schedule."""
-    name = value.get("schedule") if isinstance(value, Mapping) else next(iter(SCHEDULES))
-    if name not in SCHEDULES and ":" not in str(name):
-        hint = f"{known_names(str(name or ''), SCHEDULES)}, or package.module:Class"
-        raise ValueError(f"{key}.schedule is {name!r}; {hint}")
 
 
 def _scheduled(choice: Choice[RateSchedule], value: object) -> object:
@@ -614,7 +606,6 @@ class TuneSection(Section):
     better: Literal["larger", "smaller"] | None = None  # None: known for built-in objectives
     held_out_is_public: bool = False  # must be true to compare trials on users
     public: PeopleSection | None = None  # people who are not enrolled
-    synthetic: Options = {}  # options of the population `synthetic`, used instead of `public`
     users: Count | None = None  # number of enrolled users, to add as much noise as for them
     space: dict[str, RangeSection | list[Any]] = {}  # by key; values of a list are equally likely
 

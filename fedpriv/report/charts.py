@@ -328,7 +328,6 @@ class PageSection:
     terms: Mapping[str, str] = field(default_factory=dict)  # explanations by term
     charts: Sequence[Chart] = ()
     listing: str = ""  # preformatted text
-    linked: bool = True  # whether it is in the table of contents
 
     @property
     def empty(self) -> bool:

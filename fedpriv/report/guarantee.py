@@ -3,7 +3,7 @@
 import csv
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,18 +30,7 @@ from fedpriv.support.disk import writing
 
 _PUBLIC_POLICIES = {SamplingPolicy.EVERY_USER, SamplingPolicy.SEPARATED}  # cohorts are public
 _FALSE_ALARMS = 0.05
-_DELTAS = 30  # points of δ by ε
 _ERRORS, _WIDEST = 121, 4.0  # number of type I errors of a trade-off, and their range in stddevs
-
-
-@dataclass(frozen=True)
-class _DeltaCurve:
-    """δ of a whole ledger by ε, from one accountant; of an interval, the upper end."""
-
-    accountant: str
-    bound: Bound
-    epsilon: tuple[float, ...]  # [n], increasing from 0
-    delta: tuple[float, ...]  # [n], in [0, 1]
 
 
 def users_of(ledger: LedgerContent) -> int:
@@ -130,57 +119,33 @@ def loss_of(record: RunRecord, *, projected: bool = False) -> PrivacyLoss | None
     return accountant_named(record.accountant).epsilon(events, record.delta) if events else None
 
 
-def privacy_sections(record: RunRecord, of: str = "", number: int = 0) -> list[PageSection]:
-    """Return ε by every accountant, and the trade-off function.
-
-    A page of several ledgers says by `of` which one this is, and numbers them from 0.
-    """
-    notes, charges = [f"Of {of}."] if of else [], record.ledger.charges
-    try:
-        cost = cost_of(record.ledger, record.delta) if charges else None
-    except (InvalidValueError, UnsupportedEventError) as error:
-        warning = f"No curve is drawn: {error}."
-        sections = [PageSection("privacy", "Privacy", notes, warnings=[warning])]
-    else:
-        sections = _cost_sections(cost, len(charges), notes, unit_of(record.ledger))
-    if record.early_epsilon is not None:  # the ledger is no bound on what an attacker can tell
-        sections = sections[:1]
-    if not number:
-        return sections
-    suffix, numbered = f"-{number}", []
-    for section in sections:
-        name, title = f"{section.name}{suffix}", f"{section.title} ({number + 1})"
-        charts = [replace(chart, name=f"{chart.name}{suffix}") for chart in section.charts]
-        numbered.append(replace(section, name=name, title=title, charts=charts, linked=False))
-    return numbered
-
-
-def _cost_sections(
-    cost: Cost | None, charges: int, notes: list[str], unit: Unit
-) -> list[PageSection]:
-    if cost is None:
+def privacy_sections(record: RunRecord) -> list[PageSection]:
+    """Return ε by every accountant, and the trade-off function."""
+    ledger, unit = record.ledger, unit_of(record.ledger)
+    if not ledger.charges:
         note = "Nothing was charged, so nothing was released: ε = 0."
-        return [PageSection("privacy", "Privacy", [*notes, note])]
+        return [PageSection("privacy", "Privacy", [note])]
+    try:
+        cost = cost_of(ledger, record.delta)
+    except (InvalidValueError, UnsupportedEventError) as error:
+        return [PageSection("privacy", "Privacy", warnings=[f"No curve is drawn: {error}."])]
     columns = [Column("accountant", "text"), Column("what ε is", "text")]
     rows = []
     for curve in cost.by_rounds:
         low, high = curve.epsilon_low[-1], epsilon_up(curve.epsilon[-1])
         proven = epsilon_down(low) if low else "–"
         rows.append((curve.accountant, str(curve.bound), proven, high))
-    caption = f"All {charges} charges of the ledger at δ = {cost.delta}"
+    caption = f"All {len(ledger.charges)} charges of the ledger at δ = {cost.delta}"
     table = Table(caption, [*columns, Column("ε, lower end"), Column("ε")], rows)
     rounds, errors = _epsilon_chart(cost, unit), _trade_off_chart(cost.trade_off, unit)
-    risks = risks_of(cost.trade_off)
-    powers, told = _powers(risks, unit), risks.text(unit)
+    section = PageSection(rounds.name, "ε by round", tables=[table], charts=[rounds])
+    if record.early_epsilon is not None:  # the ledger is no bound on what an attacker can tell
+        return [section]
+    risks, tell = risks_of(cost.trade_off), "What an attacker can tell"
+    powers = [_powers(risks, unit)]
     return [
-        PageSection(rounds.name, "ε by round", notes, tables=[table], charts=[rounds]),
-        PageSection(
-            errors.name,
-            "What an attacker can tell",
-            [*notes, told],
-            tables=[powers],
-            charts=[errors],
-        ),
+        section,
+        PageSection(errors.name, tell, [risks.text(unit)], tables=powers, charts=[errors]),
     ]
 
 
@@ -204,19 +169,9 @@ def _epsilon_chart(cost: Cost, unit: Unit) -> Chart:
     return declared("epsilon", series, {"delta": cost.delta, "unit": unit})
 
 
-def _is_on_top(curve: EpsilonCurve | _DeltaCurve) -> bool:
+def _is_on_top(curve: EpsilonCurve) -> bool:
     """Return whether a curve must be drawn last: `tight` equals the best of the others."""
     return curve.accountant == "tight"
-
-
-def _delta_chart(cost: Cost, curves: Sequence[_DeltaCurve], unit: Unit) -> Chart:
-    reported = f"reported: ε = {epsilon_up(cost.epsilon)} at δ = {cost.delta}"
-    series = [
-        Series(f"{c.accountant}: {c.bound}", c.epsilon, c.delta, dashed=c.bound is Bound.ESTIMATE)
-        for c in sorted(curves, key=_is_on_top)
-    ]
-    series.append(Series(reported, [cost.epsilon], [cost.delta], joined=False, colour=7))
-    return declared("delta", series, {"unit": unit})
 
 
 def _trade_off_chart(off: TradeOff, unit: Unit) -> Chart:
@@ -242,44 +197,25 @@ def _trade_off_rows(off: TradeOff) -> list[list[float]]:
     return [[*map(float, row)] for row in np.column_stack(errors)]
 
 
-def _delta_curves(ledger: LedgerContent, cost: Cost) -> list[_DeltaCurve]:
-    """Return δ at 30 values of ε, up to 1.5 times that of the whole ledger, by each accountant."""
-    events, largest = merge_equal(ledger.events), 1.5 * cost.epsilon or 1.0
-    epsilons = tuple(float(x) for x in largest * np.linspace(0.0, 1.0, _DELTAS) ** 2)
-    curves = []
-    for curve in cost.by_rounds:
-        accountant = accountant_named(curve.accountant)
-        deltas = tuple(accountant.delta(events, epsilon) for epsilon in epsilons)
-        curves.append(_DeltaCurve(curve.accountant, curve.bound, epsilons, deltas))
-    return curves
-
-
 def write_curves(ledger: LedgerContent, delta: float, folder: Path) -> list[Path]:
     """Write each curve of a ledger as a chart, PNG and SVG, and as CSV, and return the files.
 
     Columns: `bound` is the kind of ε; `epsilon_low` is its lower end, or 0; `epsilon` is inf if
-    none is proven; `delta` is the upper end of an interval; `type_two` is a lower bound;
-    `type_two_gaussian` belongs to G_μ. `trade_off.json` has the `Risks`.
+    none is proven; `type_two` is a lower bound; `type_two_gaussian` belongs to G_μ.
+    `trade_off.json` has the `Risks`.
     """
     cost, unit = cost_of(ledger, delta), unit_of(ledger)
-    curves, off = _delta_curves(ledger, cost), cost.trade_off
+    off = cost.trade_off
     by_rounds = [
         (curve.accountant, curve.bound, curve.delta, *point)
         for curve in cost.by_rounds
         for point in zip(curve.rounds, curve.epsilon_low, curve.epsilon, strict=True)
     ]
-    by_epsilon = [
-        (curve.accountant, curve.bound, *point)
-        for curve in curves
-        for point in zip(curve.epsilon, curve.delta, strict=True)
-    ]
-    delta_names = ("accountant", "bound", "epsilon", "delta")
     rounds_names = ("accountant", "bound", "delta", "rounds", "epsilon_low", "epsilon")
     errors_names = ("type_one", "type_two", "type_two_gaussian", "type_two_perfect")
     errors = _trade_off_rows(off)
     content: dict[str, tuple[Chart, list[Sequence[object]]]] = {
         "epsilon_by_rounds": (_epsilon_chart(cost, unit), [rounds_names, *by_rounds]),
-        "delta_by_epsilon": (_delta_chart(cost, curves, unit), [delta_names, *by_epsilon]),
         "trade_off": (_trade_off_chart(off, unit), [errors_names, *errors]),
     }
     files = []
@@ -294,7 +230,7 @@ def write_curves(ledger: LedgerContent, delta: float, folder: Path) -> list[Path
                 csv.writer(stream).writerows(rows)
         summary = folder / "trade_off.json"
         found = {"accountant": off.accountant, "relation": off.relation, **asdict(risks_of(off))}
-        summary.write_text(json_text(found), encoding="utf-8")
+        summary.write_text(f"{json_text(found)}\n", encoding="utf-8")
     return [*files, summary]
 
 

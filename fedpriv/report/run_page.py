@@ -29,9 +29,8 @@ from fedpriv.report.guarantee import (
     with_warnings,
 )
 from fedpriv.report.records import Figures, RunRecord, versions
-from fedpriv.report.study_charts import measured
 from fedpriv.report.tables import plural
-from fedpriv.studies.results import ACCURACY, LOSS
+from fedpriv.studies.results import ACCURACY, LOSS, Measure
 from fedpriv.support.checks import epsilon_down, epsilon_up
 from fedpriv.training.rounds import (
     CONTRIBUTORS_METRIC,
@@ -247,6 +246,14 @@ def _ledger_section(record: RunRecord) -> PageSection:
         "delta": record.delta,
     }
     return terms_section("ledger", "Ledger verification", templates["terms"], words)
+
+
+def measured(
+    measure: Measure, rounds: Sequence[RoundResult]
+) -> tuple[list[RoundResult], list[float]]:
+    """Return the rounds that have a measure, and its scaled values."""
+    results = [result for result in rounds if getattr(result, measure.name) is not None]
+    return results, [measure.scale * getattr(result, measure.name) for result in results]
 
 
 def round_charts(rounds: Sequence[RoundResult], unit: Unit) -> list[Chart]:

@@ -1,29 +1,350 @@
-"""The page of a study: a comparison of its arms at equal privacy."""
+"""Results of a study: its page, and charts and tables for the terminal, for files and as JSON."""
 
 import itertools
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
+from rich.console import Console
+
+from fedpriv.accounting.accountants import PrivacyLoss
 from fedpriv.errors import DataError
-from fedpriv.ledger.events import SamplingPolicy, merge_equal
-from fedpriv.report import run_page, study_charts
-from fedpriv.report.charts import Card, Chart, Page, PageSection, texts
+from fedpriv.report.charts import (
+    Axis,
+    Card,
+    Chart,
+    Page,
+    PageSection,
+    Series,
+    declared,
+    save_all,
+    spans_decades,
+    texts,
+)
 from fedpriv.report.guarantee import (
     about_projection,
     assumptions,
     large_delta,
     loss_of,
-    privacy_sections,
     users_of,
 )
 from fedpriv.report.records import RunRecord
-from fedpriv.report.tables import Column, Table, plural
+from fedpriv.report.run_page import measured, norms_charts, software_section
+from fedpriv.report.tables import Column, Table, json_text, plural, print_table
 from fedpriv.studies import ArmSummary, Cell, Interval, ReadStudy, Study, Target
-from fedpriv.studies.results import STUDY, Measure, measure_of, verdict
+from fedpriv.studies.results import ACCURACY, STUDY, Measure, best_of, measure_of, verdict
+from fedpriv.studies.study import Line, NumericAxis, numeric_axes
+from fedpriv.support.checks import epsilon_up, text_down
 
-# Policies under which the cost of a round does not depend on the number of users.
-_ANY_NUMBER = (SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER)
+CAVEAT: str = texts()["study"]["caveat"]
+_NAMES = {
+    "data.options.users": ("users enrolled", "count"),
+    "rounds": ("rounds", "count"),
+    "clipping.norm": ("clipping norm", "scaled L2"),
+    "privacy.sampling_probability": ("sampling probability", ""),
+    "local.epochs": ("local epochs", "count"),
+    "local.learning_rate": ("local learning rate", ""),
+}
+_WIDTH = 0.6  # share of the distance between two ε that the points of arms take
+_NONE, _BEST = "–", "★"
+_Of = Callable[[ArmSummary], Interval | None]
+_LabelledLine = tuple[str, Line, Target]
+
+
+def line_of(
+    name: str, x: Sequence[float], intervals: Sequence[Interval | None], *, bars: bool = False
+) -> Series:
+    """Return a line of means over seeds, with their intervals if any has more than one seed."""
+    low, high, means = (
+        [getattr(interval, end, None) for interval in intervals] for end in ("low", "high", "mean")
+    )
+    if all(end is None for end in low):
+        low = high = []
+    return Series(name, x, means, low, high, bars=bars)
+
+
+def front_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart:
+    """Return a chart of final accuracy against ε spent, with a line for each arm."""
+    measure = measure_of(arms)
+    series = []
+    for name in _names(arms):
+        summaries = [arm for arm in arms if arm.arm == name]
+        x = [arm.epsilon for arm in summaries]
+        series.append(line_of(name, x, [*map(measure.end, summaries)], bars=True))
+    epsilons = [arm.epsilon for arm in arms]
+    axis = _axis(f"{study.level}-level ε at δ = {arms[0].target.delta}", "", epsilons)
+    return measure_chart("study-front", measure, series, "front", axis)
+
+
+def arms_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart:
+    """Return a chart of final accuracy, with arms side by side at each target."""
+    measure = measure_of(arms)
+    series = _side_by_side(_names(arms), arms, measure.end)
+    return measure_chart("arms", measure, series, x=_arms_axis(study, arms))
+
+
+def differences_chart(study: Study, arms: Sequence[ArmSummary]) -> Chart | None:
+    """Return a chart of paired differences from the baseline; None if there are none."""
+    measure = measure_of(arms)
+    compared = [arm for arm in arms if measure.difference(arm) is not None]
+    if not compared:
+        return None
+    names, x = _names(arms), _arms_axis(study, compared)
+    series = _side_by_side(names, compared, measure.difference)
+    # The zero line takes the baseline's place, so that arms keep their colours and markers.
+    zero, ends = f"{study.baseline}, the baseline", x.ends or ()
+    series[names.index(study.baseline)] = Series(zero, ends, [0.0, 0.0], dashed=True, marked=False)
+    y = Axis(f"{measure.name} minus baseline's", measure.unit)
+    return measure_chart("differences", measure, series, x=x, y=y, baseline=study.baseline)
+
+
+def varied_charts(study: Study, arms: Sequence[ArmSummary]) -> list[Chart]:
+    """Return charts of final accuracy against each number that the study varies.
+
+    There is a chart for each target, with a line for each combination of the other settings that
+    arms vary; or, if there is one combination only, a single chart with a line for each target.
+    """
+    charts, targets = [], _targets(arms)
+    for count, axis in enumerate(numeric_axes(study)):
+        name = f"along-{count}"
+        if len(axis.lines) == 1:
+            lines = [(f"ε = {target.epsilon:g}", axis.lines[0], target) for target in targets]
+            charts.append(_varied_chart(axis, lines, arms, name, ""))
+            continue
+        for index, target in enumerate(targets):
+            lines = [(line.name, line, target) for line in axis.lines]
+            at = f" at ε = {target.epsilon:g}"
+            charts.append(_varied_chart(axis, lines, arms, f"{name}-{index}", at))
+    return charts
+
+
+def _varied_chart(
+    axis: NumericAxis,
+    lines: Sequence[_LabelledLine],
+    arms: Sequence[ArmSummary],
+    name: str,
+    at: str,
+) -> Chart:
+    measure, series = measure_of(arms), []
+    summaries = {(arm.arm, arm.target): arm for arm in arms}
+    for label, line, target in lines:
+        points = {x: summaries[arm, target] for x, arm in line.arms if (arm, target) in summaries}
+        series.append(line_of(label, [*points], [*map(measure.end, points.values())], bars=True))
+    title, unit = _NAMES.get(axis.key, (axis.key, "as in the study's file"))
+    follows = f"With it change: {', '.join(axis.follows)}. " if axis.follows else ""
+    x = _axis(title, unit, [x for line in series for x in line.x])
+    return measure_chart("varied", measure, series, name, x, number=title, at=at, follows=follows)
+
+
+def measure_chart(
+    kind: str,
+    measure: Measure,
+    series: Sequence[Series],
+    name: str = "",
+    x: Axis | None = None,
+    y: Axis | None = None,
+    **words: object,
+) -> Chart:
+    """Return a chart of a kind in `texts` for a measure, with `words` filled in."""
+    words |= {"measure": measure.name, "Measure": measure.name.capitalize()}
+    words |= {"better": measure.better, "Better": measure.better.capitalize()}
+    words["bars"] = texts()["study"]["bars"]
+    if y is None and measure is ACCURACY:
+        series = [*map(_within_percentages, series)]
+    return declared(kind, series, words, name, x, y or declared(measure.name, []).y)
+
+
+def _within_percentages(series: Series) -> Series:
+    low = [end and max(end, 0.0) for end in series.low]
+    return replace(series, low=low, high=[end and min(end, 100.0) for end in series.high])
+
+
+def write_study_charts(read: ReadStudy, folder: Path) -> list[Path]:
+    """Write front or arms, differences and along-… as PNG and SVG, and return the files.
+
+    DataError if no run is finished; InvalidValueError if the folder cannot be written.
+    """
+    if not read.arms:
+        raise DataError(f"no run of the study in {read.folder} is finished; run it first")
+    first = front_chart if len(_targets(read.arms)) > 1 else arms_chart
+    differences = differences_chart(read.study, read.arms)
+    charts = [first(read.study, read.arms), *([differences] if differences else [])]
+    return save_all([*charts, *varied_charts(read.study, read.arms)], folder)
+
+
+def results_table(read: ReadStudy, target: Target) -> Table:
+    """Return a comparison of the arms at a target."""
+    study, arms = read.study, [arm for arm in read.arms if arm.target == target]
+    measure, seeds = measure_of(arms), len(study.seeds)
+    best = best_of(arms, measure) if len(arms) > 1 else None
+    heading = "accuracy\n(%)" if measure is ACCURACY else "loss"
+    levels = [Column(f"rounds\nto {100 * level:g}%") for level in study.accuracies]
+    costs = [Column("noise\nz"), Column("ε\nspent")]
+    columns = [Column("arm", "text"), Column(heading), Column("difference"), *levels, *costs]
+    rows = []
+    for arm in arms:
+        count = "" if len(arm.seeds) == seeds else f" ({len(arm.seeds)} of {seeds} seeds)"
+        gap, end = measure.difference(arm), measure.end(arm)
+        difference = "baseline" if arm.arm == study.baseline else _NONE
+        if gap is not None:
+            difference = measure.text(gap, "+")
+        mark = f" {_BEST}" if arm.arm == best else ""
+        mean = _NONE if end is None else measure.text(end)
+        rounds = [_rounds(arm, level) for level in study.accuracies]
+        cost = (text_down(arm.noise_multiplier), epsilon_up(arm.epsilon))
+        rows.append((f"{arm.arm}{count}{mark}", mean, difference, *rounds, *cost))
+    means = f"means over {seeds} seeds ± Student's 95% interval"
+    if seeds == 1:
+        means = "one seed, so no interval"
+    caption = (
+        f"At ε = {target.epsilon:g}, δ = {target.delta}: {means}, differences from "
+        f"{study.baseline} paired by seed; {_BEST} marks the {measure.best} mean"
+    )
+    return Table(caption, columns, rows)
+
+
+def results_tables(read: ReadStudy, target: Target) -> list[Table]:
+    """Return the `results_table`, and a table of figures of arms and their users, if any."""
+    tables = [results_table(read, target)]
+    arms = [arm for arm in read.arms if arm.target == target and arm.figures]
+    rows = [
+        (arm.arm, name, _digits(interval.mean), _digits(interval.half_width))
+        for name in dict.fromkeys(name for arm in arms for name in arm.figures)
+        for arm in arms
+        if (interval := arm.figures.get(name)) is not None
+    ]
+    caption = (
+        f"At ε = {target.epsilon:g}, on held-out rows, which no guarantee covers: means over seeds "
+        "± Student's 95% interval"
+    )
+    columns = [Column("arm", "text"), Column("figure", "text"), Column("mean"), Column("±")]
+    return [*tables, Table(caption, columns, rows)] if rows else tables
+
+
+def clipping_table(read: ReadStudy, target: Target) -> Table:
+    """Return the clipping of arms at a target, and their signals relative to the noise."""
+    texts = [Column(name, "text") for name in ("arm", "updates clipped\n(%)", "layer")]
+    numbers = [*map(Column, ("mean update\nnorm (L2)", "signal\nto noise", "updates/s"))]
+    rows = []
+    for arm in (arm for arm in read.arms if arm.target == target):
+        groups = [f"{n}: {100 * share:.0f}" for n, share in arm.simulation_only_clipped.items()]
+        layers = []
+        for layer, norm in arm.simulation_only_update_norms.items():
+            ratio = arm.simulation_only_signal_to_noise.get(layer)
+            layers.append((layer, f"{norm:.3g}", _NONE if ratio is None else f"{ratio:.3g}"))
+        speed = f"{arm.simulation_only_users_per_second:,.0f}"
+        # A row holds one group and one layer, which are unrelated.
+        for number, (group, cells) in enumerate(itertools.zip_longest(groups, layers)):
+            first, last = ("", "") if number else (arm.arm, speed)
+            rows.append((first, group or "", *(cells or ("", "", "")), last))
+    caption = (
+        f"At ε = {target.epsilon:g}: means over rounds and seeds, from users' data without "
+        "noise; they must not be published of real users"
+    )
+    return Table(caption, [*texts, *numbers], rows, simulation_only=True)
+
+
+def print_study(read: ReadStudy, console: Console) -> None:
+    """Print the verdict, and then tables for each target."""
+    for sentence in verdict(read.study, read.arms):
+        console.print(sentence, style="bold", highlight=False, markup=False)
+    for target in _targets(read.arms):
+        for table in (*results_tables(read, target), clipping_table(read, target)):
+            print_table(table, console)
+    console.print(CAVEAT, highlight=False)
+    if read.missing:
+        console.print(f"{read.missing} runs are not finished.", style="yellow")
+
+
+def results_json(read: ReadStudy) -> str:
+    """Return a JSON object: the study's name, seeds, baseline and verdict, and a row for each arm.
+
+    Means come with the ends of their 95% intervals, which are null for a single seed. Numbers that
+    are not finite are the strings "Infinity" and "NaN".
+    """
+    study = read.study
+    content = {
+        "name": study.name,
+        "baseline": study.baseline,
+        "seeds": study.seeds,
+        "missing_runs": read.missing,
+        "verdict": verdict(study, read.arms),
+        "arms": [_arm_row(arm) for arm in read.arms],
+    }
+    return json_text(content)
+
+
+def _arm_row(arm: ArmSummary) -> dict[str, object]:
+    row = asdict(arm)
+    for name in ("accuracy", "loss", "accuracy_difference", "loss_difference"):
+        row[name] = _ends(getattr(arm, name))
+    row["figures"] = {name: _ends(interval) for name, interval in arm.figures.items()}
+    row["rounds_to"] = {f"{level:g}": asdict(rounds) for level, rounds in arm.rounds_to.items()}
+    row["seeds"] = len(arm.seeds)
+    return row
+
+
+def _ends(interval: Interval | None) -> dict[str, float | None]:
+    names = ("mean", "low", "high")
+    return {name: None if interval is None else getattr(interval, name) for name in names}
+
+
+def _names(arms: Sequence[ArmSummary]) -> list[str]:
+    return list(dict.fromkeys(arm.arm for arm in arms))
+
+
+def _targets(arms: Sequence[ArmSummary]) -> list[Target]:
+    return list(dict.fromkeys(arm.target for arm in arms))
+
+
+def _side_by_side(names: Sequence[str], arms: Sequence[ArmSummary], of: _Of) -> list[Series]:
+    """Return points of arms side by side at each target, on the axis of `_arms_axis`."""
+    series, targets, places = [], _targets(arms), _names(arms)
+    for name in names:
+        summaries = [arm for arm in arms if arm.arm == name]
+        x = [float(targets.index(arm.target)) for arm in summaries]
+        if summaries and len(targets) > 1:
+            shift = _WIDTH * ((places.index(name) + 0.5) / len(places) - 0.5)
+            x = [place + shift for place in x]
+        elif summaries:
+            x = [float(places.index(name))]
+        line = line_of(name, x, [*map(of, summaries)], bars=True)
+        series.append(replace(line, joined=False))
+    return series
+
+
+def _arms_axis(study: Study, arms: Sequence[ArmSummary]) -> Axis:
+    """Return an axis of the targets, or of the arms if there is one target only."""
+    targets, level = _targets(arms), f"{study.level}-level ε"
+    labels = [f"{target.epsilon:g}" for target in targets]
+    title = f"{level} at δ = {targets[0].delta}"
+    if len(targets) == 1:
+        title = f"arm, at {level} = {labels[0]} and δ = {targets[0].delta}"
+        labels = _names(arms)
+    ticks = tuple((float(place), label) for place, label in enumerate(labels))
+    return Axis(title, ends=(-0.5, len(labels) - 0.5), ticks=ticks)
+
+
+def _axis(name: str, unit: str, values: Sequence[float]) -> Axis:
+    """Return an axis for values; a log scale has a tick at each, unless they are many."""
+    log = spans_decades(values)
+    marks = sorted({float(f"{value:.3g}") for value in values}) if log else []
+    ticks = tuple((value, f"{value:g}") for value in marks) if len(marks) <= 8 else ()
+    return Axis(name, unit, log=log, ticks=ticks)
+
+
+def _digits(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.4g}"
+
+
+def _rounds(arm: ArmSummary, level: float) -> str:
+    """Return the median number of rounds in which an arm reached an accuracy, as text.
+
+    It includes the number of seeds that reached the accuracy if only some did.
+    """
+    rounds, seeds = arm.rounds_to[level], len(arm.seeds)
+    median = "never" if rounds.median is None else f"{rounds.median:g}"
+    return median if rounds.reached in {0, seeds} else f"{median} ({rounds.reached}/{seeds})"
 
 
 @dataclass(frozen=True)
@@ -32,6 +353,7 @@ class _Arm:
 
     summary: ArmSummary
     records: tuple[RunRecord, ...]
+    losses: tuple[PrivacyLoss, ...]  # of their ledgers
 
 
 def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
@@ -43,11 +365,12 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
     if not arms:
         raise DataError(f"no run of the study in {read.folder} is finished; run it first")
     targets = [target for target in read.study.targets if _at(arms, target)]
-    differences = study_charts.differences_chart(read.study, read.arms)
+    differences = differences_chart(read.study, read.arms)
     text = (read.folder / STUDY).read_text(encoding="utf-8")
+    record, loss = arms[0].records[0], arms[0].losses[0]
     by_round = [_by_round_chart(_at(arms, t), t, f"accuracy-{n}") for n, t in enumerate(targets)]
     if len(targets) > 1:
-        front = study_charts.front_chart(read.study, read.arms)
+        front = front_chart(read.study, read.arms)
     else:
         front = _spent_chart(read.study, arms, targets[0])
     sections = [
@@ -56,14 +379,12 @@ def page_of_study(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> Page:
             "differences", "Against the baseline", charts=[differences] if differences else []
         ),
         PageSection("accuracy", "How good the models are", charts=by_round),
-        PageSection(
-            "varied", "What was varied", charts=study_charts.varied_charts(read.study, read.arms)
-        ),
-        *_privacy(arms),
+        PageSection("varied", "What was varied", charts=varied_charts(read.study, read.arms)),
+        assumptions(loss, record.ledger),
         _clipping(read, arms, targets),
         PageSection("ledger", "Ledger verification", tables=[_ledgers_table(arms)]),
         PageSection("plan", "Resolved study", [texts()["plan"]["study"]], listing=text),
-        run_page.software_section(),
+        software_section(),
     ]
     return Page(read.study.name, f"A study on {_who(arms)}, by fedpriv", sections)
 
@@ -76,6 +397,7 @@ def _arms(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> list[_Arm]:
             for cell, result in read.finished
             if (cell.arm.name, cell.target) == (summary.arm, summary.target)
         ]
+        losses = []
         for result, record in runs:
             loss = loss_of(record, projected=True)
             if loss is None or loss.epsilon > result.epsilon * (1.0 + 1e-9):
@@ -83,7 +405,8 @@ def _arms(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> list[_Arm]:
                     f"the result of {record.folder} says ε = {result.epsilon}, and its ledger "
                     f"holds {loss.epsilon if loss else 0.0}; run the study again"
                 )
-        arms.append(_Arm(summary, tuple(record for _, record in runs)))
+            losses.append(loss)
+        arms.append(_Arm(summary, tuple(record for _, record in runs), tuple(losses)))
     return arms
 
 
@@ -114,7 +437,7 @@ def _summary(
     return PageSection(
         "summary",
         "Summary",
-        [*answers, study_charts.CAVEAT],
+        [*answers, CAVEAT],
         answers=len(answers),
         first=[front],
         warnings=list(dict.fromkeys([*missing, *itertools.chain.from_iterable(breaches)])),
@@ -124,14 +447,14 @@ def _summary(
             Card("seeds", str(len(study.seeds)), "the same in each arm"),
             Card(plural(study.unit), counts, _who(arms)),
         ],
-        tables=[t for target in targets for t in study_charts.results_tables(read, target)],
+        tables=[t for target in targets for t in results_tables(read, target)],
     )
 
 
 def _by_round_chart(arms: Sequence[_Arm], target: Target, name: str) -> Chart:
     measure = measure_of([arm.summary for arm in arms])
-    series = [study_charts.line_of(arm.summary.arm, *_over_seeds(arm, measure)) for arm in arms]
-    return study_charts.measure_chart("study-rounds", measure, series, name, epsilon=target.epsilon)
+    series = [line_of(arm.summary.arm, *_over_seeds(arm, measure)) for arm in arms]
+    return measure_chart("study-rounds", measure, series, name, epsilon=target.epsilon)
 
 
 def _spent_chart(study: Study, arms: Sequence[_Arm], target: Target) -> Chart:
@@ -141,8 +464,8 @@ def _spent_chart(study: Study, arms: Sequence[_Arm], target: Target) -> Chart:
         rounds, intervals = _over_seeds(arm, measure)
         epsilons = {result.round: result.epsilon for result in arm.records[0].rounds}
         x = [epsilons[number] for number in rounds]
-        series.append(study_charts.line_of(arm.summary.arm, x, intervals))
-    return study_charts.measure_chart(
+        series.append(line_of(arm.summary.arm, x, intervals))
+    return measure_chart(
         "study-spent", measure, series, "front", unit=study.level, delta=target.delta
     )
 
@@ -151,46 +474,18 @@ def _over_seeds(arm: _Arm, measure: Measure) -> tuple[list[int], list[Interval]]
     """Return the rounds that were evaluated under every seed, and intervals over seeds."""
     values: dict[int, list[float]] = {}
     for record in arm.records:
-        for result, value in zip(*study_charts.measured(measure, record.rounds), strict=True):
+        for result, value in zip(*measured(measure, record.rounds), strict=True):
             values.setdefault(result.round, []).append(value)
     rounds = [number for number in sorted(values) if len(values[number]) == len(arm.records)]
     return rounds, [Interval.of(values[number]) for number in rounds]
-
-
-def _privacy(arms: Sequence[_Arm]) -> list[PageSection]:
-    """Return sections that explain ε, and show its curves once for all arms with the same price."""
-    kinds: dict[object, list[_Arm]] = {}
-    for arm in arms:
-        kinds.setdefault(_price_key(arm.records[0]), []).append(arm)
-    sections = []
-    for number, arms_of_kind in enumerate(kinds.values()):
-        record = arms_of_kind[0].records[0]
-        loss = loss_of(record)
-        if number == 0 and loss is not None:
-            sections.append(assumptions(loss, record.ledger))
-        summaries = [arm.summary for arm in arms_of_kind]
-        names = ", ".join(f"{s.arm} at ε = {s.target.epsilon:g}" for s in summaries)
-        sections += privacy_sections(record, names, number)
-    return sections
-
-
-def _price_key(record: RunRecord) -> object:
-    """Return a key that is equal for ledgers of the same price, however they split the noise."""
-    counts: Counter[object] = Counter()
-    for event in merge_equal(record.ledger.events):
-        sampling = event.sampling
-        if sampling.policy in _ANY_NUMBER:
-            sampling = replace(sampling, population=1)
-        counts[sampling, round(event.noise_multiplier, 9), event.strategy] += event.count
-    return record.delta, frozenset(counts.items())
 
 
 def _clipping(read: ReadStudy, arms: Sequence[_Arm], targets: Sequence[Target]) -> PageSection:
     target, charts = targets[-1], list[Chart]()
     note = f"Charts show all seeds of each arm at ε = {target.epsilon:g}; tables are for each ε."
     for arm in _at(arms, target):
-        charts += run_page.norms_charts(arm.records, arm.summary.arm)
-    tables = [study_charts.clipping_table(read, target) for target in targets]
+        charts += norms_charts(arm.records, arm.summary.arm)
+    tables = [clipping_table(read, target) for target in targets]
     return PageSection("norms", "Clipping", [note], tables=tables, charts=charts)
 
 

@@ -327,7 +327,7 @@ def write_spending(spending: Spending, stream: TextIO) -> None:
         "risks": _risks(spending),
         "refusals": spending.refusals,
     }
-    stream.write(json_text(content))
+    print(json_text(content), file=stream)
 
 
 def write_dp_events(path: Path, stream: TextIO) -> None:
@@ -349,7 +349,7 @@ def write_dp_events(path: Path, stream: TextIO) -> None:
 
 def json_text(content: object) -> str:
     """Return indented JSON, in which numbers that are not finite are "Infinity" and "NaN"."""
-    return to_json(content, indent=2, inf_nan_mode="strings").decode() + "\n"
+    return to_json(content, indent=2, inf_nan_mode="strings").decode()
 
 
 def write_plan(plan: Plan, advantage: float | None, stream: TextIO) -> None:
@@ -362,7 +362,7 @@ def write_plan(plan: Plan, advantage: float | None, stream: TextIO) -> None:
     content |= {"policy": plan.sampling.policy, "target_epsilon": plan.target_epsilon}
     content |= {"target_advantage": advantage, **asdict(plan.loss)}
     content["risks"] = risks_of(trade_off([event_of(plan)], plan.loss.accountant))
-    stream.write(json_text(content))
+    print(json_text(content), file=stream)
 
 
 def _query_text(query: SumQueryEvent) -> str:

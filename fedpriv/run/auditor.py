@@ -1,8 +1,8 @@
-"""The audit of a run: canaries beside its users, what was measured of its releases, and the end.
+"""The audit of a run: canaries beside its users, measurements of its releases, and its result.
 
-What it keeps lies in the folder of the run, so that a run that is resumed goes on with the same
-canaries. The key of these is no secret of users, but whoever knew it before the end could tell
-canaries from users; so none but the owner of the file can read it.
+The folder of the run holds the key of the canaries and the measurements, so that a resumed run has
+the same canaries. The key reveals nothing about users. Before the end of the run it would tell
+canaries from users, so only the owner of the file can read it.
 """
 
 import base64
@@ -45,13 +45,14 @@ class Auditor:
     canaries: Canaries
     counts: GuessCounts  # fixed before the first release
     _past: Past = field(default_factory=Past)
-    _drawn: tuple[int, ...] = ()  # canaries of the round under way, where that is no secret
+    _drawn: tuple[int, ...] = ()  # canaries of the present round, where cohorts are public
 
     @classmethod
     def of(cls, folder: RunFolder, experiment: Experiment) -> Self | None:
-        """Begin the audit that an experiment asks for, or go on with it; None if it asks for none.
+        """Begin or continue the audit of an experiment; return None if it has no audit.
 
-        DataError: the run is under way, and its audit's file is missing, damaged or another's.
+        DataError: the run is under way, and the file of its audit is missing, damaged or of another
+        plan.
         """
         if (section := experiment.config.audit) is None:
             return None
@@ -82,12 +83,12 @@ class Auditor:
             )
         steady = plan.strategy != INDEPENDENT
         auditor = cls(folder, experiment, Canaries(section.canaries, key, steady), counts)
-        for _ in auditor._measured():  # what is damaged must not wait for the end of the run
+        for _ in auditor._measured():  # a damaged file is refused now, not at the end of the run
             pass
         return auditor
 
     def beside(self, transport: Transport) -> Transport:
-        """The transport to the users of the run, with the canaries beside them."""
+        """Return the transport to the users of the run, with the canaries beside them."""
         event = self.experiment.plan.sampling.event()
         places = event.examples_per_user or 1
 
@@ -104,7 +105,7 @@ class Auditor:
         return policy is SamplingPolicy.SEPARATED
 
     def observe(self, mechanism: GaussianMechanism, number: int, release: Release) -> None:
-        """Measure what a round released, and keep that."""
+        """Measure the release of a round, and keep the measurement."""
         at = number, release.attempt, release.part
         measured, self._past = measure(self.canaries, mechanism, release.average, at, self._past)
         row: dict[str, object] = asdict(measured)
@@ -113,7 +114,7 @@ class Auditor:
         with_room(partial(self.folder.append_measurement, row))
 
     def conclude(self, charged: Iterable[RoundEvent]) -> AuditResult:
-        """What is found of all that was measured, and charged for it; written into the folder."""
+        """Return the result for all measurements and charges, and write it into the folder."""
         plan, privacy = self.experiment.plan, self.experiment.config.privacy
         result = conclude(
             self.canaries,
@@ -140,7 +141,7 @@ class Auditor:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[None]:
-    """Raise DataError for what is not as an audit wrote it."""
+    """Raise DataError if a file does not have the form in which an audit writes it."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Copies of a ledger and of the participation record beside it, and their way back."""
+"""Backups of a ledger and of the participation record next to it."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,7 +13,7 @@ from fedpriv.support.disk import writing
 
 @dataclass(frozen=True)
 class _Pair:
-    """An intact ledger, and the participation record beside it, if there is one."""
+    """An intact ledger, and the participation record next to it, if there is one."""
 
     ledger: Ledger
     record: ParticipationRecord | None
@@ -30,11 +30,11 @@ class _Pair:
 
 
 def back_up(ledger: Path, to: Path) -> Head:
-    """Copy a ledger, and the record beside it, to where there is nothing; the head of the copy.
+    """Copy a ledger, and the record next to it, to new files, and return the head of the copy.
 
-    Both may be in use: every charge of the copy has its cohort, and the record knows no newer one.
-    Of a series of rounds that is under way the copy has no key: what goes on from it never draws
-    the noise of the original once more.
+    Both may be in use: the copied record has the cohort of every copied charge, and knows no later
+    charge. The copy has no key of a series of rounds that is under way, so a run that continues
+    from it never draws the noise of the original again.
     """
     for path in (to, record_path(to)):
         if path.exists():
@@ -43,7 +43,7 @@ def back_up(ledger: Path, to: Path) -> Head:
         to.parent.mkdir(parents=True, exist_ok=True)
     with _Pair.open(ledger) as pair, ExitStack() as stack:
         if pair.record is not None:
-            # No cohort is recorded meanwhile; one that is recorded may still be charged.
+            # Meanwhile no cohort is recorded; a cohort that is recorded may still be charged.
             other = stack.enter_context(ParticipationRecord.open(record_path(ledger)))
             stack.enter_context(other.database.transaction())
             pair.record.database.copy(record_path(to), without=SERIES_KEYS)
@@ -53,12 +53,12 @@ def back_up(ledger: Path, to: Path) -> Head:
 
 
 def restore(backup: Path, path: Path, *, older: bool) -> tuple[Head, list[str]]:
-    """Put a backup in the place of a ledger and its record; its head, and what charges it lacks.
+    """Replace a ledger and its record by a backup; return its head, and the charges that it lacks.
 
-    LedgerError, and nothing is changed, if it is of another ledger, and unless `older` if it lacks
-    charges that are there. A process that has the ledger open can charge it no more. A series of
-    rounds that was under way is over, since more of it may have been released than the backup
-    knows, and correlated noise must not be drawn twice: the run charges a new one.
+    LedgerError, and nothing is changed: the backup is of another ledger or, unless `older`, lacks
+    charges of the ledger that it would replace. A process that has the ledger open can no longer
+    charge it. A series of rounds that was under way ends, since the backup may lack some of its
+    releases, and correlated noise must not be drawn twice: the run charges a new series.
     """
     with _Pair.open(backup) as kept, ExitStack() as stack:
         ledger = record = None
@@ -72,13 +72,13 @@ def restore(backup: Path, path: Path, *, older: bool) -> tuple[Head, list[str]]:
         if missing and not older:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise LedgerError(
-                f"{backup} is older than what it would replace: it lacks {missing[0]}{more}; "
-                "--older restores it all the same"
+                f"{backup} is older than the ledger that it would replace: it lacks "
+                f"{missing[0]}{more}; --older restores it nevertheless"
             )
         if missing and record is not None and kept.record is None:
             raise LedgerError(
-                f"{record_path(backup)} is missing; {record_path(path)} knows what {backup} lacks, "
-                "so both must be restored"
+                f"{record_path(backup)} is missing; {record_path(path)} has charges that {backup} "
+                "lacks, so both must be restored"
             )
         _put(kept.ledger, path, ledger)
         if kept.record is not None:
@@ -87,7 +87,7 @@ def restore(backup: Path, path: Path, *, older: bool) -> tuple[Head, list[str]]:
 
 
 def _missing(kept: Ledger, ledger: Ledger | None, record: ParticipationRecord | None) -> list[str]:
-    """What charges a backup lacks that the ledger to replace, or its record, has seen."""
+    """Return the charges that a backup lacks, and the replaced ledger or its record has."""
     missing, last = list[str](), kept.head
     if ledger is not None:
         if ledger.ledger_id != kept.ledger_id:
@@ -101,7 +101,7 @@ def _missing(kept: Ledger, ledger: Ledger | None, record: ParticipationRecord | 
             raise LedgerError("the participation record to replace belongs to another ledger")
         first = last.count + len(missing) + 1
         if first <= seen.count:
-            missing.append(f"charges {first} to {seen.count}, of which only the record knows")
+            missing.append(f"charges {first} to {seen.count}, which only the record has")
     return missing
 
 

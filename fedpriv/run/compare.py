@@ -31,19 +31,17 @@ from fedpriv.experiment.build import (
     SharedRoads,
     check_measured,
     on_population,
-    refuse_if_few_count,
     settings_of,
-    settled,
 )
 from fedpriv.experiment.config import DataSection, method_left_out
 from fedpriv.experiment.mechanism import Mechanism
 from fedpriv.experiment.trackers import Tracker, named
-from fedpriv.report.study_charts import print_study, results_json
+from fedpriv.report.study_page import print_study, results_json
 from fedpriv.report.tables import screen
 from fedpriv.run.folder import RunFolder, data_frame, held, write_charts, write_report
 from fedpriv.run.notes import of_settings
 from fedpriv.run.run import Run, RunSetup
-from fedpriv.run.simulate import ObservedTransport
+from fedpriv.run.simulate import in_process
 from fedpriv.run.terminal import displayed, execute
 from fedpriv.studies import Arm, ArmSummary, Cell, ReadStudy, RunResult, Study, Target, read_study
 from fedpriv.studies.results import (
@@ -57,7 +55,7 @@ from fedpriv.studies.results import (
     verdict,
 )
 from fedpriv.studies.study import load_study, study_of_settings, study_toml
-from fedpriv.support.checks import check_types, plain_numbers
+from fedpriv.support.checks import check_types, checked_arguments, plain_numbers
 from fedpriv.support.disk import write_atomically, writing
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.request import LocalTraining
@@ -72,9 +70,9 @@ _REFRESH = 0.5  # seconds between looks at the metrics of unfinished runs
 def run_study(file: Path, out: Path | None, workers: int | None, *, stderr: bool = False) -> Path:
     """Run the missing runs of a study, and print how its arms compare.
 
-    Guarantees: no run begins before all arms could be built and calibrated; a finished run is not
-    run again; of a run that was cut short nothing counts; a run that fails does not stop the
-    others; no process is left when this ends, however it ends.
+    Guarantees: no run begins before all arms are built and calibrated; a finished run is not run
+    again; the files of an interrupted run do not count; a run that fails does not stop the others;
+    no process is left when this function ends, even after an error.
     """
     study, console = load_study(file), screen(stderr=stderr)
     folder = out or Path("studies") / study.name
@@ -110,6 +108,7 @@ class Comparison:
         return write_charts(self.folder, Path(out) if out else self.folder / "charts")
 
 
+@checked_arguments
 def compare(
     population: Population,
     task: Task | Callable[[int], Task],
@@ -161,23 +160,12 @@ def compare(
     * personalisation: as of `simulate`, for all arms, which may differ in what is personal.
     * trackers: told of every run, one after another, under its study, arm and seed.
     * out: folder of the study; by default studies/NAME, where `name` is that of the study.
-    * resume: go on with the study in that folder, of which finished runs are not run again. The
-      caller says so that data, code and values are as they were, as far as `study.toml` cannot
-      tell: runs of other settings, layers or weights are refused.
+    * resume: go on with the study in that folder; finished runs are not run again. Runs of other
+      settings, layers or weights are refused. With this argument the caller confirms that data and
+      code, which `study.toml` does not describe, are the same as before.
 
     A FedprivError says which arms do not fit together or differ in privacy.
     """
-    check_types(
-        population=(population, Population),
-        mechanism=(mechanism, Mechanism),
-        local=(local, LocalTraining | None),
-        server=(server, ServerOptimizer | None),
-        personalisation=(personalisation, Personalisation | None),
-        engine=(engine, Engine | None),
-        arms=(arms, Mapping),
-        accuracies=(accuracies, Iterable),
-        out=(out, Path | str | None),
-    )
     _, server = method_left_out(mechanism, local, server)
     shared = {"task": task, "mechanism": mechanism, "local": local, "server": server}
     methods = _Methods(population, shared, arms, personalisation)
@@ -257,7 +245,7 @@ class _Methods:
             table = config.model_dump(exclude_none=True, exclude={"name"})
             other = self.arms[first.setdefault(repr(table), arm)]
             same = changes.keys() == other.keys() and all(changes[k] is other[k] for k in changes)
-            if not same:  # it differs in what no table says
+            if not same:  # it differs in values that no table describes
                 table["model"]["options"]["arm"] = arm
             tables[arm] = table
         return tables
@@ -279,7 +267,7 @@ def _complete(
     """Run the missing runs of a study, show progress, and print how its arms compare.
 
     Results of finished runs are written even after an error or an interrupt. What `start` returns
-    yields each run that ended, and None now and then.
+    yields each run that ended, and None from time to time.
     """
     if holds_results_alone(folder):
         raise InvalidValueError(
@@ -304,7 +292,7 @@ def _complete(
                     show()
         finally:
             read = read_study(folder)
-            write_atomically(folder / "results.json", results_json(read).encode())
+            write_atomically(folder / "results.json", f"{results_json(read)}\n".encode())
             write_atomically(folder / ALL_RESULTS, results_text(read.runs).encode())
     print_study(read, console)
     return read
@@ -421,27 +409,20 @@ def _run_prepared(
 ) -> RunResult:
     """Run an experiment as a cell of a study; its result is the last file to be written.
 
-    What an interrupted run left is moved aside, as a ledger is never deleted. That gives nothing
-    back that was spent: the same seed draws the same cohorts and noise and releases the same again.
+    The files of an interrupted run are moved aside, since a ledger is never deleted. This refunds
+    nothing: with the same seed, the run draws the same cohorts and noise and makes the same
+    releases again.
     """
-    run, plan, config = RunFolder(folder / cell.path), experiment.plan, experiment.config
+    run, config, console = RunFolder(folder / cell.path), experiment.config, Console(quiet=True)
     if run.path.exists():
         names = (run.path.with_name(f"{run.path.name}.cut-{n}") for n in itertools.count(1))
         run.path.rename(next(name for name in names if not name.exists()))
-    experiment, _ = settled(experiment, transport)
-    refuse_if_few_count(experiment, transport)
-    config = experiment.config
-    output = config.output.model_copy(update={"checkpoint_every": config.rounds})
-    experiment = replace(experiment, config=config.model_copy(update={"output": output}))
-    observed = ObservedTransport(transport, plan, run.append_simulation_only)
-    outcome = execute(
-        RunSetup(experiment.config, plan.run, run, run.ledger, resuming=False),
-        experiment,
-        lambda _experiment, _records: observed,
-        Console(quiet=True),
-        lambda _experiment, _first, rounds: rounds(lambda _result: None),
-    )
-    result = _result(study, cell, experiment, outcome, run)
+    changes = {"checkpoint_every": config.rounds, "simulation_only": True}
+    config = config.model_copy(update={"output": config.output.model_copy(update=changes)})
+    setup = RunSetup(config, experiment.plan.run, run, run.ledger, resuming=False)
+    prepared = in_process(setup, replace(experiment, config=config), transport, console)
+    outcome = execute(setup, *prepared, console)
+    result = _result(study, cell, prepared[0], outcome, run)
     write_atomically(run.path / RESULT, results_text([result]).encode())
     return result
 
@@ -515,7 +496,7 @@ def _in_processes(
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Yield processes that are ended if the block raises or this process dies."""
+    """Yield a pool whose processes end if the block raises or this process dies."""
     context = multiprocessing.get_context("spawn")  # a fork would copy torch's threads and locks
     with ProcessPoolExecutor(workers, context, _begin) as pool:
         try:

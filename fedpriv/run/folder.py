@@ -1,4 +1,4 @@
-"""The folder of a run: where each file lies, and reading it back with its ledger verified."""
+"""The folder of a run: its files, and functions that read them and verify the ledger."""
 
 import codecs
 import fcntl
@@ -23,6 +23,7 @@ from fedpriv.experiment.config import Config, load_config
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord, record_path
 from fedpriv.report.records import RunEnd, RunRecord, SimulationOnlyRound, SiteTable, Verification
+from fedpriv.report.tables import json_text
 from fedpriv.studies import read_study
 from fedpriv.studies.results import STUDY, holds_results_alone
 from fedpriv.support.disk import naming, sync, write_atomically, writing
@@ -52,19 +53,19 @@ class RunFolder:
     path: Path
 
     plan = _File("plan.toml")  # the resolved configuration
-    plan_digest = _File("plan.sha256")  # of the plan it began with; resuming is bound to it
+    plan_digest = _File("plan.sha256")  # of the first plan, with which alone it can be resumed
     ledger = _File("ledger.sqlite")  # unless the run charges a shared one
     metrics = _File("metrics.jsonl")  # one object per release, in the order of release
-    simulation_only = _File("simulation_only.jsonl")  # per round, what no guarantee covers
+    simulation_only = _File("simulation_only.jsonl")  # figures that no guarantee covers
     checkpoints = _File("checkpoints")  # of the server's states
     model = _File("model.safetensors")  # after the last round, also of a run that was stopped
     mean = _File("mean.safetensors")  # of the models of the last third of all rounds
     best = _File("best.safetensors")  # of the models on held-out rows, if there are any
-    measurements = _File("audit.jsonl")  # of an audit: its key, and what it measured of releases
-    audit = _File("audit.json")  # what it found
-    end = _File("run.json")  # how it ended, if it has
-    simulation_only_warnings = _File("simulation_only.json")  # which no guarantee covers
-    sites = _File("sites.json")  # how each node does; says who took part, readable by its owner
+    measurements = _File("audit.jsonl")  # of an audit: its key, and measurements of releases
+    audit = _File("audit.json")  # the result of the audit
+    end = _File("run.json")  # why it ended, and its last figures; absent before the end
+    simulation_only_warnings = _File("simulation_only.json")  # warnings that depend on users' data
+    sites = _File("sites.json")  # states of nodes, which tell who took part: for its owner alone
 
     def charged(self, config: Config) -> Path:
         """Return the ledger that a run with this configuration charges."""
@@ -124,7 +125,7 @@ class RunFolder:
     def results(self) -> list[RoundResult]:
         """Return results of the rounds that led to the newest model, in order.
 
-        A resumed run repeats rounds: what it had released after its checkpoint led nowhere.
+        A resumed run repeats the rounds after its checkpoint, so their first releases are left out.
         """
         led = list[RoundResult]()
         for release in self.releases():
@@ -200,7 +201,7 @@ def data_frame(rows: Sequence[Mapping[str, object]]) -> "pd.DataFrame":
 
 
 def _append(path: Path, row: object, not_finite: Literal["constants", "null", "strings"]) -> None:
-    # Without a buffer, of which a part might be written when the file is closed.
+    # Without a buffer, since closing the file might write a part of it.
     with naming(path), path.open("a+b", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - 1, 0))
@@ -213,7 +214,7 @@ def _append(path: Path, row: object, not_finite: Literal["constants", "null", "s
             if not size:
                 sync(path.parent)
         except OSError:
-            with suppress(OSError):  # what is left is a line that no reader can parse
+            with suppress(OSError):  # readers skip a line that is not whole
                 file.truncate(size)
             raise
 
@@ -223,7 +224,7 @@ def _read(path: Path) -> Iterator[dict[str, object]]:
         return
     with path.open("rb") as lines:
         for line in lines:
-            # A character that is cut short is left out: so a crash may have ended the line.
+            # A crash may have cut the line within a character, which is then left out.
             text, _ = codecs.utf_8_decode(line.removesuffix(b"\n"))
             with suppress(json.JSONDecodeError):
                 yield json.loads(text)
@@ -313,7 +314,7 @@ def summary_json(folder: Path) -> str:
     Numbers that are not finite are the strings "Infinity" and "NaN".
     """
     if (folder / STUDY).exists():
-        from fedpriv.report.study_charts import results_json  # noqa: PLC0415 - charts start slowly
+        from fedpriv.report.study_page import results_json  # noqa: PLC0415 - charts start slowly
 
         return results_json(read_study(folder))
     record = read_run(folder)
@@ -334,7 +335,7 @@ def summary_json(folder: Path) -> str:
     if state:
         names = {field.name for field in fields(RunEnd)} & vars(state).keys()
         content |= {name: vars(state)[name] for name in sorted(names)}
-    return to_json(content, indent=2, inf_nan_mode="strings").decode()
+    return json_text(content)
 
 
 def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -> Path:
@@ -361,10 +362,10 @@ def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -
 
 def write_charts(folder: Path, out: Path) -> list[Path]:
     """Draw a run or a study as PNG and SVG into another folder, and return the files."""
-    from fedpriv.report import run_page, study_charts  # noqa: PLC0415
+    from fedpriv.report import run_page, study_page  # noqa: PLC0415
 
     if (folder / STUDY).exists():
-        return study_charts.write_study_charts(read_study(folder), out)
+        return study_page.write_study_charts(read_study(folder), out)
     return run_page.write_run_charts(_run_in(folder), out)
 
 

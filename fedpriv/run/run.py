@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import tomli_w
 from torch import nn
@@ -33,7 +33,7 @@ from fedpriv.errors import (
 )
 from fedpriv.evaluation.held_out import Evaluation, evaluate
 from fedpriv.experiment.build import Experiment, build, check_budget
-from fedpriv.experiment.config import Config, FederationSection, for_folder, load_config
+from fedpriv.experiment.config import Config, FederationSection, flattened, for_folder, load_config
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger, paid_events
 from fedpriv.ledger.participation import digest_of_users, record_path
@@ -113,7 +113,7 @@ class RunSetup:
         folder = RunFolder(out or home / run)
         ledger = folder.charged(config)
         if not resume:
-            folder.refuse_run()  # before its charges are taken for too little budget
+            folder.refuse_run()  # before the charges of that run seem to exceed the budget
         resuming = resume and folder.plan.exists()
         if resuming:
             begun = load_config(folder.plan)
@@ -125,10 +125,10 @@ class RunSetup:
                 )
             run = begun.run
             if config.privacy.noise_multiplier is None:
-                # Calibrated again the noise would differ, as the ledger has grown since.
+                # A new calibration would find other noise, since the ledger has grown.
                 config = config.with_noise(noise_multiplier)
             if config.engine.path == "auto":
-                # By the clock it could be another now, and results differ by rounding.
+                # Timing might choose another path now, whose results differ by rounding.
                 engine = config.engine.model_copy(update={"path": begun.engine.path})
                 config = config.model_copy(update={"engine": engine})
         return cls(config, run, folder, ledger, resuming, keep_going, start)
@@ -155,7 +155,7 @@ class RunSetup:
     def on_nodes(
         self, section: FederationSection, population: str, user_ids: Sequence[str]
     ) -> Experiment:
-        """Return the experiment on a population whose users, by position, are at nodes."""
+        """Return the experiment on a population of users at nodes, with these ids by position."""
         self.refuse_true_figures("on nodes")
         if self.config.training().max_examples is None:
             raise InvalidValueError(
@@ -254,21 +254,16 @@ def _charging_for(start: Path, config: Config) -> Config:
 
 
 def _differences(begun: Config, now: Config) -> list[str]:
-    """Return differences of two experiments in what a resumed run must not change."""
-    old, new = (_leaves(config.model_dump(exclude=set(_MAY_CHANGE))) for config in (begun, now))
+    """Return differences of two experiments in settings that a resumed run must not change."""
+    old, new = (
+        flattened(config.model_dump(exclude=set(_MAY_CHANGE), exclude_none=True))
+        for config in (begun, now)
+    )
     return [
         f"{key} is {new.get(key, 'absent')!s:.40}, was {old.get(key, 'absent')!s:.40}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key)
     ]
-
-
-def _leaves(table: object, key: str = "") -> dict[str, object]:
-    """Return the values of a table by their full keys, without None."""
-    if not isinstance(table, Mapping):
-        return {} if table is None else {key: table}
-    parts = (_leaves(value, f"{key}.{name}" if key else name) for name, value in table.items())
-    return {name: value for part in parts for name, value in part.items()}
 
 
 def _resolved_plan(experiment: Experiment, folder: Path) -> str:
@@ -315,15 +310,15 @@ class Run:
     """A run that has ended; everything in it is also in its folder.
 
     Accuracy, mean loss and figures are those of the last model on the held-out rows, if there are
-    any. They are no private statements, and the guarantee does not cover the rows.
+    any. They are not private releases, and the guarantee does not cover these rows.
     """
 
     folder: Path  # of plan, ledger, metrics, checkpoints and model
     task: Task
     stop: Stop  # why it ended
-    state: ServerState  # at the end, all of it released
-    # Of all charges of the ledger at the end, with `delta`; the budget, where the run ended early
-    # because of what it released, as the charges are no bound then.
+    state: ServerState  # at the end; all of it was released
+    # The cost of all charges of the ledger at the end, at `delta`. It is the budget if the run
+    # ended early because of its releases, since the charges are no bound then.
     epsilon: float
     delta: float  # that of the budget
     ledger: Path  # which other runs may have charged too
@@ -332,9 +327,9 @@ class Run:
     figures: Mapping[str, float] = field(default_factory=dict)  # those of the task, by name
     # If held-out rows have users: `users`, `mean`, `q10`, `q50`, `q90` over them, by figure.
     held_out_users: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    audit: AuditResult | None = None  # what it found in its own releases, if it was asked to
-    # What its owner should know, in a sentence each, with the cure; the first says why the run
-    # ended if `stop` is `Stop.TOO_FEW`. Those that say "simulation only" are not private.
+    audit: AuditResult | None = None  # of its own releases, if it was audited
+    # Notes for its owner, one sentence each, with the cure. The first says why the run ended if
+    # `stop` is `Stop.TOO_FEW`. Notes with the words "simulation only" are not private.
     warnings: tuple[str, ...] = ()
     # On held-out rows, of the mean of the models of the last third of the planned rounds.
     mean_accuracy: float | None = None
@@ -343,8 +338,8 @@ class Run:
     # of those who are.
     as_if: int | None = None
     enrolled_epsilon: float | None = None
-    # The round of the best model on held-out rows, by accuracy, else by loss, and its state. As the
-    # rows chose the model, its figures there are likely to be better than on others.
+    # The round of the best model on held-out rows, by accuracy, else by loss, and its state. These
+    # rows chose the model, so its figures on other rows are likely to be worse.
     best: RoundResult | None = None
     best_state: ServerState | None = None
 
@@ -400,7 +395,7 @@ class Run:
 Hosted = Callable[[Experiment, PrivacyRecords], Transport]
 """Makes the transport to the users of an experiment, once its records are open."""
 Follow = Callable[[Experiment, int, Callable[[OnRound], Run]], Run]
-"""Shows a run: gets the number of released rounds, and what runs it with an observer."""
+"""Shows a run: gets the number of released rounds, and a function that runs it with an observer."""
 
 
 def _state_after(source: Path, experiment: Experiment) -> ServerState:
@@ -439,7 +434,7 @@ def state_to_start_from(
     """Return the state of the newest checkpoint, or the initial one.
 
     CheckpointError: the checkpoint does not fit the plan and the ledger, or checkpoints are lost,
-    so that an untrained model would replace the run's, or pay again for rounds that it has.
+    so that an untrained model would replace the trained one, or rounds would be charged again.
     """
     plan, output = experiment.plan, experiment.config.output
     if paths := checkpoints(folder.checkpoints):
@@ -458,7 +453,7 @@ def state_to_start_from(
 def _signs_of_checkpoints(
     folder: RunFolder, run: str, records: PrivacyRecords, first: int
 ) -> Iterator[str]:
-    """Yield what shows that a run passed the round of its first checkpoint."""
+    """Yield signs that a run passed the round of its first checkpoint."""
     if folder.model.exists():
         yield f"made {folder.model}"
     for release in folder.releases():
@@ -481,36 +476,25 @@ def conduct(
     *,
     keep_going: bool = False,
 ) -> Run:
-    """Run an experiment to its end or to the end of its budget, writing everything into a folder.
+    """Run an experiment to its end or to the end of its budget, and write everything into a folder.
 
-    It ends before that if too few users count, by what was released, unless it is to keep going.
-
-    After each release its metrics are written, then the checkpoint, then `on_round` is called. So
-    if every round has a checkpoint, a crash leaves at most one charged round in none. A resumed run
-    repeats the rounds since its last checkpoint as new attempts, with new charges. Where there is
-    no room to write, the run waits for it. `clock` gives the seconds that time the rounds of a
-    simulation; it is None in a deployment.
+    The run ends early if its releases say that too few users count, unless it is to keep going.
+    After each release it writes the metrics, then the checkpoint, and then calls `on_round`. So if
+    every round has a checkpoint, a crash loses at most one charged round. A resumed run repeats the
+    rounds since its last checkpoint as new attempts, with new charges. The run waits for room to
+    write. `clock` gives the seconds that time the rounds of a simulation; None in a deployment.
     """
-    plan, output = experiment.plan, experiment.config.output
-    evaluation, best = experiment.evaluation, _Best(folder)
-
-    def at_present() -> Checkpoint:
-        return Checkpoint(state, plan.digest, records.ledger.head)
-
-    def keep() -> None:
-        checkpoint = at_present()
-        with_room(lambda: save_checkpoint(folder.checkpoints, checkpoint, best.checkpoint))
-
+    plan, sampling = experiment.plan, experiment.plan.sampling.event()
+    output, evaluation = experiment.config.output, experiment.evaluation
+    models = _Models(folder, experiment, records)
     _settle(experiment, state, records)
+    folder.forget_end()
+    if keep_going:  # the round that stated the budget is one in the middle now
+        _restate(folder, state.round, records.ledger.epsilon(records.budget))
     observed: tuple[OnRelease, ...] = (auditor.observe,) if auditor else ()
     rounds = train(plan, state, transport, records, experiment.entropy, *observed)
-    latest, figures = None, dict[str, Any]()
-    folder.forget_end()
-    if keep_going:  # what said the budget is a round in the middle now
-        _restate(folder, state.round, records.ledger.epsilon(records.budget))
-    sampling = plan.sampling.event()
     counted = Contributors.of(folder.results()[: state.round], sampling)
-    # How many examples users have is an estimate, which may be far too large.
+    # The number of examples of users is an estimate, which may be far too large.
     watched = plan.sampling.drawn is plan.sampling.unit and not keep_going
     while True:
         if watched and counted.too_few:
@@ -522,56 +506,75 @@ def conduct(
         except StopIteration as end:
             stop = end.value
             break
-        seconds = clock() - began if clock else None
-        result = replace(result, simulation_only_seconds=seconds)
+        result = replace(result, simulation_only_seconds=clock() - began if clock else None)
         if state.round % output.evaluate_every == 0 or state.round == plan.rounds:
-            latest, figures = state, _measured(experiment, state.model)
-            result = replace(result, **figures)
-            best.consider(result, at_present())
+            result = replace(result, **models.measured(state))
+            models.consider(result, state)
         if evaluation and evaluation.due(state.round, last=state.round == plan.rounds):
             result = evaluation.added(result, state.model, records, experiment.entropy)
         with_room(partial(folder.append_metrics, asdict(result)))
         counted = counted.with_round(result, sampling)
         if state.round % output.checkpoint_every == 0:
-            keep()
+            models.keep(state)
         on_round(result)
-    keep()
-    if latest is not state:
-        figures, results = _measured(experiment, state.model), folder.results()
-        best.consider(replace(results[-1], **figures) if results else None, at_present())
+    models.keep(state)
+    if models.last is not state:
+        figures, results = models.measured(state), folder.results()
+        if results:
+            models.consider(replace(results[-1], **figures), state)
     transport.release_resources()
-    return _ended(folder, experiment, stop, state, records, auditor, figures, counted, best)
+    return _ended(folder, experiment, stop, state, records, auditor, counted, models)
 
 
-class _Best:
-    """The best of a run's models, by held-out rows; a resumed run knows it by its checkpoints."""
+class _Models:
+    """The last and the best of a run's models on held-out rows, and their checkpoints.
 
-    def __init__(self, folder: RunFolder) -> None:
+    A resumed run finds its best model among its checkpoints.
+    """
+
+    def __init__(self, folder: RunFolder, experiment: Experiment, records: PrivacyRecords) -> None:
+        self._folder, self._experiment, self._records = folder, experiment, records
+        self.last, self.figures = cast(ServerState | None, None), dict[str, Any]()
         kept = {path.stem: path for path in checkpoints(folder.checkpoints)}
         named = {f"round-{result.round:06d}": result for result in folder.results()}
         self.round = best_round(result for stem, result in named.items() if stem in kept)
-        number = self.round.round if self.round else None
-        path = None if number is None else kept[f"round-{number:06d}"]
+        path = self.round and kept[f"round-{self.round.round:06d}"]
         self.checkpoint = load_checkpoint(path) if path else None
 
-    def consider(self, result: RoundResult | None, checkpoint: Checkpoint) -> None:
-        """Remember a round and its checkpoint if its model is better than all before."""
-        rounds = [r for r in (self.round, result) if r]
-        if result and best_round(rounds) is result:
-            self.round, self.checkpoint = result, checkpoint
+    def _at(self, state: ServerState) -> Checkpoint:
+        return Checkpoint(state, self._experiment.plan.digest, self._records.ledger.head)
 
-    def write(self, folder: RunFolder, experiment: Experiment) -> None:
-        """Write the model, if one was measured; the choice depends on all rounds and costs them."""
+    def keep(self, state: ServerState) -> None:
+        """Write the checkpoint of a state, and the best one."""
+        checkpoint = self._at(state)
+        with_room(lambda: save_checkpoint(self._folder.checkpoints, checkpoint, self.checkpoint))
+
+    def measured(self, state: ServerState) -> dict[str, Any]:
+        """Measure the model of a state, and return its figures."""
+        self.last, self.figures = state, _measured(self._experiment, state.model)
+        return self.figures
+
+    def consider(self, result: RoundResult, state: ServerState) -> None:
+        """Remember a round and its state if its model is better than all before."""
+        rounds = [self.round, result] if self.round else [result]
+        if best_round(rounds) is result:
+            self.round, self.checkpoint = result, self._at(state)
+
+    def write_best(self) -> None:
+        """Write the best model, if one was measured.
+
+        Its ε is that of all rounds, since the choice depends on all of them.
+        """
         if self.round and self.checkpoint:
-            last = folder.results()[-1]
+            last, experiment = self._folder.results()[-1], self._experiment
             stated = replace(self.round, epsilon=last.epsilon, randomness=last.randomness)
             about = [stated], experiment.classes
             model = released_model(experiment.task, self.checkpoint.state, *about)
-            with_room(lambda: write_atomically(folder.best, model))
+            with_room(lambda: write_atomically(self._folder.best, model))
 
 
 def _settle(experiment: Experiment, state: ServerState, records: PrivacyRecords) -> None:
-    """Charge what a killed run had drawn; a charge beyond the budget is left out."""
+    """Charge the round and the query that a killed run had drawn, if the budget allows each."""
     plan, evaluation = experiment.plan, experiment.evaluation
     drawn = {plan.run: plan.mechanism_at(state.clipping_norms).event}
     if evaluation:
@@ -582,7 +585,7 @@ def _settle(experiment: Experiment, state: ServerState, records: PrivacyRecords)
 
 
 def _restate(folder: RunFolder, number: int, epsilon: float) -> None:
-    """Write the result of a round once more if its run costs another ε by now."""
+    """Write the result of a round again if the ε of its run has changed since."""
     for result in folder.results():
         if result.round == number and result.epsilon != epsilon:
             with_room(partial(folder.append_metrics, asdict(replace(result, epsilon=epsilon))))
@@ -595,21 +598,21 @@ def _ended(
     state: ServerState,
     records: PrivacyRecords,
     auditor: Auditor | None,
-    figures: Mapping[str, Any],
     counted: Contributors,
-    best: _Best,
+    models: _Models,
 ) -> Run:
     """Write the models and the end of a run into its folder, and return the run."""
+    figures = models.figures
     plan, charged = experiment.plan, records.ledger.epsilon(records.budget)
     early = stop is Stop.TOO_FEW and state.round < plan.rounds
     epsilon, results = records.budget.epsilon if early else charged, folder.results()
-    # Later rounds may have led nowhere, where a resumed run could repeat none of them.
+    # Releases after a checkpoint led nowhere if the resumed run could repeat none of them.
     if stop is Stop.TOO_FEW or (results and results[-1].round > state.round):
         _restate(folder, state.round, epsilon)
     results = folder.results()
     model = released_model(experiment.task, state, results, experiment.classes)
     with_room(lambda: write_atomically(folder.model, model))
-    best.write(folder, experiment)
+    models.write_best()
     mean = dict[str, Any]()
     if state.mean:
         mean = _measured(experiment, state.mean)
@@ -617,8 +620,8 @@ def _ended(
         model = released_model(experiment.task, averaged, results, experiment.classes)
         with_room(lambda: write_atomically(folder.mean, model))
     if plan.sampling.rounds > 1 and not records.ledger.open_series(plan.run):
-        with_room(lambda: records.participation.forget_series(plan.run))  # of one that was killed
-    # Canaries are in the rounds alone, not in what is asked between them.
+        with_room(lambda: records.participation.forget_series(plan.run))  # of a killed run
+    # Canaries take part in rounds, not in the queries between them.
     of_rounds = (row for row in records.ledger.charges() if row.run == plan.run)
     larger, enrolled_epsilon = plan.sampling.event().projection, None
     if larger is not None:
@@ -644,8 +647,8 @@ def _ended(
         ledger=folder.charged(experiment.config),
         audit=auditor.conclude(paid_events(of_rounds)) if auditor else None,
         **facts,
-        best=best.round,
-        best_state=best.checkpoint.state if best.checkpoint else None,
+        best=models.round,
+        best_state=models.checkpoint.state if models.checkpoint else None,
         **figures,
     )
 
@@ -703,7 +706,7 @@ def opened(setup: RunSetup, experiment: Experiment) -> Iterator[tuple[PrivacyRec
         # After ledger and record were created: a run that is resumed without them has lost them.
         setup.write_plan(experiment)
         state = state_to_start_from(folder, experiment, records)
-        folder.results()  # what is damaged is refused before users are asked
+        folder.results()  # damaged metrics are refused before users are asked
         setup.write_budget(experiment)  # after the ledger was found to be the run's
         yield records, state
 

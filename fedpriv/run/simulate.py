@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic_core import to_json
 from rich.console import Console
 
 from fedpriv.accounting.accountants import epsilon as epsilon_of
@@ -40,10 +39,10 @@ from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
 from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import PartialSum
-from fedpriv.report.tables import Column, Table, cohort_text, print_table, screen
+from fedpriv.report.tables import Column, Table, cohort_text, json_text, print_table, screen
 from fedpriv.run.run import Hosted, Run, RunSetup, spent_in
 from fedpriv.run.terminal import execute, telling_where
-from fedpriv.support.checks import check_types, epsilon_up, text_down, text_up
+from fedpriv.support.checks import checked_arguments, epsilon_up, text_down, text_up
 from fedpriv.support.disk import with_room
 from fedpriv.training.optimizers import ServerOptimizer
 from fedpriv.training.plan import TrainingPlan
@@ -51,6 +50,7 @@ from fedpriv.training.request import LocalTraining, RoundRequest, Transport
 from fedpriv.training.rounds import OnRound
 
 
+@checked_arguments
 def simulate(
     population: Population,
     task: Task,
@@ -79,8 +79,8 @@ def simulate(
 ) -> Run:
     """Train a model on a population, under differential privacy for each user, or another unit.
 
-    Progress is shown in a terminal and in a notebook alike. An interrupt leaves a run that goes on
-    with `resume=True` and the same arguments; what was released before stays charged.
+    Terminals and notebooks show the progress. An interrupted run continues with `resume=True` and
+    the same arguments; earlier releases stay charged.
 
     >>> import tempfile, numpy as np, torch, fedpriv
     >>> x, y = np.eye(4, dtype=np.float32).repeat(50, 0), np.arange(4).repeat(50)
@@ -109,12 +109,12 @@ def simulate(
       Its queries are charged too; a calibrated mechanism is calibrated again to what is left.
     * personalisation: held-out users make released models their own before they measure them, and
       so do users in a federated evaluation.
-    * audit: canaries beside the users, and what the run's own releases say of ε; see `Run.audit`.
+    * audit: adds invented users, and bounds ε from below by the run's own releases: `Run.audit`.
     * rounds: T; by default what the mechanism was calibrated for.
     * out: folder of the run; by default a new one under runs/.
     * resume: go on with the run in `out`, or start it if there is none.
-    * keep_going: go on though too few users count, which otherwise refuses the run before its first
-      round, or ends it once noised counts of contributors say so; see `Run.warnings`.
+    * keep_going: go on though too few users count. Otherwise the run is refused before its first
+      round, or ends once noised counts of contributors say so; see `Run.warnings`.
     * start: folder of a run whose model this one goes on from, with the state of the server's
       optimiser if it is of the same class. Its ledger is charged too, and a calibrated mechanism is
       calibrated again to what is left there of its ε.
@@ -133,20 +133,6 @@ def simulate(
     """
     if resume and out is None:
         raise InvalidValueError("resume is true; out must then be given")
-    check_types(
-        population=(population, Population),
-        task=(task, Task),
-        mechanism=(mechanism, Mechanism),
-        local=(local, LocalTraining | None),
-        server=(server, ServerOptimizer | None),
-        federated_evaluation=(federated_evaluation, FederatedEvaluation | None),
-        personalisation=(personalisation, Personalisation | None),
-        audit=(audit, Audit | None),
-        engine=(engine, Engine | None),
-        out=(out, Path | str | None),
-        start=(start, Path | str | None),
-        ledger=(ledger, Path | str | None),
-    )
     callbacks = named("on_round", on_round, Callable)
     followers = named("trackers", trackers, Tracker)
     method = Method(task, mechanism, *method_left_out(mechanism, local, server), personalisation)
@@ -171,7 +157,7 @@ def simulate(
     spent = setup.spent if federated_evaluation or start else ()
     experiment, transport = on_population(setup.config, setup.run, population, spent, method)
     experiment = replace(experiment, on_round=callbacks, trackers=followers)
-    return execute(setup, *_in_process(setup, experiment, transport, console), console)
+    return execute(setup, *in_process(setup, experiment, transport, console), console)
 
 
 def run_simulation(
@@ -194,10 +180,10 @@ def run_simulation(
     config, population = setup.config, population_of(setup.config)
     console = screen(stderr=stderr)
     experiment, transport = on_population(config, setup.run, population, setup.spent)
-    return execute(setup, *_in_process(setup, experiment, transport, console), console)
+    return execute(setup, *in_process(setup, experiment, transport, console), console)
 
 
-def _in_process(
+def in_process(
     setup: RunSetup, experiment: Experiment, transport: InProcessTransport, console: Console
 ) -> tuple[Experiment, Hosted]:
     """Return the experiment with the path that its users take, and the transport to them here."""
@@ -288,7 +274,7 @@ def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False
             "risks": _risks(experiment),
             "groups": groups,
         }
-        print(to_json(content, indent=2, inf_nan_mode="strings").decode())  # noqa: T201
+        print(json_text(content))  # noqa: T201
         return
     at_once = plan.sampling.rounds
     charge = f"{at_once} rounds to a charge" if at_once > 1 else "one charge"

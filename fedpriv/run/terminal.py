@@ -52,7 +52,7 @@ from fedpriv.training.rounds import (
 )
 
 _BETWEEN_LINES = 60.0  # seconds, where bars cannot move
-_LONGEST = 1e9  # seconds that are left, as far as that can be known
+_LONGEST = 1e9  # seconds; no longer remaining time is shown
 _BAR = 10  # columns of a bar
 
 
@@ -123,7 +123,7 @@ class Display:
         self._progress.update(line, completed=done, figures=tuple(filter(None, figures)))
 
     def tell(self, *, last: bool = False) -> None:
-        """Print all lines if nothing moves by itself, at the end or a minute after the last."""
+        """Print all lines where bars cannot move: once a minute, and at the end."""
         now = time.monotonic()
         if _moves(self._console) or (now - self._told < _BETWEEN_LINES and not last):
             return
@@ -149,7 +149,7 @@ class _Figures(ProgressColumn):
     """The figures of a line, as many of the first as leave room for a bar."""
 
     def __init__(self, console: Console) -> None:
-        super().__init__(Cells())  # which shrinks, as its text is cut
+        super().__init__(Cells())  # which may shrink, since its text can be cut
         self._console = console
 
     def render(self, task: Line) -> Text:
@@ -251,14 +251,14 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
     ]
     columns = [Column("", "text"), Column("", "text")]
     print_table(Table(experiment.plan.run, columns, rows), console)
-    # In lines of their own, to be copied.
+    # In lines of their own, so that they can be copied.
     for line in (
         f"folder {setup.folder.path}",
         f"ledger {setup.ledger}",
         f"head   {head.count}:{head.hash}",
     ):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    # Whether a user counts as zero shows in the lines with that mark alone, one for each note.
+    # Only lines with this mark may tell whether a user counts as zero; each note has its line.
     if any(not note.startswith(SIMULATION_ONLY) for note in run.warnings):
         console.print("what you should know", style="bold")
     for note in run.warnings:

@@ -1,8 +1,9 @@
 """Search settings: on public or synthetic users free of charge, or on the users at a price.
 
 On public users Optuna searches, and learns from trial to trial. On the enrolled users the search is
-one event of their ledger (`Selection`): a random, secret number of trials, whose settings are drawn
-independently, and of which only the best leaves this module. See `fedpriv.accounting.selection`.
+one event of their ledger (`Selection`): it draws a random, secret number of trials and the settings
+of each independently, and only the best trial leaves this module. See
+`fedpriv.accounting.selection`.
 """
 
 import itertools
@@ -46,9 +47,6 @@ from fedpriv.experiment.build import (
     settings_of,
 )
 from fedpriv.experiment.config import (
-    Config,
-    Options,
-    PeopleSection,
     RangeSection,
     TuneSection,
     assign,
@@ -80,7 +78,7 @@ from fedpriv.privacy.sampling import FixedSizeSampling, PoissonSampling
 from fedpriv.report.tables import Column, Table, print_table, screen
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import RunSetup
-from fedpriv.support.checks import check_types, epsilon_up, plain_numbers
+from fedpriv.support.checks import checked_arguments, epsilon_up, plain_numbers
 from fedpriv.support.disk import with_room, write_atomically, writing
 from fedpriv.support.logs import silenced
 from fedpriv.training.optimizers import ServerOptimizer
@@ -108,14 +106,14 @@ DEFAULT_SPACE: Mapping[str, Candidates] = {
     _Q: [0.1, 0.3, 0.6],
     _ROUNDS: [50, 100, 200],
 }
-# What a trial may not change, but for q: who trains, what is measured, and what it may cost.
+# Sections that a trial may not change, except for q: they decide users, measures and the budget.
 _FIXED = (
     "data", "engine", "name", "output", "run", "seed", "tune", "federation", "callbacks", "privacy",
 )  # fmt: skip
 _PRIVATE = "private:"
-_MARGIN = 1.0 - 2.0**-30  # of noise multipliers: what rounding may take from them
+_MARGIN = 1.0 - 2.0**-30  # a factor of noise multipliers that covers their rounding
 _UNLIMITED = PrivacyBudget(math.inf, 0.5, lambda _events, _delta: math.inf)
-_HOME = Path("tuning")  # of folders without a name
+_HOME = Path("tuning")  # of folders that the caller does not name
 _log = logging.getLogger(__name__)
 
 
@@ -129,17 +127,18 @@ class Tried:
 
 @dataclass(frozen=True)
 class Tuning:
-    """The result of a search. On users it is all that the search releases."""
+    """The result of a search; a search on users releases nothing else."""
 
-    folder: Path  # of experiment.toml; with a model and the ledger's charge if it was on users
-    settings: Settings  # the best ones; empty if there was no trial that ended
+    folder: Path  # of experiment.toml; after a search on users also of the model and the ledger
+    settings: Settings  # the best ones; empty if no trial ended
     score: float | None  # of the objective, with the best settings
     tried: tuple[Tried, ...] = ()  # every trial, on public users alone
-    # That all charges of the ledger cost, this search among them; 0 on public users.
+    # The cost of all charges of the ledger, including this search; 0 on public users.
     epsilon: float = 0.0
     arguments: Mapping[str, Any] = field(default_factory=dict)  # for `simulate`, from `tune` alone
 
 
+@checked_arguments
 def tune(
     population: Population,
     task: Task,
@@ -205,17 +204,6 @@ def tune(
     * seed: makes the search repeatable; on users the guarantee does then not hold against those who
       know it.
     """
-    check_types(
-        population=(population, Population),
-        task=(task, Task),
-        mechanism=(mechanism, Mechanism),
-        local=(local, LocalTraining | None),
-        server=(server, ServerOptimizer | None),
-        space=(space, Mapping | None),
-        engine=(engine, Engine | None),
-        out=(out, Path | str | None),
-        ledger=(ledger, Path | str | None),
-    )
     enrolled = users or records_of(population, mechanism).users.population
     trained = method_left_out(mechanism, local, server)
     method = Method(task, mechanism.for_users(enrolled), *trained)
@@ -266,7 +254,6 @@ def tune_file(
     out: Path | None,
     *,
     on: Literal["public", "users"],
-    synthetic: bool,
     price_only: bool,
 ) -> Tuning | None:
     """Search settings for an experiment in a file, print the best, and write them to a folder.
@@ -276,7 +263,7 @@ def tune_file(
     table = read_experiment(file)
     for assignment in assignments:
         assign(table, assignment)
-    table = with_defaults(table)  # before a trial's own norm decides what goes with it
+    table = with_defaults(table)  # before the norm of a trial changes other defaults
     source = f"{file} with --set" if assignments else str(file)
     config = parse_config(table, source)
     reasons = {
@@ -286,11 +273,15 @@ def tune_file(
     for name, reason in reasons.items():
         if getattr(config, name) is not None:
             raise InvalidValueError(f"{name} is given; it must be absent, as {reason}")
-    if on == "users" and synthetic:
-        raise InvalidValueError("--synthetic is given with --on users; it is for --on public")
     if on == "public" and price_only:
         raise InvalidValueError("--price is given with --on public, which costs nothing")
-    data = config.simulated_data if on == "users" else _public_data(config, synthetic=synthetic)
+    public = (config.tune or TuneSection()).public
+    data = config.simulated_data if on == "users" else public
+    if data is None:
+        raise InvalidValueError(
+            "tune.public is absent; it must name people who are not enrolled, such as public or "
+            "invented ones"
+        )
     population, roads = load_population(data.name, data.options), SharedRoads()
     mechanism, section = config.mechanism(), config.tune or TuneSection()
     users = section.users or records_of(population, mechanism).users.population
@@ -309,31 +300,6 @@ def tune_file(
     kept = {assignment.partition("=")[0].strip() for assignment in assignments}
     search = _Search(setup, prepare, screen(), value_of, table, kept)
     return search.on_users(price_only=price_only) if on == "users" else search.on_public()
-
-
-def _public_data(config: Config, *, synthetic: bool) -> PeopleSection:
-    """Who takes part instead of the enrolled users."""
-    """Return the data of people who take part instead of the enrolled users."""
-    section = config.tune or TuneSection()
-    if not synthetic:
-        if section.public is None:
-            raise InvalidValueError(
-                "tune.public is absent; it must name people who are not enrolled, or give "
-                "--synthetic"
-            )
-        return section.public
-    options: Options = {"seed": config.seed or 0}
-    if isinstance(inputs := config.model.options.get("inputs"), int):
-        options["shape"] = [inputs]
-    if "classes" in config.model.options:
-        options["classes"] = config.model.options["classes"]
-    options |= section.synthetic
-    if "shape" not in options or "classes" not in options:
-        raise InvalidValueError(
-            "--synthetic needs the shape and the classes of examples: give them as "
-            "tune.synthetic = { shape = [64], classes = 10 }"
-        )
-    return PeopleSection(name="synthetic", options=options)
 
 
 @dataclass(frozen=True)
@@ -476,7 +442,7 @@ class _Search:
             return Tuning(setup.folder.path, {}, None, epsilon=price)
         run, folder = f"{setup.run}-tune", self._make_folder()
         with self._charged(run, event, budget, first) as (charge, price, randomness):
-            self._say("charged; searching, without a word until it ends")
+            self._say("charged; the search prints nothing until it ends")
             best = self._best_of(kinds, score, sign)
         if best is None:
             self._say("no trial ended; the charge stays, and nothing is released")
@@ -531,10 +497,10 @@ class _Search:
     def _charged(
         self, run: str, event: RoundEvent, budget: PrivacyBudget, first: Experiment
     ) -> Iterator[tuple[str, float, Randomness]]:
-        """Charge the search; yield the charge's hash and the ε of the ledger, which stays open."""
+        """Charge the search, and yield the charge's hash and the ledger's ε and randomness."""
         files = self.setup.ledger, record_path(self.setup.ledger)
         with PrivacyRecords.open(*files, first.plan.population, budget) as records:
-            # Who is in any trial stays secret; all may be.
+            # The cohorts of trials stay secret; any user may be in one.
             users, attempt = first.plan.sampling.population, records.next_attempt(run, 1)
             record = records.participation.record
             commitment = with_room(lambda: record(run, 1, attempt, np.arange(users)))
@@ -547,7 +513,7 @@ class _Search:
     def _event(self, spent: Sequence[RoundEvent]) -> tuple[RoundEvent, Mapping[Any, Trial]]:
         """Return the search as an event, and the trials by their q and rounds.
 
-        The noise of all kinds of trials is scaled alike, to the least for which the search fits.
+        One factor scales the noise of all kinds of trials, to the least that fits the budget.
         """
         privacy, alone = self.setup.config.privacy, dict[tuple[Any, ...], Trial]()
         for chosen in itertools.product(*(cast(list[Any], self.space[k]) for k in self.priced)):
@@ -580,8 +546,8 @@ class _Search:
     ) -> tuple[Settings, float, Task, ServerState, RoundResult] | None:
         """Return the best of a random number of independent trials; the first of equal scores.
 
-        Trials are alike, so which of equals is first says nothing. What fails counts as worst: it
-        may have failed because of somebody's data.
+        Trials are identically distributed, so their order reveals nothing. A trial that fails
+        counts as the worst, since a user's data may be the reason.
         """
         seed, best = self.setup.config.seed, None
         secret = random.SystemRandom() if seed is None else random.Random(seed)
@@ -595,10 +561,10 @@ class _Search:
                     noise = kind.noise_multiplier / _MARGIN
                     experiment, transport = self.prepare(settings, noise, f"trial-{number}")
                     _check_kind(experiment, kind)
-                    # A full disk says nothing of users, and must not be taken for a bad trial.
+                    # A full disk is no reason to count a trial as the worst.
                     state, result = with_room(partial(_trained, experiment, transport))
                     value = score(state, result)
-                except Exception:  # no word of it may leave
+                except Exception:  # its message may hold users' data
                     continue
                 if best is None or sign * value > sign * best[1]:
                     best = settings, value, experiment.task, state, result
@@ -615,9 +581,9 @@ class _Search:
             f"trial alone would cost {epsilon_up(dearest)}."
         )
         self._say(
-            f"How many trials there are is random ({law}, {self.section.trials} on average) and "
-            "stays secret, as does every trial but the best. How long the search takes says "
-            "something of it: do not publish when it began and ended."
+            f"The number of trials is random ({law}, {self.section.trials} on average) and stays "
+            "secret, like every trial except the best. The search takes longer with more trials, "
+            "so do not publish when it began and ended."
         )
         if self.setup.config.seed is not None:
             warning = (
@@ -702,7 +668,7 @@ def _check_kind(experiment: Experiment, kind: Trial) -> None:
     priced = kind.sampling_probability, kind.rounds
     sampled = event.sampling.policy is SamplingPolicy.POISSON
     if not sampled or kept != priced or not event.noise_multiplier >= kind.noise_multiplier:
-        raise InvalidValueError("a trial differs from what was charged")
+        raise InvalidValueError("a trial differs from the charged ones")
 
 
 @contextmanager
@@ -747,7 +713,7 @@ def _values_of(key: str, values: object) -> object:
 
 
 def _check_writable(key: str, value: object) -> None:
-    """Refuse a value that the files of a search cannot hold, since the result would be lost."""
+    """Refuse a value that the files of a search cannot hold, since its result would be lost."""
     table = plain({key: value})
     try:
         json.dumps(table)
@@ -795,7 +761,7 @@ def _at(table: Any, key: str) -> Any:
 
 
 def _parts(method: Method) -> dict[str, Any]:
-    """Return the values that have the fields of keys, by all words of a key but the last."""
+    """Return the values whose fields keys name, by the part of a key before its last dot."""
     mechanism = method.mechanism
     return {
         "": mechanism, "local": method.local, "clipping": mechanism.clipping,

@@ -6,19 +6,22 @@ than it is: ε, δ, probabilities and norms are rounded up; noise and lower boun
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from enum import StrEnum
-from functools import cache
+from functools import cache, reduce, wraps
+from inspect import signature
 from numbers import Real
-from operator import index
+from operator import index, or_
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args
+from typing import Any, ParamSpec, TypeVar, get_args, get_origin
 
 from fedpriv.errors import InvalidValueError, known_names
 
 Name = TypeVar("Name", bound=StrEnum)
+_P = ParamSpec("_P")
+_Result = TypeVar("_Result")
 
 _PLAIN = (int, float, str, bool, NoneType)  # types that need no conversion
 
@@ -37,6 +40,31 @@ def check_types(**values: tuple[object, type | UnionType]) -> None:
             raise InvalidValueError(
                 f"{name} is {_type_of(value)}; it must be of the type {' or '.join(names)}"
             )
+
+
+def checked_arguments(function: Callable[_P, _Result]) -> Callable[_P, _Result]:
+    """Check arguments by their annotations, as `check_types` does, before a function is called.
+
+    It checks no number, as those of NumPy are legal too, and no type of elements.
+    """
+    kinds = {p.name: _kind_of(p.annotation) for p in signature(function).parameters.values()}
+
+    @wraps(function)
+    def checking(*args: _P.args, **options: _P.kwargs) -> _Result:
+        for name, value in {**dict(zip(kinds, args, strict=False)), **options}.items():
+            if (kind := kinds.get(name)) is not None:
+                check_types(**{name: (value, kind)})
+        return function(*args, **options)
+
+    return checking
+
+
+def _kind_of(annotation: Any) -> Any:
+    """Return the classes of an annotation; None if it has numbers, or is no class."""
+    members = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    kinds = [get_origin(member) or member for member in members]
+    checkable = all(isinstance(kind, type) and kind not in (int, float) for kind in kinds)
+    return reduce(or_, kinds) if checkable else None
 
 
 def _type_of(value: object) -> str:

@@ -37,10 +37,10 @@ Step = Callable[[], None]
 def model_of(width: int, blocks: int) -> nn.Module:
     """A character transformer, of which adapters of rank 4 in all of its blocks are trained."""
     from fedpriv.engine.adapters import with_adapters  # noqa: PLC0415 - each process its own
-    from fedpriv.experiment.models import build_model  # noqa: PLC0415
+    from simulations.transformer import CharacterTransformer  # noqa: PLC0415
 
-    options = {"length": LENGTH, "width": width, "blocks": blocks, "heads": 4}
-    return with_adapters(build_model("character-transformer", options, 0), 4, 8, ["blocks.*"])
+    model = CharacterTransformer(length=LENGTH, width=width, blocks=blocks, heads=4)
+    return with_adapters(model, 4, 8, ["blocks.*"])
 
 
 def texts() -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedpriv.data.synthetic import synthetic_population
 from fedpriv.engine.adapters import with_adapters
-from fedpriv.experiment.models import CharacterTransformer, cnn, mlp, softmax_regression
+from fedpriv.experiment.models import cnn, mlp, softmax_regression
 from fedpriv.training.local import SGD
 from simulations.benchmarks.models import (
     VARIANTS,
@@ -31,6 +31,7 @@ from simulations.benchmarks.models import (
     ten_layers,
 )
 from simulations.benchmarks.roles import data_folder, roles
+from simulations.transformer import CharacterTransformer
 
 Fields = Mapping[str, Tensor]
 """Inputs [rows, …] of all users by the names of the model's arguments, and at last targets."""

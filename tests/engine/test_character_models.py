@@ -14,7 +14,7 @@ from fedpriv.experiment.models import CharacterMLP, build_model
 SIZES = {"alphabet": 7, "width": 4}
 SMALL = {
     "character-mlp": SIZES | {"context": 3, "hidden": 5},
-    "character-transformer": SIZES | {"length": 9, "heads": 2, "blocks": 2},
+    "simulations.transformer:CharacterTransformer": SIZES | {"length": 9, "heads": 2, "blocks": 2},
 }
 TEXT = torch.tensor(np.random.default_rng(0).integers(0, 7, (5, 9)))
 

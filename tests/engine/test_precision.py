@@ -50,7 +50,7 @@ def general() -> nn.Module:
 KINDS = {
     "mlp": ("mlp", {"inputs": 36, "hidden": 16}, (6, 6), 2),
     "cnn": ("cnn", {}, (1, 28, 28), 4),
-    "transformer": ("character-transformer", TEXT, (5,), 7),
+    "transformer": ("simulations.transformer:CharacterTransformer", TEXT, (5,), 7),
     "general": (f"{__name__}:general", {}, (6,), 2),
 }
 

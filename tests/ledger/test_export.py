@@ -480,8 +480,7 @@ class TestCommandLine:
             assert "noise of a: exact, B = 281474976710656, σ/γ = 3.35544e+07" in shown
             assert all(queried in shown for queried in ("update: 1, 1.5", "a: 1, 2", "0.5, 4"))
 
-    def test_an_export_has_curves(self, folder, monkeypatch):
-        monkeypatch.setattr("fedpriv.report.guarantee._DELTAS", 2)  # the others take seconds
+    def test_an_export_has_curves(self, folder):
         printed("curves", folder / "ledger.jsonl", "--out", folder, "--delta", "1e-5")
         with (folder / "epsilon_by_rounds.csv").open() as table:
             found = [row for row in csv.DictReader(table) if row["accountant"] == "tight"]

@@ -164,9 +164,8 @@ def test_a_seed_is_warned_of(page: str) -> None:
 
 @pytest.mark.parametrize("randomness", list(Randomness))
 def test_a_chart_of_epsilon_warns_without_its_page_too(
-    tmp_path: Path, randomness: Randomness, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, randomness: Randomness
 ) -> None:
-    monkeypatch.setattr("fedpriv.report.guarantee._DELTAS", 2)
     record = made_up(tmp_path / "a", [FULL], [released(1)], randomness=randomness)
     drawn = {file.name: file for file in write_run_charts(record, tmp_path / "run")}
     curves = write_curves(record.ledger, 1e-5, tmp_path / "curves")

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.pricing import read_ledger
 from fedpriv.report.study_page import page_of_study
 from fedpriv.run.folder import RunFolder, read_run
@@ -152,23 +151,6 @@ def test_charts_that_cannot_be_drawn_are_refused(study_folder: Path, tmp_path: P
     (tmp_path / "file").touch()
     inside = tmp_path / "file" / "charts"
     assert "cannot be written" in refused("report", study_folder, "--charts", inside)
-
-
-def test_each_kind_of_ledger_is_priced_once(page: str, study_folder: Path) -> None:
-    document = parsed(page)
-    kinds = [e for e in document.iter("section") if e.get("id").startswith("epsilon")]
-    assert len(kinds) == 2
-    links = [e.get("href") for e in document.iter("a")]
-    assert "#epsilon" in links
-    assert "#epsilon-1" not in links
-    for target, kind in zip((4, 8), kinds, strict=True):
-        said = words(kind)
-        assert f"Of flat at ε = {target}, joint at ε = {target}." in said
-        (shown,) = re.findall(r"tight interval \S+ (\S+)", said)
-        for arm in ("flat", "joint"):
-            path = study_folder / "runs" / arm / f"epsilon-{target}" / "seed-0" / "ledger.sqlite"
-            epsilon = epsilon_of(read_ledger(path).events, 1e-2).epsilon
-            assert epsilon <= float(shown) <= epsilon + 1.001e-3
 
 
 def test_every_ledger_was_verified(page: str, study_folder: Path) -> None:

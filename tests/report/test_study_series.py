@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from fedpriv.report.charts import embedded, figure, save, spans_decades
-from fedpriv.report.study_charts import arms_chart, differences_chart, front_chart, varied_charts
+from fedpriv.report.study_page import arms_chart, differences_chart, front_chart, varied_charts
 from fedpriv.studies import Cell, ReadStudy
 from fedpriv.studies.study import load_study
 from tests.studies.studying import result, study_file

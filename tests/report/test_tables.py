@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from fedpriv.report.study_charts import print_study
+from fedpriv.report.study_page import print_study
 from fedpriv.report.tables import Column, Table, print_table
 from fedpriv.studies import ReadStudy
 from fedpriv.studies.study import load_study

@@ -361,7 +361,7 @@ def test_there_must_be_noise(file: Path, tmp_path: Path) -> None:
 
 
 def test_a_search_is_not_audited(file: Path, tmp_path: Path) -> None:
-    said = refused("tune", file, "--on", "public", "--synthetic", "--out", tmp_path / "t")
+    said = refused("tune", file, "--on", "public", "--out", tmp_path / "t")
     assert "audit is given; it must be absent" in said
 
 

@@ -154,7 +154,7 @@ class TestRestoring:
 
     def test_a_lost_ledger_is_older_where_its_record_is_still_there(self, backup, ledger):
         ledger.unlink()
-        with pytest.raises(LedgerError, match="it lacks charges 3 to 4, of which only the record"):
+        with pytest.raises(LedgerError, match="it lacks charges 3 to 4, which only the record has"):
             restore(backup, ledger, older=False)
         assert not ledger.exists()
         assert restore(backup, ledger, older=True)[1][0].startswith("charges 3 to 4")
@@ -250,7 +250,7 @@ def test_the_commands_say_what_they_did(ledger, tmp_path):
     assert "exists already" in refused("ledger", "backup", ledger, to)
     with opened(ledger) as records:
         charge(records, 5)
-    assert "--older restores it all the same" in refused("ledger", "restore", to, ledger)
+    assert "--older restores it nevertheless" in refused("ledger", "restore", to, ledger)
     done = fedpriv("ledger", "restore", to, ledger, "--older")
     lost = "it lacks charge 3 (run r, round 5, attempt 0)\n"
     assert done.stdout == f"{ledger} holds 2 charges; {head}{lost}"

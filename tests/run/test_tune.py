@@ -133,10 +133,8 @@ def events(path: Path) -> list[RoundEvent]:
 
 class TestOnPublicUsers:
     def test_enrolled_users_are_never_opened(self, folder: Path) -> None:
-        for synthetic in ([], ["--synthetic"]):
-            out = folder / f"found{len(synthetic)}"
-            printed("tune", "small.toml", "--on", "public", *synthetic, "--out", out, cwd=folder)
-            assert not (folder / "opened").exists()
+        printed("tune", "small.toml", "--on", "public", "--out", folder / "found", cwd=folder)
+        assert not (folder / "opened").exists()
         printed("tune", "small.toml", "--on", "users", "--price", cwd=folder)
         assert (folder / "opened").exists()
 
@@ -557,10 +555,7 @@ def test_bad_input_is_one_sentence_before_anything_is_spent(
 
 def test_options_that_do_not_go_together_are_refused(folder: Path) -> None:
     both = ("tune", "small.toml", "--on")
-    assert "--synthetic" in refused(*both, "users", "--synthetic", cwd=folder)
     assert "costs nothing" in refused(*both, "public", "--price", cwd=folder)
-    model = ("--set", 'model={name="mlp"}')
-    assert "--synthetic needs" in refused(*both, "public", "--synthetic", *model, cwd=folder)
     (folder / "bare.toml").write_text(FILE.partition("[tune]")[0], encoding="utf-8")
     assert "tune.public is absent" in refused("tune", "bare.toml", "--on", "public", cwd=folder)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fedpriv.report.study_charts import print_study, results_json, results_table
+from fedpriv.report.study_page import print_study, results_json, results_table
 from fedpriv.studies import Cell, ReadStudy
 from fedpriv.studies.results import results_text, verdict
 from fedpriv.studies.study import load_study
