@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     )
     from fedpriv.privacy.gaussian_mechanism import Averaging
     from fedpriv.run.compare import Comparison, compare
-    from fedpriv.run.load import load_model
+    from fedpriv.run.export import load_model
     from fedpriv.run.run import Run
     from fedpriv.run.simulate import simulate
     from fedpriv.run.tune import Tuning, tune
@@ -102,7 +102,7 @@ _NAMES_IN = {
     ),
     "privacy.gaussian_mechanism": "Averaging",
     "run.compare": "Comparison compare",
-    "run.load": "load_model",
+    "run.export": "load_model",
     "run.run": "Run",
     "run.simulate": "simulate",
     "run.tune": "Tuning tune",

@@ -246,6 +246,24 @@ def report(
         typer.echo(file)
 
 
+@app.command("export", rich_help_panel=_TRAIN)
+def export_model(
+    folder: Annotated[Path, typer.Argument(help="folder of a run, or of a search on users")],
+    to: Annotated[
+        Literal["torch", "onnx", "hf"],
+        typer.Option("--to", help="a state_dict, an ONNX file, or a folder of save_pretrained"),
+    ],
+    out: Annotated[
+        Path | None,
+        _option("new file or folder", "--out", "-o", default="model.pt, model.onnx or model/"),
+    ] = None,
+) -> None:
+    """Write the model that a run released for another library."""
+    from fedpriv.run.export import export_model as write
+
+    typer.echo(write(folder, to, out))
+
+
 @app.command(rich_help_panel=_TRAIN)
 def simulate(
     file: ExperimentFile,

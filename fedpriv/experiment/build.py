@@ -689,6 +689,11 @@ def settings_of(name: str, population: Population, method: Method, **others: obj
     return parse_config(plain(table), "settings")
 
 
+def begun_in_python(config: Config) -> bool:
+    """Return whether `settings_of` made a configuration, so that its model cannot be built."""
+    return config.model.options.keys() == {"origin", "parameters", "figures"}
+
+
 def _origin(task: Task) -> str:
     """Return what decides the result of a task besides the plan and trained parameters."""
     moved, constants = task.statistics(), task.constants(torch.device("cpu")).items()
