@@ -3,170 +3,202 @@
     FEDPRIV_DATA=FOLDER python -m simulations.defaults simulations/results/defaults.json --again
     python -m simulations.defaults simulations/results/defaults.json --charts docs/images
 
-The file has a row for each run: a task of `TASKS` with its own (ε, δ), a setting, a seed, and the
-accuracy of the last model on held-out rows. Rows whose accuracy is null are run; `--again` runs
-all, some twenty minutes of one core. The best setting on a task under seed 100 is what tuning there
-would have found; a default is near the best on every task. Both were run again under other seeds,
-so that the best is not measured by the run that it was chosen by. Not all were tried on the two
-large tasks.
+The file has two scores for each task of `TASKS`, those of the best constant and of a model that was
+trained without noise, and a row for each run: a task with its own (ε, δ), a setting, a seed, and
+the score of the last model. Scores are on held-out rows: accuracy, or for a number R². Rows whose
+score is null are run; `--again` runs all, which takes about twenty minutes of one core.
+
+Rules for the norm are compared by the share of the gap between constant and noiseless model that
+they close. For each task a rule is chosen on all other tasks, under one seed (`leave_one_out`). The
+best setting of a task is what tuning there would have found under that seed; it and the defaults
+were run again under other seeds, so that neither is measured by runs that it was chosen by.
 """
 
 import argparse
 import json
-import os
+import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from fedpriv.data.population import Population, load_population
+from fedpriv.engine.transport import InProcessTransport
 from fedpriv.evaluation.held_out import evaluate
-from fedpriv.experiment.build import on_population
-from fedpriv.experiment.config import parse_config, spelled_out
+from fedpriv.experiment.build import Experiment, on_population
+from fedpriv.experiment.config import parse_config
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.report.charts import Axis, Chart, Series, save
 from fedpriv.training.rounds import train
-from simulations.datasets.people import find_census
-from simulations.papers.census_employment import HELD_OUT, load, scaled
+from simulations.default_tasks import TASKS, population_of
 
-CHOSEN_BY = 100  # the seed under which all settings were compared
+CHOSEN_BY = 100  # the seed under which settings and rules were compared
 OPTIMIZERS = ("fedavgm", "fedadam", "fedyogi", "fedadagrad")
+NORMS = (0.1, 0.2, 0.3, 1.0)  # the larger ones not on all tasks
+Rule = Callable[[float], float]  # from the expected size of a cohort to the norm
 
 
-@dataclass(frozen=True)
-class Run:
-    """One row: a task, a setting with one epoch of local training, a seed, and what came of it."""
-
-    task: str
-    seed: int
-    optimizer: str
-    rate: float  # the server's learning rate
-    norm: float
-    local: float  # the users' learning rate
-    q: float
-    rounds: int
-    batch: int | str
-    accuracy: float | None = None
-
-    @property
-    def setting(self) -> tuple[object, ...]:
-        """All but task, seed and accuracy."""
-        return (
-            *(self.optimizer, self.rate, self.norm, self.local),
-            *(self.q, self.rounds, self.batch),
-        )
+def constant(norm: float) -> Rule:
+    """Return the rule of one norm."""
+    return lambda _: norm
 
 
-DEFAULT = ("fedadam", 0.03, 0.1, 0.3, 0.3, 100, 32)
+def root(part: float) -> Rule:
+    """Return the rule of a norm that grows as the root of a cohort's size, from 0.1 to 1."""
+    return lambda size: min(max(0.1, math.sqrt(size) / part), 1.0)
 
 
-def census() -> Population:
-    """Who is employed? Each of 20,000 people is a user, with one record of nine facts."""
-    people, others = load(find_census()).split(HELD_OUT)
-    return Population.from_arrays(
-        scaled(people.x),
-        people.y.astype(np.int64),
-        np.arange(len(people.y)),
-        held_out=(scaled(others.x), others.y.astype(np.int64)),
-        name="census: employment",
-    )
+def step(norm: float, least: float) -> Rule:
+    """Return the rule of a norm for cohorts of some size or more, and 0.1 for smaller ones."""
+    return lambda size: norm if size >= least else 0.1
 
 
-def activities() -> Population:
-    """Five activities of 18 people with a phone and a watch; the executions are the users.
-
-    Held out are five other people. Centres and scales of the 40 features are those of the held-out
-    people, who are taken to be public.
-    """
-    with np.load(Path(os.environ["FEDPRIV_DATA"]) / "har_phone_watch/har_features.npz") as file:
-        x, y, subject, execution = (file[n] for n in ("X", "y", "subject", "execution"))
-    public = subject > 18
-    x = ((x - x[public].mean(0)) / (x[public].std(0) + 1e-6)).clip(-5, 5).astype(np.float32)
-    y = y.astype(np.int64)
-    return Population.from_arrays(
-        x[~public], y[~public], execution[~public], held_out=(x[public], y[public]), name="har"
-    )
-
-
-@dataclass(frozen=True)
-class Task:
-    """What an experiment names: data, model, ε and δ."""
-
-    data: str | dict[str, object]
-    model: dict[str, object]
-    epsilon: float
-    delta: float
-
-
-TASKS = {
-    "digits": Task(
-        {"name": "digits", "options": {"users": 287}},
-        {"name": "softmax", "options": {"inputs": 64, "classes": 10}},
-        2.0,
-        1e-3,
-    ),
-    "census": Task(
-        "simulations.defaults:census",
-        {"name": "softmax", "options": {"inputs": 9, "classes": 2}},
-        1.0,
-        1e-5,
-    ),
-    "har": Task(
-        "simulations.defaults:activities",
-        {"name": "mlp", "options": {"inputs": 40, "hidden": 32, "classes": 5}},
-        8.0,
-        1e-3,
-    ),
-    "mnist-writers": Task(
-        "simulations.datasets.mnist:load_mnist_writers",
-        {"name": "mlp", "options": {"inputs": 784, "hidden": 64, "classes": 10}},
-        8.0,
-        1e-3,
-    ),
-    "shakespeare-roles": Task(
-        {
-            "name": "simulations.datasets.shakespeare:load_shakespeare_roles",
-            "options": {"length": 20, "windows_per_role": 16},
-        },
-        {"name": "character-mlp"},
-        8.0,
-        1e-3,
-    ),
+RULES = {
+    **{f"{norm:g}": constant(norm) for norm in NORMS},
+    **{f"√cohort/{part}, from 0.1 to 1": root(part) for part in (50, 100, 200, 400)},
+    **{
+        f"0.1, or {norm:g} for cohorts of {least} or more": step(norm, least)
+        for norm in (0.3, 1.0)
+        for least in (200, 600, 1_000)
+    },
 }
 
-
-@lru_cache(maxsize=1)
-def population_of(task: str) -> Population:
-    """The users of a task."""
-    data = spelled_out({"data": TASKS[task].data})["data"]
-    assert isinstance(data, dict)
-    return load_population(data["name"], data.get("options", {}))
+DEFAULT = root(100)  # as `Mechanism.for_users` has it
 
 
-def accuracy(run: Run) -> float:
-    """Train, and measure the last model on the held-out rows."""
+@dataclass(frozen=True)
+class Setting:
+    """What an experiment may set beside one epoch of local training."""
+
+    optimizer: str = "fedadam"
+    rate: float = 0.03  # the server's learning rate
+    norm: float | None = None  # None: the default
+    local: float = 0.3  # the users' learning rate
+    q: float = 0.3
+    rounds: int = 100
+    batch: int | str = 32
+    schedule: str = ""  # by which the server's rate falls to zero
+
+    @property
+    def table(self) -> dict[str, object]:
+        """The sections of an experiment, but for q."""
+        rate: object = self.rate
+        if self.schedule:
+            falling = {"start": self.rate, "end": 0.0, "rounds": self.rounds}
+            rate = {"schedule": self.schedule, **falling}
+        return {
+            "rounds": self.rounds,
+            "local": {"learning_rate": self.local, "batch_size": self.batch, "epochs": 1},
+            "server": {"optimizer": self.optimizer, "options": {"learning_rate": rate}},
+            "clipping": {} if self.norm is None else {"norm": self.norm},
+        }
+
+
+@dataclass(frozen=True)
+class Run(Setting):
+    """One row: a task, a seed, a setting, and what came of it."""
+
+    task: str = ""
+    seed: int = CHOSEN_BY
+    score: float | None = None
+
+    @property
+    def setting(self) -> Setting:
+        """What was set."""
+        return Setting(**{name: getattr(self, name) for name in Setting.__annotations__})
+
+
+@dataclass
+class Results:
+    """What the file holds."""
+
+    bounds: dict[str, tuple[float, float]]  # by task: scores of the constant, and without noise
+    runs: list[Run]
+
+    @classmethod
+    def read(cls, file: Path) -> "Results":
+        """Read the file."""
+        held = json.loads(file.read_text("utf-8"))
+        bounds = {task: (low, high) for task, (low, high) in held["bounds"].items()}
+        return cls(bounds, [Run(**row) for row in held["runs"]])
+
+    def write(self, file: Path) -> None:
+        """Write the file, without what is a default of `Run`."""
+        usual = asdict(Run())
+        rows = (
+            {k: v for k, v in asdict(run).items() if v != usual[k] or k in ("seed", "score")}
+            for run in self.runs
+        )
+        lines = ",\n".join(json.dumps(row) for row in rows)
+        file.write_text(
+            f'{{"bounds": {json.dumps(self.bounds)},\n"runs": [\n{lines}\n]}}\n', encoding="utf-8"
+        )
+
+    def of(self, task: str) -> dict[Setting, float]:
+        """Return the scores of all settings that were compared on a task."""
+        tried = (run for run in self.runs if (run.task, run.seed) == (task, CHOSEN_BY))
+        return {run.setting: run.score for run in tried if run.score is not None}
+
+    def mean(self, task: str, setting: Setting) -> float:
+        """Return the mean score of a setting under the other seeds; NaN if there is none."""
+        if setting.norm == DEFAULT(cohort_of(task)):
+            setting = replace(setting, norm=None)
+        same = (run for run in self.runs if (run.task, run.setting) == (task, setting))
+        scores = [run.score for run in same if run.seed != CHOSEN_BY and run.score is not None]
+        return float(np.mean(scores)) if scores else math.nan
+
+    def share(self, task: str, score: float) -> float:
+        """Return the share of the gap between constant and noiseless model that a score closes."""
+        low, high = self.bounds[task]
+        return (score - low) / (high - low)
+
+    def share_of(self, rule: Rule, task: str) -> float:
+        """Return the share that a rule closes, with the nearest norm that was tried."""
+        wanted, scores = rule(cohort_of(task)), self.of(task)
+        tried = [Setting(norm=norm) for norm in NORMS if Setting(norm=norm) in scores]
+        nearest = min(tried, key=lambda each: abs(math.log((each.norm or 1.0) / wanted)))
+        return self.share(task, scores[nearest])
+
+
+def cohort_of(task: str) -> float:
+    """Return the expected size of a cohort."""
+    return Setting.q * TASKS[task].users
+
+
+def leave_one_out(results: Results) -> dict[str, str]:
+    """Return for each task the name of the rule that is best on all other tasks."""
+    shares = {
+        name: {task: results.share_of(rule, task) for task in TASKS} for name, rule in RULES.items()
+    }
+    return {
+        task: max(RULES, key=lambda name: sum(shares[name].values()) - shares[name][task])
+        for task in TASKS
+    }
+
+
+def experiment_of(run: Run) -> tuple[Experiment, InProcessTransport]:
+    """Return the experiment of a row."""
     task = TASKS[run.task]
-    table: dict[str, object] = {
+    privacy = {"sampling_probability": run.q, "epsilon": task.epsilon, "delta": task.delta}
+    table = {
         "name": run.task,
         "seed": run.seed,
-        "rounds": run.rounds,
         "data": task.data,
         "model": task.model | {"seed": run.seed},
-        "local": {"learning_rate": run.local, "batch_size": run.batch, "epochs": 1},
-        "server": {"optimizer": run.optimizer, "options": {"learning_rate": run.rate}},
-        "clipping": {"norm": run.norm},
-        "privacy": {
-            "sampling_probability": run.q,
-            "epsilon": task.epsilon,
-            "delta": task.delta,
-        },
+        "privacy": privacy,
         "engine": {"processes": 1},
+        **run.setting.table,
     }
     config = parse_config(table, run.task)
-    experiment, transport = on_population(config, run.task, population_of(run.task))
+    return on_population(config, run.task, population_of(run.task))
+
+
+def measured(run: Run) -> Run:
+    """Train, and measure the last model on the held-out rows."""
+    experiment, transport = experiment_of(run)
     with tempfile.TemporaryDirectory() as folder:
         paths = Path(folder) / "ledger.sqlite", Path(folder) / "participation.sqlite"
         with PrivacyRecords.open(*paths, run.task, experiment.budget) as records:
@@ -174,49 +206,82 @@ def accuracy(run: Run) -> float:
             rounds = train(experiment.plan, state, transport, records, experiment.entropy)
             for state, _ in rounds:  # noqa: B007 - the last one is kept
                 pass
-    found = evaluate(experiment.task, experiment.held_out, experiment.device, state.model)
-    assert found.accuracy is not None
-    return round(found.accuracy, 4)
+    return replace(run, score=_score(experiment, state.model))
 
 
-def best_of(runs: Sequence[Run], task: str) -> Run:
-    """The run of the highest accuracy on a task, under the seed that settings are compared by."""
-    tried = [run for run in runs if run.task == task and run.seed == CHOSEN_BY]
-    return max(tried, key=lambda run: run.accuracy or 0.0)
+def _score(experiment: Experiment, model: Mapping[str, NDArray[np.float32]]) -> float:
+    """Return the accuracy of a model on held-out rows, or R² if they have numbers."""
+    found = evaluate(experiment.task, experiment.held_out, experiment.device, model)
+    if found.accuracy is not None:
+        return round(found.accuracy, 4)
+    return round(1.0 - found.loss / float(experiment.held_out["y"].var()), 4)
 
 
-def summary(runs: Sequence[Run]) -> list[str]:
-    """Lines of a table: the default and the best setting of each task, and their distance."""
+def bounds(name: str) -> tuple[float, float]:
+    """Return the scores of the best constant, and of Adam on all rows, without users or noise."""
+    experiment, _ = experiment_of(Run(task=name))
+    task, y = experiment.task, experiment.held_out["y"]
+    low = 0.0  # R²
+    if TASKS[name].model.get("loss") != "mse":
+        several = y.dtype.kind == "f"  # answers 0 and 1
+        shares = [y.mean(0), 1.0 - y.mean(0)] if several else np.bincount(y.ravel()) / y.size
+        low = float(np.mean(np.max(shares, axis=0)))
+    rows, draw, high = population_of(name).users.fields, np.random.default_rng(0), -math.inf
+    adam = torch.optim.Adam(task.model.parameters(), 3e-3)
+    for step in range(1, 3_001):
+        some = draw.integers(0, len(rows["y"]), 64)
+        x, targets = (torch.tensor(rows[field][some]) for field in ("x", "y"))
+        adam.zero_grad()
+        task.losses_of(task.model(x), targets).mean().backward()  # type: ignore[no-untyped-call]
+        adam.step()
+        if step in (300, 1_000, 3_000):
+            high = max(high, _score(experiment, task.parameters()))
+    return round(low, 4), high
+
+
+def summary(results: Results) -> list[str]:
+    """Return rows of a table: each task, the defaults and the best setting under other seeds."""
     lines = []
-    for task in TASKS:
-        best = best_of(runs, task)
-        accuracies = {
-            setting: {r.seed: r.accuracy for r in runs if (r.task, r.setting) == (task, setting)}
-            for setting in (DEFAULT, best.setting)
-        }
-        default, other = accuracies[DEFAULT], accuracies[best.setting]
-        seeds = sorted((default.keys() & other.keys()) - {CHOSEN_BY})
-        apart = [100 * ((other[seed] or 0) - (default[seed] or 0)) for seed in seeds or [CHOSEN_BY]]
+    for name, task in TASKS.items():
+        tried = results.of(name)
+        best = max(tried, key=lambda setting: tried[setting])
+        low, high = results.bounds[name]
+        found = low, results.mean(name, Setting()), results.mean(name, best), high
+        scores = " | ".join(f"{100 * score:.1f}" for score in found)
+        who = f"{task.title} | {task.users:,} | {task.epsilon:g}"
+        lines.append(f"| {who} | {scores} | {len(tried)} | {best}")
+    return lines
+
+
+def rules(results: Results) -> list[str]:
+    """Return what each rule closes in the mean, and what is chosen without each task."""
+    lines = []
+    for name, rule in RULES.items():
+        shares = [results.share_of(rule, task) for task in TASKS]
         lines.append(
-            f"{task}: default {100 * (default[CHOSEN_BY] or 0):.1f}%, best of "
-            f"{sum(r.task == task and r.seed == CHOSEN_BY for r in runs)} settings "
-            f"{100 * (best.accuracy or 0):.1f}% {best.setting}; under seeds {seeds or 'none else'} "
-            f"{np.mean(apart):+.1f} points apart"
+            f"{name}: closes {np.mean(shares):.1%} in the mean, {min(shares):.1%} at least"
+        )
+    chosen = leave_one_out(results)
+    for task in TASKS:
+        closed, best = results.share_of(RULES[chosen[task]], task), max(results.of(task).values())
+        lines.append(
+            f"{task}: the others choose {chosen[task]}, which closes {closed:.1%}; the best of all "
+            f"settings {results.share(task, best):.1%}"
         )
     return lines
 
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
-    """Accuracy by the server's learning rate, for each optimiser at one norm, on two tasks."""
+    """Return charts of accuracy by the server's learning rate, for each optimiser at one norm."""
     found = []
-    for task, named in (("digits", "DIGITS, ε = 2"), ("har", "HAR by execution, ε = 8")):
+    for task, named in (("digits", "DIGITS, ε = 2"), ("activities", "HAR by execution, ε = 8")):
         series = []
         for optimizer in OPTIMIZERS:
             of_one = sorted(
-                (run.rate, 100 * (run.accuracy or 0.0))
+                (run.rate, 100 * (run.score or 0.0))
                 for run in runs
-                if (run.task, run.seed, run.optimizer) == (task, CHOSEN_BY, optimizer)
-                and run.setting[2:] == (0.3, 0.3, 0.3, 100, 32)
+                if (run.task, run.seed) == (task, CHOSEN_BY)
+                and run.setting == Setting(optimizer, run.rate, norm=0.3)
             )
             rates, reached = zip(*of_one, strict=True)
             series.append(Series(optimizer, rates, reached))
@@ -234,22 +299,25 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
 
 
 def main() -> None:
-    """Run what is missing, print the table, and draw."""
+    """Run what is missing, print the tables, and draw."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--again", action="store_true", help="run every row again")
     parser.add_argument("--charts", type=Path, help="folder to draw into")
     arguments = parser.parse_args()
-    runs = [Run(**row) for row in json.loads(arguments.file.read_text("utf-8"))]
-    for number, run in enumerate(runs):
-        if run.accuracy is None or arguments.again:
-            runs[number] = replace(run, accuracy=accuracy(run))
-            rows = ",\n".join(json.dumps(asdict(each)) for each in runs)
-            arguments.file.write_text(f"[\n{rows}\n]\n", encoding="utf-8")
-    for line in summary(runs):
-        print(line)
+    results = Results.read(arguments.file)
+    if arguments.again:
+        results = Results({}, [replace(run, score=None) for run in results.runs])
+    for task in TASKS.keys() - results.bounds.keys():
+        results.bounds[task] = bounds(task)
+    for number, run in enumerate(results.runs):
+        if run.score is None:
+            results.runs[number] = measured(run)
+            results.write(arguments.file)
+    results.write(arguments.file)
+    print(*summary(results), *rules(results), sep="\n")
     if arguments.charts:
-        for chart in charts(runs):
+        for chart in charts(results.runs):
             save(chart, arguments.charts, ["png"])
 
 

@@ -29,13 +29,7 @@ from fedpriv.errors import DataError, InvalidValueError, ModelError
 from fedpriv.evaluation.federated import FederatedEvaluation, UserEvaluation, kept_apart
 from fedpriv.evaluation.held_out import check_held_out
 from fedpriv.evaluation.personalisation import HeldOutUsers, Personalisation
-from fedpriv.experiment.config import (
-    Config,
-    local_table,
-    parse_config,
-    plain,
-    tables_of,
-)
+from fedpriv.experiment.config import Config, local_table, parse_config, plain, tables_of
 from fedpriv.experiment.mechanism import Mechanism, given
 from fedpriv.experiment.models import build_model
 from fedpriv.experiment.trackers import TRACKERS, Tracker
@@ -343,7 +337,7 @@ def build(
         few = {name: column[:4] for name, column in held_out.items()}
     notes = list[str]()
     personalised, rows, loss = _measured_by(method, held_out, few, device, notes)
-    budget = mechanism.budget
+    budget, mechanism = mechanism.budget, mechanism.for_users(users)
     strategy = mechanism.noise.strategy(mechanism.sampling.of(users, mechanism.unit).event())
     mechanism = replace(mechanism, noise=given(strategy))
     mechanism = _calibrated(mechanism, budget, config.rounds, users, spent)
@@ -361,7 +355,9 @@ def build(
     if mechanism.rounds == plan.rounds:
         plan = plan.within(budget, spent)
     config = config.with_noise(plan.noise_multiplier, mechanism.noise)
-    config = config.model_copy(update={"run": plan.run})
+    norm = getattr(mechanism.clipping, "norm", None)
+    clipping = config.clipping.model_copy(update={"norm": norm})
+    config = config.model_copy(update={"run": plan.run, "clipping": clipping})
     callbacks = {
         path: cast(OnRound, import_function(f"callback {path!r}", path, InvalidValueError))
         for path in config.callbacks.on_round

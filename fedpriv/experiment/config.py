@@ -15,7 +15,6 @@ from fedpriv.errors import InvalidValueError, known_names
 from fedpriv.experiment.mechanism import (
     CLIPPINGS,
     CONTRIBUTORS_SHARE,
-    DEFAULT_CLIPPING,
     DEFAULT_PROBABILITY,
     DEFAULT_ROUNDS,
     NOISE_POLICIES,
@@ -194,7 +193,7 @@ PathText = Annotated[str, AfterValidator(_path)]
 # Defaults of an experiment; `simulations.defaults` is the study behind them. The defaults of
 # `Mechanism` are in fedpriv/experiment/mechanism.py.
 DEFAULT_LOCAL_LEARNING_RATE, DEFAULT_BATCH = 0.3, 32  # the batch if the section local is absent
-DEFAULT_OPTIMIZER = "fedadam"  # its step size suits the norm of DEFAULT_CLIPPING only
+DEFAULT_OPTIMIZER = "fedadam"  # its step size suits the norm of `Mechanism.for_users`
 
 _ALGORITHM = Choice("local.algorithm", ALGORITHMS, LocalTraining)
 _CORRELATION = Choice("noise.correlation", NOISE_POLICIES, NoisePolicy)
@@ -459,8 +458,6 @@ class ClippingSection(ClippedSection):
     @model_validator(mode="after")
     def _must_say_once(self) -> Self:
         if not self.groups:
-            if self.norm is None and self.strategy in CLIPPINGS:
-                raise ValueError("norm is absent; it must be a positive clipping norm")
             return self
         for key, field in ClippedSection.model_fields.items():
             if getattr(self, key) != field.default:
@@ -650,7 +647,7 @@ class Config(Section):
     local: LocalSection | None = None  # required if users train; other units send a gradient
     privacy: PrivacySection
     sampling: SamplingSection = SamplingSection()
-    clipping: ClippingSection = ClippingSection(norm=DEFAULT_CLIPPING.norm)
+    clipping: ClippingSection = ClippingSection()
     server: ServerSection = ServerSection()
     noise: NoiseSection = NoiseSection()
     metrics: MetricsSection = MetricsSection()
@@ -740,8 +737,8 @@ class Config(Section):
 def with_defaults(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return an experiment's table with defaults that depend on other keys.
 
-    These are local training, q, the norm and the optimiser. The default optimiser belongs to the
-    default norm; with another norm it is `fedavg`.
+    These are local training, q and the optimiser. The default optimiser belongs to the default
+    norm, which depends on the number of users; with a norm that is given it is `fedavg`.
     """
     filled = dict(table)
 
@@ -757,24 +754,18 @@ def with_defaults(table: Mapping[str, Any]) -> dict[str, Any]:
             filled.setdefault("local", {"batch_size": DEFAULT_BATCH})
         if sampling is not None and _has_probability(policy):
             filled["privacy"] = {"sampling_probability": DEFAULT_PROBABILITY, **privacy}
-    flat = clipping is not None and not {"norm", "groups"} & clipping.keys()
-    if clipping is not None and flat and clipping.get("strategy", "flat") in CLIPPINGS:
-        filled["clipping"] = {**clipping, "norm": DEFAULT_CLIPPING.norm}
-        if server is not None:
-            filled["server"] = {"optimizer": DEFAULT_OPTIMIZER, **server}
+    kind = "" if clipping is None else clipping.get("strategy", "flat")
+    without = clipping is not None and clipping.get("norm") is None and "groups" not in clipping
+    if server is not None and without and kind in CLIPPINGS:
+        filled["server"] = {"optimizer": DEFAULT_OPTIMIZER, **server}
     return filled
 
 
 def method_left_out(
     mechanism: Mechanism, local: LocalTraining | None, server: ServerOptimizer | None
 ) -> tuple[LocalTraining, ServerOptimizer]:
-    """Replace None by the local training and optimiser of a file that omits them.
-
-    A policy with the default norm counts as one without a norm.
-    """
+    """Replace None by the local training and optimiser of a file that omits them."""
     clipping = _clipping_table(mechanism.clipping)
-    if clipping.get("norm") == DEFAULT_CLIPPING.norm:
-        del clipping["norm"]
     sampling = {"policy": _POLICY.name_of(mechanism.sampling)}
     table = with_defaults(
         {"privacy": {"unit": str(mechanism.unit)}, "clipping": clipping, "sampling": sampling}

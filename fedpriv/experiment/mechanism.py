@@ -14,12 +14,7 @@ from typing import Literal, Self
 
 from fedpriv.accounting.accountants import Bound, accountant_named
 from fedpriv.accounting.calibration import smallest_noise
-from fedpriv.accounting.factorisation import (
-    Objective,
-    Workload,
-    optimal_bands,
-    optimal_buffers,
-)
+from fedpriv.accounting.factorisation import Objective, Workload, optimal_bands, optimal_buffers
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import (
     MOST_EXAMPLES,
@@ -241,7 +236,14 @@ def _check_probability(q: float) -> None:
 
 
 def _check_norm(norm: object) -> None:
-    require(_is_positive(norm), f"the clipping norm is {norm!r}; it must be positive and finite")
+    legal = norm is None or _is_positive(norm)
+    require(legal, f"the clipping norm is {norm!r}; it must be positive and finite")
+
+
+def _given(norm: float | None) -> float:
+    if norm is None:
+        raise InvalidValueError("the clipping norm is absent; Mechanism.for_users gives one")
+    return norm
 
 
 def _check_choice(name: str, given: object, *words: str, each: str = "") -> None:
@@ -405,7 +407,7 @@ class ClippingPolicy(ABC):
 
 @dataclass(frozen=True)
 class Flat(ClippingPolicy):
-    """Clips the whole update to one norm S.
+    """Clips the whole update to one norm S; None is that of `Mechanism.for_users`.
 
     Without noise S may be infinite, and nothing is clipped.
 
@@ -413,7 +415,7 @@ class Flat(ClippingPolicy):
     (1.0,)
     """
 
-    norm: float
+    norm: float | None = None
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
@@ -422,7 +424,7 @@ class Flat(ClippingPolicy):
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
         """Return one group."""
-        norm = vector_groups.NO_CLIPPING if self.norm == math.inf else self.norm
+        norm = vector_groups.NO_CLIPPING if self.norm == math.inf else _given(self.norm)
         return Grouping.of(vector_groups.flat(layout, norm), layout, allocation)
 
 
@@ -433,7 +435,7 @@ class PerLayer(ClippingPolicy):
     The norms are equal or ∝ √dimension. If `split` gives S_g by name, S is not read.
     """
 
-    norm: float
+    norm: float | None = None
     parts: Literal["layer", "tensor"] = "layer"
     split: Literal["equal", "dimension"] | Mapping[str, float] = "equal"
 
@@ -451,9 +453,9 @@ class PerLayer(ClippingPolicy):
             parts = vector_groups.layers(layout)
         norms = self.split
         if norms == "equal":
-            norms = vector_groups.equal_split(parts, self.norm)
+            norms = vector_groups.equal_split(parts, _given(self.norm))
         elif norms == "dimension":
-            norms = vector_groups.split_by_dimension(layout, parts, self.norm)
+            norms = vector_groups.split_by_dimension(layout, parts, _given(self.norm))
         return Grouping.of(vector_groups.per_layer(layout, parts, norms), layout, allocation)
 
 
@@ -461,7 +463,7 @@ class PerLayer(ClippingPolicy):
 class Joint(ClippingPolicy):
     """Clips the whole update to one norm S, with each tensor in units of its scale α."""
 
-    norm: float  # S, of the scaled update
+    norm: float | None = None  # S, of the scaled update
     scales: Literal["dimension"] | Mapping[str, float] = "dimension"  # α ∝ dimension^(−1/4), or α
 
     def __post_init__(self) -> None:
@@ -471,10 +473,10 @@ class Joint(ClippingPolicy):
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
         """Return one group."""
-        scales = self.scales
+        scales, norm = self.scales, _given(self.norm)
         if scales == "dimension":
             scales = vector_groups.scales_by_dimension(layout)
-        return Grouping.of(vector_groups.joint(layout, self.norm, scales), layout, allocation)
+        return Grouping.of(vector_groups.joint(layout, norm, scales), layout, allocation)
 
 
 @dataclass(frozen=True)
@@ -556,8 +558,6 @@ class Grouped(ClippingPolicy):
         return layouts
 
 
-DEFAULT_CLIPPING = Flat(0.1)
-
 CLIPPINGS: dict[str, type[ClippingPolicy]] = {"flat": Flat, "per-layer": PerLayer, "joint": Joint}
 """The values of clipping.strategy in a configuration."""
 
@@ -628,7 +628,7 @@ class Mechanism:
     def poisson(
         cls,
         q: float = DEFAULT_PROBABILITY,
-        clipping: ClippingPolicy = DEFAULT_CLIPPING,
+        clipping: ClippingPolicy = Flat(),
         *,
         allocation: Allocation = "proportional",
         adaptive: AdaptiveClipping | None = None,
@@ -672,6 +672,19 @@ class Mechanism:
             unit=Unit(check_unit(unit, microbatch)),
             microbatch=microbatch,
         )
+
+    def for_users(self, users: int) -> Self:
+        """Return the mechanism for N users, with the default clipping norm if it has none.
+
+        That is √(expected size of a cohort)/100, but at least 0.1 and at most 1: the more users,
+        the less noise, and the less the bias of clipping pays (docs/choosing-settings.md).
+        """
+        clipping = self.clipping
+        if not isinstance(clipping, Flat | PerLayer | Joint) or clipping.norm is not None:
+            return self
+        cohort = self.sampling.of(users, self.unit).event().expected_cohort_size
+        norm = min(max(0.1, math.sqrt(cohort) / 100.0), 1.0)
+        return replace(self, clipping=replace(clipping, norm=norm))
 
     def calibrate(
         self,

@@ -194,16 +194,18 @@ class PrivateStrategy(Strategy):
 
     def summary(self) -> None:
         """Log the number of users, the mechanism and its privacy budget."""
-        made, of = self.mechanism, f"{sum(self.nodes.values())} users at {len(self.nodes)} nodes"
+        users = sum(self.nodes.values())
+        made, of = self.mechanism.for_users(users), f"{users} users at {len(self.nodes)} nodes"
         noise, budget = made.noise_multiplier, f"ε = {made.epsilon} at δ = {made.delta}"
         _log.info(
             "%s, %s, %s, z = %.4g, budget %s", of, made.sampling, made.clipping, noise, budget
         )
 
     def _plan(self, model: "TrainedModel", rounds: int) -> TrainingPlan:
-        mechanism, layout = self.mechanism, Layout.of(model.trained)
+        users, layout = sum(self.nodes.values()), Layout.of(model.trained)
+        mechanism = self.mechanism.for_users(users)
         grouping = mechanism.clipping.grouping(layout, mechanism.allocation)
-        sampling = mechanism.sampling.of(sum(self.nodes.values()), mechanism.unit)
+        sampling = mechanism.sampling.of(users, mechanism.unit)
         plan = TrainingPlan(
             run=f"{self.name}-{os.urandom(4).hex()}",
             population=self.population,

@@ -103,8 +103,8 @@ def simulate(
       the guarantee protects: each user, each example or each microbatch of the population.
     * local: how users train, by default SGD(0.3, batch_size=32, epochs=1); left out with another
       unit, whose update is one gradient.
-    * server: how the server steps, by default FedAdam(0.03) with the mechanism's own norm of 0.1,
-      and FedAvg() with another. All defaults are those of a file, see docs/choosing-settings.md.
+    * server: how the server steps, by default FedAdam(0.03) without a clipping norm, and FedAvg()
+      with one. All defaults are those of a file, see docs/choosing-settings.md.
     * federated_evaluation: users evaluate released models on examples that are kept from training.
       Its queries are charged too; a calibrated mechanism is calibrated again to what is left.
     * personalisation: held-out users make released models their own before they measure them, and

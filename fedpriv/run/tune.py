@@ -216,7 +216,9 @@ def tune(
         out=(out, Path | str | None),
         ledger=(ledger, Path | str | None),
     )
-    method = Method(task, mechanism, *method_left_out(mechanism, local, server))
+    enrolled = users or records_of(population, mechanism).users.population
+    trained = method_left_out(mechanism, local, server)
+    method = Method(task, mechanism.for_users(enrolled), *trained)
     if on not in ("public", "users"):
         raise InvalidValueError(f"on is {on!r}; it must be 'public' or 'users'")
     if mechanism.epsilon is None or mechanism.rounds is None:
@@ -250,7 +252,6 @@ def tune(
     if not tuning.settings:
         return tuning
     chosen = _applied(method, tuning.settings)
-    enrolled = users or records_of(population, mechanism).users.population
     delta, rounds = cast(float, mechanism.delta), cast(int, chosen.mechanism.rounds)
     calibrated = chosen.mechanism.calibrate(
         epsilon=mechanism.epsilon, delta=delta, rounds=rounds, users=enrolled
@@ -291,6 +292,11 @@ def tune_file(
         raise InvalidValueError("--price is given with --on public, which costs nothing")
     data = config.simulated_data if on == "users" else _public_data(config, synthetic=synthetic)
     population, roads = load_population(data.name, data.options), SharedRoads()
+    mechanism, section = config.mechanism(), config.tune or TuneSection()
+    users = section.users or records_of(population, mechanism).users.population
+    norm = getattr(mechanism.for_users(users).clipping, "norm", None)
+    table = table if norm is None else _with(table, {_NORM: norm})
+    config = parse_config(table, source)
 
     def prepare(settings: Settings, noise: float | None, run: str) -> Prepared:
         chosen = parse_config(_with(table, settings) | {"run": run}, source)

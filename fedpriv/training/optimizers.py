@@ -49,8 +49,15 @@ class RateSchedule(ABC):
         """Return the rate ≥ 0 of a round, from 1; it depends only on that public number."""
 
 
+class _Schedule(RateSchedule):
+    """A schedule of numbers, which are checked."""
+
+    def __post_init__(self) -> None:
+        _check_schedule(self)
+
+
 @dataclass(frozen=True)
-class PolynomialDecay(RateSchedule):
+class PolynomialDecay(_Schedule):
     """A rate that falls from `start` in round 1 to `end` after `rounds` rounds, then stays there.
 
     It is linear if `power` is 1: in round t ≤ rounds + 1 the rate is
@@ -65,9 +72,6 @@ class PolynomialDecay(RateSchedule):
     rounds: int
     power: float = 1.0
 
-    def __post_init__(self) -> None:
-        _check_schedule(self)
-
     def at(self, number: int) -> float:
         """Return the rate in a round, from 1."""
         left = max(0.0, 1.0 - (number - 1) / self.rounds)
@@ -75,7 +79,7 @@ class PolynomialDecay(RateSchedule):
 
 
 @dataclass(frozen=True)
-class CosineDecay(RateSchedule):
+class CosineDecay(_Schedule):
     """A rate that goes from `start` to `end` in `rounds` rounds along a cosine, then stays there.
 
     In round t ≤ rounds + 1 it is end + (start − end)·(1 + cos(π·(t − 1)/rounds))/2
@@ -89,9 +93,6 @@ class CosineDecay(RateSchedule):
     end: float
     rounds: int
 
-    def __post_init__(self) -> None:
-        _check_schedule(self)
-
     def at(self, number: int) -> float:
         """Return the rate in a round, from 1."""
         angle = math.pi * min(1.0, (number - 1) / self.rounds)
@@ -99,15 +100,12 @@ class CosineDecay(RateSchedule):
 
 
 @dataclass(frozen=True)
-class ExponentialDecay(RateSchedule):
+class ExponentialDecay(_Schedule):
     """The rate start·factor^((t − 1)/rounds): it shrinks by `factor` every `rounds` rounds."""
 
     start: float
     factor: float
     rounds: int = 1
-
-    def __post_init__(self) -> None:
-        _check_schedule(self)
 
     def at(self, number: int) -> float:
         """Return the rate in a round, from 1."""
@@ -115,15 +113,12 @@ class ExponentialDecay(RateSchedule):
 
 
 @dataclass(frozen=True)
-class StepDecay(RateSchedule):
+class StepDecay(_Schedule):
     """The rate start·factor^⌊(t − 1)/rounds⌋: it is constant for `rounds` rounds at a time."""
 
     start: float
     factor: float
     rounds: int
-
-    def __post_init__(self) -> None:
-        _check_schedule(self)
 
     def at(self, number: int) -> float:
         """Return the rate in a round, from 1."""
@@ -131,14 +126,11 @@ class StepDecay(RateSchedule):
 
 
 @dataclass(frozen=True)
-class PowerDecay(RateSchedule):
+class PowerDecay(_Schedule):
     """The rate start/t^power in round t (Robbins & Monro 1951)."""
 
     start: float
     power: float = 0.5
-
-    def __post_init__(self) -> None:
-        _check_schedule(self)
 
     def at(self, number: int) -> float:
         """Return the rate in a round, from 1."""
@@ -240,14 +232,18 @@ def _described(tensors: Mapping[str, object]) -> dict[str, str]:
     return {name: type(t).__name__ for name, t in tensors.items()} | found
 
 
-@dataclass(frozen=True)
-class FedAvg(ServerOptimizer):
-    """x ← x + η·Δ (McMahan et al. 2017 for η = 1)."""
-
-    learning_rate: Rate = 1.0
+class _Numbers(ServerOptimizer):
+    """An optimiser of numbers and schedules, which are checked."""
 
     def __post_init__(self) -> None:
         _check(self)
+
+
+@dataclass(frozen=True)
+class FedAvg(_Numbers):
+    """x ← x + η·Δ (McMahan et al. 2017 for η = 1)."""
+
+    learning_rate: Rate = 1.0
 
     def update(self, average: Average, state: OptimizerState, parameters: Parameters) -> Step:
         """Take a step along the average."""
@@ -255,14 +251,11 @@ class FedAvg(ServerOptimizer):
 
 
 @dataclass(frozen=True)
-class FedAvgM(ServerOptimizer):
+class FedAvgM(_Numbers):
     """m ← β·m + Δ;  x ← x + η·m (Hsu et al. 2019)."""
 
     learning_rate: Rate = 0.3  # 1 overshoots under noise: docs/choosing-settings.md
     momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        _check(self)
 
     def init(self, parameters: Parameters) -> OptimizerState:
         """Return the state with zero velocity, m = 0."""
@@ -275,15 +268,12 @@ class FedAvgM(ServerOptimizer):
 
 
 @dataclass(frozen=True)
-class _Adaptive(ServerOptimizer):
+class _Adaptive(_Numbers):
     """m ← β₁·m + (1 − β₁)·Δ;  x ← x + η·m / (√v + τ), with v starting at τ²."""
 
     learning_rate: Rate = 0.03  # η ≥ 0; chosen in docs/choosing-settings.md
     beta1: float = 0.9  # decay of m in [0, 1)
     tau: float = field(default=1e-3, kw_only=True)  # degree of adaptivity τ > 0
-
-    def __post_init__(self) -> None:
-        _check(self)
 
     @abstractmethod
     def _second(self, v: Array, square: Array) -> Array:

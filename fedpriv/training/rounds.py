@@ -20,33 +20,16 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from fedpriv.errors import (
-    BudgetExceededError,
-    CheckpointError,
-    DeclinedError,
-    StoppedError,
-)
+from fedpriv.errors import BudgetExceededError, CheckpointError, DeclinedError, StoppedError
 from fedpriv.ledger import ChargedRow, Head, Ledger
-from fedpriv.ledger.events import (
-    NeighbouringRelation,
-    Randomness,
-    SamplingEvent,
-    Unit,
-)
+from fedpriv.ledger.events import NeighbouringRelation, Randomness, SamplingEvent, Unit
 from fedpriv.privacy.clipping import UNCLIPPED
 from fedpriv.privacy.draws import RoundAttempt
-from fedpriv.privacy.gaussian_mechanism import (
-    CONTRIBUTORS,
-    GaussianMechanism,
-)
+from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, GaussianMechanism
 from fedpriv.privacy.noise import Entropy
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, Release, private_round
 from fedpriv.support.disk import write_atomically
-from fedpriv.training.optimizers import (
-    OptimizerState,
-    Parameters,
-    stepped,
-)
+from fedpriv.training.optimizers import OptimizerState, Parameters, stepped
 from fedpriv.training.plan import BATCH_NORM_METRIC, TrainingPlan
 from fedpriv.training.request import RoundRequest, Transport
 

@@ -38,18 +38,37 @@ def simulated(out: Path, mechanism: fedpriv.Mechanism, **more: Any) -> Config:
 
 
 def test_data_model_epsilon_and_delta_are_an_experiment(tmp_path: Path) -> None:
-    found, expected = simulated(tmp_path / "run", fedpriv.Mechanism.poisson()), of_file()
-    assert found.training() == expected.training() == fedpriv.SGD(0.3, batch_size=32, epochs=1)
-    assert found.server.build() == expected.server.build() == fedpriv.FedAdam(0.03)
-    assert replace(found.mechanism(), noise_multiplier=None) == expected.mechanism()
+    run, expected = simulated(tmp_path / "run", fedpriv.Mechanism.poisson()), of_file()
+    assert run.training() == expected.training() == fedpriv.SGD(0.3, batch_size=32, epochs=1)
+    assert run.server.build() == expected.server.build() == fedpriv.FedAdam(0.03)
+    found = replace(run.mechanism(), noise_multiplier=None)
+    assert found == expected.mechanism().for_users(40) != expected.mechanism()
     assert fedpriv.Mechanism.poisson().calibrate(**BUDGET).rounds == expected.rounds
+
+
+@pytest.mark.parametrize("kind", [fedpriv.Flat, fedpriv.PerLayer, fedpriv.Joint])
+@pytest.mark.parametrize(
+    ("q", "users", "norm"),
+    [(0.3, 300, 0.1), (0.5, 800, 0.2), (0.1, 25_000, 0.5), (1.0, 10_000, 1.0), (0.2, 10**6, 1.0)],
+)
+def test_the_norm_grows_as_the_root_of_a_cohort_s_size_from_a_tenth_to_one(
+    kind: type[fedpriv.Flat], q: float, users: int, norm: float
+) -> None:
+    left_out = fedpriv.Mechanism.poisson(q, kind())
+    found = left_out.for_users(users).clipping
+    assert isinstance(found, kind)
+    assert found.norm == pytest.approx(norm)
+    for other in (kind(0.7), fedpriv.Grouped({"all": fedpriv.Part(["*"], kind(0.7))})):
+        given = fedpriv.Mechanism.poisson(q, other)
+        assert given.for_users(users) is given
 
 
 @pytest.mark.parametrize(
     ("clipping", "section"),
     [
         (fedpriv.Flat(0.5), {"norm": 0.5}),
-        (fedpriv.Joint(0.1), {"strategy": "joint"}),
+        (fedpriv.Flat(0.1), {"norm": 0.1}),
+        (fedpriv.Joint(), {"strategy": "joint"}),
         (fedpriv.PerLayer(0.2), {"strategy": "per-layer", "norm": 0.2}),
     ],
 )

@@ -10,6 +10,7 @@ from torch import nn
 
 import fedpriv
 from fedpriv.run.folder import RunFolder
+from fedpriv.run.notes import still_falling
 from fedpriv.run.run import Run
 
 USERS, ROWS = 20, 4
@@ -83,7 +84,27 @@ def test_a_loss_that_still_falls_is_noted(tmp_path: Path, rate: float, *, noted:
     found = run(tmp_path / "run", linear(), rate=rate, quiet=True)
     losses = [each.loss for each in found.rounds]
     assert (losses[-1] < 0.98 * losses[-2]) is noted
-    assert any("on held-out rows still fell at the end" in n for n in found.warnings) is noted
+    notes = [note for note in found.warnings if "on held-out rows still fell at the end" in note]
+    assert bool(notes) is noted
+    assert all("`fedpriv plan --set rounds=20` prices them" in note for note in notes)
+
+
+@pytest.mark.parametrize("evaluations", [10, 25, 100])
+def test_noise_alone_is_seldom_taken_for_a_loss_that_falls(evaluations: int) -> None:
+    random = np.random.default_rng(0)
+    level = [still_falling([*1.0 + 0.2 * random.standard_normal(evaluations)]) for _ in range(1000)]
+    assert sum(found is not None for found in level) < 50
+
+
+def test_a_fall_beyond_the_noise_is_found_and_a_smaller_one_or_one_that_ended_is_not() -> None:
+    noise, line = 0.02 * np.random.default_rng(0).standard_normal(100), np.linspace(1.0, 0.0, 100)
+    before, after = still_falling([*1.0 + line + noise]) or (0.0, 0.0)
+    assert before == pytest.approx(np.mean((1.0 + line + noise)[60:80]))
+    assert after == pytest.approx(np.mean((1.0 + line + noise)[80:]))
+    assert still_falling([*1.0 + 0.01 * line + noise]) is None
+    assert still_falling([*1.0 + line**8 + noise]) is None
+    assert still_falling([*1.0 - line + noise]) is None
+    assert still_falling([2.0, 1.0] * 4) is None  # too few
 
 
 def test_rounds_of_few_users_are_noted(tmp_path: Path) -> None:

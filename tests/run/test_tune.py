@@ -170,6 +170,24 @@ class TestOnPublicUsers:
             assert 0.1 <= row["clipping.norm"] <= 1.0
             assert row["rounds"] in (2, 4)
 
+    def test_a_norm_that_is_left_out_is_that_of_the_enrolled_users(self, folder: Path) -> None:
+        text = FILE.replace("[clipping]\nnorm = 0.5", "").replace("trials = 3", "trials = 1")
+        space = '[tune.space]\n"local.learning_rate" = { low = 0.1, high = 1.0 }\n'
+        for name, given in (("a", space), ("b", "")):
+            (folder / "small.toml").write_text(text.partition("[tune.space]")[0] + given)
+            users = ("--set", "tune.users=3200", "--out", folder / name)
+            printed("tune", "small.toml", "--on", "public", *users, cwd=folder)
+            written = tomllib.loads((folder / name / "experiment.toml").read_text("utf-8"))
+            assert written["clipping"]["norm"] == pytest.approx(0.4)  # √(0.5·3,200)/100
+            assert written["server"]["optimizer"] == "fedadam"
+            (trial,) = (folder / name / "trials.jsonl").read_text("utf-8").splitlines()
+            assert ("clipping.norm" in json.loads(trial)) is (name == "b")
+        found = searched(
+            folder / "c", "public", trials=1, users=3200,
+            mechanism=Mechanism.poisson(q=0.5).calibrate(epsilon=4.0, delta=1e-3, rounds=2),
+        )  # fmt: skip
+        assert found.arguments["mechanism"].clipping.norm == pytest.approx(0.4)
+
     def test_the_search_begins_with_the_experiment_wherever_it_is(self, folder: Path) -> None:
         text = FILE.partition("[tune.space]")[0].replace("trials = 3", "trials = 4")
         (folder / "small.toml").write_text(text.replace("norm = 0.5", "norm = 2.0"))
