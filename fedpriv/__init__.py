@@ -24,18 +24,14 @@ if TYPE_CHECKING:
     from fedpriv.engine.transport import Engine
     from fedpriv.evaluation.federated import FederatedEvaluation
     from fedpriv.evaluation.personalisation import Personalisation
+    from fedpriv.experiment.grouping import Flat, Grouped, Joint, Part, PerLayer
     from fedpriv.experiment.mechanism import (
         BandedNoise,
         BandedPoisson,
         BufferedNoise,
         EveryUser,
         FixedSize,
-        Flat,
-        Grouped,
-        Joint,
         Mechanism,
-        Part,
-        PerLayer,
         Poisson,
         PoissonExamples,
         RandomAllocation,
@@ -96,9 +92,10 @@ _NAMES_IN = {
     "evaluation.federated": "FederatedEvaluation",
     "evaluation.personalisation": "Personalisation",
     "training.local": "SGD AdamW FedRecon Scaffold",
+    "experiment.grouping": "Flat Grouped Joint Part PerLayer",
     "experiment.mechanism": (
-        "BandedNoise BandedPoisson BufferedNoise EveryUser FixedSize Flat Grouped Joint Mechanism "
-        "Part PerLayer Poisson PoissonExamples RandomAllocation Separated"
+        "BandedNoise BandedPoisson BufferedNoise EveryUser FixedSize Mechanism Poisson "
+        "PoissonExamples RandomAllocation Separated"
     ),
     "privacy.gaussian_mechanism": "Averaging",
     "run.compare": "Comparison compare",

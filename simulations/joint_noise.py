@@ -14,13 +14,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from fedpriv.experiment.grouping import proportional_shares
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.gaussian_mechanism import (
-    GaussianQuery,
-    noise_stddevs,
-    proportional_shares,
-    sensitivities,
-)
+from fedpriv.privacy.gaussian_mechanism import GaussianQuery, noise_stddevs, sensitivities
 from fedpriv.privacy.layout import Layout, Tensors, VectorGroup, flat, joint, per_layer
 
 LAYOUT = Layout(("v1", "v2"), ((100,), (100,)))

@@ -24,7 +24,8 @@ from fedpriv.engine.side_by_side import Group
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of
 from fedpriv.experiment.build import Method, on_population, settings_of
-from fedpriv.experiment.mechanism import Flat, Mechanism, Poisson
+from fedpriv.experiment.grouping import Flat
+from fedpriv.experiment.mechanism import Mechanism, Poisson
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
 from fedpriv.privacy.clipping_torch import add_contributions

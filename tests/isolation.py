@@ -18,19 +18,11 @@ from torch.nn import functional
 from fedpriv.data.population import Population, UserStore
 from fedpriv.engine.adapters import with_adapters
 from fedpriv.engine.task import Task, cross_entropy, running_norms
+from fedpriv.experiment.grouping import equal_split, scales_by_dimension
 from fedpriv.experiment.models import build_model
 from fedpriv.measures.metrics import metric
 from fedpriv.privacy.gaussian_mechanism import Averaging, Metric
-from fedpriv.privacy.layout import (
-    Layout,
-    VectorGroup,
-    equal_split,
-    flat,
-    joint,
-    layers,
-    per_layer,
-    scales_by_dimension,
-)
+from fedpriv.privacy.layout import Layout, VectorGroup, flat, joint, layers, per_layer
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import add_up
 from fedpriv.privacy.sampling import PoissonSampling

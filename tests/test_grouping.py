@@ -6,7 +6,7 @@ import pytest
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiment.config import parse_config
-from fedpriv.experiment.mechanism import Grouping
+from fedpriv.experiment.grouping import Grouping
 from fedpriv.privacy.gaussian_mechanism import noise_stddevs
 from fedpriv.privacy.layout import Layout
 

@@ -12,19 +12,16 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from fedpriv.errors import InvalidValueError, known_names
+from fedpriv.experiment.grouping import CLIPPINGS, ClippingPolicy, Grouped, Part
 from fedpriv.experiment.mechanism import (
-    CLIPPINGS,
     CONTRIBUTORS_SHARE,
     DEFAULT_PROBABILITY,
     DEFAULT_ROUNDS,
     NOISE_POLICIES,
     SAMPLING_POLICIES,
-    ClippingPolicy,
     CohortPolicy,
-    Grouped,
     Mechanism,
     NoisePolicy,
-    Part,
     check_private,
     check_unit,
 )

@@ -5,17 +5,24 @@ These are values: nothing here draws, clips or spends. Derive a class from `Coho
 """
 
 import math
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Literal, Self
 
 from fedpriv.accounting.accountants import Bound, accountant_named
 from fedpriv.accounting.calibration import smallest_noise
 from fedpriv.accounting.factorisation import Objective, Workload, optimal_bands, optimal_buffers
 from fedpriv.errors import InvalidValueError
+from fedpriv.experiment.grouping import (
+    Allocation,
+    ClippingPolicy,
+    Flat,
+    Joint,
+    PerLayer,
+    check_choice,
+    is_positive,
+)
 from fedpriv.ledger.events import (
     MOST_EXAMPLES,
     WITH_STRATEGY,
@@ -29,16 +36,11 @@ from fedpriv.ledger.events import (
     SumQueryEvent,
     Unit,
 )
-from fedpriv.privacy import layout as vector_groups
 from fedpriv.privacy.correlated_noise import BandedStrategy, BufferedStrategy, Strategy
 from fedpriv.privacy.gaussian_mechanism import (
     INDEPENDENT,
     Averaging,
-    dimension_shares,
-    given_shares,
-    proportional_shares,
 )
-from fedpriv.privacy.layout import Layout, VectorGroup
 from fedpriv.privacy.sampling import (
     BandedPoissonSampling,
     EveryUserSampling,
@@ -64,8 +66,6 @@ from fedpriv.training.plan import AdaptiveClipping
 # users: much in one round of a small cohort, but 1/√T of that in the mean over T rounds.
 CONTRIBUTORS_SHARE = 0.01
 DEFAULT_PROBABILITY, DEFAULT_ROUNDS = 0.3, 100  # `simulations.defaults` is the study behind them
-Allocation = Literal["proportional", "dimension"] | Mapping[str, float]
-"""How vector groups share the noise: by clipping norm, by dimension, or by given weights."""
 
 
 class CohortPolicy(ABC):
@@ -266,36 +266,8 @@ def _check_whole(name: str, value: object) -> None:
     require(is_whole(value), f"{name} is {value!r}; it must be a whole number of at least 1")
 
 
-def _is_positive(number: object) -> bool:
-    if not isinstance(number, int | float) or isinstance(number, bool):
-        return False
-    return 0.0 < number <= sys.float_info.max
-
-
 def _check_probability(q: float) -> None:
-    require(_is_positive(q) and q <= 1.0, f"sampling_probability is {q!r}; it must be in (0, 1]")
-
-
-def _check_norm(norm: object) -> None:
-    legal = norm is None or _is_positive(norm)
-    require(legal, f"the clipping norm is {norm!r}; it must be positive and finite")
-
-
-def _given(norm: float | None) -> float:
-    if norm is None:
-        raise InvalidValueError("the clipping norm is absent; Mechanism.for_users gives one")
-    return norm
-
-
-def _check_choice(name: str, given: object, *words: str, each: str = "") -> None:
-    """Raise unless a value is one of some words or, given `each`, positive numbers by name."""
-    if isinstance(given, Mapping) and each:
-        valid = all(_is_positive(number) for number in given.values())
-    else:
-        valid = isinstance(given, str) and given in words
-    of_each = f" or a positive number for each {each}" if each else ""
-    known = " or ".join(map(repr, words))
-    require(valid, f"{name} is {given!r}; it must be {known}{of_each}")
+    require(is_positive(q) and q <= 1.0, f"sampling_probability is {q!r}; it must be in (0, 1]")
 
 
 SAMPLING_POLICIES: Mapping[str, type[CohortPolicy]] = {
@@ -422,188 +394,6 @@ def _objective(name: str) -> Objective:
 
 
 @dataclass(frozen=True)
-class Grouping:
-    """A partition of an update into vector groups, and the share ω of the noise budget of each."""
-
-    groups: tuple[VectorGroup, ...]
-    shares: tuple[float, ...]
-
-    @classmethod
-    def of(cls, groups: tuple[VectorGroup, ...], layout: Layout, allocation: Allocation) -> Self:
-        """Return groups of a layout with the shares that an allocation gives them."""
-        if not isinstance(allocation, str):
-            return cls(groups, given_shares(groups, allocation))
-        if allocation == "dimension":
-            return cls(groups, dimension_shares(layout, groups))
-        return cls(groups, proportional_shares(groups))
-
-
-class ClippingPolicy(ABC):
-    """A way to clip each user's update (McMahan et al. 2018, section 3)."""
-
-    @abstractmethod
-    def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
-        """Return the vector groups of an update and their shares of the noise budget."""
-
-
-@dataclass(frozen=True)
-class Flat(ClippingPolicy):
-    """Clips the whole update to one norm S; None is that of `Mechanism.for_users`.
-
-    Without noise S may be infinite, and nothing is clipped.
-
-    >>> Flat(0.5).grouping(Layout(("w", "b"), ((2, 3), (3,))), "proportional").shares
-    (1.0,)
-    """
-
-    norm: float | None = None
-
-    def __post_init__(self) -> None:
-        hold_plain_numbers(self)
-        if self.norm != math.inf:
-            _check_norm(self.norm)
-
-    def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
-        """Return one group."""
-        norm = vector_groups.NO_CLIPPING if self.norm == math.inf else _given(self.norm)
-        return Grouping.of(vector_groups.flat(layout, norm), layout, allocation)
-
-
-@dataclass(frozen=True)
-class PerLayer(ClippingPolicy):
-    """Clips each layer, or each tensor, to its own norm S_g, with Σ S_g² = S².
-
-    The norms are equal or ∝ √dimension. If `split` gives S_g by name, S is not read.
-    """
-
-    norm: float | None = None
-    parts: Literal["layer", "tensor"] = "layer"
-    split: Literal["equal", "dimension"] | Mapping[str, float] = "equal"
-
-    def __post_init__(self) -> None:
-        hold_plain_numbers(self)
-        _check_choice("parts", self.parts, "layer", "tensor")
-        _check_choice("split", self.split, "equal", "dimension", each="part")
-        if isinstance(self.split, str):
-            _check_norm(self.norm)
-
-    def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
-        """Return a group for each part."""
-        parts: Mapping[str, tuple[str, ...]] = {name: (name,) for name in layout.names}
-        if self.parts == "layer":
-            parts = vector_groups.layers(layout)
-        norms = self.split
-        if norms == "equal":
-            norms = vector_groups.equal_split(parts, _given(self.norm))
-        elif norms == "dimension":
-            norms = vector_groups.split_by_dimension(layout, parts, _given(self.norm))
-        return Grouping.of(vector_groups.per_layer(layout, parts, norms), layout, allocation)
-
-
-@dataclass(frozen=True)
-class Joint(ClippingPolicy):
-    """Clips the whole update to one norm S, with each tensor in units of its scale α."""
-
-    norm: float | None = None  # S, of the scaled update
-    scales: Literal["dimension"] | Mapping[str, float] = "dimension"  # α ∝ dimension^(−1/4), or α
-
-    def __post_init__(self) -> None:
-        hold_plain_numbers(self)
-        _check_norm(self.norm)
-        _check_choice("scales", self.scales, "dimension", each="tensor")
-
-    def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
-        """Return one group."""
-        scales, norm = self.scales, _given(self.norm)
-        if scales == "dimension":
-            scales = vector_groups.scales_by_dimension(layout)
-        return Grouping.of(vector_groups.joint(layout, norm, scales), layout, allocation)
-
-
-@dataclass(frozen=True)
-class Part:
-    """Some tensors of a model, and the clipping policy for them."""
-
-    tensors: Sequence[str]  # globs over parameter names, such as "conv*" or "*.bias"
-    clipping: ClippingPolicy
-    share: float | None = None  # weight of the noise budget they get; all parts have one, or none
-
-    def __post_init__(self) -> None:
-        hold_plain_numbers(self)
-        if isinstance(self.tensors, str):  # each of its letters would be a pattern
-            raise InvalidValueError(f"tensors are {self.tensors!r}; they must be a list of globs")
-        check_types(tensors=(self.tensors, Sequence), clipping=(self.clipping, ClippingPolicy))
-        for glob in self.tensors:
-            check_types(**{"one of tensors": (glob, str)})
-
-
-@dataclass(frozen=True)
-class Grouped(ClippingPolicy):
-    """Clips parts of the model by their own policies; a tensor is in the first part that matches.
-
-    >>> parts = {"conv": Part(["conv*"], Joint(0.3)), "rest": Part(["*"], Flat(0.5))}
-    >>> layout = Layout(("conv.weight", "fc.weight", "fc.bias"), ((4, 4), (2, 4), (2,)))
-    >>> [group.name for group in Grouped(parts).grouping(layout, "proportional").groups]
-    ['conv', 'rest']
-    """
-
-    parts: Mapping[str, Part]
-
-    def __post_init__(self) -> None:
-        check_types(parts=(self.parts, Mapping))
-        for name, part in self.parts.items():
-            check_types(**{"a name of parts": (name, str), f"part {name!r}": (part, Part)})
-
-    def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
-        """Return the groups of all parts, named after their part."""
-        weights = [part.share for part in self.parts.values() if part.share is not None]
-        if weights and len(weights) < len(self.parts):
-            raise InvalidValueError("some groups have a share; all must have one, or none")
-        if weights and not isinstance(allocation, str):
-            raise InvalidValueError(
-                "noise.allocation is a table and clipping.groups have shares; only one may be given"
-            )
-        inner = allocation if isinstance(allocation, str) else "proportional"
-        layouts = self._layouts(layout)
-        of_parts = {n: p.clipping.grouping(layouts[n], inner) for n, p in self.parts.items()}
-        groups = tuple(
-            replace(group, name=name if group.name == "update" else f"{name}/{group.name}")
-            for name, grouping in of_parts.items()
-            for group in grouping.groups
-        )
-        if not weights:
-            return Grouping.of(groups, layout, allocation)
-        shares = tuple(
-            weight / sum(weights) * share
-            for weight, grouping in zip(weights, of_parts.values(), strict=True)
-            for share in grouping.shares
-        )
-        return Grouping(groups, shares)
-
-    def _layouts(self, layout: Layout) -> dict[str, Layout]:
-        """Return the tensors of each part."""
-        left, layouts = dict(zip(layout.names, layout.shapes, strict=True)), {}
-        for name, part in self.parts.items():
-            fit = [t for t in left if any(fnmatchcase(t, pattern) for pattern in part.tensors)]
-            if not fit:
-                raise InvalidValueError(
-                    f"group {name!r} has no tensor that fits {list(part.tensors)} and no group "
-                    f"before it; the tensors are {list(layout.names)}"
-                )
-            layouts[name] = Layout(tuple(fit), tuple(left.pop(tensor) for tensor in fit))
-        if left:
-            raise InvalidValueError(
-                f"tensor {next(iter(left))!r} fits no pattern of clipping.groups; every tensor "
-                'must be in one, and a last group with the pattern "*" takes the rest'
-            )
-        return layouts
-
-
-CLIPPINGS: dict[str, type[ClippingPolicy]] = {"flat": Flat, "per-layer": PerLayer, "joint": Joint}
-"""The values of clipping.strategy in a configuration."""
-
-
-@dataclass(frozen=True)
 class Mechanism:
     """How every round of a run protects users, and what all rounds together may cost.
 
@@ -653,7 +443,7 @@ class Mechanism:
             check_types(
                 **{"a name of metrics": (name, str), f"metric {name!r}": (numbers, Mapping)}
             )
-        _check_choice(
+        check_choice(
             "allocation", self.allocation, "proportional", "dimension", each="vector group"
         )
         check_unit(self.unit, self.microbatch)
@@ -669,7 +459,7 @@ class Mechanism:
     def poisson(
         cls,
         q: float = DEFAULT_PROBABILITY,
-        clipping: ClippingPolicy = Flat(),
+        clipping: ClippingPolicy = Flat(),  # noqa: B008 - frozen, so sharing it is safe
         *,
         allocation: Allocation = "proportional",
         adaptive: AdaptiveClipping | None = None,

@@ -19,7 +19,7 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import WITH_STRATEGY, RoundEvent, SumQueryEvent
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, IntegerVector
 from fedpriv.privacy.correlated_noise import BandedStrategy, CorrelatedNoise, Strategy
-from fedpriv.privacy.layout import NO_CLIPPING, FloatVector, Layout, VectorGroup, check_names
+from fedpriv.privacy.layout import NO_CLIPPING, FloatVector, VectorGroup, check_names
 from fedpriv.privacy.noise import LARGEST_STDDEV, Entropy, rounded_gaussian
 from fedpriv.privacy.sampling import Sampling
 from fedpriv.support.checks import hold_numbers, hold_plain_numbers, plain_numbers, text_down
@@ -63,16 +63,6 @@ def check_floor(floor: float | None) -> None:
 
 
 # Shares of a round's privacy per vector group, and the noise that follows from them.
-
-
-def proportional_shares(groups: tuple[VectorGroup, ...]) -> tuple[float, ...]:
-    """Return ω_g = 1/G: all groups have equal shares, so σ_g = z·√G·S_g."""
-    return (1.0 / len(groups),) * len(groups)
-
-
-def dimension_shares(layout: Layout, groups: tuple[VectorGroup, ...]) -> tuple[float, ...]:
-    """Return ω_g = d_g/D, so σ_g = z·S_g·√(D/d_g), proportional to the largest RMS component."""
-    return tuple(group.dimension(layout) / layout.dimension for group in groups)
 
 
 def given_shares(

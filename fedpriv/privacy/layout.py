@@ -209,7 +209,7 @@ def per_layer(
 ) -> tuple[VectorGroup, ...]:
     """Return one group per part, each with its own clipping norm.
 
-    `layers` gives parts, and `equal_split` and `split_by_dimension` give norms.
+    `layers` gives parts.
     """
     check_names("clipping norms and parts", clipping_norms, parts)
     groups = tuple(
@@ -231,32 +231,6 @@ def layers(layout: Layout) -> dict[str, tuple[str, ...]]:
         layer = name.rpartition(".")[0] or name
         by_layer[layer] = (*by_layer.get(layer, ()), name)
     return by_layer
-
-
-def equal_split(parts: Parts, clipping_norm: float) -> dict[str, float]:
-    """Return S_g = S/√G for each part, so that Σ S_g² = S²."""
-    return {name: clipping_norm / math.sqrt(len(parts)) for name in parts}
-
-
-def split_by_dimension(layout: Layout, parts: Parts, clipping_norm: float) -> dict[str, float]:
-    """Return S_g = S·√(d_g/D): Σ S_g² = S², and every component has the same share."""
-    dimensions = {name: sum(layout.sizes[t] for t in tensors) for name, tensors in parts.items()}
-    total = layout.dimension
-    return {name: clipping_norm * math.sqrt(d / total) for name, d in dimensions.items()}
-
-
-def scales_by_dimension(layout: Layout) -> dict[str, float]:
-    """Return scales α_j ∝ d_j^(−1/4), which minimise the total noise for updates of equal norms.
-
-    At noise multiplier z, tensor j gets noise of energy d_j·(zSα_j)². Users whose tensors all have
-    norm v remain unclipped if S² = v²·Σ 1/α_j². The product Σ d_j·α_j² · Σ 1/α_j² is minimal for
-    α_j² ∝ 1/√d_j (Cauchy–Schwarz). The scales are normalised to Σ d_j·α_j² = D, so that joint
-    clipping adds as much total noise as flat clipping with the same S.
-    """
-    sizes = {name: max(size, 1) for name, size in layout.sizes.items()}
-    energy = math.fsum(math.sqrt(size) for size in sizes.values())
-    total = math.fsum(sizes.values())
-    return {name: math.sqrt(total / energy) * size**-0.25 for name, size in sizes.items()}
 
 
 def check_names(what: str, given: Mapping[str, object], wanted: Iterable[str]) -> None:

@@ -16,13 +16,14 @@ from fedpriv.accounting.policies import (
 )
 from fedpriv.clients.consent import Consent, misfit, reach_of
 from fedpriv.errors import InvalidValueError
+from fedpriv.experiment.grouping import equal_split
 from fedpriv.ledger import Unit
 from fedpriv.ledger.events import NeighbouringRelation
 from fedpriv.privacy.clipping import UNCLIPPED, Clipping, Indicator
 from fedpriv.privacy.correlated_noise import BandedStrategy, BufferedStrategy
 from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.gaussian_mechanism import Averaging, Metric
-from fedpriv.privacy.layout import Layout, VectorGroup, equal_split, per_layer
+from fedpriv.privacy.layout import Layout, VectorGroup, per_layer
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.sampling import (
     BandedPoissonSampling,

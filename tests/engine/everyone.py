@@ -10,10 +10,11 @@ from torch import nn
 
 from fedpriv.data.population import UserStore
 from fedpriv.engine.task import Task, cross_entropy
+from fedpriv.experiment.grouping import scales_by_dimension
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.clipping_torch import TorchTensors, Updates
 from fedpriv.privacy.gaussian_mechanism import Averaging, Metric
-from fedpriv.privacy.layout import Layout, flat, joint, layers, per_layer, scales_by_dimension
+from fedpriv.privacy.layout import Layout, flat, joint, layers, per_layer
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import add_up
 from fedpriv.privacy.sampling import PoissonSampling

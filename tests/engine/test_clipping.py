@@ -12,10 +12,11 @@ from hypothesis.extra import numpy as hnp
 
 from fedpriv.engine.measuring import group_norms
 from fedpriv.engine.products import OuterProducts
+from fedpriv.experiment.grouping import equal_split
 from fedpriv.privacy import clipping_torch as module
 from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.clipping_torch import clip_rows, integer_sum
-from fedpriv.privacy.layout import Layout, VectorGroup, equal_split, flat, joint, layers, per_layer
+from fedpriv.privacy.layout import Layout, VectorGroup, flat, joint, layers, per_layer
 
 LAYOUT = Layout(("a.w", "a.b", "c.w"), ((2, 3), (3,), (4,)))
 GROUPS = {

@@ -18,16 +18,9 @@ from fedpriv.engine.schedule import batches_of
 from fedpriv.engine.task import Task
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
 from fedpriv.errors import InvalidValueError
+from fedpriv.experiment.grouping import equal_split, scales_by_dimension
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.layout import (
-    Layout,
-    equal_split,
-    flat,
-    joint,
-    layers,
-    per_layer,
-    scales_by_dimension,
-)
+from fedpriv.privacy.layout import Layout, flat, joint, layers, per_layer
 from fedpriv.training.request import LocalTraining, RoundRequest
 from tests.engine.everyone import total_of, users_of
 from tests.training.transport_conformance import TransportConformance

@@ -21,7 +21,8 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 import fedpriv
-from fedpriv.experiment.mechanism import ClippingPolicy, Mechanism, Poisson
+from fedpriv.experiment.grouping import ClippingPolicy
+from fedpriv.experiment.mechanism import Mechanism, Poisson
 from fedpriv.flower import PrivateStrategy, clipping_mod
 from fedpriv.flower import messages as flower_messages
 from tests.flower.local_grid import App, LocalGrid, in_turns

@@ -12,24 +12,10 @@ from hypothesis.extra import numpy as hnp
 from scipy import stats
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.experiment.grouping import equal_split, proportional_shares
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
-from fedpriv.privacy.gaussian_mechanism import (
-    GaussianQuery,
-    Metric,
-    noise_stddevs,
-    proportional_shares,
-    sensitivities,
-)
-from fedpriv.privacy.layout import (
-    Layout,
-    Tensors,
-    VectorGroup,
-    equal_split,
-    flat,
-    joint,
-    layers,
-    per_layer,
-)
+from fedpriv.privacy.gaussian_mechanism import GaussianQuery, Metric, noise_stddevs, sensitivities
+from fedpriv.privacy.layout import Layout, Tensors, VectorGroup, flat, joint, layers, per_layer
 from fedpriv.privacy.noise import SeededEntropy
 from tests.privacy.exact import (
     LARGEST_SQUARE,

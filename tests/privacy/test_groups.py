@@ -4,17 +4,15 @@ from fractions import Fraction
 import pytest
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.experiment.grouping import equal_split, scales_by_dimension, split_by_dimension
 from fedpriv.privacy.layout import (
     Layout,
     VectorGroup,
     check_partition,
-    equal_split,
     flat,
     joint,
     layers,
     per_layer,
-    scales_by_dimension,
-    split_by_dimension,
 )
 from tests.privacy.exact import steps_of
 

@@ -12,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 from scipy import stats
 
 from fedpriv.errors import InvalidValueError
+from fedpriv.experiment.grouping import dimension_shares, proportional_shares, split_by_dimension
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.privacy import noise
 from fedpriv.privacy.clipping import Clipping
@@ -19,20 +20,10 @@ from fedpriv.privacy.gaussian_mechanism import (
     MOST_USERS,
     GaussianMechanism,
     GaussianQuery,
-    dimension_shares,
     given_shares,
     noise_stddevs,
-    proportional_shares,
 )
-from fedpriv.privacy.layout import (
-    Layout,
-    VectorGroup,
-    flat,
-    joint,
-    layers,
-    per_layer,
-    split_by_dimension,
-)
+from fedpriv.privacy.layout import Layout, VectorGroup, flat, joint, layers, per_layer
 from fedpriv.privacy.noise import (
     LARGEST_STDDEV,
     OperatingSystemEntropy,

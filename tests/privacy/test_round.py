@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 
 from fedpriv.errors import BudgetExceededError, InvalidValueError, LedgerError
+from fedpriv.experiment.grouping import equal_split
 from fedpriv.ledger import Charge, Ledger, ProposedCharge, Randomness
 from fedpriv.privacy import gaussian_mechanism
 from fedpriv.privacy import round as private
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.draws import Draws, RoundAttempt
 from fedpriv.privacy.gaussian_mechanism import Averaging, GaussianMechanism
-from fedpriv.privacy.layout import Layout, equal_split, layers, per_layer
+from fedpriv.privacy.layout import Layout, layers, per_layer
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import (
     PartialSum,

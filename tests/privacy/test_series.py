@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fedpriv.errors import BudgetExceededError, LedgerError
+from fedpriv.experiment.grouping import equal_split
 from fedpriv.ledger import Charge, ExportedLedger, Ledger, ProposedCharge
 from fedpriv.privacy import gaussian_mechanism
 from fedpriv.privacy import round as private
@@ -18,7 +19,7 @@ from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.correlated_noise import BandedStrategy
 from fedpriv.privacy.draws import Draws, RoundAttempt, SeriesDraws
 from fedpriv.privacy.gaussian_mechanism import GaussianMechanism
-from fedpriv.privacy.layout import Layout, equal_split, layers, per_layer
+from fedpriv.privacy.layout import Layout, layers, per_layer
 from fedpriv.privacy.noise import Entropy, OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import PartialSum, PrivacyRecords, Release, private_round, release
 from fedpriv.privacy.sampling import (

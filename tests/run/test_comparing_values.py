@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import fedpriv
 from fedpriv.errors import DataError, InvalidValueError
-from fedpriv.experiment.mechanism import Flat
+from fedpriv.experiment.grouping import Flat
 from fedpriv.studies.results import RESULT
 from fedpriv.training.request import LocalStep, LocalTraining
 

@@ -10,7 +10,7 @@ import pytest
 import fedpriv
 from fedpriv.data import load_digits
 from fedpriv.experiment.config import Config, parse_config, read_toml
-from fedpriv.experiment.mechanism import ClippingPolicy
+from fedpriv.experiment.grouping import ClippingPolicy
 from fedpriv.experiment.models import softmax_regression
 
 BUDGET = {"epsilon": 2.0, "delta": 1e-3}

@@ -17,7 +17,8 @@ from fedpriv.accounting.fdp import trade_off
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiment.config import load_config
-from fedpriv.experiment.mechanism import Allocation, ClippingPolicy, CohortPolicy, Grouping
+from fedpriv.experiment.grouping import Allocation, ClippingPolicy, Grouping
+from fedpriv.experiment.mechanism import CohortPolicy
 from fedpriv.ledger.events import SamplingEvent, Unit
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.privacy.clipping import Clipping

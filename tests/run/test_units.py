@@ -25,10 +25,10 @@ from fedpriv.data.population import cut_up
 from fedpriv.engine.transport import InProcessTransport
 from fedpriv.errors import InvalidValueError, LedgerError, UnsupportedEventError
 from fedpriv.experiment.config import load_config
-from fedpriv.experiment.mechanism import ClippingPolicy
+from fedpriv.experiment.grouping import ClippingPolicy, scales_by_dimension
 from fedpriv.ledger.events import RoundEvent, Unit
 from fedpriv.ledger.ledger import ExportedLedger, Ledger
-from fedpriv.privacy.layout import Layout, scales_by_dimension
+from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.run.folder import RunFolder

@@ -8,13 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from fedpriv.experiment.grouping import proportional_shares
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.gaussian_mechanism import (
-    GaussianQuery,
-    noise_stddevs,
-    proportional_shares,
-    sensitivities,
-)
+from fedpriv.privacy.gaussian_mechanism import GaussianQuery, noise_stddevs, sensitivities
 from fedpriv.privacy.layout import Layout, VectorGroup, joint, per_layer
 from simulations.joint_noise import BOUNDS, CLIPPINGS, LAYOUT, NOISE_MULTIPLIER, noises
 

@@ -9,7 +9,8 @@ import pytest
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiment.config import Config, parse_config, plain, tables_of
-from fedpriv.experiment.mechanism import Flat, Mechanism
+from fedpriv.experiment.grouping import Flat
+from fedpriv.experiment.mechanism import Mechanism
 from fedpriv.privacy.gaussian_mechanism import Averaging
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.training.local import SGD, AdamW, Scaffold

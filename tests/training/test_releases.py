@@ -8,8 +8,9 @@ import pytest
 
 from fedpriv.accounting.round_counts import compose
 from fedpriv.errors import InvalidValueError
+from fedpriv.experiment.grouping import equal_split
 from fedpriv.privacy.gaussian_mechanism import Averaging, Metric
-from fedpriv.privacy.layout import equal_split, flat, layers, per_layer
+from fedpriv.privacy.layout import flat, layers, per_layer
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import Release
 from fedpriv.privacy.sampling import PoissonSampling

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiment.config import Config, parse_config, plain, tables_of
-from fedpriv.experiment.mechanism import Flat, Mechanism
+from fedpriv.experiment.grouping import Flat
+from fedpriv.experiment.mechanism import Mechanism
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.training.local import SGD
 from fedpriv.training.optimizers import (

@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fedpriv.experiment.grouping import equal_split
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS
-from fedpriv.privacy.layout import Layout, equal_split, flat, joint, layers, per_layer
+from fedpriv.privacy.layout import Layout, flat, joint, layers, per_layer
 from fedpriv.privacy.round import PartialSum, add_up
 from fedpriv.training.request import RoundRequest, Transport
 

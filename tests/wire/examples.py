@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedpriv.accounting.policies import poisson_gaussian
+from fedpriv.experiment.grouping import proportional_shares
 from fedpriv.ledger.events import (
     ANALYSED,
     MOST_EXAMPLES,
@@ -22,13 +23,7 @@ from fedpriv.ledger.events import (
     Unit,
 )
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
-from fedpriv.privacy.gaussian_mechanism import (
-    GaussianQuery,
-    Metric,
-    noise_stddevs,
-    proportional_shares,
-    sensitivities,
-)
+from fedpriv.privacy.gaussian_mechanism import GaussianQuery, Metric, noise_stddevs, sensitivities
 from fedpriv.privacy.layout import Layout, VectorGroup, flat
 from fedpriv.training.local import AdamW, FedRecon, Scaffold
 from fedpriv.training.request import LocalTraining, RoundRequest
