@@ -23,7 +23,7 @@ import tomli_w
 from numpy.typing import NDArray
 
 from fedpriv.data.arrays import from_arrays, from_readers
-from fedpriv.data.files import read_npz
+from fedpriv.data.columns import read_npz
 from fedpriv.data.population import Population, UserStore, plain_id
 from fedpriv.errors import DataError, InvalidValueError
 from fedpriv.support.disk import writing

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, Self, TypeAlias, TypeGuard, TypeVar, cast, runtime_checkable
 
 import numpy as np
@@ -443,3 +444,17 @@ def _places(labels: Array, classes: Classes) -> tuple[Array, Faults]:
     found = np.array([place_of.get(label, -1) for label in distinct.tolist()], np.int64)
     places = found[inverse].reshape(labels.shape)
     return places.clip(min=0), dict.fromkeys(np.nonzero(places < 0)[0].tolist(), why)
+
+
+def read_npz(path: Path) -> dict[str, Array]:
+    """Read all arrays of a file by name; nothing is unpickled, and errors quote no content."""
+    try:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
+            arrays = dict(file.items())
+    # NumPy and zipfile raise errors of many classes, and their texts may quote the content.
+    except Exception as error:
+        raise DataError(f"{path} cannot be read as an .npz file of numbers or strings") from error
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray) or array.ndim == 0:
+            raise DataError(f"{name!r} in {path} is not an array whose first axis is the rows")
+    return arrays

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from fedpriv.data import partition as partitioners
-from fedpriv.data.files import read_npz
+from fedpriv.data.columns import read_npz
 from fedpriv.data.population import Population
 from fedpriv.errors import InvalidValueError, known_names
 

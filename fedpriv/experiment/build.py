@@ -1,6 +1,7 @@
 """Turn a configuration or values into a checked experiment, and values into a configuration."""
 
 import hashlib
+import json
 import logging
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -35,7 +36,6 @@ from fedpriv.experiment.mechanism import AsIf, Mechanism, given
 from fedpriv.experiment.models import build_model
 from fedpriv.experiment.trackers import TRACKERS, Tracker
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent, SamplingEvent, Unit
-from fedpriv.ledger.participation import digest_of_users
 from fedpriv.measures.metrics import metric, own_metrics
 from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.gaussian_mechanism import Metric
@@ -124,6 +124,12 @@ def simulated(
 ) -> tuple[Experiment, InProcessTransport]:
     """Return the experiment on the configured population, and a transport that trains it here."""
     return on_population(config, run, population_of(config), spent)
+
+
+def digest_of_users(ids: Iterable[object] | None) -> str:
+    """Return SHA-256 of users' ids by position; `ids` is None if users have only positions."""
+    text = json.dumps(None if ids is None else [str(user) for user in ids])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def population_of(config: Config) -> Population:

@@ -164,10 +164,8 @@ class SamplingEvent:
         for name, kind in named.items():
             if type(value := getattr(self, name)) is not kind:
                 object.__setattr__(self, name, named_value(kind, name, value))
-        check_types(
-            schedule=(self.schedule, Schedule | None),
-            projection=(self.projection, Projection | None),
-        )
+        check_types(schedule=(self.schedule, Schedule | None))
+        check_types(projection=(self.projection, Projection | None))
         q, n, policy = self.sampling_probability, self.population, self.policy
         require(0.0 < q <= 1.0, f"sampling_probability is {q}; it must be in (0, 1]")
         require(is_whole(n), f"population is {n}; it must be a whole number of at least 1")
@@ -178,8 +176,9 @@ class SamplingEvent:
         self._check_examples()
         self._check_canaries()
         is_plain = policy is SamplingPolicy.POISSON and not self.canaries
-        limit = "it must have poisson sampling, without canaries"
-        require(is_plain or not self.projection, f"a projection has {policy} sampling; {limit}")
+        require(
+            is_plain or not self.projection, "a projection has poisson sampling without canaries"
+        )
         plain_numbers(self.places, "the population, times examples_per_user,")
         if policy is SamplingPolicy.FIXED_SIZE:
             m = round(Fraction(q) * n)

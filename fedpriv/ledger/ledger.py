@@ -444,9 +444,8 @@ class Ledger:
         """Refuse a projection among other charges, and the reverse: their ε is not comparable."""
         first = next(iter(self._counts), event)  # all charges are of one kind
         if (first.sampling.projection is None) != (event.sampling.projection is None):
-            kinds = ("a projection to a larger population", "a round of the enrolled users alone")
-            here, there = kinds if event.sampling.projection else kinds[::-1]
-            raise LedgerError(f"{here} cannot be charged to a ledger that holds {there}")
+            held = "projections to larger populations, or other rounds"
+            raise LedgerError(f"a ledger holds {held}, but not both; this one holds the others")
 
     def charges(self) -> Iterator[ChargedRow]:
         """Yield all charges, in the order in which they were made, each checked."""

@@ -15,7 +15,6 @@ import json
 import os
 import secrets
 import zlib
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import index
@@ -243,12 +242,6 @@ class ParticipationRecord:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def digest_of_users(ids: Iterable[object] | None) -> str:
-    """Return SHA-256 of users' ids by position; `ids` is None if users have only positions."""
-    text = json.dumps(None if ids is None else [str(user) for user in ids])
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _ascending(users: npt.NDArray[np.integer]) -> Users:

@@ -19,7 +19,7 @@ from torch import nn
 from fedpriv.accounting.accountants import accountant_named
 from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.audit import AuditResult
-from fedpriv.data.files import read_npz
+from fedpriv.data.columns import read_npz
 from fedpriv.data.population import HELD_OUT_USER, check_not_enrolled, load_population
 from fedpriv.engine.released import frozen_of, read_released, released, released_model, sha256_of
 from fedpriv.engine.task import HeldOut, Task
@@ -32,11 +32,11 @@ from fedpriv.errors import (
     TooFewUsersError,
 )
 from fedpriv.evaluation.held_out import Evaluation, evaluate
-from fedpriv.experiment.build import Experiment, build, check_budget
+from fedpriv.experiment.build import Experiment, build, check_budget, digest_of_users
 from fedpriv.experiment.config import Config, FederationSection, flattened, for_folder, load_config
 from fedpriv.ledger.events import RoundEvent
 from fedpriv.ledger.ledger import Ledger, paid_events
-from fedpriv.ledger.participation import digest_of_users, record_path
+from fedpriv.ledger.participation import record_path
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.report.records import RunEnd, versions

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.data.arrays import from_arrays
-from fedpriv.data.columns import Array, Fields
-from fedpriv.data.files import read_npz
+from fedpriv.data.columns import Array, Fields, read_npz
 from fedpriv.data.population import HELD_OUT_USER, Population, UserStore
 from fedpriv.errors import DataError
 from simulations.datasets.files import find_file

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedpriv.data.arrays import from_arrays
-from fedpriv.data.columns import Array
-from fedpriv.data.files import read_npz
+from fedpriv.data.columns import Array, read_npz
 from fedpriv.data.population import HELD_OUT_USER, Population, check_count
 from fedpriv.errors import DataError, InvalidValueError, known_names
 from simulations.datasets.files import find_file, read_csv

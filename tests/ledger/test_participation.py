@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.errors import InvalidValueError, LedgerError
+from fedpriv.experiment.build import digest_of_users
 from fedpriv.ledger.events import Randomness
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
-from fedpriv.ledger.participation import ParticipationRecord, digest_of_users, record_path
+from fedpriv.ledger.participation import ParticipationRecord, record_path
 
 
 @pytest.fixture
