@@ -70,7 +70,8 @@ def init(folder: Path, hosts: Sequence[str]) -> None:
     """
     _alternatives_of(hosts)
     path = folder / "authority"
-    if (path / "ca.pem").exists():
+    # A key that signed something is never replaced, even if its own certificate was lost.
+    if (path / "ca.pem").exists() or (folder / "server").exists():
         more = "it is kept, and `fedpriv certs server` issues the server another certificate"
         raise InvalidValueError(f"an authority is already in {path}; {more}")
     # The name is unique, so that messages distinguish two authorities.

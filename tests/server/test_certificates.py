@@ -64,6 +64,15 @@ def test_a_command_that_was_killed_leaves_a_whole_authority_or_none(
     issue(tmp_path, "site-1")
 
 
+def test_a_key_that_has_signed_is_kept_if_its_certificate_is_lost(tmp_path: Path) -> None:
+    init(tmp_path, HOSTS)
+    (tmp_path / "authority" / "ca.pem").unlink()
+    key = (tmp_path / "authority" / "ca.key").read_bytes()
+    with pytest.raises(InvalidValueError, match="an authority is already in"):
+        init(tmp_path, HOSTS)
+    assert (tmp_path / "authority" / "ca.key").read_bytes() == key
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     init(tmp_path / "certs", HOSTS)
