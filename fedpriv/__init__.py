@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fedpriv.accounting.accountants import epsilon
-    from fedpriv.audit import Audit, AuditResult
+    from fedpriv.audit.verdict import Audit, AuditResult
     from fedpriv.data.population import Population
     from fedpriv.engine.adapters import merge_adapters, with_adapters
     from fedpriv.engine.task import Task
@@ -84,7 +84,7 @@ __all__ = [
 
 _NAMES_IN = {
     "accounting.accountants": "epsilon",
-    "audit": "Audit AuditResult",
+    "audit.verdict": "Audit AuditResult",
     "data.population": "Population",
     "engine.adapters": "merge_adapters with_adapters",
     "engine.task": "Task",

@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from fedpriv.audit import AuditResult
+from fedpriv.audit.verdict import AuditResult
 from fedpriv.experiment.build import simulated
 from fedpriv.experiment.bundled import experiment_file
 from fedpriv.experiment.config import load_config

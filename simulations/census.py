@@ -22,8 +22,9 @@ from fedpriv.analytics import Answers, Histogram, Mean, Quantiles, Survey, ask
 from fedpriv.data import UserStore
 from fedpriv.errors import FedprivError
 from fedpriv.ledger import PrivacyBudget
-from fedpriv.privacy import OperatingSystemEntropy, PoissonSampling
+from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PrivacyRecords
+from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.support.checks import epsilon_up
 from simulations.datasets.files import read_csv
 from simulations.datasets.people import CENSUS_FILE, find_census

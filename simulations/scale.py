@@ -26,9 +26,8 @@ import torch
 from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.data.population import UserStore
 from fedpriv.data.synthetic import synthetic_population
-from fedpriv.engine import InProcessTransport, Task
-from fedpriv.engine.task import cross_entropy
-from fedpriv.engine.transport import chunk_memory_of
+from fedpriv.engine.task import Task, cross_entropy
+from fedpriv.engine.transport import InProcessTransport, chunk_memory_of
 from fedpriv.experiment.models import mlp
 from fedpriv.ledger.events import PrivacyBudget
 from fedpriv.privacy.layout import Layout, flat

@@ -19,10 +19,7 @@ PACKAGES = [
     "fedpriv.accounting",
     "fedpriv.analytics",
     "fedpriv.data",
-    "fedpriv.engine",
     "fedpriv.ledger",
-    "fedpriv.training",
-    "fedpriv.privacy",
 ]
 MODULES = [
     info.name

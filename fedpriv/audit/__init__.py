@@ -12,19 +12,3 @@ Read in this order:
 The guarantee does not depend on an audit, and an audit cannot weaken it: canaries are users with
 invented data, and everything else is computed from releases.
 """
-
-from fedpriv.audit.canaries import Canaries, Measurement, Past, measure
-from fedpriv.audit.likelihood import check_auditable
-from fedpriv.audit.verdict import Audit, AuditResult, GuessCounts, conclude
-
-__all__ = [
-    "Audit",
-    "AuditResult",
-    "Canaries",
-    "GuessCounts",
-    "Measurement",
-    "Past",
-    "check_auditable",
-    "conclude",
-    "measure",
-]

@@ -14,7 +14,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from fedpriv.audit import Audit, check_auditable
+from fedpriv.audit.likelihood import check_auditable
+from fedpriv.audit.verdict import Audit
 from fedpriv.data.columns import Fields
 from fedpriv.data.places import in_places, refuse_shared
 from fedpriv.data.population import Population, cut_up, load_population

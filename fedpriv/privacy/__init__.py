@@ -17,19 +17,3 @@ An auditor must read or trust three things outside this package: a user's contri
 depend on other users (`fedpriv.engine`), a charge is durable (`fedpriv.ledger`), and events cost
 what the accountant says (`fedpriv.accounting`). `docs/guarantee.md` walks through all of it.
 """
-
-from fedpriv.privacy.gaussian_mechanism import GaussianMechanism, GaussianQuery
-from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy
-from fedpriv.privacy.round import PrivacyRecords, private_round
-from fedpriv.privacy.sampling import ExampleSampling, PoissonSampling
-
-__all__ = [
-    "ExampleSampling",
-    "GaussianMechanism",
-    "GaussianQuery",
-    "OperatingSystemEntropy",
-    "PoissonSampling",
-    "PrivacyRecords",
-    "SeededEntropy",
-    "private_round",
-]

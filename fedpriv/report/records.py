@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fedpriv import __version__
 from fedpriv.accounting.pricing import LedgerContent
-from fedpriv.audit import AuditResult
+from fedpriv.audit.verdict import AuditResult
 from fedpriv.ledger import Head
 from fedpriv.training.rounds import RoundResult, Stop
 

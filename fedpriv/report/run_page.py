@@ -11,7 +11,7 @@ import numpy as np
 
 from fedpriv.accounting.accountants import PrivacyLoss
 from fedpriv.accounting.accountants import epsilon as epsilon_of
-from fedpriv.audit import AuditResult
+from fedpriv.audit.verdict import AuditResult
 from fedpriv.errors import DataError
 from fedpriv.ledger.events import SamplingEvent, Unit
 from fedpriv.ledger.ledger import paid_events

@@ -19,9 +19,9 @@ import numpy as np
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
-from fedpriv.audit import AuditResult, Canaries, GuessCounts, Measurement, Past, conclude, measure
-from fedpriv.audit.canaries import Positions
+from fedpriv.audit.canaries import Canaries, Measurement, Past, Positions, measure
 from fedpriv.audit.canary_transport import CanaryTransport
+from fedpriv.audit.verdict import AuditResult, GuessCounts, conclude
 from fedpriv.errors import DataError
 from fedpriv.experiment.build import Experiment
 from fedpriv.ledger.events import RoundEvent, SamplingPolicy

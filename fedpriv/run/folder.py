@@ -17,7 +17,7 @@ from pydantic_core import to_json
 from fedpriv.accounting.fdp import trade_off
 from fedpriv.accounting.pricing import LedgerContent
 from fedpriv.accounting.risks import risks_of
-from fedpriv.audit import AuditResult
+from fedpriv.audit.verdict import AuditResult
 from fedpriv.errors import DataError, InvalidValueError, LedgerError
 from fedpriv.experiment.config import Config, load_config
 from fedpriv.ledger.ledger import Ledger

@@ -18,7 +18,7 @@ from torch import nn
 
 from fedpriv.accounting.accountants import accountant_named
 from fedpriv.accounting.fdp import TradeOff, trade_off
-from fedpriv.audit import AuditResult
+from fedpriv.audit.verdict import AuditResult
 from fedpriv.data.columns import read_npz
 from fedpriv.data.population import HELD_OUT_USER, check_not_enrolled, load_population
 from fedpriv.engine.released import frozen_of, read_released, released, released_model, sha256_of

@@ -13,7 +13,7 @@ from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.factorisation import relative_errors
 from fedpriv.accounting.fdp import trade_off
 from fedpriv.accounting.risks import Risks, risks_of
-from fedpriv.audit import Audit
+from fedpriv.audit.verdict import Audit
 from fedpriv.data.population import Population
 from fedpriv.engine.measuring import SimulationOnlyDiagnostics
 from fedpriv.engine.task import Task

@@ -9,10 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from fedpriv.data.population import UserStore
-from fedpriv.engine import InProcessTransport, Task
 from fedpriv.engine.roads import Path
-from fedpriv.engine.task import cross_entropy
-from fedpriv.engine.transport import chunk_memory_of
+from fedpriv.engine.task import Task, cross_entropy
+from fedpriv.engine.transport import InProcessTransport, chunk_memory_of
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.training.local import SGD

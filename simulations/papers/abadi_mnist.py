@@ -33,7 +33,9 @@ from fedpriv.experiment.models import mlp
 from fedpriv.ledger import PrivacyBudget
 from fedpriv.ledger.events import RoundEvent, Unit
 from fedpriv.ledger.participation import record_path
-from fedpriv.privacy import PoissonSampling, PrivacyRecords, SeededEntropy
+from fedpriv.privacy.noise import SeededEntropy
+from fedpriv.privacy.round import PrivacyRecords
+from fedpriv.privacy.sampling import PoissonSampling
 from fedpriv.report.tables import Column, Table
 from fedpriv.run.folder import RunFolder
 from fedpriv.support.checks import epsilon_up

@@ -17,8 +17,9 @@ from fedpriv.analytics import (
 )
 from fedpriv.analytics.survey import collect
 from fedpriv.data import UserStore
-from fedpriv.privacy import PoissonSampling, SeededEntropy
+from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.round import add_up
+from fedpriv.privacy.sampling import PoissonSampling
 
 THRESHOLDS = (-2.0, 0.0, 1.0, 2.5, 4.0, 7.0, 11.0)
 QUESTIONS = (

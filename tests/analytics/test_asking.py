@@ -11,13 +11,14 @@ from fedpriv.analytics import Answers, Histogram, Mean, Survey
 from fedpriv.analytics.survey import ask
 from fedpriv.errors import BudgetExceededError, DataError, InvalidValueError, LedgerError
 from fedpriv.ledger import Ledger, NeighbouringRelation, ProposedCharge, SamplingPolicy
-from fedpriv.privacy import OperatingSystemEntropy, PoissonSampling, SeededEntropy
 from fedpriv.privacy import round as private
+from fedpriv.privacy.noise import OperatingSystemEntropy, SeededEntropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import (
     EveryUserSampling,
     ExampleSampling,
     FixedSizeSampling,
+    PoissonSampling,
     Sampling,
 )
 from tests.analytics.people import QUESTIONS, some_people, survey

@@ -15,8 +15,8 @@ from fedpriv.analytics import Mean, PrincipalComponents, SecondMoments, ask
 from fedpriv.analytics.questions import Answer
 from fedpriv.data import UserStore, load_digits
 from fedpriv.errors import DataError, InvalidValueError
-from fedpriv.privacy import SeededEntropy
 from fedpriv.privacy.layout import squared_bound
+from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.privacy.outer_products import SHRINK
 from tests.analytics.people import average, exact, follows, released, survey, total
 from tests.privacy.exact import squares

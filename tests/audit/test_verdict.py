@@ -9,8 +9,15 @@ import pytest
 from scipy import stats
 
 from fedpriv.accounting import poisson_gaussian
-from fedpriv.audit import Audit, AuditResult, Canaries, GuessCounts, Measurement, conclude
-from fedpriv.audit.verdict import noise_fresh, noise_level
+from fedpriv.audit.canaries import Canaries, Measurement
+from fedpriv.audit.verdict import (
+    Audit,
+    AuditResult,
+    GuessCounts,
+    conclude,
+    noise_fresh,
+    noise_level,
+)
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import RoundEvent
 

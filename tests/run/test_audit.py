@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import fedpriv
-from fedpriv.audit import Canaries
+from fedpriv.audit.canaries import Canaries
 from fedpriv.data.population import load_population
 from fedpriv.errors import DataError, InvalidValueError, RefutedError
 from fedpriv.experiment.models import build_model
