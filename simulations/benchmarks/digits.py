@@ -26,7 +26,7 @@ TRIALS, TRAINING, LEDGER, PRICES = "trials before the first round", "training", 
 @contextmanager
 def watched(parts: dict[str, float], begun: dict[str, float]) -> Iterator[None]:
     """Add to parts what functions take in this block; to `begun`, when the first round begins."""
-    from fedpriv.engine import transport  # noqa: PLC0415
+    from fedpriv.engine import transport  # noqa: PLC0415 - to import it is a part of start
     from fedpriv.engine.trainer import Trainer  # noqa: PLC0415
     from fedpriv.ledger.ledger import Ledger  # noqa: PLC0415
     from fedpriv.ledger.participation import ParticipationRecord  # noqa: PLC0415

@@ -6,7 +6,7 @@ import pytest
 
 from fedpriv.accounting.accountants import ANALYSES, bounds_of
 from fedpriv.accounting.pld.dominating_pairs import FixedSizePair, PoissonPair, ReplacePair
-from fedpriv.accounting.pld.random_allocation import allocation_pairs
+from fedpriv.accounting.pld.random_allocation import SubsetPair, allocation_pairs
 from fedpriv.accounting.pld.sampled_examples import ExamplesPair
 from fedpriv.accounting.policies import (
     banded_poisson_gaussian,
@@ -103,8 +103,10 @@ def test_random_allocation_is_exact_for_one_participation_and_an_interval_for_mo
     assert one.above == one.below == dict.fromkeys(allocation_pairs(20, 1, 2.0), 3)
     some = bounds_of([random_allocation_gaussian(20, 4, 2.0, 3)])
     assert some.above == {pair: 3 * n for pair, n in allocation_pairs(20, 4, 2.0).items()}
+    assert some.below == {SubsetPair(20, 4, 2.0): 3}
     # The sum of all rounds is N(k, n·z²) against N(0, n·z²).
-    assert some.below == {PoissonPair(1.0, 2.0 * math.sqrt(20) / 4): 3}
+    many = bounds_of([random_allocation_gaussian(100, 40, 2.0, 3)])
+    assert many.below == {PoissonPair(1.0, 2.0 * math.sqrt(100) / 40): 3}
     assert some.complete
     always = bounds_of([random_allocation_gaussian(20, 20, 2.0, 3)])
     assert always.above == always.below == {PoissonPair(1.0, 2.0): 60}

@@ -210,8 +210,8 @@ def test_other_accountants_refuse_a_search(name: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        (lambda: Trial(0.0, 1.0, 1), "sampling_probability of a trial is 0"),
-        (lambda: Trial(0.1, 0.0, 1), "noise_multiplier of a trial is 0"),
+        (lambda: Trial(0.0, 1.0, 1), "sampling_probability is 0"),
+        (lambda: Trial(0.1, 0.0, 1), "noise_multiplier is 0"),
         (lambda: Trial(0.1, 1.0, 0), "rounds of a trial is 0"),
         (lambda: Trial(0.1, 1.0, (1 << 53) + 1), "it must be a whole number from 1 to 2"),
         (lambda: Selection((), 5.0), "has 0 kinds"),

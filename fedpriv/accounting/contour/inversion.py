@@ -560,20 +560,27 @@ def _worse(
     if not rounds:
         return 0.0, 0.0
     low = up = 0.0
+    few = len(rounds) <= _PLANNED
     for direction in Direction:
         setting, groups = _directed(rounds, direction)
-        plan, below = plan_of(groups), 0.0
-        above = ceiling(setting, plan, low) if direction is Direction.ADD else math.inf
-        if above <= low:
-            continue
-        for shift in _SHIFTS if len(rounds) <= _PLANNED else _SHIFTS[:1]:
-            shifted = replace(plan, c=shift * plan.c, period=plan.period / shift)
-            sums = contour(setting, shifted)
-            if sums is None:
+        below, above = 0.0, math.inf
+        # If the rounds differ so much that a plan for groups does not suit them, they are planned.
+        for planned in (setting,) if few else (groups, setting):
+            plan = plan_of(planned)
+            if direction is Direction.ADD:
+                above = min(above, ceiling(setting, plan, low))
+            if above <= low:
                 break
-            ends = ends_of(sums)
-            below, above = max(below, ends[0]), min(above, ends[1])
-            if above - below <= _NARROW * above:
+            for shift in _SHIFTS if few else _SHIFTS[:1]:
+                shifted = replace(plan, c=shift * plan.c, period=plan.period / shift)
+                sums = contour(setting, shifted)
+                if sums is None:
+                    break
+                ends = ends_of(sums)
+                below, above = max(below, ends[0]), min(above, ends[1])
+                if above - below <= _NARROW * above:
+                    break
+            if above - below <= _WIDEST * above:
                 break
         low, up = max(low, below), max(up, above)
     if not low <= up:
