@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.accounting.accountants import PrivacyLoss
+from fedpriv.accounting.accountants import PrivacyLoss, sampling_text
 from fedpriv.accounting.accountants import epsilon as priced
-from fedpriv.accounting.pricing import sampling_text, weakest_randomness
+from fedpriv.accounting.pricing import weakest_randomness
 from fedpriv.clients.connection import Backoff, FederationStub, persist
 from fedpriv.clients.consent import Consent, misfit
 from fedpriv.clients.journal import Journal, Remembered, RoundSeries, TakenPart

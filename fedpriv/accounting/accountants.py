@@ -56,9 +56,11 @@ from fedpriv.accounting.selection import selected_rdp
 from fedpriv.errors import InvalidValueError, UnsupportedEventError, known_names
 from fedpriv.ledger.events import (
     LEAST_DELTA,
+    WITH_STRATEGY,
     EventKind,
     NeighbouringRelation,
     RoundEvent,
+    SamplingEvent,
     SamplingPolicy,
     Schedule,
     Selection,
@@ -66,7 +68,7 @@ from fedpriv.ledger.events import (
     check_delta,
     kinds_text,
 )
-from fedpriv.support.checks import check_types, plain_numbers
+from fedpriv.support.checks import check_types, plain_numbers, text_up
 
 ADD_OR_REMOVE, REPLACE = NeighbouringRelation
 
@@ -600,6 +602,27 @@ def delta(events: Iterable[RoundEvent], epsilon: float, accountant: str = "tight
     """
     number = plain_numbers(epsilon, "epsilon")
     return accountant_named(accountant).delta(_listed(events), number)
+
+
+def sampling_text(sampling: SamplingEvent) -> str:
+    """Return a short description of how cohorts are drawn.
+
+    >>> from fedpriv.accounting.policies import poisson_gaussian
+    >>> sampling_text(poisson_gaussian(0.3, 1.0, 10).sampling)
+    'q = 0.3'
+    """
+    policy, q, schedule = sampling.policy, sampling.sampling_probability, sampling.schedule
+    if policy in (SamplingPolicy.POISSON, SamplingPolicy.EXAMPLES):
+        return f"q = {text_up(q)}"
+    if policy is SamplingPolicy.FIXED_SIZE:
+        return f"{policy} cohorts, m = {sampling.expected_cohort_size:.0f}"
+    if policy is SamplingPolicy.RANDOM_ALLOCATION and schedule is not None:
+        return f"{policy} to {schedule.participations} of {schedule.rounds} rounds"
+    if policy in WITH_STRATEGY and schedule is not None:
+        chance = "" if q == 1.0 else f", q = {text_up(q)}"
+        turns = f"{schedule.separation} groups in turn{chance}"
+        return f"{policy}, {turns}, {schedule.rounds} rounds at once"
+    return str(policy)
 
 
 def _listed(events: Iterable[RoundEvent]) -> tuple[RoundEvent, ...]:

@@ -26,15 +26,12 @@ from fedpriv.accounting.accountants import (
 from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import (
-    WITH_STRATEGY,
     Randomness,
     RoundEvent,
-    SamplingEvent,
-    SamplingPolicy,
     merge_equal,
 )
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, paid_events
-from fedpriv.support.checks import require, text_up
+from fedpriv.support.checks import require
 
 _POINTS = 30  # of a curve
 
@@ -214,27 +211,6 @@ def weakest_randomness(charges: Iterable[ChargedRow]) -> Randomness:
     """Return the weakest source of randomness of all charges."""
     seeded = any(row.randomness is Randomness.SEEDED for row in charges)
     return Randomness.SEEDED if seeded else Randomness.OPERATING_SYSTEM
-
-
-def sampling_text(sampling: SamplingEvent) -> str:
-    """Return a short description of how cohorts are drawn.
-
-    >>> from fedpriv.accounting.policies import poisson_gaussian
-    >>> sampling_text(poisson_gaussian(0.3, 1.0, 10).sampling)
-    'q = 0.3'
-    """
-    policy, q, schedule = sampling.policy, sampling.sampling_probability, sampling.schedule
-    if policy in (SamplingPolicy.POISSON, SamplingPolicy.EXAMPLES):
-        return f"q = {text_up(q)}"
-    if policy is SamplingPolicy.FIXED_SIZE:
-        return f"{policy} cohorts, m = {sampling.expected_cohort_size:.0f}"
-    if policy is SamplingPolicy.RANDOM_ALLOCATION and schedule is not None:
-        return f"{policy} to {schedule.participations} of {schedule.rounds} rounds"
-    if policy in WITH_STRATEGY and schedule is not None:
-        chance = "" if q == 1.0 else f", q = {text_up(q)}"
-        turns = f"{schedule.separation} groups in turn{chance}"
-        return f"{policy}, {turns}, {schedule.rounds} rounds at once"
-    return str(policy)
 
 
 def _all_releases(ledgers: Sequence[LedgerContent]) -> list[Releases]:

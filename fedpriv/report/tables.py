@@ -16,10 +16,10 @@ from rich import box
 from rich.console import Console
 from rich.text import Text
 
-from fedpriv.accounting.accountants import Bound, PrivacyLoss, gaussian_rounds
+from fedpriv.accounting.accountants import Bound, PrivacyLoss, gaussian_rounds, sampling_text
 from fedpriv.accounting.calibration import Plan
 from fedpriv.accounting.fdp import trade_off
-from fedpriv.accounting.pricing import Arithmetic, Spending, is_export, read_ledger, sampling_text
+from fedpriv.accounting.pricing import Arithmetic, Spending, is_export, read_ledger
 from fedpriv.accounting.risks import Risks, event_of, risks_of
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Head

@@ -125,6 +125,7 @@ def test_nothing_that_is_not_released_has_a_place() -> None:
         "simulation_only_seconds",  # None for callbacks
         "unit",
         "relation",
+        "as_if",
         "randomness",
     ]
 
