@@ -18,11 +18,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST = {
-    "code lines of the product": 29_230,
-    "code lines of privacy and ledger": 3_250,
+    "code lines of the product": 29_480,
+    "code lines of privacy and ledger": 3_240,
     "modules of the product": 143,
     "names at the root of fedpriv": 2,
-    "public names that stand in two modules": 7,
+    "public names that stand in two modules": 6,
     "names of modules that stand twice": 2,
     "words of README": 820,
     "words of docs": 38_000,
