@@ -45,7 +45,7 @@ def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
     """
     status = asyncio.run(_ask(server, identity, FederationStub.status, _PATIENCE_SECONDS))
     if as_json:
-        print(json_text(vars(status)), end="")  # noqa: T201
+        print(json_text(vars(status)))  # noqa: T201
         return
     left = "no limit"
     if not math.isinf(limit := status.epsilon_limit):

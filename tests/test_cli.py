@@ -52,6 +52,7 @@ def test_simulate_writes_the_run_folder(run_folder: Path) -> None:
         "checkpoints",
         "model.safetensors",
         "best.safetensors",
+        "mean.safetensors",
         "run.json",
     }
     assert (run_folder / "ledger.participation.sqlite").stat().st_mode & 0o777 == 0o600
@@ -266,7 +267,7 @@ def test_a_ledger_without_a_head_is_one_sentence(run_folder: Path, tmp_path: Pat
 def test_a_path_in_a_message_is_the_one_that_was_given(run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     line = refused("ledger", "backup", run_folder / "ledger.sqlite", tmp_path / "file" / "b")
-    assert line == f"error: {tmp_path}/file cannot be written: File exists"
+    assert line == f"error: '{tmp_path}/file' cannot be written: File exists"
     line = refused("ledger", "show", "absent", cwd=tmp_path)
     assert line == "error: ledger absent cannot be opened: No such file or directory"
 

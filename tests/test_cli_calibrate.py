@@ -84,8 +84,9 @@ def test_an_advantage_is_a_budget() -> None:
     command = ["calibrate", "--advantage", "0.2", "--delta", "1e-5", *ROUNDS, *SAMPLING]
     plan = json.loads(printed(*command, "--json"))
     event = poisson_gaussian(0.01, plan["noise_multiplier"], 1000)
-    assert 0.199 < delta_of([event], 0.0) == plan["risks"]["advantage"] <= 0.2
-    assert (plan["target_advantage"], plan["target_epsilon"]) == (0.2, 0.0)
+    assert 0.199 < delta_of([event], 0.0) <= plan["risks"]["advantage"] * (1 + 1e-6)
+    assert plan["risks"]["advantage"] <= 0.2
+    assert (plan["target_advantage"], plan["target_epsilon"]) == (0.2, None)
     assert (plan["delta"], plan["epsilon"]) == (1e-5, epsilon_of([event], 1e-5).epsilon)
     text = " ".join(printed(*command).split())
     assert "within an advantage of 0.2, with ε at δ = 1e-05" in text

@@ -657,5 +657,5 @@ def test_a_model_replaces_models_alone(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     with serving(Standing(wire.STATUS.encode(STATUS), model=released())) as server:
         file = tmp_path / "none" / "model.safetensors"
-        assert f"{file} cannot be written" in refused("model", *plain(server), "--out", file)
+        assert f"'{file}' cannot be written" in refused("model", *plain(server), "--out", file)
         assert "--out" in refused("model", *plain(server))

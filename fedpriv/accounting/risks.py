@@ -16,13 +16,14 @@ from scipy.special import ndtr, ndtri
 
 from fedpriv.accounting.accountants import Bound, epsilon
 from fedpriv.accounting.calibration import Plan
-from fedpriv.accounting.fdp import TradeOff, gaussian_trade_off
+from fedpriv.accounting.fdp import TradeOff, gaussian_trade_off, trade_off
 from fedpriv.accounting.round_counts import Vector
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import RoundEvent, SumQueryEvent, Unit
 from fedpriv.support.checks import percent_up, require, text_up
 
 _FALSE_ALARMS = (0.001, 0.01, 0.05, 0.1)
+_MOST_SLACK = 0.01  # with more, μ would say little
 _ROUNDING = 1e-12
 _WIDEST, _POINTS = 8.0, 2001  # normal quantiles at which a regret is measured
 
@@ -42,7 +43,7 @@ class Risks:
     @property
     def gaussian(self) -> str:
         """The μ of Gaussian differential privacy as text, with its slack and regret."""
-        text = f"Gaussian DP: μ = {text_up(self.mu, 4)}"
+        text = f"Gaussian DP: μ = {'∞' if self.mu == math.inf else text_up(self.mu, 4)}"
         if not self.slack:
             return text
         return f"{text}, up to δ = {text_up(self.slack, 2)}; regret {text_up(self.regret, 2)}"
@@ -74,8 +75,8 @@ def risks_of(off: TradeOff) -> Risks:
     slack, regret = float(off.power(0.0)), 0.0
     if off.is_gdp and off.mu is not None:
         mu, slack = off.mu, 0.0
-    elif off.advantage >= 1.0:
-        mu = math.inf
+    elif off.advantage >= 1.0 or slack > _MOST_SLACK:
+        mu, slack = math.inf, 0.0
     else:
         corners = _corners(off)
         allowed = off.type_two(corners) + slack
@@ -120,15 +121,21 @@ def plan_of_advantage(
 
     The advantage is δ at ε = 0 (Kulynych et al. 2024), so the budget is (0, advantage).
     `plan_within` takes ε > 0 and δ; the smallest positive float stands for ε = 0, as
-    δ(0) ≤ δ(ε) + tanh(ε/2).
+    δ(0) ≤ δ(ε) + tanh(ε/2). Bounds of a whole trade-off function can be looser than that of one δ,
+    so the noise grows until they agree.
     """
     require(0.0 < advantage < 1.0, f"advantage is {advantage}; it must be in (0, 1)")
-    zero = math.ulp(0.0)
-    try:
-        plan = plan_within(zero, advantage)
-    except InvalidValueError as error:
-        budget = f"epsilon is {zero} at delta {advantage}"
-        raise InvalidValueError(str(error).replace(budget, f"advantage is {advantage}")) from error
+    zero, aim = math.ulp(0.0), advantage
+    while True:
+        try:
+            plan = plan_within(zero, aim)
+        except InvalidValueError as error:
+            text = str(error).replace(f"epsilon is {zero} at delta {aim}", f"advantage is {aim}")
+            raise InvalidValueError(text) from error
+        reached = trade_off([event_of(plan)], accountant).advantage
+        if reached <= advantage:
+            break
+        aim *= 0.999 * advantage / reached
     return replace(plan, target_epsilon=0.0, loss=epsilon([event_of(plan)], delta, accountant))
 
 

@@ -29,6 +29,7 @@ from fedpriv.support.checks import epsilon_down, epsilon_up, percent_up, text_up
 from fedpriv.support.disk import writing
 
 _PUBLIC_POLICIES = {SamplingPolicy.EVERY_USER, SamplingPolicy.SEPARATED}  # cohorts are public
+_LARGE = 20.0  # from here on, e^ε is written as a power of ten
 _FALSE_ALARMS = 0.05
 _ERRORS, _WIDEST = 121, 4.0  # number of type I errors of a trade-off, and their range in stddevs
 
@@ -237,7 +238,9 @@ def write_curves(ledger: LedgerContent, delta: float, folder: Path) -> list[Path
 def _epsilon(loss: PrivacyLoss) -> str:
     if math.isinf(loss.epsilon):
         return "No finite ε is proven: the releases guarantee nothing."
-    times = f"{float(text_up(math.exp(min(loss.epsilon, 700.0)), 3)):,.6g}"
+    times = f"10^{math.ceil(loss.epsilon / math.log(10.0))}"
+    if loss.epsilon < _LARGE:
+        times = f"{float(text_up(math.exp(loss.epsilon), 3)):,.6g}"
     return (
         f"ε = {epsilon_up(loss.epsilon)}: any outcome of the releases is at most e^ε = "
         f"{times} times as likely under one population as under the other, up to δ."

@@ -183,7 +183,8 @@ def results_table(read: ReadStudy, target: Target) -> Table:
     columns = [Column("arm", "text"), Column(heading), Column("difference"), *levels, *costs]
     rows = []
     for arm in arms:
-        count = "" if len(arm.seeds) == seeds else f" ({len(arm.seeds)} of {seeds} seeds)"
+        count = "" if arm.as_if is None else f", as if N = {arm.as_if:,}"
+        count += "" if len(arm.seeds) == seeds else f" ({len(arm.seeds)} of {seeds} seeds)"
         gap, end = measure.difference(arm), measure.end(arm)
         difference = "baseline" if arm.arm == study.baseline else _NONE
         if gap is not None:
@@ -405,7 +406,7 @@ def _arms(read: ReadStudy, records: Mapping[Cell, RunRecord]) -> list[_Arm]:
                     f"the result of {record.folder} says ε = {result.epsilon}, and its ledger "
                     f"holds {loss.epsilon if loss else 0.0}; run the study again"
                 )
-            losses.append(loss)
+            losses.append(loss_of(record) or loss)
         arms.append(_Arm(summary, tuple(record for _, record in runs), tuple(losses)))
     return arms
 
@@ -426,10 +427,11 @@ def _summary(
     records = [record for arm in arms for record in arm.records]
     users = {users_of(record.ledger) for record in records}
     missing = [f"{read.missing} runs of the study are not finished."] if read.missing else []
-    breaches = (
-        [*about_projection(record.ledger), *large_delta(record.delta, record.ledger)]
-        for record in records
-    )
+    breaches = [large_delta(record.delta, record.ledger) for record in records]
+    breaches += [
+        [f"Arm {arm.summary.arm}: {text}" for text in about_projection(arm.records[0].ledger)]
+        for arm in arms
+    ]
     answers = verdict(study, read.arms)
     epsilons = ", ".join(f"{target.epsilon:g}" for target in targets)
     names = dict.fromkeys(arm.summary.arm for arm in arms)

@@ -359,7 +359,8 @@ def write_plan(plan: Plan, advantage: float | None, stream: TextIO) -> None:
     """
     names = "found rounds sampling_probability noise_multiplier share share_noise_multiplier"
     content = {name: getattr(plan, name) for name in names.split()}
-    content |= {"policy": plan.sampling.policy, "target_epsilon": plan.target_epsilon}
+    target = plan.target_epsilon if advantage is None else None
+    content |= {"policy": plan.sampling.policy, "target_epsilon": target}
     content |= {"target_advantage": advantage, **asdict(plan.loss)}
     content["risks"] = risks_of(trade_off([event_of(plan)], plan.loss.accountant))
     print(json_text(content), file=stream)

@@ -445,6 +445,7 @@ def _result(
         rounds=len(rounds),
         noise_multiplier=plan.noise_multiplier,
         epsilon=outcome.epsilon,
+        as_if=outcome.as_if,
         accuracy=outcome.accuracy,
         loss=cast(float, outcome.loss),  # of held-out rows, which all arms are measured on
         evaluations=tuple((row.round, row.accuracy) for row in rounds if row.accuracy is not None),

@@ -111,7 +111,7 @@ def _of_releases(
     experiment: Experiment, counted: Contributors, results: Sequence[RoundResult]
 ) -> Iterator[str]:
     """Yield notes on releases, and on figures of held-out rows, at the end of a run."""
-    plan, sampling = experiment.plan, experiment.plan.sampling
+    sampling = experiment.plan.sampling
     if counted.far_off:
         cure = "look for users whose data are NaN or illegal, and for nodes that are absent"
         if sampling.drawn is not sampling.unit:
@@ -123,9 +123,8 @@ def _of_releases(
         yield (
             f"the loss on held-out rows still fell at the end, from {fell[0]:.4g} to {fell[1]:.4g} "
             "between the last two fifths of its figures: a larger learning rate of the server, or "
-            "more rounds, planned before the first, may give a better model at the same ε; twice "
-            f"the rounds take about 1.4 times the noise, and `fedpriv plan --set rounds="
-            f"{2 * plan.rounds}` prices them"
+            "more rounds, planned before the first, may give a better model; at the same ε, twice "
+            "the rounds take about 1.4 times the noise"
         )
 
 

@@ -6,7 +6,6 @@ fixed size, or fewer users than the noise is for. The `tight` accountant prices 
 
 import math
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -184,7 +183,9 @@ def _read_pfl(path: Path) -> dict[str, Any]:
     """Return the fields that a benchmark of pfl states; its YAML has one `key: value` a line."""
     try:
         text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise InvalidValueError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise InvalidValueError(f"{path} cannot be read as text; --pfl must be YAML") from error
     stated = dict(re.findall(r"^(\w+)\s*:\s*['\"]?([^#'\"\s]+)", text, re.MULTILINE))
     fields: dict[str, Any] = {"sampling": "fixed-size"}
@@ -235,7 +236,7 @@ def price_setting(setting: ForeignSetting, write: Path | None, *, as_json: bool)
         shown.append([reading, loss.relation, text_up(q, 4), text_down(z), *ends, verdict or ""])
         reasons.append(f"{reading}: {reason}")
     if as_json:
-        sys.stdout.write(json_text({"setting": asdict(setting), "prices": rows}))
+        print(json_text({"setting": asdict(setting), "prices": rows}))  # noqa: T201
         return
     headings = [Column("reading", "text"), Column("neighbours", "text"), Column("q"), Column("z")]
     headings += [Column("ε, at least"), Column("ε, at most"), Column("the claim", "text")]

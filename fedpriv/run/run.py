@@ -314,9 +314,9 @@ class Run:
     """
 
     folder: Path  # of plan, ledger, metrics, checkpoints and model
-    task: Task
+    task: Task = field(repr=False)
     stop: Stop  # why it ended
-    state: ServerState  # at the end; all of it was released
+    state: ServerState = field(repr=False)  # at the end; all of it was released
     # The cost of all charges of the ledger at the end, at `delta`. It is the budget if the run
     # ended early because of its releases, since the charges are no bound then.
     epsilon: float
@@ -341,7 +341,7 @@ class Run:
     # The round of the best model on held-out rows, by accuracy, else by loss, and its state. These
     # rows chose the model, so its figures on other rows are likely to be worse.
     best: RoundResult | None = None
-    best_state: ServerState | None = None
+    best_state: ServerState | None = field(default=None, repr=False)
 
     @cached_property
     def rounds(self) -> tuple[RoundResult, ...]:

@@ -40,6 +40,7 @@ from fedpriv.privacy.gaussian_mechanism import INDEPENDENT
 from fedpriv.privacy.layout import Layout, layers
 from fedpriv.privacy.round import PartialSum
 from fedpriv.report.tables import Column, Table, cohort_text, json_text, print_table, screen
+from fedpriv.run import notes
 from fedpriv.run.run import Hosted, Run, RunSetup, spent_in
 from fedpriv.run.terminal import execute, telling_where
 from fedpriv.support.checks import checked_arguments, epsilon_up, text_down, text_up
@@ -286,6 +287,8 @@ def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False
     cells = ((*zip(texts, group.values(), strict=True),) for group in groups)
     rows = [[text(value) for text, value in row] for row in cells]
     print_table(Table(title, columns, rows), console)
+    for note in notes.of_settings(experiment):
+        console.print(f"warning: {note}", style="yellow", highlight=False)
     for line in (*_facts(experiment, held), "Nothing was spent."):
         console.print(line, highlight=False)
 
@@ -315,8 +318,9 @@ def _facts(experiment: Experiment, held: Sequence[RoundEvent]) -> Iterator[str]:
     """
     plan, config = experiment.plan, experiment.config
     sampling, weight, privacy = plan.sampling, plan.averaging.total_weight, config.privacy
+    whose = "the larger population" if sampling.event().projection else "the whole round"
     yield (
-        f"z = {text_down(plan.noise_multiplier)} of the whole round, "
+        f"z = {text_down(plan.noise_multiplier)} of {whose}, "
         f"{cohort_text(sampling.event())}, expected cohort {sampling.expected_cohort_size:g}"
     )
     charged, events = f"{plan.rounds} rounds", _charges(experiment)

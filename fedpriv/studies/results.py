@@ -87,6 +87,7 @@ class RunResult:
     held_out_users: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     clipping_norms: Mapping[str, float] = field(default_factory=dict)  # S_g in the last round
     noise_stddevs: Mapping[str, float] = field(default_factory=dict)  # σ_g on the sum, first round
+    as_if: int | None = None  # N' of a projection, for which `epsilon` would hold
     # Expected cohort over the median time of a round, in one thread, while other runs may run.
     simulation_only_users_per_second: float = 0.0
     # Means over rounds: share of clipped users by vector group; by layer, the mean L2 norm of
@@ -166,6 +167,7 @@ class ArmSummary:
     rounds_to: Mapping[float, RoundsTo]  # by accuracy of the study
     noise_multiplier: float
     epsilon: float  # the largest of all seeds
+    as_if: int | None  # N' of a projection, for which `epsilon` would hold
     simulation_only_users_per_second: float  # median over seeds; tables below are means
     simulation_only_clipped: Mapping[str, float]
     simulation_only_update_norms: Mapping[str, float]
@@ -211,6 +213,7 @@ def _summary(
         rounds_to={level: _rounds_to(runs, level) for level in study.accuracies},
         noise_multiplier=runs[0].noise_multiplier,
         epsilon=max(run.epsilon for run in runs),
+        as_if=runs[0].as_if,
         simulation_only_users_per_second=statistics.median(speeds),
         figures={
             name: Interval.of([of_run.get(name, math.nan) for of_run in figures])

@@ -127,9 +127,10 @@ class Study(Section):
 
     @property
     def level(self) -> str:
-        """The unit of every ε, "projected" if some arm stands for a larger population."""
-        larger = any(self.config_of(cell).population.as_if for cell in self.cells)
-        return f"projected {self.unit}" if larger else self.unit
+        """The unit of each ε, and whether arms are projections to a larger population."""
+        projected = {self.config_of(cell).population.as_if is not None for cell in self.cells}
+        kind = {frozenset([True]): "projected ", frozenset([False]): ""}
+        return f"{kind.get(frozenset(projected), 'partly projected ')}{self.unit}"
 
     @property
     def unit(self) -> str:

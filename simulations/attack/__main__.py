@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except FedprivError as error:
         parser.exit(2, f"error: {error}\n")
     if given.json:
-        sys.stdout.write(json_text(report.content))
+        print(json_text(report.content))
     else:
         report.print()
     sys.exit(3 if report.refuted else 0)

@@ -199,3 +199,27 @@ def test_bad_advantages_are_refused(
 def test_a_prior_is_a_probability() -> None:
     with pytest.raises(InvalidValueError, match="prior is"):
         success_at(trade_off([]), 1.5)
+
+
+def test_mu_says_nothing_of_releases_that_may_show_everything() -> None:
+    risks = risks_of(trade_off([poisson_gaussian(0.17, 0.007, 100)]))
+    assert risks.power[0.001] > 0.99
+    assert (risks.mu, risks.slack) == (math.inf, 0.0)
+    assert risks.gaussian == "Gaussian DP: μ = ∞"
+
+
+def test_noise_for_an_advantage_keeps_within_it_under_every_policy() -> None:
+    for policy, relation in (
+        (SamplingPolicy.FIXED_SIZE, NeighbouringRelation.REPLACE_ONE),
+        (SamplingPolicy.POISSON, NeighbouringRelation.ADD_OR_REMOVE_ONE),
+    ):
+        find = partial(
+            plan_within,
+            rounds=100,
+            sampling_probability=0.1,
+            policy=policy,
+            relation=relation,
+            population=1000,
+        )
+        plan = plan_of_advantage(0.2, 1e-5, find, "tight")
+        assert 0.19 < trade_off([event_of(plan)]).advantage <= 0.2

@@ -5,17 +5,53 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.deployment.test_flwr_run import ROOT, SCRIPTS, connection
 
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.ledger.ledger import Ledger
 from fedpriv.ledger.participation import ParticipationRecord
+from tests.deployment.processes import clear
+from tests.deployment.sites import free_port
 
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(sys.executable).parent
 APP = ROOT / "simulations" / "flower_app"
 NODES, ROUNDS, DELTA = 20, 4, 1e-3
+
+
+@contextmanager
+def connection(folder: Path) -> Iterator[dict[str, str]]:
+    """The environment of commands for a SuperLink in memory, which the first of them starts.
+
+    It goes on when the command has ended, with what it has started; all ends with the block.
+    """
+    home = folder / "flwr"
+    home.mkdir()
+    (home / "config.toml").write_text(
+        '[superlink]\ndefault = "sim"\n[superlink.sim]\naddress = ":local-in-memory:"\n',
+        encoding="utf-8",
+    )
+    with tempfile.TemporaryDirectory(dir="/tmp") as scratch:  # paths of sockets must be short
+        try:
+            yield os.environ | {
+                "FLWR_HOME": str(home),
+                "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(free_port()),
+                "FLWR_TELEMETRY_ENABLED": "0",
+                "FLWR_DISABLE_UPDATE_CHECK": "1",
+                "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_AUTH_MODE": "token",
+                "RAY_AUTH_TOKEN": os.urandom(32).hex(),
+                "RAY_TMPDIR": scratch,
+                "MARK": str(folder),
+                "PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}",
+            }
+        finally:
+            clear(str(folder))
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ def test_a_loss_that_still_falls_is_noted(tmp_path: Path, rate: float, *, noted:
     assert (losses[-1] < 0.98 * losses[-2]) is noted
     notes = [note for note in found.warnings if "on held-out rows still fell at the end" in note]
     assert bool(notes) is noted
-    assert all("`fedpriv plan --set rounds=20` prices them" in note for note in notes)
+    assert all("about 1.4 times the noise" in note for note in notes)
 
 
 @pytest.mark.parametrize("evaluations", [10, 25, 100])

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import fedpriv
-from fedpriv.accounting.accountants import epsilon
+from fedpriv.accounting.accountants import epsilon, sampling_text
 from fedpriv.accounting.pricing import _epsilon_curve, price, read_ledger
 from fedpriv.data.population import load_population
 from fedpriv.errors import InvalidValueError
@@ -93,7 +93,7 @@ def test_a_run_draws_what_it_is_charged_for(file: Path, tmp_path: Path, policy: 
         "--participation",
         record_path(out / "ledger.sqlite"),
     )
-    assert str(rows[0].event.sampling.text.split(",")[0]) in re.sub(r"[│\s]+", " ", said)
+    assert sampling_text(rows[0].event.sampling).split(",")[0] in re.sub(r"[│\s]+", " ", said)
     sizes, times = [users.size for users in cohorts], np.bincount(np.concatenate(cohorts))
     drawn = rows[0].event.sampling
     if policy == "fixed-size":

@@ -30,6 +30,7 @@ from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.gaussian_mechanism import GaussianMechanism
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.run.folder import write_report
 from tests.commandline import fedpriv as typed
 from tests.commandline import printed, refused
 
@@ -242,9 +243,7 @@ population = { as_if = 5000 }
         encoding="utf-8",
     )
     assert "sampling is FixedSize; it must be Poisson" in refused("plan", toml)
-    searched = refused(
-        "tune", "digits", "--on", "public", "--synthetic", "--set=population.as_if=5000"
-    )
+    searched = refused("tune", "digits", "--on", "users", "--set=population.as_if=5000", "--price")
     assert "population.as_if is 5000; for a search it must be absent" in searched
 
 
@@ -272,3 +271,50 @@ def test_noise_that_is_given_is_that_of_the_larger_population(tmp_path: Path) ->
 def test_the_default_norm_is_that_of_the_larger_cohort() -> None:
     mechanism = fedpriv.Mechanism(AsIf(Poisson(0.1), 40_000), fedpriv.Flat())
     assert mechanism.for_users(500).clipping.norm == pytest.approx(0.632, abs=1e-3)
+
+
+@pytest.mark.parametrize("users", [-1, 0, 1.5, "many", float("nan")])
+def test_a_population_stands_for_a_whole_number_of_users(users: object) -> None:
+    with pytest.raises(InvalidValueError, match="users of as_if is"):
+        people().as_if(users)
+    with pytest.raises(InvalidValueError, match="cohort of as_if is"):
+        people().as_if(100, users)
+
+
+def test_a_study_names_the_arms_that_are_projections(tmp_path: Path) -> None:
+    study = tmp_path / "study.toml"
+    study.write_text(
+        """
+name = "sizes"
+seeds = 2
+baseline = "real"
+arms = [{ name = "real" }, { name = "larger", set = ["population.as_if=50000"] }]
+
+[target]
+epsilon = 4.0
+delta = 1e-3
+
+[base]
+name = "digits"
+rounds = 3
+data = { name = "digits", options = { users = 287 } }
+model = { name = "softmax", options = { inputs = 64, classes = 10 } }
+""",
+        encoding="utf-8",
+    )
+    out = tmp_path / "out"
+    said = printed("compare", study, "--out", out)
+    assert "larger, as if N = 50,000" in " ".join(said.replace("│", " ").split())
+    page = write_report(out, tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "Arm larger: This is a projection" in page
+    assert "Arm real: " not in page
+    assert "partly projected user" in page
+    rows = {row["arm"]: row for row in json.loads(printed("report", out, "--json"))["arms"]}
+    assert (rows["real"]["as_if"], rows["larger"]["as_if"]) == (None, 50_000)
+    assert "ε = 4.000: any outcome" in page or "ε = 3.99" in page  # of the arm without projection
+
+
+def test_a_cost_that_is_no_guarantee_is_not_dressed_up_as_one(tmp_path: Path) -> None:
+    run = simulated(people().as_if(10**7, cohort=5), tmp_path / "run")
+    page = run.report().read_text(encoding="utf-8")
+    assert "e^ε = 10^" in page
