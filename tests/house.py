@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MOST = {
-    "code lines of the product": 29_480,
+    "code lines of the product": 29_500,
     "code lines of privacy and ledger": 3_240,
     "modules of the product": 143,
     "names at the root of fedpriv": 2,
