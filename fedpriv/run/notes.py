@@ -80,7 +80,7 @@ def of_settings(experiment: Experiment) -> Iterator[str]:
         )
     if budget.delta * enrolled >= 1.0:
         yield (
-            f"δ is {budget.delta} for {enrolled} {plural(sampling.unit)}: such a slack allows a "
+            f"δ is {budget.delta} for {enrolled:,} {plural(sampling.unit)}: such a slack allows a "
             f"release to show one of them as they are; choose δ well below {1.0 / enrolled:.2g}"
         )
     if plan.statistics is None and running_norms(task.model):
