@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from fedpriv.accounting.accountants import PrivacyLoss, sampling_text
 from fedpriv.accounting.accountants import epsilon as priced
-from fedpriv.accounting.pricing import weakest_randomness
 from fedpriv.clients.connection import Backoff, FederationStub, persist
 from fedpriv.clients.consent import Consent, misfit
 from fedpriv.clients.journal import Journal, Remembered, RoundSeries, TakenPart
@@ -164,7 +163,8 @@ def price_with(examined: Examined, offer: Terms) -> float:
 
 
 def _unless_seeded(rows: Iterable[ChargedRow], loss: PrivacyLoss) -> float:
-    return math.inf if weakest_randomness(rows) is Randomness.SEEDED else loss.epsilon
+    seeded = any(row.randomness is Randomness.SEEDED for row in rows)
+    return math.inf if seeded else loss.epsilon
 
 
 def _fits(row: ChargedRow, part: TakenPart) -> bool:

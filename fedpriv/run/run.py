@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -342,12 +342,8 @@ class Run:
     # rows chose the model, so its figures on other rows are likely to be worse.
     best: RoundResult | None = None
     best_state: ServerState | None = field(default=None, repr=False)
-
-    @cached_property
-    def rounds(self) -> tuple[RoundResult, ...]:
-        """Results of all rounds that led to the model, also of those before the run was resumed."""
-        results = RunFolder(self.folder).results()
-        return tuple(result for result in results if result.round <= self.state.round)
+    # Results of all rounds that led to the model, also of those before the run was resumed.
+    rounds: tuple[RoundResult, ...] = field(default=(), repr=False)
 
     @property
     def model(self) -> nn.Module:
@@ -649,6 +645,7 @@ def _ended(
         **facts,
         best=models.round,
         best_state=models.checkpoint.state if models.checkpoint else None,
+        rounds=tuple(result for result in results if result.round <= state.round),
         **figures,
     )
 
