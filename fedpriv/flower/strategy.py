@@ -206,6 +206,9 @@ class PrivateStrategy(Strategy):
         mechanism = self.mechanism.for_users(users)
         grouping = mechanism.clipping.grouping(layout, mechanism.allocation)
         sampling = mechanism.sampling.of(users, mechanism.unit)
+        if sampling.event().projection:
+            sentence = "a projection protects nobody at nodes; it must be another policy"
+            raise InvalidValueError(f"mechanism.sampling is {mechanism.sampling}; {sentence}")
         plan = TrainingPlan(
             run=f"{self.name}-{os.urandom(4).hex()}",
             population=self.population,

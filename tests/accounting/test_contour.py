@@ -3,9 +3,11 @@
 import itertools
 import math
 import tracemalloc
+from functools import reduce
 
 import numpy as np
 import pytest
+from dp_accounting.pld import privacy_loss_distribution
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -204,6 +206,36 @@ class TestManyDifferentRounds:
             coarse_z = np.exp(-sharpen(-np.log(z) * 20) / 20)
             below, above = epsilon_interval(by_setting(coarse_q, coarse_z), delta)
             assert below > up if worse else above < low
+
+    @pytest.mark.parametrize(
+        ("noise", "q", "delta", "step"),
+        [
+            ((0.3, 0.4), 0.002, 1e-6, 1e-3),
+            ((0.5, 0.8), 0.02, 1e-6, 5e-4),
+            ((0.8, 3.0), 0.1, 1e-5, 5e-4),
+        ],
+    )
+    def test_different_rounds_are_between_both_ends_of_dp_accounting(self, noise, q, delta, step):
+        rng = np.random.default_rng(0)
+        probabilities, z = q * np.exp(rng.normal(0.0, 0.5, 60)), rng.uniform(*noise, 60)
+        low, up = tight_epsilon(by_setting(probabilities, z), delta)
+        ends = []
+        for pessimistic in (False, True):
+            rounds = [
+                privacy_loss_distribution.from_gaussian_mechanism(
+                    float(one),
+                    sampling_prob=float(chance),
+                    value_discretization_interval=step,
+                    pessimistic_estimate=pessimistic,
+                    use_connect_dots=pessimistic,
+                )
+                for chance, one in zip(probabilities, z, strict=True)
+            ]
+            ends.append(reduce(lambda all_, one: all_.compose(one), rounds))
+        below, above = (losses.get_epsilon_for_delta(delta) for losses in ends)
+        assert low <= above * (1 + 1e-6)
+        assert up >= below * (1 - 1e-6)
+        assert up - low < 0.02 * up
 
     @pytest.mark.parametrize("z", [0.2, 0.4])
     def test_many_rounds_of_little_noise_agree_with_the_composition_of_few_kinds(self, z):

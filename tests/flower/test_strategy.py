@@ -27,6 +27,7 @@ import fedpriv
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.errors import BudgetExceededError, InvalidValueError, LedgerError, WireError
 from fedpriv.experiment.mechanism import (
+    AsIf,
     BandedNoise,
     FixedSize,
     Mechanism,
@@ -491,6 +492,8 @@ def test_the_model_is_evaluated_before_and_after_each_round_and_configs_arrive(
                                  metrics={"accuracy": {}})}, "metrics"),
         ({"mechanism": Mechanism(Poisson(0.5), fedpriv.Flat(1.0), 1.0, 1.0, DELTA,
                                  unit="example")}, "with Flower it must be 'user'"),
+        ({"mechanism": Mechanism(AsIf(Poisson(0.5), 1000), fedpriv.Flat(1.0), 1.0, 1.0, DELTA)},
+         "a projection protects nobody"),
         ({"nodes": {}}, "0 nodes"),
         ({"nodes": {1: 0}}, "node 1 brings 0 users"),
         ({"nodes": {1: 1, 2: 1.5}}, "node 2 brings 1.5 users"),
