@@ -24,10 +24,13 @@ from fedpriv.support.checks import (
     named_value,
     plain_numbers,
     require,
+    text_down,
+    text_up,
 )
 
 # The most rounds of a schedule and repetitions of an event; floats hold such numbers exactly.
 MOST_REPEATS = 1 << 53
+LEAST_SHARE = 2.0**10  # steps: the smallest standard deviation of a node's share of the noise
 MOST_EXAMPLES = 10**6  # of one user, if examples are sampled: the price has one term per example
 
 
@@ -352,6 +355,38 @@ class Selection:
 
 
 @dataclass(frozen=True)
+class SecureSum:
+    """Bounds on the nodes of a round whose server need not be trusted: see `fedpriv.secure_sums`.
+
+    At least n nodes agree to a round. Users of honest nodes are protected against the server and t
+    nodes that collude with it. A round succeeds if at most d of its nodes drop out. The shares of
+    n − t − d nodes add up to the noise of the event.
+    """
+
+    nodes: int  # n ≥ 2
+    colluding: int = 0  # t in [0, n − 2]
+    dropouts: int = 0  # d: n − d nodes must suffice for a quorum
+
+    def __post_init__(self) -> None:
+        hold_plain_numbers(self)
+        n, t, d = self.nodes, self.colluding, self.dropouts
+        require(is_whole(n) and n >= 2, f"nodes is {n!r}; it must be a whole number of at least 2")
+        valid = type(t) is int and 0 <= t <= n - 2
+        require(valid, f"colluding is {t!r}; of {n} nodes it must be from 0 to {n - 2}")
+        most = n - self.quorum(n)
+        limit = f"of {n} nodes, {t} of which may collude, it must be from 0 to {most}"
+        require(type(d) is int and 0 <= d <= most, f"dropouts is {d!r}; {limit}")
+
+    def quorum(self, nodes: int) -> int:
+        """Return w = ⌊(n + t)/2⌋ + 1: any two sets of w of n nodes share an honest node."""
+        return (nodes + self.colluding) // 2 + 1
+
+    def sharing(self, nodes: int) -> int:
+        """Return n − t − d, the number of nodes whose shares are sure to be in a total."""
+        return nodes - self.colluding - self.dropouts
+
+
+@dataclass(frozen=True)
 class RoundEvent:
     """One cohort and all sum queries over it, repeated `count` times with fresh cohorts.
 
@@ -369,9 +404,13 @@ class RoundEvent:
     strategy: tuple[float, ...] = (1.0,)
     # Set for a whole search; sampling and queries describe one round of its first trial.
     selection: Selection | None = None
+    # Set if nodes draw users and add the noise, so that the server need not be trusted. The price
+    # is the same: the excess δ′ is below every float, see `fedpriv.secure_sums.parameters`.
+    secure_sum: SecureSum | None = None
 
     def __post_init__(self) -> None:
         check_types(sampling=(self.sampling, SamplingEvent), queries=(self.queries, Iterable))
+        check_types(secure_sum=(self.secure_sum, SecureSum | None))
         object.__setattr__(self, "queries", tuple(self.queries))
         object.__setattr__(self, "strategy", _coefficients(self.strategy))
         if type(self.count) is not int:
@@ -384,6 +423,8 @@ class RoundEvent:
         require(is_whole(self.count, MOST_REPEATS), f"count is {self.count!r}; {limit}")
         if self.selection is not None:
             self._check_selection(self.selection)
+        if self.secure_sum is not None:
+            self._check_secure(self.secure_sum.sharing(self.secure_sum.nodes))
         if strategy == (1.0,):
             return
         problem = f"the strategy has {len(strategy)} coefficients"
@@ -399,6 +440,18 @@ class RoundEvent:
         limit = "its first coefficient must be positive and all must be finite"
         valid = strategy[0] > 0.0 and all(map(math.isfinite, strategy))
         require(valid, f"the strategy begins with {strategy[0]}; {limit}")
+
+    def _check_secure(self, sharing: int) -> None:
+        sampling, limit = self.sampling, "if the server need not be trusted, it must be"
+        coins = (SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER)
+        policy = f"sampling is {sampling.policy}; {limit} {' or '.join(coins)}"
+        require(sampling.policy in coins and not sampling.canaries, policy)
+        require(sampling.unit is Unit.USER, f"unit is {sampling.unit}; {limit} {Unit.USER}")
+        for query in self.queries:
+            least = LEAST_SHARE * math.sqrt(sharing)
+            steps = query.noise_stddev / (query.granularity or math.inf)
+            noise = f"the noise of group {query.group!r} is {text_down(steps)} steps"
+            require(steps >= least, f"{noise}; {limit} at least {text_up(least)}")
 
     def _check_selection(self, selection: Selection) -> None:
         kind = self.sampling.policy, self.sampling.relation

@@ -36,6 +36,7 @@ from fedpriv.ledger.events import (
     SamplingEvent,
     SamplingPolicy,
     Schedule,
+    SecureSum,
     Selection,
     SumQueryEvent,
     Trial,
@@ -227,6 +228,7 @@ def _event_fields(event: RoundEvent) -> dict[str, object]:
         "schedule": schedule and {name: int(n) for name, n in asdict(schedule).items()},
         "strategy": [float(c) for c in event.strategy],
         **({} if event.selection is None else {"selection": asdict(event.selection)}),
+        **({} if event.secure_sum is None else {"secure_sum": asdict(event.secure_sum)}),
         "sum_queries": [
             {
                 "group": str(query.group),
@@ -748,7 +750,9 @@ def _event(fields: dict[str, Any]) -> RoundEvent:
     if selection is not None:
         trials = tuple(Trial(**trial) for trial in selection.pop("trials"))
         selection = Selection(trials, **selection)
-    return RoundEvent(sampling, queries, strategy=strategy, selection=selection)
+    secure = fields.pop("secure_sum", None)
+    secure = None if secure is None else SecureSum(**secure)
+    return RoundEvent(sampling, queries, strategy=strategy, selection=selection, secure_sum=secure)
 
 
 def _check(
