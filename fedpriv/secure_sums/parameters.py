@@ -20,7 +20,7 @@ import numpy as np
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import LEAST_SHARE, SecureSum
 from fedpriv.privacy.noise import words
-from fedpriv.support.checks import require
+from fedpriv.support.checks import require, text_up
 
 MOST_COMPLETE = 32  # in a round of at most this many nodes each masks with each other
 _LEAST_STDDEV = 4.0  # of the theorem
@@ -120,14 +120,14 @@ def share_stddev(stddev_steps: float, nodes: int, secure: SecureSum) -> float:
     InvalidValueError if s is below 2^10, for which δ′ is not negligible by proof.
     """
     sharing = secure.sharing(nodes)
-    share = stddev_steps / math.sqrt(sharing)
+    least = LEAST_SHARE * math.sqrt(sharing)  # as the event checks it
+    if not least <= stddev_steps < math.inf:
+        problem = f"the noise of a group is {stddev_steps} steps"
+        limit = f"if {sharing} nodes share it, it must be finite and at least {text_up(least)}"
+        raise InvalidValueError(f"{problem}; {limit}")
+    share = max(LEAST_SHARE, stddev_steps / math.sqrt(sharing))
     while sharing * Fraction(share) ** 2 < Fraction(stddev_steps) ** 2:
         share = math.nextafter(share, math.inf)
-    if not LEAST_SHARE <= share < math.inf:
-        raise InvalidValueError(
-            f"a node's share of the noise is {share} steps, of {stddev_steps} in all; it must be "
-            f"finite and at least {LEAST_SHARE:.0f}"
-        )
     return share
 
 
