@@ -18,7 +18,7 @@ from hashlib import sha256
 import numpy as np
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import LEAST_SHARE, SecureSum
+from fedpriv.ledger.events import LEAST_SHARE, RoundEvent, SecureSum
 from fedpriv.privacy.noise import words
 from fedpriv.support.checks import require, text_up
 
@@ -129,6 +129,17 @@ def share_stddev(stddev_steps: float, nodes: int, secure: SecureSum) -> float:
     while sharing * Fraction(share) ** 2 < Fraction(stddev_steps) ** 2:
         share = math.nextafter(share, math.inf)
     return share
+
+
+def share_stddevs(event: RoundEvent, nodes: int) -> tuple[float, ...]:
+    """Return the standard deviations of a node's shares of an event's noise, in steps, by group.
+
+    InvalidValueError: the event trusts its server, or a share is too small.
+    """
+    if event.secure_sum is None:
+        raise InvalidValueError("the event trusts its server, which adds the noise")
+    steps = (query.noise_stddev / (query.granularity or math.inf) for query in event.queries)
+    return tuple(share_stddev(stddev, nodes, event.secure_sum) for stddev in steps)
 
 
 def rounding_excess(least_share: float, nodes: int) -> float:
