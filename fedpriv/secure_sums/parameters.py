@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from hashlib import sha256
 
 import numpy as np
@@ -73,6 +74,7 @@ class Graph:
         return cls(degree, t + 1)
 
 
+@lru_cache(maxsize=4)  # in a simulation, every node of a round asks
 def neighbours(digest: bytes, nodes: int, degree: int) -> tuple[tuple[int, ...], ...]:
     """Return the positions of each node's neighbours, ascending; a node is its neighbours' too.
 

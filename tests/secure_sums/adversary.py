@@ -98,10 +98,10 @@ class Coalition:
         roster = self.at.roster
         if mask[0] == "self":
             seed = self._secret(mask[1], masking=False)
-            return seed and protocol._self_key(roster, sharers, mask[1], seed)
+            return seed and protocol._self_key(roster, protocol._digest(sharers), mask[1], seed)
         for node, other in (mask[1:], mask[:0:-1]):
             if masking := self._secret(node, masking=True):
-                return protocol._pair_key(roster, sharers, (node, masking), other)
+                return protocol._pair_key(roster, protocol._digest(sharers), (node, masking), other)
         return None
 
     def stripped(self, upload: Upload) -> npt.NDArray[np.uint64]:

@@ -370,18 +370,19 @@ def test_masks_of_two_lists_or_rosters_share_no_word() -> None:
     at, other = world(4, 1, 1), world(4, 1, 1, which=1)
     a, b = at.names[:2]
     key = at.pairs[a].masking
+    every, fewer = protocol._digest(at.names), protocol._digest(at.names[:3])
     keys = [
-        protocol._pair_key(at.roster, at.names, (a, key), b),
-        protocol._pair_key(at.roster, at.names[:3], (a, key), b),
-        protocol._pair_key(replace(at.roster, binding=other.roster.binding), at.names, (a, key), b),
-        protocol._pair_key(at.roster, at.names, (a, key), at.names[2]),
-        protocol._self_key(at.roster, at.names, a, key),
-        protocol._self_key(at.roster, at.names[:3], a, key),
+        protocol._pair_key(at.roster, every, (a, key), b),
+        protocol._pair_key(at.roster, fewer, (a, key), b),
+        protocol._pair_key(replace(at.roster, binding=other.roster.binding), every, (a, key), b),
+        protocol._pair_key(at.roster, every, (a, key), at.names[2]),
+        protocol._self_key(at.roster, every, a, key),
+        protocol._self_key(at.roster, fewer, a, key),
         protocol._sealing_key(at.roster, at.pairs[a], a, b, sender=True),
         protocol._sealing_key(at.roster, at.pairs[a], a, b, sender=False),
     ]
     assert len({*keys}) == len(keys)
-    assert keys[0] == protocol._pair_key(at.roster, at.names, (b, at.pairs[b].masking), a)
+    assert keys[0] == protocol._pair_key(at.roster, every, (b, at.pairs[b].masking), a)
     assert keys[-1] == protocol._sealing_key(at.roster, at.pairs[b], b, a, sender=True)
 
 

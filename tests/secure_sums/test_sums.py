@@ -129,9 +129,11 @@ def test_upload_is_the_sum_of_plain_masks() -> None:
     sharers = at.names
     upload, _ = at.masked("node-001", total, sharers)
     pair = at.pairs["node-001"]
-    self_key = protocol._self_key(at.roster, sharers, "node-001", pair.seed)
+    self_key = protocol._self_key(at.roster, protocol._digest(sharers), "node-001", pair.seed)
     keys = [
-        protocol._pair_key(at.roster, sharers, (other, at.pairs[other].masking), "node-001")
+        protocol._pair_key(
+            at.roster, protocol._digest(sharers), (other, at.pairs[other].masking), "node-001"
+        )
         for other in ("node-000", "node-002")
     ]
     own, before, after = (words(key, dimension).tolist() for key in (self_key, *keys))
