@@ -67,6 +67,10 @@ def _names(names: Iterable[str]) -> bytes:
     return _encoded(*(name.encode() for name in names))
 
 
+def _digest(sharers: Iterable[str]) -> bytes:
+    return sha256(_names(sharers)).digest()
+
+
 def _derived(secret: bytes, *purpose: bytes) -> bytes:
     """Return a 32-byte key of a secret for one purpose (HKDF-SHA-256, RFC 5869)."""
     info = _encoded(b"fedpriv secure sum", *purpose)
@@ -187,10 +191,13 @@ class Roster:
 
     def neighbours(self, secure: SecureSum) -> dict[str, tuple[str, ...]]:
         """Return the neighbours of each node; raises InvalidValueError for too few nodes."""
+        return {name: self.neighbours_of(name, secure) for name in self.names}
+
+    def neighbours_of(self, node: str, secure: SecureSum) -> tuple[str, ...]:
+        """Return the neighbours of a node, ascending."""
         count = len(self.members)
         linked = neighbours(self.digest, count, Graph.of(count, secure).degree)
-        pairs = zip(self.names, linked, strict=True)
-        return {name: tuple(self.names[place] for place in places) for name, places in pairs}
+        return tuple(self.names[place] for place in linked[self.index(node)])
 
     def listed(self, nodes: Sequence[str], secure: SecureSum) -> tuple[str, ...]:
         """Return a list of at least n − d nodes in their order, or raise InvalidValueError."""
@@ -239,7 +246,7 @@ class Participant:
         require(roster.member(node).key == pair.public, mine)
         size = f"the note has {len(note)} bytes; it must have at most {MOST_NOTE_BYTES}"
         require(len(note) <= MOST_NOTE_BYTES, size)
-        linked = roster.neighbours(secure)[node]
+        linked = roster.neighbours_of(node, secure)
         threshold = Graph.of(len(roster.members), secure).threshold
         points = [roster.index(neighbour) + 1 for neighbour in linked]
         both = [_shares(secret, threshold, points) for secret in (pair.masking, pair.seed)]
@@ -269,10 +276,11 @@ class Participant:
         require(self.node in listed, left_out)
         linked = [name for name in self.sealed if name in set(listed)]
         texts = {name: self._text(name, sealed.get(name, b"")) for name in linked}
-        added = [_self_key(self.roster, listed, self.node, self.pair.seed)]
+        purpose = _digest(listed)
+        added = [_self_key(self.roster, purpose, self.node, self.pair.seed)]
         subtracted: list[bytes] = []
         for name in linked:
-            key = _pair_key(self.roster, listed, (self.node, self.pair.masking), name)
+            key = _pair_key(self.roster, purpose, (self.node, self.pair.masking), name)
             (added if self.node < name else subtracted).append(key)
         masked = total.astype(np.uint64)
         _add_masks(masked, added, subtracted)
@@ -367,7 +375,7 @@ def unmasked(
     shared, survived = roster.listed(sharers, secure), set(roster.listed(survivors, secure))
     strangers = sorted(survived - set(shared))
     require(not strangers, f"survivors include {strangers}; they must be among the sharers")
-    linked = roster.neighbours(secure)
+    linked, purpose = roster.neighbours(secure), _digest(shared)
     threshold = Graph.of(len(roster.members), secure).threshold
     added: list[bytes] = []
     subtracted: list[bytes] = []
@@ -378,10 +386,10 @@ def unmasked(
         }
         secret = _restored(roster.member(owner), shares, threshold, masking=owner not in survived)
         if owner in survived:
-            subtracted.append(_self_key(roster, shared, owner, secret))
+            subtracted.append(_self_key(roster, purpose, owner, secret))
             continue
         for name in survived.intersection(linked[owner]):
-            key = _pair_key(roster, shared, (owner, secret), name)
+            key = _pair_key(roster, purpose, (owner, secret), name)
             (subtracted if name < owner else added).append(key)
     total = masked_total.copy()
     _add_masks(total, added, subtracted)
@@ -413,24 +421,19 @@ def _sealing_key(roster: Roster, pair: KeyPair, node: str, other: str, *, sender
     return _derived(secret, b"shares", roster.digest, _names(way))
 
 
-def _self_key(roster: Roster, sharers: tuple[str, ...], node: str, seed: bytes) -> bytes:
-    """Return the key of a node's own mask."""
-    return _derived(
-        seed, b"self-mask", roster.digest, sha256(_names(sharers)).digest(), node.encode()
-    )
+def _self_key(roster: Roster, sharers: bytes, node: str, seed: bytes) -> bytes:
+    """Return the key of a node's own mask for sharers with this digest."""
+    return _derived(seed, b"self-mask", roster.digest, sharers, node.encode())
 
 
-def _pair_key(
-    roster: Roster, sharers: tuple[str, ...], holder: tuple[str, bytes], other: str
-) -> bytes:
+def _pair_key(roster: Roster, sharers: bytes, holder: tuple[str, bytes], other: str) -> bytes:
     """Return the key of the mask of two nodes, from one's name and private key.
 
     Masks of two nodes that were shown different lists of sharers do not cancel.
     """
     node, masking = holder
     secret = _shared(masking, roster.member(other).masking, other)
-    listed = sha256(_names(sharers)).digest()
-    return _derived(secret, b"pair", roster.digest, listed, _names(sorted((node, other))))
+    return _derived(secret, b"pair", roster.digest, sharers, _names(sorted((node, other))))
 
 
 def _add_masks(vector: MaskedVector, added: Sequence[bytes], subtracted: Sequence[bytes]) -> None:
