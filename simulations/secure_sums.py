@@ -48,7 +48,9 @@ def accuracy(epsilon: float, colluding: int | None, seed: int) -> float:
         }
         settings += [f"federation.{key}={value}" for key, value in section.items()]
     with tempfile.TemporaryDirectory() as folder:
-        run = run_simulation(experiment_file(Path("digits")), settings, Path(folder) / "run", resume=False)
+        run = run_simulation(
+            experiment_file(Path("digits")), settings, Path(folder) / "run", resume=False
+        )
         value = run.rounds[-1].accuracy
     assert value is not None
     return value
@@ -99,12 +101,13 @@ def protocol(nodes: int, colluding: int, dropouts: int, dimension: int) -> dict[
     for name in survivors:
         opened[name] = uploaded[name].opened(survivors, signatures, lambda *_: True)
         sent += sum(map(len, opened[name].values()))
-    summed, at_server = timed(
-        lambda: unmasked(total, roster, secure, sharers, survivors, opened)
-    )
+    summed, at_server = timed(lambda: unmasked(total, roster, secure, sharers, survivors, opened))
     assert not summed.any()
     return {
-        **{"n": nodes, "t": colluding, "d": dropouts, "dimension": dimension},
+        "n": nodes,
+        "t": colluding,
+        "d": dropouts,
+        "dimension": dimension,
         "node_seconds": round(at_nodes / nodes, 3),
         "server_seconds": round(at_server, 3),
         "node_megabytes": round(sent / nodes / 1e6, 3),

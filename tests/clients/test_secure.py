@@ -19,12 +19,12 @@ from fedpriv.wire import NodeKey, RoundOffer, Stage, Step
 from fedpriv.wire.roster import binding_of, signed_key
 from tests.clients.secure_world import USERS, World, contribution_of
 
-NOISE_SHARE = secure.noise_share
+ROUNDED_NOISE = secure.rounded_noise
 
 
 @pytest.fixture(autouse=True)
 def _without_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secure, "noise_share", lambda *_: 0)
+    monkeypatch.setattr(secure, "rounded_noise", lambda *_: 0)
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_noise_of_all_nodes_is_that_of_the_event_over_the_nodes_that_share_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The variance of a component is n/(n − t − d) = 5/3 of the event's, in 60 components."""
-    monkeypatch.setattr(secure, "noise_share", NOISE_SHARE)
+    monkeypatch.setattr(secure, "rounded_noise", ROUNDED_NOISE)
     monkeypatch.setattr(secure, "drawn_users", lambda *_: np.empty(0, np.int64))
     numbers = []
     for number in range(1, 11):

@@ -158,9 +158,7 @@ def test_a_denominator_that_depends_on_the_cohort_is_refused() -> None:
     averaging = Averaging(4, 60.0, 0.5)
     sampling = PoissonSampling(20, 0.5)
     with pytest.raises(InvalidValueError, match=r"averaging\.floor is 0\.5"):
-        GaussianMechanism.calibrated(
-            sampling, weighted, 1.0, (1.0,), averaging, secure_sum=SECURE
-        )
+        GaussianMechanism.calibrated(sampling, weighted, 1.0, (1.0,), averaging, secure_sum=SECURE)
 
 
 @pytest.mark.parametrize("z", [0.0, 1e-5])
