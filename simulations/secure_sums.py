@@ -16,6 +16,7 @@ import platform
 import statistics
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import process_time
 from typing import TypeVar
@@ -82,7 +83,7 @@ def protocol(nodes: int, colluding: int, dropouts: int, dimension: int) -> dict[
     roster, at_nodes, sent = Roster(bytes(32), members), 0.0, 0
     begun = {}
     for name, pair in pairs.items():
-        begun[name], seconds = timed(lambda n=name, p=pair: Participant.begin(roster, n, p, secure))
+        begun[name], seconds = timed(partial(Participant.begin, roster, name, pair, secure))
         at_nodes += seconds
         sent += sum(map(len, begun[name].sealed.values()))
     sharers, survivors = list(pairs), list(pairs)[: nodes - dropouts]
@@ -90,9 +91,8 @@ def protocol(nodes: int, colluding: int, dropouts: int, dimension: int) -> dict[
     uploaded = {}
     for name in survivors:
         inbox = {n: one.sealed[name] for n, one in begun.items() if name in one.sealed}
-        (masked, uploaded[name]), seconds = timed(
-            lambda n=name, i=inbox: begun[n].masked(own, sharers, i)
-        )
+        work = partial(begun[name].masked, own, sharers, inbox)
+        (masked, uploaded[name]), seconds = timed(work)
         at_nodes += seconds
         sent += masked.nbytes
         total += masked
