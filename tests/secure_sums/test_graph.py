@@ -2,10 +2,12 @@
 
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from itertools import combinations, permutations
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -50,15 +52,17 @@ def test_graph_is_secret_and_live_for_every_choice_of_nodes(case: tuple[int, Sec
 
 
 def test_graphs_of_the_documented_sizes() -> None:
-    cases = {
-        (3, 1, 0): (2, 2),
-        (100, 10, 10): (32, 11),
-        (100, 33, 5): (44, 34),
-        (1000, 100, 50): (202, 101),
-        (100, 33, 33): (99, 34),
-    }
-    for sizes, expected in cases.items():
-        assert Graph.of(sizes[0], SecureSum(*sizes)) == Graph(*expected), sizes
+    page = (Path(__file__).parents[2] / "docs" / "secure-sums.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (\d+), (\d+), (\d+) \| (\d+), (\d+) \| × ([\d.]+) \|", page, re.MULTILINE
+    )
+    assert len(rows) == 3
+    for n, t, d, degree, threshold, noise in rows:
+        secure = SecureSum(int(n), int(t), int(d))
+        assert Graph.of(int(n), secure) == Graph(int(degree), int(threshold))
+        assert float(noise) == round(math.sqrt(int(n) / secure.sharing(int(n))), 2)
+    assert Graph.of(1000, SecureSum(1000, 100, 50)) == Graph(202, 101)
+    assert Graph.of(100, SecureSum(100, 33, 33)) == Graph(99, 34)  # complete: 100 would be needed
     with pytest.raises(
         InvalidValueError, match="roster has 99 nodes; the round needs at least 100"
     ):
