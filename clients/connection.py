@@ -23,7 +23,7 @@ from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger import Head
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum
-from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Terms, Vote, Welcome, naming
+from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Terms, Vote, Welcome, codec, naming
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import SERVICE, Address
 from fedpriv.wire.tensors import MAX_COMPONENTS
@@ -170,7 +170,7 @@ class FederationStub:
     ) -> AsyncGenerator[Welcome | Terms, None]:
         """Yield one welcome, then proposals and offers, until the run is over; send the votes.
 
-        Messages of unknown kinds are skipped.
+        Messages of unknown kinds are skipped. WireError: one of a known kind has an unknown field.
         """
         welcomed, first = False, pb.FromNode(hello=wire.HELLO.encode(hello))
         call = self.channel.stream_stream(f"/{SERVICE}/Connect")(metadata=self.metadata)
@@ -188,6 +188,8 @@ class FederationStub:
                     kind = message.WhichOneof("what")
                     if kind is not None and welcomed == (kind == "welcome"):
                         raise WireError("the server must say one welcome first, then what to do")
+                    if kind is not None:
+                        codec.refuse_unknown(message)
                     match kind:
                         case "welcome":
                             welcomed = True
