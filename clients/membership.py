@@ -29,9 +29,6 @@ from fedpriv.support.logs import expiry, trouble
 from fedpriv.wire import Decline, Hello, Proposal, Receipt, RoundOffer, Terms, Vote, Welcome
 from fedpriv.wire.naming import NEWER
 
-# Codes of failed calls that only the node can repair, as its name or version is wrong. A changed
-# enrolment repairs all others, so a server that starts with a wrong one must not lose its nodes.
-_FINAL = ("INVALID_ARGUMENT", "UNIMPLEMENTED")
 _DAY_SECONDS = 86_400.0
 _LAST_CHECK_SECONDS = 60.0
 _LEAST_MARGIN = 0.05  # share of an offer's time that is reserved for the upload
@@ -63,10 +60,10 @@ def join(settings: NodeSettings) -> None:
         * this process neither imports torch nor holds users' data;
         * a lost connection never ends it.
 
-    FedprivError: settings or users are unusable, the server speaks another protocol or refuses the
-    node's name, another process repeatedly connects as the same node, or, with `once`, the ledger
-    cannot be believed at the end. If the server refuses the node for another reason, or names a
-    task that the node cannot or must not run, the node tries again.
+    FedprivError: settings or users are unusable, a message of the server is malformed or has fields
+    that this version does not know, another process repeatedly connects as the same node, or, with
+    `once`, the ledger cannot be believed at the end. If the server refuses a call for any reason,
+    or names a task that the node cannot or must not run, the node tries again.
     """
 
     async def until_stopped() -> None:
@@ -380,8 +377,6 @@ class Membership:
             self._replaced = replaced + 1
             if replaced:  # the first may be by a process that had the node's certificate before
                 raise WireError(f"another process speaks for node {node!r} at {server}") from error
-        if code.name in _FINAL:
-            raise WireError(f"{server} refuses node {node!r}: {details[:400]!r}") from error
 
     async def _welcomed(self, welcome: Welcome) -> None:
         for path in welcome.task.imports:
@@ -432,3 +427,5 @@ class Membership:
                 await report(self._prepared)
         except TimeoutError:
             _log.warning("the ledger cannot be fetched: the server does not answer")
+        except grpc.aio.AioRpcError as error:
+            _log.warning("the ledger cannot be fetched: %s", error.code().name)
