@@ -164,7 +164,7 @@ class OfferHandler:
 
     Guarantees:
         * Training begins only after the offer was accepted, and a sum is sent only after its offer
-          was recorded in the journal. No offer is answered with two sums, even after a restart.
+          was recorded in the journal. No attempt is answered with two sums, even after a restart.
         * After a lost connection, calls are repeated until the deadline of the offer.
         * No message of the server, and no failure of training, raises an exception here.
         * Messages to the server and lines of the log reveal nothing about users.

@@ -302,11 +302,10 @@ def offer(said: str, number: int = 0, **changes: object) -> Step:
         ),
         pytest.param("most_rounds_per_day = 0", [propose("at most 0")], id="no rounds"),
         pytest.param(
-            # A lying server would else get every user's update for one round's consent.
-            "most_rounds_per_day = 2",
+            "",
             [
                 offer(
-                    "" if user < 2 else "at most 2",
+                    "answered before" if user else "",
                     id=RoundId("run", 0, 0, user),
                     users=np.array([user]),
                 )
@@ -993,7 +992,7 @@ def test_one_vote_waits_for_a_server_that_proposes_and_reads_nothing(
     assert caplog.text.count("consents to at least 1.5") == 1
 
 
-def test_an_offer_has_one_sum_even_if_the_node_is_restarted(
+def test_an_attempt_has_one_sum_even_if_the_node_is_restarted(
     play: Callable[[Act], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     def settled() -> int:
@@ -1015,7 +1014,7 @@ def test_an_offer_has_one_sum_even_if_the_node_is_restarted(
         assert [kind.WhichOneof("what") for kind in kinds] == [
             "sum", "decline", "decline", "decline", "sum"
         ]  # fmt: skip
-        assert kinds[1].decline.reason == "this offer was answered before"
+        assert kinds[1].decline.reason == "this attempt was answered before"
 
     play(act)
 
@@ -1108,6 +1107,71 @@ def test_no_user_is_asked_more_often_than_is_charged_whatever_position_it_is_giv
 
     play(act)
     assert caplog.text.count("the server asks users more often than it has charged") == 2
+
+
+def test_of_forty_runs_without_charges_three_get_a_sum_and_votes_do_not_tell(
+    play: Callable[[Act], None], ledger: Ledger
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny, votes, reasons = scene.tiny, [], []
+        tiny.ledger = ledger
+
+        async def ask(run: str, charges: int = 0) -> None:
+            price = replace(HONEST, charges=charges)
+            await tiny.propose(id=RoundId(run, 0, 0), price=price)
+            votes.append((await tiny.votes.get()).objection)
+            await tiny.offer(id=RoundId(run, 0, 0), price=price)
+            reasons.append((await tiny.answers.get())[0].decline.reason)
+
+        async with serving(tiny) as port:
+            for start in (0, 20):
+                async with scene.joined(port, verify_ledger=True):
+                    for number in range(start, start + 20):
+                        await ask(f"run {number}")
+            for number in range(2):
+                charge(ledger, 0, f"run {number}")
+            async with scene.joined(port, verify_ledger=True):
+                for number in range(40, 44):
+                    await ask(f"run {number}", 2)
+        refusal = "the ledger has no charge for 3 sums of the node; it sends no more"
+        assert reasons == [""] * 3 + [refusal] * 37 + [""] * 2 + [refusal] * 2
+        assert votes == [""] * 44
+        assert len(scene.recorded()) == scene.player.asked.qsize() == 5
+
+    play(act)
+
+
+@pytest.mark.parametrize(("users", "sums"), [(120, 0), (1, 1)])
+def test_everybody_is_asked_in_each_round_that_is_charged_at_next_to_no_chance(
+    play: Callable[[Act], None],
+    ledger: Ledger,
+    caplog: pytest.LogCaptureFixture,
+    users: int,
+    sums: int,
+) -> None:
+    event = poisson_gaussian(1e-9, 1.0, population=120)
+
+    async def act(scene: Scene) -> None:
+        tiny, reasons = scene.tiny, []
+        own = np.arange(users)
+        tiny.welcome = said(Welcome("people", 120, own, TASK))
+        tiny.ledger, scene.player.loaded = ledger, Loaded(users, bytes(32), bytes(8 * users))
+        async with serving(tiny) as port, scene.joined(port, verify_ledger=True):
+            for number in range(30):
+                price = replace(HONEST, event=event, charges=number)
+                await tiny.propose(number, id=RoundId("run", number, 0), price=price)
+                assert not (await tiny.votes.get()).objection
+                await tiny.offer(number, price=price, users=own)
+                reasons.append((await tiny.answers.get())[0].decline.reason)
+                named = "run", number, 0, Randomness.OPERATING_SYSTEM, event, "0" * 64
+                ledger.charge(ProposedCharge(*named))
+        refusal = "users are drawn more often than the charged sampling probability explains"
+        assert reasons == [""] * sums + [refusal] * (30 - sums)
+
+    play(act)
+    assert caplog.text.count("the server draws users more often than it has charged for") == (
+        30 - sums
+    )
 
 
 def test_a_ledger_without_charges_may_be_replaced_and_no_other(
