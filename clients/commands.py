@@ -43,8 +43,13 @@ def join(
         Path | None, _option("what the node agrees to, TOML", default="everything")
     ] = None,
     verify_ledger: Annotated[
-        bool, _option("check the ledger and its ε before each round", "--verify-ledger")
-    ] = False,
+        bool,
+        _option(
+            "check the ledger, its ε and this node's draws before each round",
+            "--verify-ledger/--no-verify-ledger",
+            default=True,
+        ),
+    ] = True,
     state: Annotated[
         Path | None, _option("folder of the node's journal", default="in the home folder")
     ] = None,

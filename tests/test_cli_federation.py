@@ -471,13 +471,13 @@ def test_join_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "server": "localhost:1",
         "host": host | dict.fromkeys(unset),
         "node": "n",
-        "verify_ledger": False,
+        "verify_ledger": True,
         "trusted": [],
         "once": False,
     }
     assert formatter == "TextFormatter"
     options = (
-        "--server [::1]:7443 --users a.b:c --certificates c --consent t.toml --verify-ledger "
+        "--server [::1]:7443 --users a.b:c --certificates c --consent t.toml --no-verify-ledger "
         "--state s --trust a:f --trust b:g --device cpu --memory 512 --once "
         "--activations bfloat16 --processes 3 --id-key k "
         "--log-format json"
@@ -496,7 +496,7 @@ def test_join_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "certificates": "c",
         "node": None,
         "consent": "t.toml",
-        "verify_ledger": True,
+        "verify_ledger": False,
         "state": "s",
         "trusted": ["a:f", "b:g"],
         "once": True,
