@@ -1,7 +1,7 @@
 """A node's consent: limits of its own, against which it checks every offer."""
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Self
@@ -10,10 +10,14 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from fedpriv.accounting.pricing import delta_for_population
+from fedpriv.clients.worker import Built
 from fedpriv.experiment.config import NonNegative, Positive, Section, checked, read_toml
 from fedpriv.ledger.events import Unit
+from fedpriv.training.request import CONTROL_PREFIX
 from fedpriv.wire import Price, RoundOffer, Terms, Welcome
 
+Shapes = Mapping[str, tuple[int, ...]]
+_MOST_METRICS = 2**20  # components that a round may measure, however small the task
 _ROUNDING = 1e-9  # relative error from splitting a norm or the noise among groups
 
 
@@ -160,6 +164,39 @@ def misfit(welcome: Welcome, offer: Terms) -> str | None:
         condition = "the offer must say how many examples of a user count"
         return f"local.max_examples is absent; {condition}, so that no user takes the time of all"
     return _uncovered(offer)
+
+
+def unlike(task: Built, terms: Terms) -> str | None:
+    """Return why a round asks for other tensors than those of this node's task, or None.
+
+    So nothing is downloaded or summed that is larger than the task, but for metrics, which have at
+    most as many components as the task or 2²⁰. The indicator has one for each group (`Clipping`).
+    """
+    layout, own = terms.clipping.layout, task.parameters
+    asked = dict(zip(layout.names, layout.shapes, strict=True))
+    measured = sum(math.prod(asked.pop(metric.tensor, ())) for metric in terms.metrics)
+    most = max(own.dimension, _MOST_METRICS)
+    if measured > most:
+        return f"metrics have {measured} components; this node's task allows {most}"
+    if terms.clipping.indicator is not None:
+        asked.pop(terms.clipping.indicator.tensor, None)
+    update = dict(zip(own.names, own.shapes, strict=True))
+    if terms.local.control is not None:
+        update |= {CONTROL_PREFIX + name: shape for name, shape in update.items()}
+    if asked != update:
+        return f"the update {_differing(asked, update)} those of this node's task"
+    if isinstance(terms, RoundOffer):
+        sent, kept = terms.model.layout, task.statistics
+        model = dict(zip(sent.names, sent.shapes, strict=True))
+        statistics = dict(zip(kept.names, kept.shapes, strict=True))
+        if model not in (update, update | statistics):
+            return f"the model {_differing(model, update | statistics)} those of this node's task"
+    return None
+
+
+def _differing(tensors: Shapes, expected: Shapes) -> str:
+    names = sorted({name for name, _ in tensors.items() ^ expected.items()})
+    return f"has {len(names)} tensors, as {names[0]!r}, that differ from"
 
 
 def _uncovered(offer: Terms) -> str | None:

@@ -19,7 +19,7 @@ import grpc
 import numpy as np
 
 from fedpriv.clients.connection import Backoff, FederationStub, identity_of, persist
-from fedpriv.clients.consent import Consent
+from fedpriv.clients.consent import Consent, unlike
 from fedpriv.clients.journal import Journal
 from fedpriv.clients.ledger_check import DISBELIEF, LedgerVerifier, OfferPolicy
 from fedpriv.clients.worker import HostSettings, Worker
@@ -179,6 +179,7 @@ class OfferHandler:
         """Return the node's vote on a round; it does not depend on users or earlier answers."""
         try:
             objection = await self.policy.objection_to_proposal(welcome, proposal)
+            objection = objection or self._unlike(proposal)
             if objection is None:
                 await self.worker.learn(proposal)
         except ModelError as error:
@@ -221,6 +222,11 @@ class OfferHandler:
                     why = "all updates of the users are NaN, infinite or zero; look at their data"
                     _log.warning("%s: %s", name, why)
 
+    def _unlike(self, terms: Terms) -> str | None:
+        """Return why a round asks for tensors that the built task does not have, or None."""
+        built = self.worker.built
+        return "no task is built" if built is None else unlike(built, terms)
+
     async def _send(self, offer: RoundOffer, answer: PartialSum | Decline) -> Receipt:
         return await persist(lambda: self.server.upload(offer.id, answer), self.backoff)
 
@@ -228,7 +234,8 @@ class OfferHandler:
         self, welcome: Welcome, offer: RoundOffer, deadline: float
     ) -> PartialSum | Decline:
         try:
-            if objection := await self.policy.objection(welcome, offer):
+            objection = await self.policy.objection(welcome, offer) or self._unlike(offer)
+            if objection is not None:
                 return Decline(objection[:_LONGEST_REASON])
             answer = await self._trained(offer, deadline)
             if isinstance(answer, PartialSum) and (objection := self.policy.record(welcome, offer)):

@@ -14,7 +14,8 @@ from fedpriv.accounting.policies import (
     poisson_gaussian,
     separated_gaussian,
 )
-from fedpriv.clients.consent import Consent, misfit, reach_of
+from fedpriv.clients.consent import Consent, misfit, reach_of, unlike
+from fedpriv.clients.worker import Built
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiment.grouping import equal_split
 from fedpriv.ledger import Unit
@@ -443,3 +444,57 @@ class TestMisfits:
             "local.max_examples is absent; the offer must say how many examples of a user count, "
             "so that no user takes the time of all"
         )
+
+
+def built(parameters=PARAMETERS, statistics=()):
+    return Built(Layout.of(parameters), Layout.of(dict(statistics)))
+
+
+def asked(request, price=SMALL.price):
+    """Proposal and offer of a request."""
+    offered = RoundOffer.of(request, 9.0, price, manifest_of(model_of(request)))
+    return wire.Proposal.of(request, price), offered
+
+
+class TestTensors:
+    @pytest.mark.parametrize("plan", PLANS)
+    def test_those_of_the_task_are_asked_for_by_every_plan_and_no_others(self, plan):
+        plan = make_plan(**PLANS[plan])
+        state = initial_state(plan, PARAMETERS)
+        request = round_request(
+            plan, state, RoundAttempt("run", 1, 0), np.arange(3), OperatingSystemEntropy()
+        )
+        first = next(iter(PARAMETERS))
+        longer = PARAMETERS | {first: np.zeros((*PARAMETERS[first].shape, 2), np.float32)}
+        fewer = {name: tensor for name, tensor in PARAMETERS.items() if name != first}
+        for terms in asked(request):
+            assert unlike(built(), terms) is None
+            for other in (longer, fewer, PARAMETERS | {"more": np.zeros(1, np.float32)}):
+                assert "differ from those of this node's task" in unlike(built(other), terms)
+
+    def test_running_statistics_are_all_or_none_of_the_task(self):
+        one, two = {"bn.mean": np.zeros(2, np.float32)}, {"bn.mean": np.zeros(3, np.float32)}
+        proposal, offer = asked(replace(small_request(), statistics=one))
+        task = built(small_request().parameters)
+        assert unlike(task, proposal) is None
+        assert unlike(task, offer) == (
+            "the model has 1 tensors, as 'bn.mean', that differ from those of this node's task"
+        )
+        for statistics, fits in ((one, True), (two, False), (one | {"bn.var": two}, False)):
+            values = {
+                n: np.zeros(2, np.float32) if n == "bn.var" else v for n, v in statistics.items()
+            }
+            task = built(small_request().parameters, values)
+            assert (unlike(task, offer) is None) == fits
+            assert unlike(task, asked(replace(small_request(), statistics={}))[1]) is None
+
+    @pytest.mark.parametrize(("size", "allowed"), [(3, False), (2**20, False), (2**21, True)])
+    def test_a_round_measures_at_most_as_much_as_it_trains(self, size, allowed):
+        metric = Metric("m", (2**20 + 1,))
+        layout = Layout(("w", metric.tensor), ((size,), metric.shape))
+        groups = (VectorGroup.single("w", 1.0), metric.group)
+        proposal = asked(small_request())[0]
+        changed = {"clipping": Clipping(layout, groups), "metrics": (metric,)}
+        found = unlike(built({"w": np.zeros(size)}), replace(proposal, **changed))
+        refusal = "metrics have 1048577 components; this node's task allows 1048576"
+        assert found == (None if allowed else refusal)

@@ -22,7 +22,7 @@ from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.clients import ledger_check, membership
 from fedpriv.clients.connection import Backoff, FederationStub
 from fedpriv.clients.membership import NodeSettings, take_part
-from fedpriv.clients.worker import HostSettings, Loaded
+from fedpriv.clients.worker import Built, HostSettings, Loaded
 from fedpriv.errors import ModelError, UntrustedLedgerError, WireError
 from fedpriv.ledger.events import (
     NeighbouringRelation,
@@ -33,12 +33,15 @@ from fedpriv.ledger.events import (
     Schedule,
 )
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import PartialSum
 from fedpriv.server.certificates import issue
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
     ROUND_ID,
     Hello,
+    Manifest,
     Proposal,
     Receipt,
     RoundId,
@@ -48,6 +51,7 @@ from fedpriv.wire import (
     naming,
 )
 from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.tensors import FLOAT32
 from tests.clients.tiny_server import (
     NODE,
     PARAMETERS,
@@ -62,6 +66,7 @@ from tests.clients.tiny_server import (
     said,
     serving,
 )
+from tests.wire.examples import peak_memory
 
 QUICK = Backoff(0.01, 0.05)
 SECRET = "the data of a user"
@@ -75,6 +80,7 @@ class Player:
     # What training gives, or the error that it raises
     answer: PartialSum | Exception | None = field(default_factory=lambda: SUM)
     loaded: Loaded = Loaded(1, bytes(32), bytes(8))  # noqa: RUF009 - it is frozen
+    built: Built = Built(Layout.of(PARAMETERS), Layout((), ()))  # noqa: RUF009 - it is frozen
     go: asyncio.Event = field(default_factory=asyncio.Event)  # training waits for it
     prepared: list[Welcome] = field(default_factory=list)
     learnt: list[Proposal] = field(default_factory=list)
@@ -580,6 +586,30 @@ def test_lost_calls_are_repeated_until_the_answer_is_there(play: Callable[[Act],
             header, _ = await tiny.answers.get()
         assert header.HasField("sum")
         assert tiny.calls["Upload"] == 3
+
+    play(act)
+
+
+def test_of_a_model_of_three_gibibytes_for_a_small_task_no_byte_is_fetched(
+    play: Callable[[Act], None],
+) -> None:
+    layout = Layout(("1.weight", "1.bias"), ((3, 2**28), (3,)))
+    clipping = Clipping(layout, flat(layout, 0.5))
+
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        async with serving(tiny) as port, scene.joined(port):
+            await tiny.propose(clipping=clipping)
+            voted = (await tiny.votes.get()).objection
+            with peak_memory() as peak:
+                await tiny.offer(clipping=clipping, model=Manifest(layout, FLOAT32))
+                header, _ = await tiny.answers.get()
+        assert voted == header.decline.reason
+        assert voted == (
+            "the update has 1 tensors, as '1.weight', that differ from those of this node's task"
+        )
+        assert tiny.calls["Download"] == len(scene.player.learnt) == 0
+        assert peak() < 2**24
 
     play(act)
 
