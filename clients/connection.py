@@ -180,6 +180,7 @@ class FederationStub:
             while True:
                 vote = wire.VOTE.encode(await votes.get())
                 await call.write(pb.FromNode(vote=vote).SerializeToString())
+                votes.task_done()
 
         sender = asyncio.create_task(send())
         try:

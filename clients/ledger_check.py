@@ -544,6 +544,7 @@ class OfferPolicy:
         if unfit := (
             misfit(welcome, offer)
             or self.consent.objection_to_task(welcome)
+            or self.consent.objection_to_settings(welcome, offer)
             or self.consent.objection_to_run(offer.id.run)
             or self._objection_to_population(welcome)
         ):

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -19,7 +19,7 @@ import grpc
 import numpy as np
 
 from fedpriv.clients.connection import Backoff, FederationStub, identity_of, persist
-from fedpriv.clients.consent import Consent, unlike
+from fedpriv.clients.consent import Consent, review_of, unlike
 from fedpriv.clients.journal import Journal
 from fedpriv.clients.ledger_check import DISBELIEF, LedgerVerifier, OfferPolicy
 from fedpriv.clients.worker import HostSettings, Worker
@@ -31,6 +31,7 @@ from fedpriv.wire.naming import NEWER
 
 _DAY_SECONDS = 86_400.0
 _LAST_CHECK_SECONDS = 60.0
+_LONGEST_VOTE_SECONDS = 10.0  # until a vote is sent
 _LEAST_MARGIN = 0.05  # share of an offer's time that is reserved for the upload
 _LONGEST_REASON = 400  # characters; a reason may hold the name of a run
 _log = logging.getLogger(__name__)
@@ -65,18 +66,59 @@ def join(settings: NodeSettings) -> None:
     `once`, the ledger cannot be believed at the end. If the server refuses a call for any reason,
     or names a task that the node cannot or must not run, the node tries again.
     """
+    asyncio.run(_until_stopped(take_part(settings)))
 
-    async def until_stopped() -> None:
-        task = asyncio.create_task(take_part(settings))
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-        await asyncio.wait([task])
-        if task.cancelled():
-            _log.info("stopped")
-        else:
-            task.result()
 
-    asyncio.run(until_stopped())
+def review(settings: NodeSettings) -> None:
+    """Print the first task that the server proposes and its hash, vote "under review", and leave.
+
+    No task is built, whatever the consent says. Signals and errors as for `join`.
+    """
+    asyncio.run(_until_stopped(show_review(settings)))
+
+
+async def show_review(settings: NodeSettings) -> None:
+    """Print a task for review like `review`, in a running event loop."""
+    identity, failures = identity_of(settings.certificates, settings.node), 0
+    worker = await Worker.start(settings.host)  # the server welcomes a node with its users only
+    await worker.close()
+    hello = Hello(identity.node, worker.loaded.users_sha256)
+    async with FederationStub.open(settings.server, identity) as server:
+        while (text := await _first_review(server, hello)) is None:
+            await asyncio.sleep(settings.backoff.wait(failures))
+            failures += 1
+    print(text)  # noqa: T201
+
+
+async def _first_review(server: FederationStub, hello: Hello) -> str | None:
+    """Return the review of the first proposal of a connection; None if it ends before."""
+    votes, welcome = asyncio.Queue[Vote](), None
+    try:
+        async with aclosing(server.connect(hello, votes)) as messages:
+            async for message in messages:
+                if isinstance(message, Welcome):
+                    welcome = message
+                elif isinstance(message, Proposal) and welcome is not None:
+                    votes.put_nowait(Vote(message.id, "under review"))
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_LONGEST_VOTE_SECONDS):
+                            await votes.join()
+                    return review_of(welcome, message)
+    except grpc.aio.AioRpcError as error:
+        _log.warning("no connection: %s (%r)", error.code().name, error.details())
+    return None
+
+
+async def _until_stopped(work: Coroutine[None, None, None]) -> None:
+    """Do work until it ends, or SIGTERM or SIGINT cancel it."""
+    task = asyncio.create_task(work)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    await asyncio.wait([task])
+    if task.cancelled():
+        _log.info("stopped")
+    else:
+        task.result()
 
 
 async def take_part(settings: NodeSettings) -> None:
@@ -278,7 +320,8 @@ class Membership:
         * The latest offer is answered, and work on older ones is abandoned. Work continues while
           the connection is lost, and if the same offer arrives again.
         * Only trusted code that the server names is run. If the node does not consent to a purpose
-          or model, no task is built, and the node votes against each round.
+          or model, no task is built, and the node votes against each round. If the consent names
+          tasks by their hash, a task is built once a round with such a hash is proposed or offered.
         * At most one vote waits to be sent, even if the server sends proposals and reads no votes.
         * After a lost connection, the node connects again with exponential back-off, which each
           welcome resets; unless newer connections of the node end two of its own in a row.
@@ -296,6 +339,7 @@ class Membership:
         self._work, self._voting = LatestTask(), LatestTask()
         self._certificate_end = certificate_end
         self._prepared: Welcome | None = None
+        self._built: object = None  # `_task_key` of the task that the worker has built
         self._trouble = ""  # why the node is not connected; empty: it is
         self._objection = ""  # to the last proposed round
         self._replaced = 0  # successive connections that a newer one of the node has ended
@@ -352,6 +396,8 @@ class Membership:
         return welcomed, True
 
     async def _begin(self, welcome: Welcome, terms: Terms, votes: "asyncio.Queue[Vote]") -> None:
+        if not self._handler.policy.consent.objection_to_settings(welcome, terms):
+            await self._build(welcome)
         if isinstance(terms, Proposal):
             await self._voting.begin(terms.id, partial(self._vote, welcome, terms, votes))
         else:
@@ -370,6 +416,7 @@ class Membership:
         self._objection = vote.objection
         while not votes.empty():  # older votes, which the server has not read
             votes.get_nowait()
+            votes.task_done()
         votes.put_nowait(vote)
 
     def _warn(self, trouble: str) -> None:
@@ -393,10 +440,10 @@ class Membership:
         worker, old = self._handler.worker, self._prepared
         if old is None or _task_key(old) != _task_key(welcome):
             await self._work.stop()
-            self._prepared = None
+            self._prepared = self._built = None
             if objection := self._handler.policy.consent.objection_to_task(welcome):
                 _log.warning("no task is built: %s", objection)
-            else:
+            elif self._handler.policy.consent.tasks is None:
                 await self._build(welcome)
         self._prepared = welcome
         names = f"{self._hello.node} to {self._settings.server}"
@@ -406,11 +453,17 @@ class Membership:
             await self._work.begin(None, partial(self._report, welcome))
 
     async def _build(self, welcome: Welcome) -> None:
+        """Build the task of a welcome, unless it is built or the node does not consent to it."""
+        if self._built == _task_key(welcome) or (
+            self._handler.policy.consent.objection_to_task(welcome)
+        ):
+            return
         _log.info("building the task with model %r", welcome.task.model)
         try:
             await self._handler.worker.prepare(welcome)
         except FedprivError as error:
             raise _CannotTakePartError(f"the server's task cannot be run: {error}") from error
+        self._built = _task_key(welcome)
 
     async def _report(self, welcome: Welcome) -> None:
         try:

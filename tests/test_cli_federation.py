@@ -504,6 +504,14 @@ def test_join_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert formatter == "JsonFormatter"
 
 
+@pytest.mark.usefixtures("_no_handlers")
+def test_join_with_review_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedpriv.clients.membership.join", pytest.fail)
+    given = *plain("localhost:1"), "--users", "u", "--review"
+    (settings,), _, _ = passed_on(monkeypatch, "fedpriv.clients.membership.review", "join", *given)
+    assert settings["server"] == "localhost:1"
+
+
 def test_asking_for_the_status_loads_nothing_heavy() -> None:
     code = "import atexit, sys; sys.argv[0] = 'fedpriv'; from fedpriv.cli import main; " + (
         "atexit.register(lambda: print('torch' in sys.modules, 'grpc' in sys.modules)); main()"

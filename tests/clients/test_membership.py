@@ -21,6 +21,7 @@ from fedpriv.accounting.accountants import epsilon as priced
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.clients import ledger_check, membership
 from fedpriv.clients.connection import Backoff, FederationStub
+from fedpriv.clients.consent import task_hash
 from fedpriv.clients.membership import NodeSettings, take_part
 from fedpriv.clients.worker import Built, HostSettings, Loaded
 from fedpriv.errors import ModelError, UntrustedLedgerError, WireError
@@ -40,6 +41,7 @@ from fedpriv.server.certificates import issue
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
     ROUND_ID,
+    WELCOME,
     Hello,
     Manifest,
     Proposal,
@@ -806,6 +808,59 @@ def test_a_task_is_built_once_its_purpose_is_one_that_the_node_consents_to(
             await happens(lambda: bool(scene.player.prepared) and tiny.connected == 1)
             await tiny.propose()
             assert (await tiny.votes.get()).objection == ""
+
+    play(act)
+
+
+def test_a_task_is_built_once_its_hash_is_one_that_the_node_consents_to(
+    play: Callable[[Act], None],
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        first, _ = make_offer()
+        known = task_hash(WELCOME.decode(tiny.welcome.welcome), first)
+        one_step = LocalTraining(0.1, steps=1, max_examples=1)
+        consent = scene.consent(f"tasks = ['{known}']")
+        async with serving(tiny) as port, scene.joined(port, consent=consent):
+            await tiny.propose(id=RoundId("run", 0, 0), local=one_step)
+            assert "this node's consent does not name it" in (await tiny.votes.get()).objection
+            await tiny.offer(local=one_step)
+            header, _ = await tiny.answers.get()
+            assert "this node's consent does not name it" in header.decline.reason
+            assert scene.player.prepared == []
+            for number in range(2):
+                await tiny.propose(number + 1)
+                assert (await tiny.votes.get()).objection == ""
+                await tiny.offer(number + 1)
+                assert (await tiny.answers.get())[0].HasField("sum")
+            assert len(scene.player.prepared) == 1
+            await tiny.offer(3, local=one_step)
+            assert (await tiny.answers.get())[0].HasField("decline")
+
+    play(act)
+
+
+def test_a_review_prints_the_hash_votes_and_leaves_without_building_a_task(
+    play: Callable[[Act], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        await tiny.script.put((grpc.StatusCode.UNAVAILABLE, "later"))
+        async with serving(tiny) as port:
+            settings = NodeSettings(
+                f"127.0.0.1:{port}", HostSettings("played"), node="n", backoff=QUICK
+            )
+            reviewing = asyncio.create_task(membership.show_review(settings))
+            await tiny.offer()
+            await tiny.propose(2)
+            vote = await tiny.votes.get()
+            await reviewing
+        assert (vote.id.round, vote.objection) == (2, "under review")
+        assert scene.player.prepared == scene.player.learnt == []
+        assert scene.player.asked.empty()
+        assert scene.player.closed
+        known = task_hash(WELCOME.decode(tiny.welcome.welcome), make_offer()[0])
+        assert f'\ntasks = ["{known}"]\n' in capsys.readouterr().out
 
     play(act)
 
