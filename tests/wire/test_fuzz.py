@@ -14,7 +14,7 @@ from fedpriv.errors import WireError
 from fedpriv.ledger import NeighbouringRelation
 from fedpriv.wire import Assembler, Decline, RoundAnswer, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.codec import SERVER_RECEIVES_BYTES, parse
+from fedpriv.wire.codec import SERVER_RECEIVES_BYTES, parse, refuse_unknown
 from fedpriv.wire.messages import CLIPPING, LOCAL_TRAINING, METRIC
 from fedpriv.wire.messages import PRICE as PRICE_CODEC
 from fedpriv.wire.tensors import LAYOUT as LAYOUT_CODEC
@@ -246,3 +246,31 @@ def test_too_long_a_message_is_refused_unread() -> None:
 def test_deep_groups_of_unknown_fields_are_refused() -> None:
     with pytest.raises(WireError, match="not a message Offer"):
         parse(pb.Offer, b"\x7b" * 100_000, SERVER_RECEIVES_BYTES)
+
+
+def messages_in(message: Message) -> Iterator[Message]:
+    """A message, and all that are in it."""
+    yield message
+    for field, content in message.ListFields():
+        if field.message_type is not None:
+            for inner in content if isinstance(content, MutableSequence) else [content]:
+                yield from messages_in(inner)
+
+
+def test_a_field_that_is_not_known_is_refused_wherever_it_is() -> None:
+    offer = small_offer()
+    for message in (
+        wire.OFFER.encode(offer),
+        wire.PROPOSAL.encode(wire.Proposal.of(offer, offer.price)),
+        wire.WELCOME.encode(small_welcome()),
+    ):
+        refuse_unknown(message)
+        data, kinds = message.SerializeToString(), set[str]()
+        for number in range(len([*messages_in(message)])):
+            altered = type(message).FromString(data)
+            inner = [*messages_in(altered)][number]
+            inner.MergeFromString(b"\xc0\x3e\x01")  # field 1000
+            kinds.add(inner.DESCRIPTOR.name)
+            with pytest.raises(WireError, match="has fields that this version"):
+                refuse_unknown(altered)
+        assert kinds >= ({"Task"} if "Welcome" in kinds else {"Price", "Shape", "VectorGroup"})
