@@ -716,6 +716,24 @@ class Config(Section):
         refuse_training_of(drawn, self.local, self.averaging.cap)
         return self
 
+    @model_validator(mode="after")
+    def _must_fit_the_trust(self) -> Self:
+        if self.federation is None or self.federation.secure_sum is None:
+            return self
+        given = {
+            "audit": self.audit,
+            "federated_evaluation": self.federated_evaluation,
+            "output.simulation_only": self.output.simulation_only,
+            "averaging.floor": self.averaging.floor,
+        }
+        for name, value in given.items():
+            if value:
+                raise ValueError(
+                    f'{name} is given and federation.trust is "none"; it must be left out, since '
+                    "it needs a server that draws cohorts or sees their sums"
+                )
+        return self
+
     @property
     def whole_users(self) -> bool:
         """Whether users take part as a whole, instead of examples or microbatches."""

@@ -48,8 +48,8 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import SecureSum
-from fedpriv.privacy.clipping import Clipping, IntegerVector
-from fedpriv.privacy.noise import rounded_gaussian, words
+from fedpriv.privacy.clipping import IntegerVector
+from fedpriv.privacy.noise import words
 from fedpriv.secure_sums.parameters import Graph, neighbours
 from fedpriv.support.checks import require
 
@@ -398,24 +398,6 @@ def unmasked(
     total = masked_total.copy()
     _add_masks(total, added, subtracted)
     return total.view(np.int64)
-
-
-def noise_share(
-    key_of: Callable[[str], bytes], clipping: Clipping, stddevs: Sequence[float]
-) -> IntegerVector:
-    """Return a node's share of the noise, K_i in steps: independent rounded normals, int64 [D].
-
-    Their law is exact, see `fedpriv.privacy.noise`. `key_of` gives a fresh key by the name of a
-    vector group, which serves this one draw; `stddevs` are those of the shares in steps, by group,
-    see `share_stddev`.
-    """
-    share = np.empty(clipping.layout.dimension, np.int64)
-    for group, stddev in zip(clipping.groups, stddevs, strict=True):
-        noise = rounded_gaussian(key_of(group.name), group.dimension(clipping.layout), stddev)
-        for span in clipping.spans[group.name]:
-            size = span.stop - span.start
-            share[span], noise = noise[:size], noise[size:]
-    return share
 
 
 def _sealing_key(roster: Roster, pair: KeyPair, node: str, other: str, *, sender: bool) -> bytes:

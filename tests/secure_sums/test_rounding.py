@@ -16,10 +16,10 @@ from scipy import integrate, stats
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import LEAST_SHARE, SecureSum
 from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.gaussian_mechanism import rounded_noise
 from fedpriv.privacy.layout import Layout, VectorGroup
 from fedpriv.privacy.noise import SeededEntropy
 from fedpriv.secure_sums.parameters import excess_delta, rounding_excess, share_stddev
-from fedpriv.secure_sums.protocol import noise_share
 
 Law = dict[int, mpf]
 
@@ -179,7 +179,8 @@ def test_shares_of_the_sampler_add_up_to_their_law() -> None:
     clipping = Clipping(Layout(("a",), ((count,),)), (VectorGroup.single("a", 1.0),))
     entropy = SeededEntropy(51)
     shares = [
-        noise_share(lambda g, i=i: entropy.key(f"{i}/{g}"), clipping, (1.0,)) for i in range(nodes)
+        rounded_noise(lambda g, i=i: entropy.key(f"{i}/{g}"), clipping, (1.0,))
+        for i in range(nodes)
     ]
     total = np.sum(shares, axis=0)
     with mpmath.workdps(50):
@@ -200,7 +201,7 @@ def test_shares_of_a_round_are_gaussian_with_the_variance_of_the_event() -> None
     clipping = Clipping(Layout(("a",), ((count,),)), (VectorGroup.single("a", 1.0),))
     entropy = SeededEntropy(52)
     least = sum(
-        noise_share(lambda g, i=i: entropy.key(f"{i}/{g}"), clipping, (share,))
+        rounded_noise(lambda g, i=i: entropy.key(f"{i}/{g}"), clipping, (share,))
         for i in range(12 - 2 - 3)
     )
     assert stats.kstest(least / stddev, "norm").pvalue > 1e-6

@@ -12,6 +12,7 @@ from sympy import isprime
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import SecureSum
 from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.gaussian_mechanism import rounded_noise
 from fedpriv.privacy.layout import Layout, VectorGroup
 from fedpriv.privacy.noise import SeededEntropy, rounded_gaussian, words
 from fedpriv.secure_sums import protocol
@@ -23,7 +24,6 @@ from fedpriv.secure_sums.protocol import (
     Roster,
     key_statement,
     list_statement,
-    noise_share,
     unmasked,
 )
 from tests.secure_sums.world import (
@@ -313,14 +313,14 @@ CLIPPING = Clipping(
 )
 
 
-def test_noise_share_is_a_draw_for_each_group_in_its_place() -> None:
+def test_noise_is_a_draw_for_each_group_in_its_place() -> None:
     asked = []
 
     def key_of(group: str) -> bytes:
         asked.append(group)
         return SeededEntropy(7).key(group)
 
-    share = noise_share(key_of, CLIPPING, (2000.0, 5000.0))
+    share = rounded_noise(key_of, CLIPPING, (2000.0, 5000.0))
     outer = rounded_gaussian(SeededEntropy(7).key("outer"), 8, 2000.0)
     inner = rounded_gaussian(SeededEntropy(7).key("b"), 4, 5000.0)
     np.testing.assert_array_equal(share, np.concatenate([outer[:3], inner, outer[3:]]))
