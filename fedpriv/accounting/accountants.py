@@ -267,8 +267,6 @@ def _tightest(
 
 # Factor of lower ends, since `compose` may take noise to be smaller by a part in 2³⁶.
 _BELOW = 1.0 - 2.0**-30
-_LOG_LEAST, _LOG_MOST = math.log(1e-300), math.log1p(-1e-12)
-_FINE = 1e-7  # relative accuracy of log δ
 
 _GAUSSIAN = tuple(
     kind
@@ -467,44 +465,22 @@ class RDPAccountant(Accountant):
 
 
 @dataclass(frozen=True)
-class ClassicalAccountant(Accountant):
-    """One formula for ε."""
+class CLTAccountant(Accountant):
+    """The estimate of the central limit theorem (Bu et al. 2020), which can be below the truth."""
 
-    name: str = "zcdp"
-    # Maps rounds and δ to ε, which must decrease with δ.
-    price: Callable[[Rounds, float], float] = lambda rounds, delta: classical.zcdp_epsilon(
-        classical.zcdp_rho(rounds), delta
-    )
-    bound: Bound = Bound.UPPER
+    name: str = field(default="gdp", init=False)
 
     def epsilon(self, events: Iterable[RoundEvent], delta: float) -> PrivacyLoss:
-        """Return the formula's ε at δ."""
+        """Return the ε of the Gaussian mechanism that the rounds converge to."""
         check_delta(delta)
         events = tuple(events)
-        rounds = gaussian_rounds(events, self.name)
-        up = self.price(rounds, delta) if events else 0.0
-        return _loss(events, (0.0, up), delta, self.name, self.bound)
+        up = classical.clt_epsilon(gaussian_rounds(events, self.name), delta)
+        return _loss(events, (0.0, up), delta, self.name, Bound.ESTIMATE)
 
     def delta(self, events: Iterable[RoundEvent], epsilon: float) -> float:
-        """Return the least δ in [1e-300, 1] at which the formula's ε is not larger.
-
-        log δ is too large by at most a millionth.
-        """
+        """Return the δ of the Gaussian mechanism that the rounds converge to."""
         check_epsilon(epsilon)
-        rounds = gaussian_rounds(events, self.name)
-        if not rounds:
-            return 0.0
-
-        low, high = _LOG_LEAST, _LOG_MOST
-        if any(z == 0.0 for _, z in rounds) or self.price(rounds, math.exp(high)) > epsilon:
-            return 1.0
-        if self.price(rounds, math.exp(low)) <= epsilon:
-            return math.exp(low)
-        while high - low > _FINE * abs(high) + _FINE**2:
-            middle = (low + high) / 2
-            is_enough = self.price(rounds, math.exp(middle)) <= epsilon
-            low, high = (low, middle) if is_enough else (middle, high)
-        return math.exp(high)
+        return classical.clt_delta(gaussian_rounds(events, self.name), epsilon)
 
 
 def gaussian_rounds(events: Iterable[RoundEvent], name: str) -> Rounds:
@@ -565,8 +541,7 @@ _ALL = (
     IntervalAccountant("tight", tightest_epsilon, tightest_delta, tightest_deltas),
     IntervalAccountant(),
     RDPAccountant(),
-    ClassicalAccountant("gdp", classical.clt_epsilon, Bound.ESTIMATE),
-    ClassicalAccountant(),
+    CLTAccountant(),
 )
 ACCOUNTANTS: Mapping[str, Accountant] = MappingProxyType({one.name: one for one in _ALL})
 """Every accountant by its name, the default first."""
