@@ -12,7 +12,7 @@ from functools import partial
 from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, cast
 
 import typer
 
@@ -154,21 +154,21 @@ def export(
     """Write a ledger for other programs; it does not tell who took part."""
     from fedpriv.ledger.ledger import Ledger
 
-    text = io.StringIO()
     if form == "dp-accounting":
-        from fedpriv.report.tables import write_dp_events
+        from fedpriv.report.tables import dp_events
 
-        write_dp_events(ledger, text)
+        text = dp_events(ledger)
     else:
         with Ledger.open(ledger) as opened:
-            opened.export(text)
+            opened.export(lines := io.StringIO())
+        text = lines.getvalue()
     if out is None:
-        typer.echo(text.getvalue(), nl=False)
+        typer.echo(text, nl=False)
         return
     if out.exists():  # such as the ledger itself
         raise InvalidValueError(f"{out} exists already; it is not overwritten")
     with writing(out):
-        write_atomically(out, text.getvalue().encode())
+        write_atomically(out, text.encode())
 
 
 @ledger_app.command()
@@ -353,7 +353,7 @@ def epsilon(
 
     spent = pricing.price(ledgers, delta, target, accountant)
     if as_json:
-        tables.write_spending(spent, sys.stdout)
+        typer.echo(tables.spending_json(spent))
     else:
         tables.print_spending(spent)
 
@@ -364,9 +364,6 @@ def calibrate(
     epsilon: Annotated[float | None, _option("ε of the privacy budget")] = None,
     advantage: Annotated[
         float | None, _option("budget instead of ε: largest true minus false positive rate")
-    ] = None,
-    same_as: Annotated[
-        str | None, _option("accountant: its ε of the noise given is the budget")
     ] = None,
     rounds: Annotated[int | None, _option("T")] = None,
     sampling_probability: Annotated[float | None, _option("q in (0, 1]")] = None,
@@ -382,16 +379,12 @@ def calibrate(
 ) -> None:
     """Compute the noise, the rounds or the sampling for (ε, δ), given the other two.
 
-    If all three are given, compute the share of every round that one more sum query may have.
-    With --same-as instead of --epsilon, compute the smaller noise that spends the ε which that
-    accountant reports. With --advantage, the budget limits how much better than by guessing anyone
-    can tell who took part.
+    With --advantage, the budget limits how much better than by guessing anyone can tell who took
+    part.
     """
-    budgets = {"--epsilon": epsilon, "--advantage": advantage, "--same-as": same_as}
-    given = [f"{name} {value}" for name, value in budgets.items() if value is not None]
-    if len(given) != 1:
-        problem = f"the budget is {' and '.join(given) or 'absent'}"
-        raise InvalidValueError(f"{problem}; it must be one of {', '.join(budgets)}")
+    if (epsilon is None) == (advantage is None):
+        given = "absent" if epsilon is None else f"--epsilon {epsilon} and --advantage {advantage}"
+        raise InvalidValueError(f"the budget is {given}; it must be --epsilon or --advantage")
     from fedpriv.accounting.calibration import plan_within
     from fedpriv.accounting.risks import plan_of_advantage
     from fedpriv.ledger.events import NeighbouringRelation, SamplingPolicy
@@ -407,14 +400,13 @@ def calibrate(
         relation=NeighbouringRelation(relation or other),
         population=population,
         accountant=accountant,
-        same_as=same_as,
     )
     if advantage is None:
-        found = find(epsilon, delta)
+        found = find(cast(float, epsilon), delta)
     else:
         found = plan_of_advantage(advantage, delta, find, accountant)
     if as_json:
-        tables.write_plan(found, advantage, sys.stdout)
+        typer.echo(tables.plan_json(found, advantage))
     else:
         tables.print_plan(found, advantage)
 

@@ -32,7 +32,6 @@ from fedpriv.accounting.calibration import (
     largest_probability,
     plan_within,
     smallest_noise,
-    smallest_query_noise,
 )
 from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.accounting.policies import (
@@ -67,6 +66,5 @@ __all__ = [
     "random_allocation_gaussian",
     "separated_gaussian",
     "smallest_noise",
-    "smallest_query_noise",
     "trade_off",
 ]
