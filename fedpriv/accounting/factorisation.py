@@ -70,15 +70,6 @@ class Buffers(NamedTuple):
         return tuple(np.minimum.accumulate(c).tolist())
 
 
-def noise_errors(strategy: tuple[float, ...], rounds: int, momentum: float = 0.0) -> Errors:
-    """Return errors of the models in standard deviations of Z: norms of the rows of A·C⁻¹."""
-    c = np.zeros(rounds)
-    c[: len(strategy)] = strategy[:rounds]
-    column, _ = _noise_column(_inverse(c), momentum)
-    squares = np.cumsum(column**2)  # row t of A·C⁻¹ is (u_t, …, u_0)
-    return Errors(math.sqrt(squares.mean()), math.sqrt(squares.max()))
-
-
 def errors(strategy: tuple[float, ...], schedule: Schedule, momentum: float = 0.0) -> Errors:
     """Return errors of the models in clipping norms, if a series is μ-GDP with μ = 1.
 
@@ -88,10 +79,12 @@ def errors(strategy: tuple[float, ...], schedule: Schedule, momentum: float = 0.
     >>> round(errors((1.0,), Schedule(rounds=100)).largest, 9)
     10.0
     """
-    sizes = schedule.rounds, schedule.participations, schedule.separation
-    sensitivity = strategy_sensitivity(strategy, *sizes)
-    noise = noise_errors(strategy, schedule.rounds, momentum)
-    return Errors(sensitivity * noise.mean, sensitivity * noise.largest)
+    n = schedule.rounds
+    sensitivity = strategy_sensitivity(strategy, n, schedule.participations, schedule.separation)
+    c = np.append(strategy[:n], np.zeros(max(0, n - len(strategy))))
+    column, _ = _noise_column(_inverse(c), momentum)
+    squares = np.cumsum(column**2)  # row t of A·C⁻¹ is (u_t, …, u_0)
+    return Errors(sensitivity * math.sqrt(squares.mean()), sensitivity * math.sqrt(squares.max()))
 
 
 def relative_errors(

@@ -25,7 +25,6 @@ from fedpriv.accounting.classical import gaussian_mu
 from fedpriv.accounting.round_counts import Vector
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import NeighbouringRelation, RoundEvent, merge_equal
-from fedpriv.support.checks import require
 
 _PAIRS, _LEAST_DELTA = 64, 1e-6  # (ε, δ) evenly spaced up to ε at the least δ: accurate to ~0.001
 _LARGE_DELTAS = 0.3, 1e-2  # plans for these and the least δ serve all pairs
@@ -84,7 +83,6 @@ def trade_off(events: Iterable[RoundEvent], accountant: str = "tight") -> TradeO
 
 def gaussian_trade_off(type_one: ArrayLike, mu: float) -> Vector:
     """Return G_μ(α) = Φ(Φ⁻¹(1 − α) − μ), the least type II error between N(0, 1) and N(μ, 1)."""
-    require(0.0 <= mu < math.inf, f"mu is {mu}; it must be finite and not negative")
     return np.asarray(ndtr(-ndtri(_errors(type_one)) - mu))
 
 
@@ -93,8 +91,6 @@ def trade_off_of_bound(type_one: ArrayLike, epsilon: float, delta: float) -> Vec
 
     It is the least type II error under (ε, δ)-DP (Bu et al. 2020, equation (2.1)).
     """
-    require(epsilon >= 0.0, f"epsilon is {epsilon}; it must not be negative")
-    require(0.0 <= delta <= 1.0, f"delta is {delta}; it must be in [0, 1]")
     errors = _errors(type_one)
     with np.errstate(over="ignore", invalid="ignore"):  # ∞·0 at α = 0
         steep = 1 - delta - np.where(errors > 0.0, np.exp(epsilon) * errors, 0.0)

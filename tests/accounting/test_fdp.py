@@ -248,12 +248,8 @@ SOME = TradeOff("tight", ADD_OR_REMOVE, Bound.INTERVAL, ((0.0, 0.5),), None, is_
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: gaussian_trade_off(ALPHA, math.inf), "mu is inf"),
-        (lambda: gaussian_trade_off(ALPHA, -1.0), "mu is -1.0"),
         (lambda: gaussian_trade_off(ALPHA + 0.1, 1.0), r"a type I error is 1.0\d+"),
         (lambda: trade_off_of_bound(-ALPHA, 1.0, 0.1), "a type I error is -0.0005"),
-        (lambda: trade_off_of_bound(ALPHA, -1.0, 0.1), "epsilon is -1.0"),
-        (lambda: trade_off_of_bound(ALPHA, 1.0, 1.5), r"delta is 1.5"),
         (lambda: SOME.type_two(1.5), r"a type I error is 1.5"),
         (lambda: SOME.power(math.nan), "a type I error is nan"),
         (lambda: trade_off([], "moments"), "unknown accountant 'moments'"),

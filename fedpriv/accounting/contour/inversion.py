@@ -52,9 +52,6 @@ from fedpriv.accounting.round_counts import (
     Rounds,
     Vector,
     arrays,
-    check_any_delta,
-    check_epsilon,
-    check_rounds,
     typical,
 )
 from fedpriv.errors import UnsupportedEventError
@@ -477,7 +474,6 @@ def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
     Its width is usually 1e-8 of the upper end, and at most the larger of 1e-3 of it and 1e-9.
     ContourUnsuitableError if it is wider, z outside [0.02, 1e6], q below 1e-12 or δ below 1e-100.
     """
-    check_any_delta(delta)
     log_delta = math.log(delta)
     if log_delta < _LEAST_LOG_DELTA:
         raise ContourUnsuitableError(f"delta is {delta}; the contour needs at least 1e-100")
@@ -503,7 +499,6 @@ def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
     Its width is at most the larger of 1e-3 of the upper end and 1e-90; the upper end is at least
     1e-100. ContourUnsuitableError if it is wider, or for values as in `epsilon_interval`.
     """
-    check_epsilon(epsilon)
     if epsilon > _MOST_EPSILON:
         raise ContourUnsuitableError(f"the contour needs ε of at most {_MOST_EPSILON:g}")
 
@@ -556,7 +551,6 @@ def _worse(
     The second direction is computed only if its ceiling is above the first one's lower end, which
     the ceiling knows, as it may take long.
     """
-    check_rounds(rounds)
     if not rounds:
         return 0.0, 0.0
     low = up = 0.0
