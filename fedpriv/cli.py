@@ -205,18 +205,14 @@ def compare(
     file: Annotated[Path, typer.Argument(help="the study, TOML")],
     out: Annotated[Path | None, _option("folder of the study", default="studies/NAME")] = None,
     workers: Annotated[int | None, _option("runs at once", min=1, default="cores")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Run an experiment under several settings that all cost the same ε, and compare them.
 
     Runs that have finished in the folder do not run again.
     """
     from fedpriv.run.compare import run_study
-    from fedpriv.run.folder import summary_json
 
-    folder = run_study(file, out, workers, stderr=as_json)
-    if as_json:
-        typer.echo(summary_json(folder))
+    run_study(file, out, workers)
 
 
 @app.command(rich_help_panel=_TRAIN)
@@ -276,7 +272,6 @@ def simulate(
     ] = None,
     engine: Annotated[Literal["in-process", "flower"], _option("where to train")] = "in-process",
     workers: Annotated[int | None, _option("of the engine flower", min=1, default="2")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Train across simulated users, and print the accuracy and the (ε, δ) of the ledger.
 
@@ -289,8 +284,6 @@ def simulate(
     if engine == "flower":
         if start is not None:
             raise InvalidValueError("--from is given with --engine flower; it is for in-process")
-        if as_json:
-            raise InvalidValueError("--json is given with --engine flower; it is for in-process")
         (simulate_on_ray,) = entry_points(group="fedpriv.engines", name="ray")
         on_ray = simulate_on_ray.load()
         on_ray(*given, workers or 2, resume=resume, keep_going=keep_going).check()
@@ -299,12 +292,7 @@ def simulate(
         raise InvalidValueError(f"--workers is {workers}; only --engine flower has workers")
     from fedpriv.run.simulate import run_simulation
 
-    run = run_simulation(*given, resume=resume, keep_going=keep_going, start=start, stderr=as_json)
-    if as_json:
-        from fedpriv.run.folder import summary_json
-
-        typer.echo(summary_json(run.folder))
-    run.check()
+    run_simulation(*given, resume=resume, keep_going=keep_going, start=start).check()
 
 
 @app.command(rich_help_panel=_TRAIN)
@@ -457,15 +445,12 @@ def price(
 def curves(
     ledger: ReadLedgerPath,
     out: Annotated[Path, _option("folder to write to")],
-    delta: Delta = None,
 ) -> None:
-    """Draw ε by rounds and the errors of a test for one user: PNG, SVG, CSV and JSON."""
-    from fedpriv.accounting.pricing import default_delta, read_ledger
-    from fedpriv.report.guarantee import write_curves
+    """Draw the errors of tests that guess who took part: PNG, SVG and CSV."""
+    from fedpriv.accounting.pricing import read_ledger
+    from fedpriv.report.guarantee import write_trade_off
 
-    content = read_ledger(ledger)
-    delta = default_delta([content]) if delta is None else delta
-    for file in write_curves(content, delta, out):
+    for file in write_trade_off(read_ledger(ledger), out):
         typer.echo(file)
 
 
