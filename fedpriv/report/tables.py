@@ -49,9 +49,9 @@ class Table:
     simulation_only: bool = False  # whether it shows numbers that no guarantee covers
 
 
-def screen(*, quiet: bool = False, highlight: bool = True, stderr: bool = False) -> Console:
+def screen(*, quiet: bool = False) -> Console:
     """Return a console that breaks lines only on a terminal; other programs read whole rows."""
-    console = Console(markup=False, emoji=False, quiet=quiet, highlight=highlight, stderr=stderr)
+    console = Console(markup=False, emoji=False, quiet=quiet, highlight=False)
     if not (console.is_terminal or console.is_jupyter or "COLUMNS" in os.environ):
         console.width = _UNBROKEN
     return console
@@ -192,7 +192,7 @@ def print_spending(spending: Spending) -> None:
     risks = _risks(spending)
     told = [risks.text(unit)] if risks else []
     for sentence in (*dict.fromkeys(assumed), *told, *refused):
-        console.print(sentence, highlight=False)
+        console.print(sentence)
     console.print(f"Randomness: {spending.randomness}.")
     console.print(f"Sums and noise: {spending.arithmetic}.")
     if any(row.event.sampling.projection for held in spending.ledgers for row in held.charges):
@@ -227,7 +227,7 @@ def print_plan(plan: Plan, advantage: float | None) -> None:
         title = f"within an advantage of {advantage}, with ε at δ = {loss.delta}"
     print_table(Table(title, [Column("", "text")] * 3, rows))
     risks = risks_of(trade_off([plan.event], loss.accountant))
-    screen().print(loss.assumptions, risks.text(loss.unit), sep="\n", highlight=False)
+    screen().print(loss.assumptions, risks.text(loss.unit), sep="\n")
 
 
 def print_ledger(path: Path, last: int | None) -> None:
@@ -266,7 +266,7 @@ def print_ledger(path: Path, last: int | None) -> None:
     same = [at for at in (4, len(names)) if len({row[at] for row in rows}) == 1]
     left = [at for at in range(len(columns)) if at not in same]
     shown = [[row[at] for at in left] for row in rows]
-    console = screen(highlight=False)
+    console = screen()
     print_table(Table(title, [columns[at] for at in left], shown), console)
     for line in (*(f"{columns[at].name}: {rows[0][at]}" for at in same), *noise):
         console.print(line)
@@ -290,7 +290,6 @@ def print_verification(path: Path, participation: Path | None, head: str | None)
     screen().print(
         f"{path} is intact: {found.count} charges{cohorts}; head {found.count}:{found.hash}",
         soft_wrap=True,
-        highlight=False,
     )
 
 

@@ -247,4 +247,4 @@ def price_setting(setting: ForeignSetting, write: Path | None, *, as_json: bool)
     if write is not None:
         reasons.append(f"{write} has Poisson sampling, for which the first row holds.")
     for reason in reasons:
-        console.print(reason, highlight=False)
+        console.print(reason)
