@@ -352,7 +352,7 @@ class TestOnUsers:
         scores = iter([0.2, 0.9, 0.4, 0.9, 0.1])
         states = []
 
-        def score(state, _result):
+        def score(state):
             states.append(state)
             return next(scores)
 
