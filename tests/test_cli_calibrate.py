@@ -90,7 +90,10 @@ def test_an_advantage_is_a_budget() -> None:
         ([*BUDGET], "give two of rounds, sampling probability and noise multiplier, to find"),
         ([*BUDGET, *NOISE], "give two of rounds"),
         ([*BUDGET, *ROUNDS, *SAMPLING, *NOISE], "give two of rounds"),
-        ([*BUDGET, *ROUNDS, *NOISE, *FIXED[:2]], "fixed-size sampling has no population"),
+        (
+            [*BUDGET, *ROUNDS, *NOISE, *FIXED[:2]],
+            "population is None; for fixed-size sampling it must be",
+        ),
         ([*BUDGET, *ROUNDS, *SAMPLING, *FIXED, "--relation", "add-or-remove-one"], "no analysis"),
         ([*BUDGET, *ROUNDS, "--sampling-probability", "0.0105", *FIXED], "whole cohort size"),
         ([*BUDGET, *ROUNDS, *NOISE, "--policy", "random-allocation"], "--policy"),

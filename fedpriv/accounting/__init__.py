@@ -26,13 +26,7 @@ from fedpriv.accounting.accountants import (
     delta,
     epsilon,
 )
-from fedpriv.accounting.calibration import (
-    calibrate_noise_multiplier,
-    largest_number,
-    largest_probability,
-    plan_within,
-    smallest_noise,
-)
+from fedpriv.accounting.calibration import calibrate_noise_multiplier
 from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.accounting.policies import (
     banded_poisson_gaussian,
@@ -57,14 +51,10 @@ __all__ = [
     "epsilon",
     "every_user_gaussian",
     "fixed_size_gaussian",
-    "largest_number",
-    "largest_probability",
-    "plan_within",
     "poisson_examples_gaussian",
     "poisson_gaussian",
     "poisson_replace_gaussian",
     "random_allocation_gaussian",
     "separated_gaussian",
-    "smallest_noise",
     "trade_off",
 ]

@@ -29,6 +29,7 @@ from functools import lru_cache, partial, reduce
 from itertools import product
 from operator import itemgetter
 from types import MappingProxyType
+from typing import cast
 
 import numpy as np
 
@@ -131,9 +132,7 @@ def _allocated(events: Sequence[RoundEvent]) -> PairBounds:
     """
     by_schedule: dict[Schedule, list[RoundEvent]] = {}
     for event in events:
-        if event.sampling.schedule is None:
-            raise AssertionError("these events always have a schedule")
-        by_schedule.setdefault(event.sampling.schedule, []).append(event)
+        by_schedule.setdefault(cast(Schedule, event.sampling.schedule), []).append(event)
     above, below = Counter[LossPair](), Counter[LossPair]()
     for schedule, same in sorted(by_schedule.items(), key=lambda item: astuple(item[0])):
         n, k = schedule.rounds, schedule.participations

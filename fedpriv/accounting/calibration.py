@@ -23,7 +23,7 @@ from fedpriv.ledger.events import (
     SamplingPolicy,
     SumQueryEvent,
 )
-from fedpriv.support.checks import require
+from fedpriv.support.checks import is_whole, require
 
 _LEAST_NOISE, _MOST_NOISE = 0.05, 1e5
 _MOST_ROUNDS, _MOST_USERS = 1 << 30, 1 << 53
@@ -233,7 +233,10 @@ def plan_within(
     the third. q may be left out if every user takes part. Fixed-size sampling, of q·N users, needs
     the population N; policies of whole passes have no plan.
     """
-    users = _fixed_size_population(policy, population)
+    users = population if policy is SamplingPolicy.FIXED_SIZE else None
+    limit = "for fixed-size sampling it must be from 1 to 2⁵³, and the cohort is q·N"
+    in_range = policy is not SamplingPolicy.FIXED_SIZE or is_whole(users, _MOST_USERS)
+    require(in_range, f"population is {users}; {limit}")
     in_range = rounds is None or 1 <= rounds <= _MOST_ROUNDS
     require(in_range, f"rounds is {rounds}; it must be from 1 to {_MOST_ROUNDS}")
     limit = "it must be positive and finite, as no ε holds without noise"
@@ -261,19 +264,6 @@ def plan_within(
     (event,) = events(n, q, z)
     loss = epsilon([event], delta, accountant)
     return Plan(name, n, event.sampling, z, target_epsilon, loss)
-
-
-def _fixed_size_population(policy: SamplingPolicy, population: int | None) -> int | None:
-    """Return the population for cohorts of a fixed size, and None for other policies."""
-    plans = (SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER, SamplingPolicy.FIXED_SIZE)
-    require(policy in plans, f"{policy} sampling is of whole passes; legal is: {', '.join(plans)}")
-    if policy is not SamplingPolicy.FIXED_SIZE:
-        return None
-    missing = "fixed-size sampling has no population; it must be given, and the cohort is q·N"
-    require(population is not None, missing)
-    in_range = isinstance(population, int) and 1 <= population <= _MOST_USERS
-    require(in_range, f"population is {population}; it must be from 1 to 2⁵³")
-    return population
 
 
 def _largest_sampling(

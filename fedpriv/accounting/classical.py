@@ -21,25 +21,17 @@ def clt_mu(rounds: Rounds) -> float:
         return float(np.sqrt(counts @ (q**2 * np.expm1(z**-2.0))))
 
 
-def gaussian_mu(rounds: Rounds) -> float:
-    """Return the μ of rounds as one Gaussian: exact for q = 1, an estimate for others.
-
-    It is `clt_mu`, but at most the μ of the same rounds without sampling, which is a bound.
-    """
-    unsampled = _inverse(unsampled_noise_multiplier(rounds))
-    return unsampled if all(q == 1.0 for q, _ in rounds) else min(clt_mu(rounds), unsampled)
-
-
 def clt_epsilon(rounds: Rounds, delta: float) -> float:
     """Return the ε of the rounds by the CLT, an estimate that can be below the truth."""
-    return gaussian.epsilon(delta, _inverse(gaussian_mu(rounds)))
+    return gaussian.epsilon(delta, _clt_noise(rounds))
 
 
 def clt_delta(rounds: Rounds, epsilon: float) -> float:
     """Return the δ of the rounds by the CLT, an estimate that can be below the truth."""
-    return gaussian.delta(epsilon, _inverse(gaussian_mu(rounds)))
+    return gaussian.delta(epsilon, _clt_noise(rounds))
 
 
-def _inverse(x: float) -> float:
-    """Return 1/x, with 1/0 = ∞."""
-    return 1.0 / x if x > 0.0 else np.inf
+def _clt_noise(rounds: Rounds) -> float:
+    """Return 1/μ, at least that of the same rounds without sampling, which is a bound."""
+    mu = clt_mu(rounds)
+    return max(1.0 / mu if mu > 0.0 else np.inf, unsampled_noise_multiplier(rounds))

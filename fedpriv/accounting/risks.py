@@ -73,7 +73,7 @@ def risks_of(off: TradeOff) -> Risks:
     (0.101, 0.5505, 0.0191)
     """
     slack, regret = float(off.power(0.0)), 0.0
-    if off.is_gdp and off.mu is not None:
+    if off.mu is not None:
         mu, slack = off.mu, 0.0
     elif off.advantage >= 1.0 or slack > _MOST_SLACK:
         mu, slack = math.inf, 0.0

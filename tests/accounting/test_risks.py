@@ -114,7 +114,7 @@ def test_success_is_that_of_the_best_test_of_all(
 ) -> None:
     """Any pairs, also those that no convex function has."""
     sound = ((0.0, advantage), *sorted((e, d * advantage) for e, d in pairs))
-    off = TradeOff("tight", ADD_OR_REMOVE, Bound.UPPER, sound, None, is_gdp=False)
+    off = TradeOff("tight", ADD_OR_REMOVE, Bound.UPPER, sound, None)
     by_force = prior * off.power(FINE) + (1.0 - prior) * (1.0 - FINE)
     found = success_at(off, prior)
     assert float(np.max(by_force)) <= found + 1e-15

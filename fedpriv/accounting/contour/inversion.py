@@ -110,21 +110,13 @@ class _Saddle(NamedTuple):
     epsilon: float
     log_delta: float
 
-    def epsilon_at(self, log_delta: float) -> float:
-        """Return the ε of a similar δ, to first order."""
-        return self.epsilon + (self.log_delta - log_delta) / self.c
-
-    def log_delta_at(self, epsilon: float) -> float:
-        """Return the log δ of a similar ε, to first order."""
-        return self.log_delta + (self.epsilon - epsilon) * self.c
-
 
 def plan_at_delta(rounds: DirectedRounds, log_delta: float) -> ContourPlan:
     """Return a plan for the ε ≥ 0 at δ."""
 
     def plan(log_tail: float) -> ContourPlan:
         saddle = _saddle(rounds, log_tail, lambda s: s.log_delta - log_delta)
-        epsilon = saddle.epsilon_at(log_delta)
+        epsilon = saddle.epsilon + (saddle.log_delta - log_delta) / saddle.c  # to first order
         if epsilon < 0:
             saddle, epsilon = _saddle(rounds, log_tail, lambda s: -s.epsilon), 0.0
         return _plan(rounds, saddle.c, epsilon, log_delta, log_tail)
@@ -144,7 +136,8 @@ def plan_at_epsilon(rounds: DirectedRounds, epsilon: float) -> ContourPlan:
     log_delta = -1.0
     for _ in range(6):  # the window depends on δ, but δ hardly depends on the window
         wide, _ = _log_tails(rounds, log_delta)
-        guess = _saddle(rounds, wide, excess).log_delta_at(epsilon)
+        saddle = _saddle(rounds, wide, excess)
+        guess = saddle.log_delta + (saddle.epsilon - epsilon) * saddle.c  # to first order
         before, log_delta = log_delta, min(max(guess, _LEAST_LOG_DELTA), -1e-3)
         if abs(log_delta - before) < 1.0:
             break
