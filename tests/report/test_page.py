@@ -17,7 +17,6 @@ from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.accounting.pricing import read_ledger
-from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import (
     NeighbouringRelation,
     Randomness,
@@ -104,11 +103,6 @@ def test_every_chart_names_its_axes_and_units(page: str) -> None:
     plots = [e.get("data-chart") for e in document.iter("div") if e.get("class") == "plot"]
     assert plots == list(charts)
     assert all(words(e) for e in document.iter("figcaption"))
-
-
-def test_an_axis_without_a_name_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="must have one"):
-        Axis("", "%")
 
 
 def test_numbers_are_those_of_metrics_and_ledger(page: str, run_folder: Path) -> None:
