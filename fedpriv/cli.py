@@ -27,7 +27,7 @@ from fedpriv.errors import (
     sentence_of,
 )
 from fedpriv.experiment.bundled import NAMES, experiment_file
-from fedpriv.support.disk import lacks_room, write_atomically, writing
+from fedpriv.support.disk import lacks_room, write_new
 from fedpriv.support.logs import one_line
 
 
@@ -72,9 +72,6 @@ Resume = Annotated[bool, _option("go on with the run in --out, or start it there
 KeepGoing = Annotated[bool, _option("go on though too few users count", "--keep-going")]
 AsJson = Annotated[bool, _option("print one JSON object", "--json")]
 LedgerPath = Annotated[
-    Path, typer.Argument(help="the ledger file, or the folder of its run", callback=_ledger_of)
-]
-ReadLedgerPath = Annotated[
     Path,
     typer.Argument(
         help="the ledger file, the folder of its run, or an export of it", callback=_ledger_of
@@ -121,7 +118,7 @@ def _everywhere(
 
 @ledger_app.command()
 def show(
-    ledger: ReadLedgerPath,
+    ledger: LedgerPath,
     last: Annotated[int | None, _option("only the last so many rows", min=1)] = None,
 ) -> None:
     """Print the charges of a ledger."""
@@ -132,7 +129,7 @@ def show(
 
 @ledger_app.command()
 def verify(
-    ledger: ReadLedgerPath,
+    ledger: LedgerPath,
     participation: Annotated[Path | None, _option("record of cohorts to check as well")] = None,
     head: Annotated[str | None, _option("COUNT:HASH, a head that this ledger once had")] = None,
 ) -> None:
@@ -164,11 +161,8 @@ def export(
         text = lines.getvalue()
     if out is None:
         typer.echo(text, nl=False)
-        return
-    if out.exists():  # such as the ledger itself
-        raise InvalidValueError(f"{out} exists already; it is not overwritten")
-    with writing(out):
-        write_atomically(out, text.encode())
+    else:
+        write_new(out, text.encode())
 
 
 @ledger_app.command()
@@ -443,7 +437,7 @@ def price(
 
 @app.command(rich_help_panel=_PRICE)
 def curves(
-    ledger: ReadLedgerPath,
+    ledger: LedgerPath,
     out: Annotated[Path, _option("folder to write to")],
 ) -> None:
     """Draw the errors of tests that guess who took part: PNG, SVG and CSV."""
