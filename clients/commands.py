@@ -43,8 +43,13 @@ def join(
         Path | None, _option("what the node agrees to, TOML", default="everything")
     ] = None,
     verify_ledger: Annotated[
-        bool, _option("check the ledger and its ε before each round", "--verify-ledger")
-    ] = False,
+        bool,
+        _option(
+            "check the ledger, its ε and this node's draws before each round",
+            "--verify-ledger/--no-verify-ledger",
+            default=True,
+        ),
+    ] = True,
     state: Annotated[
         Path | None, _option("folder of the node's journal", default="in the home folder")
     ] = None,
@@ -65,6 +70,9 @@ def join(
         int | None, _option("users train side by side, on a CPU", min=1, default="one per thread")
     ] = None,
     once: Annotated[bool, _option("leave when the run is over", "--once")] = False,
+    review: Annotated[
+        bool, _option("print the task that the server proposes and its hash, and leave", "--review")
+    ] = False,
     log_format: Annotated[
         LogFormat, _option("of the log, on stderr", "--log-format", default=True)
     ] = LogFormat.TEXT,
@@ -80,7 +88,7 @@ def join(
     settings = membership.NodeSettings(
         server, host, certificates, node, consent, verify_ledger, state, trusted, once
     )
-    membership.join(settings)
+    (membership.review if review else membership.join)(settings)
 
 
 def status(

@@ -19,6 +19,7 @@ import torch
 from fedpriv import errors
 from fedpriv.clients.users import enrolled_positions, hosted_users
 from fedpriv.clients.worker import (
+    Built,
     HostSettings,
     Learnt,
     Loaded,
@@ -127,6 +128,12 @@ class NodeTrainer:
             sentence = "a node has a transport with an observer; only a simulation may have one"
             raise InvalidValueError(sentence)
 
+    @property
+    def built(self) -> Built:
+        """Names and shapes of the task's tensors."""
+        task = self.transport.task
+        return Built(Layout.of(task.parameters()), Layout.of(task.statistics()))
+
     def learn(self, proposal: Proposal) -> Learnt:
         """Decide how users train in such rounds; ModelError or InvalidValueError if they cannot."""
         task, local = self.transport.task, proposal.local
@@ -207,6 +214,7 @@ def answer_messages(channel: BufferedRWPair) -> None:
                 case Welcome() if host is not None:
                     with _limited(host.settings):
                         trainer = host.trainer(message)
+                    answer = trainer.built
                 case Proposal() if trainer is not None:
                     answer = trainer.learn(message)
                 case Learnt() if trainer is not None:

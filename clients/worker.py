@@ -5,7 +5,7 @@ The main process never imports torch; the training process holds the users' data
 | message        | answers                                                                        |
 |----------------|--------------------------------------------------------------------------------|
 | `HostSettings` | `Loaded`                                                                       |
-| `Welcome`      | None: the task can be trained                                                  |
+| `Welcome`      | `Built`: the task can be trained                                               |
 | `Proposal`     | `Learnt`: users can train as such a round asks                                 |
 | `Learnt`       | None: the process has adopted the decisions of an earlier process              |
 | `Timed`        | `Ready`, any number of them; then None: all users of the request are done      |
@@ -39,6 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import DataError, FedprivError, InvalidValueError, ModelError, WorkerError
+from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.round import PartialSum
 from fedpriv.training.request import RoundRequest
 from fedpriv.wire import Proposal, Welcome
@@ -74,6 +75,14 @@ class Loaded:
     # users; positions do not, since the server assigns them.
     id_digests: bytes
     broken: int = 0  # number of users whose rows cannot be read, who count as zero
+
+
+@dataclass(frozen=True)
+class Built:
+    """The names and shapes of the tensors of a task that a training process has built."""
+
+    parameters: Layout  # of the update
+    statistics: Layout  # running statistics
 
 
 @dataclass(frozen=True)
@@ -266,6 +275,7 @@ class Worker:
 
     def __init__(self, settings: HostSettings, process: Process, loaded: Loaded) -> None:
         self.loaded = loaded
+        self.built: Built | None = None  # of the task that is prepared
         self._settings, self._process = settings, process
         self._welcome: Welcome | None = None
         self._learnt = Learnt(b"")
@@ -288,9 +298,9 @@ class Worker:
     async def prepare(self, welcome: Welcome) -> None:
         """Build the task of a welcome; ModelError if it takes over ten minutes."""
         async with self._alone():
-            self._welcome, self._learnt = None, Learnt(b"")
+            self.built, self._welcome, self._learnt = None, None, Learnt(b"")
             self._kinds.clear()
-            await _prepare(await self._ready(), welcome)
+            self.built = await _prepare(await self._ready(), welcome)
             self._welcome = welcome
 
     async def learn(self, proposal: Proposal) -> None:
@@ -428,9 +438,9 @@ async def _load(process: Process, settings: HostSettings) -> Loaded:
         raise DataError(f"users {settings.users!r} cannot be loaded: {error}") from error
 
 
-async def _prepare(process: Process, welcome: Welcome) -> None:
+async def _prepare(process: Process, welcome: Welcome) -> Built:
     what = f"the task with model {welcome.task.model!r} cannot be built"
-    await _within_reason(process, welcome, what)
+    return cast(Built, await _within_reason(process, welcome, what))
 
 
 async def _within_reason(process: Process, message: object, what: str) -> object:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedpriv.clients.training import Host, NodeTrainer
-from fedpriv.clients.worker import HostSettings
+from fedpriv.clients.worker import Built, HostSettings
 from fedpriv.data.population import UserStore
 from fedpriv.engine import transport
 from fedpriv.engine.task import Task
@@ -64,6 +64,19 @@ def test_loaded_says_how_many_users_there_are_and_which() -> None:
     loaded = Host.of(source_of("users")).loaded
     assert loaded.users == len(IDS)
     assert loaded.users_sha256 == digest_of(IDS)
+
+
+def test_a_trainer_says_what_tensors_its_task_has() -> None:
+    assert trainer_of("users").built == Built(Layout.of(PARAMETERS), Layout((), ()))
+    normed = replace(TASK, model="tests.clients.test_training:normed", options={})
+    assert Host.of(source_of("users")).trainer(welcome(normed)).built.statistics == Layout(
+        ("0.running_mean", "0.running_var"), ((4,), (4,))
+    )
+
+
+def normed() -> torch.nn.Module:
+    """A model with running statistics."""
+    return torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
 
 
 @pytest.mark.parametrize("processes", [1, 2])
