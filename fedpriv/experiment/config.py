@@ -600,7 +600,7 @@ class TuneSection(Section):
     law: Literal["negative-binomial", "poisson"] = "negative-binomial"  # of the random number
     # η of the truncated negative binomial; 1 is geometric, and 0 would be logarithmic.
     shape: Annotated[Positive, Field(ge=1e-9)] = 1.0
-    objective: str = "accuracy"  # a figure of the held-out rows, or "private:NAME" of a metric
+    objective: str = "accuracy"  # a figure of the held-out rows
     better: Literal["larger", "smaller"] | None = None  # None: known for built-in objectives
     held_out_is_public: bool = False  # must be true to compare trials on users
     public: PeopleSection | None = None  # people who are not enrolled
