@@ -158,6 +158,8 @@ class InProcessTransport(Transport):
         diagnostics = list[npt.NDArray[np.float64]]()
         for users, chunk_sum in self._sums(request, limit):
             diagnostics.extend(chunk_sum.diagnostics)
+            for reason in chunk_sum.reasons if self.on_dropped is None else ():
+                _log.warning("a user counts as zero: %s", reason)
             if self.on_dropped is not None and chunk_sum.dropped is not None:
                 self.on_dropped(chunk_sum.dropped)
             yield users if self.hosted is None else self.hosted[users], chunk_sum.partial
