@@ -29,7 +29,6 @@ from fedpriv.data.population import (
     UserStore,
     as_id_array,
     check_not_enrolled,
-    load_population,
     numbered_population,
     sharing,
 )
@@ -145,22 +144,6 @@ def load_hugging_face(
     name = f"hugging-face: {store.population} users by {how} of {source}{sharing(store)}"
     users = replace(store, fields=_with_images(store.fields))
     return numbered_population(name, users, tested, classes)
-
-
-def load_redealt(
-    population: str,
-    partitioner: str,
-    arguments: Mapping[str, object] | None = None,
-    options: Mapping[str, object] | None = None,
-) -> Population:
-    """Load another population with `options`, and `redeal` its users; held-out rows are kept."""
-    made, how = _described_partitioner(_option("partitioner", partitioner, str), arguments)
-    settings = _option("options", options or {}, dict)
-    base = load_population(_option("population", population, str), settings)
-    users = redeal(base.users, made)
-    name = f"{base.name}; dealt to {users.population} users by {how}"
-    test = {field: rows for field, rows in base.test.items() if field != HELD_OUT_USER}
-    return replace(base, name=name, users=users, test=test)
 
 
 def fetch_splits(
