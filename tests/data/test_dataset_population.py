@@ -190,10 +190,18 @@ def test_nothing_is_left_behind(place, monkeypatch, tmp_path):
         ({}, InvalidValueError, "user_column is None and partitioner None"),
         ({"user_column": "writer", "partitioner": "IidPartitioner"}, InvalidValueError, "exactly"),
         ({"user_column": "writer", "arguments": {}}, InvalidValueError, "exactly one"),
-        ({"user_column": 3}, InvalidValueError, "user_column is 3"),
-        ({"partitioner": "IidPartitioner", "arguments": 3}, InvalidValueError, "must be a table"),
+        ({"user_column": 3}, InvalidValueError, "user_column is of the type int"),
+        (
+            {"partitioner": "IidPartitioner", "arguments": 3},
+            InvalidValueError,
+            "arguments is of the type int; it must be",
+        ),
         ({"user_column": "writr"}, DataError, "no column 'writr'"),
-        ({"user_column": "writer", "columns": "x"}, InvalidValueError, "columns is 'x'"),
+        (
+            {"user_column": "writer", "columns": "x"},
+            InvalidValueError,
+            "columns is of the type str",
+        ),
         ({"user_column": "writer", "columns": {"x": [3]}}, InvalidValueError, "columns is "),
         ({"user_column": "writer", "columns": {"x": []}}, DataError, "'x' is made of no columns"),
         ({"user_column": "writer", "columns": {"x": ["writer"]}}, DataError, "'writer' holds text"),
@@ -202,7 +210,11 @@ def test_nothing_is_left_behind(place, monkeypatch, tmp_path):
             DataError,
             "'x' holds text; give n",
         ),
-        ({"user_column": "writer", "train": 3}, InvalidValueError, "train is 3; it must be text"),
+        (
+            {"user_column": "writer", "train": 3},
+            InvalidValueError,
+            "train is of the type int; it must be of",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_one_sentence(place, given, error, sentence):

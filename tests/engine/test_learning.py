@@ -162,6 +162,7 @@ class OverRows(nn.Module):
 
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_examples_that_mix_are_noted(*, batch_first: bool) -> None:
+    torch.manual_seed(0)
     rows = {"x": X, "y": CLASSES}
     notes = check_learns(Task(OverRows(batch_first=batch_first)), rows, rows, LOCAL)
     assert any("mix examples" in note for note in notes) is not batch_first
