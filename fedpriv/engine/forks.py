@@ -58,15 +58,6 @@ def computing_with(threads: int) -> Iterator[None]:
         torch.set_num_threads(previous)
 
 
-@dataclass(frozen=True)
-class Work:
-    """A message to a fork, with chunks to train."""
-
-    request: bytes  # pickled, without its users
-    chunks: Sequence[Chunk]
-    one_by_one: bool  # whether to answer each chunk separately
-
-
 class Fork:
     """A fork that trains chunks; it ends with this process or its last reference."""
 
@@ -85,7 +76,10 @@ class Fork:
 
 
 def _serve(trainer: Trainer, connection: Connection) -> None:
-    """Train chunks on request until the other end is closed, or an error ends this process."""
+    """Train chunks on request until the other end is closed, or an error ends this process.
+
+    A message is a pickled request without its users, and lists of chunks with an answer each.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     # Close the parent's files and sockets, which would remain open or locked after its end.
@@ -105,9 +99,9 @@ def _serve(trainer: Trainer, connection: Connection) -> None:
     gc.freeze()  # or each garbage collection would visit all inherited objects
     with computing_with(1), suppress(Exception):
         while True:
-            work: Work = connection.recv()
-            request: RoundRequest = pickle.loads(work.request)
-            for chunks in [[c] for c in work.chunks] if work.one_by_one else [work.chunks]:
+            packed, parts = connection.recv()
+            request: RoundRequest = pickle.loads(packed)
+            for chunks in parts:
                 answer = len(chunks), trainer.sum_of(request, chunks)
                 connection.send_bytes(pickle.dumps(answer, protocol=5))
 
@@ -170,7 +164,8 @@ class Crew:
             shifts = [shift for shift in shifts if shift.waiting]
 
     def _begin(self, shift: _Shift) -> None:
-        work = Work(self._packed, [*shift.waiting], shift.one_by_one)
+        chunks = [*shift.waiting]
+        work = self._packed, [[chunk] for chunk in chunks] if shift.one_by_one else [chunks]
         try:
             shift.fork.connection.send(work)
         except OSError:  # it was killed while it was idle

@@ -129,10 +129,6 @@ class InProcessTransport(Transport):
     def __post_init__(self) -> None:
         activations_named(self.activations, self.device)
         refuse_shared(self.users, "whole users train")
-        if self.processes is not None and self.processes < 1:
-            raise InvalidValueError(f"processes is {self.processes}; it must be at least 1")
-        if self.chunk_memory < 1:
-            raise InvalidValueError(f"chunk_memory is {self.chunk_memory}; it must be positive")
 
     def prepare(self, request: RoundRequest) -> None:
         """Decide how users train, from public facts; ModelError or InvalidValueError if not."""

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from fedpriv.data.population import HELD_OUT_USER
 from fedpriv.engine.arithmetic import seeded
-from fedpriv.engine.task import HeldOut, Task, called, each_input
+from fedpriv.engine.task import HeldOut, Task, called
 from fedpriv.engine.task_checks import about_words
 from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.measures.figures import (
@@ -28,7 +27,6 @@ from fedpriv.measures.figures import (
     class_name,
     spread_over_users,
 )
-from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.privacy.layout import Tensors
 
 _MOST_GROUPS = 50
@@ -78,7 +76,6 @@ def evaluate(
             partitions[name] = _Partition(labels, torch.from_numpy(codes.ravel()))
     figures = _Figures(cast(Mapping[str, Figure], task.figures), partitions, classes)
     with seeded(bytes(32), 0, device):
-        tensors = _channels_last(task, tensors, rows, device)
         for piece, personal_tensors in _pieces(count, personal):
             columns = {n: torch.tensor(rows[n][piece], device=device) for n in task.fields}
             x, y = task.given(columns)
@@ -223,24 +220,3 @@ def _pieces(
     for positions, tensors in [(np.arange(rows), {})] if personal is None else personal:
         for start in range(0, len(positions), _ROWS):
             yield positions[start : start + _ROWS], tensors
-
-
-def _channels_last(
-    task: Task, tensors: TorchTensors, rows: HeldOut, device: torch.device
-) -> TorchTensors:
-    """Return the tensors, with weights of convolutions channels last: a CPU pools outputs faster.
-
-    They are returned unchanged if the model fails with them, as it may on a view, or if its outputs
-    differ.
-    """
-    weights = {name: t for name, t in tensors.items() if t.dim() == 4}
-    if device.type != "cpu" or not weights:
-        return tensors
-    last = {n: t.clone(memory_format=torch.channels_last) for n, t in weights.items()}
-    with suppress(Exception):
-        x, _ = task.given({name: torch.tensor(rows[name][:1]) for name in task.fields})
-        two = each_input(lambda t: torch.cat([t, t]), x)  # views may succeed on a batch of one only
-        actual, expected = (called(task.model, tensors | t, two) for t in (last, {}))
-        if torch.allclose(actual, expected, 1e-4, 1e-5, equal_nan=True):
-            return tensors | last
-    return tensors
