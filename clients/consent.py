@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -19,7 +19,7 @@ from fedpriv.experiment.config import NonNegative, Positive, Section, checked, r
 from fedpriv.ledger.events import Unit
 from fedpriv.support.logs import one_line
 from fedpriv.training.request import CONTROL_PREFIX
-from fedpriv.wire import Price, RoundOffer, Terms, Welcome
+from fedpriv.wire import Price, RoundOffer, Terms, Welcome, enrolment_digest
 from fedpriv.wire.messages import LOCAL_TRAINING
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -44,6 +44,11 @@ class Consent(Section):
     # The limits apply to each population separately. None: the one population in the node's
     # journal, or the first that the node joins.
     populations: list[str] | None = None
+    trust: Literal["none"] | None = None  # "none": only rounds whose server need not be trusted
+    # SHA-256 of the names, certificates and numbers of users of all nodes, which such rounds need.
+    enrolment: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    least_colluding_nodes: Annotated[int, Field(ge=0)] = 0  # t of such rounds
+    fixed_length: bool = False  # whether the node waits with the uploads of such rounds
 
     @model_validator(mode="after")
     def _check_delta(self) -> Self:
@@ -93,6 +98,23 @@ class Consent(Section):
             return _unlisted("population", name, self.populations)
         others = "the node knows another and consents to no more"
         return None if joined <= {name} else f"the population is {name!r}; {others}"
+
+    def objection_to_nodes(self, welcome: Welcome, offer: Terms) -> str | None:
+        """Return why the node does not take part with these nodes, in one sentence, or None."""
+        event = offer.price.event
+        if (secure := event.secure_sum) is None:
+            trusting = "the server would have to be trusted; this node consents to trust none"
+            return None if self.trust is None else trusting
+        digest, users = enrolment_digest(welcome.nodes), sum(node.users for node in welcome.nodes)
+        if digest != self.enrolment:
+            consents = f"this node consents to {self.enrolment}"
+            return f"the enrolment of all nodes has the digest {digest}; {consents}"
+        if users != event.sampling.population:
+            return f"the enrolment has {users} users; N is {event.sampling.population}"
+        if secure.colluding < (least := self.least_colluding_nodes):
+            consents = f"this node consents to {least} or more"
+            return f"{secure.colluding} nodes may collude with the server; {consents}"
+        return None
 
     def objection_today(self, answers: int) -> str | None:
         """Return why the node sends no sum after so many in a day, in one sentence, or None."""

@@ -547,6 +547,7 @@ class OfferPolicy:
             or self.consent.objection_to_settings(welcome, offer)
             or self.consent.objection_to_run(offer.id.run)
             or self._objection_to_population(welcome)
+            or self.consent.objection_to_nodes(welcome, offer)
         ):
             return unfit
         epsilon: float | None = None
@@ -564,16 +565,28 @@ class OfferPolicy:
             _log.info("after this round ε would be %.6g at δ = %g, for %s neighbours", *price)
         return self.consent.objection(offer, epsilon)
 
-    async def report(self, welcome: Welcome) -> None:
-        """Check the ledger and log its ε, if there is a verifier; errors as `examined`."""
+    async def examined(self, welcome: Welcome) -> Examined | None:
+        """Check the ledger, if there is a verifier; errors as for `LedgerVerifier.examined`."""
         if self.verifier is None:
-            return
-        if other := self._objection_to_population(welcome):
-            _log.warning("the ledger is not read: %s", other)
-            return
+            return None
         # One call at a time: the server ends a call for the ledger when the node makes another.
         async with self._checking:
             delta = self.consent.delta_for(welcome.population)
-            examined = await self.verifier.examined(welcome, delta)
+            return await self.verifier.examined(welcome, delta)
+
+    @property
+    def verified_head(self) -> Head | None:
+        """The newest head of the ledger that the node has verified."""
+        verified = self.verifier and self.verifier._verified
+        return verified.head if verified else None
+
+    async def report(self, welcome: Welcome) -> None:
+        """Check the ledger and log its ε, if there is a verifier; errors as `examined`."""
+        if self.verifier is not None and (other := self._objection_to_population(welcome)):
+            _log.warning("the ledger is not read: %s", other)
+            return
+        examined = await self.examined(welcome)
+        if examined is None:
+            return
         content = len(examined.ledger.rows), examined.epsilon, examined.delta, examined.relation
         _log.info("the ledger holds %d charges: ε = %.6g at δ = %g, for %s neighbours", *content)

@@ -23,6 +23,7 @@ from fedpriv.clients.connection import Backoff, FederationStub, identity_of, per
 from fedpriv.clients.consent import Consent, review_of, unlike
 from fedpriv.clients.journal import Journal
 from fedpriv.clients.ledger_check import DISBELIEF, LedgerVerifier, OfferPolicy
+from fedpriv.clients.secure import SecureSums
 from fedpriv.clients.worker import (
     MEBIBYTE,
     HostSettings,
@@ -153,7 +154,8 @@ async def take_part(settings: NodeSettings) -> None:
             try:
                 digests = np.frombuffer(worker.loaded.id_digests, "<i8")
                 policy = OfferPolicy(journal, consent, verifier, digests)
-                handler = OfferHandler(server, worker, policy, backoff)
+                secure = SecureSums(server, worker, policy, identity, backoff)
+                handler = OfferHandler(server, worker, policy, backoff, secure)
                 hello = Hello(identity.node, worker.loaded.users_sha256)
                 end = identity.certificate_end
                 await Membership(settings, hello, handler, end, allow).last()
@@ -244,14 +246,17 @@ class OfferHandler:
     worker: Worker
     policy: OfferPolicy
     backoff: Backoff
+    secure: SecureSums
 
     async def vote(self, welcome: Welcome, proposal: Proposal) -> Vote:
         """Return the node's vote on a round; it does not depend on users or earlier answers."""
+        key = None
         try:
             objection = await self.policy.objection_to_proposal(welcome, proposal)
             objection = objection or self._unlike(proposal)
             if objection is None:
                 await self.worker.learn(proposal)
+                key = self.secure.key(welcome, proposal)
         except ModelError as error:
             _log.error("users cannot train as the server proposes: %.400s", error)
             objection = "the node cannot train as proposed"
@@ -260,7 +265,7 @@ class OfferHandler:
             objection = "the node cannot check the proposal"
         except grpc.aio.AioRpcError as error:
             objection = f"the ledger cannot be fetched: {error.code().name}"
-        return Vote(proposal.id, (objection or "")[:_LONGEST_REASON])
+        return Vote(proposal.id, (objection or "")[:_LONGEST_REASON], key)
 
     async def answer(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
         """Answer an offer by its deadline, on the event loop's clock, and log the outcome."""
@@ -291,6 +296,29 @@ class OfferHandler:
                 if answer.users and not answer.total.any():
                     why = "all updates of the users are NaN, infinite or zero; look at their data"
                     _log.warning("%s: %s", name, why)
+
+    async def take_part(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
+        """Take part in a secure sum whose upload ends at the deadline, and log the outcome."""
+        name = f"round {offer.id.round} of run {offer.id.run!r}"
+        try:
+            # The steps after the upload take a third of the time before it.
+            async with asyncio.timeout_at(deadline + offer.seconds):
+                objection = await self.policy.objection(welcome, offer) or self._unlike(offer)
+                if objection:
+                    _log.info("%s: declined: %s", name, objection)
+                    await self._send(offer, Decline(objection[:_LONGEST_REASON]))
+                    return
+                await self.secure.take_part(welcome, offer, deadline)
+            _log.info("%s: answered with a masked sum", name)
+        except asyncio.CancelledError:
+            _log.info("%s: left unfinished", name)
+            raise
+        except TimeoutError:
+            _log.warning("%s: not finished, its time is over", name)
+        except grpc.aio.AioRpcError as error:
+            _log.warning("%s: not finished: %s (%r)", name, error.code().name, error.details())
+        except FedprivError as error:
+            _log.warning("%s: not finished: %.400s", name, error)
 
     def _unlike(self, terms: Terms) -> str | None:
         """Return why a round asks for tensors that the built task does not have, or None."""
@@ -432,8 +460,8 @@ class Membership:
             await self._voting.begin(terms.id, partial(self._vote, welcome, terms, votes))
         else:
             deadline = asyncio.get_running_loop().time() + terms.seconds
-            answer = partial(self._handler.answer, welcome, terms, deadline)
-            await self._work.begin(terms.id, answer)
+            take_part = self._handler.take_part if terms.roster else self._handler.answer
+            await self._work.begin(terms.id, partial(take_part, welcome, terms, deadline))
 
     async def _vote(
         self, welcome: Welcome, proposal: Proposal, votes: "asyncio.Queue[Vote]"

@@ -541,6 +541,12 @@ def _checked(
     return events
 
 
+def trust_text(events: Iterable[RoundEvent]) -> str:
+    """Return against whom the events protect, for readers."""
+    kinds = dict.fromkeys(event.secure_sum for event in events)
+    return " and ".join(str(kind) if kind else "the server is trusted" for kind in kinds)
+
+
 def _loss(
     events: Sequence[RoundEvent], ends: Ends, delta: float, name: str, bound: Bound
 ) -> PrivacyLoss:
@@ -554,7 +560,8 @@ def _loss(
     article = "an" if bound[0] in "aeiou" else "a"
     sentence = (
         f"{unit.title()}-level differential privacy for {relation} neighbours, {policies} sampling "
-        f"and Gaussian noise on clipped sums; the {name} accountant gives ε as {article} {bound}."
+        f"and Gaussian noise on clipped sums; the {name} accountant gives ε as {article} {bound}; "
+        f"{trust_text(events)}."
     )
     if any(event.noise_multiplier == 0.0 for event in events):
         sentence = "No differential privacy: a sum was released without noise."

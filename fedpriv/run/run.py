@@ -168,6 +168,11 @@ class RunSetup:
         experiment = build(self.config, self.run, population, users, held_out, self.spent)
         self.refuse_examples(experiment.plan, "on nodes")
         if (seed := self.config.seed) is not None:
+            if section.secure_sum is not None:
+                raise InvalidValueError(
+                    f'seed is {seed} and federation.trust is "none"; it must be absent, since '
+                    "nodes draw coins and noise themselves"
+                )
             _log.warning("seed is %d: anyone who knows it can compute cohorts and noise", seed)
         return replace(experiment, enrolled=digest_of_users(user_ids)).naming(classes)
 

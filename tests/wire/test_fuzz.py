@@ -19,7 +19,16 @@ from fedpriv.wire.messages import CLIPPING, LOCAL_TRAINING, METRIC
 from fedpriv.wire.messages import PRICE as PRICE_CODEC
 from fedpriv.wire.tensors import LAYOUT as LAYOUT_CODEC
 from fedpriv.wire.tensors import MANIFEST
-from tests.wire.examples import PRICE, peak_memory, small_offer, small_welcome
+from tests.wire.examples import (
+    KEYS,
+    PRICE,
+    STEP,
+    peak_memory,
+    secure_offer,
+    secure_welcome,
+    small_offer,
+    small_welcome,
+)
 
 OFFER = wire.OFFER.encode(small_offer())
 SERIES = replace(
@@ -39,7 +48,7 @@ def add_chunk(chunk: pb.Chunk) -> None:
     assert assembler.finish().tobytes() == BYTES
 
 
-def answer_of(content: SummedUpdates | Decline) -> pb.Answer:
+def answer_of(content: SummedUpdates | wire.MaskedSum | Decline) -> pb.Answer:
     return wire.encode_answer(RoundAnswer(small_offer().id, content))
 
 
@@ -69,8 +78,13 @@ CASES: dict[str, tuple[Callable[[Message], object], Message]] = {
     "receipt": (wire.RECEIPT.decode, wire.RECEIPT.encode(wire.Receipt(True))),
     "welcome": (wire.WELCOME.decode, wire.WELCOME.encode(small_welcome())),
     "status": (wire.STATUS.decode, wire.STATUS.encode(STATUS)),
+    "masked": (wire.decode_answer, answer_of(wire.MaskedSum())),
+    "secure offer": (wire.OFFER.decode, wire.OFFER.encode(secure_offer())),
+    "secure welcome": (wire.WELCOME.decode, wire.WELCOME.encode(secure_welcome())),
+    "vote": (wire.VOTE.decode, wire.VOTE.encode(wire.Vote(small_offer().id, "", KEYS[0]))),
+    "step": (wire.STEP.decode, wire.STEP.encode(STEP)),
 }
-INPUTS = 1000  # of each case and each way to disturb it, 32,000 in all
+INPUTS = 1000  # of each case and each way to disturb it
 VARINTS = [b"\xff" * 9 + b"\x01", b"\x80" * 10, bytes(8), b"\x08"]
 HOSTILE = {
     float: [float("nan"), float("inf"), -1.0, 0.0, 1e308, 5e-324, 0.5],
@@ -118,6 +132,8 @@ def disturbed(valid: Message, rng: np.random.Generator) -> Iterator[bytes]:
 
 def disturb(message: Message, rng: np.random.Generator) -> None:
     fields = list(message.DESCRIPTOR.fields)
+    if not fields:
+        return
     field = fields[int(rng.integers(len(fields)))]
     value = getattr(message, field.name)
     if rng.random() < 0.1:
