@@ -317,8 +317,8 @@ class OfferHandler:
             _log.warning("%s: not finished, its time is over", name)
         except grpc.aio.AioRpcError as error:
             _log.warning("%s: not finished: %s (%r)", name, error.code().name, error.details())
-        except FedprivError as error:
-            _log.warning("%s: not finished: %.400s", name, error)
+        except (FedprivError, MemoryError) as error:
+            _log.warning("%s: not finished: %.400s", name, str(error) or _NO_MEMORY)
 
     def _unlike(self, terms: Terms) -> str | None:
         """Return why a round asks for tensors that the built task does not have, or None."""
