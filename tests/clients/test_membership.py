@@ -1411,6 +1411,20 @@ def test_a_ledger_that_cannot_be_believed_at_the_end_is_an_error_of_once(
     play(act)
 
 
+def test_a_ledger_that_cannot_be_fetched_at_the_end_is_a_warning(
+    play: Callable[[Act], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def act(scene: Scene) -> None:
+        scene.tiny.ledger = [(grpc.StatusCode.UNIMPLEMENTED, "no such method")]
+        async with serving(scene.tiny) as port, scene.joined(port, verify_ledger=True) as task:
+            await happens(lambda: bool(scene.player.prepared))
+            await scene.tiny.script.put(None)
+            await task
+
+    play(act)
+    assert "the ledger cannot be fetched: UNIMPLEMENTED" in caplog.text
+
+
 @pytest.mark.parametrize("run", ["run", "x" * 1024], ids=["a short name", "the longest name"])
 def test_a_second_release_on_one_charge_finds_nobody_to_train(
     play: Callable[[Act], None], ledger: Ledger, run: str
