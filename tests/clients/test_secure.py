@@ -183,7 +183,7 @@ def signed_by_another(world: World, offer: RoundOffer) -> tuple[NodeKey, ...]:
 
 
 def of_another_attempt(world: World, offer: RoundOffer) -> tuple[NodeKey, ...]:
-    return (*offer.roster[:-1], world.proposal(7).roster[-1])
+    return (*offer.roster[:-1], world.proposal(7).roster(list(world.sites))[-1])
 
 
 def with_a_stranger(world: World, offer: RoundOffer) -> tuple[NodeKey, ...]:
