@@ -26,7 +26,6 @@ from markupsafe import Markup
 from fedpriv import __version__
 from fedpriv.errors import InvalidValueError
 from fedpriv.report.tables import Table
-from fedpriv.support.checks import require
 from fedpriv.support.disk import write_atomically, writing
 
 # Distinguishable with colour vision deficiency, on white and on black; marker shapes and dashes
@@ -59,9 +58,6 @@ class Axis:
     ends: tuple[float, float] | None = None  # None: the ends of the data
     from_zero: bool = False  # whether a linear scale without ends includes zero
     ticks: tuple[tuple[float, str], ...] = ()  # values and labels; empty: round numbers
-
-    def __post_init__(self) -> None:
-        require(bool(self.name), f"an axis with unit {self.unit!r} has no name; it must have one")
 
     @property
     def title(self) -> str:
