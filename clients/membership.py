@@ -256,7 +256,8 @@ class OfferHandler:
             objection = objection or self._unlike(proposal)
             if objection is None:
                 await self.worker.learn(proposal)
-                key = self.secure.key(welcome, proposal)
+                if proposal.price.event.secure_sum is not None:
+                    key = self.secure.key(welcome, proposal)
         except ModelError as error:
             _log.error("users cannot train as the server proposes: %.400s", error)
             objection = "the node cannot train as proposed"

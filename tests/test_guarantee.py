@@ -13,6 +13,9 @@ WALK = TEXT.partition("## The walk")[2].partition("\n## ")[0]
 NODES = TEXT.partition("## What a node checks")[2].partition("\n## ")[0]
 
 
+ROOMS = "privacy|ledger|training|analytics|run|secure_sums|clients|wire"
+
+
 def rows_of(section: str) -> list[list[str]]:
     return [row.split("|")[1:-1] for row in section.splitlines() if re.match(r"\| \d+ \|", row)]
 
@@ -35,9 +38,7 @@ def test_what_holds_a_statement_and_its_tests_exist(row: list[str]) -> None:
     _, _, holders, tests = row
     module = None
     for name in quoted(holders):
-        if re.fullmatch(
-            r"(privacy|ledger|training|analytics|run|secure_sums|clients|wire)\.\w+", name
-        ):
+        if re.fullmatch(rf"({ROOMS})\.\w+", name):
             module = importlib.import_module(f"fedpriv.{name}")
             continue
         owners = [module, importlib.import_module("fedpriv.ledger")]
