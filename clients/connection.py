@@ -16,6 +16,7 @@ from urllib.parse import quote
 import grpc
 import numpy as np
 import numpy.typing as npt
+from cryptography import x509
 from google.protobuf.message import Message
 
 from fedpriv import wire
@@ -23,7 +24,7 @@ from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger import Head
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum
-from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Terms, Vote, Welcome, naming
+from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Terms, Vote, Welcome, codec, naming
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import SERVICE, Address
 from fedpriv.wire.tensors import MAX_COMPONENTS
@@ -87,7 +88,13 @@ class Identity:
 
     node: str
     credentials: grpc.ChannelCredentials | None = field(default=None, repr=False)
-    certificate_end: datetime | None = None
+    certificate: x509.Certificate | None = None
+    key: bytes | None = field(default=None, repr=False)  # of the certificate, in PEM
+
+    @property
+    def certificate_end(self) -> datetime | None:
+        """When the certificate expires."""
+        return None if self.certificate is None else self.certificate.not_valid_after_utc
 
 
 def identity_of(certificates: Path | None, node: str | None) -> Identity:
@@ -105,8 +112,7 @@ def identity_of(certificates: Path | None, node: str | None) -> Identity:
     certificate = naming.load_certificate(path)
     naming.check_key(certificates / "node.key", key, certificate)
     credentials = grpc.ssl_channel_credentials(ca, key, naming.read_file(path))
-    end = certificate.not_valid_after_utc
-    return Identity(naming.node_named(certificate, path), credentials, end)
+    return Identity(naming.node_named(certificate, path), credentials, certificate, key)
 
 
 def enrolled_as(certificates: Path) -> tuple[str, str]:
@@ -170,7 +176,7 @@ class FederationStub:
     ) -> AsyncGenerator[Welcome | Terms, None]:
         """Yield one welcome, then proposals and offers, until the run is over; send the votes.
 
-        Messages of unknown kinds are skipped.
+        Messages of unknown kinds are skipped. WireError: one of a known kind has an unknown field.
         """
         welcomed, first = False, pb.FromNode(hello=wire.HELLO.encode(hello))
         call = self.channel.stream_stream(f"/{SERVICE}/Connect")(metadata=self.metadata)
@@ -180,6 +186,7 @@ class FederationStub:
             while True:
                 vote = wire.VOTE.encode(await votes.get())
                 await call.write(pb.FromNode(vote=vote).SerializeToString())
+                votes.task_done()
 
         sender = asyncio.create_task(send())
         try:
@@ -188,6 +195,8 @@ class FederationStub:
                     kind = message.WhichOneof("what")
                     if kind is not None and welcomed == (kind == "welcome"):
                         raise WireError("the server must say one welcome first, then what to do")
+                    if kind is not None:
+                        codec.refuse_unknown(message)
                     match kind:
                         case "welcome":
                             welcomed = True
@@ -212,9 +221,26 @@ class FederationStub:
 
     async def upload(self, round_id: RoundId, answer: PartialSum | wire.Decline) -> Receipt:
         """Answer an offer, and return the server's receipt."""
-        content, tensors = (
-            (answer, {}) if isinstance(answer, wire.Decline) else wire.sum_to_send(answer)
-        )
+        if isinstance(answer, wire.Decline):
+            return await self._upload(round_id, answer, {})
+        return await self._upload(round_id, *wire.sum_to_send(answer))
+
+    async def upload_masked(self, round_id: RoundId, masked: npt.NDArray[np.uint64]) -> Receipt:
+        """Send a masked sum [D], and return the server's receipt."""
+        return await self._upload(round_id, wire.MaskedSum(), {wire.SUM: masked.view(np.int64)})
+
+    async def exchange(self, step: wire.Step) -> wire.Step:
+        """Take a step of a secure sum, and return the server's answer, once there is one."""
+        call, request = self.channel.unary_unary(f"/{SERVICE}/Exchange"), wire.STEP.encode(step)
+        data = await call(request.SerializeToString(), metadata=self.metadata)
+        return wire.STEP.decode(wire.parse(pb.Step, data, wire.NODE_RECEIVES_BYTES))
+
+    async def _upload(
+        self,
+        round_id: RoundId,
+        content: wire.SummedUpdates | wire.MaskedSum | wire.Decline,
+        tensors: Tensors,
+    ) -> Receipt:
         header = wire.encode_answer(wire.RoundAnswer(round_id, content))
         chunks = (pb.UploadPart(chunk=chunk) for chunk in wire.chunks(wire.pieces(tensors)))
         parts = (p.SerializeToString() for p in chain([pb.UploadPart(answer=header)], chunks))

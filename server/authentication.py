@@ -98,10 +98,16 @@ def by_certificate(certificates: EnrolledCertificates) -> Identify:
     return identify
 
 
+def peer_certificate(context: Context) -> x509.Certificate | None:
+    """Return the certificate of an identified caller; None in plain text."""
+    pem, *_ = context.auth_context().get("x509_pem_cert") or [b""]
+    return x509.load_pem_x509_certificate(pem) if pem else None
+
+
 def certificate_end(context: Context) -> datetime | None:
     """Return when the certificate of an identified caller expires; None in plain text."""
-    pem, *_ = context.auth_context().get("x509_pem_cert") or [b""]
-    return x509.load_pem_x509_certificate(pem).not_valid_after_utc if pem else None
+    certificate = peer_certificate(context)
+    return None if certificate is None else certificate.not_valid_after_utc
 
 
 def by_declaration(context: Context) -> str:
@@ -138,6 +144,13 @@ def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
     certificate of at least one node must be enrolled. InvalidValueError if a condition fails.
     """
     address = Address.parse(section.address, "federation.address")
+    if section.enrolment is None:
+        raise InvalidValueError("federation.enrolment is absent; a server must have it")
+    if insecure and section.secure_sum is not None:
+        raise InvalidValueError(
+            'federation.trust is "none" and --insecure is given; nodes sign their keys with '
+            "certificates, so that --insecure must be left out"
+        )
     if insecure:
         address.check_loopback("federation.address")
         _log.warning("plain text: any process on this machine can claim to be any node")

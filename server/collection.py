@@ -3,7 +3,7 @@
 import asyncio
 import queue
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import StrEnum
@@ -35,9 +35,11 @@ def task_of(config: Config) -> wire.TaskDescription:
 def welcomes(config: Config, enrolment: Enrolment) -> Callable[[str], wire.Welcome]:
     """Return a function from a node's name to the welcome that it receives when it connects."""
     task, name, population = task_of(config), enrolment.population_id, enrolment.population
-    purpose = config.federation.purpose if config.federation else ""
+    section = config.federation
+    purpose = section.purpose if section else ""
+    nodes = enrolment.enrolled if section and section.secure_sum else ()
     return lambda node: wire.Welcome(
-        name, population, enrolment.users_of(node).copy(), task, purpose
+        name, population, enrolment.users_of(node).copy(), task, purpose, nodes
     )
 
 
@@ -62,7 +64,7 @@ def prices(
 def flaw_of(partial: PartialSum, drawn: int) -> tuple[Trouble, str] | None:
     """Return a trouble with an accepted sum of a node, and its explanation, or None.
 
-    `drawn` is the number of users that were drawn at the node.
+    `drawn` is the number of users that were drawn at the node; of a masked sum it is 0.
     """
     if partial.users and not partial.total.any():
         return Trouble.NOT_FINITE, "all updates of its users are NaN, infinite or zero"
@@ -171,15 +173,27 @@ class Ballot:
 
     def __init__(self, terms: wire.Proposal) -> None:
         self.terms = terms  # without the nonce
-        self._id = replace(terms.id, nonce=secrets.randbits(64))
-        proposal = wire.PROPOSAL.encode(replace(terms, id=self._id))
+        self.id = replace(terms.id, nonce=secrets.randbits(64))
+        proposal = wire.PROPOSAL.encode(replace(terms, id=self.id))
         self.message = pb.FromServer(proposal=proposal)  # to all nodes
         self._objections: dict[str, str] = {}
+        self._keys: dict[str, wire.NodeKey] = {}  # of nodes that agree, for a secure sum
 
     def count(self, node: str, vote: wire.Vote) -> None:
         """Record the newest vote of a node, unless it is on another proposal."""
-        if vote.id == self._id:
+        if vote.id == self.id:
             self._objections[node] = vote.objection
+            if vote.key is not None:
+                self._keys[node] = vote.key
+
+    def roster(self, connected: Sequence[str]) -> tuple[wire.NodeKey, ...]:
+        """Return the keys of the connected nodes that agree, sorted by name."""
+        agreed = sorted(node for node in connected if self.agrees(node) and node in self._keys)
+        return tuple(self._keys[node] for node in agreed)
+
+    def voted(self, node: str) -> bool:
+        """Return whether a node has voted."""
+        return node in self._objections
 
     def forget(self, node: str) -> None:
         """Discard the vote of a node, which is asked again."""
@@ -205,13 +219,25 @@ class Collection:
     """
 
     def __init__(
-        self, request: RoundRequest, price: wire.Price, enrolment: Enrolment, seconds: float
+        self,
+        request: RoundRequest,
+        price: wire.Price,
+        enrolment: Enrolment,
+        seconds: float,
+        nonce: int | None = None,
+        roster: tuple[wire.NodeKey, ...] = (),
+        *,
+        fixed_length: bool = False,
     ) -> None:
-        self._model, nonce = wire.model_of(request), secrets.randbits(64)
-        manifest = wire.manifest_of(self._model)
+        self._model = wire.model_of(request)
+        # With a roster sums are masked, and the nodes draw their users themselves.
+        self.masked, manifest = bool(roster), wire.manifest_of(self._model)
+        nonce = secrets.randbits(64) if nonce is None else nonce
         # To all drawn users; `offer_to` selects those of a node.
-        self.offer = wire.RoundOffer.of(request, seconds, price, manifest, nonce)
-        self.drawn = enrolment.drawn(request.users)  # node → its drawn users; secret
+        offer = wire.RoundOffer.of(request, seconds, price, manifest, nonce, roster)
+        self.offer = replace(offer, fixed_length=fixed_length)
+        # Node → its drawn users; secret.
+        self.drawn = {key.node: request.users for key in roster} or enrolment.drawn(request.users)
         self.deadline = monotonic() + seconds
         self.changed, self.over = asyncio.Event(), False
         self.results: queue.SimpleQueue[PartialSum | None] = queue.SimpleQueue()
@@ -245,8 +271,11 @@ class Collection:
         if node not in self.drawn:
             return _NOT_AWAITED
         content = answer.content
-        if isinstance(content, wire.SummedUpdates) and content.users > self.drawn[node].size:
-            return "the sum holds more users than were drawn at the node"
+        if isinstance(content, wire.SummedUpdates | wire.MaskedSum):
+            if isinstance(content, wire.MaskedSum) != self.masked:
+                return "the sum is masked in a round that is not, or is not in one that is"
+            if content.users > self.drawn[node].size:
+                return "the sum holds more users than were drawn at the node"
         return None
 
     def refusal(self, node: str, answer: wire.RoundAnswer) -> str | None:
@@ -262,6 +291,8 @@ class Collection:
 
         `add_up` would count such a sum as zero too, but would not inform node and operator.
         """
+        if self.masked:  # then nothing is known about it
+            return
         clipping, users, weight = self.offer.clipping, partial.users, partial.weight
         if weight > users * clipping.weight_cap:
             raise WireError("the sum claims more weight than its users can have")
@@ -301,11 +332,14 @@ class Collection:
         The round waits for a disconnected node for `absent` seconds. If `fixed`, it always lasts
         until the deadline.
         """
-        end, since = self.deadline, [connections.away_since(node) for node in self._waiting]
-        departures = [time for time in since if time is not None]
-        if not fixed and len(departures) == len(since):
-            end = min(end, max(departures) + absent) if departures else 0.0
-        return max(0.0, end - monotonic())
+        if fixed:
+            return max(0.0, self.deadline - monotonic())
+        return seconds_left(self._waiting, self.deadline, connections, absent)
+
+    def await_only(self, nodes: Iterable[str]) -> None:
+        """Await no answer of other nodes any more."""
+        self._waiting = dict.fromkeys(sorted(set(nodes) & self._waiting.keys()))
+        self.changed.set()
 
     def finish(self) -> None:
         """Accept no more answers; idempotent."""
@@ -319,3 +353,18 @@ class Collection:
         while not self.results.empty():
             if self.results.get() is not None:
                 self._taken.release()
+
+
+def seconds_left(
+    waiting: Iterable[str], deadline: float, connections: Connections, absent: float
+) -> float:
+    """Return how long to wait for nodes: until the deadline, or for `absent` after all have left.
+
+    `deadline` is on the clock of `time.monotonic`; the result is 0 if nobody is waited for.
+    """
+    since = [connections.away_since(node) for node in waiting]
+    departures = [time for time in since if time is not None]
+    end = deadline
+    if len(departures) == len(since):
+        end = min(end, max(departures) + absent) if departures else 0.0
+    return max(0.0, end - monotonic())

@@ -7,12 +7,13 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from rich.console import Console
 from threadpoolctl import threadpool_limits
@@ -31,14 +32,17 @@ from fedpriv.errors import (
 from fedpriv.experiment.build import Experiment
 from fedpriv.experiment.config import FederationSection, load_config
 from fedpriv.ledger import Ledger
-from fedpriv.privacy.round import PartialSum, PrivacyRecords
+from fedpriv.ledger.events import SecureSum
+from fedpriv.privacy.gaussian_mechanism import GaussianMechanism
+from fedpriv.privacy.round import OpenedSum, PartialSum, PrivacyRecords
 from fedpriv.report.tables import screen
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import Run, RunSetup
 from fedpriv.run.terminal import execute, released_text
 from fedpriv.server.authentication import Authentication, Endpoint, RateLimit, endpoint_of
-from fedpriv.server.collection import Collection, End, prices, welcomes
+from fedpriv.server.collection import Collection, End, prices, seconds_left, welcomes
 from fedpriv.server.enrolment import Enrolment
+from fedpriv.server.exchange import UPLOADED, SecureCollection
 from fedpriv.server.monitoring import Metrics
 from fedpriv.server.service import (
     Listener,
@@ -50,14 +54,17 @@ from fedpriv.server.service import (
 )
 from fedpriv.training.request import RoundRequest, Transport
 from fedpriv.training.rounds import OnRound, RoundResult, Stop, checkpoints, load_checkpoint
-from fedpriv.wire import Price, Proposal, RunState
+from fedpriv.wire import Price, Proposal, RunState, enrolment_digest
 from fedpriv.wire.naming import Address
+from fedpriv.wire.roster import binding_of, roster_of
 
 _log = logging.getLogger(__name__)
 _FAREWELL_SECONDS = 10.0  # the longest wait for nodes that read the ledger after the run
 _IDLE_SECONDS = 1.0  # the wait ends after so long without a call
 _FIRST_PAUSE_SECONDS = 5.0  # for votes; doubled each time
 _LONGEST_PAUSE_SECONDS = 60.0
+_LATE_VOTES_SECONDS = 5.0  # the wait for other nodes' votes, once enough agree to a secure sum
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +86,8 @@ class GrpcTransport(Transport):
         service.arrivals.set()
         if service.collection is not None:
             service.collection.finish()
+        if service.exchange is not None:
+            service.exchange.stop()
 
     def prepare(self, request: RoundRequest) -> None:
         """Propose the round to all connected nodes until `least_nodes` of them agree.
@@ -97,6 +106,8 @@ class GrpcTransport(Transport):
             self.listener.call(partial(service.propose, terms))
             pause = min(2.0 * pause, _LONGEST_PAUSE_SECONDS, left)
             if self._wait_for_least(lambda: service.willing, pause):
+                if terms.price.event.secure_sum is not None:  # later votes come too late
+                    self._wait_for_least(lambda: least - service.undecided, _LATE_VOTES_SECONDS)
                 return
             left -= pause
             agreed = self.listener.call(lambda: service.willing)
@@ -117,12 +128,70 @@ class GrpcTransport(Transport):
                 collection.taken()
         finally:
             watch.cancel()
-            listener.call(lambda: listener.service.close_round(collection))
+            listener.call(listener.service.close_round)
         if self._stopping.is_set():
             raise StoppedError("the server was asked to stop; nothing of the round is released")
         if collection.drawn and not contributions:
             # Whether anybody answers depends on who was drawn, so it must not stop the release.
             _log.warning("no drawn user contributed to round %d; it is charged", request.round)
+
+    def collect_masked(
+        self,
+        request: RoundRequest,
+        mechanism: GaussianMechanism,
+        dropout: float,  # noqa: ARG002 - of simulated nodes
+    ) -> Callable[[], OpenedSum | None]:
+        """Collect the masked sum of the nodes that agreed to the round."""
+        price, listener, secure = self.price_of(request), self.listener, mechanism.secure_sum
+        service = listener.service
+
+        def waited(work: Coroutine[None, None, Result]) -> Result:
+            return asyncio.run_coroutine_threadsafe(work, listener.loop).result()
+
+        collected = listener.call(lambda: self._open_masked(request, price, secure))
+        if collected is None:
+            return lambda: None
+        ready = False
+        try:
+            ready = waited(collected.collect())
+        finally:
+            if not ready:
+                listener.call(service.close_round)
+        if self._stopping.is_set():
+            listener.call(service.close_round)
+            raise StoppedError("the server was asked to stop; nothing of the round is released")
+
+        def opened() -> OpenedSum | None:
+            try:
+                return waited(collected.open()) if ready else None
+            finally:
+                listener.call(service.close_round)
+
+        return opened
+
+    def _open_masked(
+        self, request: RoundRequest, price: Price, secure: SecureSum | None
+    ) -> SecureCollection | None:
+        """Offer the round to the nodes that agree; None if they are too few by now."""
+        service, section = self.listener.service, self.section
+        ballot, seconds = service.ballot, section.deadline_seconds
+        keys = () if ballot is None else ballot.roster(service.connections.nodes)
+        if ballot is None or secure is None or len(keys) < secure.nodes:
+            return None
+        fixed, enrolment = section.fixed_length, service.enrolment
+        about = request, price, enrolment, UPLOADED * seconds
+        collection = Collection(*about, ballot.id.nonce, keys, fixed_length=fixed)
+        binding = binding_of(enrolment.population_id, ballot.id, price.event)
+        roster, watch = roster_of(keys, binding), partial(self._watch, collection)
+
+        def left(nodes: Iterable[str], deadline: float) -> float:
+            return seconds_left(nodes, deadline, service.connections, section.absent_seconds)
+
+        collected = SecureCollection(secure, roster, collection, watch, left, seconds)
+        service.open_round(collection, collected.exchange)
+        if self._stopping.is_set():
+            self._wake()
+        return collected
 
     def _wait_for_least(self, count: Callable[[], int], seconds: float | None = None) -> bool:
         """Wait until `count`, in the event loop, reaches `least_nodes`; False after `seconds`."""
@@ -187,7 +256,7 @@ def serve(
     if section is None:
         raise InvalidValueError(f"{file} has no section federation, which `fedpriv serve` needs")
     endpoint = endpoint_of(section, insecure=insecure)
-    enrolment = Enrolment.load(Path(section.enrolment))
+    enrolment = Enrolment.load(Path(str(section.enrolment)))
     enrolment.check_least(section.least_nodes)
     check_connections(len(enrolment.nodes))
     addresses = {"federation.address": endpoint.address}
@@ -253,6 +322,9 @@ class _Server:
             soft_wrap=True,
             highlight=False,
         )
+        if self.section.secure_sum is not None:
+            digest = enrolment_digest(enrolment.enrolled)
+            self.console.print(f'nodes consent to these nodes by: enrolment = "{digest}"')
         return _published(run, listener, first, plan.rounds)
 
 

@@ -4,7 +4,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError
 from fedpriv.data.population import plain_id
 from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.experiment.config import Section, checked, read_toml
+from fedpriv.wire import EnrolledNode
 from fedpriv.wire.naming import MALFORMED, check_node_name, check_user_id, fingerprint_of
 
 Positions = NDArray[np.int64]  # users, as ascending positions in the population
@@ -47,6 +48,8 @@ class Enrolment:
 
     population_id: str
     users: Mapping[str, Sequence[str]]  # node → ids of its users, at least one
+    # Node → SHA-256 of its certificate, in hexadecimal; empty for nodes without one.
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not _ID.fullmatch(self.population_id):
@@ -83,8 +86,9 @@ class Enrolment:
         """
         content = _read(path)
         users = {name: node.users for name, node in content.nodes.items()}
+        fingerprints = {node: fingerprint for fingerprint, node in content.certificates.items()}
         try:
-            return cls(content.population, users)
+            return cls(content.population, users, fingerprints)
         except InvalidValueError as error:
             raise InvalidValueError(f"{path}: {error}") from error
 
@@ -102,6 +106,19 @@ class Enrolment:
     def user_ids(self) -> tuple[str, ...]:
         """Ids of all users, sorted by code points; `user_ids[i]` is the user at position i."""
         return tuple(sorted(user for ids in self.users.values() for user in ids))
+
+    @property
+    def enrolled(self) -> tuple[EnrolledNode, ...]:
+        """All nodes, for nodes to pin: InvalidValueError if one has no certificate."""
+        if missing := sorted(set(self.users) - set(self.fingerprints)):
+            raise InvalidValueError(
+                f"nodes.{missing[0]}.certificate is absent; where the server is not trusted, each "
+                "node must have one"
+            )
+        return tuple(
+            EnrolledNode(node, bytes.fromhex(self.fingerprints[node]), len(ids))
+            for node, ids in self.users.items()
+        )
 
     def check_least(self, nodes: int) -> None:
         """Raise InvalidValueError if fewer nodes are enrolled than a round needs."""

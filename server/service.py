@@ -27,23 +27,28 @@ from fedpriv.server.authentication import (
     Context,
     RefusedCallError,
     certificate_end,
+    peer_certificate,
 )
 from fedpriv.server.collection import Ballot, Collection, Connection, Connections, End, flaw_of
 from fedpriv.server.enrolment import Enrolment
+from fedpriv.server.exchange import Exchange
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Receiver, parse
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import SERVICE, Address
+from fedpriv.wire.roster import binding_of, certificate_of
 
 _log = logging.getLogger(__name__)
 _LONGEST_REASON = 400  # characters
 _OVER = "the round is over"
 _NUMBER = re.compile(r"[\d.]+")  # may differ between the same objection to two rounds
 _SMALL = 8192  # bytes of a message without tensors
+_STEP = 2**17  # bytes of a step: messages to the neighbours of a node
 _BYTES_PER_COMPONENT = 12  # of a sum: 32 bits as received, and 64 as added
 _DOWNLOADS = 16  # at once; each holds a chunk or two in memory
 _MODELS = 2  # at once; each holds a model in memory
-_CALLS_TO_VOTE, _CALLS_TO_ANSWER = 1, 3  # to fetch the ledger; also the model, and to send the sum
+# To fetch the ledger; also the model, to send the sum, and for the steps of a secure sum.
+_CALLS_TO_VOTE, _CALLS_TO_ANSWER = 1, 8
 _SHARE_OF_A_PART = 0.25  # of a transfer's time, so that a node that reads nothing frees its place
 _RECHECK_SECONDS = 5.0  # the connection of a node whose certificate is removed ends within this
 _GRACE_SECONDS = 5.0
@@ -173,7 +178,7 @@ class TransferLimits:
 
 @dataclass(eq=False)
 class Service:
-    """Handlers of the six methods; `NODE` is the calling node.
+    """Handlers of the methods; `NODE` is the calling node.
 
     The constructor raises WireError for a welcome that cannot be sent. If a handler raises
     WireError or TimeoutError, its call ends (see `Authentication`).
@@ -197,6 +202,7 @@ class Service:
     # Returns the file of the newest model, None before the first release; called in a thread.
     model: Callable[[], bytes | None] = lambda: None
     ballot: Ballot | None = None
+    exchange: Exchange | None = None  # of the secure sum that is collected or opened
     published: wire.Status | None = None  # the status, once ε is known
 
     def __post_init__(self) -> None:
@@ -219,6 +225,8 @@ class Service:
         self.arrivals.set()
         if self.collection is not None:
             self.collection.changed.set()
+        if self.exchange is not None:
+            self.exchange.wake()
 
     def publish(self, **changes: object) -> None:
         """Change the status that `get_status` returns."""
@@ -237,14 +245,20 @@ class Service:
                 self.authentication.rates.grant(node, _CALLS_TO_VOTE)
 
     @property
+    def undecided(self) -> int:
+        """Number of connected nodes that have not voted on the proposal."""
+        ballot = self.ballot
+        return sum(not ballot.voted(node) for node in self.connections.nodes) if ballot else 0
+
+    @property
     def willing(self) -> int:
         """Number of connected nodes that agree to the proposal."""
         ballot = self.ballot
         return sum(ballot.agrees(node) is True for node in self.connections.nodes) if ballot else 0
 
-    def open_round(self, collection: Collection) -> None:
+    def open_round(self, collection: Collection, exchange: Exchange | None = None) -> None:
         """Begin to collect a round, and offer it to the connected nodes with drawn users."""
-        self.collection, self.ballot = collection, None
+        self.collection, self.exchange, self.ballot = collection, exchange, None
         self.publish(round=collection.offer.id.round, state=wire.RunState.COLLECTING)
         for node in collection.waiting:
             if (connection := self.connections.of(node)) and (offer := collection.offer_to(node)):
@@ -258,10 +272,13 @@ class Service:
             why = "no answer by the end of the round" if connected else "not connected in the round"
             self.sites.trouble(node, Trouble.LATE, why)
 
-    def close_round(self, collection: Collection) -> None:
-        """End a round and all its transfers."""
-        collection.abandon()
-        self.collection = None
+    def close_round(self) -> None:
+        """End a round, its transfers and the steps of its secure sum; idempotent."""
+        if self.collection is not None:
+            self.collection.abandon()
+        if self.exchange is not None:
+            self.exchange.end()
+        self.collection = self.exchange = None
         self._downloads.end_all()
         self._uploads.end_all()
         self.publish(state=wire.RunState.RELEASING)
@@ -323,7 +340,7 @@ class Service:
     ) -> None:
         async for message in messages:
             self.authentication.check(context)
-            vote = wire.VOTE.decode(message.vote)
+            vote = self._checked_key(node, wire.VOTE.decode(message.vote), context)
             if not connection.votes_due:
                 raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, "a vote on no proposal")
             connection.votes_due -= 1
@@ -331,6 +348,21 @@ class Service:
                 self.ballot.count(node, vote)
                 self.arrivals.set()
             self._report(node, vote)
+
+    def _checked_key(self, node: str, vote: wire.Vote, context: Context) -> wire.Vote:
+        """Return a vote, as an objection if its key is missing or would make others refuse it."""
+        if self.ballot is None or vote.objection or vote.id != self.ballot.id:
+            return vote
+        event = self.ballot.terms.price.event
+        if event.secure_sum is None:
+            return replace(vote, key=None)
+        binding, own = binding_of(self.enrolment.population_id, vote.id, event), vote.key
+        certificate = peer_certificate(context)
+        try:
+            valid = own and own.node == node and certificate_of(own, binding) == certificate
+        except InvalidValueError:
+            valid = False
+        return vote if valid else replace(vote, objection="the key is not signed by the node")
 
     def _report(self, node: str, vote: wire.Vote) -> None:
         """Log each objection once. All nodes vote, so the line may name a node of one user."""
@@ -427,7 +459,7 @@ class Service:
     async def _received(
         self,
         node: str,
-        content: wire.SummedUpdates,
+        content: wire.SummedUpdates | wire.MaskedSum,
         parts: AsyncIterator[pb.UploadPart],
         collection: Collection,
     ) -> tuple[PartialSum, tuple[Trouble, str] | None]:
@@ -438,7 +470,9 @@ class Service:
 
         def finished() -> tuple[PartialSum, tuple[Trouble, str] | None]:
             (total,) = receiver.finish().values()
-            partial = PartialSum(node, content.users, total.astype(np.int64), content.weight)
+            partial = PartialSum(
+                node, content.users, total.astype(np.int64, copy=False), content.weight
+            )
             collection.check_sum(partial)
             return partial, flaw_of(partial, collection.drawn[node].size)
 
@@ -448,6 +482,16 @@ class Service:
         except asyncio.CancelledError:
             await asyncio.gather(work, return_exceptions=True)  # the thread holds memory until then
             raise
+
+    async def exchange_step(self, request: pb.Step, context: Context) -> pb.Step:
+        """Record a node's step of a secure sum, and answer when the step ends."""
+        node, step, exchange = NODE.get(), wire.STEP.decode(request), self.exchange
+        if exchange is None or not exchange.awaits(node, step):
+            sentence = "the node is not in this secure sum, or it is over"
+            raise RefusedCallError(grpc.StatusCode.FAILED_PRECONDITION, sentence)
+        answer = await exchange.answer_to(node, step)
+        self.authentication.check(context)
+        return wire.STEP.encode(answer)
 
     async def fetch_ledger(self, request: pb.LedgerRequest, context: Context) -> None:
         """Send the records of the public ledger after a head, in chunks."""
@@ -592,10 +636,12 @@ def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
     """
 
     def reading(
-        kind: type[Kind], method: Callable[[Kind, Context], Awaitable[object]]
+        kind: type[Kind],
+        method: Callable[[Kind, Context], Awaitable[object]],
+        most: int = _SMALL,
     ) -> Callable[[bytes, Context], Awaitable[object]]:
         async def read(data: bytes, context: Context) -> object:
-            return await method(parse(kind, data, _SMALL), context)
+            return await method(parse(kind, data, most), context)
 
         return read
 
@@ -610,6 +656,9 @@ def _generic_handler(service: Service) -> grpc.GenericRpcHandler:
         "Connect": grpc.stream_stream_rpc_method_handler(service.connect, read_message, serialised),
         "Download": stream(reading(pb.RoundId, service.download)),  # sends serialised chunks
         "Upload": grpc.stream_unary_rpc_method_handler(service.upload, read_part, serialised),
+        "Exchange": grpc.unary_unary_rpc_method_handler(
+            reading(pb.Step, service.exchange_step, _STEP), None, serialised
+        ),
         "FetchLedger": stream(reading(pb.LedgerRequest, service.fetch_ledger), None, serialised),
         "FetchModel": stream(reading(pb.ModelRequest, service.fetch_model), None, serialised),
         "GetStatus": grpc.unary_unary_rpc_method_handler(

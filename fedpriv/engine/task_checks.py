@@ -234,8 +234,8 @@ class _Tried:
                 f"again, so that it learns slowly: let the model end before its {last}"
             )
         try:
-            tensors = self.task.constants(torch.device("cpu")) | _trained(self.task)
-            _check_apart(self.task, tensors, self.x, self.y)
+            kept = self.task.constants(torch.device("cpu")) | _trained(self.task)
+            _check_apart(self.task, kept, self.x, self.y)
         except ModelError as error:  # of users, whose examples may mix
             notes.append(
                 f"examples do not stand alone in a batch, so that figures depend on it: {error}"

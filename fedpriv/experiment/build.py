@@ -495,6 +495,8 @@ def _plan(
         averaging=mechanism.averaging,
         statistics=statistics,
         strategy=mechanism.noise.strategy(sampling.event()),
+        secure_sum=config.federation.secure_sum if config.federation else None,
+        simulated_dropout=config.federation.simulated_dropout if config.federation else 0.0,
     )
 
 

@@ -25,6 +25,7 @@ from fedpriv.experiment.mechanism import (
     check_private,
     check_unit,
 )
+from fedpriv.ledger.events import SecureSum
 from fedpriv.privacy.gaussian_mechanism import Averaging
 from fedpriv.support.checks import plain_numbers
 from fedpriv.support.importing import Choice
@@ -594,7 +595,7 @@ class TuneSection(Section):
     law: Literal["negative-binomial", "poisson"] = "negative-binomial"  # of the random number
     # η of the truncated negative binomial; 1 is geometric, and 0 would be logarithmic.
     shape: Annotated[Positive, Field(ge=1e-9)] = 1.0
-    objective: str = "accuracy"  # a figure of the held-out rows, or "private:NAME" of a metric
+    objective: str = "accuracy"  # a figure of the held-out rows
     better: Literal["larger", "smaller"] | None = None  # None: known for built-in objectives
     held_out_is_public: bool = False  # must be true to compare trials on users
     public: PeopleSection | None = None  # people who are not enrolled
@@ -610,10 +611,19 @@ class FederationSection(Section):
     A round ends when all nodes have answered, after `deadline_seconds`, or once all missing nodes
     have been disconnected for `absent_seconds`. With `fixed_length` it always takes
     `deadline_seconds`, so that its length reveals nothing about the cohort.
+
+    With `trust = "none"` the server need not be trusted, and neither need `colluding_nodes` of the
+    nodes: nodes draw their users, add the noise and mask their sums. A round succeeds if at most
+    `dropouts` nodes drop out. A simulation has `least_nodes` nodes, and each drops out of a round
+    with probability `simulated_dropout`.
     """
 
+    trust: Literal["server", "none"] = "server"
+    colluding_nodes: Annotated[int, Field(ge=0)] = 0
+    dropouts: Annotated[int, Field(ge=0)] = 0
+    simulated_dropout: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     address: str = "127.0.0.1:7443"
-    enrolment: PathText
+    enrolment: PathText | None = None
     certificates: PathText | None = None
     held_out: PathText | None = None
     purpose: Annotated[str, Field(max_length=1024)] = ""
@@ -626,6 +636,22 @@ class FederationSection(Section):
     transfer_seconds: Positive = 120.0
     calls_per_minute: Count = 600
     metrics_address: str | None = None
+
+    @model_validator(mode="after")
+    def _check_trust(self) -> Self:
+        if self.trust == "server":
+            for name in ("colluding_nodes", "dropouts", "simulated_dropout"):
+                if value := getattr(self, name):
+                    raise ValueError(f'{name} is {value} and trust is "server"; it must be "none"')
+        _ = self.secure_sum  # refuses numbers that do not fit together
+        return self
+
+    @property
+    def secure_sum(self) -> SecureSum | None:
+        """The nodes of a secure sum; None if the server is trusted."""
+        if self.trust == "server":
+            return None
+        return SecureSum(self.least_nodes, self.colluding_nodes, self.dropouts)
 
 
 # Keys of the section privacy that are attributes of a mechanism.
@@ -683,6 +709,24 @@ class Config(Section):
                 "their own"
             )
         refuse_training_of(drawn, self.local, self.averaging.cap)
+        return self
+
+    @model_validator(mode="after")
+    def _must_fit_the_trust(self) -> Self:
+        if self.federation is None or self.federation.secure_sum is None:
+            return self
+        given = {
+            "audit": self.audit,
+            "federated_evaluation": self.federated_evaluation,
+            "output.simulation_only": self.output.simulation_only,
+            "averaging.floor": self.averaging.floor,
+        }
+        for name, value in given.items():
+            if value:
+                raise ValueError(
+                    f'{name} is given and federation.trust is "none"; it must be left out, since '
+                    "it needs a server that draws cohorts or sees their sums"
+                )
         return self
 
     @property

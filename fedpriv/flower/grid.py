@@ -153,6 +153,11 @@ class GridSimulation:
         setup.refuse_true_figures("on workers")
         experiment, transport = simulated(setup.config, setup.run, setup.spent)
         setup.refuse_examples(experiment.plan, "on workers")
+        if experiment.plan.secure_sum is not None:
+            raise InvalidValueError(
+                'federation.trust is "none"; on workers it must be "server", since only a '
+                "simulation in one process has nodes of its own"
+            )
         setup.refuse_other_plan(experiment)
         if not (setup.resuming or setup.keep_going):
             refuse_if_few_count(experiment, transport)

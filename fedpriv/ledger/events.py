@@ -385,6 +385,15 @@ class SecureSum:
         """Return n − t − d, the number of nodes whose shares are sure to be in a total."""
         return nodes - self.colluding - self.dropouts
 
+    def __str__(self) -> str:
+        plural = "" if self.colluding == 1 else "s"
+        others = f" and any {self.colluding} node{plural}" if self.colluding else ""
+        return (
+            f"for users of honest nodes, of at least {self.nodes} nodes, this holds for everything "
+            f"that the server{others} saw, under X25519, AES-256, HKDF-SHA256 and the nodes' "
+            "signatures, at δ + δ′ with δ′ below 1e-300"
+        )
+
 
 @dataclass(frozen=True)
 class RoundEvent:

@@ -9,14 +9,14 @@ norms adapt. They are vector groups of the same query, each with a share of the 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import WITH_STRATEGY, RoundEvent, SumQueryEvent
+from fedpriv.ledger.events import WITH_STRATEGY, RoundEvent, SecureSum, SumQueryEvent
 from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, IntegerVector
 from fedpriv.privacy.correlated_noise import BandedStrategy, CorrelatedNoise, Strategy
 from fedpriv.privacy.layout import NO_CLIPPING, FloatVector, VectorGroup, check_names
@@ -127,6 +127,30 @@ def noise_stddevs(
         upward * sensitivity * math.sqrt(math.fsum(shares) / share)
         for sensitivity, share in zip(sensitivities, shares, strict=True)
     )
+
+
+def rounded_noise(
+    key_of: Callable[[str], bytes], clipping: Clipping, stddevs: Sequence[float]
+) -> IntegerVector:
+    """Return noise K in steps, int64 [D], with the exact law of a rounded normal, by component.
+
+    `key_of` gives a fresh key by the name of a vector group, for this draw alone; `stddevs` are in
+    steps, one for each group.
+    """
+    stddev_of = dict(zip((group.name for group in clipping.groups), stddevs, strict=True))
+    sizes = {group.name: group.dimension(clipping.layout) for group in clipping.groups}
+    return _in_place(clipping, lambda g: rounded_gaussian(key_of(g), sizes[g], stddev_of[g]))
+
+
+def _in_place(clipping: Clipping, vector_of: Callable[[str], IntegerVector]) -> IntegerVector:
+    """Return the vectors of all groups [d_g] in the places of their tensors: [D]."""
+    vector = np.empty(clipping.layout.dimension, np.int64)
+    for group in clipping.groups:
+        rest = vector_of(group.name)
+        for span in clipping.spans[group.name]:
+            size = span.stop - span.start
+            vector[span], rest = rest[:size], rest[size:]
+    return vector
 
 
 @dataclass(frozen=True)
@@ -244,7 +268,6 @@ class GaussianQuery:
             )
         if weight < 0:
             raise InvalidValueError(f"weight is {weight}; it must not be negative")
-        numerator, noised = self._numerator(total, weight), np.empty(dimension, np.int64)
         # Sensitivity: adding or removing one user changes the part of group g of a sum by its
         # contribution, whole numbers a with Σa² ≤ B_g, so by at most γ_g·√B_g ≤ S_g = Δ_g, exactly;
         # with a floor, by at most Δ_g of `sensitivities`, see `_numerator`. Divided by σ_g, group
@@ -252,19 +275,21 @@ class GaussianQuery:
         # the noise is N(0, I): equation (1). If examples are drawn, this holds for each example,
         # and a user with j drawn examples changes all parts together by at most j/z. Rounding noise
         # to whole steps is post-processing, since the numbers it is added to are whole.
-        for group, stddev in zip(clipping.groups, self.noise_stddevs, strict=True):
-            if correlated is not None:
-                noise = correlated[group.name]
-            else:
-                key = entropy.key(f"{purpose}/{group.name}")
-                count = group.dimension(clipping.layout)
-                noise = rounded_gaussian(key, count, stddev / group.granularity)
-            for span in clipping.spans[group.name]:
-                size = span.stop - span.start
-                np.add(numerator[span], noise[:size], out=noised[span])
-                noise = noise[size:]
-        # Post-processing: steps and denominators are public.
-        return noised * clipping.steps / clipping.spread(self.divisors), self.events
+        if correlated is not None:
+            noised = _in_place(clipping, correlated.__getitem__)
+        else:
+            pairs = zip(clipping.groups, self.noise_stddevs, strict=True)
+            stddevs = [stddev / group.granularity for group, stddev in pairs]
+            noised = rounded_noise(lambda g: entropy.key(f"{purpose}/{g}"), clipping, stddevs)
+        noised += self._numerator(total, weight)
+        return self.averaged(noised), self.events
+
+    def averaged(self, noised: IntegerVector) -> FloatVector:
+        """Return the average [D] of a noised sum in steps [D], in units of the users' tensors.
+
+        This is post-processing, since steps and denominators are public.
+        """
+        return noised * self.clipping.steps / self.clipping.spread(self.divisors)
 
     def _numerator(self, total: IntegerVector, weight: int) -> IntegerVector:
         """Return the numbers to add noise to, in whole steps [D]: A, or with a floor m·A/max(m, B).
@@ -300,6 +325,7 @@ def _upper_sum(sensitivity: float, slack: float) -> float:
 METRIC_PREFIX = "metrics/"  # starts the names of tensors and vector groups of metrics
 # A user adds less than 2^25 steps to a component, and the noise less than 2^45: below 2^63.
 MOST_USERS = 2**37
+_RARE = 32.0  # −ln of a probability, below 1e-13
 _PLAIN = Averaging()
 INDEPENDENT = BandedStrategy((1.0,))  # fresh noise in each round
 
@@ -315,9 +341,15 @@ class GaussianMechanism:
     sampling: Sampling  # draws the cohorts
     query: GaussianQuery  # the release; its denominator is the expected cohort size
     strategy: Strategy = INDEPENDENT  # correlates noise over the rounds of a series
+    secure_sum: SecureSum | None = None  # set if the nodes draw users and add the noise
 
     def __post_init__(self) -> None:
         _ = self.event  # refuses a strategy that has no analysis with this sampling
+        if self.secure_sum is not None and self.query.floor is not None:
+            raise InvalidValueError(
+                f"averaging.floor is {self.query.floor} and the server is not trusted; it must be "
+                "absent, since the weight of a cohort is secret then"
+            )
         if self.sampling.places > MOST_USERS:
             raise InvalidValueError(
                 f"population is {self.sampling.places}; sums of more than {MOST_USERS} users "
@@ -359,6 +391,7 @@ class GaussianMechanism:
         shares: tuple[float, ...],
         averaging: Averaging = _PLAIN,
         strategy: Strategy = INDEPENDENT,
+        secure_sum: SecureSum | None = None,
     ) -> "GaussianMechanism":
         """Return the mechanism whose rounds have the effective noise multiplier z ≥ 0, rounded up.
 
@@ -378,13 +411,14 @@ class GaussianMechanism:
         weighted = weight if clipping.weighted else None
         query = GaussianQuery(clipping, stddevs, expected, weighted, averaging.floor)
         if strategy == INDEPENDENT:
-            return cls(sampling, query)
+            return cls(sampling, query, secure_sum=secure_sum)
         # More noise needs more slack, but by far less than the margin of 2^-10.
         needed = _slacks(clipping, stddevs, strategy, sampling.rounds)
         slack = tuple(extra * (1.0 + 2.0**-10) for extra in needed) if any(needed) else ()
         if slack:
             stddevs = noise_stddevs(tuple(map(_upper_sum, bounds, slack)), noise_multiplier, shares)
-        return cls(sampling, replace(query, noise_stddevs=stddevs, slack=slack), strategy)
+        query = replace(query, noise_stddevs=stddevs, slack=slack)
+        return cls(sampling, query, strategy, secure_sum)
 
     @property
     def clipping(self) -> Clipping:
@@ -395,15 +429,43 @@ class GaussianMechanism:
     def event(self) -> RoundEvent:
         """The event that a round or a series of rounds is charged as; known before the first."""
         column = self.strategy.column(self.sampling.rounds)
-        return RoundEvent(self.sampling.event(), self.query.events, strategy=column)
+        return RoundEvent(
+            self.sampling.event(), self.query.events, strategy=column, secure_sum=self.secure_sum
+        )
 
     @cached_property
     def noise_growth(self) -> float:
         """Ratio of noise in a release to fresh noise, ‖row of C⁻¹‖ ≥ 1; 1 for independent noise.
 
-        It is that of the last round of a series; earlier rounds have a smaller one.
+        It is that of the last round of a series; earlier rounds have a smaller one. If nodes add
+        the noise, it is that of a round in which no node drops out: √(n/(n − t − d)).
         """
+        if (secure := self.secure_sum) is not None:
+            return math.sqrt(secure.nodes / secure.sharing(secure.nodes))
         return float(np.linalg.norm(self.strategy.responses(self.sampling.rounds)[0]))
+
+    def admits(self, noised: IntegerVector, nodes: int) -> bool:
+        """Return whether a noised sum [D] of `nodes` honest nodes can be so long.
+
+        The server cannot see how long one node's sum is. If all are honest, this is false with
+        probability below 1e-12: the cohort has at most qN + √(2qN·L) + L users (Bernstein), and
+        the noise of d components of standard deviation s is at most s·(√d + √(2L)) long (Laurent &
+        Massart 2000, Lemma 1), for L = 32.
+        """
+        sampling, secure, clipping = self.sampling.event(), self.secure_sum, self.clipping
+        expected = sampling.expected_cohort_size
+        most = expected + math.sqrt(2.0 * expected * _RARE) + _RARE
+        users = min(float(sampling.population), most)
+        growth = math.sqrt(nodes / secure.sharing(nodes)) if secure else 1.0
+        for group, stddev in zip(clipping.groups, self.query.noise_stddevs, strict=True):
+            parts = [noised[span].astype(np.float64) for span in clipping.spans[group.name]]
+            length = math.sqrt(math.fsum(float(part @ part) for part in parts))
+            root = math.sqrt(group.dimension(clipping.layout))
+            noise = stddev / group.granularity * growth * (root + math.sqrt(2.0 * _RARE))
+            # Each node rounds its noise once.
+            if length > users * math.sqrt(group.squared_bound) + noise + nodes * root:
+                return False
+        return True
 
     @property
     def tensor_stddevs(self) -> dict[str, float]:

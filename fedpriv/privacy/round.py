@@ -1,8 +1,9 @@
 """The private round of training and analytics: draw, collect, charge, add noise, release.
 
 `private_round` is the only caller of `release`, and `release` is the only caller of the code that
-draws noise (`tests/privacy/test_round.py`). Between the draw and the charge, the round collects the
-`PartialSum`s of its users.
+draws noise (`tests/privacy/test_round.py`), except for nodes of a `secure_round`, which draw their
+users and shares of the noise. Between the draw and the charge, the round collects the `PartialSum`s
+of its users, or a masked sum.
 """
 
 import logging
@@ -315,19 +316,7 @@ def release(
     LedgerError and releases nothing if it is not a receipt, if it is for a different run, round,
     attempt, event or part, or if it was used before.
     """
-    if not isinstance(charge, Charge):
-        raise LedgerError(f"a release needs a charge of the ledger, not {charge!r}")
-    if (charge.run, charge.round, charge.attempt) != (at.run, at.round, at.attempt):
-        raise LedgerError(
-            f"the charge is for attempt {charge.attempt} at round {charge.round} of run "
-            f"{charge.run!r}; the release is of attempt {at.attempt} at round {at.round} of run "
-            f"{at.run!r}"
-        )
-    if charge.event != mechanism.event:
-        raise LedgerError(f"the event charged is {charge.event}, not {mechanism.event}")
-    if charge.part != draws.part:
-        raise LedgerError(f"the charge is for part {charge.part} of its event, not {draws.part}")
-    charged = charge.redeem()
+    charged = _redeemed(charge, mechanism, at, draws.part)
     source, purpose = draws.noise(at)
     series = draws.series_draws
     correlated = None if series is None else series.correlated_noise(draws.part, charge.payment)
@@ -338,3 +327,86 @@ def release(
     if realised != charged:
         raise LedgerError(f"the event realised is {realised}, not the one charged, {charged}")
     return average
+
+
+def _redeemed(
+    charge: Charge, mechanism: GaussianMechanism, at: RoundAttempt, part: int
+) -> RoundEvent:
+    """Use up the receipt of a release and return its event; LedgerError if it is for another."""
+    if not isinstance(charge, Charge):
+        raise LedgerError(f"a release needs a charge of the ledger, not {charge!r}")
+    if (charge.run, charge.round, charge.attempt) != (at.run, at.round, at.attempt):
+        raise LedgerError(
+            f"the charge is for attempt {charge.attempt} at round {charge.round} of run "
+            f"{charge.run!r}; the release is of attempt {at.attempt} at round {at.round} of run "
+            f"{at.run!r}"
+        )
+    if charge.event != mechanism.event:
+        raise LedgerError(f"the event charged is {charge.event}, not {mechanism.event}")
+    if charge.part != part:
+        raise LedgerError(f"the charge is for part {charge.part} of its event, not {part}")
+    return charge.redeem()
+
+
+@dataclass(frozen=True)
+class OpenedSum:
+    """The noised sum of a round, which its nodes have opened."""
+
+    total: IntegerVector  # [D], in steps of each group's granularity
+    nodes: int  # number of nodes whose sums and shares of the noise are in it
+
+
+# Takes an attempt to the nodes, and returns a function that opens their masked sum, or returns None
+# if too few nodes are left. The function is called once, after the charge.
+CollectMasked = Callable[[RoundAttempt], Callable[[], OpenedSum | None]]
+
+
+def secure_round(
+    mechanism: GaussianMechanism,
+    run: str,
+    number: int,
+    collect: CollectMasked,
+    records: PrivacyRecords,
+    entropy: Entropy,
+    prepare: Callable[[RoundAttempt], object] = lambda _: None,
+) -> Release | None:
+    """Run a round whose nodes draw their users and add the noise; None: the attempt is void.
+
+    Sensitivity is that of `GaussianQuery.noised_average`. The noise is the sum of the nodes'
+    rounded shares, of which honest nodes contribute at least n − t − d: `fedpriv.secure_sums`.
+
+    Guarantees:
+
+    * those of `private_round` on `prepare`, the charge, the budget and repeated rounds;
+    * the participation record holds an empty cohort, since the server does not learn the cohort;
+    * the charge is durable before nodes are asked to open the sum; until then, what the server
+      holds is masked;
+    * an attempt is void if too few nodes are left, or if the sum is longer than honest nodes can
+      make it; it is charged once and releases nothing.
+    """
+    event, number = mechanism.event, index(number)
+    records.settle(event, run, entropy.randomness)
+    at = RoundAttempt(run, number, records.next_attempt(run, number), records.is_first(run))
+    records.refuse_if_beyond(event, f"run {run}, round {number}")
+    prepare(at)
+    place = (run, number, at.attempt)
+    commitment = with_room(lambda: records.participation.record(*place, _NOBODY, None))
+    try:
+        open_sum = collect(at)
+    finally:  # charge after every exception, since nodes have drawn users
+        charge = records.charge(ProposedCharge(*place, entropy.randomness, event, commitment))
+    _redeemed(charge, mechanism, at, 0)
+    opened = open_sum()
+    if opened is None:
+        _log.warning(
+            "attempt %d at round %d of run %r is void: too few nodes are left", *place[::-1]
+        )
+        return None
+    if not mechanism.admits(opened.total, opened.nodes):
+        _log.error(
+            "attempt %d at round %d of run %r is void: its sum is longer than honest nodes can "
+            "make it, so that a node lies",
+            *place[::-1],
+        )
+        return None
+    return Release(at.attempt, mechanism.query.averaged(opened.total), charge.hash)

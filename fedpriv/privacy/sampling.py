@@ -137,6 +137,19 @@ class PoissonSampling(Sampling):
         return (users[: np.searchsorted(users, self.population)],)
 
 
+def drawn_users(event: SamplingEvent, users: int, key: bytes) -> Users:
+    """Return those of a node's users whom its own coins draw, by the law of a round's event.
+
+    `users` is their number, and the result holds ascending numbers below it. Since all users join
+    independently, the nodes' draws together have the law of one draw from all users.
+    """
+    if event.policy is SamplingPolicy.EVERY_USER or not users:
+        return np.arange(users)
+    if event.policy is not SamplingPolicy.POISSON:
+        raise InvalidValueError(f"{event.policy} sampling needs a server that draws cohorts")
+    return PoissonSampling(users, event.sampling_probability).draw(key)[0]
+
+
 @dataclass(frozen=True)
 class ExampleSampling(Sampling):
     """Each of up to k examples of a user joins the cohort independently with the same probability.

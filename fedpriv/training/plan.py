@@ -16,7 +16,7 @@ from typing import NoReturn
 import numpy as np
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import PrivacyBudget, RoundEvent
+from fedpriv.ledger.events import PrivacyBudget, RoundEvent, SecureSum
 from fedpriv.privacy.clipping import Clipping, Indicator
 from fedpriv.privacy.correlated_noise import Strategy
 from fedpriv.privacy.gaussian_mechanism import (
@@ -164,6 +164,8 @@ class TrainingPlan:
     averaging: Averaging = Averaging()  # noqa: RUF009
     statistics: RunningStatistics | None = None  # moves running statistics, if there are any
     strategy: Strategy = INDEPENDENT  # correlates noise over the rounds of a series
+    secure_sum: SecureSum | None = None  # set if the server need not be trusted
+    simulated_dropout: float = 0.0  # probability that a simulated node drops out of a round
 
     def __post_init__(self) -> None:
         if not is_whole(self.rounds):
@@ -256,8 +258,9 @@ class TrainingPlan:
         weighted = () if plain else averaged
         layout = Layout(tuple(shapes), tuple(shapes.values()))
         clipping = Clipping(layout, tuple(groups), indicator, weighted, averaging.cap or 1)
+        kind = averaging, self.strategy, self.secure_sum
         return GaussianMechanism.calibrated(
-            self.sampling, clipping, self.noise_multiplier, self.shares, averaging, self.strategy
+            self.sampling, clipping, self.noise_multiplier, self.shares, *kind
         )
 
     def within(self, budget: PrivacyBudget, spent: Sequence[RoundEvent] = ()) -> "TrainingPlan":

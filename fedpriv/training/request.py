@@ -5,7 +5,7 @@ A `Transport` takes a `RoundRequest` to the users, and returns `fedpriv.privacy.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.privacy.clipping import Clipping
-from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, Metric
+from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, GaussianMechanism, Metric
 from fedpriv.privacy.layout import FloatVector, Layout, VectorGroup
-from fedpriv.privacy.round import PartialSum
+from fedpriv.privacy.round import OpenedSum, PartialSum
+from fedpriv.secure_sums.simulation import simulated_nodes
 from fedpriv.support.checks import hold_plain_numbers, is_whole
 from fedpriv.training.optimizers import Rate, RateSchedule
 
@@ -217,6 +218,20 @@ class Transport(ABC):
 
         Raises StoppedError if the server was asked to stop; then the round releases nothing.
         """
+
+    def collect_masked(
+        self, request: RoundRequest, mechanism: GaussianMechanism, dropout: float
+    ) -> Callable[[], OpenedSum | None]:
+        """Take a request without users to nodes that draw them; see `privacy.round.secure_round`.
+
+        By default the nodes are simulated here, and each drops out with probability `dropout`.
+        """
+
+        def collect(users: npt.NDArray[np.int64]) -> Iterator[PartialSum]:
+            return self.collect(replace(request, users=users))
+
+        binding = f"{request.run}/{request.round}/{request.attempt}"
+        return simulated_nodes(mechanism, binding, collect, request.local_key, dropout)
 
     def prepare(self, request: RoundRequest) -> None:  # noqa: B027 - most need nothing
         """Wait until a round can begin; the request has no users yet, since none are drawn.

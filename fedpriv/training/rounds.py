@@ -27,7 +27,14 @@ from fedpriv.privacy.clipping import UNCLIPPED
 from fedpriv.privacy.draws import RoundAttempt
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS, GaussianMechanism
 from fedpriv.privacy.noise import Entropy
-from fedpriv.privacy.round import PartialSum, PrivacyRecords, Release, private_round
+from fedpriv.privacy.round import (
+    OpenedSum,
+    PartialSum,
+    PrivacyRecords,
+    Release,
+    private_round,
+    secure_round,
+)
 from fedpriv.support.disk import write_atomically
 from fedpriv.training.optimizers import OptimizerState, Parameters, stepped
 from fedpriv.training.plan import BATCH_NORM_METRIC, TrainingPlan
@@ -40,6 +47,7 @@ EVALUATION_PREFIX = "evaluation/"  # of metrics that users report on the model a
 _FORMAT = "fedpriv checkpoint 4"
 _PARTS = ("parameters", "first", "second", "statistics", "control", "mean")  # of a checkpoint
 _KEPT = 3  # checkpoints
+_MOST_VOID = 3  # attempts at a round before the run stops; each is charged
 
 
 @dataclass(frozen=True)
@@ -340,9 +348,19 @@ def _one_round(
     def collect(at: RoundAttempt, users: npt.NDArray[np.int64]) -> Iterator[PartialSum]:
         return transport.collect(round_request(plan, state, at, users, entropy))
 
+    def collect_masked(at: RoundAttempt) -> Callable[[], OpenedSum | None]:
+        asked = round_request(plan, state, at, np.empty(0, np.int64), entropy)
+        return transport.collect_masked(asked, mechanism, plan.simulated_dropout)
+
     mechanism = plan.mechanism_at(state.clipping_norms)
     number = state.round + 1
-    release = private_round(mechanism, plan.run, number, collect, records, entropy, prepare)
+    about, given = (mechanism, plan.run, number), (records, entropy, prepare)
+    if plan.secure_sum is None:
+        attempts: Iterable[Release | None] = [private_round(*about, collect, *given)]
+    else:
+        attempts = (secure_round(*about, collect_masked, *given) for _ in range(_MOST_VOID))
+    if (release := next(filter(None, attempts), None)) is None:
+        raise DeclinedError(f"{_MOST_VOID} attempts at round {number} were void")
     on_release(mechanism, number, release)
     epsilon = records.ledger.epsilon(records.budget)
     after, result = close_round(plan, state, release, epsilon, records.budget.delta)

@@ -7,12 +7,25 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Stage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STAGE_UNSPECIFIED: _ClassVar[Stage]
+    SHARE: _ClassVar[Stage]
+    AGREE: _ClassVar[Stage]
+    SIGN: _ClassVar[Stage]
+    OPEN: _ClassVar[Stage]
+
 class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     DTYPE_UNSPECIFIED: _ClassVar[DType]
     FLOAT32: _ClassVar[DType]
     INT32: _ClassVar[DType]
     INT64: _ClassVar[DType]
+STAGE_UNSPECIFIED: Stage
+SHARE: Stage
+AGREE: Stage
+SIGN: Stage
+OPEN: Stage
 DTYPE_UNSPECIFIED: DType
 FLOAT32: DType
 INT32: DType
@@ -47,18 +60,30 @@ class FromServer(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., proposal: _Optional[_Union[Proposal, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("population_name", "population", "users", "task", "purpose")
+    __slots__ = ("population_name", "population", "users", "task", "purpose", "nodes")
     POPULATION_NAME_FIELD_NUMBER: _ClassVar[int]
     POPULATION_FIELD_NUMBER: _ClassVar[int]
     USERS_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
     population_name: str
     population: int
     users: _containers.RepeatedScalarFieldContainer[int]
     task: Task
     purpose: str
-    def __init__(self, population_name: _Optional[str] = ..., population: _Optional[int] = ..., users: _Optional[_Iterable[int]] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., purpose: _Optional[str] = ...) -> None: ...
+    nodes: _containers.RepeatedCompositeFieldContainer[EnrolledNode]
+    def __init__(self, population_name: _Optional[str] = ..., population: _Optional[int] = ..., users: _Optional[_Iterable[int]] = ..., task: _Optional[_Union[Task, _Mapping]] = ..., purpose: _Optional[str] = ..., nodes: _Optional[_Iterable[_Union[EnrolledNode, _Mapping]]] = ...) -> None: ...
+
+class EnrolledNode(_message.Message):
+    __slots__ = ("name", "fingerprint", "users")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    USERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    fingerprint: bytes
+    users: int
+    def __init__(self, name: _Optional[str] = ..., fingerprint: _Optional[bytes] = ..., users: _Optional[int] = ...) -> None: ...
 
 class Task(_message.Message):
     __slots__ = ("model", "options", "seed", "loss", "metrics", "inputs", "targets", "ignore_index", "personal", "trained", "frozen", "adapters")
@@ -115,15 +140,29 @@ class Proposal(_message.Message):
     def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., local: _Optional[_Union[LocalTraining, _Mapping]] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., price: _Optional[_Union[Price, _Mapping]] = ...) -> None: ...
 
 class Vote(_message.Message):
-    __slots__ = ("id", "objection")
+    __slots__ = ("id", "objection", "key")
     ID_FIELD_NUMBER: _ClassVar[int]
     OBJECTION_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     id: RoundId
     objection: str
-    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., objection: _Optional[str] = ...) -> None: ...
+    key: NodeKey
+    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., objection: _Optional[str] = ..., key: _Optional[_Union[NodeKey, _Mapping]] = ...) -> None: ...
+
+class NodeKey(_message.Message):
+    __slots__ = ("node", "key", "certificate", "signature")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    key: bytes
+    certificate: bytes
+    signature: bytes
+    def __init__(self, node: _Optional[str] = ..., key: _Optional[bytes] = ..., certificate: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("id", "seconds", "users", "clipping", "local", "metrics", "local_key", "price", "model")
+    __slots__ = ("id", "seconds", "users", "clipping", "local", "metrics", "local_key", "price", "model", "roster", "fixed_length")
     ID_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     USERS_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +172,8 @@ class Offer(_message.Message):
     LOCAL_KEY_FIELD_NUMBER: _ClassVar[int]
     PRICE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    ROSTER_FIELD_NUMBER: _ClassVar[int]
+    FIXED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     id: RoundId
     seconds: float
     users: _containers.RepeatedScalarFieldContainer[int]
@@ -142,7 +183,29 @@ class Offer(_message.Message):
     local_key: bytes
     price: Price
     model: Tensors
-    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., seconds: _Optional[float] = ..., users: _Optional[_Iterable[int]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., local: _Optional[_Union[LocalTraining, _Mapping]] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., local_key: _Optional[bytes] = ..., price: _Optional[_Union[Price, _Mapping]] = ..., model: _Optional[_Union[Tensors, _Mapping]] = ...) -> None: ...
+    roster: _containers.RepeatedCompositeFieldContainer[NodeKey]
+    fixed_length: bool
+    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., seconds: _Optional[float] = ..., users: _Optional[_Iterable[int]] = ..., clipping: _Optional[_Union[Clipping, _Mapping]] = ..., local: _Optional[_Union[LocalTraining, _Mapping]] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., local_key: _Optional[bytes] = ..., price: _Optional[_Union[Price, _Mapping]] = ..., model: _Optional[_Union[Tensors, _Mapping]] = ..., roster: _Optional[_Iterable[_Union[NodeKey, _Mapping]]] = ..., fixed_length: bool = ...) -> None: ...
+
+class Step(_message.Message):
+    __slots__ = ("id", "stage", "nodes", "items")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    id: RoundId
+    stage: Stage
+    nodes: _containers.RepeatedScalarFieldContainer[str]
+    items: _containers.RepeatedCompositeFieldContainer[Item]
+    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., stage: _Optional[_Union[Stage, str]] = ..., nodes: _Optional[_Iterable[str]] = ..., items: _Optional[_Iterable[_Union[Item, _Mapping]]] = ...) -> None: ...
+
+class Item(_message.Message):
+    __slots__ = ("node", "content")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    content: bytes
+    def __init__(self, node: _Optional[str] = ..., content: _Optional[bytes] = ...) -> None: ...
 
 class Price(_message.Message):
     __slots__ = ("epsilon_after", "delta", "charges", "event", "part", "seeded")
@@ -269,14 +332,20 @@ class UploadPart(_message.Message):
     def __init__(self, answer: _Optional[_Union[Answer, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("id", "sum", "decline")
+    __slots__ = ("id", "sum", "decline", "masked")
     ID_FIELD_NUMBER: _ClassVar[int]
     SUM_FIELD_NUMBER: _ClassVar[int]
     DECLINE_FIELD_NUMBER: _ClassVar[int]
+    MASKED_FIELD_NUMBER: _ClassVar[int]
     id: RoundId
     sum: PartialSum
     decline: Decline
-    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., sum: _Optional[_Union[PartialSum, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ...) -> None: ...
+    masked: MaskedSum
+    def __init__(self, id: _Optional[_Union[RoundId, _Mapping]] = ..., sum: _Optional[_Union[PartialSum, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., masked: _Optional[_Union[MaskedSum, _Mapping]] = ...) -> None: ...
+
+class MaskedSum(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class PartialSum(_message.Message):
     __slots__ = ("users", "weight")

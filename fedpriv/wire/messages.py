@@ -9,9 +9,9 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from fedpriv.privacy.clipping import MOST_WEIGHT, Clipping, Indicator
 from fedpriv.privacy.gaussian_mechanism import Metric
 from fedpriv.privacy.layout import Layout, Tensors, VectorGroup
 from fedpriv.privacy.round import PartialSum
+from fedpriv.secure_sums.protocol import PUBLIC_BYTES
 from fedpriv.support.checks import require
 from fedpriv.training.local import ALGORITHMS
 from fedpriv.training.request import CONTROL_PREFIX, LocalTraining, RoundRequest
@@ -121,10 +122,26 @@ class Welcome(Checked):
     users: Positions = field(repr=False)
     task: TaskDescription
     purpose: Text = ""  # of the model
+    nodes: "tuple[EnrolledNode, ...]" = ()  # all, if the server need not be trusted
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_positions(self.users, self.population)
+
+
+@dataclass(frozen=True)
+class EnrolledNode(Checked):
+    """A node of an enrolment, which nodes pin by its digest."""
+
+    name: Name
+    fingerprint: Bytes32  # SHA-256 of its certificate in DER
+    users: UInt32  # their number
+
+
+def enrolment_digest(nodes: Iterable[EnrolledNode]) -> str:
+    """Return SHA-256 of an enrolment, in hexadecimal, for a node's consent."""
+    rows = sorted((node.name, node.fingerprint.hex(), node.users) for node in nodes)
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -202,6 +219,39 @@ class Vote(Checked):
 
     id: RoundId  # of the proposal
     objection: Text = ""  # one sentence; empty: the node agrees
+    key: "NodeKey | None" = None  # if it agrees to a round whose server need not be trusted
+
+
+@dataclass(frozen=True)
+class NodeKey(Checked):
+    """A node's key for one attempt at a round, signed by its certificate's key."""
+
+    node: Name
+    key: Annotated[bytes, codec.length(PUBLIC_BYTES, PUBLIC_BYTES)]  # `KeyPair.public`
+    certificate: Annotated[bytes, codec.length(1, 2**13)] = field(repr=False)  # in DER
+    signature: Annotated[bytes, codec.length(1, 2**11)] = field(repr=False)
+
+
+class Stage(IntEnum):
+    """The steps of a secure sum, in order; federation.proto says what each sends."""
+
+    SHARE = 1
+    AGREE = 2
+    SIGN = 3
+    OPEN = 4
+
+
+@dataclass(frozen=True)
+class Step(Checked):
+    """A node's step in a secure sum, or the server's answer; without content, it is void."""
+
+    id: RoundId
+    stage: Stage
+    nodes: tuple[str, ...] = ()
+    items: Mapping[str, bytes] = field(default_factory=dict)  # by node
+
+    def __bool__(self) -> bool:
+        return bool(self.nodes or self.items)
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,10 +271,19 @@ class RoundOffer(Checked):
     metrics: tuple[Metric, ...]
     price: Price
     model: Manifest
+    roster: tuple[NodeKey, ...] = ()  # the nodes that agreed, if the server need not be trusted
+    fixed_length: bool = False  # whether the node waits with its upload until the time is over
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_positions(self.users, self.price.population)
+        if (secure := self.price.event.secure_sum) is None:
+            require(not self.roster, "a roster is given and the server is trusted")
+        else:
+            names, least = [member.node for member in self.roster], secure.nodes
+            require(names == sorted(set(names)), "the roster is not sorted by distinct names")
+            require(len(names) >= least, f"the roster has {len(names)} nodes; it must be {least}")
+            require(not self.users.size, "users are given, whom the node must draw itself")
         layout = self.clipping.layout
         shapes = dict(zip(layout.names, layout.shapes, strict=True))
         for metric in self.metrics:
@@ -243,7 +302,13 @@ class RoundOffer(Checked):
 
     @classmethod
     def of(
-        cls, request: RoundRequest, seconds: float, price: Price, model: Manifest, nonce: int = 0
+        cls,
+        request: RoundRequest,
+        seconds: float,
+        price: Price,
+        model: Manifest,
+        nonce: int = 0,
+        roster: tuple[NodeKey, ...] = (),
     ) -> "RoundOffer":
         """Return the offer to a node that hosts all users of the request; else `replace` its users.
 
@@ -252,7 +317,7 @@ class RoundOffer(Checked):
         round_id = RoundId(request.run, request.round, request.attempt, nonce)
         users, clipping, local = request.users.copy(), request.clipping, request.local
         key, metrics = request.local_key, request.metrics
-        return cls(round_id, seconds, users, clipping, local, key, metrics, price, model)
+        return cls(round_id, seconds, users, clipping, local, key, metrics, price, model, roster)
 
     def request(self, tensors: Tensors) -> RoundRequest:
         """Return the offered request, given the tensors that `model` declares.
@@ -314,6 +379,18 @@ def sum_to_send(partial: PartialSum) -> tuple[SummedUpdates, Tensors]:
 
 
 @dataclass(frozen=True)
+class MaskedSum:
+    """The header of a masked sum, whose total follows; it does not say how many users it holds."""
+
+    users: ClassVar[int] = 0
+    weight: ClassVar[int] = 0
+
+    def tensors(self, dimension: int) -> Manifest:
+        """Return the manifest of the total [dimension], in 64 bits."""
+        return Manifest(Layout((SUM,), ((dimension,),)), INT64)
+
+
+@dataclass(frozen=True)
 class Decline(Checked):
     """The node does not take part, and its users count as zero; the reason names no user."""
 
@@ -325,7 +402,7 @@ class RoundAnswer:
     """A node's answer to the offer of a round."""
 
     id: RoundId
-    content: SummedUpdates | Decline
+    content: SummedUpdates | MaskedSum | Decline
 
 
 @dataclass(frozen=True)
@@ -427,7 +504,12 @@ _INPUTS = FieldCodec(
 )
 _TASK_FIELDS: FieldCodecs = {"options": _JSON, "inputs": _INPUTS, "adapters": _JSON}
 TASK = Codec(TaskDescription, pb.Task, "a task", _TASK_FIELDS, {"options": _LONGEST_OPTIONS})
-_WELCOME_FIELDS: FieldCodecs = {"users": _POSITIONS, "task": TASK}
+_ENROLLED = Codec(EnrolledNode, pb.EnrolledNode, "an enrolled node")
+_WELCOME_FIELDS: FieldCodecs = {
+    "users": _POSITIONS,
+    "task": TASK,
+    "nodes": list_of(_ENROLLED),
+}
 WELCOME = Codec(Welcome, pb.Welcome, "a welcome", _WELCOME_FIELDS, {"users": MAX_USERS})
 LEDGER_REQUEST = Codec(LedgerRequest, pb.LedgerRequest, "a request for the ledger")
 ROUND_ID = Codec(RoundId, pb.RoundId, "the name of a round")
@@ -449,6 +531,7 @@ _BOUNDED = FieldCodec(
 _LOCAL = Codec(_local_training, pb.LocalTraining, "local training", {"options": _BOUNDED})
 LOCAL_TRAINING = FieldCodec(lambda local: _LOCAL.encode(_spelled_out(local)), _LOCAL.decode)
 METRIC = Codec(Metric, pb.Metric, "a metric", {"shape": SHAPE}, {"options": _MAX_OPTIONS})
+NODE_KEY = Codec(NodeKey, pb.NodeKey, "a node's key")
 _OFFER_FIELDS: FieldCodecs = {
     "id": ROUND_ID,
     "users": _POSITIONS,
@@ -457,15 +540,27 @@ _OFFER_FIELDS: FieldCodecs = {
     "metrics": list_of(METRIC),
     "price": PRICE,
     "model": MANIFEST,
+    "roster": list_of(NODE_KEY),
 }
 OFFER = Codec(RoundOffer, pb.Offer, "an offer", _OFFER_FIELDS, {"users": MAX_USERS})
 _PROPOSAL_FIELDS = {
     name: _OFFER_FIELDS[name] for name in ("id", "clipping", "local", "metrics", "price")
 }
 PROPOSAL = Codec(Proposal, pb.Proposal, "a proposal", _PROPOSAL_FIELDS)
-VOTE = Codec(Vote, pb.Vote, "a vote", {"id": ROUND_ID})
+VOTE = Codec(Vote, pb.Vote, "a vote", {"id": ROUND_ID, "key": NODE_KEY}, optional="key")
+_ITEMS = FieldCodec(
+    lambda items: [pb.Item(node=node, content=items[node]) for node in sorted(items)],
+    lambda items: {item.node: item.content for item in items},
+)
+_STEP_FIELDS: FieldCodecs = {
+    "id": ROUND_ID,
+    "stage": FieldCodec(int, Stage),
+    "items": _ITEMS,
+}
+STEP = Codec(Step, pb.Step, "a step", _STEP_FIELDS)
 _SUM = Codec(SummedUpdates, pb.PartialSum, "a sum")
 _DECLINE = Codec(Decline, pb.Decline, "a decline")
+_MASKED = Codec(MaskedSum, pb.MaskedSum, "a masked sum")
 RECEIPT = Codec(Receipt, pb.Receipt, "a receipt")
 STATUS = Codec(Status, pb.Status, "a status", {"state": FieldCodec(str, RunState)})
 
@@ -475,6 +570,8 @@ def encode_answer(answer: RoundAnswer) -> pb.Answer:
     message, content = pb.Answer(id=ROUND_ID.encode(answer.id)), answer.content
     if isinstance(content, Decline):
         message.decline.CopyFrom(_DECLINE.encode(content))
+    elif isinstance(content, MaskedSum):
+        message.masked.CopyFrom(_MASKED.encode(content))
     else:
         message.sum.CopyFrom(_SUM.encode(content))
     codec.check_size("an answer", message, codec.SERVER_RECEIVES_BYTES)
@@ -483,12 +580,14 @@ def encode_answer(answer: RoundAnswer) -> pb.Answer:
 
 def decode_answer(message: pb.Answer) -> RoundAnswer:
     """Return the answer in a message, or raise WireError."""
-    content: SummedUpdates | Decline
+    content: SummedUpdates | MaskedSum | Decline
     match message.WhichOneof("what"):
         case "sum":
             content = _SUM.decode(message.sum)
         case "decline":
             content = _DECLINE.decode(message.decline)
+        case "masked":
+            content = _MASKED.decode(message.masked)
         case _:
             raise WireError("an answer is empty; it must be a sum or a decline")
     return RoundAnswer(ROUND_ID.decode(message.id), content)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Self
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, padding, rsa
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import NameOID
@@ -27,6 +27,7 @@ MALFORMED = (
     x509.DuplicateExtension,
     x509.InvalidVersion,
 )
+_RSA_PADDING = padding.PSS(padding.MGF1(SHA256()), padding.PSS.DIGEST_LENGTH)
 _CURVES = ("secp256r1", "secp384r1", "secp521r1")
 _ADDRESS = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<host>[^:\[\]/\s]+)):(?P<port>[0-9]{1,5})")
 
@@ -82,6 +83,35 @@ def load_certificate(path: Path) -> x509.Certificate:
 def fingerprint_of(certificate: x509.Certificate) -> str:
     """Return the SHA-256 of a certificate in DER, as 64 lower-case hexadecimal digits."""
     return certificate.fingerprint(SHA256()).hex()
+
+
+def signed(key: bytes, statement: bytes) -> bytes:
+    """Return the signature of a statement by the private key of a certificate, in PEM."""
+    private = load_pem_private_key(key, None)
+    if isinstance(private, rsa.RSAPrivateKey):
+        return private.sign(statement, _RSA_PADDING, SHA256())
+    if isinstance(private, ec.EllipticCurvePrivateKey):
+        return private.sign(statement, ec.ECDSA(SHA256()))
+    if isinstance(private, ed25519.Ed25519PrivateKey):
+        return private.sign(statement)
+    raise InvalidValueError("the key of the certificate cannot sign")  # see `check_key`
+
+
+def has_signed(certificate: x509.Certificate, statement: bytes, signature: bytes) -> bool:
+    """Return whether the key of a certificate has signed a statement with `signed`."""
+    public = certificate.public_key()
+    try:
+        if isinstance(public, rsa.RSAPublicKey):
+            public.verify(signature, statement, _RSA_PADDING, SHA256())
+        elif isinstance(public, ec.EllipticCurvePublicKey):
+            public.verify(signature, statement, ec.ECDSA(SHA256()))
+        elif isinstance(public, ed25519.Ed25519PublicKey):
+            public.verify(signature, statement)
+        else:
+            return False
+    except InvalidSignature:
+        return False
+    return True
 
 
 def node_named(by: x509.Certificate | x509.CertificateSigningRequest, path: Path) -> str:

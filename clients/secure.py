@@ -1,0 +1,199 @@
+"""A node's part in a secure sum: its users' coins, its noise, its masks, and what it checks.
+
+The server need not be trusted. Everything that a node does depends on its own users, on public
+terms, and on keys that other enrolled nodes have signed; see docs/secure-sums.md.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+from cryptography import x509
+
+from fedpriv.clients.connection import Backoff, FederationStub, Identity, persist
+from fedpriv.clients.ledger_check import DISBELIEF, OfferPolicy
+from fedpriv.clients.worker import Worker
+from fedpriv.errors import FedprivError, InvalidValueError
+from fedpriv.ledger import Head
+from fedpriv.ledger.events import SecureSum
+from fedpriv.privacy.clipping import IntegerVector
+from fedpriv.privacy.gaussian_mechanism import rounded_noise
+from fedpriv.privacy.sampling import drawn_users
+from fedpriv.secure_sums.parameters import share_stddevs
+from fedpriv.secure_sums.protocol import KeyPair, Participant, Roster, Uploaded
+from fedpriv.wire import NodeKey, Proposal, RoundOffer, Stage, Step, Welcome
+from fedpriv.wire.naming import fingerprint_of, has_signed, signed
+from fedpriv.wire.roster import binding_of, certificate_of, roster_of, signed_key
+
+_log = logging.getLogger(__name__)
+_LEAST_MARGIN = 0.05  # share of the time until the upload's deadline that is kept for the upload
+
+
+_Result = TypeVar("_Result")
+
+
+class VoidError(FedprivError):
+    """The attempt ends without this node; the message says why, and nothing about users."""
+
+
+@dataclass(frozen=True)
+class _Party:
+    """This node among the others of an attempt, whose keys it has checked."""
+
+    roster: Roster
+    certificates: Mapping[str, x509.Certificate]
+    participant: Participant
+
+    def signed_by(self, node: str, statement: bytes, signature: bytes) -> bool:
+        """Return whether a node of the roster has signed a statement."""
+        return node in self.certificates and has_signed(
+            self.certificates[node], statement, signature
+        )
+
+
+@dataclass(eq=False)
+class SecureSums:
+    """A node's part in secure sums.
+
+    Guarantees, for any server and up to t nodes that collude with it:
+        * nothing but a masked sum leaves the node, once per attempt, after the journal has it;
+        * its users are drawn by its own coins, and an upload follows in every attempt, with the
+          noise share of the node, even if nobody was drawn or training failed;
+        * the masks are for nodes of the pinned enrolment, at least n of them, whose keys are signed
+          for this attempt;
+        * it opens other nodes' masks only for one list of survivors, with a quorum's signatures,
+          and with --verify-ledger only if the ledger has charged the attempt.
+    """
+
+    server: FederationStub
+    worker: Worker
+    policy: OfferPolicy
+    identity: Identity
+    backoff: Backoff
+    _pair: tuple[bytes, KeyPair] | None = field(default=None, repr=False)  # of the last vote
+    _stated: str = ""  # the statement that was logged last
+
+    def key(self, welcome: Welcome, proposal: Proposal) -> NodeKey:
+        """Return a fresh signed key for a proposed attempt; InvalidValueError if it cannot sign."""
+        event, own = proposal.price.event, self.identity
+        if own.certificate is None or own.key is None:
+            raise InvalidValueError("the node has no certificate to sign its key with")
+        if (statement := str(event.secure_sum)) != self._stated:
+            self._stated = statement
+            _log.info("(ε, δ): %s", statement)
+        binding, pair = binding_of(welcome.population_name, proposal.id, event), KeyPair.fresh()
+        self._pair = binding, pair
+        return signed_key(own.node, pair.public, binding, own.certificate, own.key)
+
+    async def take_part(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
+        """Take part in an attempt; `deadline` is that of the upload, on the event loop's clock.
+
+        VoidError or another FedprivError: the node drops out; AioRpcError: the server ends it.
+        """
+        if (secure := offer.price.event.secure_sum) is None:
+            raise VoidError("the server is trusted in this round")
+        party = self._party(welcome, offer, secure)
+        mine = party.participant
+        shared = await self._step(offer, Stage.SHARE, mine.sealed)
+        total = await self._noised_sum(welcome, offer, deadline)
+        masked, uploaded = mine.masked(total, shared.nodes, shared.items)
+        if objection := self.policy.record(welcome, offer):
+            raise VoidError(objection)
+        receipt = await self._again(lambda: self.server.upload_masked(offer.id, masked))
+        if not receipt.accepted:
+            raise VoidError(f"the server refuses the masked sum: {receipt.reason!r}")
+        survivors = (await self._step(offer, Stage.AGREE)).nodes
+        signature = signed(self.identity.key or b"", uploaded.statement(survivors))
+        quorum = await self._step(offer, Stage.SIGN, {self.identity.node: signature})
+        shares = uploaded.opened(survivors, quorum.items, party.signed_by)
+        await self._check_charged(welcome, offer, uploaded)
+        await self._again(lambda: self.server.exchange(Step(offer.id, Stage.OPEN, (), shares)))
+
+    def _party(self, welcome: Welcome, offer: RoundOffer, secure: SecureSum) -> _Party:
+        """Return this node among the others; VoidError unless all are enrolled and have signed."""
+        binding = binding_of(welcome.population_name, offer.id, offer.price.event)
+        enrolled = {node.name: node.fingerprint.hex() for node in welcome.nodes}
+        certificates = {}
+        for key in offer.roster:
+            certificate = certificate_of(key, binding)
+            if enrolled.get(key.node) != fingerprint_of(certificate):
+                raise VoidError("the roster has a node that is not enrolled with its certificate")
+            certificates[key.node] = certificate
+        pair = None if self._pair is None else self._pair[1]
+        own = {key.node: key.key for key in offer.roster}.get(self.identity.node)
+        if pair is None or self._pair is None or (binding, pair.public) != (self._pair[0], own):
+            raise VoidError("the roster does not have the key that the node sent with its vote")
+        self._pair = None  # a key is for one roster
+        roster, head = roster_of(offer.roster, binding), self.policy.verified_head
+        note = f"{head.count}:{head.hash}".encode() if head else b""
+        mine = Participant.begin(roster, self.identity.node, pair, secure, note)
+        return _Party(roster, certificates, mine)
+
+    async def _noised_sum(
+        self, welcome: Welcome, offer: RoundOffer, deadline: float
+    ) -> IntegerVector:
+        """Return the sum of the users whom the node draws, with its share of the noise: int64 [D].
+
+        The model is downloaded and the time is taken whether or not anybody is drawn. Users of a
+        training that fails count as zero.
+        """
+        loop = asyncio.get_running_loop()
+        began, event = loop.time(), offer.price.event
+        tensors = await self._again(lambda: self.server.download(offer))
+        taken = loop.time() - began
+        margin = max(4.0 * taken, _LEAST_MARGIN * (deadline - began))
+        until = max(loop.time(), deadline - margin)
+        coins = drawn_users(event.sampling, welcome.users.size, os.urandom(32))
+        total = np.zeros(offer.clipping.layout.dimension, np.int64)
+        if coins.size:
+            request = replace(offer.request(tensors), users=welcome.users[coins])
+            del tensors
+            try:
+                partial = await self.worker.train(request, until - loop.time())
+                total = total if partial is None else partial.total
+            except FedprivError as error:
+                # The text of the error may contain users' data.
+                _log.error("training failed: %s", type(error).__name__)
+        if offer.fixed_length or self.policy.consent.fixed_length:
+            await asyncio.sleep(until - loop.time())
+        stddevs = share_stddevs(event, len(offer.roster))
+        return total + rounded_noise(lambda _: os.urandom(32), offer.clipping, stddevs)
+
+    async def _check_charged(self, welcome: Welcome, offer: RoundOffer, uploaded: Uploaded) -> None:
+        """Raise VoidError unless the ledger has charged the attempt and neighbours know the same.
+
+        Without a verifier, the node believes that it has.
+        """
+        try:
+            examined = await self.policy.examined(welcome)
+        except DISBELIEF as error:
+            _log.error("the ledger cannot be believed: %.400s", error)
+            raise VoidError("the ledger cannot be believed") from error
+        if examined is None:
+            return
+        attempt = offer.id.run, offer.id.round, offer.id.attempt
+        rows = [r for r in examined.ledger.rows if (r.run, r.round, r.attempt) == attempt]
+        if [row.event for row in rows] != [offer.price.event]:
+            raise VoidError("the ledger has not charged the attempt")
+        for note in filter(None, uploaded.notes.values()):
+            count, _, digest = note.decode("ascii", "replace").partition(":")
+            if not count.isdecimal() or not examined.ledger.contains(Head(int(count), digest)):
+                _log.error("another node was shown another ledger, or lies about the one it has")
+                raise VoidError("another node knows another ledger")
+
+    async def _step(
+        self, offer: RoundOffer, stage: Stage, items: Mapping[str, bytes] | None = None
+    ) -> Step:
+        """Take a step and return the server's answer; VoidError if it ends the attempt."""
+        step = Step(offer.id, stage, (), items or {})
+        answer = await self._again(lambda: self.server.exchange(step))
+        if (answer.id, answer.stage) != (offer.id, stage) or not answer.nodes:
+            raise VoidError("too few nodes are left")
+        return answer
+
+    async def _again(self, call: Callable[[], Awaitable[_Result]]) -> _Result:
+        return await persist(call, self.backoff)

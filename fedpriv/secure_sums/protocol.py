@@ -1,0 +1,479 @@
+"""One round's messages of a secure sum, as pure functions of values.
+
+    pair = KeyPair.fresh()                              # its public part goes to the server, signed
+    node = Participant.begin(roster, name, pair, secure)    # node.sealed goes to the neighbours
+    upload, uploaded = node.masked(total, sharers, sealed)  # to the server
+    statement = uploaded.statement(survivors)               # sign once; the journal comes first
+    shares = uploaded.opened(survivors, signatures, verify) # to the server
+    total = unmasked(sum_of_uploads, roster, secure, sharers, survivors, opened)    # at the server
+
+An upload is y_i = a_i + PRG(b_i) + Σ_{j > i} PRG(s_ij) − Σ_{j < i} PRG(s_ij) mod 2^64, with j the
+neighbours that sealed shares, s_ij a secret of the pair and b_i one of the node. The pairs' masks
+cancel in the sum. What remains is opened by the neighbours' Shamir shares (Shamir 1979): of b_j of
+those who uploaded, or of the key behind s_ij of those who did not, and never of both.
+
+A node has **two X25519 keys**. The server learns the masking key of a node that it calls dropped.
+If that key sealed messages too, the server would open them, find the shares of b_j in them, and
+with both secrets read the upload of a node that it only claims to have lost.
+
+The hash of b_i stands in the public key, so a lie about a share of either secret is detected.
+
+What the caller must do, or the guarantee is void:
+
+* use a key pair for one `begin`, and send one upload for an attempt, ever;
+* sign one statement for an attempt, ever. What lives in memory alone cannot sign a second one after
+  a restart; what is kept in a file needs a journal that has the statement before the signature
+  leaves;
+* check the signature of each key in the roster (`key_statement`) against the certificates of the
+  enrolment that the node's consent pins.
+
+A node that the list of survivors leaves out signs nothing and opens nothing. Its upload stays
+masked for ever, and the charge that the ledger shows counts for its users all the same.
+"""
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from fedpriv.errors import InvalidValueError
+from fedpriv.ledger.events import SecureSum
+from fedpriv.privacy.clipping import IntegerVector
+from fedpriv.privacy.noise import words
+from fedpriv.secure_sums.parameters import Graph, neighbours
+from fedpriv.support.checks import require
+
+MaskedVector = npt.NDArray[np.uint64]
+Verify = Callable[[str, bytes, bytes], bool]  # node, statement, signature
+
+PUBLIC_BYTES = 96  # sealing key, masking key, hash of the seed of the self-mask
+MOST_NOTE_BYTES = 1 << 10
+_PRIME = 2**256 + 297  # of the field of shares
+_SECRET_BYTES, _SHARE_BYTES, _NONCE_BYTES = 32, 33, 12
+_BLOCK = 1 << 15  # words of a mask that are added at once; they fit in a core's cache
+
+
+def _encoded(*parts: bytes) -> bytes:
+    """Return the parts in one, each behind its length, so that no two lists give the same bytes."""
+    return b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+
+
+def _names(names: Iterable[str]) -> bytes:
+    return _encoded(*(name.encode() for name in names))
+
+
+def _digest(sharers: Iterable[str]) -> bytes:
+    return sha256(_names(sharers)).digest()
+
+
+def _derived(secret: bytes, *purpose: bytes) -> bytes:
+    """Return a 32-byte key of a secret for one purpose (HKDF-SHA-256, RFC 5869)."""
+    info = _encoded(b"fedpriv secure sum", *purpose)
+    return HKDF(SHA256(), length=32, salt=None, info=info).derive(secret)
+
+
+def _public(private: bytes) -> bytes:
+    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+
+
+def _shared(private: bytes, public: bytes, owner: str) -> bytes:
+    """Return the secret that the holder of a private key shares with the owner of a public one."""
+    key = X25519PublicKey.from_public_bytes(public)
+    try:
+        return X25519PrivateKey.from_private_bytes(private).exchange(key)
+    except ValueError as error:  # of small order: anybody would know the secret
+        raise InvalidValueError(f"the public key of node {owner!r} is not valid") from error
+
+
+def _seed_hash(seed: bytes) -> bytes:
+    return sha256(b"fedpriv seed of a self-mask" + seed).digest()
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """Secrets of a node for one attempt, and what the others know of them. For one `begin` only."""
+
+    private: bytes = field(repr=False)  # two X25519 keys, for sealing and for masking, and b_i
+    public: bytes  # their public keys and the hash of b_i, PUBLIC_BYTES
+
+    @classmethod
+    def fresh(cls) -> Self:
+        """Draw a pair from the operating system's CSPRNG."""
+        sealing, masking, seed = (secrets.token_bytes(_SECRET_BYTES) for _ in range(3))
+        public = _public(sealing) + _public(masking) + _seed_hash(seed)
+        return cls(sealing + masking + seed, public)
+
+    @property
+    def sealing(self) -> bytes:
+        """Private key of the messages that neighbours seal for each other; it is never shared."""
+        return self.private[:32]
+
+    @property
+    def masking(self) -> bytes:
+        """Private key of the masks with neighbours."""
+        return self.private[32:64]
+
+    @property
+    def seed(self) -> bytes:
+        """b_i, the secret of the node's own mask."""
+        return self.private[64:]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A node that agreed to a round, and its public key of the attempt."""
+
+    node: str
+    key: bytes  # PUBLIC_BYTES, signed by the certificate's key
+
+    def __post_init__(self) -> None:
+        size = f"the public key of node {self.node!r} has {len(self.key)} bytes"
+        require(len(self.key) == PUBLIC_BYTES, f"{size}; it must have {PUBLIC_BYTES}")
+
+    @property
+    def sealing(self) -> bytes:
+        """Public key of sealed messages."""
+        return self.key[:32]
+
+    @property
+    def masking(self) -> bytes:
+        """Public key of masks."""
+        return self.key[32:64]
+
+    @property
+    def seed_hash(self) -> bytes:
+        """Hash of b_i."""
+        return self.key[64:]
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The nodes that agreed to an attempt, in the order of their names."""
+
+    binding: bytes  # 32 bytes: the hash of everything public that names the attempt
+    members: tuple[Member, ...]
+
+    def __post_init__(self) -> None:
+        size = f"the binding has {len(self.binding)} bytes; it must have 32"
+        require(len(self.binding) == 32, size)
+        ordered = all(a < b for a, b in zip(self.names, self.names[1:], strict=False))
+        require(ordered, "the roster must name each node once, in the order of names")
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the nodes, ascending."""
+        return tuple(member.node for member in self.members)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of the binding and of all names and keys."""
+        keys = (member.key for member in self.members)
+        return sha256(_encoded(b"roster", self.binding, _names(self.names), *keys)).digest()
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: place for place, name in enumerate(self.names)}
+
+    def index(self, node: str) -> int:
+        """Return a node's place; raises InvalidValueError if it is not in the roster."""
+        if node not in self._places:
+            raise InvalidValueError(f"node {node!r} is not in the roster of this attempt")
+        return self._places[node]
+
+    def member(self, node: str) -> Member:
+        """Return a node's entry; raises InvalidValueError if it is not in the roster."""
+        return self.members[self.index(node)]
+
+    def neighbours(self, secure: SecureSum) -> dict[str, tuple[str, ...]]:
+        """Return the neighbours of each node; raises InvalidValueError for too few nodes."""
+        return {name: self.neighbours_of(name, secure) for name in self.names}
+
+    def neighbours_of(self, node: str, secure: SecureSum) -> tuple[str, ...]:
+        """Return the neighbours of a node, ascending."""
+        count = len(self.members)
+        linked = neighbours(self.digest, count, Graph.of(count, secure).degree)
+        return tuple(self.names[place] for place in linked[self.index(node)])
+
+    def listed(self, nodes: Sequence[str], secure: SecureSum) -> tuple[str, ...]:
+        """Return a list of at least n − d nodes in their order, or raise InvalidValueError."""
+        ordered = sorted(nodes, key=self.index)
+        least = len(self.members) - secure.dropouts
+        problem = f"a list names {len(ordered)} of {len(self.members)} nodes"
+        require(len(set(ordered)) == len(ordered), f"{problem}; it must name each only once")
+        require(len(ordered) >= least, f"{problem}; it must name at least {least}")
+        return tuple(ordered)
+
+
+def key_statement(binding: bytes, node: str, public: bytes) -> bytes:
+    """Return the bytes that a node's certificate signs: this is my public key of this attempt."""
+    return _encoded(b"fedpriv secure sum: key", binding, node.encode(), public)
+
+
+def list_statement(roster: Roster, sharers: Sequence[str], survivors: Sequence[str]) -> bytes:
+    """Return the bytes that a node's certificate signs: I masked for these sharers, open for these.
+
+    The order of the names does not matter.
+    """
+    lists = (_names(sorted(names, key=roster.index)) for names in (sharers, survivors))
+    return _encoded(b"fedpriv secure sum: lists", roster.digest, *lists)
+
+
+@dataclass(frozen=True)
+class Participant:
+    """A node after its vote, which knows the roster and has sealed shares for its neighbours."""
+
+    roster: Roster
+    node: str
+    pair: KeyPair
+    secure: SecureSum
+    sealed: Mapping[str, bytes]  # by neighbour: two shares and the note, for its eyes only
+
+    @classmethod
+    def begin(
+        cls, roster: Roster, node: str, pair: KeyPair, secure: SecureSum, note: bytes = b""
+    ) -> Self:
+        """Share both secrets with the neighbours, any τ of whom can restore them.
+
+        The note, of at most 1 KiB, is for the neighbours to read. Raises InvalidValueError for a
+        roster that lacks the node with this key or has too few nodes.
+        """
+        mine = f"the roster has another key of node {node!r}; it must be the node's own"
+        require(roster.member(node).key == pair.public, mine)
+        size = f"the note has {len(note)} bytes; it must have at most {MOST_NOTE_BYTES}"
+        require(len(note) <= MOST_NOTE_BYTES, size)
+        linked = roster.neighbours_of(node, secure)
+        threshold = Graph.of(len(roster.members), secure).threshold
+        points = [roster.index(neighbour) + 1 for neighbour in linked]
+        both = [_shares(secret, threshold, points) for secret in (pair.masking, pair.seed)]
+        sealed = {}
+        for neighbour, *shares in zip(linked, *both, strict=True):
+            key = _sealing_key(roster, pair, node, neighbour, sender=True)
+            nonce = secrets.token_bytes(_NONCE_BYTES)
+            text = b"".join(shares) + note
+            sealed[neighbour] = nonce + AESGCM(key).encrypt(nonce, text, None)
+        return cls(roster, node, pair, secure, sealed)
+
+    def masked(
+        self, total: IntegerVector, sharers: Sequence[str], sealed: Mapping[str, bytes]
+    ) -> tuple[MaskedVector, "Uploaded"]:
+        """Return the masked sum [D], to upload once, and what the node needs afterwards.
+
+        `total` is the sum of the node's users and its share of the noise in steps, int64 [D];
+        `sealed` are the messages by sender. To anyone who lacks one of its masks, the upload is
+        uniform on Z_{2^64}^D. Raises InvalidValueError, whereupon the node drops out, unless the
+        list names the node and at least n − d nodes, with a valid message of each neighbour in it.
+        """
+        if total.ndim != 1 or total.dtype != np.int64:
+            shape = f"{total.dtype}{list(total.shape)}"
+            raise InvalidValueError(f"the total is {shape}; it must be an int64 vector")
+        listed = self.roster.listed(sharers, self.secure)
+        left_out = f"node {self.node!r} shared its secrets; the list of sharers must name it"
+        require(self.node in listed, left_out)
+        linked = [name for name in self.sealed if name in set(listed)]
+        texts = {name: self._text(name, sealed.get(name, b"")) for name in linked}
+        purpose = _digest(listed)
+        added = [_self_key(self.roster, purpose, self.node, self.pair.seed)]
+        subtracted: list[bytes] = []
+        for name in linked:
+            key = _pair_key(self.roster, purpose, (self.node, self.pair.masking), name)
+            (added if self.node < name else subtracted).append(key)
+        masked = total.astype(np.uint64)
+        _add_masks(masked, added, subtracted)
+        cut = 2 * _SHARE_BYTES
+        shares = {
+            name: (text[:_SHARE_BYTES], text[_SHARE_BYTES:cut]) for name, text in texts.items()
+        }
+        notes = {name: text[cut:] for name, text in texts.items()}
+        return masked, Uploaded(self.roster, self.node, self.secure, listed, notes, shares)
+
+    def _text(self, sender: str, message: bytes) -> bytes:
+        """Open a neighbour's message."""
+        key = _sealing_key(self.roster, self.pair, self.node, sender, sender=False)
+        nonce, rest = message[:_NONCE_BYTES], message[_NONCE_BYTES:]
+        try:
+            text = AESGCM(key).decrypt(nonce, rest, None)
+        except (InvalidTag, ValueError) as error:
+            problem = f"the message of node {sender!r} to {self.node!r} cannot be opened"
+            limit = "it must be sealed for this roster"
+            raise InvalidValueError(f"{problem}; {limit}") from error
+        size = len(text) - 2 * _SHARE_BYTES
+        limit = f"it must hold two shares and a note of at most {MOST_NOTE_BYTES}"
+        require(
+            0 <= size <= MOST_NOTE_BYTES,
+            f"the message of node {sender!r} has {len(text)} bytes; {limit}",
+        )
+        return text
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """A node after its upload. It opens shares only for lists that a quorum has signed."""
+
+    roster: Roster
+    node: str
+    secure: SecureSum
+    sharers: tuple[str, ...]  # that its masks are for
+    notes: Mapping[str, bytes]  # by neighbour
+    # By neighbour: its share of the masking key and of the seed.
+    shares: Mapping[str, tuple[bytes, bytes]] = field(repr=False)
+
+    def statement(self, survivors: Sequence[str]) -> bytes:
+        """Return what to sign if these are the nodes whose uploads the server has.
+
+        **Sign no other for this attempt.** Raises InvalidValueError for a list that lacks this
+        node, names a node that is no sharer, or names fewer than n − d.
+        """
+        listed = self.roster.listed(survivors, self.secure)
+        strangers = sorted(set(listed) - set(self.sharers))
+        require(not strangers, f"survivors include {strangers}; they must be among the sharers")
+        left_out = f"node {self.node!r} uploaded its sum; the list of survivors must name it"
+        require(self.node in listed, left_out)
+        return list_statement(self.roster, self.sharers, listed)
+
+    def opened(
+        self, survivors: Sequence[str], signatures: Mapping[str, bytes], verify: Verify
+    ) -> Mapping[str, bytes]:
+        """Return one share of each neighbour: of the seed of a survivor, else of its masking key.
+
+        They open the total of the survivors and no other. Raises InvalidValueError unless
+        w = ⌊(n + t)/2⌋ + 1 survivors signed this node's own statement. Two statements cannot both
+        have so many: 2w − n > t nodes would have signed both, one of them honest. Call it only for
+        the statement that the node signed.
+        """
+        statement = self.statement(survivors)
+        listed, needed = set(survivors), self.secure.quorum(len(self.roster.members))
+        signed = (verify(name, statement, signatures[name]) for name in listed & set(signatures))
+        valid = sum(map(bool, signed))
+        problem = f"{valid} survivors signed the list that node {self.node!r} was shown"
+        require(valid >= needed, f"{problem}; at least {needed} must")
+        return {
+            name: seed if name in listed else masking
+            for name, (masking, seed) in self.shares.items()
+        }
+
+
+def unmasked(
+    masked_total: MaskedVector,
+    roster: Roster,
+    secure: SecureSum,
+    sharers: Sequence[str],
+    survivors: Sequence[str],
+    opened: Mapping[str, Mapping[str, bytes]],
+) -> IntegerVector:
+    """Return the total of the survivors' sums, int64 [D], from the sum of their uploads mod 2^64.
+
+    `opened` are the shares by sender and owner. They suffice if at most d nodes dropped out, before
+    or after the upload. Lies are passed over as long as τ neighbours in a row, by name, tell the
+    truth. Raises InvalidValueError, with the node whose secret cannot be restored, otherwise.
+    """
+    shared, survived = roster.listed(sharers, secure), set(roster.listed(survivors, secure))
+    strangers = sorted(survived - set(shared))
+    require(not strangers, f"survivors include {strangers}; they must be among the sharers")
+    linked, purpose = roster.neighbours(secure), _digest(shared)
+    threshold = Graph.of(len(roster.members), secure).threshold
+    added: list[bytes] = []
+    subtracted: list[bytes] = []
+    for owner in shared:
+        shares = {
+            roster.index(sender) + 1: opened.get(sender, {}).get(owner, b"")
+            for sender in linked[owner]
+        }
+        secret = _restored(roster.member(owner), shares, threshold, masking=owner not in survived)
+        if owner in survived:
+            subtracted.append(_self_key(roster, purpose, owner, secret))
+            continue
+        for name in survived.intersection(linked[owner]):
+            key = _pair_key(roster, purpose, (owner, secret), name)
+            (subtracted if name < owner else added).append(key)
+    total = masked_total.copy()
+    _add_masks(total, added, subtracted)
+    return total.view(np.int64)
+
+
+def _sealing_key(roster: Roster, pair: KeyPair, node: str, other: str, *, sender: bool) -> bytes:
+    """Return the key of the messages from a node to another, or the other way round."""
+    secret = _shared(pair.sealing, roster.member(other).sealing, other)
+    way = (node, other) if sender else (other, node)
+    return _derived(secret, b"shares", roster.digest, _names(way))
+
+
+def _self_key(roster: Roster, sharers: bytes, node: str, seed: bytes) -> bytes:
+    """Return the key of a node's own mask for sharers with this digest."""
+    return _derived(seed, b"self-mask", roster.digest, sharers, node.encode())
+
+
+def _pair_key(roster: Roster, sharers: bytes, holder: tuple[str, bytes], other: str) -> bytes:
+    """Return the key of the mask of two nodes, from one's name and private key.
+
+    Masks of two nodes that were shown different lists of sharers do not cancel.
+    """
+    node, masking = holder
+    secret = _shared(masking, roster.member(other).masking, other)
+    return _derived(secret, b"pair", roster.digest, sharers, _names(sorted((node, other))))
+
+
+def _add_masks(vector: MaskedVector, added: Sequence[bytes], subtracted: Sequence[bytes]) -> None:
+    """Add and subtract the masks of keys in place, mod 2^64, by blocks."""
+    for start in range(0, vector.size, _BLOCK):
+        block = vector[start : start + _BLOCK]
+        for key in added:
+            block += words(key, block.size, start=start)
+        for key in subtracted:
+            block -= words(key, block.size, start=start)
+
+
+def _shares(secret: bytes, threshold: int, points: Sequence[int]) -> list[bytes]:
+    """Return values of a random polynomial of degree τ − 1 whose value at 0 is the secret."""
+    coefficients = [secrets.randbelow(_PRIME) for _ in range(threshold - 1)]
+    coefficients.append(int.from_bytes(secret, "big"))
+    shares = []
+    for point in points:
+        value = 0
+        for coefficient in coefficients:
+            value = (value * point + coefficient) % _PRIME
+        shares.append(value.to_bytes(_SHARE_BYTES, "big"))
+    return shares
+
+
+def _restored(
+    member: Member, shares: Mapping[int, bytes], threshold: int, *, masking: bool
+) -> bytes:
+    """Return a node's masking key, or else its seed, from shares by point.
+
+    Any τ successive shares may give it; the public key tells whether it is true.
+    """
+    points = [(x, int.from_bytes(y, "big")) for x, y in shares.items() if len(y) == _SHARE_BYTES]
+    starts = range(len(points) if len(points) >= threshold else 0)
+    for first in starts:
+        number = _at_zero([points[(first + more) % len(points)] for more in range(threshold)])
+        if number < 2**256:
+            secret = number.to_bytes(_SECRET_BYTES, "big")
+            if masking and _public(secret) == member.masking:
+                return secret
+            if not masking and _seed_hash(secret) == member.seed_hash:
+                return secret
+    kind = "masking key" if masking else "self-mask"
+    problem = f"the {kind} of node {member.node!r} cannot be restored from {len(points)} shares"
+    raise InvalidValueError(f"{problem}; {threshold} true ones are needed")
+
+
+def _at_zero(points: Sequence[tuple[int, int]]) -> int:
+    """Return the value at 0 of the polynomial of least degree through points (Lagrange)."""
+    value = 0
+    for x, y in points:
+        over = under = 1
+        for other, _ in points:
+            if other != x:
+                over, under = over * other % _PRIME, under * (other - x) % _PRIME
+        value += y * over * pow(under, -1, _PRIME)
+    return value % _PRIME

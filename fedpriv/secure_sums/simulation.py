@@ -1,0 +1,133 @@
+"""Secure sums in one process: the code of real nodes and servers, with simulated drop-outs."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Self
+
+import numpy as np
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from fedpriv.ledger.events import SecureSum
+from fedpriv.privacy.clipping import IntegerVector
+from fedpriv.privacy.draws import SeriesEntropy
+from fedpriv.privacy.gaussian_mechanism import GaussianMechanism, rounded_noise
+from fedpriv.privacy.noise import words
+from fedpriv.privacy.round import OpenedSum, PartialSum, merge_sums
+from fedpriv.privacy.sampling import Users, drawn_users
+from fedpriv.secure_sums.parameters import share_stddevs
+from fedpriv.secure_sums.protocol import (
+    KeyPair,
+    Member,
+    Participant,
+    Roster,
+    unmasked,
+)
+
+_SHARING, _UPLOADING, _SIGNING, _OPENING, _NEVER = range(5)  # steps before which a node drops out
+Collect = Callable[[Users], Iterable[PartialSum]]
+
+
+def simulated_nodes(
+    mechanism: GaussianMechanism, attempt: str, collect: Collect, key: bytes, dropout: float
+) -> Callable[[], OpenedSum | None]:
+    """Carry out an attempt at a round up to the charge; return the function that opens the sum.
+
+    Users are at n nodes, in equal parts by position. `key` determines their coins and noise, and
+    the nodes that drop out: each with probability `dropout`, before a step that is drawn uniformly.
+    The function returns None if more nodes drop out than the mechanism allows.
+    """
+    if (secure := mechanism.secure_sum) is None:
+        raise ValueError("the mechanism trusts its server")
+    nodes = _Nodes.of(secure, attempt, SeriesEntropy(key), dropout)
+    sharers, survivors = nodes.after(_SHARING), nodes.after(_UPLOADING)
+    if not nodes.suffice(survivors):
+        return lambda: None
+    members = {name: nodes.participant(name) for name in sharers}
+    total, uploads = np.zeros(mechanism.clipping.layout.dimension, np.uint64), {}
+    for name in survivors:
+        received = {n: m.sealed[name] for n, m in members.items() if name in m.sealed}
+        own = nodes.noised_sum(name, mechanism, collect)
+        masked, uploads[name] = members[name].masked(own, sharers, received)
+        total += masked
+    signatures = {n: nodes.sign(n, uploads[n].statement(survivors)) for n in nodes.after(_SIGNING)}
+
+    def opened() -> OpenedSum | None:
+        left = nodes.after(_OPENING)
+        if not nodes.suffice(left):
+            return None
+        shares = {n: uploads[n].opened(survivors, signatures, nodes.verify) for n in left}
+        summed = unmasked(total, nodes.roster, secure, sharers, survivors, shares)
+        return OpenedSum(summed, len(survivors))
+
+    return opened
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """The nodes of one attempt."""
+
+    secure: SecureSum
+    roster: Roster
+    pairs: dict[str, KeyPair]
+    signers: dict[str, Ed25519PrivateKey]
+    gone_at: dict[str, int]  # the step before which each node drops out
+    entropy: SeriesEntropy
+
+    @classmethod
+    def of(cls, secure: SecureSum, attempt: str, entropy: SeriesEntropy, dropout: float) -> Self:
+        names = [f"node-{number:06d}" for number in range(secure.nodes)]
+        pairs = {name: KeyPair.fresh() for name in names}
+        members = tuple(Member(name, pair.public) for name, pair in pairs.items())
+        roster = Roster(hashlib.sha256(attempt.encode()).digest(), members)
+        signers = {name: Ed25519PrivateKey.generate() for name in names}
+        coins = words(entropy.key("dropouts"), 2 * len(names)).reshape(2, -1)
+        gone = coins[0] * 2.0**-64 < dropout
+        steps = np.where(gone, coins[1] % np.uint64(_NEVER), _NEVER).tolist()
+        return cls(secure, roster, pairs, signers, dict(zip(names, steps, strict=True)), entropy)
+
+    def after(self, step: int) -> list[str]:
+        """Return the nodes that have not dropped out before the step after this one."""
+        return [name for name, gone in self.gone_at.items() if gone > step]
+
+    def suffice(self, names: Sequence[str]) -> bool:
+        return len(names) >= self.secure.nodes - self.secure.dropouts
+
+    def participant(self, name: str) -> Participant:
+        return Participant.begin(self.roster, name, self.pairs[name], self.secure)
+
+    def noised_sum(
+        self, name: str, mechanism: GaussianMechanism, collect: Collect
+    ) -> IntegerVector:
+        """Return the sum of the node's drawn users and its share of the noise, in steps [D]."""
+        sampling, number, n = mechanism.sampling.event(), self.roster.index(name), len(self.pairs)
+        ends = [position * sampling.population // n for position in (number, number + 1)]
+        users = drawn_users(sampling, ends[1] - ends[0], self.entropy.key(f"coins/{name}"))
+        clipping = mechanism.clipping
+        partials = collect(users + ends[0]) if users.size else ()
+        total = merge_sums(name, partials, clipping.layout.dimension).total
+        stddevs = share_stddevs(mechanism.event, n)
+        key_of = partial(self._noise_key, name)
+        return total + rounded_noise(key_of, clipping, stddevs)
+
+    def _noise_key(self, name: str, group: str) -> bytes:
+        return self.entropy.key(f"noise/{name}/{group}")
+
+    def sign(self, name: str, statement: bytes) -> bytes:
+        return self.signers[name].sign(statement)
+
+    @property
+    def verify(self) -> Callable[[str, bytes, bytes], bool]:
+        """A function from a node, a statement and a signature to whether the signature is valid."""
+
+        @cache  # all nodes check the same signatures
+        def verified(name: str, statement: bytes, signature: bytes) -> bool:
+            try:
+                self.signers[name].public_key().verify(signature, statement)
+            except InvalidSignature:
+                return False
+            return True
+
+        return verified
