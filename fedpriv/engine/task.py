@@ -57,9 +57,8 @@ def class_losses(outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         both = outputs, targets
         found: Tensor = handle_torch_function(class_losses, both, *both, reduction=reduction)
         return found
-    if (
-        outputs.dim() > 1 and outputs.shape[1] == 1
-    ):  # the loss would be 0, whatever the model learns
+    # With one score the loss would be 0, whatever the model learns.
+    if outputs.dim() > 1 and outputs.shape[1] == 1:
         raise ModelError(
             f"outputs are {list(outputs.shape)}, one score; cross-entropy needs a score of each "
             "class: with one score use the loss binary-cross-entropy, and for numbers mse"
