@@ -23,6 +23,8 @@ IdKey = Annotated[
     Path | None, _option("file of a key; users' ids are keyed hashes of the ids in the data")
 ]
 _LINES_PER_MINUTE = 120  # of each level, so that a server cannot flood a node's log
+_HALF = "half of this machine's, on a CPU"
+_OWN_MEBIBYTES = 4096  # that messages, ledger and models may take beside training
 _USERS = "users' data: a folder, a file or package.module:function"
 
 
@@ -61,7 +63,7 @@ def join(
     memory: Annotated[
         # The system cannot represent limits that are much larger.
         int | None,
-        _option("MiB that training may take", min=1, max=2**40 - 1, default="no limit"),
+        _option("MiB that training may take", min=1, max=2**40 - 1, default=_HALF),
     ] = None,
     activations: Annotated[
         str, _option("of the model while it trains: float32, tf32 or bfloat16", default=True)
@@ -86,7 +88,16 @@ def join(
     host = HostSettings(users, device, memory, activations, processes, id_key)
     trusted = tuple(trust or ())
     settings = membership.NodeSettings(
-        server, host, certificates, node, consent, verify_ledger, state, trusted, once
+        server,
+        host,
+        certificates,
+        node,
+        consent,
+        verify_ledger,
+        state,
+        trusted,
+        once,
+        _OWN_MEBIBYTES,
     )
     (membership.review if review else membership.join)(settings)
 

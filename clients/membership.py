@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -23,7 +24,13 @@ from fedpriv.clients.consent import Consent, review_of, unlike
 from fedpriv.clients.journal import Journal
 from fedpriv.clients.ledger_check import DISBELIEF, LedgerVerifier, OfferPolicy
 from fedpriv.clients.secure import SecureSums
-from fedpriv.clients.worker import HostSettings, Worker
+from fedpriv.clients.worker import (
+    MEBIBYTE,
+    HostSettings,
+    Worker,
+    address_space,
+    limit_address_space,
+)
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError, WireError
 from fedpriv.privacy.round import PartialSum
 from fedpriv.support.logs import expiry, trouble
@@ -34,6 +41,10 @@ _DAY_SECONDS = 86_400.0
 _LAST_CHECK_SECONDS = 60.0
 _LONGEST_VOTE_SECONDS = 10.0  # until a vote is sent
 _LEAST_MARGIN = 0.05  # share of an offer's time that is reserved for the upload
+# Of this process, for each component: the model, sums of 64 bits, and copies that are in transfer.
+_BYTES_PER_COMPONENT = 100
+_CORE_MEBIBYTES = 320
+_NO_MEMORY = "it takes more memory than the node may use"
 _LONGEST_REASON = 400  # characters; a reason may hold the name of a run
 _log = logging.getLogger(__name__)
 
@@ -51,6 +62,9 @@ class NodeSettings:
     state: Path | None = None  # folder of the node's journal; None: in the user's state folder
     trusted: tuple[str, ...] = ()  # import paths of code that the server may make the node run
     once: bool = False  # whether to leave when the run is over, instead of waiting for another
+    # Address space that this process may take beyond what it and tensors of the task do; None: no
+    # limit. The limit is that of the whole process, and is set on Linux only.
+    own_mebibytes: int | None = None
     backoff: Backoff = Backoff()  # noqa: RUF009 - frozen, so sharing it is safe
 
 
@@ -81,6 +95,7 @@ def review(settings: NodeSettings) -> None:
 async def show_review(settings: NodeSettings) -> None:
     """Print a task for review like `review`, in a running event loop."""
     identity, failures = identity_of(settings.certificates, settings.node), 0
+    _limiter(settings.own_mebibytes)(0)
     worker = await Worker.start(settings.host)  # the server welcomes a node with its users only
     await worker.close()
     hello = Hello(identity.node, worker.loaded.users_sha256)
@@ -126,6 +141,8 @@ async def take_part(settings: NodeSettings) -> None:
     """Take part like `join`, in a running event loop, until the task is cancelled."""
     identity, backoff = identity_of(settings.certificates, settings.node), settings.backoff
     consent = Consent() if settings.consent is None else Consent.load(settings.consent)
+    allow = _limiter(settings.own_mebibytes)
+    allow(0)
     folder = _state_folder(settings.state, identity.node)
     async with FederationStub.open(settings.server, identity) as server:
         with Journal(folder / "journal.sqlite") as journal:
@@ -140,9 +157,20 @@ async def take_part(settings: NodeSettings) -> None:
                 secure = SecureSums(server, worker, policy, identity, backoff)
                 handler = OfferHandler(server, worker, policy, backoff, secure)
                 hello = Hello(identity.node, worker.loaded.users_sha256)
-                await Membership(settings, hello, handler, identity.certificate_end).last()
+                end = identity.certificate_end
+                await Membership(settings, hello, handler, end, allow).last()
             finally:
                 await worker.close()
+
+
+def _limiter(mebibytes: int | None) -> Callable[[int], None]:
+    """Return a function that limits this process's memory, given the components of a task."""
+    if mebibytes is None or sys.platform != "linux":
+        return lambda _: None
+    # Threads of gRPC, whose number follows the processors, reserve address space.
+    threads = _CORE_MEBIBYTES * (os.cpu_count() or 1)
+    base = address_space() + (mebibytes + threads) * MEBIBYTE
+    return lambda components: limit_address_space(base + _BYTES_PER_COMPONENT * components)
 
 
 def _state_folder(folder: Path | None, node: str) -> Path:
@@ -228,12 +256,13 @@ class OfferHandler:
             objection = objection or self._unlike(proposal)
             if objection is None:
                 await self.worker.learn(proposal)
-                key = self.secure.key(welcome, proposal)
+                if proposal.price.event.secure_sum is not None:
+                    key = self.secure.key(welcome, proposal)
         except ModelError as error:
             _log.error("users cannot train as the server proposes: %.400s", error)
             objection = "the node cannot train as proposed"
-        except InvalidValueError as error:
-            _log.error("the proposal cannot be checked: %.400s", error)
+        except (InvalidValueError, MemoryError) as error:
+            _log.error("the proposal cannot be checked: %.400s", str(error) or _NO_MEMORY)
             objection = "the node cannot check the proposal"
         except grpc.aio.AioRpcError as error:
             objection = f"the ledger cannot be fetched: {error.code().name}"
@@ -289,8 +318,8 @@ class OfferHandler:
             _log.warning("%s: not finished, its time is over", name)
         except grpc.aio.AioRpcError as error:
             _log.warning("%s: not finished: %s (%r)", name, error.code().name, error.details())
-        except FedprivError as error:
-            _log.warning("%s: not finished: %.400s", name, error)
+        except (FedprivError, MemoryError) as error:
+            _log.warning("%s: not finished: %.400s", name, str(error) or _NO_MEMORY)
 
     def _unlike(self, terms: Terms) -> str | None:
         """Return why a round asks for tensors that the built task does not have, or None."""
@@ -310,8 +339,8 @@ class OfferHandler:
             answer = await self._trained(offer, deadline)
             if isinstance(answer, PartialSum) and (objection := self.policy.record(welcome, offer)):
                 return Decline(objection[:_LONGEST_REASON])
-        except InvalidValueError as error:
-            _log.error("the offer cannot be checked or recorded: %.400s", error)
+        except (InvalidValueError, MemoryError) as error:
+            _log.error("the offer cannot be checked or recorded: %.400s", str(error) or _NO_MEMORY)
             return Decline("the node cannot check or record the offer")
         return answer
 
@@ -362,10 +391,12 @@ class Membership:
         hello: Hello,
         handler: OfferHandler,
         certificate_end: datetime | None = None,
+        allow: Callable[[int], None] = lambda _: None,
     ) -> None:
+        """`allow` is told how many components the tensors of the task have that is built next."""
         self._settings, self._hello, self._handler = settings, hello, handler
         self._work, self._voting = LatestTask(), LatestTask()
-        self._certificate_end = certificate_end
+        self._certificate_end, self._allow = certificate_end, allow
         self._prepared: Welcome | None = None
         self._built: object = None  # `_task_key` of the task that the worker has built
         self._trouble = ""  # why the node is not connected; empty: it is
@@ -491,15 +522,17 @@ class Membership:
             await self._handler.worker.prepare(welcome)
         except FedprivError as error:
             raise _CannotTakePartError(f"the server's task cannot be run: {error}") from error
-        self._built = _task_key(welcome)
+        self._built, built = _task_key(welcome), self._handler.worker.built
+        if built is not None:
+            self._allow(built.parameters.dimension + built.statistics.dimension)
 
     async def _report(self, welcome: Welcome) -> None:
         try:
             await self._handler.policy.report(welcome)
         except DISBELIEF as error:
             _log.error("the ledger cannot be believed: %.400s", error)
-        except InvalidValueError as error:
-            _log.error("the ledger cannot be checked: %.400s", error)
+        except (InvalidValueError, MemoryError) as error:
+            _log.error("the ledger cannot be checked: %.400s", str(error) or _NO_MEMORY)
         except grpc.aio.AioRpcError as error:
             _log.warning("the ledger cannot be fetched: %s", error.code().name)
 

@@ -77,11 +77,9 @@ class SecureSums:
     _pair: tuple[bytes, KeyPair] | None = field(default=None, repr=False)  # of the last vote
     _stated: str = ""  # the statement that was logged last
 
-    def key(self, welcome: Welcome, proposal: Proposal) -> NodeKey | None:
-        """Return a fresh signed key for a proposed attempt; None if the server is trusted."""
+    def key(self, welcome: Welcome, proposal: Proposal) -> NodeKey:
+        """Return a fresh signed key for a proposed attempt; InvalidValueError if it cannot sign."""
         event, own = proposal.price.event, self.identity
-        if event.secure_sum is None:
-            return None
         if own.certificate is None or own.key is None:
             raise InvalidValueError("the node has no certificate to sign its key with")
         if (statement := str(event.secure_sum)) != self._stated:

@@ -22,6 +22,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import socket
 import sys
@@ -46,6 +47,7 @@ from fedpriv.wire import Proposal, Welcome
 
 _FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
 _LONGEST_PREPARATION_SECONDS = 600.0
+MEBIBYTE = 2**20
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 _log = logging.getLogger(__name__)
@@ -58,7 +60,7 @@ class HostSettings:
     users: str  # for `fedpriv.clients.users.load_users`
     device: str = "auto"  # for `fedpriv.engine.transport.device_named`
     # Address space of each process for training, in addition to data and model, and on a CPU for
-    # building the model (Linux); None: no limit.
+    # building the model (Linux); None: on a CPU half of the machine's memory, else no limit.
     memory_mebibytes: int | None = None
     activations: str = "float32"  # of the model during training
     processes: int | None = None  # number that train in parallel; None: one for each thread
@@ -122,6 +124,25 @@ def share_of(seconds: float, users: int) -> float:
     one. Both phases, including the time to fork processes, end within half of the node's time.
     """
     return max(0.0, seconds) / (6 * max(1, users))
+
+
+def address_space() -> int:
+    """Return the bytes of this process's address space; InvalidValueError if not on Linux."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    except OSError as error:
+        raise InvalidValueError("memory is limited; only Linux can limit it") from error
+    return pages * resource.getpagesize()
+
+
+def limit_address_space(most: int | None) -> None:
+    """Limit the address space of this process, and of those that it starts, to so many bytes.
+
+    None: to what the system allows. Beyond it, memory cannot be allocated (MemoryError).
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft = hard if most is None else most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def send(channel: BufferedRWPair, value: object) -> None:
@@ -235,6 +256,7 @@ def _blocked_signals() -> Iterator[None]:
 def _enter(channel: socket.socket, parent: int) -> None:
     for number in _FOR_THE_PARENT:
         signal.signal(number, signal.SIG_IGN)
+    limit_address_space(None)  # the parent's does not hold for users' data
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # the parent ended before this call

@@ -474,6 +474,7 @@ def test_join_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "verify_ledger": True,
         "trusted": [],
         "once": False,
+        "own_mebibytes": 4096,
     }
     assert formatter == "TextFormatter"
     options = (
@@ -500,6 +501,7 @@ def test_join_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "state": "s",
         "trusted": ["a:f", "b:g"],
         "once": True,
+        "own_mebibytes": 4096,
     }
     assert formatter == "JsonFormatter"
 

@@ -401,15 +401,15 @@ class Task:
         limits = torch.iinfo(kind)  # beyond them, the index would wrap to another class
         return y != self.ignore_index if limits.min <= self.ignore_index <= limits.max else None
 
-    def shares(self, y: Tensor, axes: int = 1, kind: torch.dtype = torch.float32) -> Tensor:
+    def shares(self, y: Tensor, axes: int = 1) -> Tensor:
         """Return the share of targets that count for each index of the first `axes` axes of y."""
         counts = self.counts(y)
         if counts is None:
-            return torch.ones(y.shape[:axes], dtype=kind, device=y.device)
+            return torch.ones(y.shape[:axes], device=y.device)
         if counts.dim() == axes:
-            return counts.to(kind)
+            return counts.float()
         counts = counts.flatten(axes)
-        return counts.sum(axes).to(kind) / counts.shape[axes]
+        return counts.sum(axes).float() / counts.shape[axes]
 
 
 def _as_input(column: Tensor) -> Tensor:

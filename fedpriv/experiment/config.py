@@ -93,24 +93,19 @@ def with_paths(table: Mapping[str, Any], move: Callable[[str], str]) -> dict[str
         if isinstance(inner := table.get(section), Mapping)
     }
     if isinstance(table.get("data"), Mapping):
-        moved["data"] = _with_data_paths(table["data"], "name", move)
+        moved["data"] = _with_data_paths(table["data"], move)
     if isinstance(tune := table.get("tune"), Mapping) and isinstance(tune.get("public"), Mapping):
-        moved["tune"] = {**tune, "public": _with_data_paths(tune["public"], "name", move)}
+        moved["tune"] = {**tune, "public": _with_data_paths(tune["public"], move)}
     return {**table, **moved}
 
 
-def _with_data_paths(
-    data: Mapping[str, Any], name: str, move: Callable[[str], str]
-) -> dict[str, Any]:
+def _with_data_paths(data: Mapping[str, Any], move: Callable[[str], str]) -> dict[str, Any]:
     """Apply `with_paths` to a table with the name of a population and its options."""
     options = data.get("options")
-    if not isinstance(options, Mapping) or ":" in str(data.get(name)):
+    if not isinstance(options, Mapping) or ":" in str(data.get("name")):
         return dict(data)
     moved = {k: move(v) for k, v in options.items() if k in _DATA_PATHS and isinstance(v, str)}
-    options = {**options, **moved}
-    if "population" in options:  # a population that is dealt to users anew
-        options = _with_data_paths(options, "population", move)
-    return {**data, "options": options}
+    return {**data, "options": {**options, **moved}}
 
 
 def checked(model: type[_Model], table: Mapping[str, object], source: str) -> _Model:

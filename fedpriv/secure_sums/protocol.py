@@ -18,12 +18,17 @@ with both secrets read the upload of a node that it only claims to have lost.
 
 The hash of b_i stands in the public key, so a lie about a share of either secret is detected.
 
-What the caller must do, or the guarantee is void: use a pair for one `begin`; send one upload for
-an attempt, ever; write a statement to the journal before the signature leaves, and sign one
-statement for an attempt, ever; check the signature of each key in the roster (`key_statement`)
-against the certificates of the enrolment that the node's consent pins. A node that the list of
-survivors leaves out signs nothing and opens nothing. Its upload stays masked for ever, and the
-charge that the ledger shows counts for its users all the same.
+What the caller must do, or the guarantee is void:
+
+* use a key pair for one `begin`, and send one upload for an attempt, ever;
+* sign one statement for an attempt, ever. What lives in memory alone cannot sign a second one after
+  a restart; what is kept in a file needs a journal that has the statement before the signature
+  leaves;
+* check the signature of each key in the roster (`key_statement`) against the certificates of the
+  enrolment that the node's consent pins.
+
+A node that the list of survivors leaves out signs nothing and opens nothing. Its upload stays
+masked for ever, and the charge that the ledger shows counts for its users all the same.
 """
 
 import secrets
@@ -325,9 +330,8 @@ class Uploaded:
     def statement(self, survivors: Sequence[str]) -> bytes:
         """Return what to sign if these are the nodes whose uploads the server has.
 
-        **Write it to the journal first, and sign no other for this attempt.** Raises
-        InvalidValueError for lists that lack this node, name others than sharers, or name fewer
-        than n − d.
+        **Sign no other for this attempt.** Raises InvalidValueError for a list that lacks this
+        node, names a node that is no sharer, or names fewer than n − d.
         """
         listed = self.roster.listed(survivors, self.secure)
         strangers = sorted(set(listed) - set(self.sharers))
@@ -343,8 +347,8 @@ class Uploaded:
 
         They open the total of the survivors and no other. Raises InvalidValueError unless
         w = ⌊(n + t)/2⌋ + 1 survivors signed this node's own statement. Two statements cannot both
-        have so many: 2w − n > t nodes would have signed both, one of them honest. Call it for the
-        statement in the journal alone.
+        have so many: 2w − n > t nodes would have signed both, one of them honest. Call it only for
+        the statement that the node signed.
         """
         statement = self.statement(survivors)
         listed, needed = set(survivors), self.secure.quorum(len(self.roster.members))

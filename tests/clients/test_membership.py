@@ -105,7 +105,7 @@ class Player:
 
     async def learn(self, proposal: Proposal) -> None:
         self.learnt.append(proposal)
-        if isinstance(self.answer, ModelError):
+        if isinstance(self.answer, ModelError | MemoryError):
             raise self.answer
 
     async def train(self, request: RoundRequest, seconds: float) -> PartialSum | None:
@@ -612,6 +612,42 @@ def test_of_a_model_of_three_gibibytes_for_a_small_task_no_byte_is_fetched(
         )
         assert tiny.calls["Download"] == len(scene.player.learnt) == 0
         assert peak() < 2**24
+
+    play(act)
+
+
+def test_want_of_memory_is_an_objection_and_a_decline(
+    play: Callable[[Act], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny, player = scene.tiny, scene.player
+        player.answer = MemoryError()
+        async with serving(tiny) as port, scene.joined(port) as task:
+            await tiny.propose()
+            assert (await tiny.votes.get()).objection == "the node cannot check the proposal"
+            await tiny.offer()
+            header, _ = await tiny.answers.get()
+            assert header.decline.reason == "the node cannot check or record the offer"
+            assert not task.done()
+
+    play(act)
+    assert caplog.text.count(": it takes more memory than the node may use") == 2
+
+
+def test_the_memory_of_a_node_is_limited_by_the_size_of_its_task(
+    play: Callable[[Act], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = list[int]()
+    monkeypatch.setattr(membership, "limit_address_space", limits.append)
+    monkeypatch.setattr(membership, "address_space", lambda: 10**9)
+
+    async def act(scene: Scene) -> None:
+        big = Layout(("w", "b"), ((1000, 1000), (10,)))
+        scene.player.built = Built(big, Layout(("bn.mean",), ((7,),)))
+        async with serving(scene.tiny) as port, scene.joined(port, own_mebibytes=50):
+            await happens(lambda: len(limits) == 2)
+        assert limits[0] >= 10**9 + 50 * 2**20
+        assert limits[1] == limits[0] + 100 * 1_000_017
 
     play(act)
 
@@ -1373,6 +1409,20 @@ def test_a_ledger_that_cannot_be_believed_at_the_end_is_an_error_of_once(
                 await task
 
     play(act)
+
+
+def test_a_ledger_that_cannot_be_fetched_at_the_end_is_a_warning(
+    play: Callable[[Act], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def act(scene: Scene) -> None:
+        scene.tiny.ledger = [(grpc.StatusCode.UNIMPLEMENTED, "no such method")]
+        async with serving(scene.tiny) as port, scene.joined(port, verify_ledger=True) as task:
+            await happens(lambda: bool(scene.player.prepared))
+            await scene.tiny.script.put(None)
+            await task
+
+    play(act)
+    assert "the ledger cannot be fetched: UNIMPLEMENTED" in caplog.text
 
 
 @pytest.mark.parametrize("run", ["run", "x" * 1024], ids=["a short name", "the longest name"])

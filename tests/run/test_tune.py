@@ -224,9 +224,12 @@ class TestOnPublicUsers:
         assert found.score == pytest.approx(best(by_hand), rel=1e-5)
 
     def test_a_figure_of_a_file_can_be_the_objective(self, folder: Path) -> None:
-        for objective, better, best in (("widest", "larger", max), ("brier", None, min)):
+        for objective, better, best in (
+            ("widest", "larger", max),
+            ("calibration-error", None, min),
+        ):
             settings = [
-                'evaluation.figures={widest="mine:widest",brier="brier"}',
+                'evaluation.figures={widest="mine:widest",calibration-error="calibration-error"}',
                 f"tune.objective={objective}",
                 *([f"tune.better={better}"] if better else []),
             ]
