@@ -220,7 +220,12 @@ def review_of(welcome: Welcome, terms: Terms) -> str:
                 text = one_line(json.dumps(item, ensure_ascii=False))
                 lines.append(f"{f'{section} {name}'.strip()}: {text}")
     reach, noise = reach_of(terms), price.noise_multiplier
-    hashed = task_hash(welcome, terms)
+    hashed, pinned = task_hash(welcome, terms), list[str]()
+    if price.event.secure_sum is not None:
+        pinned = [f'enrolment = "{enrolment_digest(welcome.nodes)}"', "which pins these nodes:"]
+        for node in welcome.nodes:
+            name, certificate = one_line(node.name), node.fingerprint.hex()
+            pinned.append(f"{name}, {node.users} users, certificate {certificate}")
     return "\n".join(
         [
             *lines,
@@ -231,6 +236,7 @@ def review_of(welcome: Welcome, terms: Terms) -> str:
             "",
             "To allow this task, put this line into the consent:",
             f'tasks = ["{hashed}"]',
+            *pinned,
         ]
     )
 

@@ -119,6 +119,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         with _refusing():
             self._database = Database(path, _FORMAT, {})
+        self._events: dict[bytes, RoundEvent] = {}  # by digest: parsing one takes long
 
     def record(
         self,
@@ -228,9 +229,11 @@ class Journal:
         ledgers = self._read(sql, population_name)
         rows = self._read(_TAKEN_PART, population_name)  # before `events`, which contains theirs
         texts = self._read("SELECT digest, text FROM events")
-        events = {digest: event_from(text) for digest, text in texts}
+        for digest, text in texts:
+            if digest not in self._events:
+                self._events[digest] = event_from(text)
         taken_part = tuple(
-            TakenPart(run, number, attempt, events[event], part, asked, bool(charged))
+            TakenPart(run, number, attempt, self._events[event], part, asked, bool(charged))
             for run, number, attempt, event, part, asked, charged in rows
         )
         if not ledgers:

@@ -251,6 +251,8 @@ def _unless_seeded(rows: Iterable[ChargedRow], loss: PrivacyLoss) -> float:
 def _fits(row: ChargedRow, part: TakenPart) -> bool:
     """Return whether a charge pays for an offer: by the same attempt or a later one, as offered."""
     charged, offered = row.event, part.event
+    if (row.attempt, row.part, charged) == (part.attempt, part.part, offered):
+        return True  # the usual case, without copies
     # A server that lost its progress, such as after a restore, pays again for a later attempt.
     pays_anew = row.pays and row.attempt > part.attempt
     return (

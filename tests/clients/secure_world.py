@@ -178,7 +178,9 @@ class World:
         request = RoundRequest(
             "run", terms.id.round, 0, PARAMETERS, CLIPPING, terms.local, nobody, bytes(32)
         )
-        collection = Collection(request, self.price, self.enrolment, SECONDS, ballot)
+        keys = ballot.roster(list(self.sites))
+        about = request, self.price, self.enrolment, SECONDS
+        collection = Collection(*about, ballot.id.nonce, keys)
         binding = binding_of(self.enrolment.population_id, ballot.id, self.price.event)
 
         async def watch() -> None:
@@ -191,7 +193,7 @@ class World:
         def left(nodes: Sequence[str], _: float) -> float:
             return 0.002 * bool(set(nodes) - self.server.gone)
 
-        roster = roster_of(ballot.roster, binding)
+        roster = roster_of(keys, binding)
         return SecureCollection(self.secure, roster, collection, watch, left, SECONDS), (
             collection.offer
         )

@@ -10,6 +10,7 @@ import pytest
 
 from fedpriv.clients import secure
 from fedpriv.clients.connection import identity_of
+from fedpriv.clients.consent import review_of
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Head
 from fedpriv.ledger.events import SecureSum
@@ -183,7 +184,7 @@ def signed_by_another(world: World, offer: RoundOffer) -> tuple[NodeKey, ...]:
 
 
 def of_another_attempt(world: World, offer: RoundOffer) -> tuple[NodeKey, ...]:
-    return (*offer.roster[:-1], world.proposal(7).roster[-1])
+    return (*offer.roster[:-1], world.proposal(7).roster(list(world.sites))[-1])
 
 
 def with_a_stranger(world: World, offer: RoundOffer) -> tuple[NodeKey, ...]:
@@ -379,6 +380,14 @@ def test_a_node_takes_part_only_with_the_nodes_that_it_has_pinned(world: World) 
         assert "digest" in objection
     anybody = world.consent.model_copy(update={"enrolment": None})
     assert "digest" in str(anybody.objection_to_nodes(site.welcome, terms))
+
+
+def test_a_review_prints_the_line_that_pins_the_nodes(world: World) -> None:
+    site, terms = world.sites["n0"], world.proposal().terms
+    text = review_of(site.welcome, terms)
+    assert f'enrolment = "{world.consent.enrolment}"' in text.splitlines()
+    for node in site.welcome.nodes:
+        assert f"{node.name}, {USERS} users, certificate {node.fingerprint.hex()}" in text
 
 
 def test_a_node_may_ask_that_the_server_need_not_be_trusted(world: World) -> None:
