@@ -133,9 +133,9 @@ def test_other_policies_are_calibrated_as_their_events_are_priced() -> None:
     relation = NeighbouringRelation.REPLACE_ONE
     event = every_user_gaussian(plan["noise_multiplier"], relation, 100)
     assert plan["relation"] == relation
-    assert plan["epsilon"] == epsilon_of([event], 1e-5).up <= 2.0
+    assert plan["epsilon"] == epsilon_of([event], 1e-5).epsilon <= 2.0
     command = [*BUDGET, "--rounds", "10", "--noise-multiplier", "4.0", *FIXED]
     plan = json.loads(printed(*command, "--json"))
     size = round(plan["sampling_probability"] * 1000)
-    assert epsilon_of([fixed_size_gaussian(size, 1000, 4.0, 10)], 1e-5).up <= 2.0
-    assert epsilon_of([fixed_size_gaussian(size + 1, 1000, 4.0, 10)], 1e-5).up > 2.0
+    assert epsilon_of([fixed_size_gaussian(size, 1000, 4.0, 10)], 1e-5).epsilon <= 2.0
+    assert epsilon_of([fixed_size_gaussian(size + 1, 1000, 4.0, 10)], 1e-5).epsilon > 2.0

@@ -2,7 +2,7 @@
 
 >>> from fedpriv.accounting import epsilon, poisson_gaussian
 >>> spent = epsilon([poisson_gaussian(q=0.01, noise_multiplier=4.0, count=10_000)], delta=1e-5)
->>> round(spent.low, 6), round(spent.up, 6)
+>>> round(spent.epsilon_low, 6), round(spent.epsilon, 6)
 (0.946867, 0.946867)
 
 `accountants` defines and lists accountants, and chooses how to price events: as one Gaussian in

@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
-from decimal import ROUND_CEILING, Context
 from enum import StrEnum
 from functools import lru_cache, partial, reduce
 from itertools import product
@@ -296,19 +295,6 @@ class PrivacyLoss:
     bound: Bound  # kind of statement
     assumptions: str  # one sentence for readers
 
-    @property
-    def low(self) -> float:
-        """Short for `epsilon_low`."""
-        return self.epsilon_low
-
-    @property
-    def up(self) -> float:
-        """Short for `epsilon`."""
-        return self.epsilon
-
-
-_CEILING = Context(prec=400, rounding=ROUND_CEILING)  # no float has more digits before its point
-
 
 class Accountant(ABC):
     """Prices events; all its numbers are on the safe side, unless they are tagged as estimates.
@@ -560,7 +546,7 @@ def epsilon(events: Iterable[RoundEvent], delta: float, accountant: str = "tight
 
     >>> from fedpriv.accounting.policies import poisson_gaussian
     >>> loss = epsilon([poisson_gaussian(q=0.01, noise_multiplier=4.0, count=10_000)], delta=1e-5)
-    >>> round(loss.low, 6), round(loss.up, 6)
+    >>> round(loss.epsilon_low, 6), round(loss.epsilon, 6)
     (0.946867, 0.946867)
     """
     number = plain_numbers(delta, "delta")

@@ -184,20 +184,12 @@ def test_the_default_is_tight() -> None:
     assert delta(EVENTS, 2.0) == ACCOUNTANTS["tight"].delta(EVENTS, 2.0)
 
 
-def test_the_two_ends_have_short_names() -> None:
-    loss = epsilon(EVENTS, 1e-6)
-    assert (loss.low, loss.up) == (loss.epsilon_low, loss.epsilon)
-    for name in ("low", "up", "epsilon"):
-        with pytest.raises(AttributeError):
-            setattr(loss, name, 0.0)
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("tight", "the tight accountant gives ε as an interval."),
-        ("rdp", "the rdp accountant gives ε as an upper bound."),
-        ("gdp", "the gdp accountant gives ε as an estimate."),
+        ("tight", "the tight accountant gives ε as an interval; the server is trusted."),
+        ("rdp", "the rdp accountant gives ε as an upper bound; the server is trusted."),
+        ("gdp", "the gdp accountant gives ε as an estimate; the server is trusted."),
     ],
 )
 def test_the_assumptions_are_one_grammatical_sentence(name: str, words: str) -> None:
@@ -229,7 +221,7 @@ def test_no_order_of_events_of_different_kinds_changes_a_digit(name: str) -> Non
         separated_gaussian((1.0, -0.5), 12, 3, 4, 20.0, relation, 2),
     ]
     ends = {
-        (epsilon(each, 1e-5, name).low, epsilon(each, 1e-5, name).up)
+        (epsilon(each, 1e-5, name).epsilon_low, epsilon(each, 1e-5, name).epsilon)
         for each in permutations(events)
     }
     assert len(ends) == 1

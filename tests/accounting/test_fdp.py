@@ -284,7 +284,7 @@ def test_few_compositions_give_the_delta_of_each_epsilon(
 ) -> None:
     events, pricing = CURVES[name], ACCOUNTANTS[accountant]
     assert isinstance(pricing, IntervalAccountant)
-    largest = epsilon_of(events, 1e-6, accountant).up
+    largest = epsilon_of(events, 1e-6, accountant).epsilon
     with monkeypatch.context() as patch:
         sums = [Mock(wraps=queries.compose_atoms), Mock(wraps=inversion.contour)]
         patch.setattr(queries, "compose_atoms", sums[0])

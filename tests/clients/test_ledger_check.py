@@ -224,7 +224,7 @@ class TestPricing:
         offered = poisson_gaussian(0.3, 1.5, population=N)
         found = price_with(both.examined(), offer(number=2, event=offered))
         assert found == epsilon([EVENT, two, offered], DELTA).epsilon
-        assert found > epsilon([EVENT, two], DELTA).low
+        assert found > epsilon([EVENT, two], DELTA).epsilon_low
 
     def test_without_noise_it_is_infinite(self, both):
         bare = poisson_gaussian(0.1, 0.0, population=N)
@@ -526,8 +526,8 @@ class TestSeries:
         for number in range(1, 5):
             truth = passes.next_offer(number)
             loss = epsilon([PASS] * -(-number // 3), DELTA)
-            assert loss.low > 0.9 * loss.epsilon
-            for said in (0.0, 0.5 * loss.low, loss.low * (1 - 3e-6)):
+            assert loss.epsilon_low > 0.9 * loss.epsilon
+            for said in (0.0, 0.5 * loss.epsilon_low, loss.epsilon_low * (1 - 3e-6)):
                 lie = replace(truth, price=replace(truth.price, epsilon_after=said))
                 with pytest.raises(
                     UntrustedLedgerError, match="but charges and offer cost at least"
