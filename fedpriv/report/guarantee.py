@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from scipy.special import ndtr
 
-from fedpriv.accounting.accountants import PrivacyLoss, accountant_named
+from fedpriv.accounting.accountants import PrivacyLoss, accountant_named, trust_text
 from fedpriv.accounting.fdp import TradeOff, gaussian_trade_off, trade_off
 from fedpriv.accounting.pricing import (
     LedgerContent,
@@ -97,6 +97,7 @@ def assumptions(loss: PrivacyLoss, ledger: LedgerContent) -> PageSection:
         "protected": protected(ledger.charges) or "all who are enrolled",
         "sampling": _sampling(ledger),
         "delta": loss.delta,
+        "trust": trust_text(row.event for row in ledger.charges),
         "share": 1.0 / users_of(ledger),
         "randomness": templates["randomness"][weakest_randomness(ledger.charges).name],
         "arithmetic": templates["arithmetics"][weakest_arithmetic(ledger.charges).name],
