@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fedpriv.errors import InvalidValueError, LedgerError
 from fedpriv.ledger import Head
-from fedpriv.ledger.database import Database, FileFormat, insertion
+from fedpriv.ledger.database import Database, FileFormat
 from fedpriv.ledger.events import RoundEvent, Schedule
 from fedpriv.ledger.ledger import event_from, event_text
 from fedpriv.wire import RoundId, RoundOffer
@@ -141,18 +141,9 @@ class Journal:
                 return "this attempt was answered before"
             if (why := objection()) is None:
                 self._database.write(_RECORD_EVENT, {"event": event, "text": text})
-                row: dict[str, object] = {
-                    "population_name": population_name,
-                    "run": attempt.run,
-                    "round": attempt.round,
-                    "attempt": attempt.attempt,
-                    "event": event,
-                    "part": offer.price.part,
-                    "asked": offer.users.size,
-                    "charged": 0,
-                    "at": _text(now),
-                }
-                self._database.write(insertion("answers", row), row)
+                key = population_name, attempt.run, attempt.round, attempt.attempt
+                row = *key, event, offer.price.part, offer.users.size, 0, _text(now)
+                self._database.write("INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
         return why
 
     def populations(self) -> frozenset[str]:

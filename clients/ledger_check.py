@@ -419,11 +419,8 @@ class LedgerVerifier:
         key = offer.id.run, offer.id.round, offer.id.attempt
         now = TakenPart(*key, price.event, price.part, offer.users.size)
 
-        def check() -> bool:
-            former = self.journal.remembered(population_name).taken_part
-            return drawn_too_often(rows, (*former, now), users)
-
-        return await self.within_time(check)
+        former = self.journal.remembered(population_name).taken_part
+        return await self.within_time(partial(drawn_too_often, rows, (*former, now), users))
 
     def series_of(self, offer: RoundOffer) -> RoundSeries | None:
         """Return the series to which a checked offer belongs; None if its event is one round.

@@ -278,9 +278,8 @@ def _read_csv(file: Path, texts: Sequence[str]) -> "Table":
 
     try:
         table = arrow.read_csv(file)
-        readable = not any(
-            map(pyarrow.types.is_binary, table.schema.types)
-        )  # text that is not UTF-8
+        # Text that is not UTF-8 is binary.
+        readable = not any(map(pyarrow.types.is_binary, table.schema.types))
         _check_header(file, table.schema.names)
     except ValueError:  # of pyarrow, or names are no text
         readable = False

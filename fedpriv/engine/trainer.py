@@ -309,16 +309,13 @@ class Trainer:
     def _drop(self, sums: _Sums, chunk: Chunk, reason: str, error: Exception | None = None) -> None:
         """Record that the first user of a chunk counts as zero."""
         sums.reasons.append(reason)  # not the text of the error, which may contain the user's data
-        if self.naming and sums.dropped is None:
-            sums.dropped = self._dropped(int(chunk.users[0]), reason, error)
-
-    def _dropped(
-        self, user: int, reason: str, error: Exception | None = None
-    ) -> SimulationOnlyDropped:
+        if not self.naming or sums.dropped is not None:
+            return
+        user = int(chunk.users[0])
         for name, column in self.users.examples_of(user).items():
             if column.dtype.kind == "f" and not np.isfinite(column).all():
                 reason = f"its field {name!r} holds NaN or infinity"
-        return SimulationOnlyDropped(user, f"{reason}: {error}" if error else reason)
+        sums.dropped = SimulationOnlyDropped(user, f"{reason}: {error}" if error else reason)
 
     def moved(
         self,

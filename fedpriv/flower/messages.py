@@ -36,7 +36,6 @@ RECORD = "fedpriv"  # name of the record with the version and parts of a message
 ARRAY = RECORD + ".array"  # name of the record with a sum
 _VERSION, _PARTS = "version", "parts"
 _RAW = "bytes"  # a format that Flower does not decode
-_BYTES_AT_ONCE = 2**24
 _FIRST_POLL_SECONDS = 0.005
 _POLL_GROWTH = 1.2  # a reply is noticed after at most a fifth of the time that it took
 _LONGEST_POLL_SECONDS = 0.5
@@ -85,17 +84,14 @@ def digest_of_shard(population: str, users: UserStore, shard: range) -> bytes:
     They depend on the population's name and on the ids, fields and rows of the shard's users. Since
     guesses of users' data can be tested with a digest, only workers and the server may see it.
     """
-    fields, ids = sorted(users.fields.items()), [users.id_of(user) for user in shard]
-    cuts = users.offsets[shard.start : shard.stop + 1].tolist()
+    fields = sorted(users.fields.items())
     kinds = [(name, field.dtype.str, field.shape[1:]) for name, field in fields]
-    header = (population, ids, [cut - cuts[0] for cut in cuts], kinds)
-    digest = hashlib.sha256(json.dumps(header).encode())
-    row_bytes = sum(field.nbytes for _, field in fields) // max(1, users.rows)
-    at_once = 1 + _BYTES_AT_ONCE // (1 + row_bytes)
-    for first in range(cuts[0], cuts[-1], at_once):
-        rows = users.take(np.arange(first, min(first + at_once, cuts[-1])))
-        for name, _ in fields:
-            digest.update(rows[name].tobytes())
+    digest = hashlib.sha256(json.dumps([population, kinds]).encode())
+    for user in shard:
+        rows = users.rows_of(user)
+        digest.update(json.dumps([users.id_of(user), rows.stop - rows.start]).encode())
+        for _, field in fields:
+            digest.update(field[rows].tobytes())
     return digest.digest()
 
 

@@ -198,10 +198,12 @@ def test_what_a_model_logs_stays_there(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    honest = Trainer.sum_of
+    honest, log = Trainer.sum_of, logging.getLogger("of a model")
+    standard_error = os.fdopen(2, "w", closefd=False)  # which forks share
+    monkeypatch.setattr(log, "handlers", [logging.StreamHandler(standard_error)])
 
     def logs(*args: object) -> ChunkSum:
-        logging.getLogger("of a model").critical("7 of user 3")
+        log.critical("7 of user 3")
         return honest(*args)
 
     transport, request = parts()

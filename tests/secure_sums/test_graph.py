@@ -16,7 +16,7 @@ from scipy import stats
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import SecureSum
-from fedpriv.secure_sums.parameters import MOST_COMPLETE, Graph, neighbours
+from fedpriv.secure_sums.parameters import MOST_COMPLETE, Graph, _shuffled, neighbours
 
 
 def is_connected(linked: Sequence[Iterable[int]], gone: set[int]) -> bool:
@@ -112,6 +112,14 @@ def test_links_are_mutual_and_follow_from_the_digest(
         assert len(others) == degree
         assert list(others) == sorted({*others} - {node})
         assert all(node in linked[other] for other in others)
+
+
+def test_every_order_of_nodes_is_as_likely() -> None:
+    """All 24 of four nodes, by a χ² test over digests."""
+    digests = (sha256(number.to_bytes(4, "big")).digest() for number in range(4_800))
+    seen = Counter(tuple(_shuffled(digest, 4)) for digest in digests)
+    assert set(seen) == {*permutations(range(4))}
+    assert stats.chisquare([*seen.values()]).pvalue > 1e-6
 
 
 def test_every_circle_is_as_likely() -> None:
