@@ -12,7 +12,7 @@ import tomli_w
 from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.server import certificates
-from fedpriv.server.authentication import tls_credentials
+from fedpriv.server.authentication import tls_context
 from fedpriv.training.request import LocalTraining, RoundRequest
 
 _KINDS = 4  # different contributions; nodes share them, so that one process can hold those of all
@@ -49,7 +49,7 @@ class Site:
     @property
     def credentials(self) -> grpc.ServerCredentials:
         """What a server of the site shows, and whom it trusts."""
-        return tls_credentials(self.folder / "server")
+        return tls_context(self.folder / "server")
 
     def node_folder(self, number: int) -> Path:
         """What a node shows, and whom it trusts."""

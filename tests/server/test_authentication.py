@@ -17,7 +17,7 @@ from fedpriv.server.authentication import (
     RateLimit,
     by_certificate,
     by_declaration,
-    tls_credentials,
+    tls_context,
 )
 from fedpriv.server.enrolment import EnrolledCertificates
 from fedpriv.server.service import Service
@@ -262,7 +262,7 @@ def limited(folder: Path, rates: RateLimit) -> Iterator[Site]:
     for node in USERS:
         certificates.issue(certs, node)
     identify = by_certificate(EnrolledCertificates(enrol(certs, USERS)))
-    with serving(certs, USERS, identify, tls_credentials(certs / "server"), rates=rates) as made:
+    with serving(certs, USERS, identify, tls_context(certs / "server"), rates=rates) as made:
         yield made
 
 
