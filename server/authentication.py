@@ -28,8 +28,8 @@ from fedpriv.experiment.config import FederationSection
 from fedpriv.report.records import Trouble
 from fedpriv.server.certificates import load_ca
 from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
-from fedpriv.server.front import Peer
 from fedpriv.server.monitoring import SERVER, STRANGER, Sites
+from fedpriv.server.traffic import Peer
 from fedpriv.wire import naming
 from fedpriv.wire.naming import Address
 
@@ -273,6 +273,11 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         except UnknownPeerError as error:
             self.sites.trouble(error.node, error.what, error.why)
             raise
+
+    def slowed(self, peer: Peer) -> None:
+        """Record that a peer sends more than it may."""
+        why = "it sends too much that is no message; it is slowed"
+        self.sites.trouble(peer.node, Trouble.CALL, why)
 
     def check(self, context: Context) -> None:
         """Raise UnknownPeerError unless an admitted caller still identifies as the same node."""

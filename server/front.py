@@ -1,7 +1,6 @@
-"""The front: it accepts all connections, ends TLS, and passes on only as much as gRPC can bear.
+"""The front: it accepts all connections, ends TLS, and passes bytes on to gRPC and back.
 
-gRPC bounds neither what it stores for a peer that does not read nor the work that small frames
-cause. So it listens behind the front, in plain text on a Unix socket in a folder of this user.
+gRPC listens behind it, in plain text, on a Unix socket in a folder that only this user may enter.
 """
 
 import asyncio
@@ -9,27 +8,21 @@ import logging
 import socket
 import ssl
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from time import monotonic, thread_time
+from time import thread_time
+from typing import cast
 from urllib.parse import quote
 
 from fedpriv.errors import InvalidValueError, reason_of
+from fedpriv.server.authentication import Authentication, UnknownPeerError
+from fedpriv.server.monitoring import STRANGER
+from fedpriv.server.traffic import WAKING_COST, Allowance, Frames, Peer
 from fedpriv.wire.naming import Address
 
 _log = logging.getLogger(__name__)
 _PIECE_BYTES = 2**16
-_PREFACE_BYTES, _HEADER_BYTES, _DATA = 24, 9, 0  # RFC 9113, sections 3.4, 4.1 and 6.1
-# What a node may send that no handler has read: the content of messages, in bytes, and the rest, in
-# bytes and in the work of reading a piece and of handling a frame. A node may exceed this by one
-# piece; the excess drains per second, per byte read or sent, and per call.
-_MOST_CONTENT, _MOST_REST = 2.0 * 2**20, 32.0 * 2**10
-_PIECE_COST, _FRAME_COST = 16, 128
-_CONTENT_PER_SECOND, _REST_PER_SECOND = 16.0 * 2**10, 2.0 * 2**10
-_REST_PER_READ, _REST_PER_SENT, _REST_PER_CALL = 0.05, 0.05, 1024
-_MESSAGE_BYTES = 5  # in front of each message
 _LONGEST_PAUSE_SECONDS = 1.0
 _HANDSHAKE_SECONDS = 10.0  # for TLS, or in plain text for the first byte
 _HANDSHAKES = 0.2  # the largest share of the event loop's time that handshakes take
@@ -38,81 +31,8 @@ _UNREAD_SECONDS = 60.0  # a peer that reads nothing for so long is disconnected
 _UNIDENTIFIED = 1024  # connections; beyond it the oldest is closed
 _OF_A_NODE = 8  # connections of one node; beyond it the oldest is closed
 _BACKLOG = 1024
-# gRPC reports the number to the application of a peer whose certificate is refused.
+# gRPC tells the caller the number, and does not try again at once.
 _REFUSAL = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-
-
-class Allowance:
-    """Bounds what the connections of one node may send besides messages that handlers read."""
-
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
-        self._clock, self._since = clock, clock()
-        self._content = self._rest = 0.0  # that drain
-
-    def received(self, content: int, rest: int) -> None:
-        """Count a piece: bytes of content, and the cost of the rest."""
-        self._content += content
-        self._rest += rest
-
-    def read(self, size: int) -> None:
-        """Record that a handler has read a message of `size` bytes."""
-        self._drain(size + _MESSAGE_BYTES, _REST_PER_READ * size)
-
-    def sent(self, size: int) -> None:
-        """Record that the peer has accepted `size` bytes, for which it may grant new windows."""
-        self._drain(0.0, _REST_PER_SENT * size)
-
-    def called(self) -> None:
-        """Record that a call was admitted."""
-        self._drain(0.0, _REST_PER_CALL)
-
-    def pause(self) -> float:
-        """Return the seconds until the node may send more, if nothing else is drained."""
-        now = self._clock()
-        seconds, self._since = now - self._since, now
-        self._drain(_CONTENT_PER_SECOND * seconds, _REST_PER_SECOND * seconds)
-        content = (self._content - _MOST_CONTENT) / _CONTENT_PER_SECOND
-        return max(0.0, content, (self._rest - _MOST_REST) / _REST_PER_SECOND)
-
-    def _drain(self, content: float, rest: float) -> None:
-        self._content = max(0.0, self._content - content)
-        self._rest = max(0.0, self._rest - rest)
-
-
-class Frames:
-    """Separates the content of messages, in DATA frames, from everything else that HTTP/2 sends."""
-
-    def __init__(self) -> None:
-        self._left, self._is_content, self._header = _PREFACE_BYTES, False, b""
-
-    def weigh(self, piece: bytes) -> tuple[int, int]:
-        """Return the bytes of content in the next bytes of a connection, and the rest's cost."""
-        at, content, cost = 0, 0, _PIECE_COST
-        while at < len(piece):
-            if self._left:
-                size = min(self._left, len(piece) - at)
-                self._left -= size
-                if self._is_content:
-                    content += size
-                else:
-                    cost += size
-            else:
-                size = min(_HEADER_BYTES - len(self._header), len(piece) - at)
-                self._header += piece[at : at + size]
-                if len(self._header) == _HEADER_BYTES:
-                    self._left = int.from_bytes(self._header[:3], "big")
-                    self._is_content = self._header[3] == _DATA
-                    self._header, cost = b"", cost + _HEADER_BYTES + _FRAME_COST
-            at += size
-        return content, cost
-
-
-@dataclass(frozen=True, eq=False)
-class Peer:
-    """The other end of a connection."""
-
-    certificate: bytes  # PEM, as TLS has checked it; empty in plain text
-    allowance: Allowance = field(default_factory=Allowance)
 
 
 class _Stream:
@@ -122,13 +42,15 @@ class _Stream:
         self.socket = connection
         self._loop = asyncio.get_running_loop()
 
-    async def receive(self) -> bytes:
-        """Return the next bytes, at least one; empty at the end."""
-        while True:
-            try:
-                return self.socket.recv(_PIECE_BYTES)
-            except (BlockingIOError, ssl.SSLWantReadError):
-                await self.readable()
+    def received(self) -> bytearray | None:
+        """Return bytes that have arrived; none at the end, None if there are none yet."""
+        piece = bytearray()
+        try:
+            while len(piece) < _PIECE_BYTES and (more := self.socket.recv(_PIECE_BYTES)):
+                piece += more
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return piece or None
+        return piece
 
     async def send(self, data: bytes) -> None:
         """Send all bytes; TimeoutError if the peer reads nothing for too long."""
@@ -171,20 +93,14 @@ class Front:
           nodes out: if there are too many, the oldest that is not identified is closed.
         * Handshakes take a bounded share of the event loop's time.
 
-    `identify` returns the node of a certificate, or raises an error of `refused`.
+    Used in one event loop only.
     """
 
     def __init__(
-        self,
-        tls: ssl.SSLContext | None,
-        identify: Callable[[bytes], str],
-        refused: type[Exception],
-        peers: dict[str, Peer],
-        most: int,
+        self, authentication: Authentication, tls: ssl.SSLContext | None, most: int
     ) -> None:
-        self._tls, self._identify, self._refused, self._most = tls, identify, refused, most
+        self._authentication, self._tls, self._most = authentication, tls, most
         self.inner = Path()  # of the socket where gRPC listens
-        self._peers = peers  # of all connections, by the name that gRPC gives them
         self._count = 0
         self._turn = asyncio.Lock()  # to advance a handshake
         self._connections: dict[asyncio.Task[None], None] = {}
@@ -226,65 +142,51 @@ class Front:
             _log.error("a connection failed", exc_info=error)
 
     async def _served(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError, TimeoutError):  # ssl.SSLError is an OSError
+        with suppress(OSError), ExitStack() as resources:  # all errors of TLS and time are OSErrors
+            resources.enter_context(connection)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream, peer, node = _Stream(connection), Peer(b""), None
+            stream, peer = _Stream(connection), Peer()
             async with asyncio.timeout(_HANDSHAKE_SECONDS):
                 await stream.readable()
                 if self._tls is not None:
-                    stream, certificate = await self._handshake(self._tls, connection)
-            with stream.socket:
-                if self._tls is not None:
-                    try:
-                        node = self._identify(certificate)
-                    except self._refused:
-                        stream.socket.send(_REFUSAL)
-                        await asyncio.sleep(_REFUSED_SECONDS)
-                        return
-                    peer = Peer(certificate, self._allowances[node])
-                with self._counted(node):
-                    await self._piped(stream, peer)
+                    encrypted = self._tls.wrap_socket(
+                        connection, server_side=True, do_handshake_on_connect=False
+                    )
+                    stream = _Stream(resources.enter_context(encrypted))
+                    certificate = await self._certificate(stream, encrypted)
+            if self._tls is not None:
+                try:
+                    node = self._authentication.known(certificate)
+                except UnknownPeerError:
+                    encrypted.send(_REFUSAL)
+                    await asyncio.sleep(_REFUSED_SECONDS)
+                    return
+                peer = Peer(node, certificate, self._allowances[node])
+            with self._counted(peer.node):
+                await self._piped(stream, peer)
 
-    async def _handshake(
-        self, tls: ssl.SSLContext, connection: socket.socket
-    ) -> tuple[_Stream, bytes]:
-        """Return an encrypted stream, and the peer's certificate."""
-        encrypted = tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-        stream = _Stream(encrypted)
-        try:
-            while True:
-                async with self._turn:
-                    began = thread_time()
-                    try:
-                        encrypted.do_handshake()
-                        wait: Callable[[], Awaitable[None]] | None = None
-                    except ssl.SSLWantReadError:
-                        wait = stream.readable
-                    except ssl.SSLWantWriteError:
-                        wait = stream.writable
-                    finally:
-                        seconds = thread_time() - began
-                        await asyncio.sleep((1.0 / _HANDSHAKES - 1.0) * seconds)
-                if wait is None:
+    async def _certificate(self, stream: _Stream, encrypted: ssl.SSLSocket) -> bytes:
+        """Return the certificate of a peer, in PEM, after the handshake."""
+        while True:
+            async with self._turn:
+                began = thread_time()
+                try:
+                    encrypted.do_handshake()
                     der = encrypted.getpeercert(binary_form=True) or b""
-                    return stream, ssl.DER_cert_to_PEM_cert(der).encode()
-                await wait()
-        except BaseException:
-            encrypted.close()
-            raise
+                    return ssl.DER_cert_to_PEM_cert(der).encode()
+                except ssl.SSLWantReadError:
+                    pass
+                finally:
+                    await asyncio.sleep((1.0 / _HANDSHAKES - 1.0) * (thread_time() - began))
+            await stream.readable()
 
     @contextmanager
-    def _counted(self, node: str | None) -> Iterator[None]:
-        """Count the current connection as one of the node's; close its oldest if it has many."""
-        task = asyncio.current_task()
-        assert task is not None
+    def _counted(self, node: str) -> Iterator[None]:
+        """Count the current task as a connection of the node; close the oldest if it has many."""
+        task, own = cast("asyncio.Task[None]", asyncio.current_task()), self._nodes[node]
         self._unidentified.pop(task, None)
-        if node is None:
-            yield
-            return
-        own = self._nodes[node]
         own.append(task)
-        if len(own) > _OF_A_NODE:
+        if len(own) > _OF_A_NODE and node != STRANGER:
             own[0].cancel()
         try:
             yield
@@ -293,57 +195,55 @@ class Front:
 
     async def _piped(self, outer: _Stream, peer: Peer) -> None:
         """Pass bytes between a peer and gRPC until either ends the connection."""
-        loop = asyncio.get_running_loop()
         self._count += 1
-        own = self.inner.with_name(str(self._count))
-        name = f"unix:{quote(str(own))}"
+        own, sent = self.inner.with_name(str(self._count)), asyncio.Event()
+        name = f"unix:{quote(str(own))}"  # as gRPC calls the peer
         with socket.socket(socket.AF_UNIX) as inner:
             inner.settimeout(0.0)
             inner.bind(str(own))
             own.unlink()
-            self._peers[name] = peer
+            self._authentication.peers[name] = peer
             try:
-                await loop.sock_connect(inner, str(self.inner))
-                sent = asyncio.Event()
+                await asyncio.get_running_loop().sock_connect(inner, str(self.inner))
                 sent.set()
-                ways = {
-                    loop.create_task(self._inward(outer, inner, peer.allowance, sent)),
-                    loop.create_task(self._outward(outer, inner, peer.allowance, sent)),
-                }
-                try:
-                    await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    for way in ways:
-                        way.cancel()
-                    await asyncio.gather(*ways, return_exceptions=True)
+                async with asyncio.TaskGroup() as ways:
+                    ways.create_task(self._inward(outer, inner, peer, sent))
+                    ways.create_task(self._outward(outer, inner, peer, sent))
+            except* OSError:
+                pass  # one side has ended the connection
             finally:
-                del self._peers[name]
+                del self._authentication.peers[name]
 
     async def _inward(
-        self, outer: _Stream, inner: socket.socket, allowance: Allowance, sent: asyncio.Event
+        self, outer: _Stream, inner: socket.socket, peer: Peer, sent: asyncio.Event
     ) -> None:
-        loop, frames = asyncio.get_running_loop(), Frames()
+        loop, frames, allowance = asyncio.get_running_loop(), Frames(), peer.allowance
         while True:
             await sent.wait()
             if pause := allowance.pause():
+                self._authentication.slowed(peer)
                 await asyncio.sleep(min(pause, _LONGEST_PAUSE_SECONDS))
-                continue
-            if not (piece := await outer.receive()):
-                return
-            allowance.received(*frames.weigh(piece))
-            await loop.sock_sendall(inner, piece)
-            await asyncio.sleep(0.0)  # or a peer that is always ready would have the loop alone
+            elif (piece := outer.received()) is None:
+                await outer.readable()
+                allowance.received(0, WAKING_COST)
+            elif piece:
+                allowance.received(*frames.weigh(piece))
+                await loop.sock_sendall(inner, piece)
+                await asyncio.sleep(0.0)  # or a peer that is always ready would have the loop alone
+            else:
+                raise ConnectionResetError
 
     async def _outward(
-        self, outer: _Stream, inner: socket.socket, allowance: Allowance, sent: asyncio.Event
+        self, outer: _Stream, inner: socket.socket, peer: Peer, sent: asyncio.Event
     ) -> None:
         loop = asyncio.get_running_loop()
         while piece := await loop.sock_recv(inner, _PIECE_BYTES):
             sent.clear()
             await outer.send(piece)
             sent.set()
-            allowance.sent(len(piece))
+            peer.allowance.sent(len(piece))
             await asyncio.sleep(0.0)
+        raise ConnectionResetError
 
 
 def listening_sockets(address: Address) -> tuple[list[socket.socket], Address]:

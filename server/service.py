@@ -30,7 +30,6 @@ from fedpriv.server.authentication import (
     Authentication,
     Context,
     RefusedCallError,
-    UnknownPeerError,
     certificate_end,
     peer_certificate,
 )
@@ -561,7 +560,6 @@ def listening(service: Service, address: Address, tls: ssl.SSLContext | None) ->
     InvalidValueError: the server cannot listen on the address.
     """
     started, stop = Future[Listener](), threading.Event()
-    authentication = service.authentication
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
@@ -571,8 +569,7 @@ def listening(service: Service, address: Address, tls: ssl.SSLContext | None) ->
             sockets, bound = listening_sockets(address)
             for listener in sockets:
                 resources.enter_context(listener)
-            identify, peers = authentication.known, authentication.peers
-            front = Front(tls, identify, UnknownPeerError, peers, most_connections())
+            front = Front(service.authentication, tls, most_connections())
             server = await _begun(service, front, path)
             accepting = [loop.create_task(front.accept(listener)) for listener in sockets]
             started.set_result(Listener(bound, service, loop))
