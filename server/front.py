@@ -26,7 +26,7 @@ _PIECE_BYTES = 2**16
 _LONGEST_PAUSE_SECONDS = 1.0
 _HANDSHAKE_SECONDS = 10.0  # for TLS, or in plain text for the first byte
 _HANDSHAKES = 0.2  # the largest share of the event loop's time that handshakes take
-_REFUSED_SECONDS = 5.0  # a refused peer has to read why
+_REFUSED_SECONDS = 1.0  # a refused peer has to read why
 _UNREAD_SECONDS = 60.0  # a peer that reads nothing for so long is disconnected
 _UNIDENTIFIED = 1024  # connections; beyond it the oldest is closed
 _OF_A_NODE = 8  # connections of one node; beyond it the oldest is closed
@@ -159,6 +159,7 @@ class Front:
                     node = self._authentication.known(certificate)
                 except UnknownPeerError:
                     encrypted.send(_REFUSAL)
+                    encrypted.shutdown(socket.SHUT_WR)
                     await asyncio.sleep(_REFUSED_SECONDS)
                     return
                 peer = Peer(node, certificate, self._allowances[node])
