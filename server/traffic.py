@@ -32,6 +32,7 @@ class Allowance:
 
     def received(self, content: int, rest: int) -> None:
         """Count a piece: bytes of content, and the cost of the rest."""
+        self.pause()  # time that passed before it does not drain it
         self._content += content
         self._rest += rest
 
