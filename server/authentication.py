@@ -6,8 +6,9 @@ bounds how often a node may call, and how many calls it may have open.
 
 import asyncio
 import logging
+import ssl
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -28,28 +29,26 @@ from fedpriv.report.records import Trouble
 from fedpriv.server.certificates import load_ca
 from fedpriv.server.enrolment import CertificateError, EnrolledCertificates, Enrolment
 from fedpriv.server.monitoring import SERVER, STRANGER, Sites
-from fedpriv.server.traffic import Peer, Traffic, peer_of
+from fedpriv.server.traffic import Peer
 from fedpriv.wire import naming
 from fedpriv.wire.naming import Address
 
 _log = logging.getLogger(__name__)
 NODE: ContextVar[str] = ContextVar("NODE")  # the node whose call is being handled
+_PEER: ContextVar[Peer] = ContextVar("PEER")  # the other end of its connection
 _TOO_LONG = "it took too long, the node began another, or the round is over"
 _UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 _FAILED = "the server failed; its log says why"
-_FLOOD = "callers that are not known call too often"
-_STRANGERS = ""  # the name under which all unidentified callers share one rate limit
 _OPEN_CALLS = 16  # per node; it needs two or three, and connections lost silently leave some open
-# How long, and for how many calls at once, a refusal is delayed once strangers call too often. A
-# peer that calls again as soon as it is refused then makes far fewer calls.
-_HELD_SECONDS, _MOST_HELD = 10.0, 2048
 _REQUEST_SECONDS = 20.0  # for a request of one small message
 
 Context: TypeAlias = grpc.aio.ServicerContext
 # The function that gRPC calls, with the messages of a request as bytes, and the call's context.
 RpcMethod = Callable[[AsyncIterable[bytes], Context], Awaitable[object]]
-# Returns the name of the calling node, or raises UnknownPeerError.
-Identify = Callable[[Context], str]
+Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
+# Returns the node of a certificate (PEM; empty in plain text) or of a call's metadata, or raises
+# UnknownPeerError.
+Identify = Callable[[bytes, Metadata], str]
 
 
 class RefusedCallError(Exception):
@@ -81,10 +80,9 @@ class UnknownPeerError(RefusedCallError):
 def by_certificate(certificates: EnrolledCertificates) -> Identify:
     """Return a function that identifies the node at which the TLS certificate is enrolled now."""
 
-    def identify(context: Context) -> str:
+    def identify(certificate: bytes, _: Metadata) -> str:
         try:
-            pem, *_ = context.auth_context().get("x509_pem_cert") or [b""]
-            return certificates.node_of(pem, datetime.now(UTC))
+            return certificates.node_of(certificate, datetime.now(UTC))
         except CertificateError as error:
             sentence, node = f"the certificate is refused: {error}", error.node or STRANGER
             why = f"{sentence}, {error.subject}" if error.subject else sentence
@@ -98,10 +96,10 @@ def by_certificate(certificates: EnrolledCertificates) -> Identify:
     return identify
 
 
-def peer_certificate(context: Context) -> x509.Certificate | None:
+def peer_certificate(_context: Context) -> x509.Certificate | None:
     """Return the certificate of an identified caller; None in plain text."""
-    pem, *_ = context.auth_context().get("x509_pem_cert") or [b""]
-    return x509.load_pem_x509_certificate(pem) if pem else None
+    certificate = _PEER.get().certificate
+    return x509.load_pem_x509_certificate(certificate) if certificate else None
 
 
 def certificate_end(context: Context) -> datetime | None:
@@ -110,12 +108,12 @@ def certificate_end(context: Context) -> datetime | None:
     return None if certificate is None else certificate.not_valid_after_utc
 
 
-def by_declaration(context: Context) -> str:
+def by_declaration(_: bytes, metadata: Metadata) -> str:
     """Return the node that the caller claims to be; for plain text on one machine.
 
     UnknownPeerError: the call names no node, several, or an invalid name.
     """
-    names = [value for key, value in context.invocation_metadata() or () if key == naming.NODE_KEY]
+    names = [value for key, value in metadata if key == naming.NODE_KEY]
     try:
         if len(names) != 1:
             raise InvalidValueError(
@@ -131,7 +129,7 @@ class Endpoint:
     """An address, and how the server identifies the callers that connect to it."""
 
     address: Address
-    credentials: grpc.ServerCredentials | None  # for TLS; None: plain text
+    tls: ssl.SSLContext | None  # None: plain text
     identify: Identify
     certificate_end: datetime | None = None  # of the server's certificate
 
@@ -161,39 +159,42 @@ def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
             "and server.key, as `fedpriv certs init` makes it, or --insecure be given"
         )
     certificates = EnrolledCertificates(Path(section.enrolment))
-    credentials = tls_credentials(Path(section.certificates))
+    tls = tls_context(Path(section.certificates))
     if not certificates.nodes():
         raise InvalidValueError(
             f"{section.enrolment} enrols no certificate; each node's table must have the key "
             "certificate, with the fingerprint that `fedpriv certs sign` prints"
         )
     end = naming.load_certificate(Path(section.certificates) / "server.pem").not_valid_after_utc
-    return Endpoint(address, credentials, by_certificate(certificates), end)
+    return Endpoint(address, tls, by_certificate(certificates), end)
 
 
-def tls_credentials(folder: Path) -> grpc.ServerCredentials:
-    """Return credentials that present the server's certificate and require one from every peer.
+def tls_context(folder: Path) -> ssl.SSLContext:
+    """Return TLS that presents the server's certificate and requires one from every peer.
 
     InvalidValueError: a file is missing or malformed, the key does not fit the certificate, or the
     certificate is not for a server. If the authority in the same folder did not issue the
     certificate, a warning is logged, because nodes that trust only that authority cannot connect.
     """
-    authority = load_ca(folder / "ca.pem")
-    ca, certificate = naming.read_file(folder / "ca.pem"), naming.read_file(folder / "server.pem")
-    key, loaded = (
-        naming.read_key(folder / "server.key"),
-        naming.load_certificate(folder / "server.pem"),
-    )
-    naming.check_key(folder / "server.key", key, loaded)
-    _check_for_servers(folder / "server.pem", loaded)
+    ca, certificate, key = [folder / n for n in ("ca.pem", "server.pem", "server.key")]
+    authority, loaded = load_ca(ca), naming.load_certificate(certificate)
+    naming.check_key(key, naming.read_key(key), loaded)
+    _check_for_servers(certificate, loaded)
     try:
         loaded.verify_directly_issued_by(authority)
     except (*naming.MALFORMED, InvalidSignature):
         _log.warning(
             "%s is not issued by ca.pem beside it: nodes that trust that one cannot connect",
-            folder / "server.pem",
+            certificate,
         )
-    return grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=True)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    # Older versions renegotiate and keep sessions, which costs time and memory.
+    tls.minimum_version, tls.verify_mode = ssl.TLSVersion.TLSv1_3, ssl.CERT_REQUIRED
+    tls.num_tickets = 0  # for sessions
+    tls.set_alpn_protocols(["h2"])
+    tls.load_cert_chain(certificate, key)
+    tls.load_verify_locations(ca)
+    return tls
 
 
 def _check_for_servers(path: Path, certificate: x509.Certificate) -> None:
@@ -212,7 +213,7 @@ def _check_for_servers(path: Path, certificate: x509.Certificate) -> None:
 class RateLimit:
     """A token bucket per node that holds `per_minute` calls and refills within a minute.
 
-    Only enrolled nodes have buckets, and all other callers share one, so their number is bounded.
+    Only enrolled nodes have buckets, so their number is bounded.
     """
 
     def __init__(self, per_minute: int, clock: Callable[[], float] = monotonic) -> None:
@@ -247,7 +248,6 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
           expired, is not enrolled or was struck off, if its node is not enrolled, calls too often
           or has too many calls open.
         * The number and the memory of the calls that a node leaves open are bounded.
-        * Unidentified callers that call too often are refused after a delay.
         * If a handler refuses a call, cannot parse it, times out or fails, the call ends with a
           status. In case of a failure, the caller learns no more than that.
     """
@@ -255,9 +255,8 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
     identify: Identify
     enrolment: Enrolment
     rates: RateLimit
-    traffic: Traffic = field(default_factory=Traffic)
+    peers: dict[str, Peer] = field(default_factory=dict)  # by gRPC's names; kept by the front
     _open: Counter[str] = field(default_factory=Counter)
-    _held: int = 0  # refusals that are delayed now
     _last_end: float = field(default_factory=monotonic)  # when the last call ended
 
     def __post_init__(self) -> None:
@@ -267,17 +266,23 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         """Return the seconds since the last call ended; 0 while a call is open."""
         return 0.0 if self._open else monotonic() - self._last_end
 
-    def known(self, context: Context) -> str:
-        """Return the calling node; UnknownPeerError, which the operator sees, if there is none."""
+    def known(self, certificate: bytes, metadata: Metadata = ()) -> str:
+        """Return the node of a caller; UnknownPeerError, which the operator sees, if none."""
         try:
-            return self.identify(context)
+            return self.identify(certificate, metadata)
         except UnknownPeerError as error:
             self.sites.trouble(error.node, error.what, error.why)
             raise
 
+    def slowed(self, peer: Peer) -> None:
+        """Record that a peer sends more than it may."""
+        why = "it sends too much that is no message; it is slowed"
+        self.sites.trouble(peer.node, Trouble.CALL, why)
+
     def check(self, context: Context) -> None:
         """Raise UnknownPeerError unless an admitted caller still identifies as the same node."""
-        if self.known(context) != (node := NODE.get()):
+        node, metadata = NODE.get(), context.invocation_metadata() or ()
+        if self.known(_PEER.get().certificate, metadata) != node:
             sentence = "the certificate is enrolled at another node now"
             raise UnknownPeerError(_UNAUTHENTICATED, sentence, node)
 
@@ -304,11 +309,13 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
             node = None
             try:
                 try:
-                    node = self._admitted(context)
+                    if (peer := self.peers.get(context.peer())) is None:
+                        raise asyncio.CancelledError  # its connection is over
+                    node = self._admitted(peer, context)
                     self._open[node] += 1
                     NODE.set(node)
-                    peer = peer_of(context.peer())
-                    self.traffic.called(peer)
+                    _PEER.set(peer)
+                    peer.allowance.called()
                     if handler.response_streaming:
                         # If these came with the first message, a node that does not read that
                         # message could not be sent a status.
@@ -318,7 +325,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
                         return await method(request, context)
                     return await method(await _only(request), context)
                 except RefusedCallError as error:
-                    refused = await self._held_back(error)
+                    refused = error.code, str(error)
                 except WireError as error:
                     refused = grpc.StatusCode.INVALID_ARGUMENT, str(error)
                 except TimeoutError:
@@ -352,24 +359,13 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
         # Unless it is closed, a stream that is not read to its end lives until garbage collection.
         async with aclosing(aiter(messages)) as received:  # type: ignore[type-var]
             async for message in received:
-                self.traffic.read(peer, len(message))
+                peer.allowance.read(len(message))
                 yield message if parse is None else parse(message)
 
-    async def _held_back(self, error: RefusedCallError) -> tuple[grpc.StatusCode, str]:
-        """Return the status and sentence of a refusal, after a delay if strangers flood us."""
-        if not isinstance(error, UnknownPeerError) or self.rates.admits(_STRANGERS):
-            return error.code, str(error)
-        if self._held < _MOST_HELD:
-            self._held += 1
-            try:
-                await asyncio.sleep(_HELD_SECONDS)
-            finally:
-                self._held -= 1
-        return grpc.StatusCode.RESOURCE_EXHAUSTED, _FLOOD
-
-    def _admitted(self, context: Context) -> str:
+    def _admitted(self, peer: Peer, context: Context) -> str:
         """Return the calling node if it may make this call; RefusedCallError otherwise."""
-        code, node = grpc.StatusCode, self.known(context)
+        code = grpc.StatusCode
+        node = self.known(peer.certificate, context.invocation_metadata() or ())
         if node not in self.enrolment.users:
             self.sites.trouble(STRANGER, Trouble.CALL, f"node {node!r} is not enrolled")
             raise RefusedCallError(code.PERMISSION_DENIED, "the node is not enrolled")

@@ -305,7 +305,7 @@ class _Server:
         service.publish(epsilon=records.ledger.epsilon(records.budget))
         service.sites.serves_until(self.endpoint.certificate_end)
         enter(service.sites.kept(self.setup.folder))
-        listener = enter(listening(service, self.endpoint.address, self.endpoint.credentials))
+        listener = enter(listening(service, self.endpoint.address, self.endpoint.tls))
         self._listeners.append(listener)
         price_of = prices(experiment.plan, records, experiment.entropy.randomness)
         transport = GrpcTransport(listener, price_of, self.section)

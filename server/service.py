@@ -4,12 +4,16 @@ import asyncio
 import logging
 import re
 import resource
+import ssl
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Protocol, Self, TypeVar
 
 import grpc
@@ -32,6 +36,7 @@ from fedpriv.server.authentication import (
 from fedpriv.server.collection import Ballot, Collection, Connection, Connections, End, flaw_of
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.exchange import Exchange
+from fedpriv.server.front import Front, listening_sockets
 from fedpriv.training.plan import TrainingPlan
 from fedpriv.wire import NODE_RECEIVES_BYTES, SERVER_RECEIVES_BYTES, Receiver, parse
 from fedpriv.wire import federation_pb2 as pb
@@ -70,11 +75,10 @@ OPTIONS: Sequence[tuple[str, int]] = (
     # Nodes may ping too, but not too often.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 3),
-    ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 60_000),  # of a connection without calls
-    ("grpc.so_reuseport", 0),  # two servers on one port would each see half of the nodes
 )
-_MOST_CONNECTIONS = 8192  # of any peers; a silent one takes about 50 KiB for 10 seconds
+_MOST_CONNECTIONS = 8192  # of any peers
+_FILES_OF_A_CONNECTION = 3  # of the front on both sides, and of gRPC
 _OTHER_FILES = 256  # reserved for the run's own files and everything else
 Kind = TypeVar("Kind", bound=Message)
 Result = TypeVar("Result")
@@ -97,8 +101,7 @@ def status_at_start(plan: TrainingPlan, budget: PrivacyBudget, enrolment: Enrolm
 def most_connections() -> int:
     """Return how many connections a port may have so that this process can still open files."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # A host name may have two addresses, and gRPC counts the connections of each separately.
-    return max(1, min(_MOST_CONNECTIONS, (files - _OTHER_FILES) // 2))
+    return max(1, min(_MOST_CONNECTIONS, (files - _OTHER_FILES) // _FILES_OF_A_CONNECTION))
 
 
 def check_connections(nodes: int) -> None:
@@ -551,40 +554,46 @@ class Listener:
 
 
 @contextmanager
-def listening(
-    service: Service, address: Address, credentials: grpc.ServerCredentials | None
-) -> Iterator[Listener]:
-    """Serve in a thread within the context; without credentials, in plain text.
+def listening(service: Service, address: Address, tls: ssl.SSLContext | None) -> Iterator[Listener]:
+    """Serve in a thread within the context; without `tls`, in plain text.
 
     InvalidValueError: the server cannot listen on the address.
     """
     started, stop = Future[Listener](), threading.Event()
-    bind = partial(_bind, service, credentials)
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()
-        try:
-            server, bound = await bind(address)
-        except BaseException as error:
-            started.set_exception(error)
-            return
-        started.set_result(Listener(bound, service, loop))
-        traffic = service.authentication.traffic
-        stopping = loop.run_in_executor(None, stop.wait)
-        bounding = loop.run_in_executor(None, traffic.bound, bound.port, stop)
-        while not (await asyncio.wait({stopping}, timeout=_WATCH_SECONDS))[0]:
-            if not await _accepts(bound):
-                _log.error("gRPC stopped listening on %s; the server listens again", bound)
-                await server.stop(None)  # ends all calls; nodes connect again
-                try:
-                    server, bound = await bind(bound)
-                except InvalidValueError as error:
-                    _log.error("%s; the server will try again", error)
-        service.connections.end_all(End.SHUTTING_DOWN)
-        await server.stop(_GRACE_SECONDS)
-        await bounding
+        folder = TemporaryDirectory(prefix="fedpriv-")  # that only this user may enter
+        with ExitStack() as resources:
+            path = Path(resources.enter_context(folder))
+            sockets, bound = listening_sockets(address)
+            for listener in sockets:
+                resources.enter_context(listener)
+            front = Front(service.authentication, tls, most_connections())
+            server = await _begun(service, front, path)
+            accepting = [loop.create_task(front.accept(listener)) for listener in sockets]
+            started.set_result(Listener(bound, service, loop))
+            stopping = loop.run_in_executor(None, stop.wait)
+            while not (await asyncio.wait({stopping}, timeout=_WATCH_SECONDS))[0]:
+                if not await _accepts(front.inner):
+                    _log.error("gRPC stopped listening; the server begins it again")
+                    await server.stop(None)  # ends all calls; nodes connect again
+                    server = await _begun(service, front, path)
+            service.connections.end_all(End.SHUTTING_DOWN)
+            await server.stop(_GRACE_SECONDS)
+            for task in accepting:
+                task.cancel()
+            await front.close()
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="fedpriv service")
+    async def run() -> None:
+        try:
+            await serve()
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), name="fedpriv service")
     thread.start()
     try:
         yield started.result()
@@ -593,35 +602,31 @@ def listening(
         thread.join()
 
 
-async def _bind(
-    service: Service, credentials: grpc.ServerCredentials | None, address: Address
-) -> tuple[grpc.aio.Server, Address]:
-    options = (*OPTIONS, ("grpc.max_allowed_incoming_connections", most_connections()))
-    server = grpc.aio.server(interceptors=[service.authentication], options=options)
+async def _begun(service: Service, front: Front, folder: Path) -> grpc.aio.Server:
+    """Start a gRPC server behind the front, at a new socket in the folder."""
+    server = grpc.aio.server(interceptors=[service.authentication], options=OPTIONS)
     server.add_generic_rpc_handlers([_generic_handler(service)])
+    front.inner = folder / f"grpc-{time.monotonic_ns()}"
     try:
-        if credentials is None:
-            port = server.add_insecure_port(str(address))
-        else:
-            port = server.add_secure_port(str(address), credentials)
+        server.add_insecure_port(f"unix:{front.inner}")
     except RuntimeError as error:
         raise InvalidValueError(
-            f"the server cannot listen on {address}: the port is taken, or the host is not of this "
-            "machine"
+            f"the server cannot listen on a socket in {folder}; TMPDIR must be a folder with a "
+            "short path that it can write to"
         ) from error
     await server.start()
-    return server, Address(address.host, port)
+    return server
 
 
-async def _accepts(address: Address) -> bool:
-    """Return whether the port accepts connections.
+async def _accepts(path: Path) -> bool:
+    """Return whether gRPC accepts connections at its socket.
 
     grpcio 1.85 stops listening after a call of a method whose name is not UTF-8.
     """
     try:
         async with asyncio.timeout(_WATCH_SECONDS):
-            _, writer = await asyncio.open_connection(address.host, address.port)
-    except ConnectionRefusedError:
+            _, writer = await asyncio.open_unix_connection(path)
+    except (ConnectionRefusedError, FileNotFoundError):
         return False
     except (OSError, TimeoutError):
         return True  # neither overload nor a lack of descriptors requires a restart

@@ -2,11 +2,13 @@
 
 `fedpriv serve`, started with 1,024 files that may be open, as systemd starts a service; a process
 with all nodes, each with a connection and a certificate of its own, which answer every offer with
-an update that was made before; and a process of hostile peers of five kinds in equal parts. They
+an update that was made before; and a process of hostile peers, in equal parts of each kind. They
 hold connections that say nothing; begin TLS and send a byte a second; declare messages of 2 GiB and
-send as much of them as the server takes; send what inflates from less than 1 MiB to 700; and flood
-it with calls. Those that speak TLS have certificates of the authority that are struck off, and
-whoever is shut out comes again after a second. Rounds that are not released are lost; a server that
+send as much of them as the server takes; send what inflates from less than 1 MiB to 700; flood it
+with calls; and send pings, settings, headers, resets or a header without an end as fast as the
+server takes them, and read its answers or do not. Those that speak TLS have certificates of the
+authority: half are struck off, and half are enrolled, for nodes of one user that never answer.
+Whoever is shut out comes again after a second. Rounds that are not released are lost; a server that
 takes more than 8 GiB is given up.
 
 All processes share the machine, so what hostile peers themselves compute counts as harm, too. A
@@ -14,6 +16,7 @@ round lasts from the release before it to its own; the first is left out.
 
     python -m simulations.hostile_load --json simulations/results/hostile_load.json
     python -m simulations.hostile_load --rounds 5
+    python -m simulations.hostile_load --hostile 64 --kinds "pings, unread" "resets, read"
 """
 
 import argparse
@@ -23,6 +26,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
@@ -46,7 +50,7 @@ from simulations.load_site import Site
 
 _OPEN_FILES = 1024  # of the server, when it starts
 _COMMAND = ("sh", "-c", f'ulimit -Sn {_OPEN_FILES} && exec "$@"', "sh", *loopback.COMMAND)
-_STRANGERS = 8  # certificates of hostile peers
+_STRANGERS = 8  # certificates of hostile peers; every other one is enrolled
 _POLL_SECONDS = 0.02
 _MEBIBYTE = 2**20
 _TOO_MUCH = 8 * 2**30  # bytes; a server that takes more is ended, before the machine fails
@@ -61,6 +65,7 @@ class Load:
     hidden: int  # width of the model, which has 75 · hidden + 10 parameters
     rounds: int  # at least 2
     hostile: int  # peers
+    kinds: list[str]  # of hostile peers
     patience: float  # seconds, after which rounds that are not released are lost
 
 
@@ -72,6 +77,7 @@ class Found:
     released: int  # rounds
     charged: int  # rounds
     answered: int  # answers of nodes that were accepted
+    empty: int  # rounds that were charged though nobody answered
     lost: int  # connections of nodes that were lost, and answers that could not be sent
     peak_mebibytes: float  # of the server's memory
     begun: dict[str, int]  # how often hostile peers began, by their kind
@@ -86,8 +92,18 @@ def measure(load: Load) -> tuple[Found, Found]:
         site = Site(Path(folder) / "certs", load.nodes, load.hidden)
         site.issue()
         strangers = [f"stranger-{number}" for number in range(_STRANGERS)]
-        shown = [certificates.issue(site.folder, name).folder for name in strangers]
+        issued = {name: certificates.issue(site.folder, name) for name in strangers}
+        enrolled = {name: issued[name].fingerprint for name in strangers[::2]}
+        _enrol(site.enrolment, enrolled)
+        shown = [made.folder for made in issued.values()]
         return _run(load, site, []), _run(load, site, shown)
+
+
+def _enrol(path: Path, fingerprints: dict[str, str]) -> None:
+    """Add nodes to an enrolment, each with a user of its name."""
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    table["nodes"] |= {n: {"users": [n], "certificate": f} for n, f in fingerprints.items()}
+    path.write_text(tomli_w.dumps(table), encoding="utf-8")
 
 
 def _run(load: Load, site: Site, strangers: list[Path]) -> Found:
@@ -95,14 +111,14 @@ def _run(load: Load, site: Site, strangers: list[Path]) -> Found:
     folder.mkdir()
     file, run = folder / "experiment.toml", RunFolder(folder / "run")
     file.write_text(tomli_w.dumps(_experiment(load, site)), encoding="utf-8")
-    given = ("serve", str(file), "--out", str(run.path), "--exit")
+    given = ("serve", str(file), "--out", str(run.path), "--exit", "--keep-going")
     with loopback.program(folder / "server.log", *given, command=_COMMAND) as server:
         port = loopback.port_of(server)
-        hostile = _hostile([Target(port, shown) for shown in strangers], load.hostile)
-        with hostile if strangers else nullcontext([0] * len(KINDS)) as begun:
+        hostile = _hostile([Target(port, shown) for shown in strangers], load)
+        with hostile if strangers else nullcontext([0] * len(load.kinds)) as begun:
             moments, seen, peak = asyncio.run(_rounds(load, site, port, server, run))
             ended = server.process.poll()
-            counts = dict(zip(KINDS, begun[:], strict=True))
+            counts = dict(zip(load.kinds, begun[:], strict=True))
     with Ledger.open(run.ledger) as ledger:
         charged = len(list(ledger.charges()))
     return Found(
@@ -110,6 +126,7 @@ def _run(load: Load, site: Site, strangers: list[Path]) -> Found:
         released=len(moments),
         charged=charged,
         answered=seen.answered,
+        empty=server.text.count("no drawn user contributed"),
         lost=seen.lost,
         peak_mebibytes=peak / _MEBIBYTE,
         begun=counts,
@@ -140,19 +157,21 @@ def _experiment(load: Load, site: Site) -> dict[str, object]:
             "enrolment": str(site.enrolment),
             "certificates": str(site.folder / "server"),
             "least_nodes": load.nodes,
+            "absent_seconds": 1.0,
         },
     }
 
 
 @contextmanager
-def _hostile(targets: list[Target], peers: int) -> Iterator["SynchronizedArray[int]"]:
+def _hostile(targets: list[Target], load: Load) -> Iterator["SynchronizedArray[int]"]:
     """So many peers, all of which have begun, until the block is left."""
     context = multiprocessing.get_context("spawn")
-    begun = context.Array("L", len(KINDS))
-    process = context.Process(target=harass, args=(targets, peers, begun), daemon=True)
+    begun = context.Array("L", len(load.kinds))
+    arguments = targets, load.kinds, load.hostile, begun
+    process = context.Process(target=harass, args=arguments, daemon=True)
     process.start()
     try:
-        while sum(begun[:]) < peers:
+        while sum(begun[:]) < load.hostile:
             if process.exitcode is not None:
                 raise WorkerError("the process of hostile peers ended")
             time.sleep(_POLL_SECONDS)
@@ -171,13 +190,15 @@ async def _rounds(
     with suppress(TimeoutError):
         async with asyncio.timeout(load.patience), connected(site, port, seen):
             while len(moments) < load.rounds and peak < _TOO_MUCH:
-                if server.process.poll() is not None:
-                    break
-                peak = peak_bytes(server.process.pid)
-                await asyncio.sleep(_POLL_SECONDS)
+                ended = server.process.poll() is not None
+                with suppress(RuntimeError, OSError):  # it is ending
+                    peak = peak_bytes(server.process.pid)
                 if run.metrics.exists():
                     more = run.metrics.read_bytes().count(b"\n") - len(moments)
                     moments += [time.perf_counter()] * more
+                if ended:
+                    break
+                await asyncio.sleep(_POLL_SECONDS)
     return moments, seen, peak
 
 
@@ -187,6 +208,7 @@ def summary(load: Load, quiet: Found, hostile: Found) -> dict[str, float]:
     return {
         "rounds lost without hostile peers": load.rounds - quiet.released,
         "rounds lost": load.rounds - hostile.released,
+        "rounds charged empty": hostile.empty,
         "connections of nodes lost": hostile.lost,
         "server's peak memory in MiB without hostile peers": quiet.peak_mebibytes,
         "server's peak memory in MiB": hostile.peak_mebibytes,
@@ -204,6 +226,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=16_000, help="1.2 million parameters")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--hostile", type=int, default=500)
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS])
     parser.add_argument("--patience", type=float, default=1800.0, help="seconds of all rounds")
     parser.add_argument("--json", type=Path, help="where to write the numbers")
     given = vars(parser.parse_args())

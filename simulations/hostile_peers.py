@@ -9,14 +9,17 @@ import resource
 import ssl
 import zlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
+from itertools import count, repeat
 from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
+from typing import cast
 
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 8
+_CONTINUATION = 9
 _LAST = _ACK = 1
 _WHOLE_HEADER = 4
 _INITIAL_WINDOW = 4  # the setting's number
@@ -92,6 +95,69 @@ async def floods(at: Target) -> None:
             await asyncio.sleep(_PAUSE)
 
 
+def _pings() -> Iterator[bytes]:
+    yield from repeat(_frame(_PING, 0, 0, bytes(8)) * 1000)
+
+
+def _settings() -> Iterator[bytes]:
+    yield from repeat(_frame(_SETTINGS, 0, 0) * 1000)
+
+
+def _continuations() -> Iterator[bytes]:
+    """A header that does not end."""
+    yield _frame(_HEADERS, 0, 1, _header("GetStatus", b"\0"))
+    yield from repeat(_frame(_CONTINUATION, 0, 1, _PIECE))
+
+
+def _headers() -> Iterator[bytes]:
+    """Calls without a message, of which a server takes a few at once."""
+    header = _header("GetStatus", b"\0")
+    for first in count(1, 200):
+        streams = range(first, first + 200, 2)
+        yield b"".join(_frame(_HEADERS, _WHOLE_HEADER, stream, header) for stream in streams)
+
+
+def _resets() -> Iterator[bytes]:
+    """The same calls, each ended at once by its caller."""
+    header, why = _header("GetStatus", b"\0"), (8).to_bytes(4, "big")
+    for first in count(1, 200):
+        streams = range(first, first + 200, 2)
+        yield b"".join(
+            _frame(_HEADERS, _WHOLE_HEADER, stream, header) + _frame(_RESET, 0, stream, why)
+            for stream in streams
+        )
+
+
+def _endless(frames: Callable[[], Iterator[bytes]], at: Target, *, read: bool) -> Awaitable[None]:
+    """Frames as fast as the server takes them, whose answers are read or not."""
+
+    async def send() -> None:
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", at.port, ssl=at.tls, server_hostname="localhost"
+        )
+        reading = asyncio.create_task(_discard(reader) if read else asyncio.sleep(0))
+        if not read:
+            cast("asyncio.Transport", writer.transport).pause_reading()
+        try:
+            writer.write(_PREFACE + _frame(_SETTINGS, 0, 0))
+            for piece in frames():
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0)  # or a lost connection would not be noticed
+        finally:
+            reading.cancel()
+            writer.transport.abort()
+
+    return send()
+
+
+async def _discard(reader: asyncio.StreamReader) -> None:
+    while await reader.read(2**20):
+        pass
+
+
+FRAMES = {"pings": _pings, "settings": _settings, "continuations": _continuations}
+FRAMES |= {"headers": _headers, "resets": _resets}
 KINDS: dict[str, Callable[[Target], Awaitable[None]]] = {
     "silent connections": silent,
     "slow handshakes": slow_handshake,
@@ -99,10 +165,15 @@ KINDS: dict[str, Callable[[Target], Awaitable[None]]] = {
     "compressed bombs": sends_bomb,
     "floods of calls": floods,
 }
+for _name, _frames in FRAMES.items():
+    KINDS[f"{_name}, read"] = partial(_endless, _frames, read=True)
+    KINDS[f"{_name}, unread"] = partial(_endless, _frames, read=False)
 
 
-def harass(targets: list[Target], peers: int, begun: "SynchronizedArray[int]") -> None:
-    """What so many peers of all kinds do, in a process of its own, until it is killed.
+def harass(
+    targets: list[Target], kinds: Sequence[str], peers: int, begun: "SynchronizedArray[int]"
+) -> None:
+    """What so many peers of these kinds do, in a process of its own, until it is killed.
 
     Targets are one server, by several certificates, which peers share. `begun` is counted up, for
     each kind, whenever a peer begins (again).
@@ -111,8 +182,8 @@ def harass(targets: list[Target], peers: int, begun: "SynchronizedArray[int]") -
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
     async def peer(number: int) -> None:
-        kind = number % len(KINDS)
-        harm, target = list(KINDS.values())[kind], targets[number // len(KINDS) % len(targets)]
+        kind = number % len(kinds)
+        harm, target = KINDS[kinds[kind]], targets[number // len(kinds) % len(targets)]
         while True:
             begun[kind] += 1
             await until_shut_out(harm(target))

@@ -70,7 +70,7 @@ def serve(pipe: Connection, site: Site, limits: TransferLimits) -> None:
 
     authentication = Authentication(identify, enrolment, RateLimit(_CALLS_PER_MINUTE))
     service = Service(authentication, welcome_of, status, limits)
-    with listening(service, Address("127.0.0.1", 0), site.credentials) as server:
+    with listening(service, Address("127.0.0.1", 0), site.tls) as server:
         transport = GrpcTransport(server, lambda _: price, _PATIENCE)
         pipe.send(server.address.port)
         with suppress(EOFError):

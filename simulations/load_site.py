@@ -1,6 +1,7 @@
 """What processes of the load benchmark share: a site with its certificates and contributions."""
 
 import secrets
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import tomli_w
 from fedpriv.privacy.clipping import Clipping, IntegerVector
 from fedpriv.privacy.layout import Layout, flat
 from fedpriv.server import certificates
-from fedpriv.server.authentication import tls_credentials
+from fedpriv.server.authentication import tls_context
 from fedpriv.training.request import LocalTraining, RoundRequest
 
 _KINDS = 4  # different contributions; nodes share them, so that one process can hold those of all
@@ -47,9 +48,16 @@ class Site:
         return 4 * self.parameters
 
     @property
-    def credentials(self) -> grpc.ServerCredentials:
+    def tls(self) -> ssl.SSLContext:
         """What a server of the site shows, and whom it trusts."""
-        return tls_credentials(self.folder / "server")
+        return tls_context(self.folder / "server")
+
+    @property
+    def credentials(self) -> grpc.ServerCredentials:
+        """The same, for a bare server."""
+        folder = self.folder / "server"
+        ca, *pair = ((folder / f).read_bytes() for f in ("ca.pem", "server.key", "server.pem"))
+        return grpc.ssl_server_credentials([tuple(pair)], ca, require_client_auth=True)
 
     def node_folder(self, number: int) -> Path:
         """What a node shows, and whom it trusts."""

@@ -1,6 +1,7 @@
 """A real server on loopback, and nodes made for tests: each a thread with its own channel."""
 
 import queue
+import ssl
 import threading
 import time
 import tomllib
@@ -26,7 +27,7 @@ from fedpriv.server.authentication import (
     Identify,
     RateLimit,
     by_certificate,
-    tls_credentials,
+    tls_context,
 )
 from fedpriv.server.deployment import GrpcTransport
 from fedpriv.server.enrolment import EnrolledCertificates, Enrolment
@@ -142,7 +143,7 @@ def site(
     identify = by_certificate(EnrolledCertificates(enrol(certs, users)))
     rates = RateLimit(calls_per_minute)
     with serving(
-        certs, users, identify, tls_credentials(certs / "server"), transfers, rates, ledger, task
+        certs, users, identify, tls_context(certs / "server"), transfers, rates, ledger, task
     ) as made:
         yield made
 
@@ -152,7 +153,7 @@ def serving(
     certs: Path,
     users: Mapping[str, Sequence[str]],
     identify: Identify,
-    credentials: grpc.ServerCredentials | None,
+    tls: ssl.SSLContext | None,
     transfers: TransferLimits = TRANSFERS,
     rates: RateLimit = NO_LIMIT,
     ledger: LedgerSince = ledger_since,
@@ -170,7 +171,7 @@ def serving(
     authentication = Authentication(identify, enrolment, rates)
     service = Service(authentication, welcome_of, status, transfers, ledger)
     service.model = lambda: MODEL
-    with listening(service, Address("127.0.0.1", 0), credentials) as server:
+    with listening(service, Address("127.0.0.1", 0), tls) as server:
         yield Site(certs, enrolment, server)
 
 

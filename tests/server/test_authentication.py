@@ -11,13 +11,13 @@ import grpc
 import pytest
 
 from fedpriv import wire
-from fedpriv.server import authentication, certificates
+from fedpriv.server import certificates
 from fedpriv.server.authentication import (
     NODE,
     RateLimit,
     by_certificate,
     by_declaration,
-    tls_credentials,
+    tls_context,
 )
 from fedpriv.server.enrolment import EnrolledCertificates
 from fedpriv.server.service import Service
@@ -185,11 +185,11 @@ def missing_enrolment(made: Site) -> Path:
 @pytest.mark.parametrize(
     ("spoil", "code"),
     [
-        (not_enrolled, grpc.StatusCode.UNAUTHENTICATED),
+        (not_enrolled, grpc.StatusCode.UNAVAILABLE),
         (added_while_it_runs, grpc.StatusCode.PERMISSION_DENIED),
-        (another_certificate, grpc.StatusCode.UNAUTHENTICATED),
-        (struck_off, grpc.StatusCode.UNAUTHENTICATED),
-        (removed, grpc.StatusCode.UNAUTHENTICATED),
+        (another_certificate, grpc.StatusCode.UNAVAILABLE),
+        (struck_off, grpc.StatusCode.UNAVAILABLE),
+        (removed, grpc.StatusCode.UNAVAILABLE),
         (damaged_enrolment, grpc.StatusCode.UNAVAILABLE),
         (missing_enrolment, grpc.StatusCode.UNAVAILABLE),
     ],
@@ -212,7 +212,8 @@ def test_what_only_the_operator_should_know_is_not_told(alone: Site) -> None:
         missing_enrolment(alone)
         with pytest.raises(grpc.RpcError) as caught:
             FederationStub(channel).GetStatus(pb.StatusRequest())
-    assert caught.value.details() == "the server cannot read its enrolment now"
+    assert "HTTP status 401" in caught.value.details()
+    assert "enrolment" not in caught.value.details()
 
 
 def test_striking_off_counts_on_a_connection_that_is_open(
@@ -262,7 +263,7 @@ def limited(folder: Path, rates: RateLimit) -> Iterator[Site]:
     for node in USERS:
         certificates.issue(certs, node)
     identify = by_certificate(EnrolledCertificates(enrol(certs, USERS)))
-    with serving(certs, USERS, identify, tls_credentials(certs / "server"), rates=rates) as made:
+    with serving(certs, USERS, identify, tls_context(certs / "server"), rates=rates) as made:
         yield made
 
 
@@ -288,34 +289,6 @@ def test_a_node_that_calls_too_often_waits_and_others_do_not(
         time[0] += 3600.0  # a bucket has no more than its minute
         assert asked(four, 4) == [SERVING] * 3 + [refused]
         assert len(entered) - before == 10
-
-
-def test_callers_that_are_not_known_and_call_too_often_wait_for_their_refusals(
-    entered: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(authentication, "_HELD_SECONDS", 3600.0)
-    monkeypatch.setattr(authentication, "_MOST_HELD", 2)
-    with (
-        limited(tmp_path, RateLimit(3, lambda: 1000.0)) as made,
-        made.channel("four") as stranger,
-        made.channel("five") as five,
-    ):
-        strike(made.certs, "four")
-        before = len(entered)
-        check = stranger.unary_unary(SERVICE + "GetStatus")
-        unauthenticated, often = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert [answer_to(stranger) for _ in range(3)] == [unauthenticated] * 3
-        held = [check.future(b"", timeout=60.0) for _ in range(2)]
-        until(lambda: made.server.service.authentication._held == 2)
-        assert answer_to(stranger) is often  # as many wait as may
-        assert answer_to(five) == SERVING
-        assert not any(call.done() for call in held)
-        assert len(entered) - before == 1
-        for call in held:
-            call.cancel()
-        until(lambda: made.server.service.authentication._held == 0)
-        monkeypatch.setattr(authentication, "_HELD_SECONDS", 0.01)
-        assert answer_to(stranger) is often
 
 
 def test_a_node_has_so_many_calls_open_and_no_more(served: Site) -> None:

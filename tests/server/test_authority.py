@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedpriv.errors import InvalidValueError
-from fedpriv.server.authentication import tls_credentials
+from fedpriv.server.authentication import tls_context
 from fedpriv.server.certificates import YEAR, init, issue, issue_server, load_ca, request, sign
 from fedpriv.wire.naming import fingerprint_of
 
@@ -150,7 +150,7 @@ def test_keys_that_others_can_use_are_refused(tmp_path: Path, mode: int) -> None
         issue(tmp_path, "n")
     (tmp_path / "server" / "server.key").chmod(mode)
     with pytest.raises(InvalidValueError, match="server" + sentence):
-        tls_credentials(tmp_path / "server")
+        tls_context(tmp_path / "server")
 
 
 @pytest.mark.parametrize("file", ["ca.key", "ca.pem"])

@@ -53,7 +53,7 @@ def told(section: FederationSection, node: Path) -> object:
     endpoint = endpoint_of(section, insecure=False)
     certs = node.parents[1]
     with (
-        serving(certs, USERS, endpoint.identify, endpoint.credentials) as made,
+        serving(certs, USERS, endpoint.identify, endpoint.tls) as made,
         channel_to(made.server.address.port, certs, node) as channel,
     ):
         return CALLS["GetStatus"](channel)
@@ -84,7 +84,7 @@ def test_the_address_is_the_configured_one(certs: Path) -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1:7443", "localhost:0", "[::1]:7443"])
 def test_plain_text_is_for_loopback(address: str) -> None:
     endpoint = endpoint_of(section(address=address), insecure=True)
-    assert endpoint.credentials is None
+    assert endpoint.tls is None
     assert endpoint.identify is by_declaration
 
 
@@ -185,7 +185,8 @@ def test_a_key_is_of_a_kind_that_grpc_takes(
     (certs / "server" / "server.pem").write_bytes(content[1])
     server = grpc.server(ThreadPoolExecutor(1))
     if kind in TAKEN:
-        credentials = endpoint_of(section(certs), insecure=False).credentials
+        assert endpoint_of(section(certs), insecure=False).tls is not None
+        credentials = grpc.ssl_server_credentials([content])
         assert server.add_secure_port("127.0.0.1:0", credentials) > 0
     else:
         with pytest.raises(InvalidValueError, match=r"server\.key is of a kind that gRPC does not"):

@@ -8,7 +8,9 @@ from simulations.hostile_peers import KINDS
 
 @pytest.mark.slow
 def test_a_small_load_is_measured_without_and_with_hostile_peers() -> None:
-    load = Load(nodes=8, sampled=4, hidden=500, rounds=4, hostile=10, patience=120.0)
+    load = Load(
+        nodes=8, sampled=4, hidden=500, rounds=4, hostile=30, kinds=[*KINDS], patience=120.0
+    )
     quiet, hostile = measure(load)
     for found in (quiet, hostile):
         assert found.released == found.charged == load.rounds
@@ -21,13 +23,14 @@ def test_a_small_load_is_measured_without_and_with_hostile_peers() -> None:
 
 
 def test_the_summary_by_hand() -> None:
-    load = Load(nodes=10, sampled=5, hidden=10, rounds=4, hostile=5, patience=1.0)
+    load = Load(nodes=10, sampled=5, hidden=10, rounds=4, hostile=5, kinds=[*KINDS], patience=1.0)
     kinds = dict.fromkeys(KINDS, 1)
-    quiet = Found([1.0, 2.0, 3.0], 4, 4, 20, 0, 100.0, kinds, None, [])
-    hostile = Found([2.0, 3.0], 3, 4, 15, 7, 300.0, kinds, 2, [])
+    quiet = Found([1.0, 2.0, 3.0], 4, 4, 20, 0, 0, 100.0, kinds, None, [])
+    hostile = Found([2.0, 3.0], 3, 4, 15, 1, 7, 300.0, kinds, 2, [])
     numbers = summary(load, quiet, hostile)
     assert numbers["rounds lost without hostile peers"] == 0
     assert numbers["rounds lost"] == 1
     assert numbers["ratio"] == 1.25
+    assert numbers["rounds charged empty"] == 1
     assert numbers["connections of nodes lost"] == 7
     assert numbers["server's peak memory in MiB"] == 300.0
