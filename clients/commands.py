@@ -23,6 +23,8 @@ IdKey = Annotated[
     Path | None, _option("file of a key; users' ids are keyed hashes of the ids in the data")
 ]
 _LINES_PER_MINUTE = 120  # of each level, so that a server cannot flood a node's log
+_HALF = "half of this machine's, on a CPU"
+_OWN_MEBIBYTES = 4096  # that messages, ledger and models may take beside training
 _USERS = "users' data: a folder, a file or package.module:function"
 
 
@@ -43,8 +45,13 @@ def join(
         Path | None, _option("what the node agrees to, TOML", default="everything")
     ] = None,
     verify_ledger: Annotated[
-        bool, _option("check the ledger and its ε before each round", "--verify-ledger")
-    ] = False,
+        bool,
+        _option(
+            "check the ledger, its ε and this node's draws before each round",
+            "--verify-ledger/--no-verify-ledger",
+            default=True,
+        ),
+    ] = True,
     state: Annotated[
         Path | None, _option("folder of the node's journal", default="in the home folder")
     ] = None,
@@ -56,7 +63,7 @@ def join(
     memory: Annotated[
         # The system cannot represent limits that are much larger.
         int | None,
-        _option("MiB that training may take", min=1, max=2**40 - 1, default="no limit"),
+        _option("MiB that training may take", min=1, max=2**40 - 1, default=_HALF),
     ] = None,
     activations: Annotated[
         str, _option("of the model while it trains: float32, tf32 or bfloat16", default=True)
@@ -65,6 +72,9 @@ def join(
         int | None, _option("users train side by side, on a CPU", min=1, default="one per thread")
     ] = None,
     once: Annotated[bool, _option("leave when the run is over", "--once")] = False,
+    review: Annotated[
+        bool, _option("print the task that the server proposes and its hash, and leave", "--review")
+    ] = False,
     log_format: Annotated[
         LogFormat, _option("of the log, on stderr", "--log-format", default=True)
     ] = LogFormat.TEXT,
@@ -78,9 +88,18 @@ def join(
     host = HostSettings(users, device, memory, activations, processes, id_key)
     trusted = tuple(trust or ())
     settings = membership.NodeSettings(
-        server, host, certificates, node, consent, verify_ledger, state, trusted, once
+        server,
+        host,
+        certificates,
+        node,
+        consent,
+        verify_ledger,
+        state,
+        trusted,
+        once,
+        _OWN_MEBIBYTES,
     )
-    membership.join(settings)
+    (membership.review if review else membership.join)(settings)
 
 
 def status(

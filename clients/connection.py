@@ -24,7 +24,7 @@ from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger import Head
 from fedpriv.privacy.layout import Tensors
 from fedpriv.privacy.round import PartialSum
-from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Terms, Vote, Welcome, naming
+from fedpriv.wire import Receipt, RoundId, RoundOffer, Status, Terms, Vote, Welcome, codec, naming
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire.naming import SERVICE, Address
 from fedpriv.wire.tensors import MAX_COMPONENTS
@@ -176,7 +176,7 @@ class FederationStub:
     ) -> AsyncGenerator[Welcome | Terms, None]:
         """Yield one welcome, then proposals and offers, until the run is over; send the votes.
 
-        Messages of unknown kinds are skipped.
+        Messages of unknown kinds are skipped. WireError: one of a known kind has an unknown field.
         """
         welcomed, first = False, pb.FromNode(hello=wire.HELLO.encode(hello))
         call = self.channel.stream_stream(f"/{SERVICE}/Connect")(metadata=self.metadata)
@@ -186,6 +186,7 @@ class FederationStub:
             while True:
                 vote = wire.VOTE.encode(await votes.get())
                 await call.write(pb.FromNode(vote=vote).SerializeToString())
+                votes.task_done()
 
         sender = asyncio.create_task(send())
         try:
@@ -194,6 +195,8 @@ class FederationStub:
                     kind = message.WhichOneof("what")
                     if kind is not None and welcomed == (kind == "welcome"):
                         raise WireError("the server must say one welcome first, then what to do")
+                    if kind is not None:
+                        codec.refuse_unknown(message)
                     match kind:
                         case "welcome":
                             welcomed = True

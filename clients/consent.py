@@ -1,19 +1,29 @@
 """A node's consent: limits of its own, against which it checks every offer."""
 
+import hashlib
+import json
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
+from fedpriv.accounting.accountants import sampling_text
 from fedpriv.accounting.pricing import delta_for_population
+from fedpriv.clients.worker import Built
 from fedpriv.experiment.config import NonNegative, Positive, Section, checked, read_toml
 from fedpriv.ledger.events import Unit
+from fedpriv.support.logs import one_line
+from fedpriv.training.request import CONTROL_PREFIX
 from fedpriv.wire import Price, RoundOffer, Terms, Welcome, enrolment_digest
+from fedpriv.wire.messages import LOCAL_TRAINING
 
+Shapes = Mapping[str, tuple[int, ...]]
+_MOST_METRICS = 2**20  # components that a round may measure, however small the task
 _ROUNDING = 1e-9  # relative error from splitting a norm or the noise among groups
 
 
@@ -30,6 +40,7 @@ class Consent(Section):
     purposes: list[str] | None = None
     models: list[str] | None = None
     runs: list[str] | None = None
+    tasks: list[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] | None = None  # their `task_hash`
     # The limits apply to each population separately. None: the one population in the node's
     # journal, or the first that the node joins.
     populations: list[str] | None = None
@@ -66,6 +77,12 @@ class Consent(Section):
         return _unlisted("purpose", welcome.purpose, self.purposes) or _unlisted(
             "model", welcome.task.model, self.models
         )
+
+    def objection_to_settings(self, welcome: Welcome, terms: Terms) -> str | None:
+        """Return why the node does not train by these settings, in one sentence, or None."""
+        if self.tasks is None or (found := task_hash(welcome, terms)) in self.tasks:
+            return None
+        return f"the task has the hash {found}; this node's consent does not name it"
 
     def objection_to_run(self, run: str) -> str | None:
         """Return why the node takes no part in a run of this name, in one sentence, or None."""
@@ -165,6 +182,65 @@ def reach_of(offer: Terms) -> float:
     return math.hypot(*norms)
 
 
+def described(welcome: Welcome, terms: Terms) -> dict[str, object]:
+    """Return everything that decides what users compute and send, as JSON values.
+
+    The learning rate and the clipping norms are left out: they may change from round to round, and
+    the norms have a limit of their own. Running statistics follow from the task: `unlike`.
+    """
+    local: Any = LOCAL_TRAINING.encode(terms.local)
+    settings = {"algorithm": local.algorithm, **json.loads(local.options)}
+    del settings["learning_rate"]
+    clipping, layout = asdict(terms.clipping), terms.clipping.layout
+    clipping["layout"] = list(zip(layout.names, layout.shapes, strict=True))
+    for group in clipping["groups"]:
+        del group["clipping_norm"]
+    return {
+        "purpose": welcome.purpose,
+        "task": asdict(welcome.task),
+        "local": settings,
+        "metrics": [asdict(metric) for metric in terms.metrics],
+        "clipping": clipping,
+    }
+
+
+def task_hash(welcome: Welcome, terms: Terms) -> str:
+    """Return the SHA-256 of `described`, as sorted JSON: 64 hexadecimal digits."""
+    text = json.dumps(described(welcome, terms), sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def review_of(welcome: Welcome, terms: Terms) -> str:
+    """Return a task for a person to read, and the line of a consent that allows it."""
+    lines, price, sampling = [], terms.price, sampling_text(terms.price.event.sampling)
+    for section, content in described(welcome, terms).items():
+        fields: dict[str, Any] = content if isinstance(content, dict) else {"": content}
+        for name, value in fields.items():
+            for item in value if isinstance(value, list | tuple) and value else [value]:
+                text = one_line(json.dumps(item, ensure_ascii=False))
+                lines.append(f"{f'{section} {name}'.strip()}: {text}")
+    reach, noise = reach_of(terms), price.noise_multiplier
+    hashed, pinned = task_hash(welcome, terms), list[str]()
+    if price.event.secure_sum is not None:
+        pinned = [f'enrolment = "{enrolment_digest(welcome.nodes)}"', "which pins these nodes:"]
+        for node in welcome.nodes:
+            name, certificate = one_line(node.name), node.fingerprint.hex()
+            pinned.append(f"{name}, {node.users} users, certificate {certificate}")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "Of the first round only, and limited by other keys of the consent:",
+            f"learning rate {terms.local.rate}, clipping norm {reach}, noise multiplier {noise},",
+            f"{sampling}, ε = {price.epsilon_after} at δ = {price.delta}",
+            "",
+            "To allow this task, put this line into the consent:",
+            f'tasks = ["{hashed}"]',
+            *pinned,
+        ]
+    )
+
+
 def misfit(welcome: Welcome, offer: Terms) -> str | None:
     """Return why no node with this welcome can take part, regardless of its consent, or None."""
     if offer.price.population != welcome.population:
@@ -182,6 +258,39 @@ def misfit(welcome: Welcome, offer: Terms) -> str | None:
         condition = "the offer must say how many examples of a user count"
         return f"local.max_examples is absent; {condition}, so that no user takes the time of all"
     return _uncovered(offer)
+
+
+def unlike(task: Built, terms: Terms) -> str | None:
+    """Return why a round asks for other tensors than those of this node's task, or None.
+
+    So nothing is downloaded or summed that is larger than the task, but for metrics, which have at
+    most as many components as the task or 2²⁰. The indicator has one for each group (`Clipping`).
+    """
+    layout, own = terms.clipping.layout, task.parameters
+    asked = dict(zip(layout.names, layout.shapes, strict=True))
+    measured = sum(math.prod(asked.pop(metric.tensor, ())) for metric in terms.metrics)
+    most = max(own.dimension, _MOST_METRICS)
+    if measured > most:
+        return f"metrics have {measured} components; this node's task allows {most}"
+    if terms.clipping.indicator is not None:
+        asked.pop(terms.clipping.indicator.tensor, None)
+    update = dict(zip(own.names, own.shapes, strict=True))
+    if terms.local.control is not None:
+        update |= {CONTROL_PREFIX + name: shape for name, shape in update.items()}
+    if asked != update:
+        return f"the update {_differing(asked, update)} those of this node's task"
+    if isinstance(terms, RoundOffer):
+        sent, kept = terms.model.layout, task.statistics
+        model = dict(zip(sent.names, sent.shapes, strict=True))
+        statistics = dict(zip(kept.names, kept.shapes, strict=True))
+        if model not in (update, update | statistics):
+            return f"the model {_differing(model, update | statistics)} those of this node's task"
+    return None
+
+
+def _differing(tensors: Shapes, expected: Shapes) -> str:
+    names = sorted({name for name, _ in tensors.items() ^ expected.items()})
+    return f"has {len(names)} tensors, as {names[0]!r}, that differ from"
 
 
 def _uncovered(offer: Terms) -> str | None:

@@ -1,9 +1,9 @@
 """A node's journal, which remembers its answers and the heads of ledgers that it has verified."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from sqlite3 import Row
@@ -17,19 +17,20 @@ from fedpriv.ledger import Head
 from fedpriv.ledger.database import Database, FileFormat
 from fedpriv.ledger.events import RoundEvent, Schedule
 from fedpriv.ledger.ledger import event_from, event_text
-from fedpriv.wire import OFFER, RoundOffer
+from fedpriv.wire import RoundId, RoundOffer
 
 _SCHEMA = """
 CREATE TABLE answers (
     population_name TEXT NOT NULL,
-    digest BLOB NOT NULL,
     run TEXT NOT NULL,
     round INTEGER NOT NULL,
     attempt INTEGER NOT NULL,
     event BLOB NOT NULL,
     part INTEGER NOT NULL,
+    asked INTEGER NOT NULL,
+    charged INTEGER NOT NULL,
     at TEXT NOT NULL,
-    PRIMARY KEY (population_name, digest)
+    PRIMARY KEY (population_name, run, round, attempt)
 ) WITHOUT ROWID;
 CREATE INDEX answers_by_time ON answers (at);
 CREATE TABLE events (digest BLOB PRIMARY KEY, text TEXT NOT NULL) WITHOUT ROWID;
@@ -50,17 +51,16 @@ CREATE TABLE ledgers (
     hash TEXT NOT NULL
 ) WITHOUT ROWID;
 """
-_FORMAT = FileFormat("journal", 0x66707064, _SCHEMA, 0o600)
-_RECORD = """
-INSERT INTO answers VALUES (
-    :population_name, :digest, :run, :round, :attempt, :event, :part, :at
-)
-"""
+_FORMAT = FileFormat("journal of this version", 0x66707065, _SCHEMA, 0o600)
 # Stored once for all rounds that share it: an event with a strategy is as long as the run.
 _RECORD_EVENT = "INSERT OR IGNORE INTO events VALUES (:event, :text)"
 _TAKEN_PART = """
-SELECT DISTINCT run, round, attempt, event, part FROM answers WHERE population_name = ?
-ORDER BY run, round, attempt, event, part
+SELECT run, round, attempt, event, part, asked, charged FROM answers
+WHERE population_name = ? ORDER BY run, round, attempt
+"""
+_SETTLE = """
+UPDATE answers SET charged = 1
+WHERE population_name = ? AND run = ? AND round = ? AND attempt = ?
 """
 _REMEMBER = """
 INSERT INTO ledgers VALUES (:ledger_id, :population_name, :count, :hash)
@@ -71,13 +71,15 @@ WHERE excluded.count > ledgers.count
 
 @dataclass(frozen=True)
 class TakenPart:
-    """An offer of an attempt at a round in which the node took part."""
+    """An attempt at a round in which the node took part."""
 
     run: str
     round: int
     attempt: int
     event: RoundEvent  # to be charged
     part: int  # index of the round in its event, from 0
+    asked: int  # number of the node's users that were drawn
+    charged: bool = False  # whether a verified ledger has paid for it
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Remembered:
 
     ledger_id: str | None  # of the population's ledger, if a head of it was remembered
     head: Head | None  # the newest that was verified
-    taken_part: tuple[TakenPart, ...]  # several for one attempt if its offers differed
+    taken_part: tuple[TakenPart, ...]
 
 
 class Journal:
@@ -107,8 +109,7 @@ class Journal:
 
     Guarantees:
         * every record is durable (fsync) when the call returns;
-        * each offer is recorded once; two offers of one attempt are distinct if they differ in
-          anything except the remaining time;
+        * each attempt is recorded once, whatever else its offers say;
         * a population has one ledger from its first charge or the node's first answer on, and the
           remembered head of a ledger never moves backwards.
 
@@ -118,6 +119,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         with _refusing():
             self._database = Database(path, _FORMAT, {})
+        self._events: dict[bytes, RoundEvent] = {}  # by digest: parsing one takes long
 
     def record(
         self,
@@ -126,18 +128,22 @@ class Journal:
         now: datetime,
         objection: Callable[[], str | None] = lambda: None,
     ) -> str | None:
-        """Record that an offer is answered, unless `objection` returns a sentence; return it.
+        """Record that an offer is answered, or return why it must not be, in one sentence.
 
-        `objection` is called in the same transaction, so the journal cannot change in between. If
-        the result is not None, or this raises, the node must not answer.
+        It must not be if its attempt was recorded before, if `objection` returns a sentence or if
+        this raises. `objection` is called in the same transaction, so the journal cannot change in
+        between.
         """
-        text, part = event_text(offer.price.event), offer.price.part
+        text, attempt = event_text(offer.price.event), offer.id
         event = hashlib.sha256(text.encode()).digest()
-        row = {"population_name": population_name, "digest": _digest_of(offer), "at": _text(now)}
         with _refusing(), self._database.transaction():
+            if self.answered(population_name, attempt):
+                return "this attempt was answered before"
             if (why := objection()) is None:
                 self._database.write(_RECORD_EVENT, {"event": event, "text": text})
-                self._database.write(_RECORD, vars(offer.id) | row | {"event": event, "part": part})
+                key = population_name, attempt.run, attempt.round, attempt.attempt
+                row = *key, event, offer.price.part, offer.users.size, 0, _text(now)
+                self._database.write("INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
         return why
 
     def populations(self) -> frozenset[str]:
@@ -152,13 +158,26 @@ class Journal:
             with _refusing(), self._database.transaction():
                 self._database.write("INSERT OR IGNORE INTO populations VALUES (?)", (name,))
 
-    def answered(self, population_name: str, offer: RoundOffer) -> bool:
-        """Return whether this offer was recorded."""
-        sql = "SELECT 1 FROM answers WHERE population_name = ? AND digest = ?"
-        return bool(self._read(sql, population_name, _digest_of(offer)))
+    def answered(self, population_name: str, attempt: RoundId) -> bool:
+        """Return whether an offer of this attempt was recorded, under any nonce."""
+        sql = "SELECT 1 FROM answers WHERE (population_name, run, round, attempt) = (?, ?, ?, ?)"
+        key = attempt.run, attempt.round, attempt.attempt
+        return bool(self._read(sql, population_name, *key))
+
+    def settle(self, population_name: str, charged: Iterable[TakenPart]) -> None:
+        """Record that a verified ledger has charges for these answers."""
+        with _refusing(), self._database.transaction():
+            for part in charged:
+                key = population_name, part.run, part.round, part.attempt
+                self._database.write(_SETTLE, key)
+
+    def outstanding(self, population_name: str) -> int:
+        """Return how many answers no verified ledger has charged."""
+        sql = "SELECT count(*) FROM answers WHERE population_name = ? AND charged = 0"
+        return int(self._read(sql, population_name)[0][0])
 
     def answers_since(self, moment: datetime) -> int:
-        """Return how many offers of all populations were recorded at this moment or later.
+        """Return how many answers to all populations were recorded at this moment or later.
 
         InvalidValueError: the moment has no time zone.
         """
@@ -201,10 +220,12 @@ class Journal:
         ledgers = self._read(sql, population_name)
         rows = self._read(_TAKEN_PART, population_name)  # before `events`, which contains theirs
         texts = self._read("SELECT digest, text FROM events")
-        events = {digest: event_from(text) for digest, text in texts}
+        for digest, text in texts:
+            if digest not in self._events:
+                self._events[digest] = event_from(text)
         taken_part = tuple(
-            TakenPart(run, number, attempt, events[event], part)
-            for run, number, attempt, event, part in rows
+            TakenPart(run, number, attempt, self._events[event], part, asked, bool(charged))
+            for run, number, attempt, event, part, asked, charged in rows
         )
         if not ledgers:
             return Remembered(None, None, taken_part)
@@ -247,12 +268,6 @@ def _refusing() -> Iterator[None]:
         yield
     except LedgerError as error:
         raise InvalidValueError(str(error)) from error
-
-
-def _digest_of(offer: RoundOffer) -> bytes:
-    """Return the SHA-256 of an offer without its remaining time and without the model."""
-    message = OFFER.encode(replace(offer, seconds=1.0))
-    return hashlib.sha256(message.SerializeToString(deterministic=True)).digest()
 
 
 def _text(moment: datetime) -> str:

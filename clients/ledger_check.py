@@ -9,6 +9,7 @@ import asyncio
 import logging
 import math
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import betainc
 
 from fedpriv.accounting.accountants import PrivacyLoss, sampling_text
 from fedpriv.accounting.accountants import epsilon as priced
@@ -32,7 +34,14 @@ from fedpriv.errors import (
     WireError,
 )
 from fedpriv.ledger import Head, events
-from fedpriv.ledger.events import NeighbouringRelation, Randomness, RoundEvent, Unit
+from fedpriv.ledger.events import (
+    NeighbouringRelation,
+    Randomness,
+    RoundEvent,
+    SamplingEvent,
+    SamplingPolicy,
+    Unit,
+)
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, SeriesBook, paid_events
 from fedpriv.wire import Proposal, RoundId, RoundOffer, Terms, Welcome
 
@@ -40,6 +49,10 @@ from fedpriv.wire import Proposal, RoundId, RoundOffer, Terms, Welcome
 DISBELIEF = (UntrustedLedgerError, LedgerError, WireError)
 _ROUNDING = 1e-9  # relative error of noise multipliers that were computed in different ways
 _UNDERSTATED = 1e-6  # relative error of ε that is accepted
+_IMPROBABLE = 1e-9  # probability of the draws of an honest server that are refused
+_MOST_OUTSTANDING = 3  # sums of a node without a charge, over all runs of a population
+# Policies under which the server draws by chance, and users may be drawn in any number of rounds.
+_COINS = (SamplingPolicy.POISSON, SamplingPolicy.FIXED_SIZE, SamplingPolicy.BANDED_POISSON)
 _DAY = timedelta(days=1)
 _LONGEST_CHECK_SECONDS = 120.0
 _log = logging.getLogger(__name__)
@@ -100,14 +113,12 @@ def confirm(examined: Examined, history: Remembered, offer: Terms | None = None)
     * The offer counts all charges that its run made before this attempt. The ε that it states is
       not below the least possible cost, at its δ, of the counted charges and the offered round.
 
-    The last round of a run can be checked only when another follows, because a round has no charge
-    if it did not fit into the budget or was abandoned. Only `Consent.most_rounds_per_day` bounds
-    what a dishonest server learns from such rounds. Charges that other runs make after the offer
-    are not part of its ε, but they are part of `price_with`, by which the node decides.
+    The last round of a run can be checked only when another follows, because it has no charge if
+    another run spent the budget while it was interrupted. `OfferPolicy` bounds the number of such
+    sums. Charges that other runs make after the offer are not part of its ε, but they are part of
+    `price_with`, by which the node decides.
     """
-    charges: dict[tuple[str, int], list[ChargedRow]] = {}
-    for row in examined.ledger.rows:
-        charges.setdefault((row.run, row.round), []).append(row)
+    charges = _by_round(examined.ledger.rows)
     offered = [(part.run, part.round) for part in history.taken_part]
     if offer is not None:
         offered.append((offer.id.run, offer.id.round))
@@ -121,25 +132,95 @@ def confirm(examined: Examined, history: Remembered, offer: Terms | None = None)
                 raise UntrustedLedgerError(
                     f"round {number} of run {run!r} went on without a charge"
                 )
-    attempts: dict[tuple[str, int, int], list[TakenPart]] = {}
     for part in history.taken_part:
-        attempts.setdefault((part.run, part.round, part.attempt), []).append(part)
-    for (run, number, attempt), parts in attempts.items():
+        run, number, event = part.run, part.round, part.event
         rows = charges.get((run, number), [])
-        # If the offers of an attempt differed, the node has agreed to each of them.
-        charged = any(_fits(row, part) for row in rows for part in parts)
-        if number < newest[run] and not charged:
-            event, index = parts[-1].event, parts[-1].part
+        if number < newest[run] and not any(_fits(row, part) for row in rows):
             raise UntrustedLedgerError(
-                f"attempt {attempt} at round {number} of run {run!r} was offered with "
+                f"attempt {part.attempt} at round {number} of run {run!r} was offered with "
                 f"{sampling_text(event.sampling)}, N = {event.sampling.population}, "
-                f"z = {event.noise_multiplier}, as part {index} of its event; neither it nor one "
-                "after it was charged so"
+                f"z = {event.noise_multiplier}, as part {part.part} of its event; neither it nor "
+                "one after it was charged so"
             )
     if offer is not None:
         if offer.price.part:  # it costs nothing more, so it must be paid and unused
             _paid(examined.ledger.rows, offer)
         _check_offered_epsilon(examined, offer)
+
+
+def unpaid(rows: Iterable[ChargedRow], taken_part: Iterable[TakenPart]) -> list[TakenPart]:
+    """Return the attempts whose sum is outstanding: no charge is left that pays for it.
+
+    A charge pays for one sum of the node: of its own attempt, or of an earlier attempt at the round
+    that it replaced. So the node has sent at most as many more sums than there are charges as this
+    returns.
+    """
+    charges, outstanding = _by_round(rows), []
+    # The later an attempt, the fewer charges pay for it.
+    for part in sorted(taken_part, key=lambda part: part.attempt, reverse=True):
+        left = charges.get((part.run, part.round), [])
+        index = next((i for i, row in enumerate(left) if _fits(row, part)), None)
+        if index is None:
+            outstanding.append(part)
+        else:
+            del left[index]
+    return outstanding
+
+
+def _by_round(rows: Iterable[ChargedRow]) -> dict[tuple[str, int], list[ChargedRow]]:
+    charges: dict[tuple[str, int], list[ChargedRow]] = {}
+    for row in rows:
+        charges.setdefault((row.run, row.round), []).append(row)
+    return charges
+
+
+def drawn_too_often(
+    rows: Sequence[ChargedRow], taken_part: Sequence[TakenPart], users: int
+) -> bool:
+    """Return whether a node of so many users was asked more often than was charged.
+
+    `taken_part` includes the present offer. A user has one trial in each attempt that was charged
+    or is outstanding; with groups that take turns, in the first of each turn. By the event it is
+    drawn with probability q there. An honest server's offers to the node in n trials are therefore
+    at most a sum S of n independent coins: in a cohort of fixed size, the number of the node's
+    users is hypergeometric, which has the law of such a sum (Vatutin and Mikhailov 1982). With mean
+    μ, P[S ≥ k] is at most that of the binomial with n trials of probability μ/n, for k ≥ μ + 1
+    (Hoeffding 1956), and equal to it if all q are the same; for smaller k, neither is
+    improbable. Events whose q is within a factor of two are tested together, so neither many
+    different q nor charges at a larger q hide anything. The level is divided among these tests.
+    It is that of one look; a node that looks in T rounds raises a false alarm with T times that
+    probability at most. Where no user's chance is below 1, or the journal counts (`admit`), nothing
+    is tested.
+    """
+    trials, asked, mean = Counter[int](), Counter[int](), defaultdict[int, float](float)
+    chances = [(row.event, row.part) for row in rows]
+    chances += [(part.event, part.part) for part in unpaid(rows, taken_part)]
+    for event, number in chances:
+        sampling = event.sampling
+        turn = 1 if sampling.schedule is None else sampling.schedule.separation
+        if _tosses_coins(event) and number % turn == 0:
+            trials[_binade(sampling)] += users
+            mean[_binade(sampling)] += users * sampling.sampling_probability
+    for part in taken_part:
+        if _tosses_coins(part.event):
+            asked[_binade(part.event.sampling)] += part.asked
+    level = _IMPROBABLE / max(1, len(asked))
+    return any(tail(k, trials[group], mean[group]) < level for group, k in asked.items())
+
+
+def tail(asked: int, trials: int, mean: float) -> float:
+    """Return the probability that a binomial variable of this mean is at least `asked`."""
+    if not 0 < asked <= trials:
+        return float(asked == 0)
+    return float(betainc(asked, trials - asked + 1, min(1.0, mean / trials)))
+
+
+def _tosses_coins(event: RoundEvent) -> bool:
+    return event.sampling.policy in _COINS and event.secure_sum is None
+
+
+def _binade(sampling: SamplingEvent) -> int:
+    return math.frexp(sampling.sampling_probability)[1]
 
 
 def charged_already(examined: Examined, offer: Terms) -> str | None:
@@ -170,6 +251,8 @@ def _unless_seeded(rows: Iterable[ChargedRow], loss: PrivacyLoss) -> float:
 def _fits(row: ChargedRow, part: TakenPart) -> bool:
     """Return whether a charge pays for an offer: by the same attempt or a later one, as offered."""
     charged, offered = row.event, part.event
+    if (row.attempt, row.part, charged) == (part.attempt, part.part, offered):
+        return True  # the usual case, without copies
     # A server that lost its progress, such as after a restore, pays again for a later attempt.
     pays_anew = row.pays and row.attempt > part.attempt
     return (
@@ -304,6 +387,9 @@ class LedgerVerifier:
             examined = examine(ExportedLedger.read(lines, old), welcome, history, delta)
             self.journal.remember_head(examined.ledger.ledger_id, name, examined.ledger.head)
             confirm(examined, history, offer)
+            outstanding = unpaid(examined.ledger.rows, history.taken_part)
+            paid = [p for p in history.taken_part if not p.charged and p not in outstanding]
+            self.journal.settle(name, paid)
             return examined
 
         examined = await self.within_time(check)
@@ -327,6 +413,15 @@ class LedgerVerifier:
             seconds = f"{_LONGEST_CHECK_SECONDS:g} seconds"
             raise InvalidValueError(f"the ledger takes more than {seconds} to check") from error
 
+    async def drawn_too_often(self, population_name: str, offer: RoundOffer, users: int) -> bool:
+        """Return whether the node's users are drawn too often; InvalidValueError as above."""
+        rows, price = () if self._verified is None else self._verified.rows, offer.price
+        key = offer.id.run, offer.id.round, offer.id.attempt
+        now = TakenPart(*key, price.event, price.part, offer.users.size)
+
+        former = self.journal.remembered(population_name).taken_part
+        return await self.within_time(partial(drawn_too_often, rows, (*former, now), users))
+
     def series_of(self, offer: RoundOffer) -> RoundSeries | None:
         """Return the series to which a checked offer belongs; None if its event is one round.
 
@@ -349,12 +444,14 @@ class OfferPolicy:
         * An offer passes all checks of proposals. They are repeated, unless the offer has the same
           terms in the same connection, and is the first since the node agreed to the proposal.
         * A journal belongs to one population, unless the consent names several.
-        * The node sends no more sums in a day than the consent allows, even if several processes of
-          the node run at once.
+        * The node sends one sum for an attempt, and no more in a day than the consent allows, even
+          if several processes of the node run at once.
+        * With a verifier, the node never has more than three sums without a charge in the ledger.
         * With a verifier, no user takes part in more rounds of a series than were charged, or again
-          too soon, no matter which positions the server assigns to users.
+          too soon, and the node's users are not drawn more often than the charged sampling
+          explains, no matter which positions the server assigns to users.
         * The vote on a proposal of an honest server does not depend on users, draws or earlier
-          answers.
+          answers. So what follows from these is said to offers only.
     """
 
     journal: Journal
@@ -392,10 +489,16 @@ class OfferPolicy:
                 return objection
         if unfit := misfit(welcome, offer):
             return unfit
-        if self.journal.answered(welcome.population_name, offer):
-            return "this offer was answered before"
-        now = datetime.now(UTC)
-        return self._objection_at(now, welcome) or self._objection_to_users(welcome, offer)
+        if self.journal.answered(welcome.population_name, offer.id):
+            return "this attempt was answered before"
+        if objection := self._objection_at(datetime.now(UTC), welcome):
+            return objection
+        if self.verifier is not None:
+            asked = welcome.population_name, offer, self.id_digests.size
+            if await self.verifier.drawn_too_often(*asked):
+                _log.error("the server draws users more often than it has charged for")
+                return "users are drawn more often than the charged sampling probability explains"
+        return self._objection_to_users(welcome, offer)
 
     def record(self, welcome: Welcome, offer: RoundOffer) -> str | None:
         """Record that an offer is answered with a sum; return why it must not be, or None."""
@@ -405,7 +508,12 @@ class OfferPolicy:
     def _objection_at(self, now: datetime, welcome: Welcome) -> str | None:
         """Return why the node sends no sum now, given the sums it has sent, or None."""
         today = self.journal.answers_since(now - _DAY)
-        return self._objection_to_population(welcome) or self.consent.objection_today(today)
+        if why := self._objection_to_population(welcome) or self.consent.objection_today(today):
+            return why
+        outstanding = self.journal.outstanding(welcome.population_name)
+        if self.verifier is None or outstanding < _MOST_OUTSTANDING:
+            return None
+        return f"the ledger has no charge for {outstanding} sums of the node; it sends no more"
 
     def _objection_to_population(self, welcome: Welcome) -> str | None:
         names = self.journal.populations()
@@ -435,6 +543,7 @@ class OfferPolicy:
         if unfit := (
             misfit(welcome, offer)
             or self.consent.objection_to_task(welcome)
+            or self.consent.objection_to_settings(welcome, offer)
             or self.consent.objection_to_run(offer.id.run)
             or self._objection_to_population(welcome)
             or self.consent.objection_to_nodes(welcome, offer)

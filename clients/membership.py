@@ -7,8 +7,9 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -19,23 +20,31 @@ import grpc
 import numpy as np
 
 from fedpriv.clients.connection import Backoff, FederationStub, identity_of, persist
-from fedpriv.clients.consent import Consent
+from fedpriv.clients.consent import Consent, review_of, unlike
 from fedpriv.clients.journal import Journal
 from fedpriv.clients.ledger_check import DISBELIEF, LedgerVerifier, OfferPolicy
 from fedpriv.clients.secure import SecureSums
-from fedpriv.clients.worker import HostSettings, Worker
+from fedpriv.clients.worker import (
+    MEBIBYTE,
+    HostSettings,
+    Worker,
+    address_space,
+    limit_address_space,
+)
 from fedpriv.errors import FedprivError, InvalidValueError, ModelError, WireError
 from fedpriv.privacy.round import PartialSum
 from fedpriv.support.logs import expiry, trouble
 from fedpriv.wire import Decline, Hello, Proposal, Receipt, RoundOffer, Terms, Vote, Welcome
 from fedpriv.wire.naming import NEWER
 
-# Codes of failed calls that only the node can repair, as its name or version is wrong. A changed
-# enrolment repairs all others, so a server that starts with a wrong one must not lose its nodes.
-_FINAL = ("INVALID_ARGUMENT", "UNIMPLEMENTED")
 _DAY_SECONDS = 86_400.0
 _LAST_CHECK_SECONDS = 60.0
+_LONGEST_VOTE_SECONDS = 10.0  # until a vote is sent
 _LEAST_MARGIN = 0.05  # share of an offer's time that is reserved for the upload
+# Of this process, for each component: the model, sums of 64 bits, and copies that are in transfer.
+_BYTES_PER_COMPONENT = 100
+_CORE_MEBIBYTES = 320
+_NO_MEMORY = "it takes more memory than the node may use"
 _LONGEST_REASON = 400  # characters; a reason may hold the name of a run
 _log = logging.getLogger(__name__)
 
@@ -53,6 +62,9 @@ class NodeSettings:
     state: Path | None = None  # folder of the node's journal; None: in the user's state folder
     trusted: tuple[str, ...] = ()  # import paths of code that the server may make the node run
     once: bool = False  # whether to leave when the run is over, instead of waiting for another
+    # Address space that this process may take beyond what it and tensors of the task do; None: no
+    # limit. The limit is that of the whole process, and is set on Linux only.
+    own_mebibytes: int | None = None
     backoff: Backoff = Backoff()  # noqa: RUF009 - frozen, so sharing it is safe
 
 
@@ -64,29 +76,73 @@ def join(settings: NodeSettings) -> None:
         * this process neither imports torch nor holds users' data;
         * a lost connection never ends it.
 
-    FedprivError: settings or users are unusable, the server speaks another protocol or refuses the
-    node's name, another process repeatedly connects as the same node, or, with `once`, the ledger
-    cannot be believed at the end. If the server refuses the node for another reason, or names a
-    task that the node cannot or must not run, the node tries again.
+    FedprivError: settings or users are unusable, a message of the server is malformed or has fields
+    that this version does not know, another process repeatedly connects as the same node, or, with
+    `once`, the ledger cannot be believed at the end. If the server refuses a call for any reason,
+    or names a task that the node cannot or must not run, the node tries again.
     """
+    asyncio.run(_until_stopped(take_part(settings)))
 
-    async def until_stopped() -> None:
-        task = asyncio.create_task(take_part(settings))
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-        await asyncio.wait([task])
-        if task.cancelled():
-            _log.info("stopped")
-        else:
-            task.result()
 
-    asyncio.run(until_stopped())
+def review(settings: NodeSettings) -> None:
+    """Print the first task that the server proposes and its hash, vote "under review", and leave.
+
+    No task is built, whatever the consent says. Signals and errors as for `join`.
+    """
+    asyncio.run(_until_stopped(show_review(settings)))
+
+
+async def show_review(settings: NodeSettings) -> None:
+    """Print a task for review like `review`, in a running event loop."""
+    identity, failures = identity_of(settings.certificates, settings.node), 0
+    _limiter(settings.own_mebibytes)(0)
+    worker = await Worker.start(settings.host)  # the server welcomes a node with its users only
+    await worker.close()
+    hello = Hello(identity.node, worker.loaded.users_sha256)
+    async with FederationStub.open(settings.server, identity) as server:
+        while (text := await _first_review(server, hello)) is None:
+            await asyncio.sleep(settings.backoff.wait(failures))
+            failures += 1
+    print(text)  # noqa: T201
+
+
+async def _first_review(server: FederationStub, hello: Hello) -> str | None:
+    """Return the review of the first proposal of a connection; None if it ends before."""
+    votes, welcome = asyncio.Queue[Vote](), None
+    try:
+        async with aclosing(server.connect(hello, votes)) as messages:
+            async for message in messages:
+                if isinstance(message, Welcome):
+                    welcome = message
+                elif isinstance(message, Proposal) and welcome is not None:
+                    votes.put_nowait(Vote(message.id, "under review"))
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_LONGEST_VOTE_SECONDS):
+                            await votes.join()
+                    return review_of(welcome, message)
+    except grpc.aio.AioRpcError as error:
+        _log.warning("no connection: %s (%r)", error.code().name, error.details())
+    return None
+
+
+async def _until_stopped(work: Coroutine[None, None, None]) -> None:
+    """Do work until it ends, or SIGTERM or SIGINT cancel it."""
+    task = asyncio.create_task(work)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    await asyncio.wait([task])
+    if task.cancelled():
+        _log.info("stopped")
+    else:
+        task.result()
 
 
 async def take_part(settings: NodeSettings) -> None:
     """Take part like `join`, in a running event loop, until the task is cancelled."""
     identity, backoff = identity_of(settings.certificates, settings.node), settings.backoff
     consent = Consent() if settings.consent is None else Consent.load(settings.consent)
+    allow = _limiter(settings.own_mebibytes)
+    allow(0)
     folder = _state_folder(settings.state, identity.node)
     async with FederationStub.open(settings.server, identity) as server:
         with Journal(folder / "journal.sqlite") as journal:
@@ -101,9 +157,20 @@ async def take_part(settings: NodeSettings) -> None:
                 secure = SecureSums(server, worker, policy, identity, backoff)
                 handler = OfferHandler(server, worker, policy, backoff, secure)
                 hello = Hello(identity.node, worker.loaded.users_sha256)
-                await Membership(settings, hello, handler, identity.certificate_end).last()
+                end = identity.certificate_end
+                await Membership(settings, hello, handler, end, allow).last()
             finally:
                 await worker.close()
+
+
+def _limiter(mebibytes: int | None) -> Callable[[int], None]:
+    """Return a function that limits this process's memory, given the components of a task."""
+    if mebibytes is None or sys.platform != "linux":
+        return lambda _: None
+    # Threads of gRPC, whose number follows the processors, reserve address space.
+    threads = _CORE_MEBIBYTES * (os.cpu_count() or 1)
+    base = address_space() + (mebibytes + threads) * MEBIBYTE
+    return lambda components: limit_address_space(base + _BYTES_PER_COMPONENT * components)
 
 
 def _state_folder(folder: Path | None, node: str) -> Path:
@@ -169,7 +236,7 @@ class OfferHandler:
 
     Guarantees:
         * Training begins only after the offer was accepted, and a sum is sent only after its offer
-          was recorded in the journal. No offer is answered with two sums, even after a restart.
+          was recorded in the journal. No attempt is answered with two sums, even after a restart.
         * After a lost connection, calls are repeated until the deadline of the offer.
         * No message of the server, and no failure of training, raises an exception here.
         * Messages to the server and lines of the log reveal nothing about users.
@@ -186,14 +253,16 @@ class OfferHandler:
         key = None
         try:
             objection = await self.policy.objection_to_proposal(welcome, proposal)
+            objection = objection or self._unlike(proposal)
             if objection is None:
                 await self.worker.learn(proposal)
-                key = self.secure.key(welcome, proposal)
+                if proposal.price.event.secure_sum is not None:
+                    key = self.secure.key(welcome, proposal)
         except ModelError as error:
             _log.error("users cannot train as the server proposes: %.400s", error)
             objection = "the node cannot train as proposed"
-        except InvalidValueError as error:
-            _log.error("the proposal cannot be checked: %.400s", error)
+        except (InvalidValueError, MemoryError) as error:
+            _log.error("the proposal cannot be checked: %.400s", str(error) or _NO_MEMORY)
             objection = "the node cannot check the proposal"
         except grpc.aio.AioRpcError as error:
             objection = f"the ledger cannot be fetched: {error.code().name}"
@@ -235,7 +304,8 @@ class OfferHandler:
         try:
             # The steps after the upload take a third of the time before it.
             async with asyncio.timeout_at(deadline + offer.seconds):
-                if objection := await self.policy.objection(welcome, offer):
+                objection = await self.policy.objection(welcome, offer) or self._unlike(offer)
+                if objection:
                     _log.info("%s: declined: %s", name, objection)
                     await self._send(offer, Decline(objection[:_LONGEST_REASON]))
                     return
@@ -248,8 +318,13 @@ class OfferHandler:
             _log.warning("%s: not finished, its time is over", name)
         except grpc.aio.AioRpcError as error:
             _log.warning("%s: not finished: %s (%r)", name, error.code().name, error.details())
-        except FedprivError as error:
-            _log.warning("%s: not finished: %.400s", name, error)
+        except (FedprivError, MemoryError) as error:
+            _log.warning("%s: not finished: %.400s", name, str(error) or _NO_MEMORY)
+
+    def _unlike(self, terms: Terms) -> str | None:
+        """Return why a round asks for tensors that the built task does not have, or None."""
+        built = self.worker.built
+        return "no task is built" if built is None else unlike(built, terms)
 
     async def _send(self, offer: RoundOffer, answer: PartialSum | Decline) -> Receipt:
         return await persist(lambda: self.server.upload(offer.id, answer), self.backoff)
@@ -258,13 +333,14 @@ class OfferHandler:
         self, welcome: Welcome, offer: RoundOffer, deadline: float
     ) -> PartialSum | Decline:
         try:
-            if objection := await self.policy.objection(welcome, offer):
+            objection = await self.policy.objection(welcome, offer) or self._unlike(offer)
+            if objection is not None:
                 return Decline(objection[:_LONGEST_REASON])
             answer = await self._trained(offer, deadline)
             if isinstance(answer, PartialSum) and (objection := self.policy.record(welcome, offer)):
                 return Decline(objection[:_LONGEST_REASON])
-        except InvalidValueError as error:
-            _log.error("the offer cannot be checked or recorded: %.400s", error)
+        except (InvalidValueError, MemoryError) as error:
+            _log.error("the offer cannot be checked or recorded: %.400s", str(error) or _NO_MEMORY)
             return Decline("the node cannot check or record the offer")
         return answer
 
@@ -301,7 +377,8 @@ class Membership:
         * The latest offer is answered, and work on older ones is abandoned. Work continues while
           the connection is lost, and if the same offer arrives again.
         * Only trusted code that the server names is run. If the node does not consent to a purpose
-          or model, no task is built, and the node votes against each round.
+          or model, no task is built, and the node votes against each round. If the consent names
+          tasks by their hash, a task is built once a round with such a hash is proposed or offered.
         * At most one vote waits to be sent, even if the server sends proposals and reads no votes.
         * After a lost connection, the node connects again with exponential back-off, which each
           welcome resets; unless newer connections of the node end two of its own in a row.
@@ -314,11 +391,14 @@ class Membership:
         hello: Hello,
         handler: OfferHandler,
         certificate_end: datetime | None = None,
+        allow: Callable[[int], None] = lambda _: None,
     ) -> None:
+        """`allow` is told how many components the tensors of the task have that is built next."""
         self._settings, self._hello, self._handler = settings, hello, handler
         self._work, self._voting = LatestTask(), LatestTask()
-        self._certificate_end = certificate_end
+        self._certificate_end, self._allow = certificate_end, allow
         self._prepared: Welcome | None = None
+        self._built: object = None  # `_task_key` of the task that the worker has built
         self._trouble = ""  # why the node is not connected; empty: it is
         self._objection = ""  # to the last proposed round
         self._replaced = 0  # successive connections that a newer one of the node has ended
@@ -375,6 +455,8 @@ class Membership:
         return welcomed, True
 
     async def _begin(self, welcome: Welcome, terms: Terms, votes: "asyncio.Queue[Vote]") -> None:
+        if not self._handler.policy.consent.objection_to_settings(welcome, terms):
+            await self._build(welcome)
         if isinstance(terms, Proposal):
             await self._voting.begin(terms.id, partial(self._vote, welcome, terms, votes))
         else:
@@ -393,6 +475,7 @@ class Membership:
         self._objection = vote.objection
         while not votes.empty():  # older votes, which the server has not read
             votes.get_nowait()
+            votes.task_done()
         votes.put_nowait(vote)
 
     def _warn(self, trouble: str) -> None:
@@ -407,8 +490,6 @@ class Membership:
             self._replaced = replaced + 1
             if replaced:  # the first may be by a process that had the node's certificate before
                 raise WireError(f"another process speaks for node {node!r} at {server}") from error
-        if code.name in _FINAL:
-            raise WireError(f"{server} refuses node {node!r}: {details[:400]!r}") from error
 
     async def _welcomed(self, welcome: Welcome) -> None:
         for path in welcome.task.imports:
@@ -418,10 +499,10 @@ class Membership:
         worker, old = self._handler.worker, self._prepared
         if old is None or _task_key(old) != _task_key(welcome):
             await self._work.stop()
-            self._prepared = None
+            self._prepared = self._built = None
             if objection := self._handler.policy.consent.objection_to_task(welcome):
                 _log.warning("no task is built: %s", objection)
-            else:
+            elif self._handler.policy.consent.tasks is None:
                 await self._build(welcome)
         self._prepared = welcome
         names = f"{self._hello.node} to {self._settings.server}"
@@ -431,19 +512,27 @@ class Membership:
             await self._work.begin(None, partial(self._report, welcome))
 
     async def _build(self, welcome: Welcome) -> None:
+        """Build the task of a welcome, unless it is built or the node does not consent to it."""
+        if self._built == _task_key(welcome) or (
+            self._handler.policy.consent.objection_to_task(welcome)
+        ):
+            return
         _log.info("building the task with model %r", welcome.task.model)
         try:
             await self._handler.worker.prepare(welcome)
         except FedprivError as error:
             raise _CannotTakePartError(f"the server's task cannot be run: {error}") from error
+        self._built, built = _task_key(welcome), self._handler.worker.built
+        if built is not None:
+            self._allow(built.parameters.dimension + built.statistics.dimension)
 
     async def _report(self, welcome: Welcome) -> None:
         try:
             await self._handler.policy.report(welcome)
         except DISBELIEF as error:
             _log.error("the ledger cannot be believed: %.400s", error)
-        except InvalidValueError as error:
-            _log.error("the ledger cannot be checked: %.400s", error)
+        except (InvalidValueError, MemoryError) as error:
+            _log.error("the ledger cannot be checked: %.400s", str(error) or _NO_MEMORY)
         except grpc.aio.AioRpcError as error:
             _log.warning("the ledger cannot be fetched: %s", error.code().name)
 
@@ -459,3 +548,5 @@ class Membership:
                 await report(self._prepared)
         except TimeoutError:
             _log.warning("the ledger cannot be fetched: the server does not answer")
+        except grpc.aio.AioRpcError as error:
+            _log.warning("the ledger cannot be fetched: %s", error.code().name)

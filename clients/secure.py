@@ -21,9 +21,10 @@ from fedpriv.errors import FedprivError, InvalidValueError
 from fedpriv.ledger import Head
 from fedpriv.ledger.events import SecureSum
 from fedpriv.privacy.clipping import IntegerVector
+from fedpriv.privacy.gaussian_mechanism import rounded_noise
 from fedpriv.privacy.sampling import drawn_users
 from fedpriv.secure_sums.parameters import share_stddevs
-from fedpriv.secure_sums.protocol import KeyPair, Participant, Roster, Uploaded, noise_share
+from fedpriv.secure_sums.protocol import KeyPair, Participant, Roster, Uploaded
 from fedpriv.wire import NodeKey, Proposal, RoundOffer, Stage, Step, Welcome
 from fedpriv.wire.naming import fingerprint_of, has_signed, signed
 from fedpriv.wire.roster import binding_of, certificate_of, roster_of, signed_key
@@ -76,11 +77,9 @@ class SecureSums:
     _pair: tuple[bytes, KeyPair] | None = field(default=None, repr=False)  # of the last vote
     _stated: str = ""  # the statement that was logged last
 
-    def key(self, welcome: Welcome, proposal: Proposal) -> NodeKey | None:
-        """Return a fresh signed key for a proposed attempt; None if the server is trusted."""
+    def key(self, welcome: Welcome, proposal: Proposal) -> NodeKey:
+        """Return a fresh signed key for a proposed attempt; InvalidValueError if it cannot sign."""
         event, own = proposal.price.event, self.identity
-        if event.secure_sum is None:
-            return None
         if own.certificate is None or own.key is None:
             raise InvalidValueError("the node has no certificate to sign its key with")
         if (statement := str(event.secure_sum)) != self._stated:
@@ -162,7 +161,7 @@ class SecureSums:
         if offer.fixed_length or self.policy.consent.fixed_length:
             await asyncio.sleep(until - loop.time())
         stddevs = share_stddevs(event, len(offer.roster))
-        return total + noise_share(lambda _: os.urandom(32), offer.clipping, stddevs)
+        return total + rounded_noise(lambda _: os.urandom(32), offer.clipping, stddevs)
 
     async def _check_charged(self, welcome: Welcome, offer: RoundOffer, uploaded: Uploaded) -> None:
         """Raise VoidError unless the ledger has charged the attempt and neighbours know the same.

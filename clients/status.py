@@ -58,7 +58,7 @@ def show_status(server: str, identity: Identity, *, as_json: bool) -> None:
     table.add_row("nodes connected", f"{status.nodes_connected} of {status.nodes_enrolled}")
     table.add_row("users enrolled", str(status.users_enrolled))
     # Without markup, because the name of a run may contain brackets.
-    screen(highlight=False).print(table)
+    screen().print(table)
 
 
 def save_model(server: str, identity: Identity, out: Path) -> None:
@@ -138,7 +138,7 @@ def show_sites(folder: Path, *, as_json: bool) -> None:
     if as_json:
         print(run.sites.read_text(encoding="utf-8"))  # noqa: T201
         return
-    console = screen(highlight=False)
+    console = screen()
     caption = f"{one_line(str(folder))}, secret: these counts say who took part"
     headings = ("seen", "answers", *_COLUMNS, "cert. ends")
     columns = [Column("site", "long"), *map(Column, headings)]

@@ -5,13 +5,13 @@ It runs in the process of `answer_messages`, or, in a simulation on Ray, in a wo
 
 import hashlib
 import logging
+import os
 import pickle
-import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from io import BufferedRWPair
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -19,12 +19,16 @@ import torch
 from fedpriv import errors
 from fedpriv.clients.users import enrolled_positions, hosted_users
 from fedpriv.clients.worker import (
+    MEBIBYTE,
+    Built,
     HostSettings,
     Learnt,
     Loaded,
     OneByOne,
     Ready,
     Timed,
+    address_space,
+    limit_address_space,
     receive,
     send,
 )
@@ -33,7 +37,7 @@ from fedpriv.engine.arithmetic import Activations, activations_named
 from fedpriv.engine.reading import users_for
 from fedpriv.engine.task_checks import check_task
 from fedpriv.engine.transport import InProcessTransport, chunk_memory_of, device_named
-from fedpriv.errors import FedprivError, InvalidValueError
+from fedpriv.errors import FedprivError, InvalidValueError, ModelError
 from fedpriv.experiment.build import build_task
 from fedpriv.privacy.clipping import Clipping
 from fedpriv.privacy.layout import Layout, Tensors, flat
@@ -42,7 +46,6 @@ from fedpriv.support.logs import silenced
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import Proposal, Welcome, digest_of
 
-_MEBIBYTE = 2**20
 # Memory of torch and its compiler at their first use, and of each of torch's threads.
 _LOADING_MEBIBYTES, _THREAD_MEBIBYTES = 1024, 160
 
@@ -127,6 +130,12 @@ class NodeTrainer:
             sentence = "a node has a transport with an observer; only a simulation may have one"
             raise InvalidValueError(sentence)
 
+    @property
+    def built(self) -> Built:
+        """Names and shapes of the task's tensors."""
+        task = self.transport.task
+        return Built(Layout.of(task.parameters()), Layout.of(task.statistics()))
+
     def learn(self, proposal: Proposal) -> Learnt:
         """Decide how users train in such rounds; ModelError or InvalidValueError if they cannot."""
         task, local = self.transport.task, proposal.local
@@ -207,6 +216,7 @@ def answer_messages(channel: BufferedRWPair) -> None:
                 case Welcome() if host is not None:
                     with _limited(host.settings):
                         trainer = host.trainer(message)
+                    answer = trainer.built
                 case Proposal() if trainer is not None:
                     answer = trainer.learn(message)
                 case Learnt() if trainer is not None:
@@ -234,32 +244,27 @@ def _plain(error: FedprivError) -> FedprivError:
 
 @contextmanager
 def _limited(settings: HostSettings) -> Iterator[None]:
-    """Limit address space while a model is built; then set the limit relative to its memory."""
-    mebibytes = settings.memory_mebibytes
-    # CUDA reserves an arbitrary amount of address space at its first use.
-    if mebibytes is None or machine_of(settings)[0].type != "cpu":
-        _limit(None)
-    else:
-        _limit(mebibytes + _LOADING_MEBIBYTES + _THREAD_MEBIBYTES * torch.get_num_threads())
+    """Limit address space while a model is built; then set the limit relative to its memory.
+
+    By default the limit is half of the machine's memory, on Linux and on a CPU. CUDA maps devices'
+    memory into the process's address space, and reserves it before use: a memory pool takes about
+    twice the memory of the device (NVIDIA/nccl, pull request 2064). A limit of address space would
+    say nothing of memory there, so there is none while a model is built, and afterwards only the
+    given one. ModelError: the model does not fit.
+    """
+    mebibytes, on_cpu = settings.memory_mebibytes, machine_of(settings)[0].type == "cpu"
+    if mebibytes is None and on_cpu and sys.platform == "linux":
+        mebibytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (2 * MEBIBYTE)
+    loading = _LOADING_MEBIBYTES + _THREAD_MEBIBYTES * torch.get_num_threads()
+    _limit(mebibytes + loading if mebibytes is not None and on_cpu else None)
     try:
         yield
+    except MemoryError as error:
+        raise ModelError(f"it takes more memory than the {mebibytes} MiB of --memory") from error
     finally:
         _limit(mebibytes)
 
 
 def _limit(mebibytes: int | None) -> None:
-    """Let the address space of this process grow by at most so many MiB; None: no limit.
-
-    InvalidValueError: there is a limit, and the system is not Linux.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    soft = hard
-    if mebibytes is not None:
-        try:
-            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        except OSError as error:
-            reason = "memory_mebibytes is given; only Linux can limit it"
-            raise InvalidValueError(reason) from error
-        limit = pages * resource.getpagesize() + mebibytes * _MEBIBYTE
-        soft = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    """Let the address space of this process grow by at most so many MiB; None: no limit."""
+    limit_address_space(None if mebibytes is None else address_space() + mebibytes * MEBIBYTE)

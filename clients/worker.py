@@ -5,7 +5,7 @@ The main process never imports torch; the training process holds the users' data
 | message        | answers                                                                        |
 |----------------|--------------------------------------------------------------------------------|
 | `HostSettings` | `Loaded`                                                                       |
-| `Welcome`      | None: the task can be trained                                                  |
+| `Welcome`      | `Built`: the task can be trained                                               |
 | `Proposal`     | `Learnt`: users can train as such a round asks                                 |
 | `Learnt`       | None: the process has adopted the decisions of an earlier process              |
 | `Timed`        | `Ready`, any number of them; then None: all users of the request are done      |
@@ -22,6 +22,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import socket
 import sys
@@ -39,12 +40,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fedpriv.errors import DataError, FedprivError, InvalidValueError, ModelError, WorkerError
+from fedpriv.privacy.layout import Layout
 from fedpriv.privacy.round import PartialSum
 from fedpriv.training.request import RoundRequest
 from fedpriv.wire import Proposal, Welcome
 
 _FOR_THE_PARENT = (signal.SIGINT, signal.SIGTERM)
 _LONGEST_PREPARATION_SECONDS = 600.0
+MEBIBYTE = 2**20
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 _log = logging.getLogger(__name__)
@@ -57,7 +60,7 @@ class HostSettings:
     users: str  # for `fedpriv.clients.users.load_users`
     device: str = "auto"  # for `fedpriv.engine.transport.device_named`
     # Address space of each process for training, in addition to data and model, and on a CPU for
-    # building the model (Linux); None: no limit.
+    # building the model (Linux); None: on a CPU half of the machine's memory, else no limit.
     memory_mebibytes: int | None = None
     activations: str = "float32"  # of the model during training
     processes: int | None = None  # number that train in parallel; None: one for each thread
@@ -74,6 +77,14 @@ class Loaded:
     # users; positions do not, since the server assigns them.
     id_digests: bytes
     broken: int = 0  # number of users whose rows cannot be read, who count as zero
+
+
+@dataclass(frozen=True)
+class Built:
+    """The names and shapes of the tensors of a task that a training process has built."""
+
+    parameters: Layout  # of the update
+    statistics: Layout  # running statistics
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,25 @@ def share_of(seconds: float, users: int) -> float:
     one. Both phases, including the time to fork processes, end within half of the node's time.
     """
     return max(0.0, seconds) / (6 * max(1, users))
+
+
+def address_space() -> int:
+    """Return the bytes of this process's address space; InvalidValueError if not on Linux."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    except OSError as error:
+        raise InvalidValueError("memory is limited; only Linux can limit it") from error
+    return pages * resource.getpagesize()
+
+
+def limit_address_space(most: int | None) -> None:
+    """Limit the address space of this process, and of those that it starts, to so many bytes.
+
+    None: to what the system allows. Beyond it, memory cannot be allocated (MemoryError).
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft = hard if most is None else most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def send(channel: BufferedRWPair, value: object) -> None:
@@ -226,6 +256,7 @@ def _blocked_signals() -> Iterator[None]:
 def _enter(channel: socket.socket, parent: int) -> None:
     for number in _FOR_THE_PARENT:
         signal.signal(number, signal.SIG_IGN)
+    limit_address_space(None)  # the parent's does not hold for users' data
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # the parent ended before this call
@@ -266,6 +297,7 @@ class Worker:
 
     def __init__(self, settings: HostSettings, process: Process, loaded: Loaded) -> None:
         self.loaded = loaded
+        self.built: Built | None = None  # of the task that is prepared
         self._settings, self._process = settings, process
         self._welcome: Welcome | None = None
         self._learnt = Learnt(b"")
@@ -288,9 +320,9 @@ class Worker:
     async def prepare(self, welcome: Welcome) -> None:
         """Build the task of a welcome; ModelError if it takes over ten minutes."""
         async with self._alone():
-            self._welcome, self._learnt = None, Learnt(b"")
+            self.built, self._welcome, self._learnt = None, None, Learnt(b"")
             self._kinds.clear()
-            await _prepare(await self._ready(), welcome)
+            self.built = await _prepare(await self._ready(), welcome)
             self._welcome = welcome
 
     async def learn(self, proposal: Proposal) -> None:
@@ -428,9 +460,9 @@ async def _load(process: Process, settings: HostSettings) -> Loaded:
         raise DataError(f"users {settings.users!r} cannot be loaded: {error}") from error
 
 
-async def _prepare(process: Process, welcome: Welcome) -> None:
+async def _prepare(process: Process, welcome: Welcome) -> Built:
     what = f"the task with model {welcome.task.model!r} cannot be built"
-    await _within_reason(process, welcome, what)
+    return cast(Built, await _within_reason(process, welcome, what))
 
 
 async def _within_reason(process: Process, message: object, what: str) -> object:

@@ -12,7 +12,7 @@ from functools import partial
 from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, cast
 
 import typer
 
@@ -27,7 +27,7 @@ from fedpriv.errors import (
     sentence_of,
 )
 from fedpriv.experiment.bundled import NAMES, experiment_file
-from fedpriv.support.disk import lacks_room, write_atomically, writing
+from fedpriv.support.disk import lacks_room, write_new
 from fedpriv.support.logs import one_line
 
 
@@ -72,9 +72,6 @@ Resume = Annotated[bool, _option("go on with the run in --out, or start it there
 KeepGoing = Annotated[bool, _option("go on though too few users count", "--keep-going")]
 AsJson = Annotated[bool, _option("print one JSON object", "--json")]
 LedgerPath = Annotated[
-    Path, typer.Argument(help="the ledger file, or the folder of its run", callback=_ledger_of)
-]
-ReadLedgerPath = Annotated[
     Path,
     typer.Argument(
         help="the ledger file, the folder of its run, or an export of it", callback=_ledger_of
@@ -121,7 +118,7 @@ def _everywhere(
 
 @ledger_app.command()
 def show(
-    ledger: ReadLedgerPath,
+    ledger: LedgerPath,
     last: Annotated[int | None, _option("only the last so many rows", min=1)] = None,
 ) -> None:
     """Print the charges of a ledger."""
@@ -132,7 +129,7 @@ def show(
 
 @ledger_app.command()
 def verify(
-    ledger: ReadLedgerPath,
+    ledger: LedgerPath,
     participation: Annotated[Path | None, _option("record of cohorts to check as well")] = None,
     head: Annotated[str | None, _option("COUNT:HASH, a head that this ledger once had")] = None,
 ) -> None:
@@ -154,21 +151,18 @@ def export(
     """Write a ledger for other programs; it does not tell who took part."""
     from fedpriv.ledger.ledger import Ledger
 
-    text = io.StringIO()
     if form == "dp-accounting":
-        from fedpriv.report.tables import write_dp_events
+        from fedpriv.report.tables import dp_events
 
-        write_dp_events(ledger, text)
+        text = dp_events(ledger)
     else:
         with Ledger.open(ledger) as opened:
-            opened.export(text)
+            opened.export(lines := io.StringIO())
+        text = lines.getvalue()
     if out is None:
-        typer.echo(text.getvalue(), nl=False)
-        return
-    if out.exists():  # such as the ledger itself
-        raise InvalidValueError(f"{out} exists already; it is not overwritten")
-    with writing(out):
-        write_atomically(out, text.getvalue().encode())
+        typer.echo(text, nl=False)
+    else:
+        write_new(out, text.encode())
 
 
 @ledger_app.command()
@@ -205,18 +199,14 @@ def compare(
     file: Annotated[Path, typer.Argument(help="the study, TOML")],
     out: Annotated[Path | None, _option("folder of the study", default="studies/NAME")] = None,
     workers: Annotated[int | None, _option("runs at once", min=1, default="cores")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Run an experiment under several settings that all cost the same ε, and compare them.
 
     Runs that have finished in the folder do not run again.
     """
     from fedpriv.run.compare import run_study
-    from fedpriv.run.folder import summary_json
 
-    folder = run_study(file, out, workers, stderr=as_json)
-    if as_json:
-        typer.echo(summary_json(folder))
+    run_study(file, out, workers)
 
 
 @app.command(rich_help_panel=_TRAIN)
@@ -276,7 +266,6 @@ def simulate(
     ] = None,
     engine: Annotated[Literal["in-process", "flower"], _option("where to train")] = "in-process",
     workers: Annotated[int | None, _option("of the engine flower", min=1, default="2")] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Train across simulated users, and print the accuracy and the (ε, δ) of the ledger.
 
@@ -289,8 +278,6 @@ def simulate(
     if engine == "flower":
         if start is not None:
             raise InvalidValueError("--from is given with --engine flower; it is for in-process")
-        if as_json:
-            raise InvalidValueError("--json is given with --engine flower; it is for in-process")
         (simulate_on_ray,) = entry_points(group="fedpriv.engines", name="ray")
         on_ray = simulate_on_ray.load()
         on_ray(*given, workers or 2, resume=resume, keep_going=keep_going).check()
@@ -299,12 +286,7 @@ def simulate(
         raise InvalidValueError(f"--workers is {workers}; only --engine flower has workers")
     from fedpriv.run.simulate import run_simulation
 
-    run = run_simulation(*given, resume=resume, keep_going=keep_going, start=start, stderr=as_json)
-    if as_json:
-        from fedpriv.run.folder import summary_json
-
-        typer.echo(summary_json(run.folder))
-    run.check()
+    run_simulation(*given, resume=resume, keep_going=keep_going, start=start).check()
 
 
 @app.command(rich_help_panel=_TRAIN)
@@ -353,7 +335,7 @@ def epsilon(
 
     spent = pricing.price(ledgers, delta, target, accountant)
     if as_json:
-        tables.write_spending(spent, sys.stdout)
+        typer.echo(tables.spending_json(spent))
     else:
         tables.print_spending(spent)
 
@@ -364,9 +346,6 @@ def calibrate(
     epsilon: Annotated[float | None, _option("ε of the privacy budget")] = None,
     advantage: Annotated[
         float | None, _option("budget instead of ε: largest true minus false positive rate")
-    ] = None,
-    same_as: Annotated[
-        str | None, _option("accountant: its ε of the noise given is the budget")
     ] = None,
     rounds: Annotated[int | None, _option("T")] = None,
     sampling_probability: Annotated[float | None, _option("q in (0, 1]")] = None,
@@ -382,16 +361,12 @@ def calibrate(
 ) -> None:
     """Compute the noise, the rounds or the sampling for (ε, δ), given the other two.
 
-    If all three are given, compute the share of every round that one more sum query may have.
-    With --same-as instead of --epsilon, compute the smaller noise that spends the ε which that
-    accountant reports. With --advantage, the budget limits how much better than by guessing anyone
-    can tell who took part.
+    With --advantage, the budget limits how much better than by guessing anyone can tell who took
+    part.
     """
-    budgets = {"--epsilon": epsilon, "--advantage": advantage, "--same-as": same_as}
-    given = [f"{name} {value}" for name, value in budgets.items() if value is not None]
-    if len(given) != 1:
-        problem = f"the budget is {' and '.join(given) or 'absent'}"
-        raise InvalidValueError(f"{problem}; it must be one of {', '.join(budgets)}")
+    if (epsilon is None) == (advantage is None):
+        given = "absent" if epsilon is None else f"--epsilon {epsilon} and --advantage {advantage}"
+        raise InvalidValueError(f"the budget is {given}; it must be --epsilon or --advantage")
     from fedpriv.accounting.calibration import plan_within
     from fedpriv.accounting.risks import plan_of_advantage
     from fedpriv.ledger.events import NeighbouringRelation, SamplingPolicy
@@ -407,14 +382,13 @@ def calibrate(
         relation=NeighbouringRelation(relation or other),
         population=population,
         accountant=accountant,
-        same_as=same_as,
     )
     if advantage is None:
-        found = find(epsilon, delta)
+        found = find(cast(float, epsilon), delta)
     else:
         found = plan_of_advantage(advantage, delta, find, accountant)
     if as_json:
-        tables.write_plan(found, advantage, sys.stdout)
+        typer.echo(tables.plan_json(found, advantage))
     else:
         tables.print_plan(found, advantage)
 
@@ -463,17 +437,14 @@ def price(
 
 @app.command(rich_help_panel=_PRICE)
 def curves(
-    ledger: ReadLedgerPath,
+    ledger: LedgerPath,
     out: Annotated[Path, _option("folder to write to")],
-    delta: Delta = None,
 ) -> None:
-    """Draw ε by rounds and the errors of a test for one user: PNG, SVG, CSV and JSON."""
-    from fedpriv.accounting.pricing import default_delta, read_ledger
-    from fedpriv.report.guarantee import write_curves
+    """Draw the errors of tests that guess who took part: PNG, SVG and CSV."""
+    from fedpriv.accounting.pricing import read_ledger
+    from fedpriv.report.guarantee import write_trade_off
 
-    content = read_ledger(ledger)
-    delta = default_delta([content]) if delta is None else delta
-    for file in write_curves(content, delta, out):
+    for file in write_trade_off(read_ledger(ledger), out):
         typer.echo(file)
 
 

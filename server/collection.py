@@ -186,10 +186,10 @@ class Ballot:
             if vote.key is not None:
                 self._keys[node] = vote.key
 
-    @property
-    def roster(self) -> tuple[wire.NodeKey, ...]:
-        """The keys of the nodes that agree, sorted by name."""
-        return tuple(self._keys[node] for node in sorted(self._keys) if self.agrees(node))
+    def roster(self, connected: Sequence[str]) -> tuple[wire.NodeKey, ...]:
+        """Return the keys of the connected nodes that agree, sorted by name."""
+        agreed = sorted(node for node in connected if self.agrees(node) and node in self._keys)
+        return tuple(self._keys[node] for node in agreed)
 
     def voted(self, node: str) -> bool:
         """Return whether a node has voted."""
@@ -224,15 +224,15 @@ class Collection:
         price: wire.Price,
         enrolment: Enrolment,
         seconds: float,
-        ballot: "Ballot | None" = None,
+        nonce: int | None = None,
+        roster: tuple[wire.NodeKey, ...] = (),
         *,
         fixed_length: bool = False,
     ) -> None:
         self._model = wire.model_of(request)
-        # A ballot is given for masked sums: the nodes that agreed draw their users themselves.
-        self.masked, roster = ballot is not None, ballot.roster if ballot else ()
-        nonce = ballot.id.nonce if ballot else secrets.randbits(64)
-        manifest = wire.manifest_of(self._model)
+        # With a roster sums are masked, and the nodes draw their users themselves.
+        self.masked, manifest = bool(roster), wire.manifest_of(self._model)
+        nonce = secrets.randbits(64) if nonce is None else nonce
         # To all drawn users; `offer_to` selects those of a node.
         offer = wire.RoundOffer.of(request, seconds, price, manifest, nonce, roster)
         self.offer = replace(offer, fixed_length=fixed_length)

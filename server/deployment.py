@@ -175,13 +175,14 @@ class GrpcTransport(Transport):
         """Offer the round to the nodes that agree; None if they are too few by now."""
         service, section = self.listener.service, self.section
         ballot, seconds = service.ballot, section.deadline_seconds
-        if ballot is None or secure is None or len(ballot.roster) < secure.nodes:
+        keys = () if ballot is None else ballot.roster(service.connections.nodes)
+        if ballot is None or secure is None or len(keys) < secure.nodes:
             return None
         fixed, enrolment = section.fixed_length, service.enrolment
         about = request, price, enrolment, UPLOADED * seconds
-        collection = Collection(*about, ballot, fixed_length=fixed)
+        collection = Collection(*about, ballot.id.nonce, keys, fixed_length=fixed)
         binding = binding_of(enrolment.population_id, ballot.id, price.event)
-        roster, watch = roster_of(ballot.roster, binding), partial(self._watch, collection)
+        roster, watch = roster_of(keys, binding), partial(self._watch, collection)
 
         def left(nodes: Iterable[str], deadline: float) -> float:
             return seconds_left(nodes, deadline, service.connections, section.absent_seconds)

@@ -45,7 +45,7 @@ class Answer(TypedDict):
 def tight(reference: Reference, _grid: float) -> tuple[float, float]:
     """The interval of the accountant `tight`."""
     loss = epsilon([reference.event], reference.delta, accountant="tight")
-    return loss.low, loss.up
+    return loss.epsilon_low, loss.epsilon
 
 
 def published(reference: Reference, grid: float) -> tuple[float, float]:

@@ -455,9 +455,9 @@ def _shared_ledger(scene: Scene) -> None:
     for name in ("node-1", "node-2"):
         scene.end(name)
     scene.mark()
-    scene.join("node-1", "--verify-ledger")
+    scene.join("node-1")
     other = scene.one_more_server(shared, "--set=name=other", f"--out={scene.folder / 'other'}")
-    scene.join("node-2", "--verify-ledger")  # at the other server
+    scene.join("node-2")  # at the other server
     scene.go_on(4)
     other.process.terminate()
     other.process.wait()

@@ -22,7 +22,7 @@ def run(folder: Path) -> str:
     loopback.lay_out_digits(folder)
     with loopback.server(folder, FILE, "--exit") as server:
         port = loopback.port_of(server)
-        with loopback.nodes(folder, NODES, port, "--once", "--verify-ledger") as nodes:
+        with loopback.nodes(folder, NODES, port, "--once") as nodes:
             for program in (server, *nodes.values()):
                 if program.process.wait() != 0:
                     raise FedprivError(f"{program.output} failed:\n{program.text}")

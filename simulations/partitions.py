@@ -9,14 +9,17 @@ digit each user has, as docs/images/partition-*.svg.
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import vl_convert
 
 from fedpriv.data import load_population
-from fedpriv.report.charts import Axis, Chart, Series, save
+from fedpriv.report.charts import COLOURS
 
 USERS = 20
 DIGITS = range(10)
+LARGEST = 400  # area of the largest marker, in square pixels
 WAYS: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "iid": ("iid: every user has some of all", {}),
     "dirichlet-10": ("dirichlet, α = 10: mixtures differ", {"alpha": 10.0}),
@@ -33,27 +36,42 @@ def dealt(way: str) -> np.ndarray:
     return np.array([np.bincount(y.astype(int), minlength=len(DIGITS)) for y in rows])
 
 
-def chart(way: str) -> Chart:
-    """A marker for each digit that a user has, its area in proportion to how many."""
+def chart(way: str) -> dict[str, Any]:
+    """In Vega-Lite, a marker for each digit that a user has, its area in proportion to how many."""
     counts = dealt(way)
-    user, digit = np.nonzero(counts)
-    series = Series(
-        "images of a digit that a user has, by area",
-        user.tolist(),
-        digit.tolist(),
-        joined=False,
-        sizes=counts[user, digit].tolist(),
-    )
+    users, digits = (where.tolist() for where in np.nonzero(counts))
+    rows = [
+        {"user": user, "digit": digit, "images": int(counts[user, digit])}
+        for user, digit in zip(users, digits, strict=True)
+    ]
     least, most = counts.sum(axis=1).min(), counts.sum(axis=1).max()
-    return Chart(
-        f"partition-{way}",
-        WAYS[way][0],
-        f"DIGITS: {counts.sum():,} images, {USERS} users of {least} to {most}, seed 0; "
-        f"the largest marker is {counts.max()} images.",
-        Axis("user", "number", ends=(-0.7, USERS - 0.3)),
-        Axis("digit", "label", ends=(-0.7, 9.7), ticks=tuple((float(d), str(d)) for d in DIGITS)),
-        [series],
+    caption = (
+        f"DIGITS: {counts.sum():,} images, {USERS} users of {least} to {most}, seed 0; the largest "
+        f"marker is {counts.max()} images."
     )
+    area = {"zero": True, "rangeMin": 0, "rangeMax": LARGEST}
+    return {
+        "data": {"values": rows},
+        "mark": {"type": "point", "filled": True, "opacity": 1, "color": COLOURS[0]},
+        "encoding": {
+            "x": _axis("user", "user (number)", USERS),
+            "y": _axis("digit", "digit (label)", len(DIGITS)),
+            "size": {"field": "images", "type": "quantitative", "scale": area, "legend": None},
+        },
+        "title": {"text": WAYS[way][0], "subtitle": caption},
+        "background": "white",
+        "padding": 12,
+        "width": 600,
+        "height": 300,
+    }
+
+
+def _axis(field: str, title: str, count: int) -> dict[str, Any]:
+    scale = {"domain": [-0.7, count - 0.3], "nice": False, "zero": False}
+    ticks = {"values": [*range(count)]}
+    return {
+        "field": field, "type": "quantitative", "title": title, "scale": scale, "axis": ticks,
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -63,7 +81,8 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for way in WAYS:
-        (path,) = save(chart(way), arguments.folder, ("svg",))
+        path = arguments.folder / f"partition-{way}.svg"
+        path.write_text(vl_convert.vegalite_to_svg(chart(way)), encoding="utf-8")
         print(path)
 
 

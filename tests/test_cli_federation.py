@@ -471,13 +471,14 @@ def test_join_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "server": "localhost:1",
         "host": host | dict.fromkeys(unset),
         "node": "n",
-        "verify_ledger": False,
+        "verify_ledger": True,
         "trusted": [],
         "once": False,
+        "own_mebibytes": 4096,
     }
     assert formatter == "TextFormatter"
     options = (
-        "--server [::1]:7443 --users a.b:c --certificates c --consent t.toml --verify-ledger "
+        "--server [::1]:7443 --users a.b:c --certificates c --consent t.toml --no-verify-ledger "
         "--state s --trust a:f --trust b:g --device cpu --memory 512 --once "
         "--activations bfloat16 --processes 3 --id-key k "
         "--log-format json"
@@ -496,12 +497,21 @@ def test_join_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "certificates": "c",
         "node": None,
         "consent": "t.toml",
-        "verify_ledger": True,
+        "verify_ledger": False,
         "state": "s",
         "trusted": ["a:f", "b:g"],
         "once": True,
+        "own_mebibytes": 4096,
     }
     assert formatter == "JsonFormatter"
+
+
+@pytest.mark.usefixtures("_no_handlers")
+def test_join_with_review_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedpriv.clients.membership.join", pytest.fail)
+    given = *plain("localhost:1"), "--users", "u", "--review"
+    (settings,), _, _ = passed_on(monkeypatch, "fedpriv.clients.membership.review", "join", *given)
+    assert settings["server"] == "localhost:1"
 
 
 def test_asking_for_the_status_loads_nothing_heavy() -> None:

@@ -97,7 +97,7 @@ def test_a_plan_knows_what_a_shared_ledger_holds(tmp_path: Path) -> None:
     with Ledger.open(ledger) as opened:
         together = epsilon(opened.spent(), 1e-3)
     assert float(after[1]) == pytest.approx(together.epsilon, abs=1e-3)
-    assert 1.98 <= together.up <= 2.0
+    assert 1.98 <= together.epsilon <= 2.0
     less = [*given, "--set", "privacy.epsilon=1.0", "--set", "seed=8", "--out", tmp_path / "third"]
     assert "privacy.epsilon is 1.0 and must be larger" in refused("simulate", *less)
     others = [*more, "--set", "data.options.users=100"]

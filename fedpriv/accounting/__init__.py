@@ -2,12 +2,12 @@
 
 >>> from fedpriv.accounting import epsilon, poisson_gaussian
 >>> spent = epsilon([poisson_gaussian(q=0.01, noise_multiplier=4.0, count=10_000)], delta=1e-5)
->>> round(spent.low, 6), round(spent.up, 6)
+>>> round(spent.epsilon_low, 6), round(spent.epsilon, 6)
 (0.946867, 0.946867)
 
 `accountants` defines and lists accountants, and chooses how to price events: as one Gaussian in
 closed form (`gaussian`), along a contour (`contour`) or by FFT (`pld`), from the pairs that
-docs/accounting.md lists by policy; `round_counts` counts rounds by setting. Moments (`rdp`), zCDP
+docs/accounting.md lists by policy; `round_counts` counts rounds by setting. Moments (`rdp`)
 and the CLT (`classical`) are for comparison. `policies` makes events, `factorisation` finds
 strategies of correlated noise, `fdp` bounds the power of tests on releases, `calibration` turns a
 budget into a setting, `pricing` prices ledgers.
@@ -26,14 +26,7 @@ from fedpriv.accounting.accountants import (
     delta,
     epsilon,
 )
-from fedpriv.accounting.calibration import (
-    calibrate_noise_multiplier,
-    largest_number,
-    largest_probability,
-    plan_within,
-    smallest_noise,
-    smallest_query_noise,
-)
+from fedpriv.accounting.calibration import calibrate_noise_multiplier
 from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.accounting.policies import (
     banded_poisson_gaussian,
@@ -58,15 +51,10 @@ __all__ = [
     "epsilon",
     "every_user_gaussian",
     "fixed_size_gaussian",
-    "largest_number",
-    "largest_probability",
-    "plan_within",
     "poisson_examples_gaussian",
     "poisson_gaussian",
     "poisson_replace_gaussian",
     "random_allocation_gaussian",
     "separated_gaussian",
-    "smallest_noise",
-    "smallest_query_noise",
     "trade_off",
 ]

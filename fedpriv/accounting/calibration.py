@@ -1,4 +1,4 @@
-"""The noise, rounds, sampling or queries that a privacy budget allows.
+"""The noise, rounds or sampling that a privacy budget allows.
 
 The budget is ε = target_epsilon > 0 at δ in [1e-60, 1), by an accountant of `ACCOUNTANTS`, which
 always prices a result within it. Functions raise `InvalidValueError` if an argument is out of
@@ -8,7 +8,7 @@ accountant cannot analyse an event.
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from numbers import Real
@@ -23,7 +23,7 @@ from fedpriv.ledger.events import (
     SamplingPolicy,
     SumQueryEvent,
 )
-from fedpriv.support.checks import require
+from fedpriv.support.checks import is_whole, require
 
 _LEAST_NOISE, _MOST_NOISE = 0.05, 1e5
 _MOST_ROUNDS, _MOST_USERS = 1 << 30, 1 << 53
@@ -106,25 +106,6 @@ def largest_probability(
         problem = "every sampling probability up to 1 stays within it"
         raise _budget_error(target_epsilon, delta, problem)
     return q
-
-
-def smallest_query_noise(
-    target_epsilon: float, delta: float, others: RoundEvent, accountant: str = "tight"
-) -> float:
-    """Return the smallest z_g = σ/S of one more sum query, given the other queries of the round.
-
-    Queries over one cohort add up to one with 1/z² = Σ_g 1/z_g² (McMahan et al. 2018, equation
-    (1)), so the query's share of the round is (z/z_g)².
-    """
-    cost = _price(target_epsilon, delta, lambda _: [others], accountant)(1.0)
-    if cost > target_epsilon:
-        problem = f"the other queries of the round alone cost {cost}, which leaves nothing for one"
-        raise _budget_error(target_epsilon, delta, f"{problem} more")
-    return smallest_noise(target_epsilon, delta, lambda z: [_joined(others, z)], accountant)
-
-
-def _joined(others: RoundEvent, z: float) -> RoundEvent:
-    return replace(others, queries=(*others.queries, SumQueryEvent("one more", 1.0, z)))
 
 
 def _price(
@@ -213,23 +194,30 @@ def _between(a: float, b: float, guess: float, *, whole: bool) -> float:
 class Plan:
     """Equal rounds that stay within a privacy budget."""
 
-    found: str  # name of the computed setting, or "share"
+    found: str  # name of the computed setting
     rounds: int
     sampling: SamplingEvent
-    noise_multiplier: float  # z of the round, without the additional query
+    noise_multiplier: float
     target_epsilon: float
     loss: PrivacyLoss  # of the rounds at δ; `loss.epsilon` ≤ `target_epsilon`
-    share: float | None = None  # the largest ω of an additional sum query; None if `found` is other
-    share_noise_multiplier: float | None = None  # its noise over its clipping norm
 
     @property
     def sampling_probability(self) -> float:
         """q in (0, 1]."""
         return self.sampling.sampling_probability
 
+    @property
+    def event(self) -> RoundEvent:
+        """All rounds."""
+        return _rounds_of(self.sampling, self.rounds, self.noise_multiplier)
+
+
+def _rounds_of(sampling: SamplingEvent, rounds: int, noise_multiplier: float) -> RoundEvent:
+    return RoundEvent(sampling, (SumQueryEvent("update", 1.0, noise_multiplier),), rounds)
+
 
 def plan_within(
-    target_epsilon: float | None,
+    target_epsilon: float,
     delta: float,
     rounds: int | None = None,
     sampling_probability: float | None = None,
@@ -238,19 +226,17 @@ def plan_within(
     relation: NeighbouringRelation = NeighbouringRelation.ADD_OR_REMOVE_ONE,
     population: int | None = None,
     accountant: str = "tight",
-    same_as: str | None = None,
 ) -> Plan:
-    """Return the smallest noise, the most rounds, or the largest sampling or share within (ε, δ).
+    """Return the smallest noise, the most rounds, or the largest sampling within (ε, δ).
 
     Of rounds T ≥ 1, sampling probability q in (0, 1] and noise multiplier z > 0, give two to find
-    the third, or all three to find the largest share of an additional sum query in every round. q
-    may be left out if every user takes part. Fixed-size sampling, of q·N users, needs the
-    population N; policies of whole passes have no plan.
-
-    With `same_as` and no target, ε is the price of all three by that accountant, and the result is
-    the noise that spends it by `accountant` (Bu et al. 2020, equations (3.3) and (3.4)).
+    the third. q may be left out if every user takes part. Fixed-size sampling, of q·N users, needs
+    the population N; policies of whole passes have no plan.
     """
-    users = _fixed_size_population(policy, population)
+    users = population if policy is SamplingPolicy.FIXED_SIZE else None
+    limit = "for fixed-size sampling it must be from 1 to 2⁵³, and the cohort is q·N"
+    in_range = policy is not SamplingPolicy.FIXED_SIZE or is_whole(users, _MOST_USERS)
+    require(in_range, f"population is {users}; {limit}")
     in_range = rounds is None or 1 <= rounds <= _MOST_ROUNDS
     require(in_range, f"rounds is {rounds}; it must be from 1 to {_MOST_ROUNDS}")
     limit = "it must be positive and finite, as no ε holds without noise"
@@ -258,25 +244,12 @@ def plan_within(
     require(in_range, f"noise_multiplier is {noise_multiplier}; {limit}")
 
     def events(n: int, q: float, z: float) -> list[RoundEvent]:
-        sampling = SamplingEvent(policy, q, users or 1, relation)
-        return [RoundEvent(sampling, (SumQueryEvent("update", 1.0, z),), n)]
+        return [_rounds_of(SamplingEvent(policy, q, users or 1, relation), n, z)]
 
+    budget = target_epsilon, delta
     n, q, z = rounds, sampling_probability, noise_multiplier
     if policy is SamplingPolicy.EVERY_USER:
         q = q or 1.0
-    if target_epsilon is None:
-        if same_as is None or n is None or q is None or z is None:
-            missing = "same_as, and the rounds, sampling probability and noise that it prices"
-            raise InvalidValueError(f"epsilon is absent; {missing}, must then be given")
-        target_epsilon = epsilon(events(n, q, z), delta, same_as).epsilon
-        problem = f"by {same_as} these rounds cost ε = 0 at delta {delta}"
-        require(target_epsilon > 0.0, f"{problem}; there must be an ε that less noise can spend")
-        z = None
-    elif same_as is not None:
-        values = f"same_as is {same_as!r} and epsilon is {target_epsilon}"
-        raise InvalidValueError(f"{values}; one of the two must be absent")
-    budget = target_epsilon, delta
-    name = "share"
     if n is not None and q is not None and z is None:
         name, z = "noise_multiplier", smallest_noise(*budget, partial(events, n, q), accountant)
     elif n is not None and q is None and z is not None:
@@ -284,31 +257,13 @@ def plan_within(
         q = _largest_sampling(budget, partial(events, n, z=z), users, accountant)
     elif n is None and q is not None and z is not None:
         name, n = "rounds", _most_rounds(budget, partial(events, q=q, z=z), accountant)
-    elif n is None or q is None or z is None:
+    else:
         raise InvalidValueError(
-            "give two of rounds, sampling probability and noise multiplier, to find the third, or "
-            "all three, to find the share of one more query"
+            "give two of rounds, sampling probability and noise multiplier, to find the third"
         )
-    (event,), share, z_g = events(n, q, z), None, None
-    if name == "share":
-        z_g = smallest_query_noise(*budget, event, accountant)
-        event = _joined(event, z_g)
-        share = (event.noise_multiplier / z_g) ** 2
+    (event,) = events(n, q, z)
     loss = epsilon([event], delta, accountant)
-    return Plan(name, n, event.sampling, z, target_epsilon, loss, share, z_g)
-
-
-def _fixed_size_population(policy: SamplingPolicy, population: int | None) -> int | None:
-    """Return the population for cohorts of a fixed size, and None for other policies."""
-    plans = (SamplingPolicy.POISSON, SamplingPolicy.EVERY_USER, SamplingPolicy.FIXED_SIZE)
-    require(policy in plans, f"{policy} sampling is of whole passes; legal is: {', '.join(plans)}")
-    if policy is not SamplingPolicy.FIXED_SIZE:
-        return None
-    missing = "fixed-size sampling has no population; it must be given, and the cohort is q·N"
-    require(population is not None, missing)
-    in_range = isinstance(population, int) and 1 <= population <= _MOST_USERS
-    require(in_range, f"population is {population}; it must be from 1 to 2⁵³")
-    return population
+    return Plan(name, n, event.sampling, z, target_epsilon, loss)
 
 
 def _largest_sampling(

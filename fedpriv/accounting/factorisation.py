@@ -1,8 +1,8 @@
 """Strategies for correlated noise over a series of rounds, optimised for the models' errors.
 
-If X are the sums of n rounds, C⁻¹(C·X + Z) is released, and the models of SGD are A times that, so
-their noise is A·C⁻¹·Z. At a given price the noise Z is proportional to the sensitivity of C, so the
-error is
+If X are the sums of n rounds, C⁻¹(C·X + Z) is released, and the models are A times that: model t is
+Σ_{s ≤ t} Σ_{r ≤ s} β^{s−r}·x_r for SGD with momentum β, by default 0. So their noise is A·C⁻¹·Z. At
+a given price the noise Z is proportional to the sensitivity of C, so the error is
 
     sens(C)·‖row of A·C⁻¹‖   (Denisov et al. 2022; Choquette-Choo et al. 2023, arXiv 2306.08153).
 
@@ -45,27 +45,6 @@ class Objective(StrEnum):
 
 
 @dataclass(frozen=True)
-class Workload:
-    """The models as functions of the sums x: model t is Σ_{s ≤ t} γ^s·Σ_{r ≤ s} β^{s−r}·x_r.
-
-    That is SGD with momentum β and a learning rate that decreases by the factor γ each round. With
-    the defaults, models are prefix sums.
-    """
-
-    momentum: float = 0.0  # β in [0, 1)
-    decay: float = 1.0  # γ in (0, 1]
-
-    def __post_init__(self) -> None:
-        beta, gamma = self.momentum, self.decay
-        is_number = isinstance(beta, int | float)
-        require(is_number and 0.0 <= beta < 1.0, f"momentum is {beta!r}; it must be in [0, 1)")
-        require(0.0 < gamma <= 1.0, f"decay is {gamma}; it must be in (0, 1]")
-
-
-PREFIX_SUMS = Workload()
-
-
-@dataclass(frozen=True)
 class Errors:
     """Standard deviations of the noise in each coordinate of the models, or ratios of them."""
 
@@ -91,22 +70,7 @@ class Buffers(NamedTuple):
         return tuple(np.minimum.accumulate(c).tolist())
 
 
-def noise_errors(
-    strategy: tuple[float, ...], rounds: int, workload: Workload = PREFIX_SUMS
-) -> Errors:
-    """Return errors of the models in standard deviations of Z: norms of the rows of A·C⁻¹."""
-    c = np.zeros(rounds)
-    c[: len(strategy)] = strategy[:rounds]
-    gamma = workload.decay
-    column, _ = _noise_column(_inverse(c), workload)
-    # Row t of A·C⁻¹ is (γ^t·u_0, …, γ^0·u_t) in reverse order.
-    squares = _product(column**2, np.power(gamma, 2.0 * np.arange(rounds)))
-    return Errors(math.sqrt(squares.mean()), math.sqrt(squares.max()))
-
-
-def errors(
-    strategy: tuple[float, ...], schedule: Schedule, workload: Workload = PREFIX_SUMS
-) -> Errors:
+def errors(strategy: tuple[float, ...], schedule: Schedule, momentum: float = 0.0) -> Errors:
     """Return errors of the models in clipping norms, if a series is μ-GDP with μ = 1.
 
     Its noise has the standard deviation of one sensitivity. For another μ errors are 1/μ times as
@@ -115,18 +79,20 @@ def errors(
     >>> round(errors((1.0,), Schedule(rounds=100)).largest, 9)
     10.0
     """
-    sizes = schedule.rounds, schedule.participations, schedule.separation
-    sensitivity = strategy_sensitivity(strategy, *sizes)
-    noise = noise_errors(strategy, schedule.rounds, workload)
-    return Errors(sensitivity * noise.mean, sensitivity * noise.largest)
+    n = schedule.rounds
+    sensitivity = strategy_sensitivity(strategy, n, schedule.participations, schedule.separation)
+    c = np.append(strategy[:n], np.zeros(max(0, n - len(strategy))))
+    column, _ = _noise_column(_inverse(c), momentum)
+    squares = np.cumsum(column**2)  # row t of A·C⁻¹ is (u_t, …, u_0)
+    return Errors(sensitivity * math.sqrt(squares.mean()), sensitivity * math.sqrt(squares.max()))
 
 
 def relative_errors(
-    strategy: tuple[float, ...], schedule: Schedule, workload: Workload = PREFIX_SUMS
+    strategy: tuple[float, ...], schedule: Schedule, momentum: float = 0.0
 ) -> Errors:
     """Return errors relative to those of independent noise at the same price."""
-    correlated = errors(strategy, schedule, workload)
-    independent = errors((1.0,), schedule, workload)
+    correlated = errors(strategy, schedule, momentum)
+    independent = errors((1.0,), schedule, momentum)
     return Errors(correlated.mean / independent.mean, correlated.largest / independent.largest)
 
 
@@ -134,7 +100,7 @@ def optimal_bands(
     schedule: Schedule,
     bands: int | None = None,
     objective: Objective = Objective.MEAN,
-    workload: Workload = PREFIX_SUMS,
+    momentum: float = 0.0,
 ) -> tuple[float, ...]:
     """Return the best strategy of at most p = `bands` bands, rounded to multiples of 2⁻²⁰.
 
@@ -150,7 +116,7 @@ def optimal_bands(
     p = separation if bands is None else bands
     limit = f"it must be a whole number from 1 to the {n} rounds of the schedule"
     require(is_whole(p, n), f"bands is {p!r}; {limit}")
-    loss = _loss_of(schedule, objective, workload)
+    loss = _loss_of(schedule, objective, momentum)
     # A user's columns do not overlap, so the sensitivity is exact for coefficients of any sign.
     _, c = _minimised(_in_units(loss, _UNIT), _square_root(min(p, separation)) / _UNIT)
     c = c / c[0]
@@ -172,7 +138,7 @@ def optimal_buffers(
     schedule: Schedule,
     buffers: int = 4,
     objective: Objective = Objective.MEAN,
-    workload: Workload = PREFIX_SUMS,
+    momentum: float = 0.0,
 ) -> Buffers:
     """Return the best strategy of at most d = `buffers` buffers, 1 to 8, that a search finds.
 
@@ -184,7 +150,7 @@ def optimal_buffers(
     """
     n, k, b = schedule.rounds, _fitting(schedule), schedule.separation
     require(is_whole(buffers, 8), f"buffers is {buffers!r}; it must be a whole number from 1 to 8")
-    loss = _loss_of(schedule, objective, workload)
+    loss = _loss_of(schedule, objective, momentum)
     if n == 1:
         return Buffers((0.0,), (0.0,))
     slowest = dict.fromkeys([1.0 / n, 1.0 / math.sqrt(n * b), 1.0 / b] if k > 1 else [1.0 / n])
@@ -201,22 +167,20 @@ def _fitting(schedule: Schedule) -> int:
 LossAndGradient = Callable[[Vector], tuple[float, Vector]]
 
 
-def _loss_of(schedule: Schedule, objective: Objective, workload: Workload) -> LossAndGradient:
+def _loss_of(schedule: Schedule, objective: Objective, momentum: float) -> LossAndGradient:
     """Return the function from at most n coefficients to log(error²) and its gradient."""
     n, k, b = schedule.rounds, _fitting(schedule), schedule.separation
-    gamma = workload.decay
-    limit = "it must be 1 where the largest error is to be small"
-    is_legal = gamma == 1.0 or objective is Objective.MEAN
-    require(is_legal, f"decay of the workload is {gamma}; {limit}")
+    in_range = isinstance(momentum, int | float) and 0.0 <= momentum < 1.0
+    require(in_range, f"momentum is {momentum!r}; it must be in [0, 1)")
     weights = np.ones(n)
-    if objective is Objective.MEAN:  # A·C⁻¹ has u_r in n − r columns, times γ^j in column j
-        weights = np.cumsum(gamma ** (2.0 * np.arange(n)))[::-1] / n
+    if objective is Objective.MEAN:  # A·C⁻¹ has u_r in n − r columns
+        weights = np.arange(n, 0, -1) / n
 
     def loss(c: Vector) -> tuple[float, Vector]:
         inverse = _inverse(np.append(c, np.zeros(n - len(c))))
-        column, noise = _noise_column(inverse, workload)
+        column, noise = _noise_column(inverse, momentum)
         square = float(column**2 @ weights)
-        by_noise = gamma ** np.arange(n) * np.cumsum((2 * column * weights)[::-1])[::-1]
+        by_noise = np.cumsum((2 * column * weights)[::-1])[::-1]
         # noise = C⁻¹m, so its derivative by c_l is −C⁻¹·noise, shifted down by l rows.
         adjoint = _product(inverse, by_noise[::-1])
         by_error = -_product(adjoint, noise)[::-1][: len(c)]
@@ -227,16 +191,12 @@ def _loss_of(schedule: Schedule, objective: Objective, workload: Workload) -> Lo
     return loss
 
 
-def _noise_column(inverse: Vector, workload: Workload) -> tuple[Vector, Vector]:
-    """Return u, where A·C⁻¹ has u_{t−j}·γ^j in row t, column j, and y = C⁻¹·(β^r)_r.
-
-    They satisfy u_t = Σ_{r ≤ t} γ^r·y_r.
-    """
-    powers = np.arange(len(inverse), dtype=np.float64)
+def _noise_column(inverse: Vector, momentum: float) -> tuple[Vector, Vector]:
+    """Return the first column u of A·C⁻¹, and y = C⁻¹·(β^r)_r, whose prefix sums are u."""
     noise = inverse
-    if workload.momentum > 0.0:
-        noise = _product(inverse, workload.momentum**powers)
-    return np.cumsum(workload.decay**powers * noise), noise
+    if momentum > 0.0:
+        noise = _product(inverse, momentum ** np.arange(len(inverse), dtype=np.float64))
+    return np.cumsum(noise), noise
 
 
 def _square_sensitivity(c: Vector, n: int, k: int, b: int) -> tuple[float, Vector]:

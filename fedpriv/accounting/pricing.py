@@ -1,4 +1,4 @@
-"""The cost of ledgers: of each run, of each ledger and of all together, and as curves.
+"""The cost of ledgers: of each run, of each ledger and of all together.
 
 Accountants that cannot analyse some events are left out, with the reason; if no accountant can, the
 first reason is raised as an `UnsupportedEventError`. Functions raise `InvalidValueError` if a value
@@ -14,16 +14,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
-import numpy as np
-
 from fedpriv.accounting.accountants import (
     ACCOUNTANTS,
     Accountant,
-    Bound,
     PrivacyLoss,
     accountant_named,
 )
-from fedpriv.accounting.fdp import TradeOff, trade_off
 from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import (
     Randomness,
@@ -32,8 +28,6 @@ from fedpriv.ledger.events import (
 )
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, Ledger, paid_events
 from fedpriv.support.checks import require
-
-_POINTS = 30  # of a curve
 
 
 class Arithmetic(StrEnum):
@@ -245,55 +239,11 @@ def _losses(
     return losses, refusals
 
 
-@dataclass(frozen=True)
-class EpsilonCurve:
-    """ε at one δ by number of rounds, from one accountant."""
+def losses_of(ledger: LedgerContent, delta: float) -> list[PrivacyLoss]:
+    """Return the cost of a ledger by each accountant with an analysis; the first is a bound.
 
-    accountant: str
-    bound: Bound
-    delta: float
-    # [n] numbers of charges, increasing, with repeated attempts. A series is priced at its first.
-    rounds: tuple[int, ...]
-    epsilon_low: tuple[float, ...]  # [n] lower ends of ε, or 0
-    epsilon: tuple[float, ...]  # [n] inf if none is proven
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The cost of a ledger by rounds, and its trade-off function."""
-
-    epsilon: float  # finite, from the first accountant with a bound; so is the trade-off
-    delta: float
-    by_rounds: tuple[EpsilonCurve, ...]  # one for each accountant
-    trade_off: TradeOff
-
-
-def cost_of(ledger: LedgerContent, delta: float) -> Cost:
-    """Return ε by rounds, at up to 30 points for each accountant, and the trade-off function.
-
-    InvalidValueError if the ledger has no charge or its ε is infinite; UnsupportedEventError if no
-    accountant with a bound has an analysis.
+    InvalidValueError if it has no charge; UnsupportedEventError if no accountant has an analysis.
     """
     if not ledger.charges:
         raise InvalidValueError(f"ledger {ledger.path} has no charge; a curve needs at least one")
-    losses, errors = _losses(ACCOUNTANTS.values(), merge_equal(ledger.events), delta)
-    basis = next((loss for loss in losses if loss.bound is not Bound.ESTIMATE), None)
-    if basis is None:
-        raise errors[0]
-    if math.isinf(basis.epsilon):
-        raise InvalidValueError(
-            f"ε of ledger {ledger.path} at delta {delta} is infinite, as a round has too little "
-            "noise or delta is too small; a curve needs a finite one"
-        )
-    by_rounds = tuple(_epsilon_curve(ledger, loss) for loss in losses)
-    return Cost(basis.epsilon, delta, by_rounds, trade_off(ledger.events, basis.accountant))
-
-
-def _epsilon_curve(ledger: LedgerContent, total: PrivacyLoss) -> EpsilonCurve:
-    accountant, charges = accountant_named(total.accountant), ledger.charges
-    rounds = tuple(int(n) for n in np.unique(np.linspace(1, len(charges), _POINTS).round()))
-    events, counts = ledger.events, [sum(row.pays for row in charges[:n]) for n in rounds]
-    prices = {n: accountant.epsilon(merge_equal(events[:n]), total.delta) for n in {*counts}}
-    losses = [prices[n] for n in counts]
-    lows, ups = tuple(loss.epsilon_low for loss in losses), tuple(loss.epsilon for loss in losses)
-    return EpsilonCurve(total.accountant, total.bound, total.delta, rounds, lows, ups)
+    return _losses(ACCOUNTANTS.values(), merge_equal(ledger.events), delta)[0]

@@ -19,7 +19,7 @@ from fedpriv.accounting.calibration import Plan
 from fedpriv.accounting.fdp import TradeOff, gaussian_trade_off, trade_off
 from fedpriv.accounting.round_counts import Vector
 from fedpriv.errors import InvalidValueError
-from fedpriv.ledger.events import RoundEvent, SumQueryEvent, Unit
+from fedpriv.ledger.events import Unit
 from fedpriv.support.checks import percent_up, require, text_up
 
 _FALSE_ALARMS = (0.001, 0.01, 0.05, 0.1)
@@ -73,7 +73,7 @@ def risks_of(off: TradeOff) -> Risks:
     (0.101, 0.5505, 0.0191)
     """
     slack, regret = float(off.power(0.0)), 0.0
-    if off.is_gdp and off.mu is not None:
+    if off.mu is not None:
         mu, slack = off.mu, 0.0
     elif off.advantage >= 1.0 or slack > _MOST_SLACK:
         mu, slack = math.inf, 0.0
@@ -132,15 +132,8 @@ def plan_of_advantage(
         except InvalidValueError as error:
             text = str(error).replace(f"epsilon is {zero} at delta {aim}", f"advantage is {aim}")
             raise InvalidValueError(text) from error
-        reached = trade_off([event_of(plan)], accountant).advantage
+        reached = trade_off([plan.event], accountant).advantage
         if reached <= advantage:
             break
         aim *= 0.999 * advantage / reached
-    return replace(plan, target_epsilon=0.0, loss=epsilon([event_of(plan)], delta, accountant))
-
-
-def event_of(plan: Plan) -> RoundEvent:
-    """Return all rounds of a plan, with its additional query if it has one."""
-    noise = (plan.noise_multiplier, plan.share_noise_multiplier)
-    queries = (SumQueryEvent(f"query {n}", 1.0, z) for n, z in enumerate(noise) if z is not None)
-    return RoundEvent(plan.sampling, tuple(queries), plan.rounds)
+    return replace(plan, target_epsilon=0.0, loss=epsilon([plan.event], delta, accountant))

@@ -46,13 +46,12 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import MOST_REPEATS, WITH_STRATEGY, RoundEvent, SamplingPolicy
 from fedpriv.support.checks import plain_numbers, require
 
 Vector = NDArray[np.float64]
 Rounds = Mapping[tuple[float, float], int]
-"""Number of rounds by (sampling probability q, noise multiplier z)."""
+"""Number of rounds ≥ 1 by (sampling probability q in (0, 1], noise multiplier z ≥ 0)."""
 
 Ends = tuple[float, float]  # of an interval that contains the truth
 
@@ -176,27 +175,11 @@ def _any_rounds(c: Vector, _rounds: int, participations: int, separation: int) -
     return participations * float(overlaps[0]) + 2.0 * pairs
 
 
-def check_any_delta(delta: float) -> None:
-    """Raise InvalidValueError unless δ is in (0, 1); `events.check_delta` has a larger minimum."""
-    require(0.0 < delta < 1.0, f"delta is {delta}; it must be in (0, 1)")
-
-
 def check_epsilon(epsilon: float) -> None:
     """Raise InvalidValueError unless ε is finite and not negative."""
     number = plain_numbers(epsilon, "epsilon")
     in_range = isinstance(number, int | float) and 0.0 <= number < math.inf
     require(in_range, f"epsilon is {epsilon!r}; it must be finite and not negative")
-
-
-def check_rounds(rounds: Rounds) -> None:
-    """Raise InvalidValueError unless every q is in (0, 1], every z finite and ≥ 0, counts ≥ 1."""
-    for (q, z), count in rounds.items():
-        if not 0.0 < q <= 1.0:
-            raise InvalidValueError(f"sampling_probability is {q}; it must be in (0, 1]")
-        if not (z >= 0.0 and math.isfinite(z)):
-            raise InvalidValueError(f"noise_multiplier is {z}; it must be finite and not negative")
-        if count < 1:
-            raise InvalidValueError(f"count is {count}; it must be at least 1")
 
 
 def arrays(rounds: Rounds) -> tuple[Vector, Vector, Vector]:
@@ -212,7 +195,6 @@ def unsampled_noise_multiplier(rounds: Rounds) -> float:
     upper bound, since sampling never costs. It is ∞ for no round, 0 if a round has no noise, and
     else has a relative error of at most 2⁻⁵⁰.
     """
-    check_rounds(rounds)
     least = min((z for _, z in rounds), default=math.inf)
     if least in (0.0, math.inf):
         return least

@@ -13,7 +13,6 @@ from fedpriv.analytics.questions import (
     Quantiles,
     Question,
     Sum,
-    Variance,
     VectorQuestion,
 )
 from fedpriv.analytics.survey import Answers, Survey, ask
@@ -30,7 +29,6 @@ __all__ = [
     "SecondMoments",
     "Sum",
     "Survey",
-    "Variance",
     "VectorQuestion",
     "ask",
 ]

@@ -445,12 +445,6 @@ class _Ranged(_AtOnce):
     def _radius(self) -> float:
         return max(self.high - self._centre, self._centre - self.low)
 
-    def _deviations(self, users: UserValues) -> FloatVector:
-        """Return means of users' finite clipped values minus the centre, [U]; 0 without a value."""
-        finite = np.isfinite(users.values)
-        clipped = np.clip(np.where(finite, users.values, self._centre), self.low, self.high)
-        return users.sums(clipped - self._centre) / np.maximum(users.sums(finite), 1.0)
-
 
 @dataclass(frozen=True)
 class Mean(_Ranged):
@@ -467,8 +461,11 @@ class Mean(_Ranged):
         return self._radius
 
     def contributions(self, users: UserValues) -> FloatMatrix:
-        """Return values minus the centre: [users, 1]."""
-        return self._deviations(users)[:, np.newaxis]
+        """Return means of users' finite values minus the centre, 0 without a value: [users, 1]."""
+        finite = np.isfinite(users.values)
+        clipped = np.clip(np.where(finite, users.values, self._centre), self.low, self.high)
+        sums = users.sums(clipped - self._centre)
+        return (sums / np.maximum(users.sums(finite), 1.0))[:, np.newaxis]
 
     def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
         """Return the mean: the centre plus the average deviation from it."""
@@ -500,40 +497,3 @@ class Sum(_Ranged):
         users = float(sampling.population)
         spread = users * self.clipping_norm * sampling_spread(sampling)
         return self.normal_answer(users * average.reshape(()), users * stddev, spread)
-
-
-@dataclass(frozen=True)
-class Variance(_Ranged):
-    """The variance over all users of their values, clipped to [low, high]: mean square − mean².
-
-    A user contributes (t, t²), where t is the distance of its value from the centre in units of
-    half the range; t is 0 for a user without a value. The answer has shape () and is unbiased, so
-    it may be negative. It is not linear in the release: noise_stddev is computed at the released
-    mean, and the interval takes the error of sampling to first order.
-    """
-
-    @property
-    def clipping_norm(self) -> float:
-        """√2, without a unit, since |t| ≤ 1."""
-        return math.sqrt(2.0)
-
-    def contributions(self, users: UserValues) -> FloatMatrix:
-        """Return scaled values and their squares: [users, 2]."""
-        scaled = self._deviations(users) / self._radius
-        return np.stack([scaled, scaled * scaled], axis=1)
-
-    def answer(self, average: FloatVector, stddev: float, sampling: PoissonSampling) -> Answer:
-        """Return the variance, corrected for what noise and sampling add to the squared mean.
-
-        With averages a of t and b of t², E[a²] is the squared mean, plus the variance of the noise,
-        plus (1 − q)/(qN) times the mean square, and b is an unbiased estimate of the mean square.
-        """
-        first, second = average.tolist()
-        spread, unit = sampling_spread(sampling), self._radius**2
-        factor = 1.0 + spread**2
-        variance = second * factor - first**2 + stddev**2
-        # Var((m + e)²) = 4m²σ² + 2σ⁴ for normal noise e of standard deviation σ.
-        noise = math.hypot(stddev * factor, 2.0 * first * stddev, math.sqrt(2.0) * stddev**2)
-        # One user moves b − a² by t² − 2at to first order, with |t| ≤ 1.
-        sampling_error = spread * (1.0 + 2.0 * abs(first))
-        return self.normal_answer(np.asarray(unit * variance), unit * noise, unit * sampling_error)

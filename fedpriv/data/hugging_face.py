@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
@@ -29,11 +29,11 @@ from fedpriv.data.population import (
     UserStore,
     as_id_array,
     check_not_enrolled,
-    load_population,
     numbered_population,
     sharing,
 )
 from fedpriv.errors import DataError, InvalidValueError, known_names
+from fedpriv.support.checks import checked_arguments
 from fedpriv.support.importing import check_options, import_function
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ ColumnNames: TypeAlias = Mapping[str, str | Sequence[str]]
 DEFAULT_COLUMNS: ColumnNames = {"x": "image", "y": "label"}
 _ROW = "fedpriv.row"
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_Kind = TypeVar("_Kind")
 
 
 def from_dataset(
@@ -89,6 +88,7 @@ def redeal(store: UserStore, partitioner: "Partitioner") -> UserStore:
     return _dealt(store.fields, dataset, partitioner)
 
 
+@checked_arguments
 def load_hugging_face(
     train: str | None = None,
     test: str | None = None,
@@ -111,33 +111,32 @@ def load_hugging_face(
     classes, as in `Population.from_arrays`. Test rows of an enrolled user are refused, since
     the ledger does not cover figures on them.
     """
-    listed = columns.values() if isinstance(columns, Mapping) else [None]
-    names = [name for each in listed for name in (each if isinstance(each, list) else [each])]
+    listed = (each if isinstance(each, list) else [each] for each in columns.values())
+    names = [name for each in listed for name in each]
     if not all(isinstance(name, str) for name in names):
         raise InvalidValueError(f"columns is {columns!r}; it must map fields to columns")
-    if (dataset is None) == (train is None and test is None):
+    if dataset is not None and train is None and test is None:
+        rows, held_out = fetch_splits(dataset, splits, subset, revision)
+        source = " ".join([dataset, *([subset] if subset else []), splits[0]])
+    elif dataset is None and train is not None and test is not None:
+        as_written = () if user_column is None else (user_column,)
+        rows, held_out = open_dataset(train, as_written), open_dataset(test, as_written)
+        source = Path(train).name
+    else:
         found = f"dataset is {dataset!r}, train {train!r} and test {test!r}"
         legal = "dataset, a name on the Hugging Face hub, or both paths must be given"
         raise InvalidValueError(f"{found}; either {legal}")
-    if dataset is None:
-        as_written = () if user_column is None else (_option("user_column", user_column, str),)
-        rows = open_dataset(_option("train", train, str), as_written)
-        held_out = open_dataset(_option("test", test, str), as_written)
-        source = Path(_option("train", train, str)).name
-    else:
-        rows, held_out = fetch_splits(dataset, splits, subset, revision)
-        source = " ".join([dataset, *([subset] if subset else []), splits[0]])
     classes = _classes_of(rows, held_out, names).get(str(columns.get("y")))
     if owners is not None and user_column is None:
         raise InvalidValueError(f"owners is {owners}; without user_column it must be absent")
-    if isinstance(user_column, str) and partitioner is None and arguments is None:
+    if user_column is not None and partitioner is None and arguments is None:
         store, how = from_dataset(rows, user_column, columns, owners), user_column
-    elif isinstance(partitioner, str) and user_column is None:
-        made, how = _described_partitioner(partitioner, arguments)
+    elif partitioner is not None and user_column is None:
+        made, how = _described_partitioner(partitioner, arguments or {})
         store = from_partitioner(rows, made, columns)
     else:
         found = f"user_column is {user_column!r} and partitioner {partitioner!r}"
-        legal = "exactly one must be given, as text, and arguments with a partitioner only"
+        legal = "exactly one must be given, and arguments with a partitioner only"
         raise InvalidValueError(f"{found}; {legal}")
     tested = _with_images(_whole(_columns(held_out, columns)))
     if user_column is not None and user_column in held_out.column_names:
@@ -145,22 +144,6 @@ def load_hugging_face(
     name = f"hugging-face: {store.population} users by {how} of {source}{sharing(store)}"
     users = replace(store, fields=_with_images(store.fields))
     return numbered_population(name, users, tested, classes)
-
-
-def load_redealt(
-    population: str,
-    partitioner: str,
-    arguments: Mapping[str, object] | None = None,
-    options: Mapping[str, object] | None = None,
-) -> Population:
-    """Load another population with `options`, and `redeal` its users; held-out rows are kept."""
-    made, how = _described_partitioner(_option("partitioner", partitioner, str), arguments)
-    settings = _option("options", options or {}, dict)
-    base = load_population(_option("population", population, str), settings)
-    users = redeal(base.users, made)
-    name = f"{base.name}; dealt to {users.population} users by {how}"
-    test = {field: rows for field, rows in base.test.items() if field != HELD_OUT_USER}
-    return replace(base, name=name, users=users, test=test)
 
 
 def fetch_splits(
@@ -174,13 +157,10 @@ def fetch_splits(
     commit, tag or branch. A dataset's own code is never run.
     """
     package = _package("datasets", "datasets")
-    if not isinstance(name, str) or not _HUB_NAME.fullmatch(name):
+    if not _HUB_NAME.fullmatch(name):
         raise InvalidValueError(f"dataset is {name!r}; it must be a name such as 'ylecun/mnist'")
     if isinstance(splits, str) or len(splits) != 2 or not all(isinstance(s, str) for s in splits):
         raise InvalidValueError(f"splits is {splits!r}; it must be a pair of names")
-    for option, value in (("subset", subset), ("revision", revision)):
-        if value is not None:
-            _option(option, value, str)
     if Path(name).exists():  # the package would read it instead
         raise DataError(f"dataset {name!r} is also a file here; give paths as train and test")
     what = f"dataset {name!r} of the Hugging Face hub"
@@ -242,20 +222,12 @@ def partitioner_named(name: str, arguments: Mapping[str, object]) -> "Partitione
         return cast("Partitioner", make(**arguments))
 
 
-def _described_partitioner(name: str, arguments: object) -> tuple["Partitioner", str]:
+def _described_partitioner(name: str, arguments: Mapping[str, object]) -> tuple["Partitioner", str]:
     """Return a partitioner, and its public settings for the population's name."""
-    given = _option("arguments", arguments or {}, dict)
-    text = json.dumps(given, sort_keys=True, default=repr)
+    text = json.dumps(arguments, sort_keys=True, default=repr)
     if len(text) > 200:  # some partitioners take a list with an entry per user
         text = f"arguments of SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    return partitioner_named(name, given), f"{name} with {text}" if given else name
-
-
-def _option(name: str, value: object, kind: type[_Kind]) -> _Kind:
-    if not isinstance(value, kind):
-        legal = "text" if kind is str else "a table"
-        raise InvalidValueError(f"{name} is {value!r}; it must be {legal}")
-    return value
+    return partitioner_named(name, arguments), f"{name} with {text}" if arguments else name
 
 
 def _package(name: str, extra: str) -> ModuleType:
@@ -306,9 +278,8 @@ def _read_csv(file: Path, texts: Sequence[str]) -> "Table":
 
     try:
         table = arrow.read_csv(file)
-        readable = not any(
-            map(pyarrow.types.is_binary, table.schema.types)
-        )  # text that is not UTF-8
+        # Text that is not UTF-8 is binary.
+        readable = not any(map(pyarrow.types.is_binary, table.schema.types))
         _check_header(file, table.schema.names)
     except ValueError:  # of pyarrow, or names are no text
         readable = False

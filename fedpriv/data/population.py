@@ -66,7 +66,6 @@ _FORMAT = "fedpriv user store, version 1"
 _LOADERS = {
     "digits": "fedpriv.data.digits:load_digits",
     "hugging-face": "fedpriv.data.hugging_face:load_hugging_face",
-    "redealt": "fedpriv.data.hugging_face:load_redealt",
     "synthetic": "fedpriv.data.synthetic:synthetic_population",
 }
 

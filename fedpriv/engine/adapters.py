@@ -109,16 +109,10 @@ def with_adapters(
         for name, layer in model.named_modules()
         if type(layer) is nn.Linear or (type(layer) is nn.Embedding and layer.max_norm is None)
     }
-    if not adaptable:
-        raise ModelError("the model has no linear layer or embedding to adapt")
     names = matching(layers, adaptable, "linear layer or embedding")
-    if not names:
-        raise ModelError(f"layers of adapters is empty; it must name some of {[*adaptable]}")
-    largest = max(min(adaptable[name].weight.shape) for name in names)
+    largest = max((min(adaptable[name].weight.shape) for name in names), default=0)
     if rank > largest:
-        raise ModelError(
-            f"the rank of adapters is {rank}; the largest of these layers is {largest}"
-        )
+        raise ModelError(f"the rank of adapters is {rank}; the largest of {[*names]} is {largest}")
     memo: dict[int, object] = {}
     with generator_apart(seed):
         for name in names:

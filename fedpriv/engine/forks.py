@@ -29,11 +29,8 @@ from fedpriv.engine.arithmetic import ARITHMETIC_LOCK
 from fedpriv.engine.products import one_blas_thread
 from fedpriv.engine.schedule import Integers
 from fedpriv.engine.trainer import Chunk, ChunkSum, SimulationOnlyDropped, Trainer
-from fedpriv.errors import WorkerError
 from fedpriv.privacy.round import PartialSum
 from fedpriv.training.request import RoundRequest
-
-_log = logging.getLogger(__name__)
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 
@@ -61,15 +58,6 @@ def computing_with(threads: int) -> Iterator[None]:
         torch.set_num_threads(previous)
 
 
-@dataclass(frozen=True)
-class Work:
-    """A message to a fork, with chunks to train."""
-
-    request: bytes  # pickled, without its users
-    chunks: Sequence[Chunk]
-    one_by_one: bool  # whether to answer each chunk separately
-
-
 class Fork:
     """A fork that trains chunks; it ends with this process or its last reference."""
 
@@ -86,28 +74,12 @@ class Fork:
         child_connection.close()
         self.end = weakref.finalize(self, _end, os.getpid(), self._process, self.connection)
 
-    def ask(self, work: Work) -> None:
-        """Start to train chunks; WorkerError if the fork has ended."""
-        try:
-            self.connection.send(work)
-        except OSError as error:
-            raise WorkerError("a process that trains users has ended") from error
-
-    def answer(self) -> tuple[int, ChunkSum]:
-        """Return a number of chunks and their sum; WorkerError if the fork has ended."""
-        try:
-            records, number, result = self.connection.recv()
-        except (EOFError, OSError) as error:
-            raise WorkerError("a process that trains users has ended") from error
-        for record in records:
-            logging.getLogger(record.name).handle(record)
-        if isinstance(result, Exception):
-            raise WorkerError(f"a process that trains users raised {result}") from result
-        return number, result
-
 
 def _serve(trainer: Trainer, connection: Connection) -> None:
-    """Train chunks on request until the other end is closed."""
+    """Train chunks on request until the other end is closed, or an error ends this process.
+
+    A message is a pickled request without its users, and lists of chunks with an answer each.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     # Close the parent's files and sockets, which would remain open or locked after its end.
@@ -122,39 +94,16 @@ def _serve(trainer: Trainer, connection: Connection) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides whether this process ends
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    logging.disable()  # a model may log users' data, and handlers have lost their files
     _keep_memory()
     gc.freeze()  # or each garbage collection would visit all inherited objects
-    logged = _LogRecords()
-    with computing_with(1), suppress(EOFError, OSError):
+    with computing_with(1), suppress(Exception):
         while True:
-            work: Work = connection.recv()
-            answers = _answers(trainer, work)
-            while (answer := next(answers, None)) is not None:
-                connection.send_bytes(_packed(logged.records, *answer))
-                logged.records.clear()
-
-
-def _answers(trainer: Trainer, work: Work) -> Iterator[tuple[int, ChunkSum | Exception]]:
-    """Yield numbers of chunks and their sums; after an error, the last pair is 0 and the error."""
-    try:
-        request: RoundRequest = pickle.loads(work.request)
-        parts = [[chunk] for chunk in work.chunks] if work.one_by_one else [work.chunks]
-        for chunks in parts:
-            yield len(chunks), trainer.sum_of(request, chunks)
-    except Exception as error:  # not from the training of a user, which `sum_of` handles
-        yield 0, error
-
-
-def _packed(records: list[logging.LogRecord], number: int, answer: ChunkSum | Exception) -> bytes:
-    """Pickle log records and an answer, without those that cannot be pickled."""
-    replacement = WorkerError(type(answer).__name__)
-    for content, sent in itertools.product((answer, replacement), (records, [])):
-        with suppress(Exception):
-            message = pickle.dumps((sent, number, content), protocol=5)
-            if sent or isinstance(content, Exception):
-                pickle.loads(message)  # may fail although pickling did not
-            return message
-    raise AssertionError("an error of a worker can be packed")
+            packed, parts = connection.recv()
+            request: RoundRequest = pickle.loads(packed)
+            for chunks in parts:
+                answer = len(chunks), trainer.sum_of(request, chunks)
+                connection.send_bytes(pickle.dumps(answer, protocol=5))
 
 
 def _keep_memory() -> None:
@@ -162,27 +111,6 @@ def _keep_memory() -> None:
     with suppress(OSError, AttributeError):  # only glibc has these settings
         for setting, size in ((_TRIM_THRESHOLD, 2**31 - 1), (_MMAP_THRESHOLD, 2**30)):
             ctypes.CDLL(None).mallopt(setting, size)
-
-
-class _LogRecords(logging.Handler):
-    """Collects the log records of this process, for the parent to handle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-        root = logging.getLogger()
-        for logger in (root, *map(logging.getLogger, root.manager.loggerDict)):
-            logger.handlers, logger.propagate = [], True
-        root.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record without the text of an exception, which may contain users' data."""
-        try:
-            record.msg = record.getMessage()
-        except Exception:  # a model's faulty logging must not make its users fail
-            record.msg = "a message that cannot be formatted"
-        record.args = record.exc_info = record.exc_text = None
-        self.records.append(record)
 
 
 def _end(owner: int, process: multiprocessing.process.BaseProcess, connection: Connection) -> None:
@@ -220,11 +148,10 @@ class Crew:
     def sums(self, chunks: Sequence[Chunk]) -> Iterator[tuple[Integers, ChunkSum]]:
         """Yield users and their sums as they are done."""
         parts = shared_out(chunks, len(self._forks))
-        shifts = [
-            self._begun(fork, part, one_by_one=self._limit is not None)
-            for fork, part in zip(self._forks, parts, strict=True)
-            if part
-        ]
+        pairs = zip(self._forks, parts, strict=True)
+        shifts = [_Shift(fork, deque(p), self._limit is not None) for fork, p in pairs if p]
+        for shift in shifts:
+            self._begin(shift)
         while shifts:
             deadline = min(shift.deadline for shift in shifts)
             left = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
@@ -236,16 +163,15 @@ class Crew:
                     yield from self._ended(shift)
             shifts = [shift for shift in shifts if shift.waiting]
 
-    def _begun(self, fork: Fork, chunks: Sequence[Chunk], *, one_by_one: bool) -> _Shift:
-        work = Work(self._packed, chunks, one_by_one)
+    def _begin(self, shift: _Shift) -> None:
+        chunks = [*shift.waiting]
+        work = self._packed, [[chunk] for chunk in chunks] if shift.one_by_one else [chunks]
         try:
-            fork.ask(work)
-        except WorkerError:  # it was killed while it was idle
-            fork = self._replaced(fork)
-            fork.ask(work)
-        shift = _Shift(fork, deque(chunks), one_by_one)
+            shift.fork.connection.send(work)
+        except OSError:  # it was killed while it was idle
+            shift.fork = self._replaced(shift.fork)
+            shift.fork.connection.send(work)
         self._set_deadline(shift)
-        return shift
 
     def _set_deadline(self, shift: _Shift) -> None:
         if self._limit is not None and shift.waiting:
@@ -254,8 +180,8 @@ class Crew:
 
     def _answered(self, shift: _Shift) -> Iterator[tuple[Integers, ChunkSum]]:
         try:
-            number, chunk_sum = shift.fork.answer()
-        except WorkerError:
+            number, chunk_sum = shift.fork.connection.recv()
+        except (EOFError, OSError):
             yield from self._ended(shift)
             return
         done = [shift.waiting.popleft() for _ in range(number)]
@@ -267,11 +193,10 @@ class Crew:
         shift.fork.end()
         if shift.one_by_one and len(shift.waiting[0].users) == 1:
             users = shift.waiting.popleft().users
-            if not self._trainer.naming:
-                _log.warning("a user counts as zero: it ended the process that trains users")
             zero = PartialSum(str(users[0]), 0, np.zeros(self._dimension, np.int64), 0)
             reason = "it ended the process that trained it"
-            yield users, ChunkSum(zero, (), SimulationOnlyDropped(int(users[0]), reason))
+            dropped = SimulationOnlyDropped(int(users[0]), reason)
+            yield users, ChunkSum(zero, (), dropped, (reason,))
         chunks = [
             replace(chunk, users=user)
             for chunk in shift.waiting
@@ -280,8 +205,7 @@ class Crew:
         shift.fork = self._replaced(shift.fork)
         shift.waiting, shift.one_by_one = deque(chunks), True
         if chunks:
-            shift.fork.ask(Work(self._packed, chunks, one_by_one=True))
-            self._set_deadline(shift)
+            self._begin(shift)
 
     def _replaced(self, ended: Fork) -> Fork:
         fork = Fork(self._trainer)

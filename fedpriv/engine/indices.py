@@ -34,15 +34,14 @@ class Indices:
         self._seen, self._suspect = np.zeros((2, users.population), np.bool_)
         self._zeros = {n: np.zeros((1, *f.shape[1:]), f.dtype) for n, f in fields.items()}
 
-    def legal(self, name: str, most: int) -> tuple[int, int]:
-        """Return the least and largest legal number of a field of integers, up to ±most, or bools.
+    def largest(self, name: str, most: int) -> int:
+        """Return the largest legal number of a field of integers or bools, at most `most`.
 
         No larger number is tried, since a model may need memory in proportion to it.
         """
         if self._zeros[name].dtype.kind == "b":
-            return 0, 1
-        low, high = (max(-most, min(end, most)) for end in self._ends(name))
-        return self._last_legal(name, low), self._last_legal(name, high)
+            return 1
+        return self._last_legal(name, min(most, self._ends(name)[1]))
 
     def check(self, users: npt.NDArray[np.int64]) -> None:
         """Raise the error of the model or the loss for the first of these users that has one.

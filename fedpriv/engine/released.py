@@ -22,15 +22,8 @@ from fedpriv.errors import DataError, ModelError
 from fedpriv.privacy.layout import Tensors
 from fedpriv.training.rounds import RoundResult, ServerState
 
-_RESULT_KEYS = (
-    "run",
-    "rounds",
-    "epsilon",
-    "delta",
-    "unit",
-    "relation",
-    "randomness",
-)  # of the last round
+# Of the last round.
+_RESULT_KEYS = ("run", "rounds", "epsilon", "delta", "unit", "relation", "randomness")
 
 
 def released(task: Task, moved: Tensors) -> nn.Module:

@@ -351,7 +351,7 @@ class _Trials:
             if column.dtype.kind in "fc":
                 fields[name][:] = rng.random(fields[name].shape, np.float32)
             else:  # if possible, neither 0, which often is a blank, nor a large number
-                _, largest = trainer.indices.legal(name, _LARGE)
+                largest = trainer.indices.largest(name, _LARGE)
                 low, high = (1, (largest + 1) // 2) if largest > 1 else (0, largest)
                 fields[name][:] = rng.integers(low, high, fields[name].shape, endpoint=True)
         self._store = UserStore(fields, np.cumsum([0, *sizes]))

@@ -57,9 +57,8 @@ def class_losses(outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
         both = outputs, targets
         found: Tensor = handle_torch_function(class_losses, both, *both, reduction=reduction)
         return found
-    if (
-        outputs.dim() > 1 and outputs.shape[1] == 1
-    ):  # the loss would be 0, whatever the model learns
+    # With one score the loss would be 0, whatever the model learns.
+    if outputs.dim() > 1 and outputs.shape[1] == 1:
         raise ModelError(
             f"outputs are {list(outputs.shape)}, one score; cross-entropy needs a score of each "
             "class: with one score use the loss binary-cross-entropy, and for numbers mse"
@@ -401,15 +400,15 @@ class Task:
         limits = torch.iinfo(kind)  # beyond them, the index would wrap to another class
         return y != self.ignore_index if limits.min <= self.ignore_index <= limits.max else None
 
-    def shares(self, y: Tensor, axes: int = 1, kind: torch.dtype = torch.float32) -> Tensor:
+    def shares(self, y: Tensor, axes: int = 1) -> Tensor:
         """Return the share of targets that count for each index of the first `axes` axes of y."""
         counts = self.counts(y)
         if counts is None:
-            return torch.ones(y.shape[:axes], dtype=kind, device=y.device)
+            return torch.ones(y.shape[:axes], device=y.device)
         if counts.dim() == axes:
-            return counts.to(kind)
+            return counts.float()
         counts = counts.flatten(axes)
-        return counts.sum(axes).to(kind) / counts.shape[axes]
+        return counts.sum(axes).float() / counts.shape[axes]
 
 
 def _as_input(column: Tensor) -> Tensor:
@@ -582,15 +581,10 @@ class RunningNorm(nn.Module):
 
     def __init__(self, layer: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) -> None:
         super().__init__()
-        mean, variance = layer.running_mean, layer.running_var
-        batches = layer.num_batches_tracked
-        if mean is None or variance is None or batches is None:
-            raise ModelError("a layer without running statistics cannot normalise with them")
         self.eps = layer.eps
         self.weight, self.bias = layer.weight, layer.bias
-        self.register_buffer("running_mean", mean.clone())
-        self.register_buffer("running_var", variance.clone())
-        self.register_buffer("num_batches_tracked", batches.clone())
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            self.register_buffer(name, layer.get_buffer(name).clone())
 
     @property
     def statistics(self) -> dict[str, Tensor]:
@@ -624,7 +618,8 @@ def without_batch_norm(model: nn.Module) -> nn.Module:
         # torch has no public common base of the normalisations with running statistics.
         batch_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
         tracking = bool(getattr(layer, "track_running_stats", False))
-        if (batch_norm or tracking) and not (tracking and type(layer) in _BATCH_NORMS):
+        complete = tracking and all(b is not None for b in layer._buffers.values())
+        if (batch_norm or tracking) and not (complete and type(layer) in _BATCH_NORMS):
             raise ModelError(
                 f"layer {name!r} is {type(layer).__name__}, which mixes examples or keeps "
                 "statistics of them; replace it by GroupNorm, or by BatchNorm that tracks running "

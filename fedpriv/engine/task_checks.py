@@ -35,7 +35,6 @@ from fedpriv.training.request import LocalTraining
 
 _ROUNDING = 0.02  # relative difference of losses that count as equal, for bfloat16
 _ROWS = 16  # on which gradients are computed
-_LARGE = 1e4  # inputs beyond it are likely to be why a model does not learn
 _UNSCALED = 100.0  # inputs beyond it make a model learn slowly
 _SHORT = 1e-3  # of the clipping norm: shorter updates are lost in the noise
 _SUM_ROUNDING = 1e-4  # how far a sum of probabilities in float32 may be from 1
@@ -133,7 +132,7 @@ def check_learns(
     like `examples`.
 
     ModelError: gradients by all parameters are zero or not finite, or a first local step of SGD is
-    not finite or changes no parameter.
+    not finite.
     """
     task = replace(task, model=copy.deepcopy(task.model))
     tried = _Tried.on(task, _counting(task, rows)) if rows else None
@@ -145,9 +144,11 @@ def check_learns(
         tried = tried or random[0]
     if not tried.learns:
         kind = "zero" if tried.finite else "NaN or infinite"
+        general = "check how the model is initialised, and whether units such as ReLU give 0 always"
         raise ModelError(
             f"no user could train the model: gradients of the loss by all parameters are {kind} on "
-            f"{len(tried.y)} {'held-out' if rows else 'random'} rows; {tried.likely_cause}"
+            f"{len(tried.y)} {'held-out' if rows else 'random'} rows; "
+            f"{'; '.join(tried.notes) or general}"
         )
     short = tried.check_first_step(local, clipping_norm)
     return (*tried.notes, *short)
@@ -206,11 +207,13 @@ class _Tried:
     def notes(self) -> tuple[str, ...]:
         """Why the task is likely to train badly, in a sentence each, with the cure."""
         notes, last = list[str](), "softmax" if self.task.loss is cross_entropy else "sigmoid"
-        numbers = {"inputs": self.largest_input}
+        inputs = [*self.x.values()] if isinstance(self.x, dict) else [self.x]
+        numbers = {"inputs": [t for t in inputs if t.is_floating_point()]}
         if self.task.loss in (squared_error, huber):
-            numbers["targets"] = float(self.y.abs().max())
-        for what, largest in numbers.items():
-            if largest > _UNSCALED:
+            numbers["targets"] = [self.y]
+        for what, tensors in numbers.items():
+            largest = max((float(t.abs().max()) for t in tensors), default=0.0)
+            if not largest <= _UNSCALED:
                 notes.append(
                     f"{what} are as large as {largest:.3g}, at which models learn slowly: scale "
                     "them to about 1, by constants that are public"
@@ -220,14 +223,19 @@ class _Tried:
                 "losses of classes are negative, as those of NLLLoss without a LogSoftmax are: use "
                 "cross-entropy"
             )
+        if self.outputs.dim() > 1 and self.outputs.shape[1] == 1 and not self.losses.any():
+            notes.append(
+                "the model gives one score, and the cross-entropy of one class is always 0: use "
+                "the loss binary-cross-entropy, and for numbers mse"
+            )
         if self.are_probabilities:
             notes.append(
                 f"outputs of the model look like probabilities, of which the loss takes the {last} "
                 f"again, so that it learns slowly: let the model end before its {last}"
             )
         try:
-            tensors = self.task.constants(torch.device("cpu")) | _trained(self.task)
-            _check_apart(self.task, tensors, self.x, self.y)
+            kept = self.task.constants(torch.device("cpu")) | _trained(self.task)
+            _check_apart(self.task, kept, self.x, self.y)
         except ModelError as error:  # of users, whose examples may mix
             notes.append(
                 f"examples do not stand alone in a batch, so that figures depend on it: {error}"
@@ -240,28 +248,8 @@ class _Tried:
             )
         return tuple(notes)
 
-    @property
-    def largest_input(self) -> float:
-        """The largest absolute value among the inputs that are no integers."""
-        inputs = self.x.values() if isinstance(self.x, dict) else [self.x]
-        return max((float(t.abs().max()) for t in inputs if t.is_floating_point()), default=0.0)
-
-    @property
-    def likely_cause(self) -> str:
-        """The likely reason why nothing is trained, and the cure."""
-        if self.outputs.dim() > 1 and self.outputs.shape[1] == 1 and not self.losses.any():
-            return (
-                "the model gives one score, and the cross-entropy of one class is always 0: use "
-                "the loss binary-cross-entropy, and for numbers mse"
-            )
-        if not self.largest_input <= _LARGE:
-            return f"inputs are as large as {self.largest_input:.2g}: scale them to about 1"
-        if self.are_probabilities:
-            return "the model ends in a softmax, and cross-entropy takes another: leave it out"
-        return "check how the model is initialised, and whether units such as ReLU give 0 always"
-
     def check_first_step(self, local: LocalTraining, clipping_norm: float) -> tuple[str, ...]:
-        """Refuse a learning rate of SGD at which a user who trains has no finite update, or none.
+        """Refuse a learning rate of SGD at which a user who trains has no finite update.
 
         Return a note if updates are likely to be lost in the noise.
         """
@@ -278,14 +266,6 @@ class _Tried:
             raise ModelError(
                 f"learning_rate is {rate:g}, at which users' first steps are NaN or infinite; it "
                 "must be smaller"
-            )
-        still = all(torch.equal(moved[name], tensor) for name, tensor in start.items())
-        if still and any(
-            bool((start[name] - g != start[name]).any()) for name, g in gradients.items()
-        ):
-            raise ModelError(
-                f"learning_rate is {rate:g}, at which steps change no parameter in float32; it "
-                "must be larger"
             )
         length = rate * steps * math.hypot(*(float(g.norm()) for g in self.gradients.values()))
         if not length < _SHORT * clipping_norm:

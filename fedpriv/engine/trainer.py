@@ -3,7 +3,6 @@
 A user for whom anything raises contributes zero.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -45,8 +44,6 @@ from fedpriv.privacy.clipping_torch import (
 from fedpriv.privacy.gaussian_mechanism import CONTRIBUTORS
 from fedpriv.privacy.round import PartialSum
 from fedpriv.training.request import RoundRequest
-
-_log = logging.getLogger(__name__)
 
 AnyExamples = Examples | OwnExamples
 
@@ -91,6 +88,7 @@ class ChunkSum:
     partial: PartialSum
     diagnostics: tuple[npt.NDArray[np.float64], ...] = ()
     dropped: SimulationOnlyDropped | None = None  # the first dropped user, if `Trainer.naming`
+    reasons: tuple[str, ...] = ()  # why users count as zero, without their data
 
 
 class _Sums:
@@ -102,6 +100,7 @@ class _Sums:
         self.users = self.weight = 0
         self.diagnostics = list[npt.NDArray[np.float64]]()
         self.dropped: SimulationOnlyDropped | None = None
+        self.reasons = list[str]()
         self.pending = list[Callable[[], npt.NDArray[np.int64]]]()  # sums on a GPU
         self.alone = list[tuple[Chunk, Updates]]()  # updates of single users, not yet clipped
 
@@ -114,7 +113,7 @@ class _Sums:
         """Return the sum of everything, under this name."""
         self.wait(0)
         partial = PartialSum(name, self.users, self.total.astype(np.int64), self.weight)
-        return ChunkSum(partial, tuple(self.diagnostics), self.dropped)
+        return ChunkSum(partial, tuple(self.diagnostics), self.dropped, tuple(self.reasons))
 
 
 def blank(users: UserStore, rows: int = 1) -> dict[str, npt.NDArray[np.generic]]:
@@ -309,18 +308,14 @@ class Trainer:
 
     def _drop(self, sums: _Sums, chunk: Chunk, reason: str, error: Exception | None = None) -> None:
         """Record that the first user of a chunk counts as zero."""
-        if not self.naming:  # without the text of the error, which may contain the user's data
-            _log.warning("a user counts as zero: %s", reason)
-        elif sums.dropped is None:
-            sums.dropped = self._dropped(int(chunk.users[0]), reason, error)
-
-    def _dropped(
-        self, user: int, reason: str, error: Exception | None = None
-    ) -> SimulationOnlyDropped:
+        sums.reasons.append(reason)  # not the text of the error, which may contain the user's data
+        if not self.naming or sums.dropped is not None:
+            return
+        user = int(chunk.users[0])
         for name, column in self.users.examples_of(user).items():
             if column.dtype.kind == "f" and not np.isfinite(column).all():
                 reason = f"its field {name!r} holds NaN or infinity"
-        return SimulationOnlyDropped(user, f"{reason}: {error}" if error else reason)
+        sums.dropped = SimulationOnlyDropped(user, f"{reason}: {error}" if error else reason)
 
     def moved(
         self,

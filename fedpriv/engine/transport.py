@@ -129,10 +129,6 @@ class InProcessTransport(Transport):
     def __post_init__(self) -> None:
         activations_named(self.activations, self.device)
         refuse_shared(self.users, "whole users train")
-        if self.processes is not None and self.processes < 1:
-            raise InvalidValueError(f"processes is {self.processes}; it must be at least 1")
-        if self.chunk_memory < 1:
-            raise InvalidValueError(f"chunk_memory is {self.chunk_memory}; it must be positive")
 
     def prepare(self, request: RoundRequest) -> None:
         """Decide how users train, from public facts; ModelError or InvalidValueError if not."""
@@ -158,6 +154,8 @@ class InProcessTransport(Transport):
         diagnostics = list[npt.NDArray[np.float64]]()
         for users, chunk_sum in self._sums(request, limit):
             diagnostics.extend(chunk_sum.diagnostics)
+            for reason in chunk_sum.reasons if self.on_dropped is None else ():
+                _log.warning("a user counts as zero: %s", reason)
             if self.on_dropped is not None and chunk_sum.dropped is not None:
                 self.on_dropped(chunk_sum.dropped)
             yield users if self.hosted is None else self.hosted[users], chunk_sum.partial

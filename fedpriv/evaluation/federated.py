@@ -7,7 +7,7 @@ released with noise, and charged to the ledger of the run.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -45,8 +45,8 @@ _log = logging.getLogger(__name__)
 # A label that is not a class raises an error on a CPU; on a GPU it would end the process.
 _CPU = torch.device("cpu")
 _KEY = bytes(32)  # public, for random numbers that a model draws in evaluation
+_LARGE = 2**10  # integers of a user that must not affect others are at most so large
 _EXTREMES = (1e30, math.inf, math.nan)  # data of a user that must not affect other users
-_LARGE = 2**10  # the largest integer of such a user, unless a smaller one is the largest legal one
 
 
 @dataclass(frozen=True)
@@ -226,9 +226,11 @@ class UserEvaluation:
     def check(self, rows: Fields) -> None:
         """Raise ModelError unless metrics of two public rows exist and depend on these rows alone.
 
-        They must be the same after a user with extreme data was asked.
+        They must be the same after users with extreme numbers were asked.
         """
-        two = {name: column[:2] for name, column in rows.items()}
+        two = {name: rows[name][:2] for name in self.task.fields}
+        indices = Indices(self.task.evaluated(), self.users)
+        whole = [n for n, column in two.items() if column.dtype.kind in "biu"]
         for question in questions_about(self.task, self._initial, self.metrics):
             of, name = cast(QuantityFunction, question.of), question.metric.name
             try:
@@ -239,28 +241,17 @@ class UserEvaluation:
                 raise ModelError(
                     f"metric {name!r} of federated_evaluation cannot be computed: {error}"
                 ) from error
-            for extreme in self._extremes(two):
-                with suppress(Exception):  # a model may refuse such data
-                    of(extreme)
+            # The search, too, shows the model other data.
+            largest = {n: indices.largest(n, _LARGE) for n in whole}
+            for number in _EXTREMES:
+                with suppress(Exception), np.errstate(over="ignore"):  # a model may refuse them
+                    of({n: np.full_like(c, largest.get(n, number)) for n, c in two.items()})
             if not np.array_equal(np.asarray(of(two)), np.asarray(before), equal_nan=True):
                 raise ModelError(
                     f"metric {name!r} of federated_evaluation gives the same user something else "
                     "after others; what it gives must depend on the user's examples and on "
                     "torch's generators alone, which are seeded for each user"
                 )
-
-    def _extremes(self, rows: Fields) -> Iterator[Fields]:
-        """Yield copies of rows that hold the least or largest legal numbers, or non-finite ones."""
-        indices = Indices(self.task.evaluated(), self.users)
-        for end, number in enumerate(_EXTREMES):
-            extreme = {name: rows[name].copy() for name in self.task.fields}
-            for name, column in extreme.items():
-                if column.dtype.kind == "f":
-                    with np.errstate(over="ignore"):  # of float16
-                        column.flat[::2], column.flat[1::2] = number, -number
-                elif column.dtype.kind in "biu":
-                    column[:] = indices.legal(name, _LARGE)[end % 2]
-            yield extreme
 
     @property
     def _initial(self) -> Parameters:

@@ -2,18 +2,17 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedpriv.data.population import HELD_OUT_USER
 from fedpriv.engine.arithmetic import seeded
-from fedpriv.engine.task import HeldOut, Task, called, each_input
+from fedpriv.engine.task import HeldOut, Task, called
 from fedpriv.engine.task_checks import about_words
 from fedpriv.errors import InvalidValueError, ModelError, known_names
 from fedpriv.measures.figures import (
@@ -28,7 +27,6 @@ from fedpriv.measures.figures import (
     class_name,
     spread_over_users,
 )
-from fedpriv.privacy.clipping_torch import TorchTensors
 from fedpriv.privacy.layout import Tensors
 
 _MOST_GROUPS = 50
@@ -65,22 +63,26 @@ def evaluate(
     tensors of their user, which replace those of the model. Random numbers that a model draws in
     evaluation are the same each time. `classes` are names of the targets by number, "" if unknown.
     """
+    task = task.apart()  # what the model keeps of the rows does not outlive their evaluation
+    task.model.eval()
     tensors = {name: tensor.clone() for name, tensor in task.constants(device).items()}
     tensors |= {name: torch.tensor(p, device=device) for name, p in parameters.items()}
-    cells, partitions = _partition(rows, (HELD_OUT_USER, *task.by), len(rows[task.targets]))
-    if classes and task.targets in partitions:
-        named = [class_name(label, classes) for label in partitions[task.targets].labels.tolist()]
-        partitions[task.targets] = replace(partitions[task.targets], labels=np.array(named))
-    accumulator = _Accumulator(cast(Mapping[str, Figure], task.figures), partitions, classes)
-    with _evaluating(task.model), seeded(bytes(32), 0, device):
-        tensors = _channels_last(task, tensors, rows, device)
-        for piece, personal_tensors in _pieces(len(cells), personal):
+    count, partitions = len(rows[task.targets]), dict[str, _Partition]()
+    for name in (HELD_OUT_USER, *task.by):
+        if name in rows:
+            labels, codes = np.unique(rows[name], return_inverse=True)
+            if name == task.targets and classes:
+                labels = np.array([class_name(label, classes) for label in labels.tolist()])
+            partitions[name] = _Partition(labels, torch.from_numpy(codes.ravel()))
+    figures = _Figures(cast(Mapping[str, Figure], task.figures), partitions, classes)
+    with seeded(bytes(32), 0, device):
+        for piece, personal_tensors in _pieces(count, personal):
             columns = {n: torch.tensor(rows[n][piece], device=device) for n in task.fields}
             x, y = task.given(columns)
             replacements = {n: torch.tensor(t, device=device) for n, t in personal_tensors.items()}
             seen = task.seen(called(task.model, tensors | replacements, x), y)
-            accumulator.add(seen, torch.tensor(cells[piece], device=device))
-    return accumulator.evaluation()
+            figures.add(seen, torch.from_numpy(piece))
+    return figures.evaluation()
 
 
 def check_held_out(task: Task, rows: HeldOut, device: torch.device) -> float:
@@ -128,25 +130,10 @@ class _Partition:
     """The parts of held-out rows with the same value of a field."""
 
     labels: npt.NDArray[np.generic]  # [P] value of the field in each part
-    of_cell: Tensor  # [U] part of each cell
+    part_of: Tensor  # [n] number of the part of each row
 
 
-def _partition(
-    rows: HeldOut, fields: Iterable[str], count: int
-) -> tuple[npt.NDArray[np.int64], dict[str, _Partition]]:
-    """Return the cell of each row, [n], and the parts by field, for fields that rows have.
-
-    Rows of one cell have the same values of all these fields.
-    """
-    parts = {name: np.unique(rows[name], return_inverse=True) for name in fields if name in rows}
-    codes = [np.zeros(count, np.int64), *(code for _, code in parts.values())]
-    cells, of_row = np.unique(np.stack(codes, 1), axis=0, return_inverse=True)
-    of_cells = torch.from_numpy(cells[:, 1:]).unbind(1)
-    pairs = zip(parts.items(), of_cells, strict=True)
-    return of_row.ravel(), {name: _Partition(part[0], of_cell) for (name, part), of_cell in pairs}
-
-
-class _Accumulator:
+class _Figures:
     """Computes figures of rows that arrive piece by piece: of all rows, and of each part of them.
 
     A figure that raises is recorded as failed, so that the run keeps its model and other figures.
@@ -159,43 +146,43 @@ class _Accumulator:
         classes: Sequence[str],
     ) -> None:
         self._partitions, self._classes = partitions, classes
-        self._cells = max((len(part.of_cell) for part in partitions.values()), default=1)
         self._summed = {"loss": LOSS, "accuracy": ACCURACY}
         self._summed |= {n: figure for n, figure in figures.items() if isinstance(figure, Sums)}
         self._functions = {n: f for n, f in figures.items() if not isinstance(f, Sums)}
-        self._sums, self._collected = dict[str, Tensor](), list[Collected]()
-        self._failed: dict[str, str] = {}
+        self._totals = dict[str, Tensor]()  # [1, k] of all rows
+        self._sums: dict[str, dict[str, Tensor]] = {n: {} for n in partitions}  # [P, k] of parts
+        self._collected, self._failed = list[Collected](), dict[str, str]()
 
-    def add(self, seen: Seen, cells: Tensor) -> None:
-        """Add rows [n] and the numbers of their cells, [n]."""
+    def add(self, seen: Seen, rows: Tensor) -> None:
+        """Add rows [n] with these numbers."""
         if not are_classes(seen):
             self._summed.pop("accuracy", None)
-            self._sums.pop("accuracy", None)
+            self._totals.pop("accuracy", None)
         for name in [name for name in self._summed if name not in self._failed]:
             try:
                 terms = self._summed[name].of_rows(seen)
             except Exception as error:
                 self._failed[name] = str(error)
                 continue
-            sums = self._sums.setdefault(name, terms.new_zeros((self._cells, terms.shape[1])))
-            _ = sums.index_add_(0, cells, terms) if len(sums) > 1 else sums.add_(terms.sum(0))
+            self._totals[name] = self._totals.get(name, 0.0) + terms.sum(0, keepdim=True)
+            for field, part in self._partitions.items():
+                zeros = terms.new_zeros((len(part.labels), terms.shape[1]))
+                sums = self._sums[field].setdefault(name, zeros)
+                sums.index_add_(0, part.part_of[rows].to(terms.device), terms)
         if self._functions:
-            self._collected.append(Collected.of(seen, cells))
+            self._collected.append(Collected.of(seen, rows))
 
     def evaluation(self) -> Evaluation:
         """Return figures of all rows, of groups of rows, and their spread over users."""
         whole = dict[str, float]()
         parts: dict[str, dict[str, npt.NDArray[np.float64]]] = {n: {} for n in self._partitions}
-        for name, sums in self._sums.items():
+        for name, total in self._totals.items():
             finish = self._summed[name].finish
-            whole[name] = float(finish(sums.sum(0, keepdim=True)))
-            for field, part in self._partitions.items():
-                of_parts = sums.new_zeros((len(part.labels), sums.shape[1]))
-                of_parts.index_add_(0, part.of_cell.to(sums.device), sums)
-                parts[field][name] = finish(of_parts).cpu().numpy()
-        rows = Collected.joined(self._collected) if self._functions else None
+            whole[name] = float(finish(total))
+            for field, sums in self._sums.items():
+                parts[field][name] = finish(sums[name]).cpu().numpy()
         for name, function in self._functions.items():
-            assert rows is not None
+            rows = Collected.joined(self._collected)
             try:
                 values = rows.values(function, self._classes)
             except Exception as error:
@@ -203,7 +190,7 @@ class _Accumulator:
                 continue
             whole |= {f"{name}: {key}" if key else name: value for key, value in values.items()}
             for field, part in self._partitions.items() if "" in values else ():
-                in_parts = replace(rows, owners=part.of_cell[rows.owners])
+                in_parts = replace(rows, owners=part.part_of[rows.owners])
                 parts[field][name] = in_parts.by_user(function, len(part.labels))
         failed = dict.fromkeys(self._failed, math.nan)
         figures = {name: value for name, value in {**whole, **failed}.items() if name not in ALWAYS}
@@ -227,42 +214,9 @@ def _by_group(
             yield f"{name} by {field}: gap", float(np.ptp(of_groups[finite]))
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode; afterwards each module gets its former mode back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
 def _pieces(
     rows: int, personal: Iterable[tuple[npt.NDArray[np.int64], Tensors]] | None
 ) -> Iterator[tuple[npt.NDArray[np.int64], Tensors]]:
     for positions, tensors in [(np.arange(rows), {})] if personal is None else personal:
         for start in range(0, len(positions), _ROWS):
             yield positions[start : start + _ROWS], tensors
-
-
-def _channels_last(
-    task: Task, tensors: TorchTensors, rows: HeldOut, device: torch.device
-) -> TorchTensors:
-    """Return the tensors, with weights of convolutions channels last: a CPU pools outputs faster.
-
-    They are returned unchanged if the model fails with them, as it may on a view, or if its outputs
-    differ.
-    """
-    weights = {name: t for name, t in tensors.items() if t.dim() == 4}
-    if device.type != "cpu" or not weights:
-        return tensors
-    last = {n: t.clone(memory_format=torch.channels_last) for n, t in weights.items()}
-    with suppress(Exception):
-        x, _ = task.given({name: torch.tensor(rows[name][:1]) for name in task.fields})
-        two = each_input(lambda t: torch.cat([t, t]), x)  # views may succeed on a batch of one only
-        actual, expected = (called(task.model, tensors | t, two) for t in (last, {}))
-        if torch.allclose(actual, expected, 1e-4, 1e-5, equal_nan=True):
-            return tensors | last
-    return tensors

@@ -93,24 +93,19 @@ def with_paths(table: Mapping[str, Any], move: Callable[[str], str]) -> dict[str
         if isinstance(inner := table.get(section), Mapping)
     }
     if isinstance(table.get("data"), Mapping):
-        moved["data"] = _with_data_paths(table["data"], "name", move)
+        moved["data"] = _with_data_paths(table["data"], move)
     if isinstance(tune := table.get("tune"), Mapping) and isinstance(tune.get("public"), Mapping):
-        moved["tune"] = {**tune, "public": _with_data_paths(tune["public"], "name", move)}
+        moved["tune"] = {**tune, "public": _with_data_paths(tune["public"], move)}
     return {**table, **moved}
 
 
-def _with_data_paths(
-    data: Mapping[str, Any], name: str, move: Callable[[str], str]
-) -> dict[str, Any]:
+def _with_data_paths(data: Mapping[str, Any], move: Callable[[str], str]) -> dict[str, Any]:
     """Apply `with_paths` to a table with the name of a population and its options."""
     options = data.get("options")
-    if not isinstance(options, Mapping) or ":" in str(data.get(name)):
+    if not isinstance(options, Mapping) or ":" in str(data.get("name")):
         return dict(data)
     moved = {k: move(v) for k, v in options.items() if k in _DATA_PATHS and isinstance(v, str)}
-    options = {**options, **moved}
-    if "population" in options:  # a population that is dealt to users anew
-        options = _with_data_paths(options, "population", move)
-    return {**data, "options": options}
+    return {**data, "options": {**options, **moved}}
 
 
 def checked(model: type[_Model], table: Mapping[str, object], source: str) -> _Model:
@@ -600,7 +595,7 @@ class TuneSection(Section):
     law: Literal["negative-binomial", "poisson"] = "negative-binomial"  # of the random number
     # η of the truncated negative binomial; 1 is geometric, and 0 would be logarithmic.
     shape: Annotated[Positive, Field(ge=1e-9)] = 1.0
-    objective: str = "accuracy"  # a figure of the held-out rows, or "private:NAME" of a metric
+    objective: str = "accuracy"  # a figure of the held-out rows
     better: Literal["larger", "smaller"] | None = None  # None: known for built-in objectives
     held_out_is_public: bool = False  # must be true to compare trials on users
     public: PeopleSection | None = None  # people who are not enrolled
@@ -714,6 +709,24 @@ class Config(Section):
                 "their own"
             )
         refuse_training_of(drawn, self.local, self.averaging.cap)
+        return self
+
+    @model_validator(mode="after")
+    def _must_fit_the_trust(self) -> Self:
+        if self.federation is None or self.federation.secure_sum is None:
+            return self
+        given = {
+            "audit": self.audit,
+            "federated_evaluation": self.federated_evaluation,
+            "output.simulation_only": self.output.simulation_only,
+            "averaging.floor": self.averaging.floor,
+        }
+        for name, value in given.items():
+            if value:
+                raise ValueError(
+                    f'{name} is given and federation.trust is "none"; it must be left out, since '
+                    "it needs a server that draws cohorts or sees their sums"
+                )
         return self
 
     @property

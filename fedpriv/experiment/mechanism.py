@@ -12,7 +12,7 @@ from typing import Literal, Self
 
 from fedpriv.accounting.accountants import Bound, accountant_named
 from fedpriv.accounting.calibration import smallest_noise
-from fedpriv.accounting.factorisation import Objective, Workload, optimal_bands, optimal_buffers
+from fedpriv.accounting.factorisation import Objective, optimal_bands, optimal_buffers
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiment.grouping import (
     Allocation,
@@ -324,8 +324,8 @@ class BandedNoise(NoisePolicy):
         # Columns of a user's rounds do not meet then.
         if sampling.policy is SamplingPolicy.BANDED_POISSON:
             schedule = Schedule(schedule.rounds)
-        objective, workload = _objective(self.objective), Workload(self.momentum)
-        return BandedStrategy(optimal_bands(schedule, bands, objective, workload))
+        objective = _objective(self.objective)
+        return BandedStrategy(optimal_bands(schedule, bands, objective, self.momentum))
 
 
 @dataclass(frozen=True)
@@ -350,10 +350,8 @@ class BufferedNoise(NoisePolicy):
         decays, weights = _numbers("decays", self.decays), _numbers("weights", self.weights)
         if decays or weights:
             return BufferedStrategy(decays, weights)
-        objective, workload = _objective(self.objective), Workload(self.momentum)
-        return BufferedStrategy(
-            *optimal_buffers(_series(sampling), self.buffers, objective, workload)
-        )
+        objective, series = _objective(self.objective), _series(sampling)
+        return BufferedStrategy(*optimal_buffers(series, self.buffers, objective, self.momentum))
 
 
 NOISE_POLICIES: Mapping[str, type[NoisePolicy]] = {

@@ -25,7 +25,6 @@ from fedpriv.flower.messages import Introduction, ShareSum, WorkerTask, content_
 from fedpriv.training.request import RoundRequest
 
 _log = logging.getLogger(__name__)
-_LONGEST_TROUBLE = 400  # characters
 
 NodeConfig = Mapping[str, object]
 """Flower's configuration of a node, with `partition-id` and `num-partitions`."""
@@ -36,7 +35,8 @@ def introduce(content: RecordDict, settings: NodeConfig) -> Introduction:
 
     FedprivError: the message or the configuration is invalid, or the population cannot be loaded.
     """
-    population = _population(_header_in(content))
+    (work,) = flower_messages.parts_in(content)
+    population = _population(work)
     number, shard = _place(population.users.population, settings)
     return Introduction(
         number, flower_messages.digest_of_shard(population.name, population.users, shard)
@@ -48,10 +48,11 @@ def respond(content: RecordDict, settings: NodeConfig) -> ShareSum:
 
     The text of an error may contain users' data.
     """
-    request, header = flower_messages.unpickled(content, RoundRequest), _header_in(content)
-    _, shard = _place(_population(header).users.population, settings)
+    work, packed = flower_messages.parts_in(content)
+    request: RoundRequest = pickle.loads(packed)
+    _, shard = _place(_population(work).users.population, settings)
     users = request.users[(request.users >= shard.start) & (request.users < shard.stop)]
-    return ShareSum(len(users), _trainer(header).answer(replace(request, users=users)))
+    return ShareSum(len(users), _trainer(work).answer(replace(request, users=users)))
 
 
 def _place(population: int, settings: NodeConfig) -> tuple[int, range]:
@@ -64,32 +65,21 @@ def _place(population: int, settings: NodeConfig) -> tuple[int, range]:
     return worker, flower_messages.shard_of(population, worker, workers)
 
 
-def _header_in(content: RecordDict) -> bytes:
-    if header := flower_messages.header_in(content, flower_messages.WORK):
-        return header
-    raise InvalidValueError("the message does not say which users a worker is to load")
-
-
-def _work_of(header: bytes) -> WorkerTask:
-    work: WorkerTask = pickle.loads(header)
-    return work
-
-
 # A worker's process lasts for the whole run, and receives messages to all nodes.
 @lru_cache(maxsize=1)
-def _population(header: bytes) -> Population:
-    work = _work_of(header)
+def _population(packed: bytes) -> Population:
+    work: WorkerTask = pickle.loads(packed)
     return load_population(work.name, work.options)
 
 
 @lru_cache(maxsize=1)
-def _trainer(header: bytes) -> NodeTrainer:
-    work = _work_of(header)
+def _trainer(packed: bytes) -> NodeTrainer:
+    work: WorkerTask = pickle.loads(packed)
     device, task = device_named(work.device), build_task(**vars(work.task))
     return NodeTrainer(
         InProcessTransport(
             task,
-            population_for(task, _population(header)).users,
+            population_for(task, _population(packed)).users,
             device,
             chunk_memory_of(work.chunk_mebibytes, device),
             activations=activations_named(work.activations, device),
@@ -119,14 +109,11 @@ def _reply(
     message: Message, answer: Callable[[], object], describe: Callable[[FedprivError], str]
 ) -> Message:
     try:
-        content = content_of({}, flower_messages.pickled(answer()))
+        answered = answer()
     except Exception as error:  # the text of errors other than ours may contain users' data
-        trouble = describe(error) if isinstance(error, FedprivError) else _kind_of(error)
+        answered = describe(error) if isinstance(error, FedprivError) else _kind_of(error)
         _log.error("a message cannot be answered: %s", _kind_of(error))
-        content = content_of(
-            {flower_messages.TROUBLE: trouble[:_LONGEST_TROUBLE].encode(errors="replace")}
-        )
-    return Message(content, reply_to=message)
+    return Message(content_of(pickle.dumps(answered)), reply_to=message)
 
 
 def _kind_of(error: Exception) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from time import monotonic
-from typing import Self
+from typing import Self, TypeVar
 
 from flwr.app import DEFAULT_TTL, Message, MessageType
 from flwr.serverapp import Grid
@@ -17,7 +17,7 @@ from fedpriv.data.population import UserStore
 from fedpriv.errors import InvalidValueError, StoppedError, WireError, WorkerError
 from fedpriv.experiment.build import Experiment, refuse_if_few_count, simulated
 from fedpriv.flower import messages as flower_messages
-from fedpriv.flower.messages import Introduction, ShareSum, Value, WorkerTask, content_of
+from fedpriv.flower.messages import Introduction, ShareSum, WorkerTask, content_of
 from fedpriv.privacy.round import PartialSum, PrivacyRecords
 from fedpriv.run.run import Follow, Run, RunSetup
 from fedpriv.run.terminal import execute
@@ -26,6 +26,7 @@ from fedpriv.support.logs import SIMULATION_ONLY, one_line, trouble
 from fedpriv.training.request import RoundRequest, Transport
 
 _log = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
 _STOP_CHECK_SECONDS = 0.2
 _CONNECTION_SECONDS = 60.0
 _START_SECONDS = 600.0  # for a worker to import torch and load all users' data
@@ -51,10 +52,9 @@ class GridTransport(Transport):
 
     def collect(self, request: RoundRequest) -> Iterator[PartialSum]:
         """Yield the sum of each worker; WorkerError if one fails, StoppedError if `stopping`."""
-        shared, answered = flower_messages.pickled(request), 0
-        headers = {flower_messages.WORK: self.work}
+        shared, answered = pickle.dumps(request), 0
         messages = (
-            (str(worker), Message(content_of(headers, shared), node, MessageType.TRAIN))
+            (str(worker), Message(content_of(self.work, shared), node, MessageType.TRAIN))
             for worker, node in self.workers.items()
         )
         deadline = monotonic() + self.seconds
@@ -83,15 +83,19 @@ class GridTransport(Transport):
         return replace(answer.partial, node=f"worker-{worker}")
 
 
-def _answer_in(reply: Message | str, kind: type[Value], node: int) -> Value:
+def _answer_in(reply: Message | str, kind: type[_Answer], node: int) -> _Answer:
     """Return the answer in the reply of a node; WireError, with the reason, if it has none."""
     if isinstance(reply, str):
         raise WireError(f"{reply}; fedpriv must be installed there")
     if reply.metadata.src_node_id != node:
         raise WireError("it comes from another node than the one that was asked")
-    if reason := flower_messages.header_in(reply.content, flower_messages.TROUBLE):
-        raise WireError(one_line(reason.decode(errors="replace")))
-    return flower_messages.unpickled(reply.content, kind)
+    parts = flower_messages.parts_in(reply.content)
+    value: object = pickle.loads(parts[0]) if parts else None
+    if isinstance(value, str):  # why the worker cannot answer
+        raise WireError(one_line(value))
+    if not isinstance(value, kind):
+        raise WireError(f"a message holds no {kind.__name__}")
+    return value
 
 
 def introduced_workers(
@@ -116,8 +120,8 @@ def introduced_workers(
         raise WorkerError(f"{present}; the run is configured for {workers}")
     shards = [flower_messages.shard_of(users.population, k, workers) for k in range(workers)]
     expected = [flower_messages.digest_of_shard(population, users, shard) for shard in shards]
-    headers, numbers = {flower_messages.WORK: work}, dict[int, int]()
-    messages = ((str(i), Message(content_of(headers), i, MessageType.QUERY)) for i in ids)
+    numbers = dict[int, int]()
+    messages = ((str(i), Message(content_of(work), i, MessageType.QUERY)) for i in ids)
     end = monotonic() + _START_SECONDS
     for node, reply in flower_messages.exchange(grid, messages, end, stopping):
         try:
@@ -149,6 +153,11 @@ class GridSimulation:
         setup.refuse_true_figures("on workers")
         experiment, transport = simulated(setup.config, setup.run, setup.spent)
         setup.refuse_examples(experiment.plan, "on workers")
+        if experiment.plan.secure_sum is not None:
+            raise InvalidValueError(
+                'federation.trust is "none"; on workers it must be "server", since only a '
+                "simulation in one process has nodes of its own"
+            )
         setup.refuse_other_plan(experiment)
         if not (setup.resuming or setup.keep_going):
             refuse_if_few_count(experiment, transport)

@@ -1,20 +1,19 @@
 """The content of messages on Flower's runtime, and their exchange.
 
-Messages consist of records. A message to an app's mod, and its answer, hold serialised messages of
-`fedpriv.wire` and the bytes of a sum. A simulation and its workers, which run on
-one cluster of Ray, trust each other and send pickled values. Both sides must run the same version
-of fedpriv.
+A message to an app's mod has two parts, a serialised clipping of `fedpriv.wire` and numbers of
+users, and its answer holds the bytes of a sum. A simulation and its workers, which run on one
+cluster of Ray, trust each other and send pickled values: the `WorkerTask`, and then the request of
+a round. Both sides must run the same version of fedpriv.
 """
 
 import hashlib
 import json
-import pickle
 import queue
 import threading
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,19 +32,15 @@ from fedpriv.wire.messages import CLIPPING
 if TYPE_CHECKING:
     from flwr.serverapp import Grid  # which nodes do not use
 
-CLIPPED, USERS = "clipping", "users"  # headers: a clipping, and numbers of users at the node
-WORK, TROUBLE = "work", "trouble"  # headers: a pickled `WorkerTask`, and why a worker cannot do it
-RECORD = "fedpriv"  # name of the record with headers
-ARRAY = RECORD + ".array"  # name of the record with an array
-_VERSION = "version"
+RECORD = "fedpriv"  # name of the record with the version and parts of a message
+ARRAY = RECORD + ".array"  # name of the record with a sum
+_VERSION, _PARTS = "version", "parts"
 _RAW = "bytes"  # a format that Flower does not decode
-_BYTES_AT_ONCE = 2**24
 _FIRST_POLL_SECONDS = 0.005
 _POLL_GROWTH = 1.2  # a reply is noticed after at most a fifth of the time that it took
 _LONGEST_POLL_SECONDS = 0.5
 _STOP_CHECK_SECONDS = 0.2
 
-Value = TypeVar("Value")
 Reply = tuple[str, Message | str]  # key of a message, and its reply or why there is none
 
 
@@ -89,98 +84,67 @@ def digest_of_shard(population: str, users: UserStore, shard: range) -> bytes:
     They depend on the population's name and on the ids, fields and rows of the shard's users. Since
     guesses of users' data can be tested with a digest, only workers and the server may see it.
     """
-    fields, ids = sorted(users.fields.items()), [users.id_of(user) for user in shard]
-    cuts = users.offsets[shard.start : shard.stop + 1].tolist()
+    fields = sorted(users.fields.items())
     kinds = [(name, field.dtype.str, field.shape[1:]) for name, field in fields]
-    header = (population, ids, [cut - cuts[0] for cut in cuts], kinds)
-    digest = hashlib.sha256(json.dumps(header).encode())
-    row_bytes = sum(field.nbytes for _, field in fields) // max(1, users.rows)
-    at_once = 1 + _BYTES_AT_ONCE // (1 + row_bytes)
-    for first in range(cuts[0], cuts[-1], at_once):
-        rows = users.take(np.arange(first, min(first + at_once, cuts[-1])))
-        for name, _ in fields:
-            digest.update(rows[name].tobytes())
+    digest = hashlib.sha256(json.dumps([population, kinds]).encode())
+    for user in shard:
+        rows = users.rows_of(user)
+        digest.update(json.dumps([users.id_of(user), rows.stop - rows.start]).encode())
+        for _, field in fields:
+            digest.update(field[rows].tobytes())
     return digest.digest()
 
 
-def _raw(data: bytes) -> Array:
-    return Array(dtype="uint8", shape=(len(data),), stype=_RAW, data=data)
+def content_of(*parts: bytes) -> RecordDict:
+    """Return the content of a message of some parts."""
+    return RecordDict({RECORD: ConfigRecord({_VERSION: __version__, _PARTS: [*parts]})})
 
 
-def pickled(value: object) -> Array:
-    """Return a value for a process that trusts this one; several messages may share it."""
-    return _raw(pickle.dumps(value))
-
-
-def unpickled(content: RecordDict, kind: type[Value]) -> Value:
-    """Return the value in a message of a trusted process; WireError if it has no such value."""
-    value: object = pickle.loads(_array_in(content).data)
-    if not isinstance(value, kind):
-        raise WireError(f"a message holds no {kind.__name__}")
-    return value
-
-
-def content_of(headers: Mapping[str, bytes], array: Array | None = None) -> RecordDict:
-    """Return the content of a message from headers by name, and perhaps an array."""
-    content = RecordDict({RECORD: ConfigRecord({_VERSION: __version__, **headers})})
-    if array is not None:
-        content[ARRAY] = ArrayRecord({RECORD: array})
-    return content
-
-
-def header_in(content: RecordDict, name: str) -> bytes | None:
-    """Return the header of this name, if there is one.
-
-    WireError: the message is not from this version of fedpriv, or the header is not bytes.
-    """
+def parts_in(content: RecordDict) -> list[bytes]:
+    """Return the parts of a message; WireError: it is not from this version of fedpriv."""
     record = content.get(RECORD)
     if not isinstance(record, ConfigRecord):
         raise WireError("a message holds no record of fedpriv")
-    version = str(record.get(_VERSION))
+    version, parts = str(record.get(_VERSION)), record.get(_PARTS)
     if version != __version__:
         both = f"{version[:MAX_NAME]!r}, this side {__version__!r}; both must be the same"
         raise WireError(f"the other side runs fedpriv {both}")
-    header = record.get(name)
-    if not isinstance(header, bytes | None):
-        raise WireError(f"header {name!r} holds no bytes")
-    return header
-
-
-def _array_in(content: RecordDict) -> Array:
-    arrays = content.get(ARRAY)
-    array = arrays.get(RECORD) if isinstance(arrays, ArrayRecord) else None
-    if array is None:
-        raise WireError("the array of a message is missing")
-    return array
+    if not isinstance(parts, list) or not all(isinstance(part, bytes) for part in parts):
+        raise WireError("the parts of a message are not bytes")
+    return cast(list[bytes], parts)
 
 
 def asking(clipping: Clipping, users: npt.NDArray[np.int64]) -> RecordDict:
     """Return the content of a message to an app's mod, with the users to train and the clipping."""
-    header = CLIPPING.encode(clipping).SerializeToString()
-    return content_of({CLIPPED: header, USERS: users.astype("<i8").tobytes()})
+    encoded = CLIPPING.encode(clipping).SerializeToString()
+    return content_of(encoded, users.astype("<i8").tobytes())
 
 
 def asked(content: RecordDict) -> tuple[Clipping, npt.NDArray[np.int64]]:
     """Return the clipping and the distinct users in a message of `asking`, or raise WireError."""
-    header = header_in(content, CLIPPED)
-    users = header_in(content, USERS)
-    if header is None or users is None or len(users) % 8:
+    parts = parts_in(content)
+    if len(parts) != 2 or len(parts[1]) % 8:
         raise WireError("a message does not say whom to train and how to clip")
-    numbers = np.frombuffer(users, "<i8").astype(np.int64)
+    numbers = np.frombuffer(parts[1], "<i8").astype(np.int64)
     if np.unique(numbers).size < numbers.size:
         raise WireError("a message asks for a user twice")
-    return CLIPPING.decode(parse(pb.Clipping, header, NODE_RECEIVES_BYTES)), numbers
+    return CLIPPING.decode(parse(pb.Clipping, parts[0], NODE_RECEIVES_BYTES)), numbers
 
 
 def summed(total: IntegerVector) -> RecordDict:
     """Return the content of an answer with the sum [D] of contributions."""
-    return content_of({}, _raw(total.astype("<i8").tobytes()))
+    content, data = content_of(), total.astype("<i8").tobytes()
+    array = Array(dtype="uint8", shape=(len(data),), stype=_RAW, data=data)
+    content[ARRAY] = ArrayRecord({RECORD: array})
+    return content
 
 
 def sum_in(content: RecordDict, dimension: int) -> IntegerVector:
     """Return the sum [D] in an answer of `summed`, or raise WireError."""
-    header_in(content, USERS)  # raises if the answer is from another version
-    data = _array_in(content).data
+    parts_in(content)  # raises if the answer is from another version
+    arrays = content.get(ARRAY)
+    array = arrays.get(RECORD) if isinstance(arrays, ArrayRecord) else None
+    data = b"" if array is None else array.data
     if len(data) != 8 * dimension:
         raise WireError(f"a sum has {len(data)} bytes; it must have {8 * dimension}")
     return np.frombuffer(data, "<i8").astype(np.int64)

@@ -42,7 +42,7 @@ ALWAYS = ("accuracy", "loss")  # figures that are always measured
 BETTER: Mapping[str, Literal["larger", "smaller"]] = {
     **dict.fromkeys(("accuracy", "auc", "balanced-accuracy", "f1"), "larger"),
     **dict.fromkeys(("precision", "r2", "recall", "top-k"), "larger"),
-    **dict.fromkeys(("brier", "calibration-error", "loss", "mae", "perplexity", "rmse"), "smaller"),
+    **dict.fromkeys(("calibration-error", "loss", "mae", "perplexity", "rmse"), "smaller"),
 }
 
 
@@ -266,17 +266,6 @@ def _share(part: Tensor, whole: Tensor, exists: Tensor) -> Tensor:
     return torch.where(exists > 0.0, part / whole.clamp(min=1.0), torch.nan)
 
 
-def _brier() -> Sums:
-    """Return the score of Brier 1950: Σ (probability − 1[true class])² over classes, in [0, 2]."""
-
-    def scores(seen: Seen) -> Tensor:
-        probabilities = _classified(seen, "brier").double().softmax(-1)
-        true = functional.one_hot(_classes(seen), probabilities.shape[-1])
-        return (probabilities - true).square().sum(-1)
-
-    return _mean_of(scores)
-
-
 def _calibration_error(bins: int = 15) -> Sums:
     """Return the expected calibration error of Guo et al. 2017, equation 3.
 
@@ -373,7 +362,6 @@ FIGURES: Mapping[str, Callable[..., Figure]] = {
     "balanced-accuracy": partial(
         _of_classes("balanced-accuracy", lambda right, _, true: _share(right, true, true)), None
     ),
-    "brier": _brier,
     "calibration-error": _calibration_error,
     "confusion": _confusion,
     "f1": _of_classes(

@@ -9,7 +9,7 @@ norms adapt. They are vector groups of the same query, each with a share of the 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -129,6 +129,30 @@ def noise_stddevs(
     )
 
 
+def rounded_noise(
+    key_of: Callable[[str], bytes], clipping: Clipping, stddevs: Sequence[float]
+) -> IntegerVector:
+    """Return noise K in steps, int64 [D], with the exact law of a rounded normal, by component.
+
+    `key_of` gives a fresh key by the name of a vector group, for this draw alone; `stddevs` are in
+    steps, one for each group.
+    """
+    stddev_of = dict(zip((group.name for group in clipping.groups), stddevs, strict=True))
+    sizes = {group.name: group.dimension(clipping.layout) for group in clipping.groups}
+    return _in_place(clipping, lambda g: rounded_gaussian(key_of(g), sizes[g], stddev_of[g]))
+
+
+def _in_place(clipping: Clipping, vector_of: Callable[[str], IntegerVector]) -> IntegerVector:
+    """Return the vectors of all groups [d_g] in the places of their tensors: [D]."""
+    vector = np.empty(clipping.layout.dimension, np.int64)
+    for group in clipping.groups:
+        rest = vector_of(group.name)
+        for span in clipping.spans[group.name]:
+            size = span.stop - span.start
+            vector[span], rest = rest[:size], rest[size:]
+    return vector
+
+
 @dataclass(frozen=True)
 class GaussianQuery:
     """Releases (Σ_{i in cohort} c(v_i) + N(0, σ²))/denominator, group by group.
@@ -244,7 +268,6 @@ class GaussianQuery:
             )
         if weight < 0:
             raise InvalidValueError(f"weight is {weight}; it must not be negative")
-        numerator, noised = self._numerator(total, weight), np.empty(dimension, np.int64)
         # Sensitivity: adding or removing one user changes the part of group g of a sum by its
         # contribution, whole numbers a with Σa² ≤ B_g, so by at most γ_g·√B_g ≤ S_g = Δ_g, exactly;
         # with a floor, by at most Δ_g of `sensitivities`, see `_numerator`. Divided by σ_g, group
@@ -252,17 +275,13 @@ class GaussianQuery:
         # the noise is N(0, I): equation (1). If examples are drawn, this holds for each example,
         # and a user with j drawn examples changes all parts together by at most j/z. Rounding noise
         # to whole steps is post-processing, since the numbers it is added to are whole.
-        for group, stddev in zip(clipping.groups, self.noise_stddevs, strict=True):
-            if correlated is not None:
-                noise = correlated[group.name]
-            else:
-                key = entropy.key(f"{purpose}/{group.name}")
-                count = group.dimension(clipping.layout)
-                noise = rounded_gaussian(key, count, stddev / group.granularity)
-            for span in clipping.spans[group.name]:
-                size = span.stop - span.start
-                np.add(numerator[span], noise[:size], out=noised[span])
-                noise = noise[size:]
+        if correlated is not None:
+            noised = _in_place(clipping, correlated.__getitem__)
+        else:
+            pairs = zip(clipping.groups, self.noise_stddevs, strict=True)
+            stddevs = [stddev / group.granularity for group, stddev in pairs]
+            noised = rounded_noise(lambda g: entropy.key(f"{purpose}/{g}"), clipping, stddevs)
+        noised += self._numerator(total, weight)
         return self.averaged(noised), self.events
 
     def averaged(self, noised: IntegerVector) -> FloatVector:

@@ -1,8 +1,9 @@
 """The private round of training and analytics: draw, collect, charge, add noise, release.
 
 `private_round` is the only caller of `release`, and `release` is the only caller of the code that
-draws noise (`tests/privacy/test_round.py`). Between the draw and the charge, the round collects the
-`PartialSum`s of its users.
+draws noise (`tests/privacy/test_round.py`), except for nodes of a `secure_round`, which draw their
+users and shares of the noise. Between the draw and the charge, the round collects the `PartialSum`s
+of its users, or a masked sum.
 """
 
 import logging

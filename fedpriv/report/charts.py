@@ -26,7 +26,6 @@ from markupsafe import Markup
 from fedpriv import __version__
 from fedpriv.errors import InvalidValueError
 from fedpriv.report.tables import Table
-from fedpriv.support.checks import require
 from fedpriv.support.disk import write_atomically, writing
 
 # Distinguishable with colour vision deficiency, on white and on black; marker shapes and dashes
@@ -34,7 +33,6 @@ from fedpriv.support.disk import write_atomically, writing
 COLOURS = ("#3a86c8", "#d9622b", "#1a9a72", "#c973a6", "#c98a00", "#8a74c9", "#2aa3b8", "#8a8a8a")
 _SHAPES = ("circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-left")
 _MARKERS = 20  # on a line, at most
-_LARGEST = 400  # area of the largest marker of points with sizes, in square pixels
 _BREAK = 40  # characters of an axis title that fit on a phone
 _SIZE = (600, 300)  # of the plot in a file, in pixels at 96 per inch
 # Width of the legend, since Vega computes the width of the plot too late.
@@ -60,9 +58,6 @@ class Axis:
     from_zero: bool = False  # whether a linear scale without ends includes zero
     ticks: tuple[tuple[float, str], ...] = ()  # values and labels; empty: round numbers
 
-    def __post_init__(self) -> None:
-        require(bool(self.name), f"an axis with unit {self.unit!r} has no name; it must have one")
-
     @property
     def title(self) -> str:
         """The quantity with its unit, if it has one."""
@@ -81,7 +76,6 @@ class Series:
     dashed: bool = False
     joined: bool = True  # whether a line joins the points
     marked: bool = True  # whether points have markers
-    sizes: Sequence[float] = ()  # relative areas of markers; empty: equal ones
     bars: bool = False  # error bars instead of a band
     colour: int | None = None  # index in COLOURS; None: the next
 
@@ -218,9 +212,6 @@ def _layers(chart: Chart, *, clip: bool) -> list[alt.Chart]:
     spread = {"y": alt.Y("low:Q"), "y2": alt.Y2("high:Q")}
     dash = alt.when("datum.dashed").then(alt.value([6, 4])).otherwise(alt.value([1, 0]))
     points = base.mark_point(filled=True, size=45, opacity=1, clip=clip)
-    if any(series.sizes for series in chart.series):
-        scale = alt.Scale(zero=True, rangeMin=0, rangeMax=_LARGEST)
-        points = points.encode(size=alt.Size("size:Q", scale=scale, legend=None))
     marks = {
         "band": base.mark_area(fillOpacity=0.2, clip=clip).encode(**spread),
         "bar": base.mark_rule(strokeWidth=1.5, clip=clip).encode(**spread),
@@ -260,14 +251,12 @@ def _rows(chart: Chart) -> alt.InlineData:
     """Return a row for each point, with the names of the marks that show it."""
     rows = []
     for series in chart.series:
-        spacing = 1 if series.sizes else math.ceil(len(series.x) / _MARKERS)
+        spacing = math.ceil(len(series.x) / _MARKERS)
         for index, (x, y) in enumerate(zip(series.x, series.y, strict=True)):
             row: dict[str, object] = {"series": series.name, "x": _on_axis(x, chart.x)}
             row["y"] = _on_axis(y, chart.y)
             row |= {"joined": series.joined, "dashed": series.dashed}
             row["marked"] = series.marked and index % spacing == 0
-            if series.sizes:
-                row["size"] = float(series.sizes[index])
             if series.low:
                 row["bar" if series.bars else "band"] = True
                 row["low"] = _on_axis(series.low[index], chart.y)

@@ -1,30 +1,28 @@
-"""The meaning of a ledger's ε: in words, as charts, and as numbers in CSV."""
+"""The meaning of a ledger's ε: in words, and as the errors of tests."""
 
 import csv
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from scipy.special import ndtr
 
-from fedpriv.accounting.accountants import Bound, PrivacyLoss, accountant_named
-from fedpriv.accounting.fdp import TradeOff, gaussian_trade_off
+from fedpriv.accounting.accountants import PrivacyLoss, accountant_named, trust_text
+from fedpriv.accounting.fdp import TradeOff, gaussian_trade_off, trade_off
 from fedpriv.accounting.pricing import (
-    Cost,
-    EpsilonCurve,
     LedgerContent,
-    cost_of,
+    default_delta,
+    losses_of,
     weakest_arithmetic,
     weakest_randomness,
 )
 from fedpriv.accounting.risks import Risks, risks_of
-from fedpriv.errors import InvalidValueError, UnsupportedEventError
 from fedpriv.ledger.events import Projection, Randomness, SamplingPolicy, Unit, merge_equal
-from fedpriv.report.charts import Chart, PageSection, Series, declared, save, texts
+from fedpriv.report.charts import Chart, PageSection, Series, declared, save_all, texts
 from fedpriv.report.records import RunRecord
-from fedpriv.report.tables import Column, Table, json_text, plural, protected
+from fedpriv.report.tables import Column, Table, plural, protected
 from fedpriv.support.checks import epsilon_down, epsilon_up, percent_up, text_up
 from fedpriv.support.disk import writing
 
@@ -51,9 +49,14 @@ def unit_words(unit: str) -> dict[str, object]:
 
 def warnings(delta: float, ledger: LedgerContent) -> list[str]:
     """Return warnings about the ε of a ledger."""
+    return [*about_releases(ledger), *large_delta(delta, ledger)]
+
+
+def about_releases(ledger: LedgerContent) -> list[str]:
+    """Return warnings about what a ledger paid for, whatever δ is."""
     seeded = weakest_randomness(ledger.charges) is Randomness.SEEDED
     about_seed = [texts()["warnings"]["seeded"]] if seeded else []
-    return [*about_projection(ledger), *about_seed, *large_delta(delta, ledger)]
+    return [*about_projection(ledger), *about_seed]
 
 
 def about_projection(ledger: LedgerContent) -> list[str]:
@@ -70,9 +73,9 @@ def projection_of(ledger: LedgerContent) -> Projection | None:
     return next((row.event.sampling.projection for row in ledger.charges), None)
 
 
-def with_warnings(chart: Chart, delta: float, ledger: LedgerContent) -> Chart:
-    """Return a chart of ε for use outside a page, with the warnings in its caption."""
-    return replace(chart, caption=" ".join([chart.caption, *warnings(delta, ledger)]))
+def with_warnings(chart: Chart, told: Sequence[str]) -> Chart:
+    """Return a chart for use outside a page, with warnings in its caption."""
+    return replace(chart, caption=" ".join([chart.caption, *told]))
 
 
 def large_delta(delta: float, ledger: LedgerContent) -> list[str]:
@@ -94,6 +97,7 @@ def assumptions(loss: PrivacyLoss, ledger: LedgerContent) -> PageSection:
         "protected": protected(ledger.charges) or "all who are enrolled",
         "sampling": _sampling(ledger),
         "delta": loss.delta,
+        "trust": trust_text(row.event for row in ledger.charges),
         "share": 1.0 / users_of(ledger),
         "randomness": templates["randomness"][weakest_randomness(ledger.charges).name],
         "arithmetic": templates["arithmetics"][weakest_arithmetic(ledger.charges).name],
@@ -120,33 +124,31 @@ def loss_of(record: RunRecord, *, projected: bool = False) -> PrivacyLoss | None
     return accountant_named(record.accountant).epsilon(events, record.delta) if events else None
 
 
-def privacy_sections(record: RunRecord) -> list[PageSection]:
-    """Return ε by every accountant, and the trade-off function."""
+def privacy_sections(record: RunRecord, by_round: Sequence[Chart]) -> list[PageSection]:
+    """Return ε by round and by every accountant, and what an attacker can tell."""
     ledger, unit = record.ledger, unit_of(record.ledger)
     if not ledger.charges:
         note = "Nothing was charged, so nothing was released: ε = 0."
         return [PageSection("privacy", "Privacy", [note])]
-    try:
-        cost = cost_of(ledger, record.delta)
-    except (InvalidValueError, UnsupportedEventError) as error:
-        return [PageSection("privacy", "Privacy", warnings=[f"No curve is drawn: {error}."])]
-    columns = [Column("accountant", "text"), Column("what ε is", "text")]
+    losses = losses_of(ledger, record.delta)
     rows = []
-    for curve in cost.by_rounds:
-        low, high = curve.epsilon_low[-1], epsilon_up(curve.epsilon[-1])
-        proven = epsilon_down(low) if low else "–"
-        rows.append((curve.accountant, str(curve.bound), proven, high))
-    caption = f"All {len(ledger.charges)} charges of the ledger at δ = {cost.delta}"
+    for loss in losses:
+        proven = epsilon_down(loss.epsilon_low) if loss.epsilon_low else "–"
+        rows.append((loss.accountant, loss.bound, proven, epsilon_up(loss.epsilon)))
+    caption = f"All {len(ledger.charges)} charges of the ledger at δ = {record.delta}"
+    columns = [Column("accountant", "text"), Column("what ε is", "text")]
     table = Table(caption, [*columns, Column("ε, lower end"), Column("ε")], rows)
-    rounds, errors = _epsilon_chart(cost, unit), _trade_off_chart(cost.trade_off, unit)
-    section = PageSection(rounds.name, "ε by round", tables=[table], charts=[rounds])
-    if record.early_epsilon is not None:  # the ledger is no bound on what an attacker can tell
+    section = PageSection("epsilon", "ε by round", tables=[table], charts=by_round)
+    # After an early end the ledger is no bound on what an attacker can tell.
+    if record.early_epsilon is not None or math.isinf(losses[0].epsilon):
         return [section]
-    risks, tell = risks_of(cost.trade_off), "What an attacker can tell"
+    off = trade_off(ledger.events, losses[0].accountant)
+    risks, chart = risks_of(off), _trade_off_chart(off, unit)
+    tell = "What an attacker can tell"
     powers = [_powers(risks, unit)]
     return [
         section,
-        PageSection(errors.name, tell, [risks.text(unit)], tables=powers, charts=[errors]),
+        PageSection(chart.name, tell, [risks.text(unit)], tables=powers, charts=[chart]),
     ]
 
 
@@ -158,21 +160,6 @@ def _powers(risks: Risks, unit: Unit) -> Table:
     share = percent_up(risks.advantage).removesuffix("%")
     caption = f"No test beats guessing by more than {share} percentage points"
     return Table(caption, [*map(Column, names)], rows)
-
-
-def _epsilon_chart(cost: Cost, unit: Unit) -> Chart:
-    series = []
-    for curve in sorted(cost.by_rounds, key=_is_on_top):
-        is_interval = curve.bound is Bound.INTERVAL and min(curve.epsilon_low) > 0.0
-        band = (curve.epsilon_low, curve.epsilon) if is_interval else ((), ())
-        name, estimate = f"{curve.accountant}: {curve.bound}", curve.bound is Bound.ESTIMATE
-        series.append(Series(name, curve.rounds, curve.epsilon, *band, dashed=estimate))
-    return declared("epsilon", series, {"delta": cost.delta, "unit": unit})
-
-
-def _is_on_top(curve: EpsilonCurve) -> bool:
-    """Return whether a curve must be drawn last: `tight` equals the best of the others."""
-    return curve.accountant == "tight"
 
 
 def _trade_off_chart(off: TradeOff, unit: Unit) -> Chart:
@@ -198,41 +185,20 @@ def _trade_off_rows(off: TradeOff) -> list[list[float]]:
     return [[*map(float, row)] for row in np.column_stack(errors)]
 
 
-def write_curves(ledger: LedgerContent, delta: float, folder: Path) -> list[Path]:
-    """Write each curve of a ledger as a chart, PNG and SVG, and as CSV, and return the files.
+def write_trade_off(ledger: LedgerContent, folder: Path) -> list[Path]:
+    """Write the trade-off function of a ledger as PNG, SVG and CSV, and return the files.
 
-    Columns: `bound` is the kind of ε; `epsilon_low` is its lower end, or 0; `epsilon` is inf if
-    none is proven; `type_two` is a lower bound; `type_two_gaussian` belongs to G_μ.
-    `trade_off.json` has the `Risks`.
+    The column `type_two` is a lower bound; `type_two_gaussian` belongs to G_μ.
     """
-    cost, unit = cost_of(ledger, delta), unit_of(ledger)
-    off = cost.trade_off
-    by_rounds = [
-        (curve.accountant, curve.bound, curve.delta, *point)
-        for curve in cost.by_rounds
-        for point in zip(curve.rounds, curve.epsilon_low, curve.epsilon, strict=True)
-    ]
-    rounds_names = ("accountant", "bound", "delta", "rounds", "epsilon_low", "epsilon")
-    errors_names = ("type_one", "type_two", "type_two_gaussian", "type_two_perfect")
-    errors = _trade_off_rows(off)
-    content: dict[str, tuple[Chart, list[Sequence[object]]]] = {
-        "epsilon_by_rounds": (_epsilon_chart(cost, unit), [rounds_names, *by_rounds]),
-        "trade_off": (_trade_off_chart(off, unit), [errors_names, *errors]),
-    }
-    files = []
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, (chart, rows) in content.items():
-            title = f"{ledger.population}: {chart.title}"
-            picture = replace(with_warnings(chart, delta, ledger), name=name, title=title)
-            table = folder / f"{name}.csv"
-            files += [*save(picture, folder), table]
-            with table.open("w", newline="", encoding="utf-8") as stream:
-                csv.writer(stream).writerows(rows)
-        summary = folder / "trade_off.json"
-        found = {"accountant": off.accountant, "relation": off.relation, **asdict(risks_of(off))}
-        summary.write_text(f"{json_text(found)}\n", encoding="utf-8")
-    return [*files, summary]
+    best, *_ = losses_of(ledger, default_delta([ledger]))
+    off, table = trade_off(ledger.events, best.accountant), folder / "trade_off.csv"
+    chart = with_warnings(_trade_off_chart(off, unit_of(ledger)), about_releases(ledger))
+    chart = replace(chart, name=table.stem, title=f"{ledger.population}: {chart.title}")
+    files = save_all([chart], folder)
+    with writing(table), table.open("w", newline="", encoding="utf-8") as stream:
+        names = ("type_one", "type_two", "type_two_gaussian", "type_two_perfect")
+        csv.writer(stream).writerows([names, *_trade_off_rows(off)])
+    return [*files, table]
 
 
 def _epsilon(loss: PrivacyLoss) -> str:

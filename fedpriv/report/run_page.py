@@ -54,7 +54,7 @@ def page_of_run(record: RunRecord) -> Page:
         PageSection("notes", "What you should know", record.end.warnings if record.end else []),
         *([assumptions(loss, record.ledger)] if loss else []),
         PageSection("accuracy", "How good the model is", notes, charts=figures),
-        *privacy_sections(record),
+        *privacy_sections(record, _spent_charts(record)),
         *([_audit_section(record.audit)] if record.audit else []),
         PageSection("norms", "Clipping", charts=norms),
         _ledger_section(record),
@@ -69,21 +69,29 @@ def write_run_charts(record: RunRecord, folder: Path) -> list[Path]:
 
     DataError if no round was released; InvalidValueError if the folder cannot be written.
     """
-    rounds, charts = record.rounds, round_charts(record.rounds, _sampled_unit(record))
-    if rounds and all(math.isfinite(result.epsilon) for result in rounds):
-        series = [Series("spent", _numbers(rounds), [result.epsilon for result in rounds])]
-        if record.budget is not None and math.isfinite(record.budget):
-            x, y = [rounds[0].round, rounds[-1].round], [record.budget] * 2
-            series.append(Series("budget", x, y, dashed=True, marked=False, colour=7))
-        words = {"delta": record.delta, "unit": _level(record)}
-        chart = declared("spent", series, words, "epsilon")
-        charts.append(with_warnings(chart, record.delta, record.ledger))
+    charts = [
+        *round_charts(record.rounds, _sampled_unit(record)),
+        *(with_warnings(c, warnings(record.delta, record.ledger)) for c in _spent_charts(record)),
+    ]
     if not charts:
         raise DataError(
             f"the run in {record.folder} has released no round; there is nothing to draw"
         )
     charts = [replace(chart, title=f"{record.name}: {chart.title}") for chart in charts]
     return save_all(charts, folder)
+
+
+def _spent_charts(record: RunRecord) -> list[Chart]:
+    """Return a chart of ε by round, beside the budget, if all are finite."""
+    rounds = record.rounds
+    if not rounds or not all(math.isfinite(result.epsilon) for result in rounds):
+        return []
+    series = [Series("spent", _numbers(rounds), [result.epsilon for result in rounds])]
+    if record.budget is not None and math.isfinite(record.budget):
+        x, y = [rounds[0].round, rounds[-1].round], [record.budget] * 2
+        series.append(Series("budget", x, y, dashed=True, marked=False, colour=7))
+    words = {"delta": record.delta, "unit": _level(record)}
+    return [declared("spent", series, words, "epsilon")]
 
 
 def software_section() -> PageSection:

@@ -248,11 +248,11 @@ def clipping_table(read: ReadStudy, target: Target) -> Table:
 def print_study(read: ReadStudy, console: Console) -> None:
     """Print the verdict, and then tables for each target."""
     for sentence in verdict(read.study, read.arms):
-        console.print(sentence, style="bold", highlight=False, markup=False)
+        console.print(sentence, style="bold")
     for target in _targets(read.arms):
         for table in (*results_tables(read, target), clipping_table(read, target)):
             print_table(table, console)
-    console.print(CAVEAT, highlight=False)
+    console.print(CAVEAT)
     if read.missing:
         console.print(f"{read.missing} runs are not finished.", style="yellow")
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal, TextIO
+from typing import Literal
 
 import rich.table
 from pydantic_core import to_json
@@ -20,7 +20,7 @@ from fedpriv.accounting.accountants import Bound, PrivacyLoss, gaussian_rounds, 
 from fedpriv.accounting.calibration import Plan
 from fedpriv.accounting.fdp import trade_off
 from fedpriv.accounting.pricing import Arithmetic, Spending, is_export, read_ledger
-from fedpriv.accounting.risks import Risks, event_of, risks_of
+from fedpriv.accounting.risks import Risks, risks_of
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger import Head
 from fedpriv.ledger.events import SamplingEvent, SumQueryEvent, Unit
@@ -49,9 +49,9 @@ class Table:
     simulation_only: bool = False  # whether it shows numbers that no guarantee covers
 
 
-def screen(*, quiet: bool = False, highlight: bool = True, stderr: bool = False) -> Console:
+def screen(*, quiet: bool = False) -> Console:
     """Return a console that breaks lines only on a terminal; other programs read whole rows."""
-    console = Console(markup=False, emoji=False, quiet=quiet, highlight=highlight, stderr=stderr)
+    console = Console(markup=False, emoji=False, quiet=quiet, highlight=False)
     if not (console.is_terminal or console.is_jupyter or "COLUMNS" in os.environ):
         console.width = _UNBROKEN
     return console
@@ -192,7 +192,7 @@ def print_spending(spending: Spending) -> None:
     risks = _risks(spending)
     told = [risks.text(unit)] if risks else []
     for sentence in (*dict.fromkeys(assumed), *told, *refused):
-        console.print(sentence, highlight=False)
+        console.print(sentence)
     console.print(f"Randomness: {spending.randomness}.")
     console.print(f"Sums and noise: {spending.arithmetic}.")
     if any(row.event.sampling.projection for held in spending.ledgers for row in held.charges):
@@ -219,11 +219,6 @@ def print_plan(plan: Plan, advantage: float | None) -> None:
         # In full, since fewer digits would have another price.
         found = f"{extreme} that fits" if name == plan.found else "given"
         rows.append((words, str(getattr(plan, name)), found))
-    if plan.share is not None:
-        noise = f"noise {plan.share_noise_multiplier} times its clipping norm"
-        rows.append(("one more sum query per round", noise, "least that fits"))
-        share = math.floor(10_000 * plan.share) / 100
-        rows.append(("its share of the round", f"{share:.2f}%", "largest that fits"))
     rows.append(("sampling", str(plan.sampling.policy), str(plan.sampling.relation)))
     rows.append((f"{loss.unit}-level ε", epsilon_up(loss.epsilon), _kind(loss)))
     rows.append(("accountant", loss.accountant, ""))
@@ -231,8 +226,8 @@ def print_plan(plan: Plan, advantage: float | None) -> None:
     if advantage is not None:
         title = f"within an advantage of {advantage}, with ε at δ = {loss.delta}"
     print_table(Table(title, [Column("", "text")] * 3, rows))
-    risks = risks_of(trade_off([event_of(plan)], loss.accountant))
-    screen().print(loss.assumptions, risks.text(loss.unit), sep="\n", highlight=False)
+    risks = risks_of(trade_off([plan.event], loss.accountant))
+    screen().print(loss.assumptions, risks.text(loss.unit), sep="\n")
 
 
 def print_ledger(path: Path, last: int | None) -> None:
@@ -271,7 +266,7 @@ def print_ledger(path: Path, last: int | None) -> None:
     same = [at for at in (4, len(names)) if len({row[at] for row in rows}) == 1]
     left = [at for at in range(len(columns)) if at not in same]
     shown = [[row[at] for at in left] for row in rows]
-    console = screen(highlight=False)
+    console = screen()
     print_table(Table(title, [columns[at] for at in left], shown), console)
     for line in (*(f"{columns[at].name}: {rows[0][at]}" for at in same), *noise):
         console.print(line)
@@ -295,12 +290,11 @@ def print_verification(path: Path, participation: Path | None, head: str | None)
     screen().print(
         f"{path} is intact: {found.count} charges{cohorts}; head {found.count}:{found.hash}",
         soft_wrap=True,
-        highlight=False,
     )
 
 
-def write_spending(spending: Spending, stream: TextIO) -> None:
-    """Write one JSON object: the ledgers, and a row for each pair of releases and accountant.
+def spending_json(spending: Spending) -> str:
+    """Return one JSON object: the ledgers, and a row for each pair of releases and accountant.
 
     In a row, `ledger` is null for all ledgers and `run` is null for all runs; the row has the lower
     bound `epsilon_low` if ε was computed. `refusals` has the reasons why accountants have no rows.
@@ -327,11 +321,11 @@ def write_spending(spending: Spending, stream: TextIO) -> None:
         "risks": _risks(spending),
         "refusals": spending.refusals,
     }
-    print(json_text(content), file=stream)
+    return json_text(content)
 
 
-def write_dp_events(path: Path, stream: TextIO) -> None:
-    """Write a ledger, or an export of one, as a Python program for dp-accounting.
+def dp_events(path: Path) -> str:
+    """Return a ledger, or an export of one, as a Python program for dp-accounting.
 
     Raises UnsupportedEventError unless Poisson-sampled Gaussians have the same price.
     """
@@ -344,7 +338,7 @@ def write_dp_events(path: Path, stream: TextIO) -> None:
     words = {"head": head, "unit": sampling.unit, "relation": sampling.relation}
     words["events"] = "\n".join(f"        {event}" for event in events)
     program = files("fedpriv.report").joinpath("templates", "dp_accounting.txt")
-    stream.write(program.read_text("utf-8").format(**words))
+    return program.read_text("utf-8").format(**words)
 
 
 def json_text(content: object) -> str:
@@ -352,18 +346,18 @@ def json_text(content: object) -> str:
     return to_json(content, indent=2, inf_nan_mode="strings").decode()
 
 
-def write_plan(plan: Plan, advantage: float | None, stream: TextIO) -> None:
-    """Write one JSON object: the settings, the name of the computed one, and their cost.
+def plan_json(plan: Plan, advantage: float | None) -> str:
+    """Return one JSON object: the settings, the name of the computed one, and their cost.
 
     The budget is the `advantage`, or if that is None, the ε.
     """
-    names = "found rounds sampling_probability noise_multiplier share share_noise_multiplier"
-    content = {name: getattr(plan, name) for name in names.split()}
+    names = ("found", "rounds", "sampling_probability", "noise_multiplier")
+    content = {name: getattr(plan, name) for name in names}
     target = plan.target_epsilon if advantage is None else None
     content |= {"policy": plan.sampling.policy, "target_epsilon": target}
     content |= {"target_advantage": advantage, **asdict(plan.loss)}
-    content["risks"] = risks_of(trade_off([event_of(plan)], plan.loss.accountant))
-    print(json_text(content), file=stream)
+    content["risks"] = risks_of(trade_off([plan.event], plan.loss.accountant))
+    return json_text(content)
 
 
 def _query_text(query: SumQueryEvent) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from fedpriv.errors import LedgerError
@@ -11,22 +10,15 @@ from fedpriv.ledger.participation import SERIES_KEYS, Head, ParticipationRecord,
 from fedpriv.support.disk import writing
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """An intact ledger, and the participation record next to it, if there is one."""
-
-    ledger: Ledger
-    record: ParticipationRecord | None
-
-    @classmethod
-    @contextmanager
-    def open(cls, path: Path) -> Iterator["_Pair"]:
-        with ExitStack() as stack:
-            ledger, record = stack.enter_context(Ledger.open(path)), None
-            if record_path(path).exists():
-                record = stack.enter_context(ParticipationRecord.open(record_path(path)))
-            ledger.verify(record)
-            yield cls(ledger, record)
+@contextmanager
+def _intact(path: Path) -> Iterator[tuple[Ledger, ParticipationRecord | None]]:
+    """Open and verify a ledger, and the participation record next to it, if there is one."""
+    with ExitStack() as stack:
+        ledger, record = stack.enter_context(Ledger.open(path)), None
+        if record_path(path).exists():
+            record = stack.enter_context(ParticipationRecord.open(record_path(path)))
+        ledger.verify(record)
+        yield ledger, record
 
 
 def back_up(ledger: Path, to: Path) -> Head:
@@ -41,13 +33,13 @@ def back_up(ledger: Path, to: Path) -> Head:
             raise LedgerError(f"{path} exists already; it is not overwritten")
     with writing(to.parent):
         to.parent.mkdir(parents=True, exist_ok=True)
-    with _Pair.open(ledger) as pair, ExitStack() as stack:
-        if pair.record is not None:
+    with _intact(ledger) as (opened, record), ExitStack() as stack:
+        if record is not None:
             # Meanwhile no cohort is recorded; a cohort that is recorded may still be charged.
             other = stack.enter_context(ParticipationRecord.open(record_path(ledger)))
             stack.enter_context(other.database.transaction())
-            pair.record.database.copy(record_path(to), without=SERIES_KEYS)
-        pair.ledger.database.copy(to)  # last: a ledger without its record would be half a backup
+            record.database.copy(record_path(to), without=SERIES_KEYS)
+        opened.database.copy(to)  # last: a ledger without its record would be half a backup
     with Ledger.open(to) as copy:
         return copy.head
 
@@ -60,7 +52,7 @@ def restore(backup: Path, path: Path, *, older: bool) -> tuple[Head, list[str]]:
     charge it. A series of rounds that was under way ends, since the backup may lack some of its
     releases, and correlated noise must not be drawn twice: the run charges a new series.
     """
-    with _Pair.open(backup) as kept, ExitStack() as stack:
+    with _intact(backup) as (kept, kept_record), ExitStack() as stack:
         ledger = record = None
         if path.exists():
             ledger = stack.enter_context(Ledger.open(path))
@@ -68,22 +60,22 @@ def restore(backup: Path, path: Path, *, older: bool) -> tuple[Head, list[str]]:
         if record_path(path).exists():
             record = stack.enter_context(ParticipationRecord.open(record_path(path)))
             stack.enter_context(record.database.transaction())
-        missing = _missing(kept.ledger, ledger, record)
+        missing = _missing(kept, ledger, record)
         if missing and not older:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise LedgerError(
                 f"{backup} is older than the ledger that it would replace: it lacks "
                 f"{missing[0]}{more}; --older restores it nevertheless"
             )
-        if missing and record is not None and kept.record is None:
+        if missing and record is not None and kept_record is None:
             raise LedgerError(
                 f"{record_path(backup)} is missing; {record_path(path)} has charges that {backup} "
                 "lacks, so both must be restored"
             )
-        _put(kept.ledger, path, ledger)
-        if kept.record is not None:
-            _put(kept.record, record_path(path), record, without=SERIES_KEYS)
-        return kept.ledger.head, missing
+        _put(kept, path, ledger)
+        if kept_record is not None:
+            _put(kept_record, record_path(path), record, without=SERIES_KEYS)
+        return kept.head, missing
 
 
 def _missing(kept: Ledger, ledger: Ledger | None, record: ParticipationRecord | None) -> list[str]:

@@ -67,14 +67,14 @@ Ended = tuple[Cell, RunResult]
 _REFRESH = 0.5  # seconds between looks at the metrics of unfinished runs
 
 
-def run_study(file: Path, out: Path | None, workers: int | None, *, stderr: bool = False) -> Path:
+def run_study(file: Path, out: Path | None, workers: int | None) -> None:
     """Run the missing runs of a study, and print how its arms compare.
 
     Guarantees: no run begins before all arms are built and calibrated; a finished run is not run
     again; the files of an interrupted run do not count; a run that fails does not stop the others;
     no process is left when this function ends, even after an error.
     """
-    study, console = load_study(file), screen(stderr=stderr)
+    study, console = load_study(file), screen()
     folder = out or Path("studies") / study.name
 
     def start(missing: Sequence[Cell]) -> Generator[Ended | None]:
@@ -82,8 +82,7 @@ def run_study(file: Path, out: Path | None, workers: int | None, *, stderr: bool
         return _in_processes(study, folder, missing, noise, workers, console)
 
     _complete(study, folder, start, console)
-    console.print(f"folder {folder}", highlight=False)
-    return folder
+    console.print(f"folder {folder}")
 
 
 @dataclass(frozen=True)
@@ -483,7 +482,7 @@ def _in_processes(
                         yield future.result()
                         continue
                     failures.append(str(error))
-                    console.print(f"failed: {error}", style="red", markup=False)
+                    console.print(f"failed: {error}", style="red")
                 yield None
     except BrokenProcessPool as error:
         raise WorkerError(

@@ -21,7 +21,7 @@ from fedpriv.experiment.config import Config, load_config
 from fedpriv.run.folder import RunFolder
 from fedpriv.run.run import held_out_rows
 from fedpriv.support.checks import checked_arguments
-from fedpriv.support.disk import write_atomically, writing
+from fedpriv.support.disk import write_new, writing
 from fedpriv.support.logs import one_line, silenced
 
 Format = Literal["torch", "onnx", "hf"]
@@ -101,8 +101,7 @@ def export_model(source: Path, to: Format, out: Path | None = None) -> Path:
     if to == "torch":
         tensors, _ = read_released(path)
         torch.save(tensors, content := io.BytesIO())
-        with writing(out):
-            write_atomically(out, content.getvalue())
+        write_new(out, content.getvalue())
         return out
     if to == "onnx" and not (find_spec("onnx") and find_spec("onnxscript")):
         raise InvalidValueError(

@@ -6,7 +6,7 @@ import json
 import os
 import webbrowser
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -88,10 +88,6 @@ class RunFolder:
             raise InvalidValueError(f"{self.model} exists already; choose another folder")
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-
-    def held(self) -> AbstractContextManager[None]:
-        """Lock the folder against other processes."""
-        return held(self.path, f"{self.path} holds a run")
 
     def append_metrics(self, row: Mapping[str, object]) -> None:
         """Add a line, durably; a line that a crash cut short is ended first.
@@ -262,7 +258,9 @@ def read_run(folder: Path) -> RunRecord:
     """
     run = RunFolder(folder)
     if not run.plan.exists():
-        raise InvalidValueError(f"{folder} holds no run; {run.plan.name} is absent")
+        raise InvalidValueError(
+            f"{folder} holds no run and no study; {run.plan.name} and {STUDY} are absent"
+        )
     config = load_config(run.plan)
     path = run.charged(config)
     # Before the ledger: a run that is under way charges each round before it releases it.
@@ -344,7 +342,7 @@ def write_report(folder: Path, out: Path | None = None, *, show: bool = False) -
 
     path = out or folder / "report.html"
     if not (folder / STUDY).exists():
-        content = run_page.page_of_run(_run_in(folder))
+        content = run_page.page_of_run(read_run(folder))
     elif holds_results_alone(folder):
         raise InvalidValueError(
             f"{folder} holds the results of a study without its runs and ledgers, which a page "
@@ -366,13 +364,4 @@ def write_charts(folder: Path, out: Path) -> list[Path]:
 
     if (folder / STUDY).exists():
         return study_page.write_study_charts(read_study(folder), out)
-    return run_page.write_run_charts(_run_in(folder), out)
-
-
-def _run_in(folder: Path) -> RunRecord:
-    plan = RunFolder(folder).plan
-    if plan.exists():
-        return read_run(folder)
-    raise InvalidValueError(
-        f"{folder} holds no run and no study; {plan.name} and {STUDY} are absent"
-    )
+    return run_page.write_run_charts(read_run(folder), out)

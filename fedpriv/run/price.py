@@ -38,7 +38,7 @@ from fedpriv.support.checks import (
     text_down,
     text_up,
 )
-from fedpriv.support.disk import write_atomically, writing
+from fedpriv.support.disk import write_new
 
 _LOOSE = 1.01  # a claim above the exact ε by less than this factor is not called loose
 _USERS = 287  # most users in the data of an experiment that is written
@@ -221,10 +221,7 @@ def price_setting(setting: ForeignSetting, write: Path | None, *, as_json: bool)
     As JSON: the setting, and for each reading its numbers; `verdict` is null without a claim.
     """
     if write is not None:
-        text = setting.experiment()
-        require(not write.exists(), f"{write} exists already; it is not overwritten")
-        with writing(write):
-            write_atomically(write, text.encode())
+        write_new(write, setting.experiment().encode())
     rows, shown, reasons = [], [], []
     for reading, reason, event in setting.readings():
         loss, q = epsilon([event], setting.delta), event.sampling.sampling_probability
@@ -247,4 +244,4 @@ def price_setting(setting: ForeignSetting, write: Path | None, *, as_json: bool)
     if write is not None:
         reasons.append(f"{write} has Poisson sampling, for which the first row holds.")
     for reason in reasons:
-        console.print(reason, highlight=False)
+        console.print(reason)

@@ -43,7 +43,7 @@ from fedpriv.report.records import RunEnd, versions
 from fedpriv.report.tables import plural
 from fedpriv.run import notes
 from fedpriv.run.auditor import Auditor
-from fedpriv.run.folder import RunFolder, data_frame, read_run, write_charts, write_report
+from fedpriv.run.folder import RunFolder, data_frame, held, read_run, write_charts, write_report
 from fedpriv.support.checks import text_down, text_up
 from fedpriv.support.disk import with_room, write_atomically
 from fedpriv.support.logs import one_line
@@ -170,8 +170,8 @@ class RunSetup:
         if (seed := self.config.seed) is not None:
             if section.secure_sum is not None:
                 raise InvalidValueError(
-                    f'seed is {seed} and federation.trust is "none"; it must be absent, since nodes '
-                    "draw coins and noise themselves"
+                    f'seed is {seed} and federation.trust is "none"; it must be absent, since '
+                    "nodes draw coins and noise themselves"
                 )
             _log.warning("seed is %d: anyone who knows it can compute cohorts and noise", seed)
         return replace(experiment, enrolled=digest_of_users(user_ids)).naming(classes)
@@ -442,27 +442,14 @@ def state_to_start_from(
         return resume(paths[-1], plan, records.ledger)
     begun = load_config(folder.plan).output
     first = max(output.checkpoint_every, begun.checkpoint_every)
-    sign = next(_signs_of_checkpoints(folder, plan.run, records, first), None)
-    if sign is not None:
+    late = [row for row in own_charges(plan.run, records.ledger.charges()) if row.round > first]
+    if late or folder.model.exists():
+        had = f"charged round {late[0].round}" if late else f"made {folder.model}"
         raise CheckpointError(
-            f"{folder.checkpoints} holds no checkpoint, and the run that {sign} had one; restore "
+            f"{folder.checkpoints} holds no checkpoint, and the run that {had} had one; restore "
             "it, or start another run"
         )
     return experiment.initial_state
-
-
-def _signs_of_checkpoints(
-    folder: RunFolder, run: str, records: PrivacyRecords, first: int
-) -> Iterator[str]:
-    """Yield signs that a run passed the round of its first checkpoint."""
-    if folder.model.exists():
-        yield f"made {folder.model}"
-    for release in folder.releases():
-        if release.round > first:
-            yield f"released round {release.round} in {folder.metrics}"
-    for row in records.ledger.charges():
-        if row.run == run and row.round > first:
-            yield f"charged round {row.round} in its ledger"
 
 
 def conduct(
@@ -698,7 +685,7 @@ def opened(setup: RunSetup, experiment: Experiment) -> Iterator[tuple[PrivacyRec
         folder.create()
     files, budget = (setup.ledger, record_path(setup.ledger)), experiment.budget
     with (
-        folder.held(),
+        held(folder.path, f"{folder.path} holds a run"),
         PrivacyRecords.open(*files, plan.population, budget, resuming=setup.resuming) as records,
     ):
         records.participation.bind(setup.run, experiment.enrolled)

@@ -169,7 +169,6 @@ def run_simulation(
     resume: bool,
     keep_going: bool = False,
     start: Path | None = None,
-    stderr: bool = False,
 ) -> Run:
     """Run or resume the experiment of a file in this process, and print its result.
 
@@ -179,7 +178,7 @@ def run_simulation(
         load_config(file, assignments), out, resume=resume, keep_going=keep_going, start=start
     )
     config, population = setup.config, population_of(setup.config)
-    console = screen(stderr=stderr)
+    console = screen()
     experiment, transport = on_population(config, setup.run, population, setup.spent)
     return execute(setup, *in_process(setup, experiment, transport, console), console)
 
@@ -197,7 +196,7 @@ def in_process(
         if not (setup.resuming or setup.keep_going):
             refuse_if_few_count(experiment, transport)
     if road.path == "together":  # else a note says so
-        console.print(f"users train {road}", highlight=False)
+        console.print(f"users train {road}")
     return experiment, lambda *_: chosen
 
 
@@ -288,9 +287,9 @@ def show_allocation(file: Path, assignments: list[str], *, as_json: bool = False
     rows = [[text(value) for text, value in row] for row in cells]
     print_table(Table(title, columns, rows), console)
     for note in notes.of_settings(experiment):
-        console.print(f"warning: {note}", style="yellow", highlight=False)
+        console.print(f"warning: {note}", style="yellow")
     for line in (*_facts(experiment, held), "Nothing was spent."):
-        console.print(line, highlight=False)
+        console.print(line)
 
 
 def _charges(experiment: Experiment) -> list[RoundEvent]:

@@ -63,7 +63,7 @@ def telling_where(setup: RunSetup, console: Console) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if setup.folder.path.exists():
-            console.print(f"{setup.folder.path} holds the run so far", highlight=False)
+            console.print(f"{setup.folder.path} holds the run so far")
         raise
 
 
@@ -137,7 +137,7 @@ class Display:
             rounds = f"{task.completed:.0f} of {task.total:.0f} rounds"
             self._console.print(
                 f"{task.description}: {', '.join(filter(None, (rounds, figures, left)))}",
-                highlight=False, markup=False, soft_wrap=True,
+                soft_wrap=True,
             )  # fmt: skip
 
 
@@ -221,7 +221,7 @@ def _warn(setup: RunSetup, experiment: Experiment, console: Console) -> None:
     for note in notes.of_settings(experiment):
         console.print(f"warning: {note}", style="yellow")
     for note in experiment.notes:
-        console.print(f"note: {note}", style="yellow", highlight=False)
+        console.print(f"note: {note}", style="yellow")
 
 
 def _warn_of_budget(spent: Sequence[RoundEvent], experiment: Experiment, console: Console) -> None:
@@ -257,15 +257,15 @@ def _print_result(setup: RunSetup, experiment: Experiment, run: Run, console: Co
         f"ledger {setup.ledger}",
         f"head   {head.count}:{head.hash}",
     ):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     # Only lines with this mark may tell whether a user counts as zero; each note has its line.
     if any(not note.startswith(SIMULATION_ONLY) for note in run.warnings):
         console.print("what you should know", style="bold")
     for note in run.warnings:
-        console.print(f"- {note}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"- {note}", style="yellow", soft_wrap=True)
     if run.audit is not None:
         style = "green" if run.audit.consistent else "bold red"
-        console.print(f"audit: {run.audit.text}", style=style, highlight=False, markup=False)
+        console.print(f"audit: {run.audit.text}", style=style)
 
 
 def _measured_rows(run: Run, plan: TrainingPlan) -> list[tuple[str, str]]:

@@ -110,7 +110,6 @@ DEFAULT_SPACE: Mapping[str, Candidates] = {
 _FIXED = (
     "data", "engine", "name", "output", "run", "seed", "tune", "federation", "callbacks", "privacy",
 )  # fmt: skip
-_PRIVATE = "private:"
 _MARGIN = 1.0 - 2.0**-30  # a factor of noise multipliers that covers their rounding
 _UNLIMITED = PrivacyBudget(math.inf, 0.5, lambda _events, _delta: math.inf)
 _HOME = Path("tuning")  # of folders that the caller does not name
@@ -195,7 +194,7 @@ def tune(
     * trials: how many; on users their mean.
     * law, shape: of the number of trials on users.
     * objective: "accuracy", "loss" or a figure of the task, by its name there, of the held-out
-      rows; on public users also "private:NAME" of a private metric.
+      rows.
     * better: whether a "larger" or a "smaller" objective is; needed if its name is neither
       accuracy, loss nor that of a built-in figure.
     * held_out_is_public: whether the held-out rows are; on users they must be, as trials are
@@ -333,7 +332,7 @@ class _Search:
     def sign(self) -> float:
         """The factor by which the largest objective is best: 1 or -1."""
         objective = self.section.objective
-        better = self.section.better or BETTER.get(objective.removeprefix(_PRIVATE))
+        better = self.section.better or BETTER.get(objective)
         if better is None:
             raise InvalidValueError(
                 "tune.better is absent; it must be larger or smaller, which the name of "
@@ -404,7 +403,7 @@ class _Search:
                     if ratio != 1.0:
                         noise = experiment.plan.noise_multiplier * ratio
                         experiment, transport = self.prepare(settings, noise, f"trial-{number}")
-                    result = score(*_trained(experiment, transport))
+                    result = score(_trained(experiment, transport)[0])
                 except Exception as error:  # a trial that fails is no reason to lose the others
                     why = f"{type(error).__name__}: {error}"
                     _log.warning("trial %d failed: %s", number, why)
@@ -458,11 +457,6 @@ class _Search:
 
     def _check_on_users(self) -> None:
         section = self.section
-        if section.objective.startswith(_PRIVATE):
-            raise InvalidValueError(
-                f"tune.objective is {section.objective!r}; on users it must be a figure of public "
-                "held-out rows, since what selects must be free of users' data"
-            )
         if not section.held_out_is_public:
             raise InvalidValueError(
                 "tune.held_out_is_public is false; on users it must be true, since trials are "
@@ -563,7 +557,7 @@ class _Search:
                     _check_kind(experiment, kind)
                     # A full disk is no reason to count a trial as the worst.
                     state, result = with_room(partial(_trained, experiment, transport))
-                    value = score(state, result)
+                    value = score(state)
                 except Exception:  # its message may hold users' data
                     continue
                 if best is None or sign * value > sign * best[1]:
@@ -592,7 +586,7 @@ class _Search:
             self._say(warning, "yellow")
 
     def _say(self, line: str, style: str | None = None) -> None:
-        self.console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(line, style=style, soft_wrap=True)
 
     def _written(self, tuning: Tuning, cost: str) -> Tuning:
         """Write the experiment that `fedpriv simulate` runs, and print the best settings."""
@@ -611,7 +605,7 @@ class _Search:
         return tuning
 
 
-_Score = Callable[[ServerState, RoundResult], float]
+_Score = Callable[[ServerState], float]
 
 
 def _trained(
@@ -638,22 +632,17 @@ def _scorer(objective: str, first: Experiment) -> _Score:
     """Return the function that scores a trial with a finite number."""
     task, users = first.task, first.personalised
     check_measured(first)
-    metrics = {f"{_PRIVATE}{metric.name}": metric.name for metric in first.plan.metrics}
-    names = [*ALWAYS, *task.figures, *metrics]
+    names = [*ALWAYS, *task.figures]
     if objective not in names:
         choices = known_names(objective, names)
         raise InvalidValueError(f"tune.objective is {objective!r}; {choices}")
 
-    def score(state: ServerState, result: RoundResult) -> float:
-        value: object
-        if objective in metrics:
-            value = result.metrics[metrics[objective]]
+    def score(state: ServerState) -> float:
+        if users is not None and task.personal:
+            measured = users.evaluate(state.model)
         else:
-            if users is not None and task.personal:
-                measured = users.evaluate(state.model)
-            else:
-                measured = evaluate(task, first.held_out, first.device, state.model)
-            value = {**vars(measured), **measured.figures}[objective]
+            measured = evaluate(task, first.held_out, first.device, state.model)
+        value = {**vars(measured), **measured.figures}[objective]
         if not (isinstance(value, float) and math.isfinite(value)):
             raise RunError(f"the score is {value}; it must be one finite number")
         return value

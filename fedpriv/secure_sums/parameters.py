@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from hashlib import sha256
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy as np
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import LEAST_SHARE, RoundEvent, SecureSum
 from fedpriv.privacy.noise import words
-from fedpriv.support.checks import require
+from fedpriv.support.checks import require, text_up
 
 MOST_COMPLETE = 32  # in a round of at most this many nodes each masks with each other
 _LEAST_STDDEV = 4.0  # of the theorem
@@ -73,6 +74,7 @@ class Graph:
         return cls(degree, t + 1)
 
 
+@lru_cache(maxsize=4)  # in a simulation, every node of a round asks
 def neighbours(digest: bytes, nodes: int, degree: int) -> tuple[tuple[int, ...], ...]:
     """Return the positions of each node's neighbours, ascending; a node is its neighbours' too.
 
@@ -120,14 +122,14 @@ def share_stddev(stddev_steps: float, nodes: int, secure: SecureSum) -> float:
     InvalidValueError if s is below 2^10, for which δ′ is not negligible by proof.
     """
     sharing = secure.sharing(nodes)
-    share = stddev_steps / math.sqrt(sharing)
+    least = LEAST_SHARE * math.sqrt(sharing)  # as the event checks it
+    if not least <= stddev_steps < math.inf:
+        problem = f"the noise of a group is {stddev_steps} steps"
+        limit = f"if {sharing} nodes share it, it must be finite and at least {text_up(least)}"
+        raise InvalidValueError(f"{problem}; {limit}")
+    share = max(LEAST_SHARE, stddev_steps / math.sqrt(sharing))
     while sharing * Fraction(share) ** 2 < Fraction(stddev_steps) ** 2:
         share = math.nextafter(share, math.inf)
-    if not LEAST_SHARE <= share < math.inf:
-        raise InvalidValueError(
-            f"a node's share of the noise is {share} steps, of {stddev_steps} in all; it must be "
-            f"finite and at least {LEAST_SHARE:.0f}"
-        )
     return share
 
 

@@ -18,12 +18,17 @@ with both secrets read the upload of a node that it only claims to have lost.
 
 The hash of b_i stands in the public key, so a lie about a share of either secret is detected.
 
-What the caller must do, or the guarantee is void: use a pair for one `begin`; send one upload for
-an attempt, ever; write a statement to the journal before the signature leaves, and sign one
-statement for an attempt, ever; check the signature of each key in the roster (`key_statement`)
-against the certificates of the enrolment that the node's consent pins. A node that the list of
-survivors leaves out signs nothing and opens nothing. Its upload stays masked for ever, and the
-charge that the ledger shows counts for its users all the same.
+What the caller must do, or the guarantee is void:
+
+* use a key pair for one `begin`, and send one upload for an attempt, ever;
+* sign one statement for an attempt, ever. What lives in memory alone cannot sign a second one after
+  a restart; what is kept in a file needs a journal that has the statement before the signature
+  leaves;
+* check the signature of each key in the roster (`key_statement`) against the certificates of the
+  enrolment that the node's consent pins.
+
+A node that the list of survivors leaves out signs nothing and opens nothing. Its upload stays
+masked for ever, and the charge that the ledger shows counts for its users all the same.
 """
 
 import secrets
@@ -43,8 +48,8 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import SecureSum
-from fedpriv.privacy.clipping import Clipping, IntegerVector
-from fedpriv.privacy.noise import rounded_gaussian, words
+from fedpriv.privacy.clipping import IntegerVector
+from fedpriv.privacy.noise import words
 from fedpriv.secure_sums.parameters import Graph, neighbours
 from fedpriv.support.checks import require
 
@@ -65,6 +70,10 @@ def _encoded(*parts: bytes) -> bytes:
 
 def _names(names: Iterable[str]) -> bytes:
     return _encoded(*(name.encode() for name in names))
+
+
+def _digest(sharers: Iterable[str]) -> bytes:
+    return sha256(_names(sharers)).digest()
 
 
 def _derived(secret: bytes, *purpose: bytes) -> bytes:
@@ -187,10 +196,13 @@ class Roster:
 
     def neighbours(self, secure: SecureSum) -> dict[str, tuple[str, ...]]:
         """Return the neighbours of each node; raises InvalidValueError for too few nodes."""
+        return {name: self.neighbours_of(name, secure) for name in self.names}
+
+    def neighbours_of(self, node: str, secure: SecureSum) -> tuple[str, ...]:
+        """Return the neighbours of a node, ascending."""
         count = len(self.members)
         linked = neighbours(self.digest, count, Graph.of(count, secure).degree)
-        pairs = zip(self.names, linked, strict=True)
-        return {name: tuple(self.names[place] for place in places) for name, places in pairs}
+        return tuple(self.names[place] for place in linked[self.index(node)])
 
     def listed(self, nodes: Sequence[str], secure: SecureSum) -> tuple[str, ...]:
         """Return a list of at least n − d nodes in their order, or raise InvalidValueError."""
@@ -239,7 +251,7 @@ class Participant:
         require(roster.member(node).key == pair.public, mine)
         size = f"the note has {len(note)} bytes; it must have at most {MOST_NOTE_BYTES}"
         require(len(note) <= MOST_NOTE_BYTES, size)
-        linked = roster.neighbours(secure)[node]
+        linked = roster.neighbours_of(node, secure)
         threshold = Graph.of(len(roster.members), secure).threshold
         points = [roster.index(neighbour) + 1 for neighbour in linked]
         both = [_shares(secret, threshold, points) for secret in (pair.masking, pair.seed)]
@@ -269,10 +281,11 @@ class Participant:
         require(self.node in listed, left_out)
         linked = [name for name in self.sealed if name in set(listed)]
         texts = {name: self._text(name, sealed.get(name, b"")) for name in linked}
-        added = [_self_key(self.roster, listed, self.node, self.pair.seed)]
+        purpose = _digest(listed)
+        added = [_self_key(self.roster, purpose, self.node, self.pair.seed)]
         subtracted: list[bytes] = []
         for name in linked:
-            key = _pair_key(self.roster, listed, (self.node, self.pair.masking), name)
+            key = _pair_key(self.roster, purpose, (self.node, self.pair.masking), name)
             (added if self.node < name else subtracted).append(key)
         masked = total.astype(np.uint64)
         _add_masks(masked, added, subtracted)
@@ -317,9 +330,8 @@ class Uploaded:
     def statement(self, survivors: Sequence[str]) -> bytes:
         """Return what to sign if these are the nodes whose uploads the server has.
 
-        **Write it to the journal first, and sign no other for this attempt.** Raises
-        InvalidValueError for lists that lack this node, name others than sharers, or name fewer
-        than n − d.
+        **Sign no other for this attempt.** Raises InvalidValueError for a list that lacks this
+        node, names a node that is no sharer, or names fewer than n − d.
         """
         listed = self.roster.listed(survivors, self.secure)
         strangers = sorted(set(listed) - set(self.sharers))
@@ -335,8 +347,8 @@ class Uploaded:
 
         They open the total of the survivors and no other. Raises InvalidValueError unless
         w = ⌊(n + t)/2⌋ + 1 survivors signed this node's own statement. Two statements cannot both
-        have so many: 2w − n > t nodes would have signed both, one of them honest. Call it for the
-        statement in the journal alone.
+        have so many: 2w − n > t nodes would have signed both, one of them honest. Call it only for
+        the statement that the node signed.
         """
         statement = self.statement(survivors)
         listed, needed = set(survivors), self.secure.quorum(len(self.roster.members))
@@ -367,7 +379,7 @@ def unmasked(
     shared, survived = roster.listed(sharers, secure), set(roster.listed(survivors, secure))
     strangers = sorted(survived - set(shared))
     require(not strangers, f"survivors include {strangers}; they must be among the sharers")
-    linked = roster.neighbours(secure)
+    linked, purpose = roster.neighbours(secure), _digest(shared)
     threshold = Graph.of(len(roster.members), secure).threshold
     added: list[bytes] = []
     subtracted: list[bytes] = []
@@ -378,32 +390,14 @@ def unmasked(
         }
         secret = _restored(roster.member(owner), shares, threshold, masking=owner not in survived)
         if owner in survived:
-            subtracted.append(_self_key(roster, shared, owner, secret))
+            subtracted.append(_self_key(roster, purpose, owner, secret))
             continue
         for name in survived.intersection(linked[owner]):
-            key = _pair_key(roster, shared, (owner, secret), name)
+            key = _pair_key(roster, purpose, (owner, secret), name)
             (subtracted if name < owner else added).append(key)
     total = masked_total.copy()
     _add_masks(total, added, subtracted)
     return total.view(np.int64)
-
-
-def noise_share(
-    key_of: Callable[[str], bytes], clipping: Clipping, stddevs: Sequence[float]
-) -> IntegerVector:
-    """Return a node's share of the noise, K_i in steps: independent rounded normals, int64 [D].
-
-    Their law is exact, see `fedpriv.privacy.noise`. `key_of` gives a fresh key by the name of a
-    vector group, which serves this one draw; `stddevs` are those of the shares in steps, by group,
-    see `share_stddev`.
-    """
-    share = np.empty(clipping.layout.dimension, np.int64)
-    for group, stddev in zip(clipping.groups, stddevs, strict=True):
-        noise = rounded_gaussian(key_of(group.name), group.dimension(clipping.layout), stddev)
-        for span in clipping.spans[group.name]:
-            size = span.stop - span.start
-            share[span], noise = noise[:size], noise[size:]
-    return share
 
 
 def _sealing_key(roster: Roster, pair: KeyPair, node: str, other: str, *, sender: bool) -> bytes:
@@ -413,24 +407,19 @@ def _sealing_key(roster: Roster, pair: KeyPair, node: str, other: str, *, sender
     return _derived(secret, b"shares", roster.digest, _names(way))
 
 
-def _self_key(roster: Roster, sharers: tuple[str, ...], node: str, seed: bytes) -> bytes:
-    """Return the key of a node's own mask."""
-    return _derived(
-        seed, b"self-mask", roster.digest, sha256(_names(sharers)).digest(), node.encode()
-    )
+def _self_key(roster: Roster, sharers: bytes, node: str, seed: bytes) -> bytes:
+    """Return the key of a node's own mask for sharers with this digest."""
+    return _derived(seed, b"self-mask", roster.digest, sharers, node.encode())
 
 
-def _pair_key(
-    roster: Roster, sharers: tuple[str, ...], holder: tuple[str, bytes], other: str
-) -> bytes:
+def _pair_key(roster: Roster, sharers: bytes, holder: tuple[str, bytes], other: str) -> bytes:
     """Return the key of the mask of two nodes, from one's name and private key.
 
     Masks of two nodes that were shown different lists of sharers do not cancel.
     """
     node, masking = holder
     secret = _shared(masking, roster.member(other).masking, other)
-    listed = sha256(_names(sharers)).digest()
-    return _derived(secret, b"pair", roster.digest, listed, _names(sorted((node, other))))
+    return _derived(secret, b"pair", roster.digest, sharers, _names(sorted((node, other))))
 
 
 def _add_masks(vector: MaskedVector, added: Sequence[bytes], subtracted: Sequence[bytes]) -> None:

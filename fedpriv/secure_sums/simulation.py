@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fedpriv.ledger.events import SecureSum
 from fedpriv.privacy.clipping import IntegerVector
 from fedpriv.privacy.draws import SeriesEntropy
-from fedpriv.privacy.gaussian_mechanism import GaussianMechanism
+from fedpriv.privacy.gaussian_mechanism import GaussianMechanism, rounded_noise
 from fedpriv.privacy.noise import words
 from fedpriv.privacy.round import OpenedSum, PartialSum, merge_sums
 from fedpriv.privacy.sampling import Users, drawn_users
@@ -23,7 +23,6 @@ from fedpriv.secure_sums.protocol import (
     Member,
     Participant,
     Roster,
-    noise_share,
     unmasked,
 )
 
@@ -111,7 +110,7 @@ class _Nodes:
         total = merge_sums(name, partials, clipping.layout.dimension).total
         stddevs = share_stddevs(mechanism.event, n)
         key_of = partial(self._noise_key, name)
-        return total + noise_share(key_of, clipping, stddevs)
+        return total + rounded_noise(key_of, clipping, stddevs)
 
     def _noise_key(self, name: str, group: str) -> bytes:
         return self.entropy.key(f"noise/{name}/{group}")

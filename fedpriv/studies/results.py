@@ -358,7 +358,11 @@ def _comparison(arms: Sequence[ArmSummary], baseline: str) -> str:
     differences = {arm.arm: measure.difference(arm) for arm in arms}
     gaps = {arm: gap for arm, gap in differences.items() if gap and gap.half_width is not None}
     if not gaps:
-        return _without_interval(arms, differences, measure, baseline)
+        best = best_of(arms, measure)
+        if len(arms) < 2 or best is None:
+            return ""
+        chance = f"fewer than two seeds shared with {baseline}: no interval, so chance may decide"
+        return f"{best} has {measure.superlative(_ranked(arms, measure)[best])} ({chance})."
     compared = [arm for arm in arms if arm.arm in {*gaps, baseline}]
     ranked, best = _ranked(compared, measure), best_of(compared, measure)
     verdicts = {arm: _verdict_of(gap, measure.sign) for arm, gap in gaps.items()}
@@ -398,23 +402,6 @@ def _ranked(arms: Sequence[ArmSummary], measure: Measure) -> dict[str, float]:
     means = {arm.arm: end.mean for arm in arms if (end := measure.end(arm))}
     order = sorted(means, key=lambda arm: (math.isnan(means[arm]), -measure.sign * means[arm]))
     return {arm: means[arm] for arm in order}
-
-
-def _without_interval(
-    arms: Sequence[ArmSummary],
-    gaps: Mapping[str, Interval | None],
-    measure: Measure,
-    baseline: str,
-) -> str:
-    """Return a sentence about the best arm, if no interval is known; empty for a single arm."""
-    best = best_of(arms, measure)
-    if len(arms) < 2 or best is None:
-        return ""
-    text = f"{best} has {measure.superlative(_ranked(arms, measure)[best])}"
-    if (gap := gaps.get(best)) is not None:
-        text += f", {abs(gap.mean):{measure.digits}}{measure.points} from {baseline}"
-    seeds = "one seed" if any(gaps.values()) else f"no seed shared with {baseline}"
-    return f"{text} ({seeds}: no interval, so chance may have decided)."
 
 
 def _verdict_of(gap: Interval, sign: float) -> str:

@@ -44,6 +44,14 @@ def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
     sync(path.parent)
 
 
+def write_new(path: Path, content: bytes) -> None:
+    """Write a new file, durably; InvalidValueError if it exists or cannot be written."""
+    if path.exists():
+        raise InvalidValueError(f"{path} exists already; it is not overwritten")
+    with writing(path):
+        write_atomically(path, content)
+
+
 def keep_from_git(path: Path) -> None:
     """Have git ignore a secret file, and all files whose names begin with its name.
 

@@ -13,7 +13,7 @@ public.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Self, cast
@@ -53,7 +53,7 @@ class _Schedule(RateSchedule):
     """A schedule of numbers, which are checked."""
 
     def __post_init__(self) -> None:
-        _check_schedule(self)
+        _check_numbers(self)
 
 
 @dataclass(frozen=True)
@@ -147,18 +147,26 @@ SCHEDULES: Mapping[str, type[RateSchedule]] = {  # values of learning_rate.sched
 Rate = float | RateSchedule
 
 
-def _check_schedule(schedule: RateSchedule) -> None:
-    hold_plain_numbers(schedule)
-    for name, value in vars(schedule).items():
-        number = isinstance(value, Real)
-        if name == "rounds":
-            legal, proper = "a whole number of at least 1", is_whole(value)
-        elif name == "factor":
-            legal, proper = "in (0, 1]", number and 0.0 < value <= 1.0
-        else:
-            legal, proper = "finite and not negative", number and 0.0 <= value < math.inf
-        if not proper:
-            raise InvalidValueError(f"{name} of the schedule is {value!r}; it must be {legal}")
+_LEGAL: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "rounds": ("a whole number of at least 1", is_whole),
+    "factor": ("in (0, 1]", lambda value: 0.0 < value <= 1.0),
+    "tau": ("positive and finite", lambda value: 0.0 < value < math.inf),
+    **dict.fromkeys(
+        ("momentum", "beta1", "beta2"), ("in [0, 1)", lambda value: 0.0 <= value < 1.0)
+    ),
+}
+_NOT_NEGATIVE = "finite and not negative", lambda value: 0.0 <= value < math.inf
+
+
+def _check_numbers(value: "RateSchedule | ServerOptimizer") -> None:
+    """Raise InvalidValueError for a number out of range; rates of a schedule are checked later."""
+    hold_plain_numbers(value)
+    whose = " of the schedule" if isinstance(value, RateSchedule) else ""
+    for name, number in vars(value).items():
+        legal, is_legal = _LEGAL.get(name, _NOT_NEGATIVE)
+        later = name == "learning_rate" and isinstance(number, RateSchedule)
+        if not (later or (isinstance(number, Real) and is_legal(number))):
+            raise InvalidValueError(f"{name}{whose} is {number!r}; it must be {legal}")
 
 
 class ServerOptimizer(ABC):
@@ -236,7 +244,7 @@ class _Numbers(ServerOptimizer):
     """An optimiser of numbers and schedules, which are checked."""
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check_numbers(self)
 
 
 @dataclass(frozen=True)
@@ -329,20 +337,6 @@ class FedYogi(_Adaptive):
 SERVER_OPTIMIZERS: Mapping[str, type[ServerOptimizer]] = {  # values of server.optimizer
     each.__name__.lower(): each for each in (FedAvg, FedAvgM, FedAdam, FedAdagrad, FedYogi)
 }
-
-
-def _check(optimizer: ServerOptimizer) -> None:
-    hold_plain_numbers(optimizer)
-    for name, value in vars(optimizer).items():
-        if isinstance(value, RateSchedule) and name == "learning_rate":
-            continue  # its rates are checked when they replace it
-        if isinstance(value, RateSchedule):
-            raise InvalidValueError(f"{name} is {value}; only a learning_rate may have a schedule")
-        below = math.inf if name in {"learning_rate", "tau"} else 1.0
-        if not (isinstance(value, Real) and 0.0 <= float(value) < below):
-            raise InvalidValueError(f"{name} is {value!r}; it must be in [0, {below:g})")
-        if name == "tau" and value == 0.0:
-            raise InvalidValueError("tau is 0; it must be positive")
 
 
 def _filled(parameters: Parameters, value: float) -> Moments:

@@ -43,6 +43,18 @@ def parse(kind: type[Kind], data: bytes, most: int) -> Kind:
     return message
 
 
+def refuse_unknown(message: Message) -> None:
+    """Raise WireError if a message, or one inside it at any depth, has fields that are not known.
+
+    Whoever consents to it would not know to what. The fields are removed.
+    """
+    size = message.ByteSize()
+    message.DiscardUnknownFields()
+    if message.ByteSize() != size:
+        kind = message.DESCRIPTOR.name
+        raise WireError(f"a message {kind} has fields that this version of fedpriv does not know")
+
+
 def at_most(what: str, number: int, most: int) -> None:
     """Raise WireError if `number` is above `most`; `what` names the things in the plural."""
     if number > most:

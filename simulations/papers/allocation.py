@@ -74,10 +74,10 @@ SETTINGS = (
 def compared(setting: Setting) -> str:
     """What is proved of random allocation against Poisson sampling: as a phrase for readers."""
     allocation, poisson = setting.allocation, setting.poisson
-    if allocation.up < poisson.low:
-        return f"at least {100 * (1 - allocation.up / poisson.low):.1f} % less"
-    if allocation.low > poisson.up:
-        return f"at least {100 * (allocation.low / poisson.up - 1):.1f} % more"
+    if allocation.epsilon < poisson.epsilon_low:
+        return f"at least {100 * (1 - allocation.epsilon / poisson.epsilon_low):.1f} % less"
+    if allocation.epsilon_low > poisson.epsilon:
+        return f"at least {100 * (allocation.epsilon_low / poisson.epsilon - 1):.1f} % more"
     return "not told apart"
 
 
@@ -94,9 +94,9 @@ def allocation_table() -> Table:
             *(str(number) for number in (setting.rounds, setting.participations, setting.passes)),
             f"{setting.noise_multiplier:g}",
             f"{setting.delta:g}",
-            f"{setting.known_rounds.up:.4g}",
-            f"{poisson.up:.4g}",
-            f"{allocation.low:.4g}–{allocation.up:.4g}",
+            f"{setting.known_rounds.epsilon:.4g}",
+            f"{poisson.epsilon:.4g}",
+            f"{allocation.epsilon_low:.4g}–{allocation.epsilon:.4g}",
             compared(setting),
         )
     return table

@@ -12,7 +12,6 @@ import math
 from scipy.optimize import brentq, minimize_scalar
 
 from fedpriv.accounting.accountants import poisson_pairs, tightest_epsilon
-from fedpriv.accounting.classical import zcdp_epsilon_bun_steinke, zcdp_rho
 from simulations.papers.claims import Argument, Claim, print_claims
 
 NU, ROUNDS, DELTA, EPSILON = 0.01, 20_000, 1e-4, "0.5"
@@ -49,7 +48,12 @@ def amplified_zcdp_epsilon(sigma: float, nu: float = NU, rounds: int = ROUNDS) -
     one = math.sqrt(2 * math.log(1.25 * nu / DELTA)) / sigma
     amplified = math.log1p(nu * math.expm1(one))
     variance = 2 * math.log(1.25 / DELTA) / amplified**2
-    return zcdp_epsilon_bun_steinke(rounds / (2 * variance), DELTA)
+    return zcdp_epsilon(rounds / (2 * variance))
+
+
+def zcdp_epsilon(rho: float) -> float:
+    """ε of ρ-zCDP at δ (Bun & Steinke 2016, Proposition 1.3)."""
+    return rho + 2 * math.sqrt(-rho * math.log(DELTA))
 
 
 def needed_noise_multiplier() -> tuple[float, float]:
@@ -70,7 +74,7 @@ def claims() -> tuple[Claim, ...]:
     )
     kind = tightest_epsilon(poisson_pairs({(NU, 2 * SIGMA_ZCDP): ROUNDS}), DELTA)
     by_chain = amplified_zcdp_epsilon(SIGMA_ZCDP)
-    unamplified = zcdp_epsilon_bun_steinke(zcdp_rho(concentrated), DELTA)
+    unamplified = zcdp_epsilon(ROUNDS / (2 * SIGMA_ZCDP**2))
     flaw, proof = Argument.FLAW, Argument.PROOF
     by_ac = composition_epsilon(SIGMA_AC)
     return (

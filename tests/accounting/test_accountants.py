@@ -10,7 +10,6 @@ from fedpriv.accounting.accountants import (
     ACCOUNTANTS,
     Accountant,
     Bound,
-    ClassicalAccountant,
     RDPAccountant,
     accountant_named,
     bounds_of,
@@ -134,11 +133,6 @@ class TestRDP(AccountantConformance):
         assert self.accountant.delta([EVENTS[1]], 1e6) == LEAST_DELTA
         assert self.accountant.delta([], 1e6) == 0.0
 
-    @pytest.mark.parametrize("orders", [(), (1.0, 2.0), (0.5,), (1e7,), (float("inf"),)])
-    def test_illegal_orders_are_named(self, orders: tuple[float, ...]) -> None:
-        with pytest.raises(InvalidValueError, match=r"orders are .*; there must be"):
-            RDPAccountant(orders=orders)
-
 
 class TestGDP(AccountantConformance):
     accountant: Accountant = ACCOUNTANTS["gdp"]
@@ -154,37 +148,26 @@ class TestGDP(AccountantConformance):
         assert loss.epsilon < epsilon(events, 1e-5).epsilon_low
 
 
-class TestZCDP(AccountantConformance):
-    accountant: Accountant = ACCOUNTANTS["zcdp"]
-    amplifies = False
-    analytic_slack = (1.6, 0.5)
-
-
-@pytest.mark.parametrize("name", ["zcdp", "rdp"])
-def test_upper_bounds_are_above_the_truth(name: str) -> None:
-    loss = epsilon(EVENTS, 1e-6, name)
+def test_moments_are_above_the_truth() -> None:
+    loss = epsilon(EVENTS, 1e-6, "rdp")
     assert loss.bound is Bound.UPPER
     assert loss.epsilon >= epsilon(EVENTS, 1e-6).epsilon_low
 
 
-# From an ε of 0, beside which prices are flat, to one that the least δ allows.
-@pytest.mark.parametrize("most", [0.0, 1e-9, 1e-3, 1.0, 40.0, 1e4])
-@pytest.mark.parametrize("rounds", [(0.3, 4.0, 10), (1.0, 0.05, 1), (1e-4, 0.5, 10**6)], ids=str)
-@pytest.mark.parametrize("name", ["gdp", "zcdp"])
-def test_delta_of_a_formula_is_the_least(
-    name: str, rounds: tuple[float, float, int], most: float
+@pytest.mark.parametrize("budget", [1e-3, 1.0, 4.0])
+@pytest.mark.parametrize("rounds", [(0.3, 4.0, 10), (1.0, 0.5, 1), (1e-4, 0.5, 10**6)], ids=str)
+def test_epsilon_and_delta_of_the_clt_agree(
+    rounds: tuple[float, float, int], budget: float
 ) -> None:
-    accountant, (q, z, count) = ACCOUNTANTS[name], rounds
-    assert isinstance(accountant, ClassicalAccountant)
-    found = accountant.delta([poisson_gaussian(q, z, count)], most)
-    logarithm = math.log(found)
-    less = math.exp(logarithm - 1e-6 * abs(logarithm) - 2e-12)
-    assert found == 1.0 or accountant.price({(q, z): count}, found) <= most
-    assert found <= 1.1e-300 or accountant.price({(q, z): count}, less) > most
+    q, z, count = rounds
+    found = ACCOUNTANTS["gdp"].delta([poisson_gaussian(q, z, count)], budget)
+    assert found < 1e-60 or epsilon([poisson_gaussian(q, z, count)], found, "gdp").epsilon == (
+        pytest.approx(budget, rel=1e-6)
+    )
 
 
 def test_every_accountant_is_listed_under_its_name() -> None:
-    assert list(ACCOUNTANTS) == ["tight", "pld", "rdp", "gdp", "zcdp"]
+    assert list(ACCOUNTANTS) == ["tight", "pld", "rdp", "gdp"]
     assert all(name == each.name for name, each in ACCOUNTANTS.items())
     for name in ACCOUNTANTS:
         assert accountant_named(name) is ACCOUNTANTS[name]
@@ -201,20 +184,12 @@ def test_the_default_is_tight() -> None:
     assert delta(EVENTS, 2.0) == ACCOUNTANTS["tight"].delta(EVENTS, 2.0)
 
 
-def test_the_two_ends_have_short_names() -> None:
-    loss = epsilon(EVENTS, 1e-6)
-    assert (loss.low, loss.up) == (loss.epsilon_low, loss.epsilon)
-    for name in ("low", "up", "epsilon"):
-        with pytest.raises(AttributeError):
-            setattr(loss, name, 0.0)
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("tight", "the tight accountant gives ε as an interval."),
-        ("rdp", "the rdp accountant gives ε as an upper bound."),
-        ("gdp", "the gdp accountant gives ε as an estimate."),
+        ("tight", "the tight accountant gives ε as an interval; the server is trusted."),
+        ("rdp", "the rdp accountant gives ε as an upper bound; the server is trusted."),
+        ("gdp", "the gdp accountant gives ε as an estimate; the server is trusted."),
     ],
 )
 def test_the_assumptions_are_one_grammatical_sentence(name: str, words: str) -> None:
@@ -246,7 +221,7 @@ def test_no_order_of_events_of_different_kinds_changes_a_digit(name: str) -> Non
         separated_gaussian((1.0, -0.5), 12, 3, 4, 20.0, relation, 2),
     ]
     ends = {
-        (epsilon(each, 1e-5, name).low, epsilon(each, 1e-5, name).up)
+        (epsilon(each, 1e-5, name).epsilon_low, epsilon(each, 1e-5, name).epsilon)
         for each in permutations(events)
     }
     assert len(ends) == 1

@@ -353,6 +353,9 @@ def test_several_participations_have_a_narrow_interval(
     rounds: int, k: int, z: float, passes: int, width: float
 ) -> None:
     loss = epsilon_of([random_allocation_gaussian(rounds, k, z, passes)], 1e-5)
-    assert 0.0 < loss.low <= loss.up <= loss.low * (1 + width)
+    assert 0.0 < loss.epsilon_low <= loss.epsilon <= loss.epsilon_low * (1 + width)
     # One round fewer shows less.
-    assert epsilon_of([random_allocation_gaussian(rounds, k - 1, z, passes)], 1e-5).low < loss.up
+    assert (
+        epsilon_of([random_allocation_gaussian(rounds, k - 1, z, passes)], 1e-5).epsilon_low
+        < loss.epsilon
+    )

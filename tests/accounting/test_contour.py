@@ -19,7 +19,7 @@ from fedpriv.accounting.contour.inversion import (
 )
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.accounting.round_counts import compose
-from fedpriv.errors import InvalidValueError, UnsupportedEventError
+from fedpriv.errors import UnsupportedEventError
 from tests.accounting import poisson_rounds as pld
 from tests.accounting.closed_forms import gaussian_delta, one_round_delta
 from tests.accounting.poisson_rounds import tight_delta, tight_epsilon
@@ -314,21 +314,3 @@ class TestEdges:
         with pytest.raises(ContourUnsuitableError, match="the contour"):
             epsilon_interval(rounds, delta)
         assert issubclass(ContourUnsuitableError, UnsupportedEventError)
-
-    @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan])
-    def test_illegal_delta(self, delta):
-        with pytest.raises(InvalidValueError, match=f"delta is {delta}"):
-            epsilon_interval({(0.1, 1.0): 1}, delta)
-
-    @pytest.mark.parametrize("epsilon", [-0.1, math.inf, math.nan])
-    def test_illegal_epsilon(self, epsilon):
-        with pytest.raises(InvalidValueError, match=f"epsilon is {epsilon}"):
-            delta_interval({(0.1, 1.0): 1}, epsilon)
-
-    @pytest.mark.parametrize(
-        ("q", "z", "count"), [(0.0, 1.0, 1), (1.1, 1.0, 1), (0.1, -1.0, 1), (0.1, math.inf, 1),
-                              (0.1, 1.0, 0), (math.nan, 1.0, 1)]
-    )  # fmt: skip
-    def test_illegal_rounds(self, q, z, count):
-        with pytest.raises(InvalidValueError, match="it must be"):
-            epsilon_interval({(q, z): count}, 1e-5)

@@ -14,9 +14,7 @@ from fedpriv.accounting.factorisation import (
     GRID,
     Buffers,
     Objective,
-    Workload,
     errors,
-    noise_errors,
     optimal_bands,
     optimal_buffers,
     relative_errors,
@@ -32,19 +30,19 @@ from tests.accounting.accountant_conformance import analytic_gaussian
 
 MEAN, LARGEST = Objective
 ADD_OR_REMOVE, _ = NeighbouringRelation
-WORKLOADS = st.builds(Workload, st.sampled_from([0.0, 0.5, 0.9]), st.sampled_from([1.0, 0.95]))
+MOMENTA = st.sampled_from([0.0, 0.5, 0.9])
 
 
 def dense(strategy: tuple[float, ...], n: int) -> np.ndarray:
     return toeplitz([*strategy[:n], *[0.0] * (n - len(strategy))], np.zeros(n))
 
 
-def dense_workload(workload: Workload, n: int) -> np.ndarray:
+def dense_models(momentum: float, n: int) -> np.ndarray:
     """The models of SGD, step by step, when the sums are unit vectors."""
-    models, momentum, model = [], np.zeros(n), np.zeros(n)
+    models, velocity, model = [], np.zeros(n), np.zeros(n)
     for t in range(n):
-        momentum = workload.momentum * momentum + np.eye(n)[t]
-        model = model + workload.decay**t * momentum
+        velocity = momentum * velocity + np.eye(n)[t]
+        model = model + velocity
         models.append(model)
     return np.array(models)
 
@@ -56,10 +54,10 @@ def dense_sensitivity(strategy: tuple[float, ...], schedule: Schedule) -> float:
 
 
 def dense_errors(
-    strategy: tuple[float, ...], schedule: Schedule, workload: Workload
+    strategy: tuple[float, ...], schedule: Schedule, momentum: float
 ) -> tuple[float, float]:
     n = schedule.rounds
-    noise = dense_workload(workload, n) @ np.linalg.inv(dense(strategy, n))
+    noise = dense_models(momentum, n) @ np.linalg.inv(dense(strategy, n))
     rows = np.linalg.norm(noise, axis=1) * dense_sensitivity(strategy, schedule)
     return float(np.sqrt(np.mean(rows**2))), float(rows.max())
 
@@ -78,11 +76,11 @@ def decreasing_strategies(draw: st.DrawFn, most: int) -> tuple[float, ...]:
 
 class TestErrors:
     @settings(max_examples=100, deadline=None)
-    @given(st.data(), schedules(), WORKLOADS)
-    def test_are_those_of_dense_matrices(self, data, schedule, workload):
+    @given(st.data(), schedules(), MOMENTA)
+    def test_are_those_of_dense_matrices(self, data, schedule, momentum):
         strategy = data.draw(decreasing_strategies(schedule.rounds))
-        found = errors(strategy, schedule, workload)
-        mean, largest = dense_errors(strategy, schedule, workload)
+        found = errors(strategy, schedule, momentum)
+        mean, largest = dense_errors(strategy, schedule, momentum)
         assert found.mean == pytest.approx(mean, rel=1e-9)
         assert found.largest == pytest.approx(largest, rel=1e-9)
 
@@ -94,12 +92,10 @@ class TestErrors:
         relative = relative_errors((1.0,), Schedule(n, k, b))
         assert (relative.mean, relative.largest) == (1.0, 1.0)
 
-    def test_do_not_depend_on_the_unit_of_a_strategy_but_its_noise_does(self):
+    def test_do_not_depend_on_the_unit_of_a_strategy(self):
         schedule, strategy = Schedule(30, 3, 10), (1.0, 0.5, 0.25)
         twice = tuple(2 * c for c in strategy)
         assert errors(twice, schedule).mean == pytest.approx(errors(strategy, schedule).mean)
-        halved = noise_errors(twice, 30).mean
-        assert halved == pytest.approx(noise_errors(strategy, 30).mean / 2)
 
     def test_are_those_of_sums_with_drawn_noise(self):
         """Noise that C⁻¹ correlates one round after the other, for the price of z = 1."""
@@ -118,21 +114,19 @@ class TestErrors:
 
 class TestOptimalBands:
     @settings(max_examples=40, deadline=None)
-    @given(schedules(), WORKLOADS, st.sampled_from(Objective), st.data())
+    @given(schedules(), MOMENTA, st.sampled_from(Objective), st.data())
     def test_never_increase_are_on_the_grid_and_never_worse_than_fresh_noise(
-        self, schedule, workload, objective, data
+        self, schedule, momentum, objective, data
     ):
-        if objective is LARGEST:
-            workload = Workload(workload.momentum)
         bands = data.draw(st.none() | st.integers(1, schedule.rounds))
-        found = optimal_bands(schedule, bands, objective, workload)
+        found = optimal_bands(schedule, bands, objective, momentum)
         assert found[0] == 1.0
         assert decreasing(found)
         assert all((c / GRID).is_integer() for c in found)
         most = bands or (schedule.rounds if schedule.participations == 1 else schedule.separation)
         fits = schedule.separation >= schedule.rounds
         assert len(found) <= (schedule.rounds if bands is None and fits else most)
-        relative = relative_errors(found, schedule, workload)
+        relative = relative_errors(found, schedule, momentum)
         assert getattr(relative, objective) <= 1 + 1e-6
 
     @pytest.mark.parametrize(
@@ -143,18 +137,18 @@ class TestOptimalBands:
     @pytest.mark.parametrize("objective", Objective)
     def test_are_no_worse_than_a_generic_optimiser_finds(self, n, k, b, p, momentum, objective):
         """By dense matrices, with differences for gradients, from three starts."""
-        schedule, workload = Schedule(n, k, b), Workload(momentum)
+        schedule = Schedule(n, k, b)
 
         def loss(x: np.ndarray) -> float:
             strategy = (1.0, *np.cumprod(1 / (1 + np.exp(-x))))
-            mean, largest = dense_errors(strategy, schedule, workload)
+            mean, largest = dense_errors(strategy, schedule, momentum)
             return math.log(mean if objective is MEAN else largest)
 
         rng = np.random.default_rng(0)
         starts = [np.linspace(0, 3, p - 1), np.full(p - 1, 1.0), rng.normal(1, 1, p - 1)]
         best = min(minimize(loss, start, method="L-BFGS-B").fun for start in starts)
-        found = optimal_bands(schedule, p, objective, workload)
-        assert getattr(errors(found, schedule, workload), objective) <= math.exp(best) * (1 + 1e-5)
+        found = optimal_bands(schedule, p, objective, momentum)
+        assert getattr(errors(found, schedule, momentum), objective) <= math.exp(best) * (1 + 1e-5)
 
     @pytest.mark.parametrize("n", [1, 2, 7, 64, 300])
     def test_of_one_participation_are_the_square_root_for_the_largest_error(self, n):
@@ -227,7 +221,7 @@ class TestOptimalBuffers:
         def loss(x: np.ndarray) -> float:
             theta, w = 1 / (1 + np.exp(-x[:2])), np.exp(x[2:]) / (1 + np.exp(x[2:]).sum())
             powers = theta[:, None] ** np.arange(n - 1)
-            mean, largest = dense_errors((1.0, *(w @ powers)), schedule, Workload())
+            mean, largest = dense_errors((1.0, *(w @ powers)), schedule, 0.0)
             return math.log(mean if objective is MEAN else largest)
 
         starts = ([3.0, 0.0, -2.0, -1.0], [1.0, -1.0, -3.0, -1.0])
@@ -237,11 +231,9 @@ class TestOptimalBuffers:
         assert getattr(errors(found, schedule), objective) <= math.exp(best) * (1 + 1e-5)
 
     @settings(max_examples=25, deadline=None)
-    @given(schedules(), WORKLOADS, st.integers(1, 8), st.sampled_from(Objective))
-    def test_have_coefficients_that_never_increase(self, schedule, workload, buffers, objective):
-        if objective is LARGEST:
-            workload = Workload(workload.momentum)
-        found = optimal_buffers(schedule, buffers, objective, workload)
+    @given(schedules(), MOMENTA, st.integers(1, 8), st.sampled_from(Objective))
+    def test_have_coefficients_that_never_increase(self, schedule, momentum, buffers, objective):
+        found = optimal_buffers(schedule, buffers, objective, momentum)
         assert decreasing(found.coefficients(schedule.rounds))
         assert len(found.coefficients(schedule.rounds)) == schedule.rounds
 
@@ -284,8 +276,6 @@ class TestPrices:
             truth = analytic_gaussian(math.sqrt(2 * rho), 1e-10)
             assert loss.epsilon_low <= truth * (1 + 1e-9)
             assert truth <= loss.epsilon * (1 + 1e-9) <= truth * (1 + 1e-6)
-            by_zcdp = ACCOUNTANTS["zcdp"].epsilon([event], 1e-10).epsilon
-            assert truth < by_zcdp < 1.1 * truth
             return loss.epsilon
 
         strategy = optimal_bands(Schedule(2000, 5, 400))
@@ -306,14 +296,9 @@ class TestIllegal:
     @pytest.mark.parametrize(
         ("make", "sentence"),
         [
-            (lambda: Workload(1.0), r"momentum is 1.0"),
-            (lambda: Workload(0.0, 0.0), r"decay is 0.0"),
+            (lambda: optimal_bands(Schedule(9), momentum=1.0), r"momentum is 1.0"),
             (lambda: optimal_bands(Schedule(9), 10), "bands is 10"),
             (lambda: optimal_buffers(Schedule(9), 0), "buffers is 0"),
-            (
-                lambda: optimal_bands(Schedule(9), 2, LARGEST, Workload(0.0, 0.5)),
-                "decay of the workload is 0.5",
-            ),
         ],
     )
     def test_is_named(self, make, sentence):

@@ -357,9 +357,13 @@ def test_one_rare_round_with_hardly_any_noise_does_not_spoil_the_price_of_others
     rare = [*events, poisson_gaussian(1e-9, 0.0199, 1000)]
     less = [*events, poisson_gaussian(1e-9, 0.0201, 1000)]
     for name in ("tight", "pld"):
-        up = epsilon_of(rare, 1e-5, name).up
-        assert epsilon_of(less, 1e-5, name).low <= up <= 1.02 * epsilon_of(less, 1e-5, name).up
-        assert up < epsilon_of(rare, 1e-5, "rdp").up
+        up = epsilon_of(rare, 1e-5, name).epsilon
+        assert (
+            epsilon_of(less, 1e-5, name).epsilon_low
+            <= up
+            <= 1.02 * epsilon_of(less, 1e-5, name).epsilon
+        )
+        assert up < epsilon_of(rare, 1e-5, "rdp").epsilon
 
 
 @pytest.mark.parametrize("delta", [1e-60, 1e-2, 0.999])
@@ -396,7 +400,7 @@ def test_a_delta_below_what_floats_can_tell_is_refused(accountant: str) -> None:
     for delta in (9e-61, 1e-300, 5e-324):
         with pytest.raises(InvalidValueError, match="no accountant tells it from 0 below 1e-60"):
             epsilon_of([poisson_gaussian(0.1, 1.0)], delta, accountant)
-    assert epsilon_of([poisson_gaussian(0.1, 1.0)], 1e-60, accountant).up < 200.0
+    assert epsilon_of([poisson_gaussian(0.1, 1.0)], 1e-60, accountant).epsilon < 200.0
     assert delta_of([poisson_gaussian(0.1, 1.0, 3)], 500.0, "tight") == 1e-60
 
 

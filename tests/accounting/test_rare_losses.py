@@ -29,7 +29,7 @@ def test_a_delta_above_the_chance_of_being_sampled_costs_nothing(name: str, z: f
     q, rounds, delta = 1.36e-6, 11379, 0.0395
     assert -math.expm1(rounds * math.log1p(-q)) < delta
     loss = epsilon([poisson_gaussian(q, z, rounds)], delta, name)
-    assert (loss.low, loss.up) == (0.0, 0.0)
+    assert (loss.epsilon_low, loss.epsilon) == (0.0, 0.0)
     below, above = poisson_rounds.delta_interval({(q, z): rounds}, 0.0)
     assert below <= above <= -math.expm1(rounds * math.log1p(-q)) * (1 + 1e-9)
 
@@ -114,14 +114,14 @@ def test_more_noise_and_less_of_everything_else_never_costs_more(
         (min(q, 1.0), z, rounds, min(0.95, 1.05 * delta)),
     ):
         cheap = epsilon([poisson_gaussian(*cheaper[:3])], cheaper[3])
-        assert cheap.low <= dear.up
-        assert cheap.up <= 1.001 * dear.up + 1e-6, cheaper
+        assert cheap.epsilon_low <= dear.epsilon
+        assert cheap.epsilon <= 1.001 * dear.epsilon + 1e-6, cheaper
 
 
 def test_one_round_of_little_noise_leaves_the_interval_narrow() -> None:
     for z, width in ((0.09, 1e-6), (0.05, 1e-3), (0.03, 1e-3)):
         loss = epsilon([poisson_gaussian(0.01, 1.0, 2000), poisson_gaussian(0.001, z)], 1e-2)
-        assert loss.up - loss.low <= width * loss.up
+        assert loss.epsilon - loss.epsilon_low <= width * loss.epsilon
 
 
 EXPOSED: list[tuple[Mapping[LossPair, int], float]] = [
@@ -160,9 +160,9 @@ def test_the_cap_for_huge_losses_is_above_the_truth_and_not_far_above_the_lower_
     q: float, z: float, rounds: int
 ) -> None:
     loss = epsilon([poisson_gaussian(q, z, rounds)], 1e-7)
-    assert 600.0 < loss.low < loss.up < 3 * loss.low
+    assert 600.0 < loss.epsilon_low < loss.epsilon < 3 * loss.epsilon_low
     # At least that of a user in as many rounds as one in 10⁷ users is, if the coins stay secret.
     taken = 0
     while math.comb(rounds, taken + 1) * q ** (taken + 1) * (1 - q) ** rounds > 2e-7:
         taken += 1
-    assert loss.up >= taken * (0.5 / z**2 + math.log(q)) - rounds * q
+    assert loss.epsilon >= taken * (0.5 / z**2 + math.log(q)) - rounds * q

@@ -32,16 +32,16 @@ def sampled(reference: Reference) -> dp_accounting.DpEvent:
 @named
 def test_the_interval_is_finite_and_narrow(reference: Reference) -> None:
     loss = tight(reference)
-    assert 0.0 <= loss.low <= loss.up < math.inf
-    assert loss.up - loss.low <= 1e-3 * loss.up + 1e-6
+    assert 0.0 <= loss.epsilon_low <= loss.epsilon < math.inf
+    assert loss.epsilon - loss.epsilon_low <= 1e-3 * loss.epsilon + 1e-6
 
 
 @named
 def test_delta_at_epsilon_is_what_was_asked_for(reference: Reference) -> None:
     loss = tight(reference)
-    assert delta([reference.event], loss.up) <= reference.delta * (1 + 5e-2)  # as documented
-    if loss.low > 1e-5:
-        assert delta([reference.event], loss.low * (1 - 1e-3)) >= reference.delta
+    assert delta([reference.event], loss.epsilon) <= reference.delta * (1 + 5e-2)  # as documented
+    if loss.epsilon_low > 1e-5:
+        assert delta([reference.event], loss.epsilon_low * (1 - 1e-3)) >= reference.delta
 
 
 @pytest.mark.parametrize("reference", REFERENCES[::3], ids=str)
@@ -50,9 +50,9 @@ def test_rdp_is_never_below(reference: Reference) -> None:
     accountant = RdpAccountant([1.0 + a / 10 for a in range(1, 100)] + [*range(12, 257)])
     accountant.compose(sampled(reference), reference.rounds)
     published = accountant.get_epsilon(reference.delta)
-    assert published >= tight(reference).low
+    assert published >= tight(reference).epsilon_low
     if reference.q == 1.0 and 1.0 < published < 100.0:
-        assert published <= 1.3 * tight(reference).up
+        assert published <= 1.3 * tight(reference).epsilon
 
 
 def spread(reference: Reference) -> float:
@@ -72,9 +72,9 @@ def test_published_privacy_loss_distributions_are_not_below(reference: Reference
     accountant.compose(sampled(reference), reference.rounds)
     published = accountant.get_epsilon(reference.delta)
     loss = tight(reference)
-    assert published >= loss.low * (1 - 1e-9)
+    assert published >= loss.epsilon_low * (1 - 1e-9)
     if reference.q * math.sqrt(math.expm1(1 / reference.z**2)) > 1e-2:
-        assert published <= 1.01 * loss.up + 1e-3
+        assert published <= 1.01 * loss.epsilon + 1e-3
 
 
 SMOOTH = pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_published_random_variables_agree(reference: Reference) -> None:
     )
     low, _, up = accountant.compute_epsilon(reference.delta, [reference.rounds])
     loss = tight(reference)
-    assert low <= loss.up
-    assert loss.low <= up
+    assert low <= loss.epsilon
+    assert loss.epsilon_low <= up
 
 
 # Their code divides by zero at q = 1, and warns where the last order is the best.
@@ -120,6 +120,6 @@ def test_opacus_is_not_below(reference: Reference) -> None:
     published = variables.get_epsilon(
         reference.delta, eps_error=0.05, delta_error=reference.delta / 100
     )
-    assert loss.low <= published <= 1.1 * loss.up + 0.1
+    assert loss.epsilon_low <= published <= 1.1 * loss.epsilon + 0.1
     alphas = [1.0 + a / 10 for a in range(1, 100)] + [*range(12, 64)]
-    assert moments.get_epsilon(reference.delta, alphas=alphas) >= loss.low
+    assert moments.get_epsilon(reference.delta, alphas=alphas) >= loss.epsilon_low

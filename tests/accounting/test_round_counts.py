@@ -112,17 +112,17 @@ class TestEverybody:
     def test_rounds_of_all_users_have_the_closed_form(self, z, count, delta, accountant):
         found = epsilon([poisson_gaussian(1.0, z, count)], delta, accountant)
         mu = math.sqrt(count) / z
-        assert gaussian_delta(mu, found.up) <= delta
-        assert found.low == 0.0 or gaussian_delta(mu, found.low) >= delta
-        assert found.up - found.low <= 1e-8 * (1 + found.up)
-        low, up = tight_delta({(1.0, z): count}, found.up)
-        assert low <= gaussian_delta(mu, found.up) <= up
+        assert gaussian_delta(mu, found.epsilon) <= delta
+        assert found.epsilon_low == 0.0 or gaussian_delta(mu, found.epsilon_low) >= delta
+        assert found.epsilon - found.epsilon_low <= 1e-8 * (1 + found.epsilon)
+        low, up = tight_delta({(1.0, z): count}, found.epsilon)
+        assert low <= gaussian_delta(mu, found.epsilon) <= up
 
     def test_values_from_elsewhere(self):
         tiny = epsilon([poisson_gaussian(1.0, 5e6, 10**6)], 1e-5)
         huge = epsilon([poisson_gaussian(1.0, 0.04)], 1e-5)
-        assert tiny.up == pytest.approx(2.51e-4, rel=2e-3)
-        assert huge.up == pytest.approx(418, abs=0.6)
+        assert tiny.epsilon == pytest.approx(2.51e-4, rel=2e-3)
+        assert huge.epsilon == pytest.approx(418, abs=0.6)
 
     def test_different_rounds_of_all_users_are_one_gaussian(self):
         rounds = {(1.0, 20.0 + i / 7): 1 + i for i in range(300)}

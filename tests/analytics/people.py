@@ -13,7 +13,6 @@ from fedpriv.analytics import (
     Quantiles,
     Sum,
     Survey,
-    Variance,
 )
 from fedpriv.analytics.survey import collect
 from fedpriv.data import UserStore
@@ -25,7 +24,6 @@ THRESHOLDS = (-2.0, 0.0, 1.0, 2.5, 4.0, 7.0, 11.0)
 QUESTIONS = (
     Mean("mean", "x", low=-3.0, high=9.0),
     Sum("sum", "x", low=-1.0, high=8.0),
-    Variance("variance", "x", low=-3.0, high=9.0),
     Histogram("histogram", "kind", categories=("b", "a", "c"), clipping_norm=2.0),
     Distribution("distribution", "x", THRESHOLDS),
     Quantiles("quantiles", "x", THRESHOLDS, probabilities=(0.2, 0.5, 0.9)),

@@ -1,11 +1,16 @@
 """What a node consents to, read from a file and held against offers."""
 
+import json
 import math
+import tomllib
+from collections.abc import MutableSequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
 from pydantic import ValidationError
 
 from fedpriv import wire
@@ -14,8 +19,17 @@ from fedpriv.accounting.policies import (
     poisson_gaussian,
     separated_gaussian,
 )
-from fedpriv.clients.consent import Consent, misfit, reach_of
-from fedpriv.errors import InvalidValueError
+from fedpriv.clients.consent import (
+    Consent,
+    described,
+    misfit,
+    reach_of,
+    review_of,
+    task_hash,
+    unlike,
+)
+from fedpriv.clients.worker import Built
+from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.experiment.grouping import equal_split
 from fedpriv.ledger import Unit
 from fedpriv.ledger.events import NeighbouringRelation
@@ -32,7 +46,8 @@ from fedpriv.privacy.sampling import (
     RandomAllocationSampling,
     SeparatedSampling,
 )
-from fedpriv.training.local import SGD, Scaffold
+from fedpriv.training.local import ALGORITHMS, SGD, Scaffold
+from fedpriv.training.optimizers import PolynomialDecay
 from fedpriv.training.plan import AdaptiveClipping
 from fedpriv.training.rounds import initial_state, round_request
 from fedpriv.wire import (
@@ -44,6 +59,7 @@ from fedpriv.wire import (
     model_of,
 )
 from tests.training.federation import PARAMETERS, make_plan
+from tests.wire import examples
 from tests.wire.examples import covering, small_offer, small_request
 
 SMALL = small_offer()
@@ -443,3 +459,200 @@ class TestMisfits:
             "local.max_examples is absent; the offer must say how many examples of a user count, "
             "so that no user takes the time of all"
         )
+
+
+def built(parameters=PARAMETERS, statistics=()):
+    return Built(Layout.of(parameters), Layout.of(dict(statistics)))
+
+
+def asked(request, price=SMALL.price):
+    """Proposal and offer of a request."""
+    offered = RoundOffer.of(request, 9.0, price, manifest_of(model_of(request)))
+    return wire.Proposal.of(request, price), offered
+
+
+class TestTensors:
+    @pytest.mark.parametrize("plan", PLANS)
+    def test_those_of_the_task_are_asked_for_by_every_plan_and_no_others(self, plan):
+        plan = make_plan(**PLANS[plan])
+        state = initial_state(plan, PARAMETERS)
+        request = round_request(
+            plan, state, RoundAttempt("run", 1, 0), np.arange(3), OperatingSystemEntropy()
+        )
+        first = next(iter(PARAMETERS))
+        longer = PARAMETERS | {first: np.zeros((*PARAMETERS[first].shape, 2), np.float32)}
+        fewer = {name: tensor for name, tensor in PARAMETERS.items() if name != first}
+        for terms in asked(request):
+            assert unlike(built(), terms) is None
+            for other in (longer, fewer, PARAMETERS | {"more": np.zeros(1, np.float32)}):
+                assert "differ from those of this node's task" in unlike(built(other), terms)
+
+    def test_running_statistics_are_all_or_none_of_the_task(self):
+        one, two = {"bn.mean": np.zeros(2, np.float32)}, {"bn.mean": np.zeros(3, np.float32)}
+        proposal, offer = asked(replace(small_request(), statistics=one))
+        task = built(small_request().parameters)
+        assert unlike(task, proposal) is None
+        assert unlike(task, offer) == (
+            "the model has 1 tensors, as 'bn.mean', that differ from those of this node's task"
+        )
+        for statistics, fits in ((one, True), (two, False), (one | {"bn.var": two}, False)):
+            values = {
+                n: np.zeros(2, np.float32) if n == "bn.var" else v for n, v in statistics.items()
+            }
+            task = built(small_request().parameters, values)
+            assert (unlike(task, offer) is None) == fits
+            assert unlike(task, asked(replace(small_request(), statistics={}))[1]) is None
+
+    @pytest.mark.parametrize(("size", "allowed"), [(3, False), (2**20, False), (2**21, True)])
+    def test_a_round_measures_at_most_as_much_as_it_trains(self, size, allowed):
+        metric = Metric("m", (2**20 + 1,))
+        layout = Layout(("w", metric.tensor), ((size,), metric.shape))
+        groups = (VectorGroup.single("w", 1.0), metric.group)
+        proposal = asked(small_request())[0]
+        changed = {"clipping": Clipping(layout, groups), "metrics": (metric,)}
+        found = unlike(built({"w": np.zeros(size)}), replace(proposal, **changed))
+        refusal = "metrics have 1048577 components; this node's task allows 1048576"
+        assert found == (None if allowed else refusal)
+
+
+def leaves(message, path=()):
+    """Each field of a message, or of one inside it, that holds no message: its path and owner."""
+    for field in message.DESCRIPTOR.fields:
+        content = getattr(message, field.name)
+        if field.message_type is None:
+            yield (*path, field.name), message, field
+        elif isinstance(content, MutableSequence):
+            for inner in content:
+                yield from leaves(inner, (*path, field.name))
+        elif message.HasField(field.name):
+            yield from leaves(content, (*path, field.name))
+
+
+def others(content):
+    """Values that differ from a field's content a little."""
+    match content:
+        case MutableSequence():
+            for number, element in enumerate(content):
+                for other in others(element):
+                    yield [*content[:number], other, *content[number + 1 :]]
+            yield content[:-1] if len(content) else [1]
+            yield [*content, *content[-1:]] if len(content) else ["w"]
+        case str():
+            yield content + "x"
+            yield from (name for name in (*ALGORITHMS, "w", "update") if name != content)
+            if content.startswith("{"):
+                options = json.loads(content)
+                for key, value in {**options, "momentum": 0.25, "weight_decay": 0.5}.items():
+                    for other in [*others(value), 3, None]:
+                        yield json.dumps(options | {key: other})
+        case bool() | None:
+            yield not content
+        case int():
+            yield content + 1
+        case float():
+            yield content * 1.5 + 0.25
+        case bytes():
+            yield bytes(len(content)) if any(content) else b"1" * len(content)
+
+
+def variants(message):
+    """The message with one field changed: the path of the field, and the result."""
+    data = message.SerializeToString()
+    for number, (path, owner, field) in enumerate([*leaves(message)]):
+        for other in others(getattr(owner, field.name)):
+            copy = type(message).FromString(data)
+            _, changed, _ = [*leaves(copy)][number]
+            with suppress(TypeError, ValueError):
+                changed.ClearField(field.name)
+                if isinstance(other, list | MutableSequence):
+                    getattr(changed, field.name).extend(other)
+                else:
+                    setattr(changed, field.name, other)
+                yield ".".join(path), copy
+
+
+FREE = {"id.run", "id.round", "id.attempt", "id.nonce", "groups.clipping_norm", "population",
+        "population_name", "users", "price.event", "price.epsilon_after", "price.delta",
+        "price.charges", "price.part", "price.seeded"}  # fmt: skip
+
+
+class TestHash:
+    def changed(self, welcome, proposal):
+        """Names of fields that change the hash, and of those that do not."""
+        before, kinds = task_hash(welcome, proposal), ({}, {})
+        for path, message in variants(wire.PROPOSAL.encode(proposal)):
+            with suppress(WireError):
+                other = wire.PROPOSAL.decode(message)
+                if other.local.rate == proposal.local.rate and other != proposal:
+                    name = path.removeprefix("clipping.")
+                    kinds[task_hash(welcome, other) == before].setdefault(name, other)
+        for path, message in variants(wire.WELCOME.encode(welcome)):
+            with suppress(WireError):
+                other = wire.WELCOME.decode(message)
+                if (other.task, other.purpose) != (welcome.task, welcome.purpose):
+                    kinds[task_hash(other, proposal) == before].setdefault(path, other)
+        return kinds
+
+    def test_it_changes_with_every_field_of_a_task(self):
+        task = TaskDescription("m", {"width": 3}, 1, "mse", ("a:b",), "x", "y", -100, ("p",),
+                               ("t",), ("f",), {"rank": 2})  # fmt: skip
+        welcome = replace(WELCOME, task=task, purpose="to heal")
+        metric = Metric("accuracy", (2,), 0.5, 0.5, (1.0,))
+        layout = Layout(("w", "b", metric.tensor, "unclipped"), ((2, 2), (3,), (2,), (1,)))
+        groups = (
+            VectorGroup("update", ("w", "b"), 1.0, (1.0, 0.5)),
+            metric.group,
+            Indicator("unclipped", ("update",)).group,
+        )
+        clipping = Clipping(layout, groups, Indicator("unclipped", ("update",)), ("update",), 20)
+        proposal = replace(asked(small_request())[0], clipping=clipping, metrics=(metric,))
+        hashed, free = self.changed(welcome, proposal)
+        assert set(free) <= FREE
+        assert set(hashed) >= {
+            *(f"task.{name}" for name in vars(task)),
+            "purpose", "local.algorithm", "local.options", "metrics.centre", "metrics.options",
+            "layout.shapes.sizes", "groups.scales", "weighted", "weight_cap",
+        }  # fmt: skip
+
+    @settings(max_examples=15, deadline=None)
+    @given(examples.welcomes, examples.offers())
+    def test_it_changes_with_every_field_whatever_the_task(self, welcome, offer):
+        hashed, free = self.changed(welcome, wire.Proposal.of(offer, offer.price))
+        assert set(free) <= FREE
+        assert hashed
+
+    @pytest.mark.parametrize("plan", PLANS)
+    def test_it_is_the_same_in_all_rounds_for_offers_and_proposals(self, plan):
+        rate = {"local": replace(PLANS[plan]["local"], learning_rate=PolynomialDecay(0.5, 0.1, 9))}
+        plan = make_plan(**PLANS[plan] | rate)
+        state, hashes = initial_state(plan, PARAMETERS), set()
+        for number in range(3):
+            norms = tuple(norm * 0.9**number for norm in state.clipping_norms)
+            at, users = RoundAttempt("run", number + 1, number), np.arange(3)
+            request = round_request(
+                plan, replace(state, clipping_norms=norms), at, users, OperatingSystemEntropy()
+            )
+            hashes |= {task_hash(WELCOME, terms) for terms in asked(request)}
+        assert len(hashes) == 1
+
+    def test_a_review_shows_all_that_is_hashed_and_no_control_characters(self):
+        task = replace(WELCOME.task, options={"width": 3, "\x1b[2K": "\u202e"})
+        welcome = replace(WELCOME, task=task, purpose="to\nheal")
+        text = review_of(welcome, OFFER)
+        hashed = described(welcome, OFFER)
+        for section in ("task", "local", "clipping"):
+            for name in hashed[section]:
+                assert f"\n{section} {name}: " in text
+        assert all(tensor in text for tensor in OFFER.clipping.layout.names)
+        assert all(line.isprintable() for line in text.split("\n"))
+        line = text.split("\n")[-1]
+        assert line == f'tasks = ["{task_hash(welcome, OFFER)}"]'
+        consent = Consent(**tomllib.loads(line))
+        assert consent.objection_to_settings(welcome, OFFER) is None
+        assert "consent does not name it" in consent.objection_to_settings(WELCOME, OFFER)
+        assert Consent().objection_to_settings(WELCOME, OFFER) is None
+
+    @pytest.mark.parametrize("text", ["", "0" * 63, "G" * 64, "0" * 64 + "\n", "A" * 64])
+    def test_what_is_no_hash_is_refused(self, text):
+        with pytest.raises(ValidationError, match="tasks"):
+            Consent(tasks=[text])

@@ -45,43 +45,38 @@ class TestTakingPart:
         journal.record("people", offer("a", 2, 0), NOON)
         journal.record("others", offer("r", 0, 0), NOON)
         assert journal.remembered("people").taken_part == (
-            TakenPart("a", 2, 0, OFFER.price.event, 0),
-            TakenPart("r", 3, 1, poisson_gaussian(0.25, 1.5, population=777), 0),
+            TakenPart("a", 2, 0, OFFER.price.event, 0, OFFER.users.size),
+            TakenPart("r", 3, 1, poisson_gaussian(0.25, 1.5, population=777), 0, OFFER.users.size),
         )
         assert journal.remembered("nobody").taken_part == ()
 
-    def test_an_offer_is_answered_once(self, journal):
-        journal.record("people", OFFER, NOON)
-        again = replace(OFFER, seconds=OFFER.seconds / 2.0)
-        assert journal.answered("people", again)
-        assert not journal.answered("others", again)
-        with pytest.raises(InvalidValueError, match="nothing was written"):
-            journal.record("people", again, NOON)
-        assert journal.answers_since(NOON) == 1
-
-    def test_offers_of_one_attempt_that_differ_count_each(self, journal):
-        others = [
+    def test_an_attempt_is_answered_once_whatever_else_its_offers_say(self, journal):
+        assert journal.record("people", OFFER, NOON) is None
+        for again in (
+            OFFER,
             replace(OFFER, id=replace(OFFER.id, nonce=OFFER.id.nonce ^ 1)),
             replace(OFFER, users=OFFER.users[:1]),
-            replace(OFFER, local_key=bytes(32)),
-        ]
-        for number, one in enumerate([OFFER, *others]):
-            assert not journal.answered("people", one)
-            journal.record("people", one, NOON)
-            assert journal.answers_since(NOON) == number + 1
-        assert len(journal.remembered("people").taken_part) == 1
+            replace(OFFER, local_key=bytes(32), price=priced(0.25, 9.0)),
+        ):
+            assert journal.answered("people", again.id)
+            assert journal.record("people", again, NOON) == "this attempt was answered before"
+        (only,) = journal.remembered("people").taken_part
+        assert (only.event, only.asked) == (OFFER.price.event, OFFER.users.size)
+        for other in (offer("s"), offer(round_number=9), offer(attempt=9)):
+            assert not journal.answered("people", other.id)
+        assert not journal.answered("others", OFFER.id)
+        assert journal.answers_since(NOON) == 1
 
-    def test_of_an_attempt_each_offer_that_differs_is_what_the_node_agreed_to(self, journal):
-        agreed = set()
-        for q, said, hours in ((0.25, 1.0, 0), (0.5, 1.0, 2), (0.5, 2.0, 1)):
-            price = priced(q, epsilon_after=said)
-            journal.record("people", offer(price=price), NOON + timedelta(hours=hours))
-            agreed.add(TakenPart("r", 0, 0, price.event, 0))
-        found = journal.remembered("people").taken_part
-        assert len(found) == len(agreed) == 2
-        assert set(found) == agreed
-        assert journal.answers_since(NOON + timedelta(hours=1)) == 2
-        assert journal.answers_since(NOON + timedelta(hours=3)) == 0
+    def test_answers_are_outstanding_until_they_are_settled(self, journal):
+        for attempt in range(3):
+            journal.record("people", offer(attempt=attempt), NOON)
+        journal.record("others", offer(), NOON)
+        first, _, third = journal.remembered("people").taken_part
+        journal.settle("people", [third])
+        assert (journal.outstanding("people"), journal.outstanding("others")) == (2, 1)
+        journal.settle("people", [first, third])
+        charged = [part.charged for part in journal.remembered("people").taken_part]
+        assert (journal.outstanding("people"), charged) == (1, [True, False, True])
 
     def test_rounds_are_counted_from_a_moment_on(self, journal):
         for number in range(5):
@@ -123,8 +118,7 @@ class TestTakingPart:
         with Journal(tmp_path_factory.mktemp("journal") / "journal") as journal:
             times = {}
             for run, number, attempt, at in written:
-                if not journal.answered("people", offer(run, number, attempt)):
-                    journal.record("people", offer(run, number, attempt), at)
+                journal.record("people", offer(run, number, attempt), at)
                 times.setdefault((run, number, attempt), at)
             assert journal.answers_since(moment) == sum(at >= moment for at in times.values())
             kept = {

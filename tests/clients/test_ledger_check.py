@@ -3,18 +3,22 @@
 Servers here are real ledgers; what a node gets is their export.
 """
 
+import asyncio
 import io
 import math
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import permutations
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from fedpriv.accounting.accountants import epsilon
 from fedpriv.accounting.policies import (
+    banded_poisson_gaussian,
     every_user_gaussian,
     fixed_size_gaussian,
     poisson_examples_gaussian,
@@ -24,8 +28,16 @@ from fedpriv.accounting.policies import (
     separated_gaussian,
 )
 from fedpriv.clients import ledger_check
-from fedpriv.clients.journal import Journal
-from fedpriv.clients.ledger_check import Examined, charged_already, price_with
+from fedpriv.clients.connection import Backoff
+from fedpriv.clients.journal import Journal, TakenPart
+from fedpriv.clients.ledger_check import (
+    Examined,
+    charged_already,
+    drawn_too_often,
+    price_with,
+    tail,
+    unpaid,
+)
 from fedpriv.errors import InvalidValueError, UntrustedLedgerError
 from fedpriv.ledger.events import (
     NeighbouringRelation,
@@ -212,7 +224,7 @@ class TestPricing:
         offered = poisson_gaussian(0.3, 1.5, population=N)
         found = price_with(both.examined(), offer(number=2, event=offered))
         assert found == epsilon([EVENT, two, offered], DELTA).epsilon
-        assert found > epsilon([EVENT, two], DELTA).low
+        assert found > epsilon([EVENT, two], DELTA).epsilon_low
 
     def test_without_noise_it_is_infinite(self, both):
         bare = poisson_gaussian(0.1, 0.0, population=N)
@@ -514,8 +526,8 @@ class TestSeries:
         for number in range(1, 5):
             truth = passes.next_offer(number)
             loss = epsilon([PASS] * -(-number // 3), DELTA)
-            assert loss.low > 0.9 * loss.epsilon
-            for said in (0.0, 0.5 * loss.low, loss.low * (1 - 3e-6)):
+            assert loss.epsilon_low > 0.9 * loss.epsilon
+            for said in (0.0, 0.5 * loss.epsilon_low, loss.epsilon_low * (1 - 3e-6)):
                 lie = replace(truth, price=replace(truth.price, epsilon_after=said))
                 with pytest.raises(
                     UntrustedLedgerError, match="but charges and offer cost at least"
@@ -549,11 +561,164 @@ class TestSeries:
         passes.played(3)
         both.confirmed(passes.next_offer(4))
 
-    def test_offers_of_one_attempt_may_each_be_what_is_charged(self, both):
-        both.take_part("r", 1, 0, EVENT)
-        both.take_part("r", 1, 0, PASS)
-        charge(both.ledger, "r", 1, event=PASS)
-        both.confirmed(offer("r", 2, 0, PASS, part=1))
+
+def outstanding(both) -> list[tuple[int, int]]:
+    rows, taken_part = read(both.ledger).rows, both.journal.remembered("people").taken_part
+    return sorted((part.round, part.attempt) for part in unpaid(rows, taken_part))
+
+
+class TestOutstanding:
+    def test_a_charge_pays_for_one_sum_and_its_own_attempt_comes_first(self, both):
+        for attempt in range(4):
+            both.take_part("r", 0, attempt)
+        assert outstanding(both) == [(0, 0), (0, 1), (0, 2), (0, 3)]
+        charge(both.ledger, attempt=2)
+        assert outstanding(both) == [(0, 0), (0, 1), (0, 3)]
+        charge(both.ledger, attempt=5)
+        assert outstanding(both) == [(0, 0), (0, 1)]
+
+    @pytest.mark.parametrize(
+        "charged",
+        [
+            {"run": "s"},
+            {"number": 1},
+            {"attempt": 0},
+            {"event": poisson_gaussian(0.09, 2.0, population=N)},
+            {"event": poisson_gaussian(0.1, 2.1, population=N)},
+        ],
+    )
+    def test_a_charge_of_anything_else_pays_for_nothing(self, both, charged):
+        both.take_part("r", 0, 1)
+        charge(both.ledger, **{"attempt": 1} | charged)
+        assert outstanding(both) == [(0, 1)]
+
+    @settings(max_examples=50, deadline=None)
+    @given(st.sets(st.integers(0, 6)), st.sets(st.integers(0, 6)))
+    def test_as_many_are_paid_as_can_be(self, sums, charges):
+        rows = [Row("r", 0, number, EVENT, 0) for number in charges]
+        parts = [TakenPart("r", 0, number, EVENT, 0, 1) for number in sums]
+        most = max(
+            sum(row >= part for row, part in zip(order, sorted(sums), strict=False))
+            for order in permutations([*sorted(charges), *[-1] * (7 - len(charges))], len(sums))
+        )
+        assert len(unpaid(rows, parts)) == len(sums) - most
+
+    def test_what_is_charged_is_settled_when_the_ledger_is_read(self, both):
+        for number in range(3):
+            both.take_part("r", number)
+            charge(both.ledger, number=number)
+        both.take_part("r", 3)
+
+        @dataclass(frozen=True)
+        class Stub:
+            async def fetch_ledger(self, _):
+                stream = io.StringIO()
+                both.ledger.export(stream)
+                return iter(stream.getvalue().splitlines())
+
+        verifier = ledger_check.LedgerVerifier(Stub(), both.journal, Backoff())
+        asyncio.run(verifier.examined(WELCOME, DELTA))
+        assert both.journal.outstanding("people") == 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is read of a charge."""
+
+    run: str
+    round: int
+    attempt: int
+    event: RoundEvent
+    part: int
+    pays: bool = True
+
+
+def played(events, asked, parts=None):
+    """Charges of successive rounds, and what the node was asked in those that it answered."""
+    parts = [0] * len(events) if parts is None else parts
+    rows = [
+        Row("r", n, 0, event, part)
+        for n, (event, part) in enumerate(zip(events, parts, strict=True))
+    ]
+    return rows, [TakenPart("r", n, 0, events[n], parts[n], users) for n, users in asked.items()]
+
+
+def often(q, z=1.0):
+    return poisson_gaussian(q, z, population=N)
+
+
+class TestDraws:
+    @pytest.mark.parametrize("q", [1e-9, 0.01, 0.3, 0.999, 1.0])
+    @pytest.mark.parametrize("rounds", [1, 7, 100])
+    def test_the_line_is_where_the_binomial_says(self, q, rounds):
+        users = 3
+        for asked in range(users * rounds + 1):
+            rows, taken = played([often(q)] * rounds, {0: asked})
+            slow = stats.binom.sf(asked - 1, users * rounds, q)
+            assert drawn_too_often(rows, taken, users) == (slow < 1e-9)
+
+    def test_a_sum_without_a_charge_has_trials_of_its_own(self):
+        rows, taken = played([often(1e-4)], {0: 1})
+        for number, refused in ((1, False), (2, True)):
+            taken.append(TakenPart("s", number, 0, often(1e-4), 0, 1))
+            assert drawn_too_often(rows, taken, 1) == refused
+
+    def test_neither_many_probabilities_nor_larger_ones_hide_a_small_one(self):
+        near = [often(1e-9 * (1.0 + n * 1e-3)) for n in range(30)]
+        assert drawn_too_often(*played(near, {0: 1, 1: 1}), 1)
+        large = [often(0.5)] * 1000
+        assert drawn_too_often(*played([*large, *near], {1000: 1, 1001: 1}), 1)
+        assert not drawn_too_often(*played([*large, *near], dict.fromkeys(range(550), 1)), 1)
+
+    @settings(max_examples=50, deadline=None)
+    @given(st.lists(st.floats(0.05, 0.1), min_size=1, max_size=30))
+    def test_different_probabilities_are_less_likely_than_their_mean(self, probabilities):
+        law = np.ones(1)  # of the number of heads, coin by coin
+        for q in probabilities:
+            law = np.convolve(law, [1.0 - q, q])
+        mean, n = sum(probabilities), len(probabilities)
+        for k in range(math.ceil(mean + 1.0), n + 1):
+            assert law[k:].sum() <= tail(k, n, mean) * (1.0 + 1e-9)
+
+    @pytest.mark.parametrize(
+        ("population", "users", "drawn"), [(20, 5, 4), (30, 12, 15), (9, 8, 8)]
+    )
+    def test_cohorts_of_fixed_size_are_less_likely_than_coins(self, population, users, drawn):
+        law = np.ones(1)
+        one = stats.hypergeom.pmf(np.arange(users + 1), population, users, drawn)
+        for rounds in range(1, 8):
+            law, trials = np.convolve(law, one), rounds * users
+            mean = trials * drawn / population
+            for k in range(math.ceil(mean + 1.0), trials + 1):
+                assert law[k:].sum() <= tail(k, trials, mean) * (1.0 + 1e-9) + 1e-15
+
+    def test_groups_that_take_turns_have_a_trial_in_each_turn(self):
+        event = banded_poisson_gaussian((1.0,), 6, 3, 1e-4, 1.0, ADD_OR_REMOVE, population=N)
+        parts = list(range(6))
+        assert not drawn_too_often(*played([event] * 6, {1: 2}, parts), 2)
+        rows, taken = played([event] * 6, {1: 1, 2: 1, 4: 1}, parts)
+        slow = stats.binom.sf(2, 4, 1e-4)
+        assert slow < 1e-9
+        assert drawn_too_often(rows, taken, 2)
+
+    @pytest.mark.parametrize(
+        "event",
+        [
+            every_user_gaussian(1.0, ADD_OR_REMOVE, population=N),
+            random_allocation_gaussian(100, 1, 1.0, population=N),
+            separated_gaussian((1.0,), 4, 2, 2, 1.0, ADD_OR_REMOVE, population=N),
+        ],
+    )
+    def test_what_the_journal_counts_or_has_no_coins_is_not_tested(self, event):
+        assert not drawn_too_often(*played([event] * 2, {0: 5, 1: 5}), 5)
+
+    @pytest.mark.parametrize("users", [1, 40])
+    @pytest.mark.parametrize("q", [1e-3, 0.1, 0.9])
+    def test_ten_thousand_honest_rounds_are_never_refused(self, users, q):
+        rng, rounds = np.random.default_rng(7), np.arange(1, 10_001)
+        asked = rng.binomial(users, q, rounds.size).cumsum()
+        chances = [tail(int(k), int(n), n * q) for k, n in zip(asked, rounds * users, strict=True)]
+        assert min(chances) > 1e-7
 
 
 STRATEGY = (1.0, 0.5)
@@ -653,7 +818,7 @@ class TestHistories:
                     offered = offer("r", number, attempt, said=price_with(examined, offer()))
                     confirm(examined, journal, offered)
                     assert charged_already(examined, offered) is None
-                    if drawn and not journal.answered("people", offered):
+                    if drawn:
                         journal.record("people", offered, NOW)
                         other.record("people", offered, NOW)
                     if charged:

@@ -14,14 +14,16 @@ from typing import NoReturn
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.message import Message
 
 from fedpriv.accounting.accountants import PrivacyLoss
 from fedpriv.accounting.accountants import epsilon as priced
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.clients import ledger_check, membership
 from fedpriv.clients.connection import Backoff, FederationStub
+from fedpriv.clients.consent import task_hash
 from fedpriv.clients.membership import NodeSettings, take_part
-from fedpriv.clients.worker import HostSettings, Loaded
+from fedpriv.clients.worker import Built, HostSettings, Loaded
 from fedpriv.errors import ModelError, UntrustedLedgerError, WireError
 from fedpriv.ledger.events import (
     NeighbouringRelation,
@@ -32,12 +34,16 @@ from fedpriv.ledger.events import (
     Schedule,
 )
 from fedpriv.ledger.ledger import Ledger, ProposedCharge
+from fedpriv.privacy.clipping import Clipping
+from fedpriv.privacy.layout import Layout, flat
 from fedpriv.privacy.round import PartialSum
 from fedpriv.server.certificates import issue
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
     ROUND_ID,
+    WELCOME,
     Hello,
+    Manifest,
     Proposal,
     Receipt,
     RoundId,
@@ -47,6 +53,7 @@ from fedpriv.wire import (
     naming,
 )
 from fedpriv.wire import federation_pb2 as pb
+from fedpriv.wire.tensors import FLOAT32
 from tests.clients.tiny_server import (
     NODE,
     PARAMETERS,
@@ -61,6 +68,7 @@ from tests.clients.tiny_server import (
     said,
     serving,
 )
+from tests.wire.examples import peak_memory
 
 QUICK = Backoff(0.01, 0.05)
 SECRET = "the data of a user"
@@ -74,6 +82,7 @@ class Player:
     # What training gives, or the error that it raises
     answer: PartialSum | Exception | None = field(default_factory=lambda: SUM)
     loaded: Loaded = Loaded(1, bytes(32), bytes(8))  # noqa: RUF009 - it is frozen
+    built: Built = Built(Layout.of(PARAMETERS), Layout((), ()))  # noqa: RUF009 - it is frozen
     go: asyncio.Event = field(default_factory=asyncio.Event)  # training waits for it
     prepared: list[Welcome] = field(default_factory=list)
     learnt: list[Proposal] = field(default_factory=list)
@@ -96,7 +105,7 @@ class Player:
 
     async def learn(self, proposal: Proposal) -> None:
         self.learnt.append(proposal)
-        if isinstance(self.answer, ModelError):
+        if isinstance(self.answer, ModelError | MemoryError):
             raise self.answer
 
     async def train(self, request: RoundRequest, seconds: float) -> PartialSum | None:
@@ -301,11 +310,10 @@ def offer(said: str, number: int = 0, **changes: object) -> Step:
         ),
         pytest.param("most_rounds_per_day = 0", [propose("at most 0")], id="no rounds"),
         pytest.param(
-            # A lying server would else get every user's update for one round's consent.
-            "most_rounds_per_day = 2",
+            "",
             [
                 offer(
-                    "" if user < 2 else "at most 2",
+                    "answered before" if user else "",
                     id=RoundId("run", 0, 0, user),
                     users=np.array([user]),
                 )
@@ -584,6 +592,66 @@ def test_lost_calls_are_repeated_until_the_answer_is_there(play: Callable[[Act],
     play(act)
 
 
+def test_of_a_model_of_three_gibibytes_for_a_small_task_no_byte_is_fetched(
+    play: Callable[[Act], None],
+) -> None:
+    layout = Layout(("1.weight", "1.bias"), ((3, 2**28), (3,)))
+    clipping = Clipping(layout, flat(layout, 0.5))
+
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        async with serving(tiny) as port, scene.joined(port):
+            await tiny.propose(clipping=clipping)
+            voted = (await tiny.votes.get()).objection
+            with peak_memory() as peak:
+                await tiny.offer(clipping=clipping, model=Manifest(layout, FLOAT32))
+                header, _ = await tiny.answers.get()
+        assert voted == header.decline.reason
+        assert voted == (
+            "the update has 1 tensors, as '1.weight', that differ from those of this node's task"
+        )
+        assert tiny.calls["Download"] == len(scene.player.learnt) == 0
+        assert peak() < 2**24
+
+    play(act)
+
+
+def test_want_of_memory_is_an_objection_and_a_decline(
+    play: Callable[[Act], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny, player = scene.tiny, scene.player
+        player.answer = MemoryError()
+        async with serving(tiny) as port, scene.joined(port) as task:
+            await tiny.propose()
+            assert (await tiny.votes.get()).objection == "the node cannot check the proposal"
+            await tiny.offer()
+            header, _ = await tiny.answers.get()
+            assert header.decline.reason == "the node cannot check or record the offer"
+            assert not task.done()
+
+    play(act)
+    assert caplog.text.count(": it takes more memory than the node may use") == 2
+
+
+def test_the_memory_of_a_node_is_limited_by_the_size_of_its_task(
+    play: Callable[[Act], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = list[int]()
+    monkeypatch.setattr(membership, "limit_address_space", limits.append)
+    monkeypatch.setattr(membership, "address_space", lambda: 10**9)
+
+    async def act(scene: Scene) -> None:
+        big = Layout(("w", "b"), ((1000, 1000), (10,)))
+        scene.player.built = Built(big, Layout(("bn.mean",), ((7,),)))
+        async with serving(scene.tiny) as port, scene.joined(port, own_mebibytes=50):
+            await happens(lambda: len(limits) == 2)
+        assert limits[0] >= 10**9 + 50 * 2**20
+        assert limits[1] == limits[0] + 100 * 1_000_017
+
+    play(act)
+
+
 def test_nothing_is_sent_after_the_deadline(
     play: Callable[[Act], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -607,17 +675,27 @@ def test_nothing_is_sent_after_the_deadline(
 
 # How a membership ends
 
+OFFERED = make_offer()[0]
+MESSAGES = [said(value) for value in (OFFERED, Proposal.of(OFFERED, PRICE))]
+
+
+def with_unknown_field(message: Message) -> bytes:
+    """The bytes of a message from the server whose price has a field of a later version."""
+    altered = pb.FromServer.FromString(message.SerializeToString())
+    (_, content), *_ = altered.ListFields()
+    content.price.MergeFromString(b"\xc0\x3e\x01")  # field 1000
+    return altered.SerializeToString()
+
 
 @pytest.mark.parametrize(
     ("says", "reason"),
     [
-        ((grpc.StatusCode.INVALID_ARGUMENT, "no\nhello"), r"refuses node 'n': 'no\\nhello'"),
-        ((grpc.StatusCode.UNIMPLEMENTED, "no such method"), "refuses"),
         (b"\xff\xff", "not a message FromServer"),
         (pb.FromServer(offer=pb.Offer()), "not legal"),
+        *((with_unknown_field(message), "does not know") for message in MESSAGES),
     ],
 )
-def test_a_server_that_refuses_for_good_or_talks_nonsense_is_left(
+def test_a_server_that_talks_nonsense_is_left(
     play: Callable[[Act], None], says: Said, reason: str
 ) -> None:
     async def act(scene: Scene) -> None:
@@ -641,6 +719,8 @@ def test_a_server_that_refuses_for_good_or_talks_nonsense_is_left(
         "UNAUTHENTICATED",  # its certificate was struck off
         "PERMISSION_DENIED",  # it is not enrolled
         "FAILED_PRECONDITION",  # it is enrolled with other users
+        "INVALID_ARGUMENT",
+        "UNIMPLEMENTED",  # for instance while the server is replaced
     ],
 )
 def test_a_node_comes_back_after_other_failures(
@@ -764,6 +844,59 @@ def test_a_task_is_built_once_its_purpose_is_one_that_the_node_consents_to(
             await happens(lambda: bool(scene.player.prepared) and tiny.connected == 1)
             await tiny.propose()
             assert (await tiny.votes.get()).objection == ""
+
+    play(act)
+
+
+def test_a_task_is_built_once_its_hash_is_one_that_the_node_consents_to(
+    play: Callable[[Act], None],
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        first, _ = make_offer()
+        known = task_hash(WELCOME.decode(tiny.welcome.welcome), first)
+        one_step = LocalTraining(0.1, steps=1, max_examples=1)
+        consent = scene.consent(f"tasks = ['{known}']")
+        async with serving(tiny) as port, scene.joined(port, consent=consent):
+            await tiny.propose(id=RoundId("run", 0, 0), local=one_step)
+            assert "this node's consent does not name it" in (await tiny.votes.get()).objection
+            await tiny.offer(local=one_step)
+            header, _ = await tiny.answers.get()
+            assert "this node's consent does not name it" in header.decline.reason
+            assert scene.player.prepared == []
+            for number in range(2):
+                await tiny.propose(number + 1)
+                assert (await tiny.votes.get()).objection == ""
+                await tiny.offer(number + 1)
+                assert (await tiny.answers.get())[0].HasField("sum")
+            assert len(scene.player.prepared) == 1
+            await tiny.offer(3, local=one_step)
+            assert (await tiny.answers.get())[0].HasField("decline")
+
+    play(act)
+
+
+def test_a_review_prints_the_hash_votes_and_leaves_without_building_a_task(
+    play: Callable[[Act], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny = scene.tiny
+        await tiny.script.put((grpc.StatusCode.UNAVAILABLE, "later"))
+        async with serving(tiny) as port:
+            settings = NodeSettings(
+                f"127.0.0.1:{port}", HostSettings("played"), node="n", backoff=QUICK
+            )
+            reviewing = asyncio.create_task(membership.show_review(settings))
+            await tiny.offer()
+            await tiny.propose(2)
+            vote = await tiny.votes.get()
+            await reviewing
+        assert (vote.id.round, vote.objection) == (2, "under review")
+        assert scene.player.prepared == scene.player.learnt == []
+        assert scene.player.asked.empty()
+        assert scene.player.closed
+        known = task_hash(WELCOME.decode(tiny.welcome.welcome), make_offer()[0])
+        assert f'\ntasks = ["{known}"]\n' in capsys.readouterr().out
 
     play(act)
 
@@ -980,7 +1113,7 @@ def test_one_vote_waits_for_a_server_that_proposes_and_reads_nothing(
     assert caplog.text.count("consents to at least 1.5") == 1
 
 
-def test_an_offer_has_one_sum_even_if_the_node_is_restarted(
+def test_an_attempt_has_one_sum_even_if_the_node_is_restarted(
     play: Callable[[Act], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     def settled() -> int:
@@ -1002,7 +1135,7 @@ def test_an_offer_has_one_sum_even_if_the_node_is_restarted(
         assert [kind.WhichOneof("what") for kind in kinds] == [
             "sum", "decline", "decline", "decline", "sum"
         ]  # fmt: skip
-        assert kinds[1].decline.reason == "this offer was answered before"
+        assert kinds[1].decline.reason == "this attempt was answered before"
 
     play(act)
 
@@ -1095,6 +1228,71 @@ def test_no_user_is_asked_more_often_than_is_charged_whatever_position_it_is_giv
 
     play(act)
     assert caplog.text.count("the server asks users more often than it has charged") == 2
+
+
+def test_of_forty_runs_without_charges_three_get_a_sum_and_votes_do_not_tell(
+    play: Callable[[Act], None], ledger: Ledger
+) -> None:
+    async def act(scene: Scene) -> None:
+        tiny, votes, reasons = scene.tiny, [], []
+        tiny.ledger = ledger
+
+        async def ask(run: str, charges: int = 0) -> None:
+            price = replace(HONEST, charges=charges)
+            await tiny.propose(id=RoundId(run, 0, 0), price=price)
+            votes.append((await tiny.votes.get()).objection)
+            await tiny.offer(id=RoundId(run, 0, 0), price=price)
+            reasons.append((await tiny.answers.get())[0].decline.reason)
+
+        async with serving(tiny) as port:
+            for start in (0, 20):
+                async with scene.joined(port, verify_ledger=True):
+                    for number in range(start, start + 20):
+                        await ask(f"run {number}")
+            for number in range(2):
+                charge(ledger, 0, f"run {number}")
+            async with scene.joined(port, verify_ledger=True):
+                for number in range(40, 44):
+                    await ask(f"run {number}", 2)
+        refusal = "the ledger has no charge for 3 sums of the node; it sends no more"
+        assert reasons == [""] * 3 + [refusal] * 37 + [""] * 2 + [refusal] * 2
+        assert votes == [""] * 44
+        assert len(scene.recorded()) == scene.player.asked.qsize() == 5
+
+    play(act)
+
+
+@pytest.mark.parametrize(("users", "sums"), [(120, 0), (1, 1)])
+def test_everybody_is_asked_in_each_round_that_is_charged_at_next_to_no_chance(
+    play: Callable[[Act], None],
+    ledger: Ledger,
+    caplog: pytest.LogCaptureFixture,
+    users: int,
+    sums: int,
+) -> None:
+    event = poisson_gaussian(1e-9, 1.0, population=120)
+
+    async def act(scene: Scene) -> None:
+        tiny, reasons = scene.tiny, []
+        own = np.arange(users)
+        tiny.welcome = said(Welcome("people", 120, own, TASK))
+        tiny.ledger, scene.player.loaded = ledger, Loaded(users, bytes(32), bytes(8 * users))
+        async with serving(tiny) as port, scene.joined(port, verify_ledger=True):
+            for number in range(30):
+                price = replace(HONEST, event=event, charges=number)
+                await tiny.propose(number, id=RoundId("run", number, 0), price=price)
+                assert not (await tiny.votes.get()).objection
+                await tiny.offer(number, price=price, users=own)
+                reasons.append((await tiny.answers.get())[0].decline.reason)
+                named = "run", number, 0, Randomness.OPERATING_SYSTEM, event, "0" * 64
+                ledger.charge(ProposedCharge(*named))
+        refusal = "users are drawn more often than the charged sampling probability explains"
+        assert reasons == [""] * sums + [refusal] * (30 - sums)
+
+    play(act)
+    assert caplog.text.count("the server draws users more often than it has charged for") == (
+        30 - sums
+    )
 
 
 def test_a_ledger_without_charges_may_be_replaced_and_no_other(
@@ -1211,6 +1409,20 @@ def test_a_ledger_that_cannot_be_believed_at_the_end_is_an_error_of_once(
                 await task
 
     play(act)
+
+
+def test_a_ledger_that_cannot_be_fetched_at_the_end_is_a_warning(
+    play: Callable[[Act], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def act(scene: Scene) -> None:
+        scene.tiny.ledger = [(grpc.StatusCode.UNIMPLEMENTED, "no such method")]
+        async with serving(scene.tiny) as port, scene.joined(port, verify_ledger=True) as task:
+            await happens(lambda: bool(scene.player.prepared))
+            await scene.tiny.script.put(None)
+            await task
+
+    play(act)
+    assert "the ledger cannot be fetched: UNIMPLEMENTED" in caplog.text
 
 
 @pytest.mark.parametrize("run", ["run", "x" * 1024], ids=["a short name", "the longest name"])

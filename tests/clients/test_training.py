@@ -1,5 +1,8 @@
 """What the training process computes, in this process: it is what the engine computes."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from fedpriv.clients import training
 from fedpriv.clients.training import Host, NodeTrainer
-from fedpriv.clients.worker import HostSettings
+from fedpriv.clients.worker import Built, HostSettings
 from fedpriv.data.population import UserStore
 from fedpriv.engine import transport
 from fedpriv.engine.task import Task
@@ -64,6 +68,19 @@ def test_loaded_says_how_many_users_there_are_and_which() -> None:
     loaded = Host.of(source_of("users")).loaded
     assert loaded.users == len(IDS)
     assert loaded.users_sha256 == digest_of(IDS)
+
+
+def test_a_trainer_says_what_tensors_its_task_has() -> None:
+    assert trainer_of("users").built == Built(Layout.of(PARAMETERS), Layout((), ()))
+    normed = replace(TASK, model="tests.clients.test_training:normed", options={})
+    assert Host.of(source_of("users")).trainer(welcome(normed)).built.statistics == Layout(
+        ("0.running_mean", "0.running_var"), ((4,), (4,))
+    )
+
+
+def normed() -> torch.nn.Module:
+    """A model with running statistics."""
+    return torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -263,3 +280,39 @@ def test_a_node_reads_the_inputs_of_the_task_and_ignores_its_class() -> None:
     plain = replace(engine, task=replace(built, ignore_index=-100))
     other = add_up(plain.collect(request), request.clipping, 3).total
     assert not np.array_equal(other, expected)
+
+
+LIMITS = """
+import resource
+from fedpriv.clients.training import _limited
+from fedpriv.clients.worker import HostSettings, address_space
+
+def now():
+    return resource.getrlimit(resource.RLIMIT_AS)[0]
+
+for mebibytes in (None, 3000):
+    with _limited(HostSettings("none", "cpu", mebibytes)):
+        print(now() - address_space())
+    print(now() - address_space())
+"""
+
+
+def test_training_takes_half_of_the_memory_of_the_machine_if_nothing_is_said() -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITS], stdout=subprocess.PIPE, check=True)
+    half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    building, after, given_building, given_after = map(int, done.stdout.split())
+    for limit, expected in ((after, half), (given_after, 3000 * 2**20)):
+        assert abs(limit - expected) < 2**24  # what the process itself took meanwhile
+    assert building > after
+    assert given_building > given_after
+
+
+def test_a_model_for_which_there_is_no_memory_is_an_error_of_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(training, "limit_address_space", lambda _: None)
+    with (
+        pytest.raises(ModelError, match="more memory than the 77 MiB of --memory"),
+        training._limited(HostSettings("none", "cpu", 77)),
+    ):
+        raise MemoryError

@@ -483,6 +483,44 @@ def test_a_limit_of_memory_is_one_that_the_system_can_set(runner: asyncio.Runner
     runner.run(largest.close())
 
 
+LIMITED = """
+import asyncio, multiprocessing, resource
+import numpy as np
+from fedpriv.clients.worker import Worker, address_space, limit_address_space
+from tests.clients.people import source_of
+
+async def main():
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit_address_space(address_space() + 2**30)
+    worker = await Worker.start(source_of("users"))
+    (child,) = multiprocessing.active_children()
+    soft, _ = resource.prlimit(child.pid, resource.RLIMIT_AS)
+    try:
+        np.ones(2**28)
+    except MemoryError:
+        print(soft == hard, "refused")
+    await worker.close()
+    limit_address_space(None)
+    print(np.ones(2**28)[0])
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_a_limit_of_the_main_process_holds_for_it_and_not_for_training(tmp_path: Path) -> None:
+    program = tmp_path / "limited.py"
+    program.write_text(LIMITED, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, program],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["True", "refused", "1.0"]
+
+
 def test_arrays_are_sent_without_a_copy() -> None:
     ours, theirs = socket.socketpair()
     sent = {"w": np.arange(2**22, dtype=np.float32), "none": np.zeros(0), "one": np.array(3.0)}

@@ -147,6 +147,8 @@ class TinyServer:
             unknown: list[Said] = [pb.FilePart(unknown=True)]
             parts = ledger_parts("".join(found[1]).encode()) if found else unknown
         for one in parts:
+            if isinstance(one, tuple):
+                await context.abort(*one)
             yield one
 
     async def fetch_model(self, _: pb.ModelRequest, context: Context) -> AsyncIterator[Said]:

@@ -150,15 +150,15 @@ def test_the_command_line_ends_with_that_sentence_and_code_2(tmp_path):
     [
         ({}, "dataset is None, train None and test None"),
         ({"dataset": NAME, "train": "a"}, "either dataset, a name on the Hugging Face hub, or"),
-        ({"train": "train.csv"}, "test is None; it must be text|train.csv does not exist"),
-        ({"dataset": 3}, "dataset is 3"),
+        ({"train": "train.csv"}, "train 'train.csv' and test None; either dataset"),
+        ({"dataset": 3}, "dataset is of the type int"),
         ({"dataset": "a/b/c"}, "dataset is 'a/b/c'"),
         ({"dataset": "hf://a/b"}, "dataset is 'hf://a/b'"),
         ({"dataset": NAME, "splits": "train"}, "splits is 'train'"),
         ({"dataset": NAME, "splits": ["train"]}, r"splits is \['train'\]"),
         ({"dataset": NAME, "splits": ["train", 3]}, r"splits is \['train', 3\]"),
-        ({"dataset": NAME, "subset": 3}, "subset is 3"),
-        ({"dataset": NAME, "revision": 3}, "revision is 3"),
+        ({"dataset": NAME, "subset": 3}, "subset is of the type int"),
+        ({"dataset": NAME, "revision": 3}, "revision is of the type int"),
     ],
 )
 def test_options_that_do_not_fit_are_one_sentence(given, sentence):

@@ -51,7 +51,7 @@ def test_import_path(module):
     ("name", "message"),
     [
         ("digit", "unknown population 'digit'"),
-        ("?", "known names: digits, hugging-face, redealt, synthetic, or package.module:function"),
+        ("?", "known names: digits, hugging-face, synthetic, or package.module:function"),
         ("synthetics", "unknown population .* did you mean 'synthetic'"),
         ("own_populations:mak", "no function 'mak'"),
         ("own_populations:constant", "no function 'constant'"),
@@ -78,7 +78,7 @@ def test_what_a_loader_says_is_not_told(module):
     [
         ("digits", {"user": 3}, "'digits' has no option 'user'"),
         ("digits", {"": 3}, "known names: alpha, partition, seed, shards_per_user, users"),
-        ("redealt", {"users": 3}, "no option 'users'"),
+        ("hugging-face", {"users": 3}, "no option 'users'"),
         ("own_populations:make", {"users": 1, "row": 2}, "no option 'row'"),
         ("own_populations:make", {}, "needs the option 'users'"),
         ("digits", {"users": "many"}, "users is 'many'"),

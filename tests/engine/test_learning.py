@@ -67,14 +67,14 @@ def test_a_loss_that_nothing_moves_is_refused(
 
 def test_the_likely_cause_is_in_the_numbers() -> None:
     rows = {"x": 1e6 * X, "y": CLASSES}
-    with pytest.raises(ModelError, match=r"inputs are as large as [0-9.]+e\+06: scale them to abo"):
+    with pytest.raises(ModelError, match=r"inputs are as large as [0-9.]+e\+06, .*: scale them"):
         check_learns(Task(softmax()), rows, rows, LOCAL)
     steep = softmax(nn.Linear(4, 4))
     nn.init.constant_(steep[1].bias, 1e6)  # type: ignore[index, arg-type]
     with torch.no_grad():
         steep[1].bias[0] = 0.0  # type: ignore[index]
         steep[1].bias[1] = 2e6  # type: ignore[index]
-    with pytest.raises(ModelError, match="ends in a softmax, and cross-entropy takes another"):
+    with pytest.raises(ModelError, match="let the model end before its softmax"):
         check_learns(Task(steep), {"x": X, "y": CLASSES}, {"x": X, "y": CLASSES}, LOCAL)
 
 
@@ -162,6 +162,7 @@ class OverRows(nn.Module):
 
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_examples_that_mix_are_noted(*, batch_first: bool) -> None:
+    torch.manual_seed(0)
     rows = {"x": X, "y": CLASSES}
     notes = check_learns(Task(OverRows(batch_first=batch_first)), rows, rows, LOCAL)
     assert any("mix examples" in note for note in notes) is not batch_first

@@ -187,12 +187,6 @@ def test_unknown_devices_are_refused() -> None:
     assert device_named("auto").type in ("cpu", "cuda")
 
 
-@pytest.mark.parametrize("memory", [0, -1])
-def test_too_little_memory_is_refused(memory: int) -> None:
-    with pytest.raises(InvalidValueError, match=f"chunk_memory is {memory}"):
-        InProcessTransport(make_task(), make_users(), CPU, memory)
-
-
 @pytest.mark.parametrize("kind", ["general", "layered"])
 def test_more_memory_is_for_more_lanes_whatever_users_there_are(kind: str) -> None:
     task, local = make_task(kind), LocalTraining(0.1, batch_size=4, steps=1)

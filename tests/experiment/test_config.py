@@ -216,11 +216,11 @@ def test_paths_in_a_file_are_relative_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     federation = {"enrolment": "e.toml", "certificates": "/etc/certs", "held_out": "../h.npz"}
-    dealt = {"population": "hugging-face", "options": {"train": "a.csv", "test": "b/c.csv"}}
+    files = {"train": "a.csv", "test": "b/c.csv"}
     folder, other = tmp_path / "here", tmp_path / "other"
     folder.mkdir()
     other.mkdir()
-    table = changed(data__name="redealt", data__options=dealt, privacy__ledger="l.sqlite")
+    table = changed(data__name="hugging-face", data__options=files, privacy__ledger="l.sqlite")
     (folder / "a.toml").write_text(tomli_w.dumps(table | {"federation": federation}))
     monkeypatch.chdir(other)
     config = load_config(Path("../here/a.toml"), ["federation.held_out=mine.npz"])
@@ -230,7 +230,7 @@ def test_paths_in_a_file_are_relative_to_it(
     assert config.federation.certificates == "/etc/certs"
     assert config.federation.held_out == "mine.npz"  # typed where the command is
     options = {"train": str(folder / "a.csv"), "test": str(folder / "b/c.csv")}
-    assert config.data.options == {"population": "hugging-face", "options": options}
+    assert config.data.options == options
 
 
 def test_options_of_data_of_ones_own_are_left_alone(tmp_path: Path) -> None:

@@ -221,8 +221,8 @@ def summing(total: Callable[[int], np.ndarray], version: str = fedpriv.__version
         size = sum(int(np.prod(shape)) for shape in SHAPES.values()) + 1  # one counts its users
         data = total(size).tobytes()
         array = Array(dtype="uint8", shape=(len(data),), stype="bytes", data=data)
-        sent = flower_messages.content_of({}, array)
-        sent["fedpriv"]["version"] = version
+        sent = flower_messages.content_of()
+        sent["fedpriv"]["version"], sent["fedpriv.array"] = version, ArrayRecord({"fedpriv": array})
         return Message(sent, reply_to=message)
 
     return answer

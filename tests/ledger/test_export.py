@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedpriv.accounting.accountants import epsilon
+from fedpriv.accounting.fdp import trade_off
 from fedpriv.accounting.policies import (
     poisson_gaussian,
     random_allocation_gaussian,
@@ -480,12 +480,14 @@ class TestCommandLine:
             assert "noise of a: exact, B = 281474976710656, σ/γ = 3.35544e+07" in shown
             assert all(queried in shown for queried in ("update: 1, 1.5", "a: 1, 2", "0.5, 4"))
 
-    def test_an_export_has_curves(self, folder):
-        printed("curves", folder / "ledger.jsonl", "--out", folder, "--delta", "1e-5")
-        with (folder / "epsilon_by_rounds.csv").open() as table:
-            found = [row for row in csv.DictReader(table) if row["accountant"] == "tight"]
-        expected = epsilon(EVENTS[:2], 1e-5).epsilon
-        assert float(found[-1]["epsilon"]) == pytest.approx(expected, rel=1e-9)
+    def test_an_export_has_a_trade_off_function(self, folder):
+        printed("curves", folder / "ledger.jsonl", "--out", folder)
+        with (folder / "trade_off.csv").open() as table:
+            rows = [
+                [float(row["type_one"]), float(row["type_two"])] for row in csv.DictReader(table)
+            ]
+        ones, twos = np.array(rows).T
+        assert twos == pytest.approx(trade_off(EVENTS[:2]).type_two(ones))
 
     def test_an_export_is_verified(self, folder):
         export = folder / "ledger.jsonl"

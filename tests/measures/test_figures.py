@@ -39,10 +39,6 @@ def first_output(outputs: Tensor, targets: Tensor) -> Tensor:
     return outputs[:, 0] + targets
 
 
-def one_hot(y: np.ndarray) -> np.ndarray:
-    return np.eye(4)[y]
-
-
 def calibration_error(scores: np.ndarray, y: np.ndarray, bins: int) -> float:
     """By a loop over bins of (m − 1, m]/bins."""
     probabilities = softmax(scores.astype(np.float64), 1)
@@ -77,10 +73,6 @@ OF_CLASSES: dict[str, tuple[object, Callable[[np.ndarray, np.ndarray], float]]] 
         lambda x, y: known.roc_auc_score(
             y, softmax(x.astype(float), 1), multi_class="ovr", average="macro"
         ),
-    ),
-    "brier": (
-        "brier",
-        lambda x, y: np.mean(np.sum((softmax(x.astype(float), 1) - one_hot(y)) ** 2, 1)),
     ),
     "calibration-error": ("calibration-error", lambda x, y: calibration_error(x, y, 15)),
     "of 4 bins": (
@@ -158,7 +150,7 @@ def test_one_logit_is_measured_as_two_scores(
     outputs: tuple[int, ...], targets: tuple[int, ...], kind: type
 ) -> None:
     logits, y = untied("one", SCORES[:, 0]), CLASSES % 2
-    names = ["auc", "balanced-accuracy", "brier", "calibration-error", "perplexity"]
+    names = ["auc", "balanced-accuracy", "calibration-error", "perplexity"]
     figures = {name: name for name in names} | {"f1": {"figure": "f1", "label": 1}}
     rows = {"x": logits.reshape(outputs), "y": y.reshape(targets).astype(kind)}
     task = Task(nn.Identity(), "binary-cross-entropy", figures=figures)
@@ -176,7 +168,6 @@ def test_one_logit_is_measured_as_two_scores(
         {
             "auc": known.roc_auc_score(y, logits),
             "balanced-accuracy": known.balanced_accuracy_score(y, chosen),
-            "brier": 2 * np.mean((share - y) ** 2),
             "calibration-error": calibration_error(np.stack([0 * logits, logits], 1), y, 15),
             "perplexity": math.exp(loss),
             "f1": known.f1_score(y, chosen),
@@ -269,10 +260,10 @@ def owners_of(rows: int, users: int) -> np.ndarray:
     return np.array([f"person {n}" for n in np.random.default_rng(4).integers(0, users, rows)])
 
 
-@pytest.mark.parametrize("name", ["accuracy", "loss", "auc", "brier", "calibration-error", "own"])
+@pytest.mark.parametrize("name", ["accuracy", "loss", "auc", "calibration-error", "own"])
 def test_figures_by_user_are_those_of_each_users_rows_alone(name: str) -> None:
     own = {"own": lambda outputs, targets: float((outputs.argmax(1) == targets).sum())}
-    figures = {n: own.get(n, n) for n in ("auc", "brier", "calibration-error", "own")}
+    figures = {n: own.get(n, n) for n in ("auc", "calibration-error", "own")}
     task, owners = Task(nn.Identity(), "cross-entropy", figures=figures), owners_of(ROWS, 30)
     rows = {"x": SCORES, "y": CLASSES}
     whole = evaluate(task, {**rows, HELD_OUT_USER: owners}, CPU, {})

@@ -202,7 +202,7 @@ def _names(node: ast.AST) -> set[str]:
 
 
 ROUND, QUERY = "fedpriv/privacy/round.py", "fedpriv/privacy/gaussian_mechanism.py"
-NOISE = "fedpriv/privacy/correlated_noise.py"
+NOISE, SIMULATED = "fedpriv/privacy/correlated_noise.py", "fedpriv/secure_sums/simulation.py"
 
 
 @pytest.mark.parametrize(
@@ -210,10 +210,19 @@ NOISE = "fedpriv/privacy/correlated_noise.py"
     [
         (
             "rounded_gaussian",
-            {Use(QUERY, ""), Use(QUERY, "noised_average"), Use(NOISE, ""), Use(NOISE, "step")},
+            {Use(QUERY, ""), Use(QUERY, "rounded_noise"), Use(NOISE, ""), Use(NOISE, "step")},
+        ),
+        (
+            "rounded_noise",  # nodes of a secure sum draw shares of the noise
+            {
+                Use(QUERY, "noised_average"),
+                *(Use(SIMULATED, name) for name in ("", "noised_sum")),
+                *(Use("clients/secure.py", name) for name in ("", "_noised_sum")),
+            },
         ),
         ("noised_average", {Use(ROUND, "release")}),
-        ("redeem", {Use(ROUND, "release")}),
+        ("redeem", {Use(ROUND, "_redeemed")}),
+        ("_redeemed", {Use(ROUND, "release"), Use(ROUND, "secure_round")}),
         ("add_up", {Use(ROUND, "private_round")}),
     ],
 )

@@ -1,6 +1,8 @@
 import math
+from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -12,7 +14,13 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import NeighbouringRelation, SamplingEvent, SamplingPolicy, Unit
 from fedpriv.privacy import sampling
 from fedpriv.privacy.noise import SeededEntropy, keystream
-from fedpriv.privacy.sampling import ExampleSampling, PoissonSampling
+from fedpriv.privacy.sampling import (
+    EveryUserSampling,
+    ExampleSampling,
+    FixedSizeSampling,
+    PoissonSampling,
+    drawn_users,
+)
 
 KEY = SeededEntropy(0).key("cohort of the tests")
 FALSE_ALARM = 1e-6
@@ -186,6 +194,26 @@ def test_one_user_joins_with_the_stated_probability():
     times = sum(policy.draw(entropy.key(f"sampling/{i}"))[0].size for i in range(5000))
     assert stats.binomtest(times, 5000, 0.3).pvalue > FALSE_ALARM
     assert stats.binomtest(times, 5000, 0.35).pvalue < FALSE_ALARM
+
+
+def test_draws_of_nodes_have_the_law_of_one_draw():
+    """Three nodes of 1, 4 and 0 users: all sets of five users, each as likely as with one draw."""
+    event, entropy, counts = PoissonSampling(5, 0.4).event(), SeededEntropy(7), Counter()
+    for i in range(6000):
+        parts = [drawn_users(event, n, entropy.key(f"{i}/{n}")) + at for at, n in ((0, 1), (1, 4))]
+        counts[tuple(np.concatenate(parts).tolist())] += 1
+        assert drawn_users(event, 0, entropy.key(f"{i}/0")).size == 0
+    sets = [s for size in range(6) for s in combinations(range(5), size)]
+    expected = [6000 * 0.4 ** len(s) * 0.6 ** (5 - len(s)) for s in sets]
+    assert stats.chisquare([counts[s] for s in sets], expected).pvalue > FALSE_ALARM
+    other = [6000 * 0.43 ** len(s) * 0.57 ** (5 - len(s)) for s in sets]
+    assert stats.chisquare([counts[s] for s in sets], other).pvalue < FALSE_ALARM
+
+
+def test_nodes_draw_everybody_or_by_coins_and_not_otherwise():
+    np.testing.assert_array_equal(drawn_users(EveryUserSampling(9).event(), 4, bytes(32)), range(4))
+    with pytest.raises(InvalidValueError, match="fixed-size"):
+        drawn_users(FixedSizeSampling(9, 3).event(), 4, bytes(32))
 
 
 def sizes_are_binomial(sizes, q):

@@ -74,7 +74,7 @@ def test_the_library_computes_our_epsilon(tmp_path: Path, events: list[RoundEven
     for delta in (1e-3, 1e-6):
         loss = epsilon(events, delta)
         theirs = recomputed(program, delta, tmp_path)
-        assert loss.low - 1e-9 <= theirs <= loss.up + 1e-3
+        assert loss.epsilon_low - 1e-9 <= theirs <= loss.epsilon + 1e-3
     with Ledger.open(path) as ledger:
         assert f"{ledger.head.count}:{ledger.head.hash}" in program
 
@@ -86,8 +86,8 @@ def test_queries_with_samples_of_their_own_would_cost_too_little(tmp_path: Path)
     for query in TWO_QUERIES.queries:
         noise = dp_accounting.GaussianDpEvent(query.noise_stddev / query.clipping_norm)
         apart.compose(dp_accounting.PoissonSampledDpEvent(0.3, noise), 100)
-    assert apart.get_epsilon(1e-3) < epsilon([TWO_QUERIES] * 100, 1e-3).low
-    assert recomputed(program, 1e-3, tmp_path) >= epsilon([TWO_QUERIES] * 100, 1e-3).low
+    assert apart.get_epsilon(1e-3) < epsilon([TWO_QUERIES] * 100, 1e-3).epsilon_low
+    assert recomputed(program, 1e-3, tmp_path) >= epsilon([TWO_QUERIES] * 100, 1e-3).epsilon_low
 
 
 def test_an_export_gives_the_program_of_its_ledger(tmp_path: Path) -> None:

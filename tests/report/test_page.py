@@ -17,7 +17,6 @@ from fedpriv.accounting.accountants import ACCOUNTANTS
 from fedpriv.accounting.accountants import epsilon as epsilon_of
 from fedpriv.accounting.policies import poisson_gaussian
 from fedpriv.accounting.pricing import read_ledger
-from fedpriv.errors import InvalidValueError
 from fedpriv.ledger.events import (
     NeighbouringRelation,
     Randomness,
@@ -27,9 +26,10 @@ from fedpriv.ledger.events import (
     SumQueryEvent,
 )
 from fedpriv.report.charts import Axis, Chart, Series, embedded, render
-from fedpriv.report.guarantee import assumptions, loss_of, write_curves
+from fedpriv.report.guarantee import assumptions, loss_of, write_trade_off
 from fedpriv.report.records import SimulationOnlyRound
 from fedpriv.report.run_page import page_of_run, write_run_charts
+from fedpriv.support.checks import epsilon_up
 from tests.report.pages import drawn, figures, made_up, parsed, released, section, words
 
 EVERYBODY = SamplingEvent(
@@ -105,11 +105,6 @@ def test_every_chart_names_its_axes_and_units(page: str) -> None:
     assert all(words(e) for e in document.iter("figcaption"))
 
 
-def test_an_axis_without_a_name_is_refused() -> None:
-    with pytest.raises(InvalidValueError, match="must have one"):
-        Axis("", "%")
-
-
 def test_numbers_are_those_of_metrics_and_ledger(page: str, run_folder: Path) -> None:
     document = parsed(page)
     rows = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
@@ -125,11 +120,14 @@ def test_numbers_are_those_of_metrics_and_ledger(page: str, run_folder: Path) ->
     assert accuracy["y"] == pytest.approx([100 * row["accuracy"] for row in rows])
     (front,) = charts["front"].series.values()
     assert front["x"] == pytest.approx([row["epsilon"] for row in rows])
-    by_name = charts["epsilon"].series
-    assert {name.partition(":")[0] for name in by_name} == set(ACCOUNTANTS)
-    for name, line in by_name.items():
-        last = epsilon_of(events, 1e-3, name.partition(":")[0]).epsilon
-        assert line["y"][-1] == pytest.approx(last)
+    spent, budget = (charts["epsilon"].series[name] for name in ("spent", "budget"))
+    assert spent["y"] == pytest.approx([row["epsilon"] for row in rows])
+    assert spent["y"][-1] == pytest.approx(epsilon)
+    assert set(budget["y"]) == {2.0}
+    priced = words(section(document, "epsilon"))
+    for name in ACCOUNTANTS:
+        last = epsilon_of(events, 1e-3, name)
+        assert re.search(rf"{name} {last.bound} \S+ {epsilon_up(last.epsilon)}", priced)
 
 
 def test_the_ledger_is_told_of(page: str, run_folder: Path) -> None:
@@ -168,9 +166,8 @@ def test_a_chart_of_epsilon_warns_without_its_page_too(
 ) -> None:
     record = made_up(tmp_path / "a", [FULL], [released(1)], randomness=randomness)
     drawn = {file.name: file for file in write_run_charts(record, tmp_path / "run")}
-    curves = write_curves(record.ledger, 1e-5, tmp_path / "curves")
-    drawn |= {f"curves/{file.name}": file for file in curves}
-    for name in ("epsilon.svg", "curves/epsilon_by_rounds.svg", "curves/trade_off.svg"):
+    drawn |= {file.name: file for file in write_trade_off(record.ledger, tmp_path / "curves")}
+    for name in ("epsilon.svg", "trade_off.svg"):
         warned = "seeded randomness" in drawn[name].read_text(encoding="utf-8")
         assert warned is (randomness is Randomness.SEEDED)
 
@@ -243,10 +240,6 @@ def test_true_figures_of_a_simulation_are_those_that_were_recorded(
     assert charts["clipped"].series["update"]["y"] == pytest.approx(shares)
 
 
-def test_the_default_accountant_is_not_hidden_by_another(page: str) -> None:
-    assert [*figures(parsed(page))["epsilon"].series][-1].startswith("tight: ")
-
-
 def test_the_trade_off_says_no_more_than_is_true(tmp_path: Path) -> None:
     noise = 1.24
     record = made_up(tmp_path / "a", [RoundEvent(EVERYBODY, (SumQueryEvent("u", 1.0, noise),))])
@@ -313,7 +306,8 @@ def test_without_noise_there_is_no_guarantee(tmp_path: Path) -> None:
     document = parsed(render(page))
     (warning,) = (e.text for e in section(document, "summary").iter("p") if e.get("class"))
     assert "guarantees nothing" in warning
-    assert "No curve is drawn" in words(section(document, "privacy"))
+    assert "tight interval" in words(section(document, "epsilon"))
+    assert {"trade-off", "epsilon"}.isdisjoint(figures(document))
     assert "No finite ε is proven" in words(section(document, "assumptions"))
     assert "front" not in figures(document)  # there is no place for its points
 

@@ -7,7 +7,7 @@ import pytest
 
 from fedpriv.errors import InvalidValueError
 from fedpriv.run import folder
-from fedpriv.run.folder import RunFolder
+from fedpriv.run.folder import RunFolder, held
 from fedpriv.run.simulate import run_simulation
 from tests.commandline import refused
 
@@ -115,18 +115,17 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
     # The lock is that of an open file, so a second opening stands for another process.
-    folder = RunFolder(tmp_path)
-    again = "holds a run that another process uses; stop that process first"
+    again = "it that another process uses; stop that process first"
     for _ in range(2):
-        with folder.held(), pytest.raises(InvalidValueError, match=again), folder.held():
-            pass
+        with held(tmp_path, "it"), pytest.raises(InvalidValueError, match=again):
+            held(tmp_path, "it").__enter__()
 
 
 def test_a_run_that_another_process_begins_is_left_alone(tmp_path: Path) -> None:
     out = tmp_path / "run"
     out.mkdir()
     # Before it has a plan.
-    with RunFolder(out).held():
+    with held(out, "a run"):
         assert "that another process uses" in refused("simulate", "digits", "--out", out)
     assert list(out.iterdir()) == []
 

@@ -17,7 +17,7 @@ from fedpriv.run.terminal import displayed
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
 def test_what_cannot_move_gets_lines(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(terminal, "_BETWEEN_LINES", seconds)
-    console = Console(file=StringIO(), width=60)
+    console = Console(file=StringIO(), width=60, markup=False)
     with displayed(console) as display:
         first, second = display.add("[arm] a", 10), display.add("b", 20, 5)
         display.update(first, 3, "", "accuracy 81.2%", "ε 0.520")

@@ -190,10 +190,7 @@ def test_a_run_that_lost_its_checkpoints_pays_for_no_round_again(tmp_path: Path)
     before = head_of(run)
     again = ("--set", "rounds=6", "--set", "output.checkpoint_every=2")
     said = refused(*resumed(run, *again))
-    assert "the run that released round 3 in" in said
-    run.metrics.unlink()
-    said = refused(*resumed(run, *again))
-    assert "the run that charged round 3 in its ledger had one; restore it, or start" in said
+    assert "the run that charged round 3 had one; restore it, or start" in said
     assert head_of(run) == before
     # With checkpoints that are far apart it may have had none.
     done = fedpriv(*resumed(run, *again, "--set", "output.checkpoint_every=3"))

@@ -212,24 +212,6 @@ class TestOnPublicUsers:
         assert found.score == min(each.score for each in found.tried)
         assert found.score < max(each.score for each in found.tried)
 
-    def test_a_private_metric_can_be_the_objective(self, tmp_path: Path) -> None:
-        mechanism = Mechanism.poisson(q=0.5, clipping=Flat(0.5), metrics={"accuracy": {}})
-        mechanism = mechanism.calibrate(epsilon=8.0, delta=1e-3, rounds=2)
-        found = searched(
-            tmp_path / "a", "public", objective="private:accuracy", mechanism=mechanism, seed=0
-        )
-        assert found.score == max(each.score for each in found.tried)
-        with pytest.raises(InvalidValueError, match=r"tune\.objective is 'private:loss'"):
-            searched(tmp_path / "b", "public", objective="private:loss", mechanism=mechanism)
-
-    def test_a_private_loss_is_made_small(self, tmp_path: Path) -> None:
-        mechanism = Mechanism.poisson(q=0.5, clipping=Flat(0.5), metrics={"loss": {"bound": 5.0}})
-        mechanism = mechanism.calibrate(epsilon=8.0, delta=1e-3, rounds=2)
-        given = {"objective": "private:loss", "mechanism": mechanism, "seed": 0}
-        found = searched(tmp_path / "a", "public", **given)
-        assert found.score == min(each.score for each in found.tried)
-        assert found.score < max(each.score for each in found.tried)
-
     @pytest.mark.parametrize(("better", "best"), [("larger", max), ("smaller", min)])
     def test_a_figure_of_ones_own_can_be_the_objective(
         self, tmp_path: Path, by_hand: list[float], better: str, best: Callable[..., float]
@@ -242,9 +224,12 @@ class TestOnPublicUsers:
         assert found.score == pytest.approx(best(by_hand), rel=1e-5)
 
     def test_a_figure_of_a_file_can_be_the_objective(self, folder: Path) -> None:
-        for objective, better, best in (("widest", "larger", max), ("brier", None, min)):
+        for objective, better, best in (
+            ("widest", "larger", max),
+            ("calibration-error", None, min),
+        ):
             settings = [
-                'evaluation.figures={widest="mine:widest",brier="brier"}',
+                'evaluation.figures={widest="mine:widest",calibration-error="calibration-error"}',
                 f"tune.objective={objective}",
                 *([f"tune.better={better}"] if better else []),
             ]
@@ -370,7 +355,7 @@ class TestOnUsers:
         scores = iter([0.2, 0.9, 0.4, 0.9, 0.1])
         states = []
 
-        def score(state, _result):
+        def score(state):
             states.append(state)
             return next(scores)
 
@@ -514,7 +499,6 @@ class TestOnUsers:
     ("on", "settings", "said"),
     [
         ("users", ["tune.held_out_is_public=false"], "comparing them on private rows has no price"),
-        ("users", ["tune.objective=private:accuracy"], "what selects must be free of users' data"),
         ("users", ["tune.space={rounds={low=2,high=9}}"], "rounds is a range"),
         ("users", ["privacy.noise_multiplier=0.5"], "privacy.epsilon is 4.0 and must be larger"),
         ("users", ["tune.trials=1"], "the mean number of trials is 1.0"),

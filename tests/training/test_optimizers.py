@@ -104,7 +104,7 @@ def test_arguments_are_left_alone_and_models_stay_finite(optimizer: ServerOptimi
         (lambda: FedAvg(math.nan), "learning_rate is nan"),
         (lambda: FedAvgM(1.0, 1.0), "momentum is 1.0"),
         (lambda: FedAdam(beta2=1.0), "beta2 is 1.0"),
-        (lambda: FedAdam(tau=0.0), "tau is 0"),
+        (lambda: FedAdam(tau=0.0), "tau is 0.0; it must be positive"),
     ],
 )
 def test_bad_settings_are_refused(make: object, message: str) -> None:

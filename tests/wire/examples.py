@@ -19,6 +19,7 @@ from fedpriv.ledger.events import (
     SamplingEvent,
     SamplingPolicy,
     Schedule,
+    SecureSum,
     SumQueryEvent,
     Unit,
 )
@@ -29,14 +30,18 @@ from fedpriv.training.local import AdamW, FedRecon, Scaffold
 from fedpriv.training.request import LocalTraining, RoundRequest
 from fedpriv.wire import (
     Decline,
+    EnrolledNode,
     Hello,
+    NodeKey,
     Price,
     Receipt,
     RoundAnswer,
     RoundId,
     RoundOffer,
     RunState,
+    Stage,
     Status,
+    Step,
     SummedUpdates,
     TaskDescription,
     Welcome,
@@ -310,6 +315,26 @@ def small_offer() -> RoundOffer:
 def small_welcome() -> Welcome:
     task = TaskDescription("mine:net", {"sizes": [2, 3]}, 7, "cross-entropy", ("mine:recall",))
     return Welcome("people", 1000, np.array([1, 300], np.int64), task)
+
+
+KEYS = tuple(NodeKey(f"n{i}", bytes([i]) * 96, b"certificate", b"signature") for i in range(3))
+STEP = Step(RoundId("run", 3, 1, 7), Stage.SHARE, ("a", "b"), {"a": b"sealed", "c": bytes(9)})
+
+
+def secure_offer() -> RoundOffer:
+    """An offer of a secure sum."""
+    secure = SecureSum(3, 1, 0)
+    query = replace(PRICE.event.queries[0], granularity=2.0**-60)
+    event = replace(PRICE.event, queries=(query,), secure_sum=secure)
+    request = replace(small_request(), users=np.empty(0, np.int64))
+    price, model = replace(PRICE, event=event), manifest_of(model_of(request))
+    return replace(RoundOffer.of(request, 60.0, price, model, 5, KEYS), fixed_length=True)
+
+
+def secure_welcome() -> Welcome:
+    """A welcome with the enrolment."""
+    nodes = tuple(EnrolledNode(f"n{i}", bytes([i]) * 32, 300 + i) for i in range(3))
+    return replace(small_welcome(), users=np.array([1, 300]), nodes=nodes)
 
 
 @contextmanager

@@ -14,12 +14,21 @@ from fedpriv.errors import WireError
 from fedpriv.ledger import NeighbouringRelation
 from fedpriv.wire import Assembler, Decline, RoundAnswer, SummedUpdates
 from fedpriv.wire import federation_pb2 as pb
-from fedpriv.wire.codec import SERVER_RECEIVES_BYTES, parse
+from fedpriv.wire.codec import SERVER_RECEIVES_BYTES, parse, refuse_unknown
 from fedpriv.wire.messages import CLIPPING, LOCAL_TRAINING, METRIC
 from fedpriv.wire.messages import PRICE as PRICE_CODEC
 from fedpriv.wire.tensors import LAYOUT as LAYOUT_CODEC
 from fedpriv.wire.tensors import MANIFEST
-from tests.wire.examples import PRICE, peak_memory, small_offer, small_welcome
+from tests.wire.examples import (
+    KEYS,
+    PRICE,
+    STEP,
+    peak_memory,
+    secure_offer,
+    secure_welcome,
+    small_offer,
+    small_welcome,
+)
 
 OFFER = wire.OFFER.encode(small_offer())
 SERIES = replace(
@@ -39,7 +48,7 @@ def add_chunk(chunk: pb.Chunk) -> None:
     assert assembler.finish().tobytes() == BYTES
 
 
-def answer_of(content: SummedUpdates | Decline) -> pb.Answer:
+def answer_of(content: SummedUpdates | wire.MaskedSum | Decline) -> pb.Answer:
     return wire.encode_answer(RoundAnswer(small_offer().id, content))
 
 
@@ -69,8 +78,13 @@ CASES: dict[str, tuple[Callable[[Message], object], Message]] = {
     "receipt": (wire.RECEIPT.decode, wire.RECEIPT.encode(wire.Receipt(True))),
     "welcome": (wire.WELCOME.decode, wire.WELCOME.encode(small_welcome())),
     "status": (wire.STATUS.decode, wire.STATUS.encode(STATUS)),
+    "masked": (wire.decode_answer, answer_of(wire.MaskedSum())),
+    "secure offer": (wire.OFFER.decode, wire.OFFER.encode(secure_offer())),
+    "secure welcome": (wire.WELCOME.decode, wire.WELCOME.encode(secure_welcome())),
+    "vote": (wire.VOTE.decode, wire.VOTE.encode(wire.Vote(small_offer().id, "", KEYS[0]))),
+    "step": (wire.STEP.decode, wire.STEP.encode(STEP)),
 }
-INPUTS = 1000  # of each case and each way to disturb it, 32,000 in all
+INPUTS = 1000  # of each case and each way to disturb it
 VARINTS = [b"\xff" * 9 + b"\x01", b"\x80" * 10, bytes(8), b"\x08"]
 HOSTILE = {
     float: [float("nan"), float("inf"), -1.0, 0.0, 1e308, 5e-324, 0.5],
@@ -118,6 +132,8 @@ def disturbed(valid: Message, rng: np.random.Generator) -> Iterator[bytes]:
 
 def disturb(message: Message, rng: np.random.Generator) -> None:
     fields = list(message.DESCRIPTOR.fields)
+    if not fields:
+        return
     field = fields[int(rng.integers(len(fields)))]
     value = getattr(message, field.name)
     if rng.random() < 0.1:
@@ -230,3 +246,31 @@ def test_too_long_a_message_is_refused_unread() -> None:
 def test_deep_groups_of_unknown_fields_are_refused() -> None:
     with pytest.raises(WireError, match="not a message Offer"):
         parse(pb.Offer, b"\x7b" * 100_000, SERVER_RECEIVES_BYTES)
+
+
+def messages_in(message: Message) -> Iterator[Message]:
+    """A message, and all that are in it."""
+    yield message
+    for field, content in message.ListFields():
+        if field.message_type is not None:
+            for inner in content if isinstance(content, MutableSequence) else [content]:
+                yield from messages_in(inner)
+
+
+def test_a_field_that_is_not_known_is_refused_wherever_it_is() -> None:
+    offer = small_offer()
+    for message in (
+        wire.OFFER.encode(offer),
+        wire.PROPOSAL.encode(wire.Proposal.of(offer, offer.price)),
+        wire.WELCOME.encode(small_welcome()),
+    ):
+        refuse_unknown(message)
+        data, kinds = message.SerializeToString(), set[str]()
+        for number in range(len([*messages_in(message)])):
+            altered = type(message).FromString(data)
+            inner = [*messages_in(altered)][number]
+            inner.MergeFromString(b"\xc0\x3e\x01")  # field 1000
+            kinds.add(inner.DESCRIPTOR.name)
+            with pytest.raises(WireError, match="has fields that this version"):
+                refuse_unknown(altered)
+        assert kinds >= ({"Task"} if "Welcome" in kinds else {"Price", "Shape", "VectorGroup"})

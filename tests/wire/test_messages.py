@@ -251,6 +251,31 @@ def test_the_bytes_of_a_hello_and_a_welcome_are_those_of_the_format() -> None:
     assert examples.same(wire.WELCOME.decode(parse(pb.Welcome, written, MOST)), welcome)
 
 
+def test_messages_of_secure_sums_are_restored() -> None:
+    offer, welcome = examples.secure_offer(), examples.secure_welcome()
+    assert examples.same(wire.OFFER.decode(wire.OFFER.encode(offer)), offer)
+    assert examples.same(wire.WELCOME.decode(wire.WELCOME.encode(welcome)), welcome)
+    vote = wire.Vote(ID, "", examples.KEYS[1])
+    assert wire.VOTE.decode(wire.VOTE.encode(vote)) == vote
+    assert wire.STEP.decode(wire.STEP.encode(examples.STEP)) == examples.STEP
+    masked = RoundAnswer(ID, wire.MaskedSum())
+    assert wire.decode_answer(wire.encode_answer(masked)) == masked
+
+
+def test_an_enrolment_has_one_digest_and_each_change_another() -> None:
+    nodes = examples.secure_welcome().nodes
+    first, *others = nodes
+    digest = wire.enrolment_digest(nodes)
+    assert wire.enrolment_digest(nodes[::-1]) == digest
+    for changed in (
+        replace(first, name="n9"),
+        replace(first, fingerprint=bytes(31) + b"1"),
+        replace(first, users=301),
+    ):
+        assert wire.enrolment_digest([changed, *others]) != digest
+    assert wire.enrolment_digest(others) != digest
+
+
 def test_the_bytes_of_an_answer_and_a_chunk_are_those_of_the_format() -> None:
     total = message(2, b"\x08\x05\x10\xac\x02")
     answer = RoundAnswer(ID, SummedUpdates(5, 300))

@@ -52,9 +52,6 @@ from fedpriv.accounting.round_counts import (
     Rounds,
     Vector,
     arrays,
-    check_any_delta,
-    check_epsilon,
-    check_rounds,
     typical,
 )
 from fedpriv.errors import UnsupportedEventError
@@ -113,21 +110,13 @@ class _Saddle(NamedTuple):
     epsilon: float
     log_delta: float
 
-    def epsilon_at(self, log_delta: float) -> float:
-        """Return the ε of a similar δ, to first order."""
-        return self.epsilon + (self.log_delta - log_delta) / self.c
-
-    def log_delta_at(self, epsilon: float) -> float:
-        """Return the log δ of a similar ε, to first order."""
-        return self.log_delta + (self.epsilon - epsilon) * self.c
-
 
 def plan_at_delta(rounds: DirectedRounds, log_delta: float) -> ContourPlan:
     """Return a plan for the ε ≥ 0 at δ."""
 
     def plan(log_tail: float) -> ContourPlan:
         saddle = _saddle(rounds, log_tail, lambda s: s.log_delta - log_delta)
-        epsilon = saddle.epsilon_at(log_delta)
+        epsilon = saddle.epsilon + (saddle.log_delta - log_delta) / saddle.c  # to first order
         if epsilon < 0:
             saddle, epsilon = _saddle(rounds, log_tail, lambda s: -s.epsilon), 0.0
         return _plan(rounds, saddle.c, epsilon, log_delta, log_tail)
@@ -147,7 +136,8 @@ def plan_at_epsilon(rounds: DirectedRounds, epsilon: float) -> ContourPlan:
     log_delta = -1.0
     for _ in range(6):  # the window depends on δ, but δ hardly depends on the window
         wide, _ = _log_tails(rounds, log_delta)
-        guess = _saddle(rounds, wide, excess).log_delta_at(epsilon)
+        saddle = _saddle(rounds, wide, excess)
+        guess = saddle.log_delta + (saddle.epsilon - epsilon) * saddle.c  # to first order
         before, log_delta = log_delta, min(max(guess, _LEAST_LOG_DELTA), -1e-3)
         if abs(log_delta - before) < 1.0:
             break
@@ -477,7 +467,6 @@ def epsilon_interval(rounds: Rounds, delta: float) -> Ends:
     Its width is usually 1e-8 of the upper end, and at most the larger of 1e-3 of it and 1e-9.
     ContourUnsuitableError if it is wider, z outside [0.02, 1e6], q below 1e-12 or δ below 1e-100.
     """
-    check_any_delta(delta)
     log_delta = math.log(delta)
     if log_delta < _LEAST_LOG_DELTA:
         raise ContourUnsuitableError(f"delta is {delta}; the contour needs at least 1e-100")
@@ -503,7 +492,6 @@ def delta_interval(rounds: Rounds, epsilon: float) -> Ends:
     Its width is at most the larger of 1e-3 of the upper end and 1e-90; the upper end is at least
     1e-100. ContourUnsuitableError if it is wider, or for values as in `epsilon_interval`.
     """
-    check_epsilon(epsilon)
     if epsilon > _MOST_EPSILON:
         raise ContourUnsuitableError(f"the contour needs ε of at most {_MOST_EPSILON:g}")
 
@@ -556,7 +544,6 @@ def _worse(
     The second direction is computed only if its ceiling is above the first one's lower end, which
     the ceiling knows, as it may take long.
     """
-    check_rounds(rounds)
     if not rounds:
         return 0.0, 0.0
     low = up = 0.0
