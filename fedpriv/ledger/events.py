@@ -370,9 +370,11 @@ class SecureSum:
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
         n, t, d = self.nodes, self.colluding, self.dropouts
-        require(is_whole(n) and n >= 2, f"nodes is {n!r}; it must be a whole number of at least 2")
+        require(
+            is_whole(n) and n >= 2, f"least_nodes is {n!r}; it must be a whole number of at least 2"
+        )
         valid = type(t) is int and 0 <= t <= n - 2
-        require(valid, f"colluding is {t!r}; of {n} nodes it must be from 0 to {n - 2}")
+        require(valid, f"colluding_nodes is {t!r}; of {n} nodes it must be from 0 to {n - 2}")
         most = n - self.quorum(n)
         limit = f"of {n} nodes, {t} of which may collude, it must be from 0 to {most}"
         require(type(d) is int and 0 <= d <= most, f"dropouts is {d!r}; {limit}")

@@ -36,7 +36,7 @@ def test_the_server_is_trusted_unless_it_is_said() -> None:
         (["federation.trust=none"], "nodes is 1"),
         (["federation.trust=nobody"], "federation.trust"),
         ([*NONE, "federation.dropouts=3"], "dropouts is 3"),
-        ([*NONE, "federation.colluding_nodes=6"], "colluding is 6"),
+        ([*NONE, "federation.colluding_nodes=6"], "colluding_nodes is 6"),
         ([*NONE, "output.simulation_only=true"], "simulation_only"),
         ([*NONE, "audit.canaries=50"], "audit"),
         ([*NONE, "averaging.cap=4", "averaging.total_weight=9", "averaging.floor=0.5"], "floor"),
