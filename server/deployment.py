@@ -187,7 +187,8 @@ class GrpcTransport(Transport):
         def left(nodes: Iterable[str], deadline: float) -> float:
             return seconds_left(nodes, deadline, service.connections, section.absent_seconds)
 
-        collected = SecureCollection(secure, roster, collection, watch, left, seconds)
+        times = seconds, section.absent_seconds
+        collected = SecureCollection(secure, roster, collection, watch, left, *times)
         service.open_round(collection, collected.exchange)
         if self._stopping.is_set():
             self._wake()

@@ -5,6 +5,7 @@ See `fedpriv.secure_sums.protocol` for the steps and for what each protects.
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,8 +34,9 @@ class Exchange:
     the same answer, so that a lost connection does no harm.
     """
 
-    def __init__(self, attempt: RoundId, nodes: Sequence[str]) -> None:
+    def __init__(self, attempt: RoundId, nodes: Sequence[str], least: int, grace: float) -> None:
         self.attempt, self._nodes = attempt, frozenset(nodes)
+        self._least, self._grace = least, grace
         self._sent: dict[Stage, dict[str, Items]] = {stage: {} for stage in Stage}
         self._arrived, self._stopped = asyncio.Event(), False
         self._answers: dict[Stage, Callable[[str], Step]] = {}
@@ -58,10 +60,16 @@ class Exchange:
     ) -> dict[str, Items]:
         """Return what these nodes send in a step, once all have, no time is left, or after `stop`.
 
-        `seconds` returns how long to wait for some nodes if nothing changes.
+        `seconds` returns how long to wait for some nodes if nothing changes. Once as many as must
+        not drop out have taken the step, the others have `grace` seconds.
         """
-        sent = self._sent[stage]
-        while not self._stopped and (left := seconds([n for n in nodes if n not in sent])):
+        sent, end = self._sent[stage], math.inf
+        while not self._stopped:
+            missing = [node for node in nodes if node not in sent]
+            if len(nodes) - len(missing) >= self._least:
+                end = min(end, monotonic() + self._grace)
+            if (left := min(seconds(missing), end - monotonic())) <= 0.0:
+                break
             self._arrived.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(left):
@@ -111,10 +119,13 @@ class SecureCollection:
     # Returns how many seconds to wait for nodes until a deadline of `time.monotonic`.
     left: Callable[[Sequence[str], float], float]
     seconds: float  # of the whole attempt
+    grace: float  # how long a step waits for the last d nodes
 
     def __post_init__(self) -> None:
-        self._began = monotonic()
-        self.exchange = Exchange(self.collection.offer.id, self.roster.names)
+        self._began, names = monotonic(), self.roster.names
+        self._least = len(names) - self.secure.dropouts
+        attempt = self.collection.offer.id
+        self.exchange = Exchange(attempt, names, self._least, self.grace)
         self._sharers: list[str] = []
         self._survivors: list[str] = []
         self._total = np.zeros(self.collection.offer.clipping.layout.dimension, np.uint64)
@@ -154,7 +165,7 @@ class SecureCollection:
         return arrived
 
     def _suffices(self, nodes: Sequence[str], step: str, least: int | None = None) -> bool:
-        needed = least or len(self.roster.names) - self.secure.dropouts
+        needed = least or self._least
         if len(nodes) < needed:
             _log.warning("%d nodes %s; the round needs %d", len(nodes), step, needed)
         return len(nodes) >= needed

@@ -119,7 +119,7 @@ class World:
     def __init__(
         self, folder: Path, nodes: int = 5, secure: SecureSum | None = None, *, verify: bool = False
     ) -> None:
-        self.folder, self.server = folder, _Server()
+        self.folder, self.server, self.grace = folder, _Server(), SECONDS
         init(folder, ["localhost"])
         names = [f"n{number}" for number in range(nodes)]
         identities = [identity_of(issue(folder, name).folder, None) for name in names]
@@ -194,9 +194,9 @@ class World:
             return 0.002 * bool(set(nodes) - self.server.gone)
 
         roster = roster_of(keys, binding)
-        return SecureCollection(self.secure, roster, collection, watch, left, SECONDS), (
-            collection.offer
-        )
+        times = SECONDS, self.grace
+        secure = SecureCollection(self.secure, roster, collection, watch, left, *times)
+        return secure, collection.offer
 
     async def attempt(
         self,
@@ -222,7 +222,8 @@ class World:
             try:
                 await site.secure.take_part(site.welcome, change(site.name, offer), deadline)
             except FedprivError as error:
-                self.server.gone.add(site.name)
+                if site.name not in self.server.stays:
+                    self.server.gone.add(site.name)
                 return error
             except grpc.aio.AioRpcError:
                 return None
@@ -261,6 +262,7 @@ class _Server:
 
     def __init__(self) -> None:
         self.gone = set[str]()
+        self.stays = set[str]()  # connected though they take no further step
         self.taken: dict[str, list[Step]] = {}
         self.uploads: dict[str, list[np.ndarray]] = {}
 

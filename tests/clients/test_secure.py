@@ -110,6 +110,22 @@ def test_noise_of_all_nodes_is_that_of_the_event_over_the_nodes_that_share_it(
     assert 29.0 < statistic < 103.0  # χ² of 60 degrees of freedom, 1e-4 on either side
 
 
+def test_a_node_that_is_there_and_takes_no_step_holds_nobody_up(world: World) -> None:
+    """It has shared and uploaded; others wait for its signature and its shares only for a while."""
+    world.grace = 0.01
+
+    def silent(name: str, answer: Step) -> Step:
+        if name == "n2" and answer.stage is Stage.AGREE:
+            raise secure.VoidError("it refuses")
+        return answer
+
+    world.server.stays = {"n2"}
+    opened, outcomes = asyncio.run(world.attempt(silent))
+    assert opened is not None
+    np.testing.assert_array_equal(opened.total, world.expected())
+    assert [name for name, outcome in outcomes.items() if outcome is not None] == ["n2"]
+
+
 # What leaves a node.
 
 
