@@ -203,7 +203,7 @@ def test_a_search_scores_personal_models_or_refuses(tmp_path: Path) -> None:
     config = settings_of("run", people(), method)
     experiment, _ = on_population(config, "run", people(), method=method)
     expected = HeldOutUsers(how, task, people().test, CPU).evaluate(task.parameters())
-    assert _scorer("accuracy", experiment)(experiment.initial_state, None) == expected.accuracy
+    assert _scorer("accuracy", experiment)(experiment.initial_state) == expected.accuracy
 
 
 def test_a_task_sends_what_is_not_personal() -> None:

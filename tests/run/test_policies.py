@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import fedpriv
 from fedpriv.accounting.accountants import epsilon, sampling_text
-from fedpriv.accounting.pricing import _epsilon_curve, price, read_ledger
+from fedpriv.accounting.pricing import price, read_ledger
 from fedpriv.data.population import load_population
 from fedpriv.errors import InvalidValueError
 from fedpriv.experiment.config import load_config
@@ -21,6 +21,7 @@ from fedpriv.experiment.models import build_model
 from fedpriv.ledger.events import NeighbouringRelation, SamplingPolicy, Unit
 from fedpriv.ledger.ledger import ChargedRow, Ledger, paid_events
 from fedpriv.ledger.participation import ParticipationRecord, record_path
+from fedpriv.run.folder import RunFolder
 from fedpriv.training.rounds import Stop
 from tests.commandline import printed, refused
 
@@ -345,11 +346,10 @@ def test_rounds_and_costs_of_a_ledger_with_passes(file: Path, tmp_path: Path) ->
     assert found.releases.rounds == ROUNDS
     assert [event.count for event in found.releases.events] == [2]
     content = read_ledger(path)
-    by_round = _epsilon_curve(content, epsilon(content.events, 1e-2))
     event = content.events[0]
     one, two = (epsilon([event] * passes, 1e-2).epsilon for passes in (1, 2))
-    assert by_round.rounds == (1, 2, 3, 4, 5)
-    assert by_round.epsilon == (one, one, one, two, two)
+    rounds = list(RunFolder(out).read_metrics())
+    assert [row["epsilon"] for row in rounds] == [one, one, one, two, two]
     shown = printed("ledger", "show", path)
     assert "5 charges, 3 of them paid by others" in shown
 
