@@ -128,6 +128,7 @@ class Front:
             task = loop.create_task(self._served(connection))
             self._connections[task] = self._unidentified[task] = None
             task.add_done_callback(self._forget)
+            await asyncio.sleep(0.0)  # those that were cancelled close their sockets
 
     async def close(self) -> None:
         """End all connections."""

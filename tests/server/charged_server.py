@@ -4,7 +4,7 @@ import ctypes
 import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -19,6 +19,7 @@ from fedpriv.ledger.ledger import Ledger
 from fedpriv.privacy.noise import OperatingSystemEntropy
 from fedpriv.privacy.round import PrivacyRecords
 from fedpriv.privacy.sampling import PoissonSampling
+from fedpriv.server import traffic
 from fedpriv.server.enrolment import Enrolment
 from fedpriv.server.service import TransferLimits
 from fedpriv.support.logs import LogFormat, configure
@@ -78,10 +79,12 @@ class ChargedServer:
 
 
 @contextmanager
-def charged_server(folder: Path, users: Users) -> Iterator[ChargedServer]:
-    """A server that listens when the block begins, and ends with it."""
+def charged_server(
+    folder: Path, users: Users, rates: Mapping[str, float] | None = None
+) -> Iterator[ChargedServer]:
+    """A server that listens when the block begins, and ends with it; `rates` are of `traffic`."""
     ours, theirs = get_context("spawn").Pipe()
-    process = get_context("spawn").Process(target=_serve, args=(folder, users, theirs))
+    process = get_context("spawn").Process(target=_serve, args=(folder, users, theirs, rates or {}))
     # As `configure` does where gRPC was not imported before; here it was, with this module.
     with patch.dict(os.environ, {"GRPC_VERBOSITY": "NONE"}):
         process.start()
@@ -97,12 +100,14 @@ def charged_server(folder: Path, users: Users) -> Iterator[ChargedServer]:
         ours.close()
 
 
-def _serve(folder: Path, users: Users, pipe: Connection) -> None:
+def _serve(folder: Path, users: Users, pipe: Connection, rates: Mapping[str, float]) -> None:
     errors = (folder / "log.txt").open("w")
     os.dup2(errors.fileno(), 2)
     configure(LogFormat.TEXT)
     patience = PATIENCE.model_copy(update={"deadline_seconds": 120.0, "absent_seconds": 0.0})
-    with site(folder, users, TransferLimits(2, 20.0)) as made:
+    with ExitStack() as changed, site(folder, users, TransferLimits(2, 20.0)) as made:
+        for name, rate in rates.items():
+            changed.enter_context(patch.object(traffic, name, rate))
         enrolment = made.enrolment
         sampling = PoissonSampling(enrolment.population, 1.0)
         plan = make_plan(
