@@ -133,7 +133,7 @@ def chart(rows: list[dict[str, object]]) -> Chart:
     caption = (
         f"DIGITS, 287 users at {NODES} nodes, of which up to {DROPOUTS} may drop out: mean and "
         f"standard deviation over {SEEDS} seeds. Without a trusted server, honest nodes add all of "
-        "the noise, and those that collude add theirs besides."
+        "the noise, and those that collude add theirs too."
     )
     x, y = Axis("ε", log=True), Axis("Accuracy on held-out rows", "%")
     return Chart("secure_sums", "What trust in the server is worth", caption, x, y, series)
