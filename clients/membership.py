@@ -8,8 +8,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -272,22 +272,12 @@ class OfferHandler:
         """Answer an offer by its deadline, on the event loop's clock, and log the outcome."""
         name, loop = f"round {offer.id.round} of run {offer.id.run!r}", asyncio.get_running_loop()
         began = loop.time()
-        try:
+        with _logged(name):
             async with asyncio.timeout_at(deadline):
                 answer = await self._answer(welcome, offer, deadline)
                 receipt = await self._send(offer, answer)
                 if not receipt.accepted:  # so that the server does not wait for another answer
                     await self._send(offer, Decline("the answer was refused"))
-        except asyncio.CancelledError:
-            _log.info("%s: left unfinished", name)
-            raise
-        except TimeoutError:
-            _log.warning("%s: not answered, its deadline has passed", name)
-        except grpc.aio.AioRpcError as error:
-            _log.warning("%s: not answered: %s (%r)", name, error.code().name, error.details())
-        except WireError as error:
-            _log.warning("%s: not answered: %s", name, error)
-        else:
             if not receipt.accepted:
                 _log.warning("%s: the server refuses the answer: %r", name, receipt.reason)
             elif isinstance(answer, Decline):
@@ -301,7 +291,7 @@ class OfferHandler:
     async def take_part(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
         """Take part in a secure sum whose upload ends at the deadline, and log the outcome."""
         name = f"round {offer.id.round} of run {offer.id.run!r}"
-        try:
+        with _logged(name):
             # The steps after the upload take a third of the time before it.
             async with asyncio.timeout_at(deadline + offer.seconds):
                 objection = await self.policy.objection(welcome, offer) or self._unlike(offer)
@@ -311,15 +301,6 @@ class OfferHandler:
                     return
                 await self.secure.take_part(welcome, offer, deadline)
             _log.info("%s: answered with a masked sum", name)
-        except asyncio.CancelledError:
-            _log.info("%s: left unfinished", name)
-            raise
-        except TimeoutError:
-            _log.warning("%s: not finished, its time is over", name)
-        except grpc.aio.AioRpcError as error:
-            _log.warning("%s: not finished: %s (%r)", name, error.code().name, error.details())
-        except (FedprivError, MemoryError) as error:
-            _log.warning("%s: not finished: %.400s", name, str(error) or _NO_MEMORY)
 
     def _unlike(self, terms: Terms) -> str | None:
         """Return why a round asks for tensors that the built task does not have, or None."""
@@ -368,6 +349,22 @@ class OfferHandler:
             _log.error("training failed: %s", type(error).__name__)
             partial_sum = None
         return Decline("training failed") if partial_sum is None else partial_sum
+
+
+@contextmanager
+def _logged(name: str) -> Iterator[None]:
+    """Log why a round is not answered; of these errors, only a cancellation is raised."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        _log.info("%s: left unfinished", name)
+        raise
+    except TimeoutError:
+        _log.warning("%s: not answered, its deadline has passed", name)
+    except grpc.aio.AioRpcError as error:
+        _log.warning("%s: not answered: %s (%r)", name, error.code().name, error.details())
+    except (FedprivError, MemoryError) as error:
+        _log.warning("%s: not answered: %.400s", name, str(error) or _NO_MEMORY)
 
 
 class Membership:

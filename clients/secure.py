@@ -160,6 +160,11 @@ class SecureSums:
                 _log.error("training failed: %s", type(error).__name__)
         if offer.fixed_length or self.policy.consent.fixed_length:
             await asyncio.sleep(until - loop.time())
+        # Sensitivity: a user of this node changes the part of group g by whole numbers of steps a
+        # with Σa² ≤ B_g, as in `GaussianQuery.noised_average`, and no other part of the total. The
+        # variances of the shares of any n − t − d honest nodes add up to σ_g² at least, so that all
+        # parts together change by at most 1/z in units of the total's noise. That rounded shares
+        # add up to one rounded Gaussian but for δ′ is the theorem of `secure_sums.parameters`.
         stddevs = share_stddevs(event, len(offer.roster))
         return total + rounded_noise(lambda _: os.urandom(32), offer.clipping, stddevs)
 
