@@ -11,7 +11,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -233,8 +233,8 @@ class Followers:
         self._tell("at the start", lambda tracker: tracker.on_start(run))
 
     def released(self, result: RoundResult) -> None:
-        """Pass a round's result to all trackers and functions."""
-        self._last = result
+        """Pass a round's result, without its duration, to all trackers and functions."""
+        self._last = result = replace(result, simulation_only_seconds=None)
         when = f"in round {result.round}"
         self._tell(when, lambda tracker: tracker.on_round(result))
         for name, function in self._functions.items():
