@@ -578,12 +578,12 @@ def check_budget(experiment: Experiment, spent: Sequence[RoundEvent]) -> None:
         )
 
 
-def method_of(config: Config) -> Method:
-    """Return how the model of a configuration is trained."""
+def method_of(config: Config, task: Task | None = None) -> Method:
+    """Return how the model of a configuration is trained, or how a given task is."""
     asked = config.federated_evaluation.report if config.federated_evaluation else {}
     metrics, figures = [*config.metrics.report, *asked], config.evaluation.figures
     by, how = config.evaluation.by, _personalisation(config)
-    task = build_task(**config.model.task, metrics=metrics, figures=figures, by=by)
+    task = task or build_task(**config.model.task, metrics=metrics, figures=figures, by=by)
     return Method(task, config.mechanism(), config.training(), config.server.build(), how)
 
 
