@@ -15,7 +15,7 @@ from fedpriv.errors import InvalidValueError
 from fedpriv.privacy import layout as vector_groups
 from fedpriv.privacy.gaussian_mechanism import given_shares
 from fedpriv.privacy.layout import Layout, Parts, VectorGroup
-from fedpriv.support.checks import check_types, hold_plain_numbers, require
+from fedpriv.support.checks import check_range, check_types, hold_plain_numbers, require
 
 Allocation = Literal["proportional", "dimension"] | Mapping[str, float]
 """How vector groups share the noise: by clipping norm, by dimension, or by given weights."""
@@ -29,8 +29,8 @@ def is_positive(number: object) -> bool:
 
 
 def _check_norm(norm: object) -> None:
-    legal = norm is None or is_positive(norm)
-    require(legal, f"the clipping norm is {norm!r}; it must be positive and finite")
+    if norm is not None:
+        check_range("the clipping norm", norm, "(0, inf)")
 
 
 def _given(norm: float | None) -> float:

@@ -21,7 +21,6 @@ from fedpriv.experiment.grouping import (
     Joint,
     PerLayer,
     check_choice,
-    is_positive,
 )
 from fedpriv.ledger.events import (
     MOST_EXAMPLES,
@@ -37,10 +36,7 @@ from fedpriv.ledger.events import (
     Unit,
 )
 from fedpriv.privacy.correlated_noise import BandedStrategy, BufferedStrategy, Strategy
-from fedpriv.privacy.gaussian_mechanism import (
-    INDEPENDENT,
-    Averaging,
-)
+from fedpriv.privacy.gaussian_mechanism import INDEPENDENT, Averaging
 from fedpriv.privacy.sampling import (
     BandedPoissonSampling,
     EveryUserSampling,
@@ -52,6 +48,8 @@ from fedpriv.privacy.sampling import (
     SeparatedSampling,
 )
 from fedpriv.support.checks import (
+    check_range,
+    check_ranges,
     check_types,
     hold_numbers,
     hold_plain_numbers,
@@ -87,7 +85,7 @@ class Poisson(CohortPolicy):
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
-        _check_probability(self.probability)
+        check_range("sampling_probability", self.probability, "(0, 1]")
 
     def of(self, users: int | None, unit: Unit) -> PoissonSampling:
         """Return Poisson sampling of N users."""
@@ -150,7 +148,7 @@ class PoissonExamples(CohortPolicy):
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
-        _check_probability(self.probability)
+        check_range("sampling_probability", self.probability, "(0, 1]")
         k, limit = self.examples_per_user, f"it must be a whole number from 1 to {MOST_EXAMPLES}"
         require(is_whole(k, MOST_EXAMPLES), f"examples_per_user is {k!r}; {limit}")
 
@@ -172,7 +170,7 @@ class FixedSize(CohortPolicy):
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
-        _check_whole("cohort_size", self.cohort_size)
+        check_ranges(self, cohort_size="whole")
 
     def of(self, users: int | None, unit: Unit) -> FixedSizeSampling:
         """Return cohorts of m of N users."""
@@ -251,7 +249,7 @@ class BandedPoisson(CohortPolicy):
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
-        _check_probability(self.probability)
+        check_range("sampling_probability", self.probability, "(0, 1]")
         Schedule(self.rounds, separation=self.separation)
 
     def of(self, users: int | None, unit: Unit) -> BandedPoissonSampling:
@@ -260,14 +258,6 @@ class BandedPoisson(CohortPolicy):
         return BandedPoissonSampling(
             enrolled, self.rounds, self.separation, self.probability, relation, unit
         )
-
-
-def _check_whole(name: str, value: object) -> None:
-    require(is_whole(value), f"{name} is {value!r}; it must be a whole number of at least 1")
-
-
-def _check_probability(q: float) -> None:
-    require(is_positive(q) and q <= 1.0, f"sampling_probability is {q!r}; it must be in (0, 1]")
 
 
 SAMPLING_POLICIES: Mapping[str, type[CohortPolicy]] = {
@@ -532,9 +522,9 @@ class Mechanism:
         noise.
         """
         epsilon, delta, rounds, users = plain_numbers((epsilon, delta, rounds, users))
-        _check_whole("rounds", rounds)
+        check_range("rounds", rounds, "whole")
         if users is not None:
-            _check_whole("users", users)
+            check_range("users", users, "whole")
         check_types(spent=(spent, Iterable))
         before, sampling = list(spent), self.sampling.of(users, self.unit)
         for event in before:
@@ -589,7 +579,7 @@ def check_unit(unit: str, microbatch: int | None) -> str:
             "'microbatch', and for no other"
         )
     if microbatch is not None:
-        _check_whole("microbatch", plain_numbers(microbatch))
+        check_range("microbatch", plain_numbers(microbatch), "whole")
     return unit
 
 
