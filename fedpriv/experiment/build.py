@@ -35,7 +35,7 @@ from fedpriv.evaluation.personalisation import HeldOutUsers, Personalisation
 from fedpriv.experiment.config import Config, local_table, parse_config, plain, tables_of
 from fedpriv.experiment.mechanism import AsIf, Mechanism, given
 from fedpriv.experiment.models import build_model
-from fedpriv.experiment.trackers import TRACKERS, Tracker
+from fedpriv.experiment.trackers import TRACKERS, Callback, Tracker
 from fedpriv.ledger.events import PrivacyBudget, RoundEvent, SamplingEvent, Unit
 from fedpriv.measures.metrics import metric, own_metrics
 from fedpriv.privacy.draws import RoundAttempt
@@ -94,7 +94,6 @@ class Experiment:
     enrolled: str = ""  # `digest_of_users` of all that may be drawn
     classes: tuple[str, ...] = ()  # public names of the classes, "" where one has none
     initial_loss: float | None = None  # on held-out rows, if there are any
-    on_round: Mapping[str, OnRound] = field(default_factory=dict)  # called with each release
     evaluation: UserEvaluation | None = None  # what users are asked of released models
     personalised: HeldOutUsers | None = None  # who make released models their own
     trackers: Mapping[str, Tracker] = field(default_factory=dict)  # told from the start to the end
@@ -411,23 +410,19 @@ def build(
         budget=budget,
         entropy=OperatingSystemEntropy() if config.seed is None else SeededEntropy(config.seed),
         device=device,
-        on_round=_callbacks(config),
         personalised=personalised,
         trackers=_trackers(config),
         notes=notes,
     )
 
 
-def _callbacks(config: Config) -> dict[str, OnRound]:
-    return {
-        path: cast(OnRound, import_function(f"callback {path!r}", path, InvalidValueError))
-        for path in config.callbacks.on_round
-    }
-
-
 def _trackers(config: Config) -> dict[str, Tracker]:
-    built_in = {name: kind() for name, kind in TRACKERS.items() if getattr(config.output, name)}
-    return built_in | {path: _TRACKER.build(path, {}, {}) for path in config.callbacks.trackers}
+    named = {name: kind() for name, kind in TRACKERS.items() if getattr(config.output, name)}
+    named |= {path: _TRACKER.build(path, {}, {}) for path in config.callbacks.trackers}
+    for path in config.callbacks.on_round:
+        function = import_function(f"callback {path!r}", path, InvalidValueError)
+        named[path] = Callback(cast(OnRound, function))
+    return named
 
 
 def _measured_by(

@@ -85,7 +85,7 @@ def execute(
             console.print(f"resuming {folder.path} after {state.round} of {plan.rounds} rounds")
         auditor, transport = Auditor.of(folder, experiment), hosted(experiment, records)
         transport = auditor.beside(transport) if auditor else transport
-        followers, stop = Followers(experiment.on_round, experiment.trackers), None
+        followers, stop = Followers(experiment.trackers), None
         work = folder, experiment, state, transport, records, followers.released
         rounds = partial(conduct, *work, clock=clock, auditor=auditor, keep_going=setup.keep_going)
         place = records.ledger.ledger_id, folder.path, state.round
