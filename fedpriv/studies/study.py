@@ -4,7 +4,6 @@ import copy
 import hashlib
 import itertools
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -165,23 +164,13 @@ class Study(Section):
         at = f"-epsilon{cell.target.epsilon:g}".replace("+", "") if len(self.targets) > 1 else ""
         return config.model_copy(update={"run": f"{config.name}{at}-seed{cell.seed}"})
 
-    def digest_of(self, cell: Cell) -> str:
-        """Return the SHA-256 of a run's settings; a finished run with this digest is valid."""
-        # Paths of data have only their last names, so that a study may be moved with its data.
-        table = with_paths(self.table_of(cell), os.path.basename)
-        text = json.dumps(table, sort_keys=True, default=str)
+    def digest_of(self, cell: Cell, folder: Path) -> str:
+        """Return the SHA-256 of a run's settings; a finished run with this digest is valid.
+
+        Paths are relative to the study's folder, so that it may be moved together with its data.
+        """
+        text = json.dumps(for_folder(folder, self.table_of(cell)), sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()
-
-    def files_of(self, cell: Cell) -> tuple[str, ...]:
-        """Return the full paths of a run's data."""
-        paths = list[str]()
-
-        def note(path: str) -> str:
-            paths.append(path)
-            return path
-
-        with_paths(self.table_of(cell), note)
-        return tuple(paths)
 
     def flat_settings(self, arm: Arm) -> dict[str, object]:
         """Return all settings of an arm except its names, with defaults, by keys "a.b"."""
