@@ -273,8 +273,7 @@ class Population:
         there it does not, and what holds for them is given beside it.
         """
         check_range("users of as_if", users, "whole")
-        if cohort is not None:
-            check_range("cohort of as_if", cohort, "whole")
+        check_range("cohort of as_if", cohort, "whole?")
         return replace(self, projected=(users, cohort))
 
     @property

@@ -67,7 +67,7 @@ class FederatedEvaluation:
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
         check_query(self.noise_multiplier, self.sampling_probability)
-        check_ranges(self, every="whole", held_out="[0, 1)")
+        check_ranges(self, every="whole?", held_out="[0, 1)")
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,6 @@ def is_positive(number: object) -> bool:
     return 0.0 < number <= sys.float_info.max
 
 
-def _check_norm(norm: object) -> None:
-    if norm is not None:
-        check_range("the clipping norm", norm, "(0, inf)")
-
-
 def _given(norm: float | None) -> float:
     if norm is None:
         raise InvalidValueError("the clipping norm is absent; Mechanism.for_users gives one")
@@ -126,7 +121,7 @@ class Flat(ClippingPolicy):
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
         if self.norm != math.inf:
-            _check_norm(self.norm)
+            check_range("the clipping norm", self.norm, "(0, inf)?")
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
         """Return one group."""
@@ -150,7 +145,7 @@ class PerLayer(ClippingPolicy):
         check_choice("parts", self.parts, "layer", "tensor")
         check_choice("split", self.split, "equal", "dimension", each="part")
         if isinstance(self.split, str):
-            _check_norm(self.norm)
+            check_range("the clipping norm", self.norm, "(0, inf)?")
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:
         """Return a group for each part."""
@@ -174,7 +169,7 @@ class Joint(ClippingPolicy):
 
     def __post_init__(self) -> None:
         hold_plain_numbers(self)
-        _check_norm(self.norm)
+        check_range("the clipping norm", self.norm, "(0, inf)?")
         check_choice("scales", self.scales, "dimension", each="tensor")
 
     def grouping(self, layout: Layout, allocation: Allocation) -> Grouping:

@@ -122,15 +122,6 @@ class AsIf(CohortPolicy):
         drawn = min(1.0, (self.cohort or q * self.population) / enrolled)
         return PoissonSampling(enrolled, drawn, unit, Projection(self.population, q))
 
-    @classmethod
-    def instead_of(cls, policy: CohortPolicy, population: int, cohort: int | None) -> Self:
-        """Return a projection of a policy; InvalidValueError unless it is Poisson sampling."""
-        if not isinstance(policy, Poisson):
-            raise InvalidValueError(
-                f"as_if is {population} and sampling is {type(policy).__name__}; it must be Poisson"
-            )
-        return cls(policy, population, cohort)
-
 
 @dataclass(frozen=True)
 class PoissonExamples(CohortPolicy):
@@ -314,7 +305,7 @@ class BandedNoise(NoisePolicy):
         # Columns of a user's rounds do not meet then.
         if sampling.policy is SamplingPolicy.BANDED_POISSON:
             schedule = Schedule(schedule.rounds)
-        objective = _objective(self.objective)
+        objective = named_value(Objective, "objective", self.objective)
         return BandedStrategy(optimal_bands(schedule, bands, objective, self.momentum))
 
 
@@ -340,7 +331,7 @@ class BufferedNoise(NoisePolicy):
         decays, weights = _numbers("decays", self.decays), _numbers("weights", self.weights)
         if decays or weights:
             return BufferedStrategy(decays, weights)
-        objective, series = _objective(self.objective), _series(sampling)
+        objective, series = named_value(Objective, "objective", self.objective), _series(sampling)
         return BufferedStrategy(*optimal_buffers(series, self.buffers, objective, self.momentum))
 
 
@@ -375,10 +366,6 @@ def _numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:
     if not all(isinstance(number, int | float) for number in numbers):
         raise InvalidValueError(f"{name} of the noise is {values!r}; it must be a list of numbers")
     return tuple(map(float, numbers))
-
-
-def _objective(name: str) -> Objective:
-    return named_value(Objective, "objective", name)
 
 
 @dataclass(frozen=True)
@@ -523,8 +510,7 @@ class Mechanism:
         """
         epsilon, delta, rounds, users = plain_numbers((epsilon, delta, rounds, users))
         check_range("rounds", rounds, "whole")
-        if users is not None:
-            check_range("users", users, "whole")
+        check_range("users", users, "whole?")
         check_types(spent=(spent, Iterable))
         before, sampling = list(spent), self.sampling.of(users, self.unit)
         for event in before:

@@ -79,7 +79,7 @@ class ForeignSetting:
         limit = "it must be 1 ≤ cohort ≤ noise_cohort, enrolled ≤ population ≤ 2^53"
         valid = 1 <= m <= min(larger, n) and max(larger, n) <= people <= 1 << 53
         require(valid, f"{given}; {limit}")
-        check_ranges(self, clip="(0, inf)", claimed_epsilon="(0, inf)")
+        check_ranges(self, clip="(0, inf)?", claimed_epsilon="(0, inf)?")
 
     @classmethod
     def stated(cls, pfl: Path | None, noise_stddev: float | None, given: Mapping[str, Any]) -> Self:

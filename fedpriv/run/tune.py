@@ -51,9 +51,9 @@ from fedpriv.experiment.config import (
     Config,
     RangeSection,
     TuneSection,
-    assign,
     for_folder,
     method_left_out,
+    overridden,
     parse_config,
     plain,
     put,
@@ -241,10 +241,8 @@ def tune_file(
 
     On public users the enrolled ones of the section `data` are never loaded.
     """
-    table = read_experiment(file)
-    for assignment in assignments:
-        assign(table, assignment)
-    table = with_defaults(table)  # before the norm of a trial changes other defaults
+    # Defaults come before the norm of a trial, which would change others.
+    table = with_defaults(overridden(read_experiment(file), assignments))
     source = f"{file} with --set" if assignments else str(file)
     config = parse_config(table, source)
     reasons = {

@@ -1,6 +1,5 @@
 """A study: one experiment under several arms, at equal privacy, and its runs."""
 
-import copy
 import hashlib
 import itertools
 import json
@@ -21,11 +20,11 @@ from fedpriv.experiment.config import (
     Config,
     Positive,
     Section,
-    assign,
     checked,
     flattened,
     for_folder,
     from_folder,
+    overridden,
     parse_config,
     read_experiment,
     read_toml,
@@ -149,7 +148,7 @@ class Study(Section):
         ledger, so all arms draw cohorts, noise and the order of examples from the same keys, and
         differences between arms are paired.
         """
-        table = _varied(self.base, cell.arm)
+        table = overridden(self.base, cell.arm.set)
         privacy, model = (table.setdefault(section, {}) for section in ("privacy", "model"))
         if isinstance(privacy, dict) and isinstance(model, dict):
             privacy.pop("noise_multiplier", None)
@@ -176,13 +175,6 @@ class Study(Section):
         """Return all settings of an arm except its names, with defaults, by keys "a.b"."""
         config = self.config_of(Cell(arm, self.targets[0], self.seeds[0]))
         return flattened(config.model_dump(exclude={"name", "run"}))
-
-
-def _varied(base: Mapping[str, object], arm: Arm) -> dict[str, object]:
-    table = copy.deepcopy(dict(base))
-    for assignment in arm.set:
-        assign(table, assignment)
-    return table
 
 
 def _levels(key: str, axis: object) -> list[Arm]:
@@ -278,7 +270,7 @@ def _check_arm(base: Mapping[str, object], arm: Arm) -> None:
     """Raise ValueError if an arm would change the cost of its runs or the way they are charged."""
     subject = f"arm {arm.name!r}"
     try:
-        before, varied = flattened(base), _varied(base, arm)
+        before, varied = flattened(base), overridden(base, arm.set)
         table = flattened(varied)
     except InvalidValueError as error:
         raise ValueError(f"{subject}: {error}") from error

@@ -105,10 +105,15 @@ _RANGES = {
 def check_range(name: str, number: Any, legal: str) -> None:
     """Raise InvalidValueError unless a number is legal: in an interval, or "whole" and at least 1.
 
+    A question mark after these allows None.
+
     >>> check_range("momentum", 1.0, "[0, 1)")
     Traceback (most recent call last):
     fedpriv.errors.InvalidValueError: momentum is 1.0; it must be in [0, 1)
     """
+    if number is None and legal.endswith("?"):
+        return
+    legal = legal.removesuffix("?")
     if legal == "whole":
         valid = is_whole(number)
     else:
@@ -120,10 +125,9 @@ def check_range(name: str, number: Any, legal: str) -> None:
 
 
 def check_ranges(value: object, of: str = "", **ranges: str) -> None:
-    """Check fields that are not None, as `check_range` does; `of` follows their names."""
+    """Check fields of a value as `check_range` does; `of` follows their names."""
     for name, legal in ranges.items():
-        if (number := getattr(value, name)) is not None:
-            check_range(f"{name}{of}", number, legal)
+        check_range(f"{name}{of}", getattr(value, name), legal)
 
 
 def check_seed(seed: object) -> None:

@@ -112,8 +112,8 @@ class LocalTraining:
             raise InvalidValueError(
                 f"epochs is {self.epochs} and steps is {self.steps}; exactly one must be given"
             )
-        check_ranges(self, batch_size="whole", epochs="whole", steps="whole", max_examples="whole")
-        check_ranges(self, momentum="[0, 1)", proximal="[0, inf)")
+        check_ranges(self, batch_size="whole?", epochs="whole?", steps="whole?")
+        check_ranges(self, momentum="[0, 1)", proximal="[0, inf)", max_examples="whole?")
         if self.control is not None and self.batch_size is not None:
             raise InvalidValueError(
                 f"batch_size is {self.batch_size}; with control variates it must be absent, since "
