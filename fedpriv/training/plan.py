@@ -84,13 +84,6 @@ class RunningStatistics:
     momentum: float = 0.1  # β in (0, 1]
 
     def __post_init__(self) -> None:
-        if not len(self.layers) == len(self.channels) == len(self.eps) > 0:
-            found = f"{len(self.channels)} numbers of channels and {len(self.eps)} eps"
-            what = f"{len(self.layers)} normalisations have {found}"
-            raise InvalidValueError(f"{what}; each of at least one needs both")
-        if min(self.channels) < 1 or not all(0.0 <= eps < math.inf for eps in self.eps):
-            found = f"channels of normalisations are {self.channels} and their eps {self.eps}"
-            raise InvalidValueError(f"{found}; they must be positive and not negative")
         check_ranges(self, " of running statistics", momentum="(0, 1]")
 
     @property
