@@ -56,8 +56,8 @@ Lie = Callable[[str, Step], Step]  # to a node, in place of the honest answer
 
 
 def contribution_of(user: int) -> np.ndarray:
-    """What a user adds to a sum, in steps."""
-    return np.random.default_rng(user).integers(-(2**20), 2**20, LAYOUT.dimension)
+    """What a user adds to a sum, in steps: whole coarse steps, which nodes do not round."""
+    return np.random.default_rng(user).integers(-(2**6), 2**6, LAYOUT.dimension) * 2**14
 
 
 def honest(_: str, answer: Step) -> Step:
@@ -284,7 +284,7 @@ class _Server:
         self._leave(name, Stage.AGREE)
         self.uploads.setdefault(name, []).append(masked.copy())
         collection = self.collected.collection
-        if collection.settle(name, PartialSum(name, 0, masked.view(np.int64), 0)):
+        if collection.settle(name, PartialSum(name, 0, masked.astype(np.int64), 0)):
             await collection.until_taken()
             return Receipt(accepted=True)
         return Receipt(accepted=False, reason="the round is over")
