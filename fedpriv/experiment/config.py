@@ -23,11 +23,10 @@ from fedpriv.experiment.mechanism import (
     CohortPolicy,
     Mechanism,
     NoisePolicy,
-    PoissonExamples,
     check_private,
     check_unit,
 )
-from fedpriv.ledger.events import SecureSum, Unit
+from fedpriv.ledger.events import SecureSum
 from fedpriv.privacy.gaussian_mechanism import Averaging
 from fedpriv.support.checks import plain_numbers
 from fedpriv.support.importing import Choice
@@ -309,6 +308,10 @@ class LocalSection(Section):
         settings["learning_rate"] = _scheduled(_LOCAL_RATE, self.learning_rate)
         examples = None if self.batch_size == "all" else self.batch_size
         return _ALGORITHM.build(self.algorithm, settings | {"batch_size": examples}, {})
+
+
+# `GRADIENT`, the only local training of examples and microbatches, as a file may spell it out.
+_GRADIENTS = (LocalSection(learning_rate=1.0, steps=1), LocalSection(learning_rate=1.0, epochs=1))
 
 
 class ServerSection(Section):
@@ -671,7 +674,7 @@ class Config(Section):
             "federated_evaluation": self.federated_evaluation,
             "model.personal": self.model.personal,
             "personalisation": self.personalisation,
-            "local": self.local,
+            "local": self.local not in (None, *_GRADIENTS),
             "averaging.cap": self.averaging.cap,
         }
         why = (
@@ -796,9 +799,8 @@ def tables_of(
     rates = {k: v for k, v in _options(optimizer).items() if not isinstance(v, str | list)}
     clipping = _clipping_table(mechanism.clipping) | {"adaptive": adaptive and asdict(adaptive)}
     calibrated = mechanism.rounds and not mechanism.unsafe_no_privacy
-    whole = mechanism.unit is Unit.USER and not isinstance(sampling, PoissonExamples)
     return {
-        "local": local_table(local) if whole or local != GRADIENT else None,
+        "local": local_table(local),
         "server": {"optimizer": _OPTIMIZER.name_of(optimizer), "options": rates},
         "sampling": {
             "policy": _POLICY.name_of(sampling),
