@@ -4,7 +4,7 @@ import asyncio
 import io
 import logging
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -89,7 +89,8 @@ class Identity:
     node: str
     credentials: grpc.ChannelCredentials | None = field(default=None, repr=False)
     certificate: x509.Certificate | None = None
-    key: bytes | None = field(default=None, repr=False)  # of the certificate, in PEM
+    key: bytes = field(default=b"", repr=False)  # of the certificate, in PEM
+    authorities: Sequence[x509.Certificate] = ()  # that issue certificates of servers and nodes
 
     @property
     def certificate_end(self) -> datetime | None:
@@ -107,12 +108,13 @@ def identity_of(certificates: Path | None, node: str | None) -> Identity:
         raise InvalidValueError(f"{arguments}; exactly one must be given")
     if certificates is None:
         return Identity(naming.check_node_name(str(node)))
-    ca, key = naming.read_file(certificates / "ca.pem"), naming.read_key(certificates / "node.key")
-    path = certificates / "node.pem"
+    ca, path = certificates / "ca.pem", certificates / "node.pem"
+    authorities, key = naming.load_authorities(ca), naming.read_key(certificates / "node.key")
     certificate = naming.load_certificate(path)
     naming.check_key(certificates / "node.key", key, certificate)
-    credentials = grpc.ssl_channel_credentials(ca, key, naming.read_file(path))
-    return Identity(naming.node_named(certificate, path), credentials, certificate, key)
+    credentials = grpc.ssl_channel_credentials(naming.read_file(ca), key, naming.read_file(path))
+    node = naming.node_named(certificate, path)
+    return Identity(node, credentials, certificate, key, authorities)
 
 
 def enrolled_as(certificates: Path) -> tuple[str, str]:

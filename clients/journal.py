@@ -17,7 +17,15 @@ from fedpriv.ledger import Head
 from fedpriv.ledger.database import Database, FileFormat
 from fedpriv.ledger.events import RoundEvent, Schedule
 from fedpriv.ledger.ledger import event_from, event_text
-from fedpriv.wire import RoundId, RoundOffer
+from fedpriv.wire import (
+    COUNTERSIGNATURE,
+    HEAD,
+    ROUND_ID,
+    Countersignature,
+    RoundId,
+    RoundOffer,
+    SignedHead,
+)
 
 _SCHEMA = """
 CREATE TABLE answers (
@@ -44,6 +52,14 @@ CREATE TABLE asked (
     PRIMARY KEY (population_name, run, round, attempt, part, users)
 ) WITHOUT ROWID;
 CREATE TABLE populations (name TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE equivocations (
+    population_name TEXT NOT NULL,
+    run TEXT NOT NULL,
+    attempt BLOB NOT NULL,
+    shown BLOB NOT NULL,
+    other BLOB NOT NULL,
+    PRIMARY KEY (population_name, run)
+) WITHOUT ROWID;
 CREATE TABLE ledgers (
     ledger_id TEXT PRIMARY KEY,
     population_name TEXT NOT NULL UNIQUE,
@@ -213,6 +229,24 @@ class Journal:
             row = (*of_run, *key, part, users.astype("<i8").tobytes())
             self._database.write("INSERT OR IGNORE INTO asked VALUES (?, ?, ?, ?, ?, ?)", row)
             return True
+
+    def record_equivocation(
+        self, population_name: str, attempt: RoundId, shown: SignedHead, other: Countersignature
+    ) -> None:
+        """Record, once for a run, that the server signed two heads for one proposal of it.
+
+        The messages are kept as they were signed: `shown` to this node and `other` to another.
+        """
+        messages = ROUND_ID.encode(attempt), HEAD.encode(shown), COUNTERSIGNATURE.encode(other)
+        row = population_name, attempt.run, *(m.SerializeToString() for m in messages)
+        with _refusing(), self._database.transaction():
+            insert = "INSERT OR IGNORE INTO equivocations VALUES (?, ?, ?, ?, ?)"
+            self._database.write(insert, row)
+
+    def equivocated(self, population_name: str, run: str) -> bool:
+        """Return whether an equivocation of this run was recorded."""
+        sql = "SELECT 1 FROM equivocations WHERE (population_name, run) = (?, ?)"
+        return bool(self._read(sql, population_name, run))
 
     def remembered(self, population_name: str) -> Remembered:
         """Return all that the node remembers of a population, participations by run and round."""

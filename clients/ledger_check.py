@@ -2,7 +2,7 @@
 
 The check detects a ledger that was set back, rewritten or replaced, a round without a charge or
 with a charge that differs from its offer, and an understated ε. It cannot detect a server that lies
-about its noise, or shows different ledgers to different nodes.
+about its noise.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+from cryptography import x509
 from numpy.typing import NDArray
 from scipy.special import betainc
 
@@ -27,6 +28,7 @@ from fedpriv.clients.connection import Backoff, FederationStub, persist
 from fedpriv.clients.consent import Consent, misfit
 from fedpriv.clients.journal import Journal, Remembered, RoundSeries, TakenPart
 from fedpriv.errors import (
+    FedprivError,
     InvalidValueError,
     LedgerError,
     UnsupportedEventError,
@@ -43,7 +45,9 @@ from fedpriv.ledger.events import (
     Unit,
 )
 from fedpriv.ledger.ledger import ChargedRow, ExportedLedger, SeriesBook, paid_events
-from fedpriv.wire import Proposal, RoundId, RoundOffer, Terms, Welcome
+from fedpriv.wire import Countersignature, Proposal, RoundId, RoundOffer, Terms, Welcome
+from fedpriv.wire.naming import issued_by, node_named
+from fedpriv.wire.roster import binding_of, by_server, certificate_of
 
 # Errors for a ledger that cannot be believed.
 DISBELIEF = (UntrustedLedgerError, LedgerError, WireError)
@@ -54,6 +58,7 @@ _MOST_OUTSTANDING = 3  # sums of a node without a charge, over all runs of a pop
 # Policies under which the server draws by chance, and users may be drawn in any number of rounds.
 _COINS = (SamplingPolicy.POISSON, SamplingPolicy.FIXED_SIZE, SamplingPolicy.BANDED_POISSON)
 _DAY = timedelta(days=1)
+_TWO_LEDGERS = "the server has shown two ledgers in this run"
 _LONGEST_CHECK_SECONDS = 120.0
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -287,6 +292,8 @@ def _check_offered_epsilon(examined: Examined, offer: Terms) -> None:
     """Raise UntrustedLedgerError if the offer omits charges of its run or understates ε."""
     stated, delta, least = offer.price.epsilon_after, offer.price.delta, float("inf")
     counted, rows = offer.price.charges, examined.ledger.rows
+    if offer.head is not None and not examined.ledger.contains(offer.head.head):
+        raise UntrustedLedgerError(f"the ledger does not contain the proposed {offer.head.head}")
     if counted > len(rows):
         raise UntrustedLedgerError(
             f"the offer counts {counted} charges; the ledger has {len(rows)}"
@@ -450,6 +457,9 @@ class OfferPolicy:
         * With a verifier, no user takes part in more rounds of a series than were charged, or again
           too soon, and the node's users are not drawn more often than the charged sampling
           explains, no matter which positions the server assigns to users.
+        * If the server has a certificate, it signs the head of the ledger in each proposal, and the
+          node sends no sum if a node of the roster was shown another. Once that has happened, the
+          node takes no more part in the run, and its journal holds both signatures of the server.
         * The vote on a proposal of an honest server does not depend on users, draws or earlier
           answers. So what follows from these is said to offers only.
     """
@@ -458,6 +468,7 @@ class OfferPolicy:
     consent: Consent
     verifier: LedgerVerifier | None
     id_digests: NDArray[np.int64]  # of the node's users, in the order of their positions
+    authorities: Sequence[x509.Certificate] = ()  # none in plain text
     _agreed: tuple[Welcome, Proposal] | None = None
     _checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -473,7 +484,7 @@ class OfferPolicy:
                 return objection
             # Before users are drawn: which populations the node belongs to is not secret.
             self.journal.remember_population(welcome.population_name)
-            self._agreed = (welcome, Proposal.of(proposal, proposal.price))
+            self._agreed = (welcome, proposal)
         # A node that consents to no sum at all must not make up the least number of nodes.
         return self.consent.objection_today(0)
 
@@ -487,7 +498,7 @@ class OfferPolicy:
             checked = agreed == (welcome, Proposal.of(offer, offer.price))
             if not checked and (objection := await self._objection_to_terms(welcome, offer)):
                 return objection
-        if unfit := misfit(welcome, offer):
+        if unfit := self._objection_to_roster(welcome, offer) or misfit(welcome, offer):
             return unfit
         if self.journal.answered(welcome.population_name, offer.id):
             return "this attempt was answered before"
@@ -499,6 +510,53 @@ class OfferPolicy:
                 _log.error("the server draws users more often than it has charged for")
                 return "users are drawn more often than the charged sampling probability explains"
         return self._objection_to_users(welcome, offer)
+
+    def _objection_to_roster(self, welcome: Welcome, offer: RoundOffer) -> str | None:
+        """Return why the node does not answer beside these nodes, or None; errors as below."""
+        if offer.price.event.secure_sum is not None:
+            return None  # `SecureSums` needs the certificates
+        try:
+            self.countersigned(welcome, offer)
+        except UntrustedLedgerError as error:
+            return str(error)
+        return None
+
+    def countersigned(self, welcome: Welcome, offer: RoundOffer) -> dict[str, x509.Certificate]:
+        """Return the certificates of the roster's nodes, which were shown this head, by name.
+
+        UntrustedLedgerError: a node was shown another head. InvalidValueError: a countersignature
+        is not of this attempt, or not by a certificate of the node.
+        """
+        name, attempt, certificates = welcome.population_name, offer.id, {}
+        for other in offer.roster:
+            binding = binding_of(name, attempt, offer.price.event, other.head)
+            certificate, node = certificate_of(other, binding), f"node {other.node!r}"
+            issued = not self.authorities or issued_by(self.authorities, certificate)
+            if not issued or node_named(certificate, node) != other.node:
+                raise InvalidValueError(f"{node} has not signed by a certificate of its own")
+            if other.head != offer.head:
+                raise self._equivocation(name, offer, other)
+            certificates[other.node] = certificate
+        if certificates:
+            _log.info("nodes that know this ledger: %.400s", ", ".join(certificates))
+        return certificates
+
+    def _equivocation(
+        self, population: str, offer: RoundOffer, other: Countersignature
+    ) -> FedprivError:
+        """Return why the heads that this node and another have signed differ; keep the proof."""
+        mine, theirs = offer.head, other.head
+        if (
+            mine is None
+            or theirs is None
+            or mine.head == theirs.head
+            or not by_server(theirs, population, offer.id, self.authorities)
+        ):
+            return InvalidValueError(f"node {other.node!r} has signed what nobody has proposed")
+        self.journal.record_equivocation(population, offer.id, mine, other)
+        shown = mine.head, other.node, theirs.head
+        _log.error("two ledgers: the server shows this node %s and node %r %s", *shown)
+        return UntrustedLedgerError(_TWO_LEDGERS)
 
     def record(self, welcome: Welcome, offer: RoundOffer) -> str | None:
         """Record that an offer is answered with a sum; return why it must not be, or None."""
@@ -541,7 +599,8 @@ class OfferPolicy:
 
     async def _objection_to_terms(self, welcome: Welcome, offer: Terms) -> str | None:
         if unfit := (
-            misfit(welcome, offer)
+            self._objection_to_head(welcome, offer)
+            or misfit(welcome, offer)
             or self.consent.objection_to_task(welcome)
             or self.consent.objection_to_settings(welcome, offer)
             or self.consent.objection_to_run(offer.id.run)
@@ -564,6 +623,16 @@ class OfferPolicy:
             _log.info("after this round ε would be %.6g at δ = %g, for %s neighbours", *price)
         return self.consent.objection(offer, epsilon)
 
+    def _objection_to_head(self, welcome: Welcome, terms: Terms) -> str | None:
+        name, head = welcome.population_name, terms.head
+        if self.journal.equivocated(name, terms.id.run):
+            return _TWO_LEDGERS
+        if not self.authorities or (head is None and self.verifier is None):
+            return None
+        if head is None or not by_server(head, name, terms.id, self.authorities):
+            return "the server has not signed the head of its ledger"
+        return None
+
     async def examined(self, welcome: Welcome) -> Examined | None:
         """Check the ledger, if there is a verifier; errors as for `LedgerVerifier.examined`."""
         if self.verifier is None:
@@ -572,12 +641,6 @@ class OfferPolicy:
         async with self._checking:
             delta = self.consent.delta_for(welcome.population)
             return await self.verifier.examined(welcome, delta)
-
-    @property
-    def verified_head(self) -> Head | None:
-        """The newest head of the ledger that the node has verified."""
-        verified = self.verifier and self.verifier._verified
-        return verified.head if verified else None
 
     async def report(self, welcome: Welcome) -> None:
         """Check the ledger and log its ε, if there is a verifier; errors as `examined`."""

@@ -153,7 +153,7 @@ async def take_part(settings: NodeSettings) -> None:
                 _log.warning("%d of %d users count as zero: fedpriv enrol says why", *counts)
             try:
                 digests = np.frombuffer(worker.loaded.id_digests, "<i8")
-                policy = OfferPolicy(journal, consent, verifier, digests)
+                policy = OfferPolicy(journal, consent, verifier, digests, identity.authorities)
                 secure = SecureSums(server, worker, policy, identity, backoff)
                 handler = OfferHandler(server, worker, policy, backoff, secure)
                 hello = Hello(identity.node, worker.loaded.users_sha256)
@@ -250,14 +250,14 @@ class OfferHandler:
 
     async def vote(self, welcome: Welcome, proposal: Proposal) -> Vote:
         """Return the node's vote on a round; it does not depend on users or earlier answers."""
-        key = None
+        signature = None
         try:
             objection = await self.policy.objection_to_proposal(welcome, proposal)
             objection = objection or self._unlike(proposal)
             if objection is None:
                 await self.worker.learn(proposal)
-                if proposal.price.event.secure_sum is not None:
-                    key = self.secure.key(welcome, proposal)
+                if proposal.price.event.secure_sum is not None or proposal.head is not None:
+                    signature = self.secure.countersignature(welcome, proposal)
         except ModelError as error:
             _log.error("users cannot train as the server proposes: %.400s", error)
             objection = "the node cannot train as proposed"
@@ -266,7 +266,7 @@ class OfferHandler:
             objection = "the node cannot check the proposal"
         except grpc.aio.AioRpcError as error:
             objection = f"the ledger cannot be fetched: {error.code().name}"
-        return Vote(proposal.id, (objection or "")[:_LONGEST_REASON], key)
+        return Vote(proposal.id, (objection or "")[:_LONGEST_REASON], signature)
 
     async def answer(self, welcome: Welcome, offer: RoundOffer, deadline: float) -> None:
         """Answer an offer by its deadline, on the event loop's clock, and log the outcome."""
@@ -458,7 +458,8 @@ class Membership:
             await self._voting.begin(terms.id, partial(self._vote, welcome, terms, votes))
         else:
             deadline = asyncio.get_running_loop().time() + terms.seconds
-            take_part = self._handler.take_part if terms.roster else self._handler.answer
+            secure = terms.price.event.secure_sum is not None
+            take_part = self._handler.take_part if secure else self._handler.answer
             await self._work.begin(terms.id, partial(take_part, welcome, terms, deadline))
 
     async def _vote(

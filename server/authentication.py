@@ -20,8 +20,6 @@ from urllib.parse import unquote
 
 import grpc
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
-from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from fedpriv.errors import FedprivError, InvalidValueError, WireError
 from fedpriv.experiment.config import FederationSection
@@ -131,7 +129,8 @@ class Endpoint:
     address: Address
     tls: ssl.SSLContext | None  # None: plain text
     identify: Identify
-    certificate_end: datetime | None = None  # of the server's certificate
+    certificate: x509.Certificate | None = None  # of the server
+    key: bytes = field(default=b"", repr=False)  # of the certificate, in PEM
 
 
 def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
@@ -159,14 +158,16 @@ def endpoint_of(section: FederationSection, *, insecure: bool) -> Endpoint:
             "and server.key, as `fedpriv certs init` makes it, or --insecure be given"
         )
     certificates = EnrolledCertificates(Path(section.enrolment))
-    tls = tls_context(Path(section.certificates))
+    folder = Path(section.certificates)
+    tls = tls_context(folder)
     if not certificates.nodes():
         raise InvalidValueError(
             f"{section.enrolment} enrols no certificate; each node's table must have the key "
             "certificate, with the fingerprint that `fedpriv certs sign` prints"
         )
-    end = naming.load_certificate(Path(section.certificates) / "server.pem").not_valid_after_utc
-    return Endpoint(address, tls, by_certificate(certificates), end)
+    certificate = naming.load_certificate(folder / "server.pem")
+    key = naming.read_key(folder / "server.key")
+    return Endpoint(address, tls, by_certificate(certificates), certificate, key)
 
 
 def tls_context(folder: Path) -> ssl.SSLContext:
@@ -179,10 +180,12 @@ def tls_context(folder: Path) -> ssl.SSLContext:
     ca, certificate, key = [folder / n for n in ("ca.pem", "server.pem", "server.key")]
     authority, loaded = load_ca(ca), naming.load_certificate(certificate)
     naming.check_key(key, naming.read_key(key), loaded)
-    _check_for_servers(certificate, loaded)
-    try:
-        loaded.verify_directly_issued_by(authority)
-    except (*naming.MALFORMED, InvalidSignature):
+    if not naming.for_servers(loaded):
+        raise InvalidValueError(
+            f"{certificate} is not a certificate for a server (extended key usage serverAuth); "
+            "`fedpriv certs server` issues one"
+        )
+    if not naming.issued_by([authority], loaded):
         _log.warning(
             "%s is not issued by ca.pem beside it: nodes that trust that one cannot connect",
             certificate,
@@ -195,19 +198,6 @@ def tls_context(folder: Path) -> ssl.SSLContext:
     tls.load_cert_chain(certificate, key)
     tls.load_verify_locations(ca)
     return tls
-
-
-def _check_for_servers(path: Path, certificate: x509.Certificate) -> None:
-    """Refuse a node's certificate, which other nodes would not accept as a server's."""
-    try:
-        usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
-    except x509.ExtensionNotFound:
-        return  # valid for any usage
-    if not {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE} & {*usage}:
-        raise InvalidValueError(
-            f"{path} is not a certificate for a server (extended key usage serverAuth); "
-            "`fedpriv certs server` issues one"
-        )
 
 
 class RateLimit:

@@ -23,6 +23,9 @@ from fedpriv.training.request import RoundRequest
 from fedpriv.wire import federation_pb2 as pb
 from fedpriv.wire import naming
 
+_MOST_SIGNATURES = 32  # in an offer, about 2 KB each
+# Returns the head of the ledger, signed for a proposal; None in plain text.
+SignHead = Callable[[wire.RoundId], wire.SignedHead | None]
 _NOT_AWAITED = "the server is not waiting for an answer of this node"
 
 
@@ -171,25 +174,32 @@ class Ballot:
     the same as if it had agreed, and zero satisfies every bound on a user's contribution.
     """
 
-    def __init__(self, terms: wire.Proposal) -> None:
-        self.terms = terms  # without the nonce
+    def __init__(self, terms: wire.Proposal, signed_head: SignHead = lambda _: None) -> None:
+        self.terms = terms  # without nonce and head
         self.id = replace(terms.id, nonce=secrets.randbits(64))
-        proposal = wire.PROPOSAL.encode(replace(terms, id=self.id))
+        self.head = signed_head(self.id)
+        proposal = wire.PROPOSAL.encode(replace(terms, id=self.id, head=self.head))
         self.message = pb.FromServer(proposal=proposal)  # to all nodes
         self._objections: dict[str, str] = {}
-        self._keys: dict[str, wire.NodeKey] = {}  # of nodes that agree, for a secure sum
+        self._signatures: dict[str, wire.Countersignature] = {}  # of nodes that agree
 
     def count(self, node: str, vote: wire.Vote) -> None:
         """Record the newest vote of a node, unless it is on another proposal."""
         if vote.id == self.id:
             self._objections[node] = vote.objection
-            if vote.key is not None:
-                self._keys[node] = vote.key
+            if vote.countersignature is not None:
+                self._signatures[node] = vote.countersignature
 
-    def roster(self, connected: Sequence[str]) -> tuple[wire.NodeKey, ...]:
-        """Return the keys of the connected nodes that agree, sorted by name."""
-        agreed = sorted(node for node in connected if self.agrees(node) and node in self._keys)
-        return tuple(self._keys[node] for node in agreed)
+    def roster(self, connected: Sequence[str]) -> tuple[wire.Countersignature, ...]:
+        """Return the signatures of the connected nodes that agree, sorted by name.
+
+        Unless the sum is secure, they only show nodes that others know the same ledger, so of many
+        nodes some are chosen by chance.
+        """
+        agreed = [node for node in connected if self.agrees(node) and node in self._signatures]
+        if self.terms.price.event.secure_sum is None and len(agreed) > _MOST_SIGNATURES:
+            agreed = secrets.SystemRandom().sample(agreed, _MOST_SIGNATURES)
+        return tuple(self._signatures[node] for node in sorted(agreed))
 
     def voted(self, node: str) -> bool:
         """Return whether a node has voted."""
@@ -221,23 +231,24 @@ class Collection:
     def __init__(
         self,
         request: RoundRequest,
-        price: wire.Price,
+        ballot: Ballot,
+        roster: tuple[wire.Countersignature, ...],
         enrolment: Enrolment,
         seconds: float,
-        nonce: int | None = None,
-        roster: tuple[wire.NodeKey, ...] = (),
         *,
         fixed_length: bool = False,
     ) -> None:
-        self._model = wire.model_of(request)
-        # With a roster sums are masked, and the nodes draw their users themselves.
-        self.masked, manifest = bool(roster), wire.manifest_of(self._model)
-        nonce = secrets.randbits(64) if nonce is None else nonce
+        self._model, price = wire.model_of(request), ballot.terms.price
+        # Then the nodes of the roster draw their users themselves.
+        self.masked = price.event.secure_sum is not None
+        manifest, nonce = wire.manifest_of(self._model), ballot.id.nonce
         # To all drawn users; `offer_to` selects those of a node.
         offer = wire.RoundOffer.of(request, seconds, price, manifest, nonce, roster)
-        self.offer = replace(offer, fixed_length=fixed_length)
+        self.offer = replace(offer, fixed_length=fixed_length, head=ballot.head)
         # Node → its drawn users; secret.
-        self.drawn = {key.node: request.users for key in roster} or enrolment.drawn(request.users)
+        self.drawn = enrolment.drawn(request.users)
+        if self.masked:
+            self.drawn = {member.node: request.users for member in roster}
         self.deadline = monotonic() + seconds
         self.changed, self.over = asyncio.Event(), False
         self.results: queue.SimpleQueue[PartialSum | None] = queue.SimpleQueue()

@@ -25,6 +25,7 @@ from fedpriv.errors import InvalidValueError, WireError
 from fedpriv.ledger import Head, PrivacyBudget
 from fedpriv.privacy.round import PartialSum
 from fedpriv.report.records import Trouble
+from fedpriv.secure_sums.protocol import PUBLIC_BYTES
 from fedpriv.server.authentication import (
     NODE,
     Authentication,
@@ -235,10 +236,10 @@ class Service:
         """Change the status that `get_status` returns."""
         self.status = self.published = replace(self.status, **changes)  # type: ignore[arg-type]
 
-    def propose(self, terms: wire.Proposal) -> None:
+    def propose(self, ballot: Ballot) -> None:
         """Ask all connected nodes to vote; if the terms are unchanged, only those that objected."""
-        if self.ballot is None or self.ballot.terms != terms:
-            self.ballot = Ballot(terms)
+        if self.ballot is None or self.ballot.terms != ballot.terms:
+            self.ballot = ballot
             voters = self.connections.nodes
         else:
             voters = tuple(n for n in self.connections.nodes if self.ballot.agrees(n) is False)
@@ -343,7 +344,7 @@ class Service:
     ) -> None:
         async for message in messages:
             self.authentication.check(context)
-            vote = self._checked_key(node, wire.VOTE.decode(message.vote), context)
+            vote = self._checked(node, wire.VOTE.decode(message.vote), context)
             if not connection.votes_due:
                 raise RefusedCallError(grpc.StatusCode.INVALID_ARGUMENT, "a vote on no proposal")
             connection.votes_due -= 1
@@ -352,20 +353,25 @@ class Service:
                 self.arrivals.set()
             self._report(node, vote)
 
-    def _checked_key(self, node: str, vote: wire.Vote, context: Context) -> wire.Vote:
-        """Return a vote, as an objection if its key is missing or would make others refuse it."""
-        if self.ballot is None or vote.objection or vote.id != self.ballot.id:
+    def _checked(self, node: str, vote: wire.Vote, context: Context) -> wire.Vote:
+        """Return a vote, as an objection unless others will take its countersignature."""
+        ballot = self.ballot
+        if ballot is None or vote.objection or vote.id != ballot.id:
             return vote
-        event = self.ballot.terms.price.event
-        if event.secure_sum is None:
-            return replace(vote, key=None)
-        binding, own = binding_of(self.enrolment.population_id, vote.id, event), vote.key
-        certificate = peer_certificate(context)
+        event, own = ballot.terms.price.event, vote.countersignature
+        if event.secure_sum is None and ballot.head is None:
+            return replace(vote, countersignature=None)
+        binding = binding_of(self.enrolment.population_id, vote.id, event, ballot.head)
+        size = PUBLIC_BYTES if event.secure_sum else 0
         try:
-            valid = own and own.node == node and certificate_of(own, binding) == certificate
+            valid = (
+                own is not None
+                and (own.node, len(own.key), own.head) == (node, size, ballot.head)
+                and certificate_of(own, binding) == peer_certificate(context)
+            )
         except InvalidValueError:
             valid = False
-        return vote if valid else replace(vote, objection="the key is not signed by the node")
+        return vote if valid else replace(vote, objection="the vote is not signed by the node")
 
     def _report(self, node: str, vote: wire.Vote) -> None:
         """Log each objection once. All nodes vote, so the line may name a node of one user."""

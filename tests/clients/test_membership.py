@@ -1329,7 +1329,7 @@ def test_what_was_agreed_to_is_checked_once_and_for_one_offer(
             await tiny.propose(price=HONEST)
             assert not (await tiny.votes.get()).objection
             charge(ledger, 0)
-            await tiny.offer(price=HONEST, id=RoundId("run", 0, 0, 1))
+            await tiny.offer(price=HONEST)
             first, _ = await tiny.answers.get()
             assert tiny.calls["FetchLedger"] == 2
             await tiny.offer(price=HONEST, id=RoundId("run", 0, 0, 2))
